@@ -1,0 +1,29 @@
+# Tasks of the project. `make check` is what a change must pass; .ci/run does the same in a fresh environment.
+PYTHON ?= python
+
+.PHONY: check test docs lint types arrows bench format
+
+check: lint types arrows test
+
+test:  ## the whole suite (docs and doctests are part of it)
+	$(PYTHON) -m pytest
+
+docs:  ## the code blocks of README.md and docs/, and every doctest
+	$(PYTHON) -m pytest tests/docs
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+types:
+	$(PYTHON) -m mypy
+
+arrows:  ## which package may import which: the contracts in pyproject.toml
+	$(PYTHON) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
+
+bench: test  ## figures count only behind a green gate
+	$(PYTHON) -m bench
+
+format:
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .

@@ -1,0 +1,104 @@
+"""regard: every attention mechanism of the language-model literature, exact, fast and visible.
+
+Names are loaded when they are first used, so that `import regard` imports no torch.
+
+>>> import torch, regard
+>>> q = k = v = torch.eye(2)[None, None]
+>>> regard.attend(q, k, v).shape
+torch.Size([1, 1, 2, 2])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regard import biases, caches, inspect, masks, models, nn, positions, tap, view
+    from regard.arguments import checks
+    from regard.errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        FileError,
+        KernelRefusal,
+        RegardError,
+    )
+    from regard.models.load import load
+    from regard.ops.softmax.attend import attend, attend_partial, attention_weights
+    from regard.ops.softmax.call import Partial
+    from regard.ops.softmax.merge import merge
+    from regard.ops.softmax.plan import Plan, plan
+    from regard.span import EMPTY, Span
+    from regard.tap import Trace
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "regard.arguments": ("checks",),
+    "regard.errors": (
+        "ArgumentError",
+        "ArgumentTypeError",
+        "FileError",
+        "KernelRefusal",
+        "RegardError",
+    ),
+    "regard.models": ("load",),
+    "regard.ops.softmax": (
+        "Partial",
+        "Plan",
+        "attend",
+        "attend_partial",
+        "attention_weights",
+        "merge",
+        "plan",
+    ),
+    "regard.span": ("EMPTY", "Span"),
+    "regard.tap": ("Trace",),
+}
+_MODULES = ("biases", "caches", "inspect", "masks", "models", "nn", "positions", "tap", "view")
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [
+    "EMPTY",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "FileError",
+    "KernelRefusal",
+    "Partial",
+    "Plan",
+    "RegardError",
+    "Span",
+    "Trace",
+    "__version__",
+    "attend",
+    "attend_partial",
+    "attention_weights",
+    "biases",
+    "caches",
+    "checks",
+    "inspect",
+    "load",
+    "masks",
+    "merge",
+    "models",
+    "nn",
+    "plan",
+    "positions",
+    "tap",
+    "view",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"regard.{name}")
+    else:
+        raise AttributeError(f"module 'regard' has no attribute {name!r}")
+    globals()[name] = value  # the next use does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

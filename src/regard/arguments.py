@@ -1,0 +1,192 @@
+"""Checks of arguments, made before torch is called: torch's fused CPU kernel reads past the keys when lengths differ.
+
+Each check raises with what, where, got, allowed and the next step. Constructors and the public functions of `ops` check;
+inner code trusts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.span import Positions, Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_finite: ContextVar[bool] = ContextVar("finite", default=False)
+
+
+@contextmanager
+def checks(*, finite: bool = True) -> Iterator[None]:
+    """While the block runs, every attention call names the first non-finite value of q, k or v, and raises.
+
+    Off by default, because it reads every input once more; a NaN in visible data then propagates to the output.
+
+    Raises:
+        ArgumentError: from the attention call, with the tensor's name, the count and the first index.
+
+    >>> import torch, regard
+    >>> q = torch.full((1, 1, 2, 4), float("nan"))
+    >>> with regard.checks(finite=True):
+    ...     regard.attend(q, q.nan_to_num(), q.nan_to_num())
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: query has 8 non-finite values, first at [0, 0, 0, 0]; ...
+    """
+    token = _finite.set(finite)
+    try:
+        yield
+    finally:
+        _finite.reset(token)
+
+
+def check_finite(**tensors: Tensor) -> None:
+    """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
+    import torch
+
+    if torch.compiler.is_compiling() or not _finite.get():
+        return
+    for name, x in tensors.items():
+        bad = ~x.isfinite()
+        if bool(bad.any()):
+            n, first = int(bad.sum()), bad.nonzero()[0].tolist()
+            raise ArgumentError(
+                f"{name} has {n} non-finite value{'s' * (n > 1)}, first at {first}; "
+                "look at what produced it (this check was asked for by regard.checks(finite=True))"
+            )
+
+
+def check_tensor(name: str, x: object) -> None:
+    """x is a torch tensor of a floating dtype."""
+    import torch
+
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a torch tensor")
+    if not x.is_floating_point():
+        raise ArgumentTypeError(
+            f"{name} is {_dtype(x)}; it must be float64, float32, bfloat16 or float16: "
+            f"use {name}.float()"
+        )
+
+
+def check_query_key(q: Tensor, k: Tensor) -> None:
+    """q [B,H,T,D] and k [B,G,S,D] can be scored together: one batch, one D > 0, G divides H."""
+    for name, x in (("query", q), ("key", k)):
+        check_tensor(name, x)
+        if x.ndim != 4:
+            hint = "add a batch dimension with [None]" if x.ndim == 3 else "reshape it"
+            raise ArgumentError(
+                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [batch, heads, length, dim]: {hint}"
+            )
+    if q.dtype != k.dtype:
+        raise ArgumentTypeError(
+            f"query is {_dtype(q)} and key is {_dtype(k)}; all must have one dtype: convert one with .to()"
+        )
+    if q.device != k.device:
+        raise ArgumentError(f"query is on {q.device} and key on {k.device}; move one with .to()")
+    check_batch("key", k, q.shape[0])
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ArgumentError(
+            f"query dim {q.shape[3]} and key dim {k.shape[3]} must be equal and at least 1 "
+            f"(query {_shape(q)}, key {_shape(k)})"
+        )
+    check_groups(q.shape[1], k.shape[1])
+
+
+def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """As `check_query_key`, and v [B,G,S,E] goes with k."""
+    check_query_key(q, k)
+    check_tensor("value", v)
+    if v.ndim != 4:
+        raise ArgumentError(
+            f"value has {v.ndim} dimensions, {_shape(v)}; it must be [batch, heads, length, dim]"
+        )
+    if v.dtype != q.dtype:
+        raise ArgumentTypeError(
+            f"query is {_dtype(q)} and value is {_dtype(v)}; all must have one dtype: convert one with .to()"
+        )
+    if v.device != q.device:
+        raise ArgumentError(f"query is on {q.device} and value on {v.device}; move one with .to()")
+    check_batch("value", v, q.shape[0])
+    if k.shape[1] != v.shape[1]:
+        raise ArgumentError(
+            f"key heads {k.shape[1]} != value heads {v.shape[1]} (key {_shape(k)}, value {_shape(v)})"
+        )
+    if k.shape[2] != v.shape[2]:
+        raise ArgumentError(
+            f"key length {k.shape[2]} != value length {v.shape[2]} (key {_shape(k)}, value {_shape(v)})"
+        )
+
+
+def check_batch(name: str, x: Tensor, batch: int) -> None:
+    """x has the batch of the query: batches do not broadcast silently."""
+    if x.shape[0] != batch:
+        raise ArgumentError(
+            f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: "
+            f"if one {name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)"
+        )
+
+
+def check_groups(heads: int, groups: int) -> None:
+    """G key/value heads serve H query heads: G divides H."""
+    if groups < 1 or heads < 1 or heads % groups:
+        allowed = ", ".join(str(g) for g in range(1, heads + 1) if heads % g == 0)
+        raise ArgumentError(
+            f"{heads} query heads are not divisible by {groups} key/value heads; "
+            f"allowed key/value heads: {allowed or 'none'}"
+        )
+
+
+def check_positions(name: str, positions: Positions, batch: int, length: int) -> None:
+    """Positions are a Span of the length, or an integer tensor [batch or 1, length]."""
+    import torch
+
+    if isinstance(positions, Span):
+        if positions.length != length:
+            raise ArgumentError(
+                f"{name} is {positions} but there are {length} slots; give Span({positions.start}, {length})"
+            )
+        return
+    if not isinstance(positions, torch.Tensor):
+        raise ArgumentTypeError(
+            f"{name} is {type(positions).__name__}; it must be a regard.Span or an integer tensor [batch, length]"
+        )
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise ArgumentTypeError(f"{name} is {_dtype(positions)}; positions are integers: use .long()")
+    if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, batch):
+        raise ArgumentError(
+            f"{name} is {_shape(positions)}; it must be ({batch}, {length}) or (1, {length})"
+        )
+
+
+def check_number(name: str, x: float | None, low: float, high: float, allowed: str) -> None:
+    """x is None or a finite number with low < x < high; `allowed` says so in words."""
+    if x is None:
+        return
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a number, {allowed}")
+    if not (math.isfinite(x) and low < x < high):
+        raise ArgumentError(f"{name} is {x}; it must be {allowed}")
+
+
+def check_sink(sink: Tensor | None, heads: int) -> None:
+    """The sink is None or one logit per query head, a float tensor [H]."""
+    if sink is None:
+        return
+    check_tensor("sink", sink)
+    if tuple(sink.shape) != (heads,):
+        raise ArgumentError(
+            f"sink is {_shape(sink)}; it holds one logit per query head, ({heads},)"
+        )
+
+
+def _shape(x: Tensor) -> str:
+    return str(tuple(x.shape))
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,101 @@
+"""ALiBi: a penalty that grows with distance, at a slope of its own for each head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.arguments import check_number
+from regard.biases.base import Bias
+from regard.errors import ArgumentError, ArgumentTypeError
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """The slope of each head: 2^(-8h/n), h = 1..n, for n = 2^k heads.
+
+    For another number, those of the power of two n below it, then every other one of those of 2n, from the first.
+
+    Raises:
+        ArgumentError: heads is less than 1.
+
+    >>> alibi_slopes(8)[:3]
+    (0.5, 0.25, 0.125)
+    >>> [round(m, 6) for m in alibi_slopes(12)[8:]]
+    [0.707107, 0.353553, 0.176777, 0.088388]
+
+    Source: Press et al. 2021 (arXiv 2108.12409), section 3, and its released code for other numbers of heads.
+    """
+    if heads < 1:
+        raise ArgumentError(f"heads is {heads}; it must be at least 1")
+    n = 1 << (heads.bit_length() - 1)
+    finer = [2.0 ** (-4 * h / n) for h in range(1, 2 * n + 1, 2)]
+    return (*(2.0 ** (-8 * h / n) for h in range(1, n + 1)), *finer[: heads - n])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ALiBi(Bias):
+    """Attention with linear biases: bias_ij = -m_h (i - j), i and j the positions of query and key.
+
+    That is the causal form. Above the diagonal, where j > i, it is the same expression and so **positive**: use it under
+    a causal mask, or ask for `symmetric`, -m_h |i - j|, which penalises distance both ways. The row is written out in
+    full (not the shortcut m_h j, which shifts the log-sum-exp of each row), so partial attention merges rightly.
+
+    Args:
+        heads: the number of query heads H, for the slopes of `alibi_slopes`.
+        slopes: the slopes instead, H numbers, or a tensor [H], which may be learned.
+        symmetric: above.
+
+    Raises:
+        ArgumentError: not exactly one of heads and slopes is given, heads is below 1, or slopes is not 1-D.
+        ArgumentTypeError: slopes is a tensor of integers.
+
+    >>> from regard.span import Span
+    >>> ALiBi(2).block(Span(2, 1), Span(0, 3))[0, :, 0].tolist()
+    [[-0.125, -0.0625, -0.0], [-0.0078125, -0.00390625, -0.0]]
+
+    Source: Press et al. 2021 (arXiv 2108.12409), section 3.
+    """
+
+    heads: int | None = None
+    slopes: Sequence[float] | Tensor | None = None
+    symmetric: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.heads is None) == (self.slopes is None):
+            raise ArgumentError(
+                f"ALiBi(heads={self.heads}, slopes={'given' if self.slopes is not None else None}): give one of the two"
+            )
+        if self.heads is not None and self.heads < 1:
+            raise ArgumentError(f"heads is {self.heads}; it must be at least 1")
+        if isinstance(self.slopes, Tensor):
+            if self.slopes.ndim != 1:
+                raise ArgumentError(
+                    f"slopes is {tuple(self.slopes.shape)}; it must be 1-D, one number per query head"
+                )
+            if not self.slopes.is_floating_point():
+                raise ArgumentTypeError("slopes is a tensor of integers; use .float()")
+        elif self.slopes is not None:
+            object.__setattr__(self, "slopes", tuple(self.slopes))  # hashable, also from a list
+            for h, slope in enumerate(self.slopes):
+                check_number(f"slopes[{h}]", slope, -float("inf"), float("inf"), "finite")
+
+    def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+        """-m (i - j), or -m |i - j|. Never in half precision: integers above 256 are not distinct in bfloat16."""
+        distance = (q - k).abs() if self.symmetric else q - k
+        return -self._slopes(q.device, dtype)[:, None, None] * distance.to(dtype)
+
+    def _heads(self) -> int:
+        return self.heads if self.heads is not None else len(self.slopes)  # type: ignore[arg-type]
+
+    def _slopes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if isinstance(self.slopes, Tensor):
+            return self.slopes.to(device, dtype)
+        slopes = alibi_slopes(self._heads()) if self.slopes is None else self.slopes
+        return torch.tensor(slopes, dtype=dtype, device=device)
+
+    def __str__(self) -> str:
+        own = str(self.heads) if self.heads is not None else f"{self._heads()} slopes"
+        return f"alibi({own}{', symmetric' * self.symmetric})"

@@ -1,0 +1,145 @@
+"""T5's relative bias: a learned number for each head and each bucket of distances."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.arguments import check_tensor
+from regard.biases.base import Bias
+from regard.errors import ArgumentError, ArgumentTypeError
+
+
+def t5_bucket(
+    relative: Int[Tensor, "*L"],
+    *,
+    buckets: int = 32,
+    bidirectional: bool = True,
+    max_distance: int = 128,
+) -> Int[Tensor, "*L"]:
+    """The bucket of each relative position j - i (key minus query).
+
+    With n buckets for a direction and e = n // 2: a distance d < e has bucket d, a longer one
+    min(n - 1, e + floor((n - e) ln(d / e) / ln(max_distance / e))). Bidirectional: n = buckets / 2, and keys ahead of the
+    query (j > i) use the upper half. Otherwise n = buckets, and every key ahead falls into bucket 0.
+
+    The bounds of the buckets are found in whole numbers, so that distances that sit on one cannot fall to either side of
+    it, as they may with a logarithm in fp32.
+
+    Raises:
+        ArgumentError: buckets is too small, odd and bidirectional, or max_distance not above e.
+        ArgumentTypeError: relative is not a tensor of integers.
+
+    >>> t5_bucket(torch.tensor([-128, -16, -1, 0, 1, 16])).tolist()
+    [15, 10, 1, 0, 17, 26]
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1, and its released code.
+    """
+    if not isinstance(relative, Tensor) or relative.is_floating_point():
+        raise ArgumentTypeError(
+            "relative must be a tensor of integers, key positions minus query positions"
+        )
+    check_buckets(buckets, bidirectional=bidirectional, max_distance=max_distance)
+    n = buckets // 2 if bidirectional else buckets
+    return _bucket(relative, bucket_starts(n, max_distance), bidirectional=bidirectional)
+
+
+def _bucket(relative: Tensor, starts: tuple[int, ...], *, bidirectional: bool) -> Tensor:
+    distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
+    bounds = torch.tensor(starts[1:], device=relative.device)
+    bucket = torch.bucketize(distance, bounds, right=True)
+    return bucket + len(starts) * (relative > 0) if bidirectional else bucket
+
+
+def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
+    """The smallest distance of each bucket of one direction.
+
+    Bucket e + m starts at the smallest d with (d / e)^(n - e) >= (max_distance / e)^m, compared in whole numbers.
+
+    >>> bucket_starts(16, 128)[8:]
+    (8, 12, 16, 23, 32, 46, 64, 91)
+    """
+    e = buckets // 2
+    starts = list(range(e))
+    d = e
+    for m in range(buckets - e):
+        while d ** (buckets - e) * e**m < max_distance**m * e ** (buckets - e):
+            d += 1
+        starts.append(d)
+    return tuple(starts)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class T5Relative(Bias):
+    """bias_ij = table[bucket(j - i), h].
+
+    T5 itself scales scores by 1, not by 1/sqrt(D): pass `scale=1.0` to the attention. It has one table, in its first
+    layer, that all layers of a stack share, and none for cross-attention.
+
+    Args:
+        table: a float tensor [buckets, H], learned.
+        bidirectional: True in an encoder, False in a decoder.
+        max_distance: from here on, everything is in the last bucket.
+
+    Raises:
+        ArgumentError: table is not 2-D, or its buckets do not go with the other arguments.
+        ArgumentTypeError: table is not a float tensor.
+
+    >>> from regard.span import Span
+    >>> bias = T5Relative(torch.arange(32.0)[:, None], bidirectional=False)
+    >>> bias
+    t5_relative(32 buckets)
+    >>> bias.block(Span(2, 1), Span(0, 4)).flatten().tolist()
+    [2.0, 1.0, 0.0, 0.0]
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
+    """
+
+    table: Tensor
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        check_tensor("table", self.table)
+        if self.table.ndim != 2:
+            raise ArgumentError(
+                f"table is {tuple(self.table.shape)}; it must be [buckets, query heads]"
+            )
+        check_buckets(
+            self.table.shape[0], bidirectional=self.bidirectional, max_distance=self.max_distance
+        )
+        n = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
+        # not a field: it follows from the others, and every block needs it
+        object.__setattr__(self, "_starts", bucket_starts(n, self.max_distance))
+
+    def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+        """The table's numbers, [B or 1, H, t, s]."""
+        starts: tuple[int, ...] = self._starts  # type: ignore[attr-defined]
+        bucket = _bucket((k - q).squeeze(1), starts, bidirectional=self.bidirectional)
+        return F.embedding(bucket, self.table).movedim(-1, 1).to(dtype)
+
+    def _heads(self) -> int:
+        return self.table.shape[1]
+
+    def __str__(self) -> str:
+        both = ", bidirectional" * self.bidirectional
+        return f"t5_relative({self.table.shape[0]} buckets{both})"
+
+
+def check_buckets(buckets: int, *, bidirectional: bool, max_distance: int) -> None:
+    """The numbers that shape the buckets go together."""
+    if bidirectional and (buckets < 4 or buckets % 2):
+        raise ArgumentError(
+            f"buckets is {buckets}; with bidirectional it must be even and at least 4"
+        )
+    if buckets < 2:
+        raise ArgumentError(f"buckets is {buckets}; it must be at least 2")
+    exact = (buckets // 2 if bidirectional else buckets) // 2
+    if max_distance <= exact:
+        raise ArgumentError(
+            f"max_distance is {max_distance}; it must be above {exact}, the distances that have a bucket of their own"
+        )

@@ -1,0 +1,41 @@
+"""The command `regard`: one module per subcommand, imported only when it is asked for.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A closed pipe (`regard ... | head`) is not a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "explain": "Follow one token of a text through attention, number by number.",
+    "generate": "Continue a prompt, streaming, and say what it cost.",
+    "show": "Draw any mask: what each query may see, with the counts.",
+    "train": "Train a small model and its tokenizer on any text.",
+}
+"""Name -> one line of help. `regard.cli.<name>` has the function `<name>`, annotated for typer."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command with these arguments (default: the process's), and exit with its code.
+
+    Raises:
+        SystemExit: always, with the exit code.
+
+    >>> main(["--version"])
+    Traceback (most recent call last):
+    SystemExit: 0
+    """
+    code = 0
+    try:
+        from regard.cli.app import run
+
+        code = run(sys.argv[1:] if arguments is None else list(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,99 @@
+"""The typer application: a group that knows its commands by name and line, and loads the one that is invoked."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from regard import __version__
+from regard.cli import COMMANDS
+from regard.errors import RegardError
+
+_ABOUT = "Attention, exact, fast and visible: build with it, run it, see every number."
+_EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
+_SETTINGS = {"help_option_names": ["-h", "--help"]}
+
+
+class Commands(TyperGroup):
+    """The subcommands: listed from the table, imported on invocation."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)
+        """The names whose module is there, in alphabetical order."""
+        return [name for name in sorted(COMMANDS) if importlib.util.find_spec(_module(name))]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> TyperCommand | None:
+        """A stand-in with the name and the line of help: enough for the list of commands."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name], callback=None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The real command, loaded; a mistyped name meets a suggestion."""
+        for known in self.list_commands(ctx):
+            self.commands.setdefault(known, TyperCommand(known))
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, stand_in and load(stand_in.name or ""), rest
+
+
+def load(name: str) -> Any:
+    """Import `regard.cli.<name>` and make its function a command."""
+    module = importlib.import_module(_module(name))
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(name, context_settings=_SETTINGS, epilog=getattr(module, "EPILOG", None))(
+        getattr(module, name)
+    )
+    return typer.main.get_command(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; return its exit code. An error of regard's is one message on stderr."""
+    try:
+        _command().main(args=list(arguments), prog_name="regard")
+    except SystemExit as end:
+        if isinstance(
+            end.__context__, BrokenPipeError
+        ):  # typer exits with 1 when the reader leaves
+            return 0
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except RegardError as error:
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(str(error), err=True)
+        return 1
+    return 0
+
+
+def _command() -> Any:
+    app = typer.Typer(
+        cls=Commands,
+        help=_ABOUT,
+        epilog=_EXAMPLE,
+        add_completion=False,
+        context_settings=_SETTINGS,
+        pretty_exceptions_enable=False,
+    )
+    app.callback(invoke_without_command=True)(_root)
+    return typer.main.get_command(app)
+
+
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and stop.")
+    ] = False,
+) -> None:
+    if version:
+        typer.echo(f"regard {__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+    else:
+        return
+    raise typer.Exit
+
+
+def _module(name: str) -> str:
+    return f"regard.cli.{name}"

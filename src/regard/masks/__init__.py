@@ -1,0 +1,57 @@
+"""Masks: rules on positions that say which key a query may see, with `&`, `|` and `~`. True = may attend."""
+
+from regard.masks.algebra import All, Any, Not
+from regard.masks.base import Mask
+from regard.masks.blocks import BigBird, Blocks
+from regard.masks.convert import (
+    from_additive,
+    from_drop,
+    from_lengths,
+    from_sliding_window,
+    from_window_size,
+    to_additive,
+    to_drop,
+)
+from regard.masks.given import Dense, Fn, Heads
+from regard.masks.intervals import FAR, Intervals
+from regard.masks.local import Causal, Chunk, Dilated, Full, Window
+from regard.masks.parse import parse
+from regard.masks.rows import Document, Padding, Prefix
+from regard.masks.sparse import Global, Sinks, Strided
+from regard.masks.tiling import EMPTY, FULL, PARTIAL
+
+__all__ = [
+    "EMPTY",
+    "FAR",
+    "FULL",
+    "PARTIAL",
+    "All",
+    "Any",
+    "BigBird",
+    "Blocks",
+    "Causal",
+    "Chunk",
+    "Dense",
+    "Dilated",
+    "Document",
+    "Fn",
+    "Full",
+    "Global",
+    "Heads",
+    "Intervals",
+    "Mask",
+    "Not",
+    "Padding",
+    "Prefix",
+    "Sinks",
+    "Strided",
+    "Window",
+    "from_additive",
+    "from_drop",
+    "from_lengths",
+    "from_sliding_window",
+    "from_window_size",
+    "parse",
+    "to_additive",
+    "to_drop",
+]

@@ -1,0 +1,245 @@
+"""What a mask is: a rule on positions, with an algebra, a drawing in words, and a structure that kernels can skip by."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+
+import torch
+from jaxtyping import Bool, Int, Int8
+from torch import Tensor
+
+from regard.errors import ArgumentError
+from regard.masks.intervals import Intervals, tidy
+from regard.masks.tiling import UNKNOWN, count_visible, from_intervals, held, settle
+from regard.masks.where import Part, Slot, device_of
+from regard.span import Positions, Span, as_tensor, count, part
+
+EVERY = slice(None)
+ROWS = 128
+"""Queries that are evaluated together, where a mask has no intervals."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mask(ABC):
+    """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks of masks.
+
+    Masks of equal fields are equal and hash alike; tensors in fields count by identity. Key slots at position -1 are
+    never visible, whatever the rule says. A subclass writes `allows`, and `_intervals` where it has a closed form.
+
+    >>> from regard import masks
+    >>> mask = masks.Causal() & masks.Window(4) | masks.Sinks(1)
+    >>> print(mask)
+    causal & window(4) | sinks(1)
+    >>> mask.count(Span(0, 8), Span(0, 8))
+    30
+    """
+
+    @abstractmethod
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """The rule: positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] -> bool, broadcastable to [B, H, T, S]."""
+
+    def block(
+        self,
+        q_positions: Positions,
+        k_positions: Positions,
+        rows: slice = EVERY,
+        columns: slice = EVERY,
+        *,
+        device: torch.device | str | None = None,
+    ) -> Bool[Tensor, "B H t s"]:
+        """The dense mask [B or 1, H or 1, t, s] of a slice of the call; a key slot at position -1 is never visible.
+
+        >>> from regard import masks
+        >>> masks.Causal().block(Span(0, 3), Span(0, 3)).int().tolist()
+        [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
+        """
+        device = device_of(q_positions, k_positions, device)
+        where = Part(q_positions, k_positions, rows, columns, device)
+        out, keys = self._block(where), part(k_positions, columns)
+        if not isinstance(keys, Span) or keys.start < 0:
+            out = out & (where.k >= 0)[:, None, None]
+        return out.expand(-1, -1, count(part(q_positions, rows)), count(keys))
+
+    def _block(self, where: Part) -> Tensor:
+        """The rule, 4-D; empty slots are not looked at."""
+        return self.allows(where.q[:, None, :, None], where.k[:, None, None, :])
+
+    def intervals(self, q: Int[Tensor, "B t"]) -> Intervals | None:
+        """The key positions that each query sees, as n half-open ranges, disjoint and sorted; None without structure.
+
+        q: positions [B or 1, t]; the ranges are int64 [B or 1, H or 1, t, n] and may end at 2^62: without an end.
+
+        >>> from regard import masks
+        >>> found = (masks.Causal() & masks.Window(2)).intervals(torch.tensor([[0, 5]]))
+        >>> found.starts.tolist(), found.stops.tolist()
+        ([[[[0], [4]]]], [[[[1], [6]]]])
+        """
+        found = self._intervals(q.long()[:, None, :, None])
+        return None if found is None else tidy(Intervals(*torch.broadcast_tensors(*found)))
+
+    def _intervals(self, q: Tensor) -> Intervals | None:
+        """For q [B or 1, 1, t, 1]: ranges in any order, overlapping or not, below 0 or not."""
+        return None
+
+    def tiles(
+        self,
+        q_positions: Positions,
+        k_positions: Positions,
+        size: tuple[int, int] = (128, 128),
+        *,
+        device: torch.device | str | None = None,
+    ) -> Int8[Tensor, "B H nQ nK"]:
+        """EMPTY = 0, PARTIAL = 1 or FULL = 2 for each block of queries and keys, exactly; never a T x S mask at once.
+
+        Raises:
+            ArgumentError: a block size below 1.
+
+        >>> from regard import masks
+        >>> masks.Causal().tiles(Span(0, 8), Span(0, 8), (4, 4)).tolist()
+        [[[[1, 0], [2, 1]]]]
+        """
+        bq, bk = size
+        if bq < 1 or bk < 1:
+            raise ArgumentError(f"tile size is {size}; both sizes must be 1 or more")
+        T = count(q_positions)
+        lines = [
+            self.tile_row(q_positions, k_positions, slice(i, min(i + bq, T)), bk, device=device)
+            for i in range(0, T, bq)
+        ]
+        if not lines:
+            return torch.zeros(
+                1, 1, 0, -(-count(k_positions) // bk), dtype=torch.int8, device=device
+            )
+        return torch.stack(torch.broadcast_tensors(*lines), 2)
+
+    def tile_row(
+        self,
+        q_positions: Positions,
+        k_positions: Positions,
+        rows: slice,
+        bk: int,
+        *,
+        device: torch.device | str | None = None,
+    ) -> Int8[Tensor, "B H nK"]:
+        """The tiles of one block of queries, [B or 1, H or 1, nK]: what a kernel asks for when it comes to the block."""
+        S, device = count(k_positions), device_of(q_positions, k_positions, device)
+        if S == 0 or count(part(q_positions, rows)) == 0:
+            return torch.zeros(1, 1, -(-S // bk), dtype=torch.int8, device=device)
+        where = Part(q_positions, k_positions, rows, EVERY, device)
+
+        def evaluate(columns: slice) -> Tensor:
+            return self.block(q_positions, k_positions, rows, columns, device=device)
+
+        return settle(self._states(where, bk), held(k_positions, bk).to(device), S, bk, evaluate)
+
+    def _states(self, where: Part, bk: int) -> Tensor:
+        """The states [B,H,nK] over the keys that blocks hold, UNKNOWN where the rule must be evaluated."""
+        found = self.intervals(where.q)
+        if found is None:
+            return self._undecided(where, bk)
+        keys = where.k_positions if isinstance(where.k_positions, Span) else where.k
+        return from_intervals(found, keys, bk)
+
+    def _undecided(self, where: Part, bk: int) -> Tensor:
+        """The states where the mask has no intervals."""
+        nK = -(-count(where.k_positions) // bk)
+        return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=where.device)
+
+    def visible(
+        self,
+        q_positions: Positions,
+        k_positions: Positions,
+        *,
+        device: torch.device | str | None = None,
+    ) -> Int[Tensor, "B H T"]:
+        """How many keys each query sees, int64 [B or 1, H or 1, T].
+
+        >>> from regard import masks
+        >>> masks.Window(2).visible(Span(0, 4), Span(0, 4)).tolist()
+        [[[4, 4, 3, 2]]]
+        """
+        device = device_of(q_positions, k_positions, device)
+        found = self.intervals(as_tensor(q_positions, device).to(device))
+        if found is not None:
+            keys = k_positions if isinstance(k_positions, Span) else k_positions.to(device)
+            return count_visible(found, keys)
+        T = max(count(q_positions), 1)
+        lines = [
+            self.block(q_positions, k_positions, slice(i, i + ROWS), device=device).sum(-1)
+            for i in range(0, T, ROWS)
+        ]
+        return torch.cat(lines, -1)
+
+    def count(self, q_positions: Positions, k_positions: Positions) -> int:
+        """The query-key pairs that are visible, over every batch row and head that the mask tells apart.
+
+        >>> from regard import masks
+        >>> masks.Causal().count(Span(0, 64), Span(0, 64))
+        2080
+        """
+        return int(self.visible(q_positions, k_positions).sum())
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027  (most serve any shape)
+        """Check that the mask can serve a call of this shape.
+
+        Raises:
+            ArgumentError: the mask holds something per batch row, head, query or key, for another number of them.
+        """
+
+    def mask_mod(
+        self, q_positions: Positions, k_positions: Positions
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The rule as a `mask_mod(b, h, q_idx, kv_idx)` of `torch.nn.attention.flex_attention`, for slots of this call."""
+        device = device_of(q_positions, k_positions, None)
+        q_all, k_all = (as_tensor(x, device).to(device) for x in (q_positions, k_positions))
+
+        def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            q = q_all[b * (q_all.shape[0] > 1), q_idx]
+            k = k_all[b * (k_all.shape[0] > 1), kv_idx]
+            return self._at(Slot(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
+
+        return mask_mod
+
+    def _at(self, slot: Slot) -> Tensor:
+        """The rule for one pair of slots, as a scalar; it runs under vmap."""
+        out = self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1))
+        return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
+
+    def terms(self) -> tuple[Mask, ...]:
+        """The masks whose `&` this is: itself alone, unless it is an `All`."""
+        return (self,)
+
+    def __and__(self, other: Mask) -> Mask:
+        from regard.masks.algebra import All
+
+        return All((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        from regard.masks.algebra import Any
+
+        return Any((self, other)) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        from regard.masks.algebra import Not
+
+        return Not(self)
+
+    def _key(self) -> tuple[object, ...]:
+        values = (getattr(self, field.name) for field in fields(self))
+        return (type(self), *(id(x) if isinstance(x, Tensor) else x for x in values))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mask) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __str__(self) -> str:
+        shown = [
+            repr(value) if field.default is MISSING else f"{field.name}={value!r}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return type(self).__name__.lower() + f"({', '.join(shown)})" * bool(shown)

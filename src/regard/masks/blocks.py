@@ -1,0 +1,177 @@
+"""Masks that are a table of blocks: any table, and BigBird's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks.base import Mask
+from regard.masks.intervals import FAR, Intervals, intersect, tidy
+from regard.masks.values import check_rows, whole
+
+
+def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
+    """table[b, h, q // size, k // size], False outside the table; table [B or 1, H or 1, nQ, nK]."""
+    q, k = (x[(None,) * (4 - x.ndim)] // size for x in (q, k))
+    B, H, nQ, nK = table.shape
+    table = table.to(q.device)
+    b = torch.arange(B, device=q.device)[:, None, None, None]
+    h = torch.arange(H, device=q.device)[:, None, None]
+    inside = (q >= 0) & (q < nQ) & (k >= 0) & (k < nK)
+    return table[b, h, q.clamp(0, nQ - 1), k.clamp(0, nK - 1)] & inside
+
+
+def block_runs(table: Tensor, size: int, q: Tensor) -> Intervals:
+    """The runs of visible blocks in the table's row of each query, as ranges of positions."""
+    B, H, nQ, nK = table.shape
+    q = q[:, 0, :, 0] // size  # [b,t]
+    b = torch.arange(B, device=q.device)[:, None, None]
+    h = torch.arange(H, device=q.device)[:, None]
+    line = table.to(q.device)[b, h, q.clamp(0, nQ - 1)[:, None]]  # [B,H,t,nK]
+    line = line & ((q >= 0) & (q < nQ))[:, None, :, None]
+    steps = torch.nn.functional.pad(
+        line.to(torch.int8), (1, 1)
+    ).diff()  # 1 opens a run, -1 closes it
+    at = torch.arange(nK + 1, device=q.device) * size
+    starts, stops = (torch.where(steps == x, at, FAR).sort(-1).values for x in (1, -1))
+    n = max(int((starts < FAR).sum(-1).max()), 1) if starts.numel() else 1
+    return Intervals(starts[..., :n], stops[..., :n])
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks(Mask):
+    """A table says which block of positions sees which: table[b, h, q // size, k // size].
+
+    table: bool [B or 1, H or 1, nQ, nK], or [nQ, nK]. Outside the table nothing is seen.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a table of another shape or dtype, or a size below 1; at a call, a table for
+            other batch rows or heads, or for fewer positions than there are keys.
+
+    >>> from regard.span import Span
+    >>> mask = Blocks(torch.tensor([[True, False], [True, True]]), 2)
+    >>> mask.visible(Span(0, 4), Span(0, 4)).tolist()
+    [[[2, 2, 4, 4]]]
+    """
+
+    table: Tensor
+    size: int
+
+    def __post_init__(self) -> None:
+        whole("Blocks size", self.size, 1)
+        if not isinstance(self.table, Tensor) or self.table.dtype != torch.bool:
+            got = self.table.dtype if isinstance(self.table, Tensor) else type(self.table).__name__
+            raise ArgumentTypeError(
+                f"Blocks table is {got}; it must be a bool tensor: use table.bool()"
+            )
+        if self.table.ndim not in (2, 4) or self.table.numel() == 0:
+            raise ArgumentError(
+                f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key blocks] or "
+                "[batch or 1, heads or 1, query blocks, key blocks], and not empty"
+            )
+
+    @property
+    def _table(self) -> Tensor:
+        return self.table if self.table.ndim == 4 else self.table[None, None]
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """The table's entry for the blocks of q and k."""
+        return look_up(self._table, self.size, q, k)
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        return block_runs(self._table, self.size, q)
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """A table for all or each, that covers as many positions as there are keys."""
+        rows, heads, _, nK = self._table.shape
+        check_rows("Blocks", rows, B)
+        if heads not in (1, H):
+            raise ArgumentError(
+                f"Blocks holds {heads} heads, but the call has {H}; give one table per head, or one for all"
+            )
+        covers("Blocks", nK, self.size, S)
+
+    def __str__(self) -> str:
+        return f"blocks({list(self.table.shape)}, {self.size})"
+
+
+@dataclass(frozen=True, eq=False)
+class BigBird(Mask):
+    """Blocks that see a window of blocks, the first and the last block, and a few random ones (arXiv 2007.14062).
+
+    block: positions per block. blocks: how many there are. window: blocks seen around the own one, an odd number.
+    random: random blocks per block, outside window and globals (all that are left, where fewer are); drawn from `seed`
+    alone. The first and the last block see everything. causal=True: k <= q as well, and blocks are drawn from the past.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: block or blocks below 1, an even window, random below 0, or not ints; at a
+            call, more keys than block * blocks.
+
+    >>> from regard.span import Span
+    >>> int(BigBird(64, 32).visible(Span(64 * 16, 1), Span(0, 64 * 32)))
+    512
+    """
+
+    block_size: int
+    blocks: int
+    window: int = 3
+    random: int = 3
+    seed: int = 0
+    causal: bool = False
+
+    def __post_init__(self) -> None:
+        whole("BigBird block size", self.block_size, 1)
+        whole("BigBird blocks", self.blocks, 1)
+        whole("BigBird random", self.random, 0)
+        whole("BigBird seed", self.seed, 0)
+        if whole("BigBird window", self.window, 1) % 2 == 0:
+            raise ArgumentError(
+                f"BigBird window is {self.window}; it must be odd, the own block in the middle: "
+                f"{self.window - 1} or {self.window + 1}"
+            )
+
+    @property
+    def table(self) -> Tensor:
+        """Which block sees which, bool [blocks, blocks]."""
+        return _bigbird(self.blocks, self.window, self.random, self.seed, self.causal)
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """The block of k is among those that the block of q sees."""
+        found = look_up(self.table[None, None], self.block_size, q, k)
+        return found & (k <= q) if self.causal else found
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        found = block_runs(self.table[None, None], self.block_size, q)
+        past = Intervals(torch.zeros_like(q), q + 1)
+        return intersect(tidy(found), past) if self.causal else found
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """As many positions as there are keys."""
+        covers("BigBird", self.blocks, self.block_size, S)
+
+
+def covers(name: str, blocks: int, size: int, S: int) -> None:
+    """The blocks reach as far as S keys."""
+    if blocks * size < S:
+        raise ArgumentError(
+            f"{name} covers {blocks} blocks of {size} = {blocks * size} positions, but there are {S} keys; "
+            f"give {-(-S // size)} blocks"
+        )
+
+
+@lru_cache(maxsize=64)
+def _bigbird(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
+    at = torch.arange(n)
+    table = (at[:, None] - at).abs() <= window // 2
+    table[[0, -1]] = True
+    table[:, [0, -1]] = True
+    generator = torch.Generator().manual_seed(seed)  # its own: the global one stays where it is
+    for i in range(1, n - 1):
+        free = (~table[i, : i if causal else n]).nonzero()[:, 0]
+        table[i, free[torch.randperm(len(free), generator=generator)[:random]]] = True
+    return table.tril() if causal else table

@@ -1,0 +1,145 @@
+"""Masks from and to the conventions of other libraries."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks.base import Mask
+from regard.masks.given import Dense
+from regard.masks.local import Causal, Window
+from regard.masks.rows import Padding
+from regard.masks.values import whole
+
+
+def from_drop(drop: Bool[Tensor, "*shape"]) -> Dense:
+    """A bool mask with True = drop, as `nn.MultiheadAttention` takes it: [T, S] or [B or 1, H or 1, T or 1, S].
+
+    Raises:
+        ArgumentTypeError: not a bool tensor.
+
+    >>> print(from_drop(torch.tensor([[False, True], [False, False]])).table.int().tolist())
+    [[1, 0], [1, 1]]
+    """
+    _check_bool("drop", drop)
+    return Dense(~drop)
+
+
+def to_drop(keep: Bool[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+    """True = may attend becomes True = drop; give it `mask.block(...)`.
+
+    Raises:
+        ArgumentTypeError: not a bool tensor.
+
+    >>> to_drop(torch.tensor([True, False])).tolist()
+    [False, True]
+    """
+    _check_bool("keep", keep)
+    return ~keep
+
+
+def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
+    """A float mask of zeros where a query may attend, and -inf or `finfo.min` where not.
+
+    Entries <= finfo.min / 2 are masked. (Added to a score, `finfo.min` in a whole row would be uniform attention.)
+
+    Raises:
+        ArgumentTypeError: not a float tensor.
+        ArgumentError: another value than 0 that is not masked: that is a bias.
+
+    >>> from_additive(torch.tensor([[0.0, float("-inf")]])).table.tolist()
+    [[True, False]]
+    """
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        got = (
+            str(mask.dtype).removeprefix("torch.")
+            if isinstance(mask, Tensor)
+            else type(mask).__name__
+        )
+        raise ArgumentTypeError(
+            f"additive mask is {got}; it must be a float tensor: a bool one is Dense(mask)"
+        )
+    dropped = mask <= torch.finfo(mask.dtype).min / 2
+    other = ~dropped & (mask != 0)
+    if bool(other.any()):
+        at = other.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"additive mask has {float(mask[tuple(at)])} at {at}; it must be 0 or at most finfo.min / 2: "
+            "numbers in between are a bias, pass them as bias="
+        )
+    return Dense(~dropped)
+
+
+def to_additive(
+    keep: Bool[Tensor, "*shape"], dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "*shape"]:
+    """0 where a query may attend, -inf where not; give it `mask.block(...)`.
+
+    Raises:
+        ArgumentTypeError: not a bool tensor, or a dtype that is not floating.
+
+    >>> to_additive(torch.tensor([True, False])).tolist()
+    [0.0, -inf]
+    """
+    _check_bool("keep", keep)
+    if not dtype.is_floating_point:
+        raise ArgumentTypeError(f"dtype is {dtype}; an additive mask is of a floating dtype")
+    return torch.zeros(keep.shape, dtype=dtype, device=keep.device).masked_fill(
+        ~keep, float("-inf")
+    )
+
+
+def from_lengths(lengths: list[int] | tuple[int, ...] | Tensor) -> Padding:
+    """Sequence lengths of a batch that is padded on the right (`seqused`, `nonpad_kv_seqlen`).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a length below 0 or not an int.
+
+    >>> from_lengths([2, 3])
+    Padding(runs=(((0, 2),), ((0, 3),)))
+    """
+    return Padding.right(lengths)
+
+
+def from_window_size(left: int, right: int = 0) -> Mask | None:
+    """FlashAttention's `window_size=(left, right)`: left keys before the query *beside* its own, -1 is no limit.
+
+    None is no mask at all.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a side below -1 or not an int.
+
+    >>> print(from_window_size(3), "|", from_window_size(-1), "|", from_window_size(8, 8))
+    causal & window(4) | causal | window(9, ahead=8)
+    """
+    whole("left", left, -1, "-1 is no limit")
+    whole("right", right, -1, "-1 is no limit")
+    if right == 0:
+        return Causal() if left < 0 else Causal() & Window(left + 1)
+    if left < 0:
+        return None if right < 0 else Window(_UNBOUNDED, ahead=right)
+    return Window(left + 1, ahead=None if right < 0 else right)
+
+
+def from_sliding_window(size: int | None) -> Mask:
+    """The `sliding_window` of a transformers configuration: that many keys, the own one included; None is no limit.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a size below 1 or not an int.
+
+    >>> print(from_sliding_window(4096))
+    causal & window(4096)
+    """
+    return Causal() if size is None else Causal() & Window(size)
+
+
+_UNBOUNDED = 1 << 40
+"""More keys back than any sequence has, and far from where int64 ends."""
+
+
+def _check_bool(name: str, x: object) -> None:
+    if not isinstance(x, Tensor) or x.dtype != torch.bool:
+        got = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentTypeError(f"{name} is {got}; it must be a bool tensor: use {name}.bool()")

@@ -1,0 +1,141 @@
+"""Masks from text: what `print(mask)` says, read back."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable
+
+from regard.errors import ArgumentError, RegardError
+from regard.masks.base import Mask
+from regard.masks.blocks import BigBird
+from regard.masks.given import Heads
+from regard.masks.local import Causal, Chunk, Dilated, Full, Window
+from regard.masks.rows import Document, Padding, Prefix
+from regard.masks.sparse import Global, Sinks, Strided
+
+KNOWN: dict[str, Callable[..., Mask]] = {
+    mask.__name__.lower(): mask
+    for mask in (
+        Full, Causal, Window, Chunk, Prefix, Document, Padding, Sinks, Global, Dilated, Strided, BigBird, Heads,
+    )
+}  # fmt: skip
+"""The masks that text can name; a bare name is a call without arguments."""
+
+DEEPEST = 50
+"""How deep an expression may nest: text from anywhere must not exhaust the stack."""
+
+
+def parse(text: str) -> Mask:
+    """A mask from an expression of known masks, numbers, tuples, `&`, `|`, `~` and parentheses; nothing is executed.
+
+    `~` binds most tightly, then `&`, then `|`, as in Python.
+
+    Raises:
+        ArgumentError: the text is not such an expression; the message shows the place and lists the known names.
+
+    >>> parse("causal & window(4) | sinks(1)")
+    Any(masks=(All(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
+    >>> parse("causal & windw(4)")
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: unknown mask "windw"; did you mean window? ...
+    """
+    if not text.strip():
+        raise _error("an empty expression", text, None)
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        at = getattr(problem, "offset", None)
+        reason = getattr(problem, "msg", None) or "the expression is too deep"
+        raise _error(f"not a mask expression: {reason}", text.strip(), at and at - 1) from None
+    return _Reader(text.strip()).mask(tree.body, 0)
+
+
+class _Reader:
+    """Walks the syntax tree; everything that is not listed is an error that shows its place."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def mask(self, node: ast.expr, depth: int) -> Mask:
+        """A node that must be a mask."""
+        if depth > DEEPEST:
+            raise self.error(f"an expression nested deeper than {DEEPEST}", node)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
+            left, right = self.mask(node.left, depth + 1), self.mask(node.right, depth + 1)
+            return left & right if isinstance(node.op, ast.BitAnd) else left | right
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
+            return ~self.mask(node.operand, depth + 1)
+        if isinstance(node, ast.Name):
+            return self.make(node, node, [], {}, depth)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return self.make(
+                node, node.func, node.args, {x.arg: x.value for x in node.keywords}, depth
+            )
+        raise self.error("a mask must stand here", node)
+
+    def make(
+        self,
+        node: ast.expr,
+        name: ast.Name,
+        arguments: list[ast.expr],
+        keywords: dict[str | None, ast.expr],
+        depth: int,
+    ) -> Mask:
+        """A call of a known mask."""
+        if name.id not in KNOWN:
+            close = difflib.get_close_matches(name.id, KNOWN, n=2, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise self.error(f'unknown mask "{name.id}"{hint}', name)
+        if None in keywords:
+            raise self.error("** is not allowed", node)
+        given = [self.value(x, depth + 1) for x in arguments]
+        named = {str(key): self.value(x, depth + 1) for key, x in keywords.items()}
+        try:
+            return KNOWN[name.id](*given, **named)
+        except TypeError as problem:
+            if isinstance(problem, RegardError):
+                raise self.error(str(problem), node) from None
+            reason = (
+                str(problem).split(".__init__() ")[-1].replace("positional argument", "argument")
+            )
+            raise self.error(f"{name.id}: {reason}", node) from None
+        except RegardError as problem:
+            raise self.error(str(problem), node) from None
+
+    def value(self, node: ast.expr, depth: int) -> object:
+        """A number, True, False, None, a tuple of values, or a mask."""
+        if depth > DEEPEST:
+            raise self.error(f"an expression nested deeper than {DEEPEST}", node)
+        if isinstance(node, ast.Constant) and (
+            node.value is None or type(node.value) in (int, bool)
+        ):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            inner = self.value(node.operand, depth + 1)
+            if type(inner) is int:
+                return -inner
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return tuple(self.value(x, depth + 1) for x in node.elts)
+        if isinstance(node, (ast.Name, ast.Call, ast.BinOp)) or (
+            isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert)
+        ):
+            return self.mask(node, depth + 1)
+        raise self.error("only whole numbers, tuples and masks may stand here", node)
+
+    def error(self, what: str, node: ast.expr) -> ArgumentError:
+        """The error, with the place of the node."""
+        # ast counts columns in bytes of UTF-8
+        column = len(self.text.encode()[: node.col_offset].decode(errors="ignore"))
+        return _error(what, self.text, column if node.lineno == 1 else None)
+
+
+def _error(what: str, text: str, column: int | None) -> ArgumentError:
+    place = ""
+    if column is not None:
+        line = text.splitlines()[0] if text else ""
+        place = f"\n  {line}\n  {' ' * column}^ column {column + 1}"
+    return ArgumentError(
+        f"{what}{place}\n  known masks: {', '.join(KNOWN)}; joined by & | ~ and parentheses, "
+        "for example: causal & window(4) | sinks(1)"
+    )

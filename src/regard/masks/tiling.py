@@ -1,0 +1,157 @@
+"""Tiles: a block of queries against a block of keys is empty, partial or full under a mask.
+
+States here speak of the keys that a block really holds (position >= 0); `settle` then turns full blocks with holes into
+partial ones. A rule that cannot tell says `UNKNOWN`, and the block is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Int, Int8
+from torch import Tensor
+from torch.nn import functional as F
+
+from regard.masks.intervals import FAR, Intervals
+from regard.span import Positions, Span, count
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+UNKNOWN = -1
+
+GROUP = 32
+"""Undecided key blocks that are evaluated together, at most."""
+
+
+def held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
+    """How many slots of each block hold a key, [B or 1, nK]."""
+    if isinstance(k_positions, Span):
+        lo, hi = _edges(k_positions, bk)
+        return (hi - lo).clamp(min=0)[None]
+    return _blocks((k_positions >= 0).long(), bk, 0).sum(-1)
+
+
+def from_intervals(found: Intervals, k_positions: Positions, bk: int) -> Int8[Tensor, "B H nK"]:
+    """The states of key blocks for queries with these tidy intervals: count what each query sees of each block.
+
+    O(t n nK) for a `Span`; for stored positions each block is sorted, and ends are looked up in it.
+    """
+    if isinstance(k_positions, Span):
+        seen = _count_span(found, k_positions, bk)  # [B,H,t,nK]
+    else:
+        seen = _count_stored(found, k_positions, bk)
+    n_held = held(k_positions, bk).to(seen.device)[:, None]
+    states = torch.full_like(seen[:, :, 0], PARTIAL, dtype=torch.int8)
+    states = states.masked_fill((seen == n_held[:, :, None]).all(2), FULL)
+    return states.masked_fill((seen == 0).all(2), EMPTY)
+
+
+def _count_span(found: Intervals, keys: Span, bk: int) -> Tensor:
+    lo, hi = _edges(keys, bk, found.starts.device)
+    seen = torch.zeros((), dtype=torch.int64, device=lo.device)
+    for start, stop in zip(found.starts.unbind(-1), found.stops.unbind(-1), strict=True):
+        seen = seen + (
+            torch.minimum(stop[..., None], hi) - torch.maximum(start[..., None], lo)
+        ).clamp(min=0)
+    return seen
+
+
+def _count_stored(found: Intervals, keys: Tensor, bk: int) -> Tensor:
+    inside = _blocks(torch.where(keys >= 0, keys.long(), FAR), bk, FAR).sort(-1).values  # [B,nK,bk]
+    B = max(inside.shape[0], found.starts.shape[0])
+    _, H, t, n = found.starts.shape
+    nK = inside.shape[1]
+    inside = inside.expand(B, -1, -1).contiguous()
+
+    def below(ends: Tensor) -> Tensor:
+        ends = ends.expand(B, -1, -1, -1).reshape(B, 1, -1).expand(-1, nK, -1).contiguous()
+        return torch.searchsorted(inside, ends)
+
+    seen = (below(found.stops) - below(found.starts)).clamp(min=0)  # [B,nK,H*t*n]
+    return seen.reshape(B, nK, H, t, n).sum(-1).permute(0, 2, 3, 1)
+
+
+def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H t"]:
+    """How many keys each query sees."""
+    S = count(k_positions)
+    if S == 0 or found.starts.shape[2] == 0:
+        B = 1 if isinstance(k_positions, Span) else k_positions.shape[0]
+        shape = torch.broadcast_shapes((B, 1, 1), found.starts.shape[:-1])
+        return torch.zeros(shape, dtype=torch.int64, device=found.starts.device)
+    if isinstance(k_positions, Span):
+        return _count_span(found, k_positions, S)[..., 0]
+    return _count_stored(found, k_positions, S)[..., 0]
+
+
+def both(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
+    """The state of `x & y`: empty wins, full gives way, two partial ones must be looked at."""
+    a, b = torch.broadcast_tensors(a, b)
+    out = torch.full_like(a, UNKNOWN)
+    out = torch.where(a == FULL, b, torch.where(b == FULL, a, out))
+    return out.masked_fill((a == EMPTY) | (b == EMPTY), EMPTY)
+
+
+def opposite(a: Tensor) -> Int8[Tensor, "..."]:
+    """The state of `~x`."""
+    return torch.where(a == UNKNOWN, a, FULL - a)
+
+
+def either(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
+    """The state of `x | y`, by De Morgan."""
+    return opposite(both(opposite(a), opposite(b)))
+
+
+def settle(
+    states: Int8[Tensor, "B H nK"],
+    n_held: Int[Tensor, "B nK"],
+    S: int,
+    bk: int,
+    evaluate: Callable[[slice], Tensor],
+) -> Int8[Tensor, "B H nK"]:
+    """Decide what is undecided by evaluating it, and let holes count: a block with a hole is never full."""
+    unknown = (states == UNKNOWN).flatten(0, 1).any(0).tolist()
+    slots = torch.full((len(unknown),), bk, device=n_held.device)
+    slots[-1] = S - (len(unknown) - 1) * bk
+    states = states.expand(max(states.shape[0], n_held.shape[0]), -1, -1)
+    states = states.masked_fill((n_held < slots)[:, None] & (states == FULL), PARTIAL)
+    states = states.masked_fill((n_held == 0)[:, None], EMPTY)
+    for first, last in _groups(unknown):
+        block = evaluate(slice(first * bk, min(last * bk, S)))
+        exact = state_of(block, bk)
+        B, H = (max(x, y) for x, y in zip(states.shape[:2], exact.shape[:2], strict=True))
+        states = states.expand(B, H, -1).clone()
+        states[:, :, first:last] = exact
+    return states
+
+
+def state_of(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
+    """The states of the key blocks of an evaluated block."""
+    some, each = block.any(2), block.all(2)  # [B,H,s]
+    missing = -block.shape[3] % bk
+    some = F.pad(some, (0, missing)).unflatten(-1, (-1, bk)).any(-1)
+    each = F.pad(each, (0, missing), value=True).unflatten(-1, (-1, bk)).all(-1)
+    return some.to(torch.int8) + each.to(torch.int8) * some
+
+
+def _groups(unknown: list[bool]) -> list[tuple[int, int]]:
+    """Runs of undecided blocks, at most GROUP long."""
+    runs: list[tuple[int, int]] = []
+    for j, is_unknown in enumerate(unknown):
+        if not is_unknown:
+            continue
+        if runs and runs[-1][1] == j and j - runs[-1][0] < GROUP:
+            runs[-1] = (runs[-1][0], j + 1)
+        else:
+            runs.append((j, j + 1))
+    return runs
+
+
+def _edges(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """The first and one past the last position >= 0 of each block."""
+    lo = torch.arange(keys.start, keys.stop, bk, device=device)
+    return lo.clamp(min=0), (lo + bk).clamp(max=keys.stop)
+
+
+def _blocks(x: Tensor, bk: int, value: int) -> Tensor:
+    """[B,S] -> [B,nK,bk], the last block filled up with `value`."""
+    return F.pad(x, (0, -x.shape[1] % bk), value=value).unflatten(-1, (-1, bk))

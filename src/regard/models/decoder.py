@@ -1,0 +1,77 @@
+"""A decoder: embed, blocks, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.caches import Cache
+from regard.errors import ArgumentError
+from regard.nn import Block
+from regard.span import Positions, Span
+from regard.tap import place
+
+
+class Decoder(nn.Module):
+    """ids -> embedding -> blocks -> norm -> logits.
+
+    Args:
+        embedding: an `nn.Embedding` [V, M].
+        layers: blocks, called as block(x, positions, cache).
+        norm: the norm in front of the head.
+        head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them.
+
+    Raises:
+        ArgumentError: ids are not [B,T], or one lies outside the vocabulary; a cache is missing.
+
+    >>> import torch
+    >>> decoder = Decoder(nn.Embedding(7, 4), [], nn.Identity(), nn.Linear(4, 7))
+    >>> decoder(torch.tensor([[1, 2]])).shape
+    torch.Size([1, 2, 7])
+    """
+
+    def __init__(
+        self, embedding: nn.Embedding, layers: Sequence[Block], norm: nn.Module, head: nn.Module
+    ) -> None:
+        super().__init__()
+        self.embedding, self.layers = embedding, nn.ModuleList(layers)
+        self.norm, self.head = norm, head
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        caches: Sequence[Cache] | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T V"]:
+        """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids continue them."""
+        caches = self._check(ids, caches)
+        if positions is None:
+            held = len(caches[0]) if caches and caches[0] is not None else 0
+            positions = Span(held, ids.shape[1])
+        x = self.embedding(ids)
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            with place(f"layers.{i}"):
+                x = layer(x, positions, cache, backend=backend)
+        return self.head(self.norm(x))
+
+    def _check(self, ids: Tensor, caches: Sequence[Cache] | None) -> Sequence[Cache | None]:
+        if ids.ndim != 2:
+            raise ArgumentError(f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]")
+        if caches is not None and len(caches) != len(self.layers):
+            raise ArgumentError(f"{len(caches)} caches for {len(self.layers)} layers; give one per layer")
+        return [None] * len(self.layers) if caches is None else caches
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Raise ArgumentError for the first id outside [0, vocabulary), which torch would answer with a bare index error."""
+    outside = (ids < 0) | (ids >= vocabulary)
+    if bool(outside.any()):
+        where = outside.nonzero()[0].tolist()
+        raise ArgumentError(
+            f"token id {int(ids[tuple(where)])} at {where} lies outside [0, {vocabulary}); "
+            "was it made by another tokenizer?"
+        )

@@ -1,0 +1,243 @@
+"""Text to token ids and back: a byte-level BPE tokenizer and its file.
+
+Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; over bytes: Radford et al. 2019) starts
+from the 256 bytes of UTF-8 and joins the most frequent neighbouring pair again and again. Every
+text is encodable and decodes to itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.models.glyphs import BYTE_OF, visible
+from regard.models.streaming import StreamDecoder
+
+END_OF_TEXT = "<|endoftext|>"
+"""The one special token of a tokenizer trained here: it stands between documents."""
+
+
+class Tokenizer:
+    """Text <-> token ids, over a `tokenizers` backend; control tokens in user text are literal.
+
+    `decode(encode(text)) == text` for every text of a byte-level tokenizer. Ids are 0-based.
+
+    Raises:
+        ArgumentError: a token id outside the vocabulary, or text with a lone surrogate.
+
+    >>> tokenizer = Tokenizer.train(["low lower lowest"] * 9, vocab_size=260)
+    >>> tokenizer.pieces(tokenizer.encode("low low"))
+    ['low', '·low']
+    >>> tokenizer.decode(tokenizer.encode("né 你好"))
+    'né 你好'
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        backend.encode_special_tokens = True  # never matched in user text
+        self._backend = backend
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+        added = backend.get_added_tokens_decoder()
+        self._special = {token.content: index for index, token in added.items() if token.special}
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learn merges from `texts` until there are `vocab_size` tokens or no pair is left.
+
+        >>> Tokenizer.train(["aaaa"], vocab_size=258).vocab_size
+        258
+        """
+        smallest = 257  # every byte, and the end of text
+        if vocab_size < smallest:
+            raise ArgumentError(
+                f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {smallest}: "
+                f"256 bytes and {END_OF_TEXT}"
+            )
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        backend.train_from_iterator((_encodable(text) for text in texts), trainer)
+        return cls(backend)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a tokenizer.json (any kind the `tokenizers` package knows), or the one in a folder.
+
+        Raises:
+            FileError: missing, not UTF-8, not JSON (with line and column), or not a tokenizer this
+                version can read.
+        """
+        file = Path(path)
+        file = file / "tokenizer.json" if file.is_dir() else file
+        try:
+            text = file.read_bytes().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise FileError(
+                f"{file}: not UTF-8 at byte {error.start}; is this a tokenizer.json?"
+            ) from error
+        except OSError as error:
+            raise FileError(
+                f"{file}: cannot read a tokenizer: {error.strerror or error}"
+            ) from error
+        return cls(_parse(text, file))
+
+    def save(self, path: str | Path) -> Path:
+        """Write tokenizer.json to a file, or into a folder; gives the path written."""
+        file = Path(path)
+        file = file / "tokenizer.json" if file.is_dir() else file
+        try:
+            whole = file.with_name(file.name + ".writing")
+            whole.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+            whole.replace(file)
+        except OSError as error:
+            raise FileError(
+                f"{file}: cannot write the tokenizer: {error.strerror or error}"
+            ) from error
+        return file
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are; ids are 0 ... vocab_size - 1."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def special(self) -> dict[str, int]:
+        """Special tokens and their ids, a copy."""
+        return dict(self._special)
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id of `<|endoftext|>`, or None when the tokenizer has no such token."""
+        return self._special.get(END_OF_TEXT)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Token ids of `text`; `special=True` also turns names of special tokens into their ids.
+
+        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
+        >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
+        (13, [0])
+        """
+        _encodable(text)
+        if not special:
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = []
+        for part in _cut(text, self._special):
+            known = self._special.get(part)
+            ids += [known] if known is not None else self.encode(part)
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, in parallel; special tokens stay literal."""
+        for text in texts:
+            _encodable(text)
+        return [
+            list(row.ids)
+            for row in self._backend.encode_batch(list(texts), add_special_tokens=False)
+        ]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of `ids`; special tokens show by name unless skipped, broken UTF-8 as U+FFFD."""
+        chosen = list(ids)
+        for index in chosen:
+            self._token(index)
+        if skip_special:
+            hidden = set(self._special.values())
+            chosen = [i for i in chosen if i not in hidden]
+        return self._backend.decode(chosen, skip_special_tokens=False)
+
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """One visible string per token: spaces as glyphs, part of a character as bytes, ‹E4 BD›.
+
+        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
+        >>> tokenizer.pieces(tokenizer.encode("a\\n é"))
+        ['a', '⏎', '·', '‹C3›', '‹A9›']
+        """
+        return [self._piece(index) for index in ids]
+
+    def stream(self) -> StreamDecoder:
+        """A decoder to be fed one id at a time."""
+        return StreamDecoder(self)
+
+    def token_bytes(self, index: int) -> bytes | None:
+        """The bytes that a token stands for, or None where the tokenizer is not byte-level."""
+        token = self._token(index)
+        if not self._byte_level:
+            return None
+        if any(letter not in BYTE_OF for letter in token):  # a token added by name
+            return token.encode("utf-8")
+        return bytes(BYTE_OF[letter] for letter in token)
+
+    def _piece(self, index: int) -> str:
+        raw = self.token_bytes(index)
+        if raw is None:
+            return visible(self._token(index))
+        try:
+            return visible(raw.decode("utf-8"))
+        except UnicodeDecodeError:
+            return f"‹{raw.hex(' ').upper()}›"
+
+    def _token(self, index: int) -> str:
+        token = self._backend.id_to_token(index) if 0 <= index < 2**32 else None
+        if token is None:
+            raise ArgumentError(
+                f"token id {index} outside [0, {self.vocab_size}); is it another tokenizer's?"
+            )
+        return token
+
+
+def _encodable(text: str) -> str:
+    if not isinstance(text, str):
+        raise ArgumentTypeError(
+            f"text is {type(text).__name__}; it must be str (decode bytes first)"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise ArgumentError(
+            f"text has a lone surrogate U+{code:04X} at offset {error.start}; it is no Unicode "
+            "text: decode its source with errors='replace'"
+        ) from error
+    return text
+
+
+def _cut(text: str, names: Iterable[str]) -> list[str]:
+    """Text cut before and after every name, the longest name first where two begin together."""
+    parts, start, at = [], 0, 0
+    ordered = sorted(names, key=len, reverse=True)
+    while at < len(text):
+        name = next((n for n in ordered if text.startswith(n, at)), None)
+        if name is None:
+            at += 1
+            continue
+        parts += [text[start:at], name]
+        at = start = at + len(name)
+    return [part for part in [*parts, text[start:]] if part]
+
+
+def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
+    try:
+        content: Any = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise FileError(f"{file}: not JSON: {error}; is the download complete?") from error
+    for key in ("model", "decoder"):
+        if not isinstance(content, dict) or key not in content:
+            raise FileError(f"{file}: no {key!r} at the top level; is this a tokenizer.json?")
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the backend raises plain Exception
+        raise FileError(
+            f"{file}: the tokenizers package {tokenizers.__version__} cannot read it ({error}); "
+            "damaged, or written by a newer version?"
+        ) from error

@@ -1,0 +1,96 @@
+"""Softmax attention as a module: one small class, assembled from parts."""
+
+from __future__ import annotations
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.arguments import check_number
+from regard.biases import Bias
+from regard.caches import Cache
+from regard.masks import Mask
+from regard.nn.project import Projection
+from regard.ops.softmax import attend
+from regard.span import Positions, Span
+from regard.tap import tap
+
+
+class Attention(nn.Module):
+    """project -> remember -> recall -> attend -> output.
+
+    q = query(x);  memory = remember(x), kept by the cache with its positions;  k, v = recall(memory);
+    z = attend(q, k, v);  out = output(z, heads joined)
+
+    Args:
+        project: a `Projection`: query heads H, key/value heads G and every step on a head are its matter.
+        output: a module [B,T,H*E] -> [B,T,M].
+        mask: a rule on positions, or None: every key.
+        scale: None is 1/sqrt(D).
+        softcap: None, or the cap c of c tanh(s / c).
+        bias: an additive bias on scores.
+        sink: None, or a parameter [H]: one logit per head that takes part in the denominator only.
+        dropout: on the weights, in training only.
+
+    Raises:
+        ArgumentError: scale, softcap or dropout is out of range.
+
+    >>> import torch
+    >>> from regard import masks
+    >>> from regard.nn import Heads, Separate
+    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> attention = Attention(project, torch.nn.Linear(8, 8), mask=masks.Causal())
+    >>> attention(torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 5, 8])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2; grouped heads: Ainslie et al. 2023 (arXiv 2305.13245).
+    """
+
+    def __init__(
+        self,
+        project: Projection,
+        output: nn.Module,
+        *,
+        mask: Mask | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        bias: Bias | None = None,
+        sink: nn.Parameter | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
+        check_number("softcap", softcap, 0, float("inf"), "greater than 0: None turns it off")
+        check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+        self.project, self.output = project, output
+        self.mask, self.bias, self.sink = mask, bias, sink
+        self.scale, self.softcap, self.dropout = scale, softcap, dropout
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M2"]:
+        """Attend from x [B,T,M] at its positions (default: 0..T-1) to itself and to what the cache holds."""
+        positions = Span(0, x.shape[1]) if positions is None else positions
+        q = tap("q", self.project.query(x, positions))
+        memory, seen = self.project.remember(x, positions), positions
+        if cache is not None:
+            memory, seen = cache.update(memory, positions)
+        k, v = self.project.recall(*memory)
+        k, v = tap("k", k), tap("v", v)
+        z = attend(
+            q, k, v, mask=self.mask, bias=self.bias, scale=self.scale, softcap=self.softcap,
+            sink=self.sink, dropout=self.dropout if self.training else 0.0,
+            q_positions=positions, k_positions=seen, backend=backend,
+        )  # fmt: skip
+        z = tap("z", z)
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def extra_repr(self) -> str:
+        """What is not a module: mask, bias, scale, softcap, dropout."""
+        shown = {"mask": self.mask, "bias": self.bias, "scale": self.scale, "softcap": self.softcap}
+        parts = [f"{name}={value}" for name, value in shown.items() if value is not None]
+        return ", ".join([*parts, *([f"dropout={self.dropout}"] if self.dropout else [])])

@@ -1,0 +1,46 @@
+"""Norms."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root mean square of the last dimension, times a learned weight.
+
+    y = x / sqrt(mean(x^2) + eps) * weight, computed in fp32 or better.
+
+    Args:
+        dim: the size of the last dimension.
+        eps: added to the mean square.
+
+    Raises:
+        ArgumentError: dim is less than 1, or eps is negative.
+
+    >>> RMSNorm(4, eps=0.0)(torch.tensor([3.0, 4.0, 0.0, 0.0])).tolist()
+    [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
+
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
+    """
+
+    def __init__(self, dim: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        if dim < 1 or not eps >= 0:
+            raise ArgumentError(f"RMSNorm({dim}, eps={eps}): dim must be at least 1 and eps at least 0")
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Normalise x [..., dim]; positions are ignored: a norm may stand among the steps of a head."""
+        if x.dtype in (torch.float32, torch.float64):
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The size and eps."""
+        return f"{self.weight.shape[0]}, eps={self.eps}"

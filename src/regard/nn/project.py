@@ -1,0 +1,128 @@
+"""Projections: what a query is, what is worth remembering, and how memory becomes keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.arguments import check_groups
+from regard.errors import ArgumentError
+from regard.span import Positions
+
+
+@runtime_checkable
+class Projection(Protocol):
+    """From hidden states to queries, to memory, and from memory to keys and values."""
+
+    def query(self, x: Tensor, positions: Positions) -> Tensor:
+        """x [B,T,M] -> q [B,H,T,D]."""
+
+    def remember(self, x: Tensor, positions: Positions) -> tuple[Tensor, ...]:
+        """x [B,S,M] -> what a cache stores per position, each [B,n,S,d]."""
+
+    def recall(self, *memory: Tensor) -> tuple[Tensor, Tensor]:
+        """The stored memory -> k [B,G,S,D], v [B,G,S,E]."""
+
+
+class Heads(nn.Module):
+    """A linear map, split into heads, then steps on each head in the order given.
+
+    x [B,L,M] -> W x + b -> (flat norm) -> [B,n,L,d] -> step(., positions) -> ...
+
+    Order is data: `Heads(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `Heads(M, H, D, rotary, RMSNorm(D))`
+    after.
+
+    Args:
+        dim: the model dim M.
+        heads: the number of heads n.
+        head_dim: the size of one head d; heads * head_dim need not be M.
+        *steps: modules called as step(x [B,n,L,d], positions).
+        flat: a module on [B,L,n*d] before the split, such as a norm over all heads.
+        bias: whether the linear map has one.
+
+    Raises:
+        ArgumentError: a size is less than 1.
+
+    >>> import torch
+    >>> Heads(8, 4, 3)(torch.zeros(1, 5, 8), None).shape
+    torch.Size([1, 4, 5, 3])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        head_dim: int,
+        *steps: nn.Module,
+        flat: nn.Module | None = None,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if min(dim, heads, head_dim) < 1:
+            raise ArgumentError(
+                f"Heads(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at least 1"
+            )
+        self.heads, self.head_dim = heads, head_dim
+        self.linear = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.flat = flat if flat is not None else nn.Identity()
+        self.steps = nn.ModuleList(steps)
+
+    def forward(
+        self, x: Float[Tensor, "B L M"], positions: Positions | None
+    ) -> Float[Tensor, "B n L d"]:
+        """Project, split, and run the steps."""
+        x = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        for step in self.steps:
+            x = step(x, positions)
+        return x
+
+    def extra_repr(self) -> str:
+        """The number of heads and their size."""
+        return f"{self.heads} heads of {self.head_dim}"
+
+
+class Separate(nn.Module):
+    """Queries, keys and values each from heads of their own; keys and values are remembered as they are.
+
+    Args:
+        q: `Heads` that make H query heads.
+        k, v: `Heads` that make G key and value heads; G divides H.
+
+    Raises:
+        ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
+
+    >>> import torch
+    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> [m.shape[1] for m in project.remember(torch.zeros(1, 5, 8), None)]
+    [2, 2]
+    """
+
+    def __init__(self, q: Heads, k: Heads, v: Heads) -> None:
+        super().__init__()
+        check_groups(q.heads, k.heads)
+        if k.heads != v.heads or q.head_dim != k.head_dim:
+            raise ArgumentError(
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}: "
+                "k and v need the same number of heads, q and k the same head dim"
+            )
+        self.q, self.k, self.v = q, k, v
+
+    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """q [B,H,T,D]."""
+        return self.q(x, positions)
+
+    def remember(self, x: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
+        """k [B,G,S,D] and v [B,G,S,E]."""
+        return self.k(x, positions), self.v(x, positions)
+
+    def recall(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, as remembered."""
+        return k, v
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> int:
+    """How many parameters modules have, shared ones once."""
+    return sum(p.numel() for p in {id(p): p for m in modules for p in m.parameters()}.values())

@@ -1,0 +1,10 @@
+"""Softmax attention: `attend`, its parts and their `merge`, any block of its weights, and the `plan` of a call."""
+
+from regard.ops.softmax.attend import attend, attend_partial, attention_weights
+from regard.ops.softmax.call import Options, Partial
+from regard.ops.softmax.merge import merge
+from regard.ops.softmax.plan import Plan, plan
+
+__all__ = [
+    "Options", "Partial", "Plan", "attend", "attend_partial", "attention_weights", "merge", "plan",
+]  # fmt: skip

@@ -1,0 +1,250 @@
+"""One softmax attention call as data, checked, and what a kernel is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypedDict
+
+import torch
+from torch import Tensor
+
+from regard import arguments, biases, masks, tap
+from regard.biases import Bias
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Mask
+from regard.span import Positions, Span
+
+
+class Options(TypedDict, total=False):
+    """What every softmax function takes by keyword.
+
+    mask: a rule on positions (`regard.masks`), a bool tensor [T,S] or [B or 1, H or 1, T, S] with True = may attend, or
+        None: every key whose position is >= 0.
+    bias: added to scores after the softcap: `regard.biases`, or a float tensor of the shapes of a mask; learnable.
+    scale: None is 1/sqrt(D); finite, not 0.
+    softcap: c of c tanh(s / c), greater than 0; None is off.
+    sink: [H], one logit per head that takes part in the denominator only.
+    dropout: the probability with which a weight is dropped, the rest scaled by 1/(1-p). It knows no training mode.
+    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds nothing. Default:
+        keys 0..S-1, queries the last T of them.
+    """
+
+    mask: Mask | Tensor | None
+    bias: Bias | Tensor | None
+    scale: float | None
+    softcap: float | None
+    sink: Tensor | None
+    dropout: float
+    q_positions: Positions | None
+    k_positions: Positions | None
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the keys: what `merge` joins.
+
+    out: [B,H,T,E], the weighted mean of the values of that part; 0 for a row that sees none of them.
+    lse: [B,H,T], natural log of the sum of exp(score), fp32 (fp64 for fp64); -inf for such a row.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+class Work(NamedTuple):
+    """What a kernel would do with a call: query-key pairs that it visits over all B and H, and its peak extra bytes."""
+
+    pairs: int
+    bytes: int
+
+
+class Result(NamedTuple):
+    """What a kernel returns; lse may be None when the call did not ask for it. The sink is in `out`, never in `lse`."""
+
+    out: Tensor
+    lse: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A checked call: q [B,H,T,D], k [B,G,S,D], v [B,G,S,E], and how to score them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    bias: Bias | None
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+    dropout: float
+    q_positions: Positions
+    k_positions: Positions
+    wants_lse: bool = False
+    needs: frozenset[str] = frozenset()
+    _known: dict[str, bool] = field(default_factory=dict, init=False)
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def G(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def T(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def S(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def D(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def E(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """Scores and softmax are fp32, or fp64 for fp64."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def sees_everything(self) -> bool:
+        """Every query sees every key, known without reading a tensor."""
+        return isinstance(self.mask, masks.Full) and isinstance(self.k_positions, Span) and (
+            self.k_positions.start >= 0
+        )
+
+    @property
+    def has_gradient(self) -> bool:
+        """Something in the call wants a gradient."""
+        tensors = [self.q, self.k, self.v, *(() if self.sink is None else (self.sink,))]
+        learned = () if self.bias is None else self.bias.tensors()
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *learned))
+
+    @property
+    def finite_memory(self) -> bool:
+        """k and v hold no NaN and no infinity. Not read while compiling: assumed there."""
+        return self._all_finite("k") and self._all_finite("v")
+
+    @property
+    def finite(self) -> bool:
+        """Neither does q."""
+        return self.finite_memory and self._all_finite("q")
+
+    def _all_finite(self, name: str) -> bool:
+        if torch.compiler.is_compiling():
+            return True
+        if name not in self._known:  # read once a call, however many kernels ask
+            self._known[name] = _finite(getattr(self, name))
+        return self._known[name]
+
+
+class Kernel(Protocol):
+    """One way to run a call. It declares what it can do: `why_not` is a whitelist."""
+
+    name: str
+
+    def why_not(self, call: Call) -> list[str]:
+        """The reasons against running this call; empty if it can."""
+
+    def run(self, call: Call) -> Result:
+        """Run it."""
+
+    def work(self, call: Call) -> Work:
+        """What running it costs; nothing is computed."""
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: Bias | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    q_positions: Positions | None = None,
+    k_positions: Positions | None = None,
+    wants_lse: bool = False,
+) -> Call:
+    """Check every argument, fill in the defaults, and say what taps are listened to."""
+    arguments.check_query_key_value(q, k, v)
+    arguments.check_number("scale", scale, -math.inf, math.inf, "finite and not 0")
+    if scale == 0:
+        raise ArgumentError("scale is 0; it must be finite and not 0: None is 1/sqrt(D)")
+    arguments.check_number("softcap", softcap, 0, math.inf, "greater than 0: None turns it off")
+    arguments.check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+    (B, H, T, D), S = q.shape, k.shape[2]
+    arguments.check_sink(sink, H)
+    k_positions = Span(0, S) if k_positions is None else k_positions
+    arguments.check_positions("k_positions", k_positions, B, S)
+    if q_positions is None:
+        q_positions = _last(k_positions, T)
+    arguments.check_positions("q_positions", q_positions, B, T)
+    mask, bias = as_mask(mask), as_bias(bias)
+    mask.require(B, H, T, S)
+    if bias is not None:
+        bias.require(B, H, T, S)
+    arguments.check_finite(query=q, key=k, value=v)
+    return Call(
+        q, k, v, mask, bias, D**-0.5 if scale is None else float(scale), softcap, sink, dropout,
+        q_positions, k_positions, wants_lse, tap.needed() & {"scores", "pattern"},
+    )  # fmt: skip
+
+
+def _last(keys: Positions, T: int) -> Positions:
+    """The default query positions: the last T of the keys' ones (bottom-right alignment)."""
+    if isinstance(keys, Span):
+        return Span(keys.stop - T, T)
+    if keys.shape[1] < T:
+        raise ArgumentError(
+            f"{T} queries for {keys.shape[1]} keys at given k_positions: give q_positions as well"
+        )
+    return keys[:, keys.shape[1] - T :]
+
+
+def as_mask(mask: Mask | Tensor | None) -> Mask:
+    """None is Full(), a bool tensor is Dense(tensor)."""
+    if mask is None:
+        return masks.Full()
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        if mask.is_floating_point():
+            raise ArgumentTypeError(
+                f"mask is {str(mask.dtype).removeprefix('torch.')}; a mask is bool, True = may attend: "
+                "use regard.masks.from_additive(mask), or pass it as bias="
+            )
+        return masks.Dense(mask)
+    raise ArgumentTypeError(
+        f"mask is {type(mask).__name__}; it must be a regard.masks mask, a bool tensor or None"
+    )
+
+
+def as_bias(bias: Bias | Tensor | None) -> Bias | None:
+    """A float tensor is Dense(tensor)."""
+    if bias is None or isinstance(bias, Bias):
+        return bias
+    if isinstance(bias, Tensor):
+        return biases.Dense(bias)
+    raise ArgumentTypeError(
+        f"bias is {type(bias).__name__}; it must be a regard.biases bias, a float tensor or None"
+    )
+
+
+def _finite(x: Tensor) -> bool:
+    # A sum is one cheap pass and keeps every NaN and infinity; it can only cry wolf, by overflow.
+    x = x.detach()
+    return bool(x.sum().isfinite()) or bool(x.isfinite().all())

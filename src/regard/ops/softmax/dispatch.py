@@ -1,0 +1,64 @@
+"""The choice of a kernel: the first with no reason against, or the one asked for, which may refuse."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+
+import torch
+
+from regard.errors import ArgumentError, KernelRefusal
+from regard.ops.softmax.call import Call, Kernel, Result
+from regard.ops.softmax.reference import Reference
+from regard.ops.softmax.sdpa import Sdpa
+from regard.span import EMPTY, Span, as_tensor
+
+KERNELS: tuple[Kernel, ...] = (Sdpa(), Reference())
+"""In the order in which `backend="auto"` asks them."""
+
+
+def run(call: Call, backend: str = "auto") -> Result:
+    """Run a call on the chosen kernel."""
+    call = without_garbage(call)
+    return choose(call, backend).run(call)
+
+
+def choose(call: Call, backend: str = "auto") -> Kernel:
+    """The kernel of that name, or the first that can run the call.
+
+    Raises:
+        ArgumentError: there is no kernel of that name.
+        KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every reason.
+    """
+    asked = [kernel for kernel in KERNELS if backend in ("auto", kernel.name)]
+    if not asked:
+        raise ArgumentError(_unknown(backend))
+    refusals: dict[str, list[str]] = {}
+    for kernel in asked:
+        refusals[kernel.name] = kernel.why_not(call)
+        if not refusals[kernel.name]:
+            return kernel
+    reasons = "; ".join(f"{name} ({', '.join(why)})" for name, why in refusals.items())
+    able = [x.name for x in KERNELS if x.name not in refusals and not x.why_not(call)]
+    hint = f"backends that can: {', '.join(able)}" if able else "no other backend can"
+    raise KernelRefusal(f"this call cannot run on {reasons}; {hint}")
+
+
+def without_garbage(call: Call) -> Call:
+    """Slots that hold nothing may hold anything: empty them, so that no kernel multiplies a NaN by 0."""
+    compiling = torch.compiler.is_compiling()
+    changes = {}
+    for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
+        if isinstance(positions, Span) or (not compiling and call.finite):
+            continue
+        empty = (as_tensor(positions) <= EMPTY)[:, None, :, None]
+        for name in names:
+            changes[name] = getattr(call, name).masked_fill(empty, 0)
+    return replace(call, **changes) if changes else call
+
+
+def _unknown(backend: str) -> str:
+    names = ["auto", *(kernel.name for kernel in KERNELS)]
+    close = difflib.get_close_matches(str(backend), names, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown backend {backend!r}; it must be one of {', '.join(names)}{hint}"

@@ -1,0 +1,207 @@
+"""torch's FlexAttention: one generated kernel for any mask and score change. On CUDA it trains; on CPU it only infers.
+
+A mask becomes a `mask_mod` with the blocks of 128 x 128 that it leaves, softcap and bias a `score_mod`, a sink is applied
+by the lse. On CPU torch's uncompiled form holds every score, so `backend="auto"` does not take it there.
+
+Source: Dong et al. 2024 (arXiv 2412.05496).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard import biases
+from regard.biases import Bias
+from regard.masks import EMPTY, FULL, Mask
+from regard.ops.softmax.call import Call, Result, Work
+from regard.ops.softmax.merge import with_sink
+from regard.span import Positions, Span, as_tensor
+
+BLOCK = 128
+"""The side of a block of the mask, and the shortest length on CUDA; below it the other kernels are as fast."""
+
+DIMS = (16, 256)
+"""Head dimensions on CUDA: what its generated kernel takes."""
+
+MAX_BYTES = 2**32
+"""What it may hold on CPU, where it keeps every score."""
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Flex:
+    """torch.nn.attention.flex_attention."""
+
+    name = "flex"
+
+    def why_not(self, call: Call) -> list[str]:
+        """Dropout, taps, non-finite inputs; on CUDA other shapes and dtypes; on CPU gradients and long inputs."""
+        reasons = [
+            *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
+            *(["no dropout"] if call.dropout else []),
+            *(["not inside a graph that is being compiled"] if torch.compiler.is_compiling() else []),
+        ]
+        if 0 in (call.B, call.T, call.S, call.E):
+            reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
+        device = call.q.device.type
+        if device == "cpu":
+            reasons += _why_not_cpu(call)
+        elif device == "cuda":
+            reasons += _why_not_cuda(call)
+        else:
+            reasons.append(f"runs on cuda and cpu, not on {device}")
+        if not reasons and not call.finite:
+            reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
+        return reasons
+
+    def run(self, call: Call) -> Result:
+        """Lower mask and bias, run, apply the sink."""
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        q, k, v = call.q, call.k, call.v
+        if q.device.type == "cpu":  # uncompiled, it would round the scores to a half type
+            q, k, v = (x.detach().to(call.score_dtype) for x in (q, k, v))
+        with warnings.catch_warnings(), torch.autocast(q.device.type, enabled=False):
+            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+            out, aux = _function(q.device.type)(
+                q, k, v, score_mod=score_mod(call), block_mask=block_mask(call), scale=call.scale,
+                enable_gqa=call.G != call.H, return_aux=AuxRequest(lse=True),
+            )  # fmt: skip
+        lse = aux.lse.to(call.score_dtype)
+        out = out if call.sink is None else with_sink(out, lse, call.sink)
+        return Result(out.to(call.q.dtype), lse)
+
+    def work(self, call: Call) -> Work:
+        """On CUDA the blocks that are not empty, and the lse; on CPU every pair, as scores and as weights."""
+        every = call.B * call.H * call.T * call.S
+        if call.q.device.type == "cpu":
+            return Work(every, 2 * every * call.score_dtype.itemsize)
+        tiles = call.mask.tiles(call.q_positions, call.k_positions, (BLOCK, BLOCK)) != EMPTY
+        heads = call.B * call.H // (tiles.shape[0] * tiles.shape[1])
+        pairs = min(every, heads * int(tiles.sum()) * BLOCK**2)
+        return Work(pairs, call.B * call.H * call.T * 4)
+
+
+def _why_not_cpu(call: Call) -> list[str]:
+    size = 2 * call.B * call.H * call.T * call.S * call.score_dtype.itemsize
+    return [
+        *(["no gradients on CPU"] if call.has_gradient else []),
+        *(
+            [f"would hold {size / 2**30:.1f} GiB of scores on CPU; limit {MAX_BYTES / 2**30:.0f} GiB"]
+            if size > MAX_BYTES
+            else []
+        ),
+    ]
+
+
+def _why_not_cuda(call: Call) -> list[str]:
+    reasons = []
+    if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')} on CUDA")
+    if min(call.T, call.S) < BLOCK:
+        reasons.append(f"fewer than {BLOCK} queries or keys (T {call.T}, S {call.S})")
+    low, high = DIMS
+    if any(not low <= x <= high or x % 16 for x in (call.D, call.E)):
+        reasons.append(
+            f"head dimensions are not multiples of 16 from {low} to {high} (D {call.D}, E {call.E})"
+        )
+    for term in bias_terms(call.bias):
+        if not isinstance(term, (biases.ALiBi, biases.Dense)):
+            reasons.append(f"no generated kernel for the bias {term}")
+        elif any(x.requires_grad for x in term.tensors()):
+            reasons.append("no gradient for a bias")
+    return reasons
+
+
+@cache
+def _function(device: str) -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # uncompiled it holds every score: never on CUDA; on CPU compiling takes seconds, gives no lse and no float64
+    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=False)
+
+
+def block_mask(call: Call) -> Any:
+    """The `BlockMask` of a call, or None if every query sees every key."""
+    if call.sees_everything:
+        return None
+    q, k = call.q_positions, call.k_positions
+    build = _block_mask_cached if isinstance(q, Span) and isinstance(k, Span) else _block_mask
+    return build(call.mask, q, k, call.q.device, (call.T, call.S))
+
+
+def _block_mask(
+    mask: Mask, q: Positions, k: Positions, device: torch.device, lengths: tuple[int, int]
+) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tiles = mask.tiles(q, k, (BLOCK, BLOCK), device=device)
+    some, full = tiles != EMPTY, tiles == FULL
+    for dim, length in ((2, lengths[0]), (3, lengths[1])):
+        if length % BLOCK:  # a block that sticks out is never full: its tail must be masked
+            full = full.clone()
+            full.select(dim, -1).fill_(False)  # noqa: FBT003
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=mask.mask_mod(q, k),
+        seq_lengths=lengths,
+    )  # fmt: skip
+
+
+_block_mask_cached = lru_cache(32)(_block_mask)
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [b,h,nQ,nK] -> how many are chosen [b,h,nQ], and which, first in the list [b,h,nQ,nK]."""
+    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def score_mod(call: Call) -> ScoreMod | None:
+    """Softcap, then bias, as one function of a score and its indices; None if there is neither."""
+    mods = [_bias_mod(term, call) for term in bias_terms(call.bias)]
+    cap = call.softcap
+    if cap is None and not mods:
+        return None
+
+    def mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        for add in mods:
+            score = add(score, b, h, i, j)
+        return score
+
+    return mod
+
+
+def _bias_mod(term: Bias, call: Call) -> ScoreMod:
+    q, k = (as_tensor(p, call.q.device) for p in (call.q_positions, call.k_positions))
+    several_q, several_k = q.shape[0] > 1, k.shape[0] > 1
+    if isinstance(term, biases.ALiBi):
+        slopes = term.block(Span(1, 1), Span(0, 1), dtype=call.score_dtype, device=q.device).flatten()
+
+        def linear(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            distance = q[b * several_q, i] - k[b * several_k, j]
+            return score + slopes[h] * (distance.abs() if term.symmetric else distance)
+
+        return linear
+    # the others are a table of slots: on CUDA only Dense comes here, which is one already
+    table = term.block(call.q_positions, call.k_positions, dtype=call.score_dtype, device=q.device)
+    rows, heads = table.shape[0] > 1, table.shape[1] > 1
+
+    def dense(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + table[b * rows, h * heads, i, j]
+
+    return dense
+
+
+def bias_terms(bias: Bias | None) -> tuple[Bias, ...]:
+    """The biases that are summed."""
+    if bias is None:
+        return ()
+    return bias.terms if isinstance(bias, biases.Sum) else (bias,)

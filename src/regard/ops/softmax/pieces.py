@@ -1,0 +1,174 @@
+"""What a mask leaves to do: blocks of queries, each with the pieces of the keys that they see.
+
+A fused kernel knows two shapes only: every key, or the square causal triangle. Everything else is lowered to those, with
+an additive mask on the pieces that need one, and joined by lse. What is masked for a whole tile is never visited.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard import masks
+from regard.masks import EMPTY, FULL, Mask
+from regard.ops.softmax.call import Call
+from regard.span import Span
+
+ROWS, KEYS = 256, 128
+"""Queries per block and keys per tile, where tiles are asked for."""
+
+LONG = 4
+"""Full tiles in a row that are worth a piece of their own; fewer join their masked neighbours."""
+
+SMALL = 32
+"""A triangle of at most so many rows beside older keys is cheaper under a mask than as two pieces."""
+
+LEAST_KEYS = 16
+"""Below one SIMD vector of keys, and without a mask, torch 2.13 on CPU turns a row of NaN scores into zeros (pytorch #141128)."""
+
+
+class Piece(NamedTuple):
+    """A range of keys.
+
+    causal: row i sees the first i + 1 of them.
+    mask: makes the float mask [B|1,H|1,t|1,s] that is added to scores, -inf = masked. It is made when it is used, and
+        again for the gradient, so that the masks of all pieces never exist at once.
+    """
+
+    columns: slice
+    causal: bool = False
+    mask: Callable[[], Tensor] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many keys."""
+        return self.columns.stop - self.columns.start
+
+
+class Rows(NamedTuple):
+    """A range of queries, and the disjoint pieces of the keys that they see; none: they see nothing."""
+
+    rows: slice
+    pieces: list[Piece]
+
+
+def lower(call: Call) -> list[Rows]:
+    """The work of a call. Rows that are not listed see nothing."""
+    if call.bias is None:
+        known = _aligned(call)
+        if known is not None:
+            return known
+    everything = Rows(slice(0, call.T), [_masked(call, slice(0, call.T), slice(0, call.S))])
+    if torch.compiler.is_compiling() or call.q.device.type != "cpu":
+        return [
+            everything
+        ]  # tiles are found by reading tensors: not in a graph, not across a device
+    return [_by_tiles(call, slice(i, min(i + ROWS, call.T))) for i in range(0, call.T, ROWS)]
+
+
+def _aligned(call: Call) -> list[Rows] | None:
+    """The work of a plain or causal mask over contiguous positions, or None: nothing is read to know it."""
+    q, k = call.q_positions, call.k_positions
+    if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
+        return None
+    if isinstance(call.mask, masks.Full):
+        return [Rows(slice(0, call.T), [Piece(slice(0, call.S))])]
+    if isinstance(call.mask, masks.Causal):
+        return _causal(call, q, k)
+    rest = _beside_causal(call.mask)
+    if (
+        rest is not None and q == k
+    ):  # the triangle by the flag, what concerns keys only as one row of a mask
+        keys = slice(0, call.S)
+        mask = partial(additive, replace(call, mask=rest), slice(0, 1), keys)
+        return [Rows(slice(0, call.T), [Piece(keys, True, mask)])]
+    return None
+
+
+def _beside_causal(mask: Mask) -> Mask | None:
+    """The padding of `causal & padding`, or None."""
+    terms = mask.terms()
+    rest = [term for term in terms if not isinstance(term, masks.Causal)]
+    return (
+        rest[0]
+        if len(terms) == 2 and len(rest) == 1 and isinstance(rest[0], masks.Padding)
+        else None
+    )
+
+
+def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
+    """Causal by positions: blind rows, then a triangle beside the older keys, then rows that see every key."""
+    first = min(max(k.start - q.start, 0), call.T)
+    past = max(q.start + first - k.start, 0)
+    edge = max(0, min(call.T - first, call.S - past))  # rows of the triangle
+    work = []
+    if edge:
+        rows, older, new = slice(first, first + edge), slice(0, past), slice(past, past + edge)
+        few = past + edge < LEAST_KEYS  # under a mask, NaN scores stay NaN
+        if edge == 1 and not few:
+            pieces = [Piece(slice(0, past + 1))]
+        elif few or (past and edge <= SMALL):
+            pieces = [_masked(call, rows, slice(0, past + edge))]
+        else:
+            pieces = [*([Piece(older)] if past else []), Piece(new, causal=True)]
+        work.append(Rows(rows, pieces))
+    if first + edge < call.T and call.S:
+        work.append(Rows(slice(first + edge, call.T), [Piece(slice(0, call.S))]))
+    return work
+
+
+def _by_tiles(call: Call, rows: slice) -> Rows:
+    """The pieces of a block of queries: runs of tiles that are not empty, long full stretches without a mask."""
+    tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, KEYS)
+    most, least = tiles.amax((0, 1)).tolist(), tiles.amin((0, 1)).tolist()
+    state = [
+        EMPTY if hi == EMPTY else FULL if lo == FULL else 1
+        for hi, lo in zip(most, least, strict=True)
+    ]
+    pieces = []
+    for start, stop, full in _runs(state, long=LONG if call.bias is None else len(state) + 1):
+        columns = slice(start * KEYS, min(stop * KEYS, call.S))
+        pieces.append(Piece(columns) if full else _masked(call, rows, columns))
+    return Rows(rows, pieces)
+
+
+def _runs(state: list[int], long: int) -> list[tuple[int, int, bool]]:
+    """Runs (start, stop, full) over the tiles that are not empty; full only if `long` tiles are full in a row.
+
+    >>> _runs([0, 1, 2, 2, 2, 1, 0, 2], long=3)
+    [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, False)]
+    """
+    runs: list[tuple[int, int, bool]] = []
+    i = 0
+    while i < len(state):
+        j = i
+        while j < len(state) and state[j] == state[i]:
+            j += 1
+        full = state[i] == FULL and j - i >= long
+        if state[i] != EMPTY:
+            joins = runs and runs[-1][1] == i and not full and not runs[-1][2]
+            runs[-1:] = [(runs[-1][0], j, False)] if joins else [*runs[-1:], (i, j, full)]
+        i = j
+    return runs
+
+
+def _masked(call: Call, rows: slice, columns: slice) -> Piece:
+    """A piece under an additive mask."""
+    return Piece(columns, False, partial(additive, call, rows, columns))
+
+
+def additive(call: Call, rows: slice, columns: slice) -> Tensor:
+    """The bias where a key is visible (0 without one), -inf where not: float [B|1,H|1,t,s]."""
+    where = (call.q_positions, call.k_positions, rows, columns)
+    visible = call.mask.block(*where, device=call.q.device)
+    if call.bias is None:
+        base = torch.zeros((), dtype=call.score_dtype, device=visible.device)
+    else:
+        base = call.bias.block(*where, dtype=call.score_dtype, device=visible.device)
+    return torch.where(visible, base, -math.inf)

@@ -1,0 +1,106 @@
+"""What a call would do: the kernel chosen, why not the others, and what each would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.cost import attention_flops
+from regard.ops.softmax.call import Options, Work, make_call
+from regard.ops.softmax.dispatch import KERNELS, choose, without_garbage
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One kernel's answer: the reasons against it, or its work (pairs visited, peak extra bytes) and FLOPs."""
+
+    kernel: str
+    reasons: tuple[str, ...]
+    work: Work | None
+    flops: int
+    skipped: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `attend` would do with a call; printing it gives the table.
+
+    Attributes:
+        kernel: the name of the kernel that would run.
+        choices: every kernel's answer, in the order in which they are asked.
+        flops: what computing every pair would take: 2 B H T S (D + E).
+        title: the call in words.
+    """
+
+    kernel: str
+    choices: tuple[Choice, ...]
+    flops: int
+    title: str
+
+    def __getitem__(self, kernel: str) -> Choice:
+        return {choice.kernel: choice for choice in self.choices}[kernel]
+
+    def __str__(self) -> str:
+        lines = [self.title, f"{'':2}{'kernel':<11}{'extra memory':>13}{'FLOPs':>9}{'skipped':>9}  why not"]
+        for choice in self.choices:
+            mark = "> " if choice.kernel == self.kernel else "  "
+            if choice.work is None:
+                lines.append(f"{mark}{choice.kernel:<11}{'-':>13}{'-':>9}{'-':>9}  {'; '.join(choice.reasons)}")
+                continue
+            share = choice.skipped / self.flops if self.flops else 0.0
+            memory, flops = quantity(choice.work.bytes, "B", 1024), quantity(choice.flops, "", 1000)
+            lines.append(f"{mark}{choice.kernel:<11}{memory:>13}{flops:>9}{share:>9.1%}")
+        return "\n".join(lines)
+
+
+def plan(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S E"],
+    *,
+    backend: str = "auto",
+    **options: Unpack[Options],
+) -> Plan:
+    """Say which kernel `attend` would run, why not each other one, and the bytes and FLOPs of each; compute nothing.
+
+    FLOPs count scores and mix, 2 (D + E) for each query-key pair visited; `skipped` is what the kernel leaves out of
+    2 B H T S (D + E). Options as in `attend`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError, KernelRefusal: as `attend`.
+
+    >>> import torch, regard
+    >>> q = torch.randn(1, 8, 1024, 64)
+    >>> regard.plan(q, q, q, mask=regard.masks.Causal()).kernel
+    'sdpa'
+    """
+    call = without_garbage(make_call(q, k, v, **options))
+    dense = call.B * call.H * call.T * call.S
+    total = attention_flops(dense, call.D, call.E)
+    choices = []
+    for kernel in KERNELS:
+        reasons = tuple(kernel.why_not(call))
+        work = None if reasons else kernel.work(call)
+        flops = 0 if work is None else attention_flops(work.pairs, call.D, call.E)
+        choices.append(Choice(kernel.name, reasons, work, flops, total - flops if work else 0))
+    sizes = " ".join(f"{name}={getattr(call, name)}" for name in "BHGTSDE")
+    dtype = str(q.dtype).removeprefix("torch.")
+    title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
+    return Plan(choose(call, backend).name, tuple(choices), total, title)
+
+
+def quantity(n: float, unit: str, base: int) -> str:
+    """A number in four characters and a prefix.
+
+    >>> quantity(2147483648, "B", 1024), quantity(3.2e9, "", 1000)
+    ('2.0 GiB', '3.2 G')
+    """
+    prefixes = ("", "K", "M", "G", "T", "P")
+    i = 0
+    while n >= base and i < len(prefixes) - 1:
+        n, i = n / base, i + 1
+    infix = "i" if base == 1024 and i else ""
+    return f"{n:.0f} {unit}".strip() if i == 0 else f"{n:.1f} {prefixes[i]}{infix}{unit}"

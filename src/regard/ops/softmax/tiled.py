@@ -1,0 +1,339 @@
+"""Attention tile by tile: memory linear in T and S, forward and backward, and what is masked is never visited.
+
+The keys of a block of queries are read in pieces; with m the largest score so far, each piece updates
+
+    m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')    o' = o e^(m - m') + sum_j e^(s_j - m') v_j
+
+and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again, from the saved lse:
+
+    p = e^(s - lse)    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(dout out) + dlse)    dq = ds k    dk = ds^T q
+
+Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv 2205.14135), algorithms 1 and
+4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse: differentiate lse = ln sum_j e^(s_j).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from regard import biases
+from regard.masks import EMPTY, FULL
+from regard.ops.softmax.call import Call, Result, Work
+from regard.ops.softmax.merge import with_sink
+
+ROWS = 128
+"""Queries in a block, of each head."""
+
+KEYS = 128
+"""Keys in a tile: what a mask is asked about, and the grain of the pieces."""
+
+TILE = 2**19
+"""Scores in a piece, over all heads and rows, as long as that leaves it KEYS wide: they should stay in the cache."""
+
+SHORT = 4
+"""So few full tiles in a row are masked along with their neighbours: cheaper than a piece of their own."""
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Tiled:
+    """Flash attention in plain torch, for every mask and bias, with gradients, softcap, sink and dropout."""
+
+    name = "tiled"
+
+    def why_not(self, call: Call) -> list[str]:
+        """Taps, non-finite inputs, empty shapes, compiled graphs."""
+        reasons = [*([f"does not expose {sorted(call.needs)}"] if call.needs else [])]
+        if call.q.dtype not in DTYPES:
+            reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
+        if 0 in (call.B, call.T, call.S, call.E):
+            reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
+        if torch.compiler.is_compiling():
+            reasons.append("reads the tiles of the mask, which a compiled graph cannot")
+        elif not reasons and not call.finite:
+            reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
+        return reasons
+
+    def run(self, call: Call) -> Result:
+        """All query blocks, one after the other."""
+        seed = int(torch.randint(2**31, ())) if call.dropout else 0
+        with torch.autocast(call.q.device.type, enabled=False):
+            if call.has_gradient:
+                learned = () if call.bias is None else call.bias.tensors()
+                out, lse = TiledFunction.apply(call, seed, call.q, call.k, call.v, *learned)
+            else:
+                out, lse = forward(call, seed, call.q, call.k, call.v, row_blocks(call))
+        return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
+
+    def work(self, call: Call) -> Work:
+        """Pairs of the pieces; bytes of the lse, of a piece's scores, and of the gradients while they are summed."""
+        size, heads = call.score_dtype.itemsize, call.B * call.H
+        areas = [
+            (rows.stop - rows.start) * (columns.stop - columns.start)
+            for rows, pieces in row_blocks(call)
+            for columns, _ in pieces
+        ]
+        held = heads * call.T + heads * max(areas, default=0) * (4 if call.has_gradient else 2)
+        if call.has_gradient:
+            held += call.q.numel() + call.k.numel() + call.v.numel()
+        return Work(heads * sum(areas), held * size)
+
+
+class Piece(NamedTuple):
+    """A range of keys, and whether every query of the block sees all of them in every row and head."""
+
+    columns: slice
+    full: bool
+
+
+class Rows(NamedTuple):
+    """A block of queries, and the pieces of the keys that some of them see."""
+
+    rows: slice
+    pieces: list[Piece]
+
+
+def row_blocks(call: Call) -> Iterator[Rows]:
+    """The work of a call, one block of queries after the other."""
+    heads = call.B * call.H
+    step = min(call.T, max(16, min(ROWS, TILE // (KEYS * heads))))
+    widest = max(1, TILE // (heads * step * KEYS))  # in tiles
+    for start in range(0, call.T, step):
+        rows = slice(start, min(start + step, call.T))
+        tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, KEYS)
+        some, all_ = (tiles != EMPTY).flatten(0, 1).any(0), (tiles == FULL).flatten(0, 1).all(0)
+        runs = _runs([1 * a + b for a, b in zip(some.tolist(), all_.tolist(), strict=True)])
+        parts = [
+            Piece(slice(i * KEYS, min(min(i + widest, stop) * KEYS, call.S)), full)
+            for start_, stop, full in runs
+            for i in range(start_, stop, widest)
+        ]
+        yield Rows(rows, parts)
+
+
+def _runs(state: list[int]) -> list[tuple[int, int, bool]]:
+    """Runs (start, stop, full) over the tiles that are not empty (0): full (2) ones apart if they are many.
+
+    >>> _runs([0, 1, 2, 2, 2, 2, 2, 1, 0, 2])
+    [(1, 2, False), (2, 7, True), (7, 8, False), (9, 10, True)]
+    >>> _runs([1, 2, 1, 0])
+    [(0, 3, False)]
+    """
+    runs: list[tuple[int, int, bool]] = []
+    i = 0
+    while i < len(state):
+        j = i
+        while j < len(state) and state[j] == state[i]:
+            j += 1
+        if state[i]:
+            beside = 1 in (state[i - 1] if i else 0, state[j] if j < len(state) else 0)
+            full = state[i] == 2 and (j - i > SHORT or not beside)
+            if runs and runs[-1][1] == i and not full and not runs[-1][2]:
+                runs[-1] = (runs[-1][0], j, False)
+            else:
+                runs.append((i, j, full))
+        i = j
+    return runs
+
+
+class TiledFunction(torch.autograd.Function):
+    """(out, lse), with gradients for q, k, v and the tensors of the bias. It saves no scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        work = list(row_blocks(call))
+        out, lse = forward(call, seed, q, k, v, work)
+        ctx.save_for_backward(q, k, v, out, lse, *learned)
+        # what autograd keeps for us is not kept a second time
+        shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
+        ctx.call, ctx.seed, ctx.work = replace(call, sink=None, **shapes), seed, work
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *learned = ctx.saved_tensors
+        call = ctx.call
+        if call.bias is not None:
+            call = replace(call, bias=call.bias.with_tensors(learned))
+        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[5:], lse.dtype)
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        with torch.autocast(q.device.type, enabled=False):
+            grads = backward(call, ctx.seed, ctx.work, (q, k, v, out, lse), d_out, d_lse, d_bias)
+        return None, None, *grads, *d_bias.total()
+
+
+def forward(
+    call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, work: Iterable[Rows]
+) -> tuple[Tensor, Tensor]:
+    """out [B,H,T,E] in the dtype of q, and lse [B,H,T]."""
+    kind = call.score_dtype
+    out = torch.zeros(call.B, call.H, call.T, call.E, dtype=q.dtype, device=q.device)
+    lse = torch.full((call.B, call.H, call.T), -math.inf, dtype=kind, device=q.device)
+    for rows, pieces in work:
+        if not pieces:
+            continue
+        query = fold(call, q[:, :, rows]) * call.scale
+        top = torch.full_like(query[..., :1], torch.finfo(kind).min)  # not -inf: -inf - -inf is NaN
+        total, mixed = torch.zeros_like(top), top.new_zeros(*query.shape[:2], call.E)
+        for piece in pieces:
+            s, _ = tile_scores(call, query, k, rows, piece)
+            higher = torch.maximum(top, s.amax(-1, keepdim=True))
+            p, shrink = s.sub_(higher).exp_(), top.sub_(higher).exp_()
+            total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+            if call.dropout:
+                p.mul_(kept(call, seed, p, rows, piece))
+            mixed.mul_(shrink).baddbmm_(p, fold_keys(v, piece, kind))
+            top = higher
+        lse[:, :, rows] = (top + total.log()).view(call.B, call.H, -1)
+        out[:, :, rows] = mixed.div_(total.masked_fill_(total == 0, 1)).view(out[:, :, rows].shape)
+    return out, lse
+
+
+def backward(
+    call: Call,
+    seed: int,
+    work: list[Rows],
+    saved: tuple[Tensor, ...],
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    d_bias: BiasGradient,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v; that of the bias is added to d_bias."""
+    (q, k, v, out, lse), kind = saved, call.score_dtype
+    d_q = torch.zeros(q.shape, dtype=kind, device=q.device)
+    d_k, d_v = (torch.zeros(x.flatten(0, 1).shape, dtype=kind, device=q.device) for x in (k, v))
+    for rows, pieces in work:
+        query = fold(call, q[:, :, rows]) * call.scale
+        d_row, row_lse = fold(call, d_out[:, :, rows]), fold(call, lse[:, :, rows, None])
+        shift = (d_row * fold(call, out[:, :, rows])).sum(-1, keepdim=True)
+        blind = row_lse.isneginf()
+        if d_lse is not None:  # of a blind row it may be anything: nothing depends on it
+            shift -= fold(call, d_lse[:, :, rows, None]).masked_fill(blind, 0)
+        row_lse = row_lse.masked_fill(blind, math.inf)
+        d_query = torch.zeros_like(query)
+        for piece in pieces:
+            s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
+            p = s.sub_(row_lse).exp_()
+            d_p = torch.bmm(d_row, fold_keys(v, piece, kind).mT)
+            if call.dropout:
+                keep = kept(call, seed, p, rows, piece)
+                d_v[:, piece.columns] += torch.bmm((p * keep).mT, d_row)
+                d_p.mul_(keep)
+            else:
+                d_v[:, piece.columns] += torch.bmm(p.mT, d_row)
+            d_s = d_p.sub_(shift).mul_(p)
+            d_bias.add(call, d_s, rows, piece.columns)
+            if slope is not None:
+                d_s.mul_(slope)
+            d_query.baddbmm_(d_s, fold_keys(k, piece, kind))
+            d_k[:, piece.columns] += torch.bmm(d_s.mT, query)
+        d_q[:, :, rows] = d_query.mul_(call.scale).view(d_q[:, :, rows].shape)
+    return d_q.to(q.dtype), d_k.view(k.shape).to(k.dtype), d_v.view(v.shape).to(v.dtype)
+
+
+def tile_scores(
+    call: Call, query: Tensor, k: Tensor, rows: slice, piece: Piece, *, with_slope: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The scores [B G, (H/G) t, s] of a piece, and the slope of the softcap there, 1 - tanh^2, if it is asked for."""
+    slope = None
+    s = torch.bmm(query, fold_keys(k, piece, query.dtype).mT)
+    if call.softcap is not None:
+        s.div_(call.softcap).tanh_()
+        slope = 1 - s * s if with_slope else None
+        s.mul_(call.softcap)
+    by_head = s.view(call.B, call.H, -1, s.shape[-1])
+    where = (call.q_positions, call.k_positions, rows, piece.columns)
+    if call.bias is not None:
+        by_head += call.bias.block(*where, dtype=s.dtype, device=s.device)
+    if not piece.full:
+        by_head.masked_fill_(~call.mask.block(*where, device=s.device), -math.inf)
+    return s, slope
+
+
+def fold(call: Call, x: Tensor) -> Tensor:
+    """[B,H,t,a] -> [B G, (H/G) t, a], in the dtype of the scores: the heads of a group are rows of one product."""
+    return x.reshape(call.B * call.G, -1, x.shape[-1]).to(call.score_dtype)
+
+
+def fold_keys(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """The keys or values of a piece, [B G, s, a]."""
+    return x[:, :, piece.columns].flatten(0, 1).to(dtype)
+
+
+def kept(call: Call, seed: int, p: Tensor, rows: slice, piece: Piece) -> Tensor:
+    """1/(1 - dropout) where a weight is kept, else 0; the same for a piece in both passes, another for each piece."""
+    generator = torch.Generator(p.device)
+    generator.manual_seed(seed + rows.start * call.S + piece.columns.start)
+    draw = torch.rand(p.shape, generator=generator, dtype=torch.float32, device=p.device)
+    return (draw >= call.dropout).to(p.dtype).div_(1 - call.dropout)
+
+
+class BiasGradient:
+    """The gradients of a bias's tensors, summed over tiles in the precision of the scores."""
+
+    def __init__(
+        self, bias: biases.Bias | None, wanted: tuple[bool, ...], dtype: torch.dtype
+    ) -> None:
+        self.wanted, self.terms = wanted, []
+        tensors = () if bias is None else bias.tensors()
+        self.dtypes = [x.dtype for x in tensors]
+        self.sums = [
+            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if w else None
+            for x, w in zip(tensors, wanted, strict=True)
+        ]
+        first = 0
+        for term in bias.terms if isinstance(bias, biases.Sum) else (bias,) if bias else ():
+            n = len(term.tensors())
+            if any(wanted[first : first + n]):
+                self.terms.append((term, first, first + n))
+            first += n
+
+    def add(self, call: Call, d_s: Tensor, rows: slice, columns: slice) -> None:
+        """Add what a tile's scores [.., t, s] say."""
+        d_s = d_s.view(call.B, call.H, -1, d_s.shape[-1])
+        for term, first, stop in self.terms:
+            if isinstance(term, biases.Dense):  # autograd would fill the whole tensor for each tile
+                total = self.sums[first]
+                assert total is not None
+                total = total[None, None] if total.ndim == 2 else total
+                here = total[:, :, rows if total.shape[2] > 1 else ALL, columns]
+                here += d_s.sum_to_size(here.shape)
+                continue
+            with torch.enable_grad():
+                copies = [
+                    x.detach().to(d_s.dtype).requires_grad_(w)
+                    for x, w in zip(term.tensors(), self.wanted[first:stop], strict=True)
+                ]
+                block = term.with_tensors(copies).block(
+                    call.q_positions,
+                    call.k_positions,
+                    rows,
+                    columns,
+                    dtype=d_s.dtype,
+                    device=d_s.device,
+                )
+            own = [(i, x) for i, x in enumerate(copies, first) if x.requires_grad]
+            found = torch.autograd.grad(
+                block, [x for _, x in own], d_s.sum_to_size(block.shape), allow_unused=True
+            )
+            for (i, _), g in zip(own, found, strict=True):
+                if g is not None:
+                    self.sums[i] += g
+
+    def total(self) -> list[Tensor | None]:
+        """The gradients, in the dtypes of the tensors."""
+        return [x if x is None else x.to(d) for x, d in zip(self.sums, self.dtypes, strict=True)]
+
+
+ALL = slice(None)

@@ -1,0 +1,134 @@
+"""Absolute positions that are added to embeddings: sinusoids, and a learned table."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.arguments import check_number, check_positions
+from regard.errors import ArgumentError
+from regard.span import Positions, Span, as_tensor, count
+
+LAYOUTS = ("interleaved", "halves", "tensor2tensor")
+
+
+def sinusoidal(
+    positions: int | Positions,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    layout: Literal["interleaved", "halves", "tensor2tensor"] = "interleaved",
+    dtype: torch.dtype = torch.float32,
+) -> Float[Tensor, "*B L M"]:
+    """Sines and cosines of the position at falling frequencies, computed in fp64.
+
+    interleaved:    PE[p, 2i] = sin(p b^(-2i/M)), PE[p, 2i+1] = cos(same)
+    halves:         the same numbers as [all sines; all cosines]
+    tensor2tensor:  [sines; cosines] with exponent -i/(M/2 - 1), as tensor2tensor and fairseq: another table
+
+    With an odd dim the first two have one sine more than cosines, and the third ends in a zero.
+
+    Args:
+        positions: a length, for positions 0..length-1, or positions [B or 1, L].
+        dim: the model dim M.
+        base: b.
+        layout: above.
+        dtype: of the result.
+
+    Returns:
+        [length, M] for a length, [B or 1, L, M] for positions.
+
+    Raises:
+        ArgumentError: length is negative, dim below 1, base not above 0, or layout unknown.
+        ArgumentTypeError: positions are not integers.
+
+    >>> [round(x, 4) for x in sinusoidal(2, 4)[1].tolist()]
+    [0.8415, 0.5403, 0.01, 0.9999]
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
+    """
+    if dim < 1:
+        raise ArgumentError(f"dim is {dim}; it must be at least 1")
+    check_number("base", base, 0, float("inf"), "above 0")
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    if isinstance(positions, int):
+        return sinusoidal(Span(0, positions), dim, base=base, layout=layout, dtype=dtype)[0]
+    _check_positions(positions)
+    p = as_tensor(positions).to(torch.float64)
+    half = dim // 2 if layout == "tensor2tensor" else (dim + 1) // 2
+    i = torch.arange(half, dtype=torch.float64, device=p.device)
+    exponent = i / max(half - 1, 1) if layout == "tensor2tensor" else 2 * i / dim
+    angle = p[..., None] * base**-exponent  # [B, L, half]
+    if layout == "interleaved":
+        table = torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(-2)[..., :dim]
+    elif layout == "halves":
+        table = torch.cat((angle.sin(), angle[..., : dim // 2].cos()), dim=-1)
+    else:
+        odd = angle.new_zeros(*angle.shape[:-1], dim % 2)
+        table = torch.cat((angle.sin(), angle.cos(), odd), dim=-1)
+    return table.to(dtype)
+
+
+class Learned(nn.Module):
+    """A learned vector for each position below a maximum; an empty slot (any negative position) has zeros.
+
+    y = weight[position + offset]
+
+    Args:
+        max_len: how many positions have a vector. There is none beyond it: such a position is refused, never clamped
+            or wrapped.
+        dim: the model dim M.
+        offset: rows at the start of the table that no position uses (2 in OPT).
+
+    Raises:
+        ArgumentError: a size is out of range; when called, a position is max_len or more (not checked while compiling
+            with positions in a tensor, where torch's own index check remains).
+        ArgumentTypeError: when called, positions are not integers.
+
+    >>> Learned(16, 4)(Span(0, 3)).shape
+    torch.Size([1, 3, 4])
+
+    Source: Gehring et al. 2017 (arXiv 1705.03122), section 3.1.
+    """
+
+    def __init__(self, max_len: int, dim: int, *, offset: int = 0) -> None:
+        super().__init__()
+        if min(max_len, dim) < 1 or offset < 0:
+            raise ArgumentError(
+                f"Learned({max_len}, {dim}, offset={offset}): max_len and dim must be at least 1, offset at least 0"
+            )
+        self.max_len, self.offset = max_len, offset
+        self.weight = nn.Parameter(torch.empty(max_len + offset, dim))
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, positions: Positions) -> Float[Tensor, "B L M"]:
+        """positions [B or 1, L] -> vectors [B or 1, L, M]."""
+        _check_positions(positions)
+        if isinstance(positions, Span):
+            last = positions.stop - 1 if positions.length else -1
+        elif torch.compiler.is_compiling() or not positions.numel():
+            last = -1
+        else:
+            last = int(positions.max())
+        if last >= self.max_len:
+            raise ArgumentError(
+                f"position {last} has no vector: this table was learned for positions 0 to {self.max_len - 1}; "
+                "shorten the input, or use rotary positions"
+            )
+        p = as_tensor(positions, self.weight.device)
+        vectors = self.weight[p.clamp(min=0) + self.offset]
+        return vectors.masked_fill((p < 0)[..., None], 0)
+
+    def extra_repr(self) -> str:
+        """Sizes and offset."""
+        return f"{self.max_len}, {self.weight.shape[1]}, offset={self.offset}"
+
+
+def _check_positions(positions: Positions) -> None:
+    rows = positions.shape[0] if isinstance(positions, Tensor) and positions.ndim else 1
+    is_known = isinstance(positions, Span) or (isinstance(positions, Tensor) and positions.ndim)
+    check_positions("positions", positions, rows, count(positions) if is_known else 0)

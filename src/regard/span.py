@@ -1,0 +1,97 @@
+"""Positions: where queries and keys stand. A tensor of integers, or a `Span`, a contiguous run carried as two numbers.
+
+A position is an absolute index into the sequence. `EMPTY` (-1) marks a slot that holds nothing: padding, or a cache slot
+that is not written yet. A `Span` lets a kernel know how queries and keys are aligned without reading a tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from regard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+EMPTY = -1
+"""The position of a slot that holds nothing."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions start, start + 1, ..., start + length - 1, the same for every row of a batch.
+
+    `start` may be negative: queries that stand before the first key see nothing under a causal mask.
+
+    Raises:
+        ArgumentError: `length` is negative.
+
+    >>> Span(3, 4).stop
+    7
+    >>> Span(3, 4).tensor().tolist()
+    [[3, 4, 5, 6]]
+    """
+
+    start: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 0:
+            raise ArgumentError(f"Span length is {self.length}; it must be 0 or more")
+
+    @property
+    def stop(self) -> int:
+        """One past the last position."""
+        return self.start + self.length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> Span:
+        start, stop, step = part.indices(self.length)
+        if step != 1:
+            raise ArgumentError(f"a Span takes slices of step 1, not {step}")
+        return Span(self.start + start, max(0, stop - start))
+
+    def tensor(self, device: torch.device | str | None = None) -> Tensor:
+        """The positions as an int64 tensor [1, length]."""
+        import torch
+
+        return torch.arange(self.start, self.stop, device=device)[None]
+
+
+Positions: TypeAlias = "Span | Tensor"
+"""`Span`, or an integer tensor [B or 1, L] of absolute positions, `EMPTY` where a slot holds nothing."""
+
+
+def as_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
+    """Positions as an integer tensor [B or 1, L]."""
+    return positions.tensor(device) if isinstance(positions, Span) else positions
+
+
+def part(positions: Positions, where: slice) -> Positions:
+    """The positions of a slice of the slots."""
+    return positions[where] if isinstance(positions, Span) else positions[:, where]
+
+
+def count(positions: Positions) -> int:
+    """How many slots there are."""
+    return positions.length if isinstance(positions, Span) else positions.shape[-1]
+
+
+def follow(old: Positions, new: Positions) -> Positions:
+    """The positions of `new` slots behind `old` ones: a `Span` where both are and they touch, else a tensor.
+
+    >>> follow(Span(0, 3), Span(3, 2))
+    Span(start=0, length=5)
+    """
+    if isinstance(old, Span) and isinstance(new, Span) and old.stop == new.start:
+        return Span(old.start, old.length + new.length)
+    import torch
+
+    device = next((p.device for p in (old, new) if not isinstance(p, Span)), None)
+    first, second = as_tensor(old, device), as_tensor(new, device)
+    rows = max(first.shape[0], second.shape[0])
+    return torch.cat([first.expand(rows, -1), second.expand(rows, -1)], dim=1)

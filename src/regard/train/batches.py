@@ -1,0 +1,128 @@
+"""Batches out of one long stream of tokens, in an order that can be repeated and resumed."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.errors import ArgumentError
+
+
+class Batches:
+    """Endless random rows of `context + 1` tokens: inputs are `row[:-1]`, targets `row[1:]`.
+
+    `repeat` mixes in rows that say something twice: that share of the rows is a segment tiled to
+    the row's length, `row[i] == row[i - period]`, with the period drawn from [length/4, length/2]
+    so that no fixed distance solves the task. `repeat_random` of those rows hold uniformly random
+    tokens in place of a segment of the stream. Such rows can only be predicted by finding the last
+    occurrence of the present token and copying what followed: an induction head (Olsson et al.
+    2022, arXiv:2209.11895), which forms at small scale when the data pays for it.
+
+    The global random state is neither read nor changed.
+
+    Raises:
+        ArgumentError: the stream is shorter than a row, or a number is out of range.
+
+    >>> batches = Batches(torch.arange(100), batch=2, context=7, seed=0)
+    >>> rows = next(batches)
+    >>> rows.shape, bool((rows.diff() == 1).all())
+    (torch.Size([2, 8]), True)
+    """
+
+    def __init__(
+        self,
+        tokens: Int[Tensor, " N"],
+        *,
+        batch: int,
+        context: int,
+        seed: int = 0,
+        repeat: float = 0.0,
+        repeat_random: float = 0.5,
+    ) -> None:
+        for name, count in (("batch", batch), ("context", context)):
+            if count < 1:
+                raise ArgumentError(f"{name} is {count}; it must be 1 or more")
+        for name, share in (("repeat", repeat), ("repeat_random", repeat_random)):
+            if not 0 <= share <= 1:
+                raise ArgumentError(f"{name} is {share}; it is a share, between 0 and 1")
+        if len(tokens) < context + 1:
+            raise ArgumentError(
+                f"tokens has {len(tokens)} tokens; a row needs context + 1 = {context + 1}: "
+                "give more text or a shorter context"
+            )
+        self.tokens = tokens.long().contiguous()
+        self.batch, self.context, self.seed = batch, context, seed
+        self.repeat, self.repeat_random = repeat, repeat_random
+        self._kinds = self.tokens.unique() if repeat else self.tokens[:0]
+        self._generator = torch.Generator().manual_seed(seed)
+        self._steps = torch.arange(context + 1)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Int[Tensor, "batch row"]:
+        """The next batch [batch, context + 1]."""
+        length = self.context + 1
+        starts = self._integers(0, len(self.tokens) - length + 1)
+        if not self.repeat:
+            return self.tokens[starts[:, None] + self._steps]
+        period = self._integers(max(1, length // 4), max(2, length // 2 + 1))
+        chance = torch.rand(2, self.batch, generator=self._generator)
+        twice, random = chance[0] < self.repeat, chance[1] < self.repeat_random
+        within = self._steps % torch.where(twice, period, length)[:, None]
+        rows = self.tokens[starts[:, None] + within]
+        kinds = torch.randint(len(self._kinds), (self.batch, length), generator=self._generator)
+        return torch.where((twice & random)[:, None], self._kinds[kinds].gather(1, within), rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the drawing stands, and what it is drawn from: plain values, for a JSON file."""
+        return {
+            "generator": bytes(self._generator.get_state().tolist()).hex(),
+            "drawn_from": self._fingerprint(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; refuses a state of other tokens or settings."""
+        if state["drawn_from"] != self._fingerprint():
+            raise ArgumentError(
+                "the saved data order was drawn from other tokens, batch, context, seed or repeat; "
+                "resume with the settings of the first run"
+            )
+        self._generator.set_state(
+            torch.tensor(list(bytes.fromhex(state["generator"])), dtype=torch.uint8)
+        )
+
+    def _integers(self, low: int, high: int) -> Int[Tensor, " batch"]:
+        return torch.randint(low, high, (self.batch,), generator=self._generator)
+
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(self.tokens.numpy().tobytes())
+        digest.update(
+            repr((self.batch, self.context, self.seed, self.repeat, self.repeat_random)).encode()
+        )
+        return digest.hexdigest()
+
+
+def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[Tensor, "rows row"]:
+    """At most `limit` rows [rows, context + 1], spread evenly over the stream.
+
+    Raises:
+        ArgumentError: the stream is shorter than one row, or `limit` is not positive.
+
+    >>> validation_rows(torch.arange(9), context=2, limit=3).tolist()
+    [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    """
+    length = context + 1
+    if limit < 1:
+        raise ArgumentError(f"limit is {limit}; it must be 1 or more")
+    if len(tokens) < length:
+        raise ArgumentError(
+            f"tokens has {len(tokens)} tokens of validation; a row needs context + 1 = {length}"
+        )
+    count = min(limit, len(tokens) // length)
+    starts = torch.linspace(0, len(tokens) - length, count).long()
+    return tokens.long()[starts[:, None] + torch.arange(length)]

@@ -1,0 +1,224 @@
+"""Checkpoints that survive a kill, a full disk and a flipped bit.
+
+One checkpoint is a folder `step-00000500/` of model.safetensors, optimizer.safetensors, state.json
+and manifest.json. It is written under another name: every file is synced to the disk, the manifest
+with everybody's sha256 comes last, then the folder is renamed, and the parent folder synced. So a
+folder of the right name is whole, and the sums tell when it is not. No pickle: tensors are
+safetensors, everything else is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from regard.errors import ArgumentError, FileError
+from regard.train.integrity import MANIFEST, crc, damage, describe, sync
+
+_NAME = re.compile(r"step-(\d{8,})")
+_TEMPORARY = ".writing-"
+_MARGIN = 1 << 20  # for the JSON files and the file system's own books
+
+note = logging.getLogger("regard.train").warning
+
+
+@dataclass
+class Checkpoint:
+    """What one checkpoint holds: named tensors per file, and a state of JSON values.
+
+    >>> Checkpoint(step=3, tensors={}, state={"loss": 1.5}).step
+    3
+    """
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+def save(folder: str | Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
+    """Write `folder/step-XXXXXXXX` whole, verify it, delete all but the newest `keep`.
+
+    Raises:
+        ArgumentError: `keep` is not positive.
+        FileError: not enough free space (told before writing), or the disk refuses. Older
+            checkpoints are untouched.
+    """
+    if keep < 1:
+        raise ArgumentError(f"keep is {keep}; at least 1 checkpoint has to stay")
+    parent = Path(folder)
+    target = parent / f"step-{checkpoint.step:08d}"
+    temporary = parent / f"{_TEMPORARY}{target.name}-{os.getpid()}"
+    try:
+        prepare(parent, _size(checkpoint))
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        _write(temporary, checkpoint)
+        _replace(temporary, target)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, FileError):
+            raise
+        raise FileError(
+            f"{target}: cannot write the checkpoint: {error}; the ones before it are intact"
+        ) from error
+    wrong = damage(target)
+    if wrong:
+        raise FileError(
+            f"{target}: what was written does not read back: {wrong}; is the disk failing?"
+        )
+    older = [path for path in _complete(parent) if path.name <= target.name]
+    for old in older[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def prepare(folder: str | Path, needed: int) -> None:
+    """Make the folder, and see that `needed` bytes fit: to be called before hours of work, too.
+
+    Raises:
+        FileError: the folder cannot be made, or has too little space; says how much.
+
+    >>> import tempfile
+    >>> prepare(tempfile.gettempdir(), needed=0)
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        free = free_bytes(Path(folder))
+    except OSError as error:
+        raise FileError(
+            f"{folder}: cannot make the folder: {error.strerror or error}; choose another"
+        ) from error
+    if needed > free:
+        raise FileError(
+            f"the checkpoint needs {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free at "
+            f"{folder}; free some space or choose another folder (older checkpoints are intact)"
+        )
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Read one checkpoint folder, every file compared with the manifest.
+
+    Raises:
+        FileError: missing, incomplete or damaged; the message names the file, and the tensor if one
+            bit of it changed.
+    """
+    path = Path(path)
+    wrong = damage(path)
+    if wrong:
+        raise FileError(f"{path}: {wrong}; use an older checkpoint")
+    return _read(path)
+
+
+def _read(path: Path) -> Checkpoint:
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    tensors = {f.stem: load_file(f) for f in sorted(path.glob("*.safetensors"))}
+    for name, same_as in state["same"].items():
+        file, key = name.split(":", 1)
+        tensors[file][key] = tensors[file][same_as]
+    return Checkpoint(int(state["step"]), tensors, state["state"])
+
+
+def latest(folder: str | Path) -> Checkpoint | None:
+    """The newest whole checkpoint, or None; others are passed over with a logged note.
+
+    >>> latest("no/such/folder") is None
+    True
+    """
+    for path in _complete(Path(folder)):
+        wrong = damage(path)
+        if not wrong:
+            return _read(path)
+        note("%s is ignored: %s", path, wrong)
+    return None
+
+
+def sweep(folder: str | Path) -> int:
+    """Delete what a killed writer left behind; gives how many folders.
+
+    >>> sweep("no/such/folder")
+    0
+    """
+    left = list(Path(folder).glob(f"{_TEMPORARY}*"))
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(left)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that can still be written where `folder` is."""
+    return shutil.disk_usage(folder).free
+
+
+def _size(checkpoint: Checkpoint) -> int:
+    return _MARGIN + sum(t.nbytes for named in checkpoint.tensors.values() for t in named.values())
+
+
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    files: dict[str, dict[str, Any]] = {}
+    same: dict[str, str] = {}
+    for file, named in checkpoint.tensors.items():
+        stored, repeated = _without_repeats(named)
+        same |= {f"{file}:{name}": first for name, first in repeated.items()}
+        path = folder / f"{file}.safetensors"
+        save_file(stored, path)
+        files[path.name] = describe(path) | {
+            "tensors": {name: crc(t) for name, t in stored.items()}
+        }
+    state = folder / "state.json"
+    content = {"step": checkpoint.step, "same": same, "state": checkpoint.state}
+    state.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    files[state.name] = describe(state)
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1), encoding="utf-8")
+    for path in folder.iterdir():
+        sync(path)
+    sync(folder)
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    if target.exists():  # damaged, or written by a run that was resumed from before it
+        aside = target.with_name(f"{_TEMPORARY}old-{target.name}-{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+        temporary.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        temporary.rename(target)
+    sync(target.parent)
+
+
+def _without_repeats(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors to store, and names that are the same memory as one of them (tied weights)."""
+    stored: dict[str, Tensor] = {}
+    repeated: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, tensor in named.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() and key in first:
+            repeated[name] = first[key]
+        else:
+            first[key] = name
+            own = tensor.detach().cpu().contiguous()
+            memory = own.untyped_storage().data_ptr()
+            # another view of memory that is stored already: the format wants a copy
+            stored[name] = own.clone() if memory and memory in storages else own
+            storages.add(memory)
+    return stored, repeated
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Checkpoint folders by name, the newest first."""
+    found = [(int(m[1]), p) for p in folder.glob("step-*") if (m := _NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found, reverse=True)]

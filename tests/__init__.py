@@ -1,0 +1,1 @@
+"""The tests of regard; helpers shared between files are imported as `tests.<name>`."""

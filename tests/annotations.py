@@ -1,0 +1,205 @@
+"""Under pytest, what every public function of regard accepts and returns is held against its annotations.
+
+The rule: *what a function accepts must fit its annotation*. The check runs after the function has returned, so a bad
+argument still meets regard's own error, and a call that succeeds with something the annotation does not say is a test
+failure. Names of dimensions bind over all arguments and the result of one call, as jaxtyping defines.
+
+It works by an import hook: after a module has been executed, its public functions and methods are replaced by checking
+wrappers. A compiled graph sees the plain function.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import Any
+
+import torch
+from beartype import BeartypeConf
+from beartype.door import is_bearable
+from jaxtyping import jaxtyped
+
+# an int is accepted where a float is annotated, as type checkers do
+CONF = BeartypeConf(is_pep484_tower=True)
+# typer reads the signatures of commands itself, and the errors are not functions
+LEFT_OUT = ("regard.cli", "regard.errors", "regard.__main__")
+unresolved: dict[str, str] = {}
+"""Functions whose annotations cannot be resolved, with the reason: `tests/surface` wants this empty."""
+
+
+class AnnotationMismatch(AssertionError):
+    """A call succeeded with an argument, or gave a result, that the annotation does not allow."""
+
+
+def install(package: str) -> None:
+    """Check the annotations of every module of the package that is imported from now on."""
+    early = [name for name in sys.modules if name.startswith(f"{package}.")]
+    if early:
+        raise RuntimeError(f"imported before the hook: {early}")
+    sys.meta_path.insert(0, _Finder(package))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, package: str) -> None:
+        self.package = package
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(f"{self.package}.") or name.startswith(LEFT_OUT):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        for owner, name, function in list(_functions(module)):
+            setattr(owner, name, _rewrap(function, module))
+
+
+def _functions(module: types.ModuleType) -> Iterator[tuple[Any, str, Any]]:
+    """The public functions and methods that the module defines, with their owner and name."""
+    for name, value in vars(module).items():
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        if isinstance(value, types.FunctionType) and not name.startswith("_"):
+            yield module, name, value
+        elif isinstance(value, type) and not getattr(value, "_is_protocol", False):
+            for key, member in vars(value).items():
+                if _is_public(key) and _plain(member) is not None:
+                    yield value, key, member
+
+
+def _is_public(name: str) -> bool:
+    return not name.startswith("_") or name in ("__init__", "__call__")
+
+
+def _plain(member: Any) -> types.FunctionType | None:
+    """The function inside a method, or None where it is something else."""
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    elif isinstance(member, property):
+        member = member.fget
+    return member if isinstance(member, types.FunctionType) else None
+
+
+def _rewrap(member: Any, module: types.ModuleType) -> Any:
+    if isinstance(member, (staticmethod, classmethod)):
+        return type(member)(checked(member.__func__, module))
+    if isinstance(member, property):
+        return property(checked(member.fget, module), member.fset, member.fdel, member.__doc__)
+    return checked(member, module)
+
+
+def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[..., Any]:
+    """The function, with its arguments and result held against its annotations when it returns."""
+    if hasattr(function, "__wrapped__"):  # decorated: the annotations speak of something else
+        return function
+    hints: dict[str, Any] | None = None
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        nonlocal hints
+        if hints is None:
+            hints = resolve(function, module)
+        if hints:
+            signature = _signature(function)  # not in the closure: a compiled graph cannot hold it
+            bound = signature.bind(*args, **kwargs).arguments
+            _hold(function, signature, hints, {**bound, "return": result})
+        return result
+
+    return wrapper
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _hold(
+    function: Callable[..., Any], signature: inspect.Signature, hints: Any, values: dict[str, Any]
+) -> None:
+    with jaxtyped("context"):
+        for name, hint, x in _pairs(signature, hints, values):
+            if not is_bearable(x, hint, conf=CONF):
+                where = f"{function.__module__}.{function.__qualname__}"
+                raise AnnotationMismatch(f"{where}: {name} is {_say(x)}, not {hint}")
+
+
+def _pairs(
+    signature: inspect.Signature, hints: dict[str, Any], values: dict[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Name, annotation and value of every argument and of the result, where it has an annotation."""
+    for name, value in values.items():
+        if name not in hints:
+            continue
+        hint = hints[name]
+        kind = signature.parameters[name].kind if name != "return" else None
+        if isinstance(hint, dict):  # **options: Unpack[Options]
+            yield from ((key, hint[key], value[key]) for key in value)
+        elif kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((name, hint, x) for x in value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((key, hint, x) for key, x in value.items())
+        else:
+            yield name, hint, value
+
+
+def _say(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return f"{type(x).__name__} {x!r}"[:200]
+
+
+def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str, Any]:
+    """The annotations as types; {} where they cannot be resolved, which `unresolved` records."""
+    function = inspect.unwrap(function)
+    names = {**_names_for_types(module), **function.__globals__, "Positions": _positions()}
+    try:
+        hints = typing.get_type_hints(function, names, include_extras=True)
+        for name, hint in hints.items():
+            if typing.get_origin(hint) is typing.Unpack:
+                hints[name] = _fields(typing.get_args(hint)[0])
+                continue
+            is_bearable(None, hint, conf=CONF)  # is it something that can be checked?
+    except Exception as problem:  # any reason at all is recorded, and a test wants none
+        unresolved[f"{function.__module__}.{function.__qualname__}"] = repr(problem)
+        return {}
+    return hints
+
+
+def _fields(options: Any) -> dict[str, Any]:
+    """The annotations of a TypedDict that a function unpacks."""
+    module = sys.modules[options.__module__]
+    names = {**_names_for_types(module), **vars(module), "Positions": _positions()}
+    return typing.get_type_hints(options, names, names)  # its references know their module
+
+
+@functools.cache
+def _names_for_types(module: types.ModuleType) -> dict[str, Any]:
+    """The names that the module imports for type checkers only."""
+    names: dict[str, Any] = {"Tensor": torch.Tensor, "torch": torch}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            block = ast.Module(body=node.body, type_ignores=[])
+            exec(compile(block, module.__name__, "exec"), names)
+    return names
+
+
+@functools.cache
+def _positions() -> Any:
+    from regard.span import Span  # the alias is a string at run time, because span imports no torch
+
+    return Span | torch.Tensor

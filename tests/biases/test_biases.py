@@ -1,0 +1,161 @@
+"""Dense, functions, sums, and what all biases share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard.biases import ALiBi, Dense, Fn, Sum, T5Relative
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.span import Span
+
+F64 = torch.float64
+Q, K = Span(3, 4), Span(0, 7)
+TABLE = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
+
+
+def slope(q, k, w):
+    return w[:, None, None] * (q - k)
+
+
+def every():
+    return [
+        ALiBi(3),
+        ALiBi(slopes=torch.randn(3)),
+        T5Relative(TABLE),
+        Dense(torch.randn(4, 7)),
+        Dense(torch.randn(2, 3, 4, 7)),
+        Dense(torch.randn(1, 3, 1, 7)),
+        Fn(slope, (torch.randn(3),)),
+        Fn(lambda q, k: (k * 1.0).square()),
+        ALiBi(3) + Dense(torch.randn(2, 1, 4, 7)) + T5Relative(TABLE),
+    ]
+
+
+@pytest.mark.parametrize("n", range(9))
+def test_every_block_is_a_part_of_the_whole(n):
+    bias = every()[n]
+    bias.require(2, 3, 4, 7)
+    whole = bias.block(Q, K)
+    b, h, t, s = whole.shape
+    assert b in (1, 2) and h in (1, 3) and (t, s) == (4, 7) and whole.dtype == torch.float32
+    for rows in (slice(None), slice(1, 3), slice(3, 3), slice(2, 9)):
+        for columns in (slice(None), slice(0, 5), slice(6, None)):
+            assert torch.equal(bias.block(Q, K, rows, columns), whole[:, :, rows, columns])
+    assert bias.block(Q, K, dtype=F64).dtype == F64
+    assert torch.equal(bias.block(Q.tensor(), K.tensor()), whole)
+    holes = torch.tensor([[-1, -1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, -1]])
+    assert bias.block(holes[:, 3:], holes).isfinite().all()
+
+
+@pytest.mark.parametrize("n", range(9))
+def test_every_bias_takes_other_tensors(n):
+    bias = every()[n]
+    others = [torch.randn_like(x) for x in bias.tensors()]
+    other = bias.with_tensors(others)
+    assert type(other) is type(bias) and all(
+        a is b for a, b in zip(other.tensors(), others, strict=True)
+    )
+    assert (other == bias) is (not others)
+    back = other.with_tensors(bias.tensors())
+    assert back == bias and hash(back) == hash(bias)
+    assert torch.equal(back.block(Q, K), bias.block(Q, K))
+    with pytest.raises(ArgumentError, match=f"has {len(others)} tensors and got {len(others) + 1}"):
+        bias.with_tensors([*others, torch.ones(3)])
+
+
+@pytest.mark.parametrize("n", range(9))
+def test_every_bias_compiles_whole(n):
+    bias = every()[n]
+
+    def scored(x, q_positions):
+        return x + bias.block(q_positions, K) + bias.block(Q, K)
+
+    x = torch.randn(2, 3, 4, 7)
+    compiled = torch.compile(scored, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, Q.tensor()), scored(x, Q.tensor()))
+
+
+def test_numbers_compare_by_value_and_tensors_by_identity():
+    assert ALiBi(8) == ALiBi(8) and hash(ALiBi(8)) == hash(ALiBi(8))
+    assert ALiBi(8) != ALiBi(8, symmetric=True) and ALiBi(8) != 8
+    assert ALiBi(slopes=[1.0, 0.5]) == ALiBi(slopes=(1.0, 0.5))
+    x = torch.zeros(4, 7)
+    assert Dense(x) == Dense(x) != Dense(x.clone())
+    assert Fn(slope, (x,)) == Fn(slope, (x,)) != Fn(slope, (x.clone(),))
+    assert ALiBi(8) + Dense(x) == ALiBi(8) + Dense(x)
+    assert len({ALiBi(8), ALiBi(8), Dense(x), Dense(x), T5Relative(TABLE), T5Relative(TABLE)}) == 3
+
+
+def test_how_they_print():
+    both = ALiBi(8) + T5Relative(TABLE, bidirectional=False)
+    assert str(both) == repr(both) == "alibi(8) + t5_relative(32 buckets)"
+    assert str(ALiBi(slopes=(1.0,), symmetric=True)) == "alibi(1 slopes, symmetric)"
+    assert str(Dense(torch.zeros(2, 1, 4, 7))) == "dense(2x1x4x7)"
+    assert str(Fn(slope, (torch.ones(3),))) == "fn(slope)"
+
+
+def test_sums():
+    a, b, c = ALiBi(3), Dense(torch.randn(4, 7)), Fn(slope, (torch.randn(3),))
+    total = (a + b) + (c + a)
+    assert isinstance(total, Sum) and total.terms == (a, b, c, a)
+    by_hand = a.block(Q, K) + b.block(Q, K) + c.block(Q, K) + a.block(Q, K)
+    torch.testing.assert_close(total.block(Q, K), by_hand)
+    assert [*map(id, total.tensors())] == [id(b.tensor), id(c.parameters[0])]
+    with pytest.raises(ArgumentError, match=r"alibi\(3\) has 3 heads and the query has 4"):
+        total.require(1, 4, 4, 7)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        a + 1
+
+
+def test_dense_speaks_of_slots():
+    x = torch.arange(28.0).view(4, 7)
+    assert torch.equal(Dense(x).block(Span(900, 4), Span(500, 7))[0, 0], x)
+    row = Dense(x[None, None, :1])
+    assert torch.equal(row.block(Q, K, slice(2, 4))[0, 0], x[:1].expand(2, -1))
+    x.requires_grad_()
+    Dense(x).block(Q, K, slice(1, 2), slice(0, 3), dtype=F64).sum().backward()
+    assert x.grad.sum() == 3 and x.grad[1, :3].sum() == 3
+
+
+def test_gradient_of_a_function():
+    w = torch.randn(3, dtype=F64, requires_grad=True)
+    bias = Fn(slope, (w,))
+    assert torch.autograd.gradcheck(lambda x: bias.with_tensors([x]).block(Q, K, dtype=F64), (w,))
+
+
+@pytest.mark.parametrize(
+    "shape, fits",
+    [
+        ((4, 7), True), ((1, 1, 4, 7), True), ((2, 3, 4, 7), True), ((2, 1, 1, 7), True),
+        ((4, 1), False), ((1, 7), False), ((1, 1, 4, 1), False), ((3, 3, 4, 7), False), ((2, 2, 4, 7), False),
+    ],
+)  # fmt: skip
+def test_which_dense_shapes_serve_a_call(shape, fits):
+    bias = Dense(torch.zeros(shape))
+    if fits:
+        bias.require(2, 3, 4, 7)
+        return
+    with pytest.raises(
+        ArgumentError, match=r"it must be \(4, 7\) or \(2 or 1, 3 or 1, 4 or 1, 7\)"
+    ):
+        bias.require(2, 3, 4, 7)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: Dense(torch.zeros(2, 4, 7)), ArgumentError, r"bias has 3 dimensions, \(2, 4, 7\); it must be \[T, S\]"),
+        (lambda: Dense(torch.zeros(4, 7).bool()), ArgumentTypeError, "bias is bool; it must be float64"),
+        (lambda: Dense([[0.0]]), ArgumentTypeError, "bias is list"),
+        (lambda: Fn(3), ArgumentTypeError, r"fn is int; it must be a function fn\(q, k, ...\)"),
+        (lambda: Fn(slope, (1.0,)), ArgumentTypeError, r"parameters\[0\] is float; it must be a tensor"),
+        (lambda: Fn(lambda q, k: q - k).block(Q, K), ArgumentTypeError, "gave torch.int64; it must give a float tensor"),
+        (lambda: Fn(lambda q, k: 1.0).block(Q, K), ArgumentTypeError, "gave float; it must give a float tensor"),
+        (lambda: Fn(lambda q, k: (q - k)[0] * 1.0).block(Q, K), ArgumentError, r"gave \(1, 4, 7\) for positions"),
+        (lambda: Fn(lambda q, k: torch.zeros(1, 1, 3, 7)).block(Q, K), ArgumentError, r"gave \(1, 1, 3, 7\)"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,200 @@
+"""`regard train`, from a text to a folder that loads, interrupted in every way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from regard.cli.app import run
+from regard.models.tokenizer import Tokenizer
+from regard.train import Batches
+
+SMALL = [
+    "--steps", "12", "--batch", "4", "--context", "16", "--dim", "16", "--layers", "2", "--heads",
+    "4", "--kv-heads", "2", "--vocab", "280", "--warmup", "2", "--save-every", "5", "--repeat", "0.2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "a text.txt"
+    file.write_text("".join(f"Line {i} of a text, written {i * i} times.\n" for i in range(200)))
+    return file
+
+
+def train(text: Path, out: Path, *more: str) -> int:
+    return run(["train", str(text), "--out", str(out), *SMALL, *more])
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> str:
+    """Standard error, out of the box that it may be drawn in."""
+    return " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def equal(a: Path, b: Path) -> bool:
+    one, two = weights(a), weights(b)
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_it_writes_a_model_and_nothing_else(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert train(text, out, "--json") == 0
+    captured = capsys.readouterr()
+    figures = json.loads(captured.out)
+    assert (figures["step"], figures["steps"], figures["out"]) == (12, 12, str(out))
+    assert 4 < figures["validation"] < 6
+    assert "step 12/12" in captured.err
+    assert sorted(path.name for path in out.iterdir()) == [
+        "checkpoints", "command.txt", "config.json", "model.safetensors", "tokenizer.json", "train.csv",
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a text.txt", "out"]
+    assert Tokenizer.load(out).vocab_size == 280
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 280
+    assert sum(t.numel() for t in weights(out).values()) == figures["parameters"]
+    assert (out / "train.csv").read_text().splitlines()[-1].startswith("12,")
+
+
+def test_the_command_is_written_out_and_can_be_run_again(text: Path, tmp_path: Path) -> None:
+    import shlex
+
+    assert train(text, tmp_path / "a") == 0
+    line, versions = (tmp_path / "a" / "command.txt").read_text().splitlines()
+    words = shlex.split(line)
+    assert words[:3] == ["regard", "train", str(text)]
+    assert versions.startswith("# Python 3.")
+    words[words.index("--out") + 1] = str(tmp_path / "b")
+    assert run(words[1:]) == 0
+    assert equal(tmp_path / "a", tmp_path / "b")
+    assert train(text, tmp_path / "c", "--seed", "1") == 0
+    assert not equal(tmp_path / "a", tmp_path / "c")
+
+
+def test_half_precision_weights(text: Path, tmp_path: Path) -> None:
+    assert train(text, tmp_path / "a", "--dtype", "float16") == 0
+    assert {t.dtype for t in weights(tmp_path / "a").values()} == {torch.float16}
+
+
+def killed_at(batch: int, number: int, work: Callable[[], int]) -> int:
+    """Run `work` in a forked process that gets a signal as it draws its n-th batch; gives the exit status."""
+    child = os.fork()
+    if child == 0:
+        code, left, draw = 99, batch, Batches.__next__
+
+        def deadly(self: Batches) -> torch.Tensor:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), number)
+            return draw(self)
+
+        try:
+            Batches.__next__ = deadly  # type: ignore[method-assign]
+            code = work()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killed_and_resumed_gives_the_same_weights(
+    text: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train(text, whole) == 0
+    status = killed_at(9, number, lambda: train(text, cut))
+    assert status == (-9 if number == signal.SIGKILL else 128 + number)
+    newest = max(path.name for path in (cut / "checkpoints").iterdir())
+    assert newest == f"step-{5 if number == signal.SIGKILL else 9:08d}"
+    assert not (cut / "model.safetensors").exists()
+    assert train(text, cut, "--resume") == 0
+    assert equal(whole, cut)
+    logs = [
+        [line.rsplit(",", 1)[0] for line in (out / "train.csv").read_text().splitlines()]
+        for out in (whole, cut)
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
+    assert train(text, tmp_path / "a", "--resume") == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--heads", "3"], "dim 16 / heads 3 must be even"),
+        (["--heads", "16", "--kv-heads", "4"], "dim 16 / heads 16 must be even"),
+        (["--heads", "8", "--kv-heads", "3"], "3"),
+        (["--dtype", "int8"], "'int8' is not float32, float16 or bfloat16"),
+        (["--repeat", "2"], "less than or equal to 1"),
+        (["--lr", "0"], "lr is 0.0; it must be positive and finite"),
+        (["--vocab", "100"], "greater than or equal to 257"),
+        (["--context", "100000"], "a row needs context"),
+        (["--nonsense"], "No such option"),
+    ],
+)
+def test_wrong_usage_is_2_and_writes_no_model(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    assert train(text, tmp_path / "out", *more) == 2
+    assert message in shown(capsys)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_folder_in_use_and_a_file_are_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert train(text, out) == 2
+    assert "is not empty; choose another folder, or go on" in shown(capsys)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    assert train(text, text) == 2
+    assert "is a file; give a folder" in shown(capsys)
+
+
+def test_failures_are_1(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path / "none.txt", tmp_path / "out") == 1
+    assert "none.txt: cannot read" in shown(capsys)
+    assert train(text, text / "under a file") == 1
+    assert "cannot make the folder" in shown(capsys)
+    assert train(text, tmp_path / "nan", "--lr", "1e38") == 1
+    assert "the weights were not updated" in shown(capsys)
+
+
+def test_resume_with_another_text_is_refused(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(text, tmp_path / "a") == 0
+    text.write_text(text.read_text() + "And more.\n" * 40)
+    assert train(text, tmp_path / "a", "--resume") == 2
+    assert "other tokens" in shown(capsys)
+
+
+def test_help_shows_an_example_without_importing_torch() -> None:
+    code = (
+        "import sys; from regard.cli.app import run; code = run(['train', '--help']);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "regard train" in ran.stdout
+    assert "Example" in ran.stdout

@@ -1,0 +1,93 @@
+"""What every test has: checked annotations, a seed, poisoned uninitialised memory, one thread, no state left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small shapes: threads cost more than they give
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from tests import annotations
+
+annotations.install("regard")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+ROOT = Path(__file__).parents[1]
+
+hypothesis.settings.register_profile(
+    "regard",
+    derandomize=True,  # the suite says the same twice
+    deadline=None,  # a loaded machine is not a failure
+    max_examples=int(os.environ.get("REGARD_EXAMPLES", "25")),
+    database=None,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.function_scoped_fixture,
+    ],
+)
+hypothesis.settings.load_profile("regard")
+
+
+def pytest_configure() -> None:
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+    ):
+        setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def _poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Uninitialised memory holds NaN (the largest number for integers): what reads it shows."""
+
+    def make_and_fill(*args: Any, **kwargs: Any) -> torch.Tensor:
+        x = make(*args, **kwargs)
+        if torch.compiler.is_compiling() or x.is_meta:
+            return x
+        with torch.no_grad():
+            if x.is_floating_point() or x.is_complex():
+                x.fill_(float("nan"))
+            elif x.dtype is not torch.bool and not x.is_quantized:
+                x.fill_(torch.iinfo(x.dtype).max)
+        return x
+
+    make_and_fill.poisoned = True  # type: ignore[attr-defined]
+    return make_and_fill
+
+
+@pytest.fixture(autouse=True)
+def clean_state() -> Iterator[None]:
+    """Each test starts from the same seed, and leaves torch's global switches as it found them."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  (the global state is what must be pinned)
+    torch.manual_seed(0)
+    before = _switches()
+    yield
+    after = _switches()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    assert after == before, f"torch's switches were left changed: {before} -> {after}"
+
+
+def _switches() -> tuple[Any, ...]:
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+    )
+
+
+@pytest.fixture
+def root() -> Path:
+    """The folder of the checkout: for tests that read the sources, the docs or the configuration."""
+    return ROOT

@@ -1,0 +1,101 @@
+"""The documentation runs: every Python block of README.md and docs/, and the examples in every docstring."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+import regard
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(regard.__file__).parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = [
+    "regard." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.stem not in ("__init__", "__main__")
+] + [
+    ".".join(("regard", *path.parent.relative_to(PACKAGE).parts))
+    for path in sorted(PACKAGE.rglob("__init__.py"))
+]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+
+
+def blocks(text: str) -> list[tuple[int, str]]:
+    """The Python blocks of a page, each with the line on which its code begins."""
+    return [(text[: m.start(1)].count("\n") + 1, m[1]) for m in BLOCK.finditer(text)]
+
+
+def run_page(path: Path) -> int:
+    """Run the blocks of a page in order, in one namespace; return how many there were."""
+    found = blocks(path.read_text(encoding="utf-8"))
+    names: dict[str, object] = {"__name__": "__docs__"}
+    for line, code in found:
+        # empty lines in front, so that a traceback shows the line of the page
+        exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)
+    return len(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_the_blocks_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    count = run_page(page)
+    assert count or "```py" not in page.read_text(encoding="utf-8")
+
+
+class _Finder(doctest.DocTestFinder):
+    """Finds the examples behind the wrappers that check annotations (tests/annotations.py)."""
+
+    def _from_module(self, module: types.ModuleType | None, object: object) -> bool:
+        if callable(object) and not inspect.isclass(object):
+            object = inspect.unwrap(object)
+        return bool(super()._from_module(module, object))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_in_docstrings(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    for test in _Finder(exclude_empty=True).find(importlib.import_module(name)):
+        runner.run(test, out=said.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+
+
+def test_a_wrong_page_and_a_wrong_example_would_be_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError):
+        run_page(page)
+    example = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, None)
+    runner = doctest.DocTestRunner(verbose=False)
+    runner.run(example, out=lambda _: None)
+    assert runner.failures == 1
+
+
+def test_functions_behind_wrappers_have_their_examples() -> None:
+    from regard import span
+
+    assert any(t.name == "regard.span.follow" for t in _Finder().find(span) if t.examples)
+
+
+def test_the_two_lines_of_the_readme_are_the_ones_that_ci_runs() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    first = 'python -m pip install -c constraints.txt . && regard explain "a fluffy blue creature roamed the verdant forest"'
+    second = "python -m pip install -c constraints.txt '.[test]' && pytest"
+    assert f"{first}\n{second}\n" in readme
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    install, _, test = second.partition(" && ")
+    assert install.replace("install", "install --quiet") in script
+    assert f"\n{test} " in script

@@ -1,0 +1,252 @@
+"""The tokenizer: round trips, what tokens look like, streaming, control tokens as text, damaged files."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.models.glyphs import visible
+from regard.models.tokenizer import END_OF_TEXT, Tokenizer
+
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog",
+    "el zorro marrón salta; 狐狸跳过了懒狗 🦊",
+] * 5
+TOKENIZER = Tokenizer.train(TEXTS, vocab_size=320)
+# text as users have it, and text as nobody should: controls, marks, other planes, names of control tokens
+text = st.one_of(
+    st.text(),
+    st.lists(
+        st.sampled_from(
+            [
+                " ",
+                "\n",
+                "é",
+                "e\u0301",
+                "\u202e",
+                "\x00",
+                "🦊",
+                "<|endoftext|>",
+                "Ġ",
+                " the",
+                "\r\n",
+            ]
+        )
+    ).map("".join),
+)
+
+
+@given(text)
+def test_decode_of_encode_is_the_text(words: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(words)) == words
+
+
+@given(text)
+def test_control_tokens_in_text_are_literal(words: str) -> None:
+    assert TOKENIZER.end_of_text not in TOKENIZER.encode(words)
+
+
+@given(text, text)
+def test_control_tokens_count_when_asked(left: str, right: str) -> None:
+    ids = TOKENIZER.encode(left + END_OF_TEXT + right, special=True)
+    named = (left + END_OF_TEXT + right).count(END_OF_TEXT)
+    assert ids.count(TOKENIZER.end_of_text) == named
+    assert TOKENIZER.decode(ids) == left + END_OF_TEXT + right
+    hidden = TOKENIZER.decode(ids, skip_special=True)
+    assert hidden == (left + END_OF_TEXT + right).replace(END_OF_TEXT, "")
+
+
+@given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40))
+def test_streamed_parts_join_to_the_text_of_any_ids(ids: list[int]) -> None:
+    stream = TOKENIZER.stream()
+    parts = [stream.push(i) for i in ids]
+    assert "".join(parts) + stream.flush() == TOKENIZER.decode(ids)
+
+
+@given(st.text(min_size=1))
+def test_stream_never_gives_half_a_character(words: str) -> None:
+    words = words.replace("\ufffd", "")
+    stream = TOKENIZER.stream()
+    given_out = ""
+    for i in TOKENIZER.encode(words):
+        given_out += stream.push(i)
+        assert words.startswith(given_out)  # a replacement character would break this
+    assert given_out == words
+    assert stream.flush() == ""
+
+
+def test_control_for_the_stream_decoding_each_token_alone_breaks_characters() -> None:
+    ids = TOKENIZER.encode("ж")
+    assert len(ids) == 2
+    assert "".join(TOKENIZER.decode([i]) for i in ids) != "ж"
+
+
+def test_pieces_are_visible_and_show_bytes_of_split_characters() -> None:
+    assert TOKENIZER.pieces(TOKENIZER.encode("the the\n\tж")) == [
+        "the", "·the", "⏎", "⇥", "‹D0›", "‹B6›",
+    ]  # fmt: skip
+    assert TOKENIZER.pieces([0]) == [END_OF_TEXT]
+
+
+@given(text)
+def test_pieces_hold_nothing_that_a_page_would_obey(words: str) -> None:
+    ids = TOKENIZER.encode(words)
+    pieces = TOKENIZER.pieces(ids)
+    assert len(pieces) == len(ids)
+    outside = [re.sub("‹[^›]*›", "", piece) for piece in pieces]  # bytes are shown as ‹E5 8A›
+    assert all(piece.isprintable() and " " not in piece for piece in outside)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "shown"),
+    [
+        ("a b", "a·b"),
+        ("\x00\x1b", "␀␛"),
+        ("\u202e\u2028\ufeff", "‹U+202E›‹U+2028›‹U+FEFF›"),
+        ("\u0301", "◌\u0301"),
+        ("\u00a0", "‹U+00A0›"),
+        ("</script>", "</script>"),  # escaping is the page's work; here it only has to be seen
+    ],
+)
+def test_visible(hidden: str, shown: str) -> None:
+    assert visible(hidden) == shown
+
+
+def test_training_is_deterministic_and_keeps_every_byte() -> None:
+    again = Tokenizer.train(TEXTS, vocab_size=320)
+    assert again._backend.to_str() == TOKENIZER._backend.to_str()
+    assert again.vocab_size == 320
+    assert again.special == {END_OF_TEXT: 0}
+    assert {again.token_bytes(i) for i in range(1, 257)} == {bytes([b]) for b in range(256)}
+
+
+def test_end_of_text_in_training_texts_is_no_token_of_its_own() -> None:
+    trained = Tokenizer.train([f"x{END_OF_TEXT}y"] * 50, vocab_size=300)
+    assert trained.encode(END_OF_TEXT) != [0]
+    assert trained.decode(trained.encode(END_OF_TEXT)) == END_OF_TEXT
+
+
+def test_batch_equals_one_by_one() -> None:
+    assert TOKENIZER.encode_batch([*TEXTS, ""]) == [TOKENIZER.encode(t) for t in [*TEXTS, ""]]
+
+
+def test_threads_agree() -> None:
+    with ThreadPoolExecutor(16) as pool:
+        rows = list(pool.map(lambda _: TOKENIZER.encode(TEXTS[1], special=True), range(200)))
+    assert all(row == TOKENIZER.encode(TEXTS[1]) for row in rows)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    assert TOKENIZER.save(tmp_path) == tmp_path / "tokenizer.json"
+    for source in (tmp_path, tmp_path / "tokenizer.json"):
+        back = Tokenizer.load(source)
+        assert back.encode(TEXTS[1] + END_OF_TEXT) == TOKENIZER.encode(TEXTS[1] + END_OF_TEXT)
+        assert back.special == TOKENIZER.special
+
+
+def test_other_kinds_of_tokenizer_decode_and_stream(tmp_path: Path) -> None:
+    """A byte-fallback tokenizer, as Llama's: pieces of a character come as <0x..> tokens."""
+    bytes_needed = {f"<0x{b:02X}>": i + 3 for i, b in enumerate("é".encode())}
+    vocabulary = {"<unk>": 0, "▁a": 1, "b": 2, **bytes_needed, "▁": 5}
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.token_bytes(1) is None
+    assert tokenizer.end_of_text is None
+    stream = tokenizer.stream()
+    assert [stream.push(i) for i in [1, 3, 4, 2]] == [" a", "", "é", "b"]
+    assert stream.flush() == ""
+    assert tokenizer.pieces([1, 3]) == ["▁a", "<0xC3>"]
+
+
+@pytest.mark.parametrize("bad", [-1, 320, 2**31, 2**40])
+def test_unknown_ids(bad: int) -> None:
+    for use in (lambda: TOKENIZER.decode([5, bad]), lambda: TOKENIZER.pieces([bad])):
+        with pytest.raises(ArgumentError, match=rf"token id {bad} outside \[0, 320\)"):
+            use()
+
+
+@pytest.mark.parametrize("use", ["encode", "encode_batch", "train"])
+def test_lone_surrogate_is_named_with_its_offset(use: str) -> None:
+    bad = "ab\ud800c"
+    calls = {
+        "encode": lambda: TOKENIZER.encode(bad),
+        "encode_batch": lambda: TOKENIZER.encode_batch(["fine", bad]),
+        "train": lambda: Tokenizer.train([bad], vocab_size=300),
+    }
+    with pytest.raises(ArgumentError, match=r"lone surrogate U\+D800 at offset 2"):
+        calls[use]()
+
+
+def test_text_must_be_str() -> None:
+    with pytest.raises(ArgumentTypeError, match="text is bytes; it must be str"):
+        TOKENIZER.encode(b"abc")  # type: ignore[arg-type]
+
+
+def test_vocabulary_below_the_bytes() -> None:
+    with pytest.raises(ArgumentError, match=r"vocab_size is 256; .* at least 257"):
+        Tokenizer.train(["a"], vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"version": "1.0",\n  oops}', r"not JSON: .*line 2 column 3.*is the download complete"),
+        (b"\xff\xfe", "not UTF-8 at byte 0"),
+        (b"<!DOCTYPE html>", "not JSON: .*line 1 column 1"),
+        (b"[]", "no 'model' at the top level"),
+        (b'{"model": {}}', "no 'decoder' at the top level"),
+        (b"[" * 100_000, "not JSON"),
+        (
+            b'{"version": "9.0", "decoder": null, "model": {}}',
+            r"tokenizers package [\d.]+ cannot read it \(Unknown tokenizer version '9.0'.*newer",
+        ),
+    ],
+)
+def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(content)
+    with pytest.raises(FileError, match=f"(?s)tokenizer.json: .*{message}"):
+        Tokenizer.load(tmp_path)
+
+
+def test_missing_and_unwritable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"none.json: cannot read a tokenizer: No such file"):
+        Tokenizer.load(tmp_path / "none.json")
+    with pytest.raises(FileError, match="cannot write the tokenizer: No such file"):
+        TOKENIZER.save(tmp_path / "none" / "tokenizer.json")
+
+
+def test_mutated_files_raise_our_error_or_load(tmp_path: Path) -> None:
+    small = Tokenizer.train(["ab"], vocab_size=258)
+    whole = json.dumps(json.loads(small._backend.to_str()))
+    draw = random.Random(0)
+    file = tmp_path / "tokenizer.json"
+    refused = 0
+    for _ in range(100):
+        at = draw.randrange(len(whole))
+        cut = whole[:at] + draw.choice(["", "}", "9", '"', "\\"]) + whole[at + draw.randrange(3) :]
+        file.write_text(cut, "utf-8")
+        try:
+            Tokenizer.load(file)
+        except FileError:
+            refused += 1
+    assert refused > 50

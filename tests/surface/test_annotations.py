@@ -1,0 +1,132 @@
+"""The check of annotations under pytest: that it is on, that it finds what is wrong, that it changes nothing else."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float
+from tests import annotations
+from torch import Tensor
+
+import regard
+from regard.span import Span, as_tensor, follow
+
+THIS = sys.modules[__name__]
+
+
+def add(
+    x: Float[Tensor, "B L"], y: Float[Tensor, "B L"], *, times: float = 1.0
+) -> Float[Tensor, "B L"]:
+    if x.ndim != 2:
+        raise regard.ArgumentError(f"x has {x.ndim} dimensions")
+    return x + y * times
+
+
+def wrong_result(x: Float[Tensor, "B L"]) -> Float[Tensor, "L B"]:
+    return x
+
+
+class Options(TypedDict, total=False):
+    scale: float | None
+
+
+def with_options(x: Tensor, **options: Unpack[Options]) -> Any:
+    return options.get("scale")
+
+
+def test_what_fits_passes() -> None:
+    x = torch.ones(2, 3)
+    assert annotations.checked(add, THIS)(x, x, times=2).tolist() == [[3.0] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (torch.ones(2, 3), torch.ones(1, 3)),
+        (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)),
+        (torch.ones(2, 3), 1.0),
+    ],
+)
+def test_what_does_not_fit_is_found(x: Tensor, y: Tensor) -> None:
+    with pytest.raises(annotations.AnnotationMismatch, match=r"add: y is .*, not"):
+        annotations.checked(add, THIS)(x, y)
+
+
+def test_unpacked_options_are_checked() -> None:
+    wrapped = annotations.checked(with_options, THIS)
+    assert wrapped(torch.ones(2), scale=1) == 1
+    with pytest.raises(annotations.AnnotationMismatch, match="with_options: scale is str 'x', not"):
+        wrapped(torch.ones(2), scale="x")
+
+
+def test_a_wrong_result_is_found() -> None:
+    with pytest.raises(annotations.AnnotationMismatch, match=r"wrong_result: return is .*\(2, 3\)"):
+        annotations.checked(wrong_result, THIS)(torch.ones(2, 3))
+
+
+def test_a_refused_argument_meets_our_own_error() -> None:
+    with pytest.raises(regard.ArgumentError, match="x has 1 dimensions"):
+        annotations.checked(add, THIS)(torch.ones(3), torch.ones(3))
+
+
+def test_the_package_is_checked() -> None:
+    assert follow(Span(0, 3), Span(3, 2)) == Span(0, 5)
+    with pytest.raises(annotations.AnnotationMismatch, match=r"span.as_tensor: positions is str"):
+        as_tensor("positions")  # type: ignore[arg-type]
+
+
+def test_a_compiled_graph_sees_the_plain_function() -> None:
+    def shifted(x: Tensor) -> Tensor:
+        return as_tensor(x) + 1
+
+    compiled = torch.compile(shifted, fullgraph=True, backend="eager")
+    assert compiled(torch.arange(3)[None]).tolist() == [[1, 2, 3]]
+
+
+def test_the_hook_comes_first() -> None:
+    with pytest.raises(RuntimeError, match=r"imported before the hook: \['regard"):
+        annotations.install("regard")
+
+
+def modules() -> list[types.ModuleType]:
+    package = Path(regard.__file__).parent
+    names = [
+        ".".join(("regard", *path.relative_to(package).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        )
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "__main__.py"
+    ]
+    return [
+        importlib.import_module(name) for name in names if not name.startswith(annotations.LEFT_OUT)
+    ]
+
+
+def test_every_annotation_can_be_resolved() -> None:
+    for module in modules():
+        for _, _, member in annotations._functions(module):
+            function = annotations._plain(member)
+            assert function is not None
+            annotations.resolve(function, module)
+    assert annotations.unresolved == {}
+
+
+@pytest.mark.parametrize("make", [torch.empty, torch.ones(1).new_empty])
+def test_uninitialised_memory_is_poisoned(make) -> None:
+    assert make(5).isnan().all()
+    assert make(2, dtype=torch.int8).tolist() == [127, 127]
+    assert torch.empty_like(torch.ones(2, 2)).isnan().all()
+
+
+def test_the_seed_is_the_same_in_every_test() -> None:
+    first = torch.randn(3)
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.randn(3))
+    assert np.random.rand() == np.random.RandomState(0).rand()  # noqa: NPY002

@@ -1,0 +1,95 @@
+"""What `regard` exports, pinned: a change here is a change for every user, and goes into CHANGELOG.md."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+import regard
+from regard.notation import GLOSSARY, LETTERS, WORDS
+
+FUNCTIONS = {"attend", "attend_partial", "attention_weights", "checks", "load", "merge", "plan"}
+CLASSES = {"Partial", "Plan", "Span", "Trace"}
+ERRORS = {"ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "RegardError"}
+MODULES = {"biases", "caches", "inspect", "masks", "models", "nn", "positions", "tap", "view"}
+CONSTANTS = {"EMPTY", "__version__"}
+
+
+def test_the_public_names() -> None:
+    assert set(regard.__all__) == FUNCTIONS | CLASSES | ERRORS | MODULES | CONSTANTS
+    assert set(regard.__all__) <= set(dir(regard))
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS | CLASSES | ERRORS | MODULES | CONSTANTS))
+def test_each_name_is_what_it_says(name: str) -> None:
+    value = getattr(regard, name)
+    if name in MODULES:
+        assert isinstance(value, types.ModuleType)
+        assert value.__name__ == f"regard.{name}"
+    elif name in CLASSES | ERRORS:
+        assert isinstance(value, type)
+    elif name in FUNCTIONS:
+        assert callable(value)
+        assert value.__doc__
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'regard' has no attribute 'atend'"):
+        regard.atend  # noqa: B018
+
+
+def test_errors_are_the_built_ins_that_callers_catch() -> None:
+    for name, builtin in (
+        ("ArgumentError", ValueError),
+        ("ArgumentTypeError", TypeError),
+        ("KernelRefusal", NotImplementedError),
+        ("FileError", OSError),
+    ):
+        assert issubclass(getattr(regard, name), (regard.RegardError, builtin))
+        assert issubclass(getattr(regard, name), builtin)
+
+
+def test_the_version_is_the_one_of_the_project_file(root: Path) -> None:
+    found = re.search(r'^version = "(.+)"$', (root / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None
+    assert regard.__version__ == found[1]
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (Path(regard.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.parametrize(
+    "package", ["biases", "caches", "masks", "nn", "positions", "models", "ops.softmax", "train"]
+)
+def test_all_of_a_package_is_there(package: str) -> None:
+    module = importlib.import_module(f"regard.{package}")
+    assert module.__doc__
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_the_glossary() -> None:
+    assert set("BHGTSDEM") <= set(LETTERS)
+    taps = set("qkvz") | {"scores", "pattern", "out"}
+    assert set(regard.tap.NAMES) == taps
+    assert {"pattern", "z", "out", "score", "query", "key", "value"} <= set(WORDS)
+    for name, entry in GLOSSARY.items():
+        assert entry.meaning.endswith("."), name
+        assert name not in entry.synonyms, name
+
+
+def test_nobody_else_has_our_words_as_synonyms() -> None:
+    """One word, one thing: a synonym of one entry is not the name of another."""
+    known = {name.lower() for name in WORDS}
+    clashes = {
+        (name, synonym)
+        for name, entry in GLOSSARY.items()
+        for synonym in entry.synonyms
+        if synonym.lower() in known
+    }
+    assert clashes == set()
