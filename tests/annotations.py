@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from beartype import BeartypeConf
 from beartype.door import is_bearable
+from beartype.roar import BeartypeDecorHintPep3119Exception
 from jaxtyping import jaxtyped
 
 # an int is accepted where a float is annotated, as type checkers do
@@ -100,42 +101,42 @@ def _rewrap(member: Any, module: types.ModuleType) -> Any:
     return checked(member, module)
 
 
+_modules: dict[Any, types.ModuleType] = {}  # a function that is checked -> where it was defined
+
+
 def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[..., Any]:
     """The function, with its arguments and result held against its annotations when it returns."""
     if hasattr(function, "__wrapped__"):  # decorated: the annotations speak of something else
         return function
-    hints: dict[str, Any] | None = None
+    _modules[function] = module
 
+    # It closes over the function alone: the compiler must be able to trace whatever stands in a closure.
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         result = function(*args, **kwargs)
-        nonlocal hints
-        if hints is None:
-            hints = resolve(function, module)
-        if hints:
-            signature = _signature(function)  # not in the closure: a compiled graph cannot hold it
-            bound = signature.bind(*args, **kwargs).arguments
-            _hold(function, signature, hints, {**bound, "return": result})
+        _hold(function, args, kwargs, result)
         return result
 
     return wrapper
 
 
-@functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
-
-
-def _hold(
-    function: Callable[..., Any], signature: inspect.Signature, hints: Any, values: dict[str, Any]
-) -> None:
+def _hold(function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
+    signature, hints = _known(function)
+    if not hints:
+        return
+    values = {**signature.bind(*args, **kwargs).arguments, "return": result}
     with jaxtyped("context"):
         for name, hint, x in _pairs(signature, hints, values):
             if not is_bearable(x, hint, conf=CONF):
                 where = f"{function.__module__}.{function.__qualname__}"
                 raise AnnotationMismatch(f"{where}: {name} is {_say(x)}, not {hint}")
+
+
+@functools.cache
+def _known(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
+    return inspect.signature(function), resolve(function, _modules[function])
 
 
 def _pairs(
@@ -169,15 +170,23 @@ def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str,
     names = {**_names_for_types(module), **function.__globals__, "Positions": _positions()}
     try:
         hints = typing.get_type_hints(function, names, include_extras=True)
-        for name, hint in hints.items():
-            if typing.get_origin(hint) is typing.Unpack:
-                hints[name] = _fields(typing.get_args(hint)[0])
-                continue
-            is_bearable(None, hint, conf=CONF)  # is it something that can be checked?
+        return {
+            name: kept for name, hint in hints.items() if (kept := _checkable(hint)) is not None
+        }
     except Exception as problem:  # any reason at all is recorded, and a test wants none
         unresolved[f"{function.__module__}.{function.__qualname__}"] = repr(problem)
         return {}
-    return hints
+
+
+def _checkable(hint: Any) -> Any:
+    """The annotation, or None where a value cannot be held against it: a protocol of plain methods."""
+    if typing.get_origin(hint) is typing.Unpack:
+        return _fields(typing.get_args(hint)[0])
+    try:
+        is_bearable(None, hint, conf=CONF)
+    except BeartypeDecorHintPep3119Exception:
+        return None
+    return hint
 
 
 def _fields(options: Any) -> dict[str, Any]:

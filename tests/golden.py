@@ -24,6 +24,12 @@ DATA: dict[str, Any] = json.loads(
 )
 WALK = DATA["walk"]
 ENTRIES: dict[str, dict[str, Any]] = {entry["name"]: entry for entry in WALK["entries"]}
+# those that change with the mask
+CAUSAL = [name for name in ENTRIES if name.startswith("causal.") and "before" not in name] + [
+    "CausalAttention",
+    "MultiHeadAttentionWrapper",
+    "MultiHeadAttention",
+]
 
 
 def tensor(x: Any, dtype: torch.dtype = torch.float64) -> Tensor:

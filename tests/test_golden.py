@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard import masks
 from regard.masks import Causal, Mask
 from regard.nn import Attention, Heads, Separate
 from tests.golden import (
+    CAUSAL,
     DATA,
     ENTRIES,
     WALK,
@@ -27,11 +29,6 @@ RUN = DATA["run"]
 VALUE = DATA["tolerance"]["value"]
 # half a unit of the last printed digit; what was printed had been computed in fp32
 PRINTED = 0.5 * 10.0 ** -DATA["tolerance"]["printed_digits"] + torch.finfo(torch.float32).eps
-CAUSAL = [name for name in ENTRIES if name.startswith("causal.") and "before" not in name] + [
-    "CausalAttention",
-    "MultiHeadAttentionWrapper",
-    "MultiHeadAttention",
-]
 
 
 # --- the walk from a dot product to multi-head attention
@@ -151,9 +148,6 @@ def test_several_heads_by_the_module() -> None:
     assert difference(joined(batch), printed) <= PRINTED
 
 
-# --- the relations between entries
-
-
 def test_relations_within_the_walk() -> None:
     c = computed("regard", torch.float64)
     exact = 4 * torch.finfo(torch.float64).eps
@@ -198,6 +192,14 @@ def test_the_causal_mask_over_the_raw_scores() -> None:
     zero, eye = torch.zeros(1, 8, 4, 1).double(), torch.eye(4).double().expand(1, 8, 4, 4)
     out = regard.attend(zero, zero, eye, mask=Causal(), bias=given("raw_scores")[None])[0]
     assert difference(out, given("weights_correct_causal", "value")) <= VALUE
+
+
+def test_the_mask_of_the_run_says_what_is_blocked() -> None:
+    blocked = given("mask").bool()
+    four = regard.Span(0, 4)
+    assert torch.equal(masks.from_drop(blocked).block(four, four), Causal().block(four, four))
+    assert torch.equal((~Causal()).block(four, four)[0, 0], blocked)
+    assert torch.equal(over_raw_scores(masks.from_drop(blocked)), over_raw_scores(Causal()))
 
 
 def test_what_the_run_prints_is_the_inverted_mask() -> None:

@@ -14,10 +14,8 @@ HEADS = (1, 2, 3, 8, 12, 20, 40, 71, 112)
 
 
 def test_slopes():
-    assert (
-        alibi_slopes(8) == tuple(2.0**-h for h in range(1, 9))
-        and sum(alibi_slopes(8)) == 0.99609375
-    )
+    assert alibi_slopes(8) == tuple(2.0**-h for h in range(1, 9))
+    assert sum(alibi_slopes(8)) == 0.99609375
     assert alibi_slopes(16) == tuple(2 ** (-h / 2) for h in range(1, 17))
     twelve = alibi_slopes(12)
     assert twelve[:8] == alibi_slopes(8)
@@ -61,7 +59,8 @@ def test_the_definition(symmetric):
     q, k = torch.tensor([[4, 5], [-1, 9]]), torch.tensor([[0, 4, 7], [-1, -1, 3]])
     for dtype in (torch.float32, F64):
         found = bias.block(q, k, dtype=dtype)
-        assert found.shape == (2, 3, 2, 3) and found.dtype == dtype
+        assert found.shape == (2, 3, 2, 3)
+        assert found.dtype == dtype
         for b in range(2):
             for h, m in enumerate(alibi_slopes(3)):
                 for i in range(2):
@@ -83,9 +82,9 @@ def test_far_positions_stay_distinct_in_fp32_and_blocks_are_parts():
     assert torch.equal(whole, ALiBi(4).block(torch.arange(3, 8)[None], torch.arange(8)[None]))
     assert ALiBi(4).block(Span(0, 0), Span(0, 3)).shape == (1, 4, 0, 3)
     half = ALiBi(1).block(Span(300, 1), Span(0, 3), dtype=torch.bfloat16)
+    assert half.dtype == torch.bfloat16
     assert (
-        half.dtype == torch.bfloat16
-        and half.flatten().tolist()
+        half.flatten().tolist()
         == torch.tensor([-300 / 256, -299 / 256, -298 / 256]).bfloat16().tolist()
     )
 
@@ -104,7 +103,8 @@ def test_the_row_is_written_in_full():
 def test_learned_slopes():
     slopes = torch.tensor([0.5, 0.25], dtype=F64, requires_grad=True)
     bias = ALiBi(slopes=slopes)
-    assert bias.tensors() == (slopes,) and ALiBi(2).tensors() == ()
+    assert bias.tensors() == (slopes,)
+    assert ALiBi(2).tensors() == ()
     assert torch.autograd.gradcheck(
         lambda m: bias.with_tensors([m]).block(Span(2, 3), Span(0, 4), dtype=F64), (slopes,)
     )

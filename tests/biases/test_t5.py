@@ -106,7 +106,8 @@ def test_the_bias_looks_up_its_table(bidirectional):
     bias = T5Relative(table, bidirectional, max_distance=10)
     q, k = torch.tensor([[4, 5], [-1, 9]]), torch.tensor([[0, 4, 7], [-1, -1, 30]])
     found = bias.block(q, k, dtype=F64)
-    assert found.shape == (2, 3, 2, 3) and found.dtype == F64
+    assert found.shape == (2, 3, 2, 3)
+    assert found.dtype == F64
     for b in range(2):
         for i in range(2):
             for j in range(3):

@@ -53,9 +53,10 @@ def softmax_attention(
                     continue
                 top = max(scores.values())
                 lse[b, h, i] = top + math.log(math.fsum(math.exp(s - top) for s in scores.values()))
-                total = math.exp(lse[b, h, i].item() - top)
                 if sinks is not None:
-                    total += math.exp(sinks[h] - top)
+                    top = max(top, sinks[h])
+                total = math.fsum(math.exp(s - top) for s in scores.values())
+                total += 0.0 if sinks is None else math.exp(sinks[h] - top)
                 for j, s in scores.items():
                     pattern[b, h, i, j] = math.exp(s - top) / total
                 for e in range(E):

@@ -36,9 +36,11 @@ def plain_attention(
     s = torch.where(visible, s, -math.inf)
     blind = ~visible.any(-1, keepdim=True)
     top = torch.where(blind, 0, s.detach().amax(-1, keepdim=True))
-    weights = torch.exp(s - top)
-    total = torch.where(blind, 1, weights.sum(-1, keepdim=True))
+    total = torch.where(blind, 1, torch.exp(s - top).sum(-1, keepdim=True))
     lse = torch.where(blind, -math.inf, top + total.log())[..., 0]
-    if sink is not None:
-        total = total + torch.exp(sink.to(s.dtype)[:, None, None] - top)
-    return (weights / total) @ v, lse
+    if sink is None:
+        return torch.exp(s - top) / total @ v, lse
+    sink = sink.to(s.dtype)[:, None, None]
+    top = torch.maximum(top, sink.detach())
+    weights = torch.exp(s - top)
+    return weights / (weights.sum(-1, keepdim=True) + torch.exp(sink - top)) @ v, lse

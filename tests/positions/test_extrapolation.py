@@ -62,8 +62,10 @@ def test_the_bases_that_reach_are_not_an_interval():
         outside = any(base_reaches(128, float(b), length) for b in (first - 1, last + 1))
         return inside and not outside
 
-    assert reaches(4294, 4330, 1024) and reaches(5603, 5644, 1024)
-    assert not base_reaches(128, 6018.0, 1024) and base_reaches(128, 6019.0, 1024)
+    assert reaches(4294, 4330, 1024)
+    assert reaches(5603, 5644, 1024)
+    assert not base_reaches(128, 6018.0, 1024)
+    assert base_reaches(128, 6019.0, 1024)
     assert [base_reaches(128, float(b), 4096) for b in (26952, 26954, 26972, 26974)] == [
         False, True, True, False,
     ]  # fmt: skip

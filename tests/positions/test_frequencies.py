@@ -86,7 +86,8 @@ TABLES = {
 def test_the_table(name):
     dim, base, scaling, at, total, factor = TABLES[name]
     inv_freq, rotary_factor, _ = rope_frequencies(dim, base, scaling=scaling)
-    assert inv_freq.dtype == torch.float64 and inv_freq.shape == (dim // 2,)
+    assert inv_freq.dtype == torch.float64
+    assert inv_freq.shape == (dim // 2,)
     for i, value in at.items():
         assert float(inv_freq[i]) == pytest.approx(value, rel=1e-11), i
     assert float(inv_freq.sum()) == pytest.approx(total, rel=1e-11)
@@ -213,7 +214,8 @@ def test_longrope_changes_its_list_beyond_the_trained_length():
 def test_partial_and_proportional_quarter_are_two_things():
     partial = rope_frequencies(128, rotary_dim=32).inv_freq
     proportional = rope_frequencies(128, rotary_dim=32, proportional=True).inv_freq
-    assert partial.shape == (16,) and proportional.shape == (64,)
+    assert partial.shape == (16,)
+    assert proportional.shape == (64,)
     assert float(partial[15]) == pytest.approx(1.7782794100389227e-4, rel=1e-14)
     assert float(proportional[15]) == pytest.approx(0.11547819846894582, rel=1e-14)
     assert not proportional[16:].any()

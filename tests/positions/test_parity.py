@@ -70,7 +70,7 @@ def config(parameters, dim=64, base=10000.0):
 
 
 @pytest.mark.parametrize("base", [1e4, 5e5])
-@pytest.mark.parametrize("scaling, parameters, length", CASES, ids=lambda x: None)
+@pytest.mark.parametrize("scaling, parameters, length", CASES)
 def test_the_tables_of_transformers(scaling, parameters, length, base):
     theirs, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
         config(parameters, base=base), "cpu", seq_len=length

@@ -60,7 +60,8 @@ def test_rotate_is_the_definition(layout, dtype, scale, rotary_dim):
     positions = torch.tensor([[0, 1, 2, 255, 257], [-1, -1, 0, 4096, 131071]])
     inv_freq = rope_frequencies(8, rotary_dim=rotary_dim).inv_freq
     found = rotate(x, positions, inv_freq, layout=layout, factor=1.25)
-    assert found.dtype == dtype and found.shape == x.shape
+    assert found.dtype == dtype
+    assert found.shape == x.shape
     ref = oracle(x, positions, inv_freq, layout, 1.25)
     n = len(inv_freq)
     angle = positions[:, None, :, None].double() * inv_freq
@@ -213,7 +214,8 @@ def test_fp32_tables_are_rounded_once_at_any_length():
         (x[..., :32] if layout == "half" else x[..., 0::2]).fill_(1)
         y = rotate(x, positions, inv_freq, layout=layout)
         cos, sin = (y[..., :32], y[..., 32:]) if layout == "half" else (y[..., 0::2], y[..., 1::2])
-        assert torch.equal(cos, angle.cos().float()) and torch.equal(sin, angle.sin().float())
+        assert torch.equal(cos, angle.cos().float())
+        assert torch.equal(sin, angle.sin().float())
 
 
 def test_a_span_is_its_tensor_and_empty_slots_are_harmless():
@@ -255,9 +257,9 @@ def test_compiles_whole(layout):
 def test_no_cast_and_no_checkpoint_touches_the_frequencies():
     rotary = Rotary(8, scaling=YaRN(4.0, 128))
     frequencies = rotary.inv_freq.clone()
-    assert (
-        rotary.state_dict() == {} and not list(rotary.buffers()) and not list(rotary.parameters())
-    )
+    assert rotary.state_dict() == {}
+    assert not list(rotary.buffers())
+    assert not list(rotary.parameters())
     assert torch.equal(frequencies, rope_frequencies(8, scaling=YaRN(4.0, 128)).inv_freq)
     with torch.device("meta"):
         on_meta = Rotary(8, scaling=YaRN(4.0, 128))
@@ -269,7 +271,8 @@ def test_no_cast_and_no_checkpoint_touches_the_frequencies():
         copy.deepcopy(rotary).to("meta"), on_meta.to_empty(device="cpu"),
         torch.load(stored, weights_only=False),
     ):  # fmt: skip
-        assert other.inv_freq.dtype == F64 and torch.equal(other.inv_freq, frequencies)
+        assert other.inv_freq.dtype == F64
+        assert torch.equal(other.inv_freq, frequencies)
     rotary.load_state_dict({})
 
 
@@ -277,7 +280,8 @@ def test_tables_that_are_kept_do_not_go_stale():
     rotary = Rotary(8)
     x, positions = torch.randn(1, 1, 3, 8), torch.tensor([[0, 1, 2]])
     first = rotary(x, positions)
-    assert rotary(x, positions).equal(first) and rotary._last[1] is positions
+    assert rotary(x, positions).equal(first)
+    assert rotary._last[1] is positions
     positions += 1
     assert torch.equal(rotary(x, positions), rotary(x, Span(1, 3)))
     assert rotary(x.double(), Span(1, 3)).dtype == F64
@@ -325,7 +329,7 @@ def test_which_length(scaling):
         scaling, LongRoPE
     )
     with pytest.raises(
-        ArgumentError, match="length is None, and .* depends on it; pass a number to freeze"
+        ArgumentError, match=r"length is None, and .* depends on it; pass a number to freeze"
     ):
         Rotary(8, scaling=scaling)
 
@@ -333,7 +337,8 @@ def test_which_length(scaling):
 def test_the_factors():
     rotary = Rotary(8, scaling=YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=0.5))
     x = torch.randn(1, 1, 2, 8, dtype=F64)
-    assert rotary.rotary_factor != 1 and rotary.softmax_factor != 1
+    assert rotary.rotary_factor != 1
+    assert rotary.softmax_factor != 1
     norm = rotary(x, Span(3, 2)).norm() / x.norm()
     assert float(norm) == pytest.approx(rotary.rotary_factor, rel=1e-14)
 

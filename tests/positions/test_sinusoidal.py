@@ -51,11 +51,15 @@ def test_tensor2tensor_is_another_table():
 
 
 def test_shapes_and_dtypes():
-    assert sinusoidal(3, 5).shape == (3, 5) and sinusoidal(0, 4).shape == (0, 4)
+    assert sinusoidal(3, 5).shape == (3, 5)
+    assert sinusoidal(0, 4).shape == (0, 4)
     positions = torch.tensor([[0, 1, 2], [-1, 0, 1]])
     table = sinusoidal(positions, 6)
-    assert table.shape == (2, 3, 6) and table.dtype == torch.float32 and table.isfinite().all()
-    assert torch.equal(table[0], sinusoidal(3, 6)) and torch.equal(table[1, 1:], sinusoidal(2, 6))
+    assert table.shape == (2, 3, 6)
+    assert table.dtype == torch.float32
+    assert table.isfinite().all()
+    assert torch.equal(table[0], sinusoidal(3, 6))
+    assert torch.equal(table[1, 1:], sinusoidal(2, 6))
     far = sinusoidal(Span(131071, 1), 2, dtype=torch.bfloat16)  # computed before it is rounded
     assert far.flatten().tolist() == torch.tensor(
         [131071.0], dtype=F64
@@ -68,7 +72,8 @@ def test_learned():
     assert torch.equal(
         found[0], torch.stack((learned.weight[3], torch.zeros(3), learned.weight[0]))
     )
-    assert torch.equal(found[1, 2], learned.weight[2]) and not found[1, :2].any()
+    assert torch.equal(found[1, 2], learned.weight[2])
+    assert not found[1, :2].any()
     assert torch.equal(learned(Span(1, 3))[0], learned.weight[1:])
     assert learned(Span(9, 0)).shape == (1, 0, 3)
     assert learned(torch.zeros(1, 0, dtype=torch.int64)).shape == (1, 0, 3)

@@ -90,6 +90,15 @@ def test_a_compiled_graph_sees_the_plain_function() -> None:
     assert compiled(torch.arange(3)[None]).tolist() == [[1, 2, 3]]
 
 
+def test_a_compiled_graph_may_make_our_objects() -> None:
+    def sums(x: Tensor) -> Tensor:
+        return x + Span(int(x.shape[0]), 2).stop
+
+    assert (
+        torch.compile(sums, fullgraph=True, backend="eager")(torch.zeros(3)).tolist() == [5.0] * 3
+    )
+
+
 def test_the_hook_comes_first() -> None:
     with pytest.raises(RuntimeError, match=r"imported before the hook: \['regard"):
         annotations.install("regard")

@@ -73,7 +73,7 @@ def _keepers(model: Model, block: Block, kept: dict[str, Tensor]) -> list[tuple[
     """Modules, and the hooks that keep what enters or leaves them."""
 
     def keep(entering: str | None, leaving: str | None) -> Hook:
-        def hook(module: nn.Module, given: tuple[Any, ...], found: Any) -> None:
+        def hook(_module: nn.Module, given: tuple[Any, ...], found: Any) -> None:
             if entering is not None:
                 kept[entering] = given[0].detach()
             if leaving is not None:

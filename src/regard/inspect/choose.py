@@ -65,13 +65,23 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
     return index % length
 
 
-def strongest_head(model: Model, ids: Int[Tensor, "1 T"], query: int) -> Choice:
+def strongest_head(
+    model: Model,
+    ids: Int[Tensor, "1 T"],
+    query: int,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+) -> Choice:
     """The layer and head whose query looks hardest at one other token, the first token excepted.
 
     argmax over (layer, head) of max_j p_ij, 0 < j != i
 
     The first token is left out because heads with nothing to do park their weight there. If there is no other token,
-    it is layer 0, head 0.
+    it is the first head of the first layer. A `layer` or `head` that is given is kept, and only the other is chosen.
+
+    Raises:
+        ArgumentError: the query, layer or head is out of range.
 
     >>> import regard
     >>> model = regard.load("tiny")
@@ -79,10 +89,18 @@ def strongest_head(model: Model, ids: Int[Tensor, "1 T"], query: int) -> Choice:
     0
     """
     looks = strongest_keys(model, ids, query)[0]
-    if not bool((looks > 0).any()):
-        return Choice(0, 0, "the first head of the first layer: there is no other token to look at")
-    layer, head = divmod(int(looks.argmax()), looks.shape[1])
-    return Choice(layer, head, RULE)
+    layers, heads = looks.shape
+    if layer is not None:
+        layer = check_index("layer", layer, layers, "layer", "layers")
+        looks[torch.arange(layers) != layer] = -1
+    if head is not None:
+        head = check_index("head", head, heads, "head", "heads")
+        looks[:, torch.arange(heads) != head] = -1
+    alone = not bool((looks > 0).any())
+    layer, head = divmod(int(looks.argmax()), heads)
+    return Choice(
+        layer, head, "the first one: there is no other token to look at" if alone else RULE
+    )
 
 
 def strongest_keys(
@@ -90,12 +108,16 @@ def strongest_keys(
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
     """For each head of each layer: the largest weight of the query on another token than the first, and that token.
 
+    Raises:
+        ArgumentError: the query is out of range.
+
     >>> import regard
     >>> model = regard.load("tiny")
     >>> weights, keys = strongest_keys(model, model.encode("to be or not to be"), -1)
     >>> weights.shape == keys.shape
     True
     """
+    query = check_index("query", query, ids.shape[1], "token", "tokens")
     rows: list[Tensor] = []
 
     def keep(pattern: Tensor) -> Tensor:

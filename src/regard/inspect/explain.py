@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Int
+from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.capture import Capture, capture
@@ -59,11 +61,7 @@ def explain(
     """
     if not isinstance(text, str):
         raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str")
-    ids, layers = model.encode(text), model.decoder.layers
-    if ids.shape[1] > MOST_TOKENS:
-        raise ArgumentError(
-            f"the text has {ids.shape[1]} tokens; at most {MOST_TOKENS} are explained in one piece: shorten it"
-        )
+    ids, layers = check_length(model.encode(text)), model.decoder.layers
     layer = check_index("layer", layer, len(layers), "layer", "layers")
     heads = projection_of(layers[layer], layer).q.heads
     head = check_index("head", head, heads, "head", "heads")
@@ -85,6 +83,21 @@ def explain(
         checks=input_checks | score_checks | output_checks | kernel,
         equations=dict(EQUATIONS),
     )
+
+
+def check_length(ids: Int[Tensor, "1 T"]) -> Int[Tensor, "1 T"]:
+    """The ids [1,T], if they are few enough to be explained; else ArgumentError.
+
+    >>> import torch
+    >>> check_length(torch.zeros(1, 513, dtype=torch.long))
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: the text has 513 tokens; at most 512 are explained in one piece: shorten it
+    """
+    if ids.shape[1] > MOST_TOKENS:
+        raise ArgumentError(
+            f"the text has {ids.shape[1]} tokens; at most {MOST_TOKENS} are explained in one piece: shorten it"
+        )
+    return ids
 
 
 def _about(model: Model, at: Place) -> Fields:

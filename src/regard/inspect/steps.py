@@ -40,6 +40,7 @@ class Place:
 
     @property
     def attention(self) -> Attention:
+        """The layer's attention."""
         return self.c.block.attention
 
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Mask
 from regard.masks.intervals import FAR, Intervals, intersect, tidy
-from regard.masks.values import check_rows, whole
+from regard.masks.values import check_rows, four, whole
 
 
 def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
     """table[b, h, q // size, k // size], False outside the table; table [B or 1, H or 1, nQ, nK]."""
-    q, k = (x[(None,) * (4 - x.ndim)] // size for x in (q, k))
+    q, k = (four(x) // size for x in (q, k))
     B, H, nQ, nK = table.shape
     table = table.to(q.device)
     b = torch.arange(B, device=q.device)[:, None, None, None]

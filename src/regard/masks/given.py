@@ -12,6 +12,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Mask
 from regard.masks.intervals import Intervals, stack_heads
+from regard.masks.values import four
 from regard.masks.where import Part, Slot
 from regard.span import count
 
@@ -44,7 +45,7 @@ class Heads(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Each head's own rule."""
-        q, k = (x[(None,) * (4 - x.ndim)] for x in (q, k))
+        q, k = four(q), four(k)
         return _per_head([mask.allows(q, k) for mask in self.masks])
 
     def _block(self, where: Part) -> Tensor:

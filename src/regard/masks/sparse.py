@@ -65,7 +65,8 @@ class Global(Mask):
         return self._has(q) | self._has(k)
 
     def _has(self, x: Tensor) -> Tensor:
-        return torch.isin(x, torch.tensor(self.positions, dtype=x.dtype, device=x.device))
+        found = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
+        return (x[..., None] == found).any(-1)  # isin knows no vmap
 
     def _intervals(self, q: Tensor) -> Intervals:
         runs: list[list[int]] = []

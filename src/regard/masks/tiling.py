@@ -102,8 +102,8 @@ def either(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
 
 
 def settle(
-    states: Int8[Tensor, "B H nK"],
-    n_held: Int[Tensor, "B nK"],
+    states: Int8[Tensor, "b h nK"],
+    n_held: Int[Tensor, "b_held nK"],
     S: int,
     bk: int,
     evaluate: Callable[[slice], Tensor],

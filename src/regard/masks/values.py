@@ -40,11 +40,18 @@ def table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> 
     return torch.tensor(filled, dtype=torch.int64, device=like.device).reshape(len(rows), n)
 
 
+def four(x: Tensor) -> Tensor:
+    """x with dimensions of size 1 in front, 4 in all."""
+    return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
+
+
 def locate(bounds: Tensor, x: Tensor) -> Tensor:
     """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch first of 4."""
+    if x.numel() == 1:  # also what a mask_mod sees, under vmap, which searchsorted does not like
+        return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
     if bounds.shape[0] == 1:
         return torch.searchsorted(bounds[0], x.contiguous(), right=True)
-    x = x[(None,) * (4 - x.ndim)]
+    x = four(x)
     x = x.expand(bounds.shape[0], *x.shape[1:])
     found = torch.searchsorted(bounds, x.flatten(1).contiguous(), right=True)
     return found.reshape(x.shape)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from regard.arguments import check_number
 from regard.biases import Bias
 from regard.caches import Cache
+from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.nn.project import Projection
 from regard.ops.softmax import attend
@@ -27,12 +28,12 @@ class Attention(nn.Module):
         mask: a rule on positions, or None: every key.
         scale: None is 1/sqrt(D).
         softcap: None, or the cap c of c tanh(s / c).
-        bias: an additive bias on scores.
+        bias: an additive bias on scores; its tensors are parameters of the module if they are `nn.Parameter`.
         sink: None, or a parameter [H]: one logit per head that takes part in the denominator only.
         dropout: on the weights, in training only.
 
     Raises:
-        ArgumentError: scale, softcap or dropout is out of range.
+        ArgumentError: scale, softcap or dropout is out of range, or a bias mixes parameters with other tensors.
 
     >>> import torch
     >>> from regard import masks
@@ -63,6 +64,13 @@ class Attention(nn.Module):
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.project, self.output = project, output
         self.mask, self.bias, self.sink = mask, bias, sink
+        learned = () if bias is None else bias.tensors()
+        self.bias_tensors = nn.ParameterList(x for x in learned if isinstance(x, nn.Parameter))
+        if 0 < len(self.bias_tensors) < len(learned):
+            raise ArgumentError(
+                f"{bias} holds {len(self.bias_tensors)} parameters among {len(learned)} tensors; "
+                "make all of them nn.Parameter (requires_grad=False freezes one)"
+            )
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
 
     def forward(
@@ -82,12 +90,18 @@ class Attention(nn.Module):
         k, v = self.project.recall(*memory)
         k, v = tap("k", k), tap("v", v)
         z = attend(
-            q, k, v, mask=self.mask, bias=self.bias, scale=self.scale, softcap=self.softcap,
+            q, k, v, mask=self.mask, bias=self._bias(), scale=self.scale, softcap=self.softcap,
             sink=self.sink, dropout=self.dropout if self.training else 0.0,
             q_positions=positions, k_positions=seen, backend=backend,
         )  # fmt: skip
         z = tap("z", z)
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def _bias(self) -> Bias | None:
+        """The bias over the parameters of this module, which a copy or a move of it has replaced."""
+        if self.bias is None or not len(self.bias_tensors):
+            return self.bias
+        return self.bias.with_tensors(tuple(self.bias_tensors))
 
     def extra_repr(self) -> str:
         """What is not a module: mask, bias, scale, softcap, dropout."""

@@ -66,9 +66,11 @@ def cos_sin(
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """factor * cos and factor * sin of position * inv_freq, each [B or 1, 1, L, n] in the dtype."""
-    p = as_tensor(positions, device).to(torch.float64)
-    angle = p[:, None, :, None] * inv_freq.to(device, torch.float64)
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+    where = torch.device("cpu") if device.type == "mps" else device  # mps has no fp64
+    p = as_tensor(positions, where).to(where, torch.float64)
+    angle = p[:, None, :, None] * inv_freq.to(where, torch.float64)
+    cos, sin = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+    return cos.to(device), sin.to(device)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -102,6 +104,7 @@ class Rotary(nn.Module):
         inv_freq: fp64, on the device of the module. With "current", those of the trained length, as the factors.
         rotary_factor: multiplies cos and sin; applied here.
         softmax_factor: the attention's scale has to be multiplied by it; not applied here.
+        follows: whether the frequencies follow the length of each call, so that rotated keys must not be cached.
 
     Raises:
         ArgumentError: as `rope_frequencies`; layout is unknown; or the scaling needs a length and has none.
@@ -177,10 +180,10 @@ class Rotary(nn.Module):
         )  # fmt: skip
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:  # noqa: FBT001, FBT002  (torch's)
-        # Follow the module to its device, in fp64; there is nothing to follow to on "meta".
+        # Follow the module to its device, in fp64; "meta" has no numbers, and "mps" no fp64.
         super()._apply(fn, recurse)
         device = fn(torch.empty(0)).device
-        if device.type != "meta":
+        if device.type not in ("meta", "mps"):
             self.inv_freq, self._last = self.inv_freq.to(device), None
         return self
 

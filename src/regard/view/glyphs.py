@@ -15,14 +15,14 @@ ACROSS = " ▏▎▍▌▋▊▉█"
 SHADES = " ░▒▓█"
 STEPS = (0.02, 0.1, 0.3, 0.6)
 """Weights from which on each darker shade is drawn."""
-MASKED = "·"
+MASKED = "╱"
 
 
 def shade(weight: float | None) -> str:
-    """A glyph as dark as the weight; a dot where the mask says no (None).
+    """A glyph as dark as the weight; a hatch where the mask says no (None).
 
     >>> [shade(p) for p in (None, 0.0, 0.05, 0.2, 0.5, 1.0)]
-    ['·', ' ', '░', '▒', '▓', '█']
+    ['╱', ' ', '░', '▒', '▓', '█']
     """
     return MASKED if weight is None else SHADES[sum(weight >= step for step in STEPS)]
 

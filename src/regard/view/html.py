@@ -18,6 +18,9 @@ from regard.errors import FileError
 from regard.view import palette
 from regard.view.glyphs import inert
 
+SCRIPTS = ("parts.js", "grid.js", "page.js")
+"""In this order they make the one script of the page."""
+
 
 def page(data: Mapping[str, Any]) -> str:
     """The HTML of an explanation.
@@ -31,13 +34,10 @@ def page(data: Mapping[str, Any]) -> str:
     >>> page({"text": "</script>"}).count("</script>")
     2
     """
-    folder = resources.files("regard.view")
-    template, script, style = (
-        folder.joinpath(name).read_text("utf-8") for name in ("page.html", "page.js", "page.css")
-    )
-    style = palette.css() + style
+    script = "\n".join(['(() => {\n"use strict";', *map(_asset, SCRIPTS), "})();"])
+    style = palette.css() + _asset("page.css")
     content = {"explanation": _shown(data), "weights": palette.WEIGHTS, "signed": palette.SIGNED}
-    return Template(template).substitute(
+    return Template(_asset("page.html")).substitute(
         title=html.escape(inert(f"regard explain: {data['text'][:60]}")),
         style=style,
         script=script,
@@ -45,6 +45,10 @@ def page(data: Mapping[str, Any]) -> str:
         script_hash=_hash(script),
         data=_json(content),
     )
+
+
+def _asset(name: str) -> str:
+    return resources.files("regard.view").joinpath(name).read_text("utf-8")
 
 
 def check_target(path: Path) -> None:
@@ -59,7 +63,9 @@ def check_target(path: Path) -> None:
     """
     parent = path.parent
     if path.is_dir():
-        raise FileError(f"{path} is a folder; give the name of a file, such as {path / 'page.html'}")
+        raise FileError(
+            f"{path} is a folder; give the name of a file, such as {path / 'page.html'}"
+        )
     if not parent.is_dir():
         raise FileError(f"{path}: there is no folder {str(parent)!r}; make it first")
     if not os.access(parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
@@ -83,8 +89,8 @@ def write(path: Path, text: str) -> int:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, _mode(path))
-        os.replace(temporary, path)
+        temporary.chmod(_mode(path))
+        temporary.replace(path)
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)

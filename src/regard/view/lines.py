@@ -32,7 +32,9 @@ def style(role: str, *, bold: bool = False) -> Style:
 
 def heading(title: str) -> Text:
     """A line across the page that starts a section."""
-    return Text.assemble(("━━ ", "dim"), (title, "bold"), (f" {'━' * (WIDTH - len(title) - 4)}", "dim"))
+    return Text.assemble(
+        ("━━ ", "dim"), (title, "bold"), (f" {'━' * (WIDTH - len(title) - 4)}", "dim")
+    )
 
 
 def equation(text: str) -> Text:
@@ -54,7 +56,9 @@ def legend(what: str) -> Text:
     low = " ".join(
         f"{shade} {step:g}+" for shade, step in zip(glyphs.SHADES[1:], glyphs.STEPS, strict=True)
     )
-    return Text(f"{INDENT}{what} blank below {glyphs.STEPS[0]:g}, {low}, {glyphs.MASKED} masked", "dim")
+    return Text(
+        f"{INDENT}{what} blank below {glyphs.STEPS[0]:g}, {low}, {glyphs.MASKED} masked", "dim"
+    )
 
 
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
@@ -111,7 +115,9 @@ def small_patterns(data: Data) -> Lines:
         titles = Text(INDENT)
         for h, _ in group:
             here = h == data["head"]
-            titles.append(f"{'▶' if here else ' '}head {h}".ljust(2 * SMALL + 3), "bold" if here else "dim")
+            titles.append(
+                f"{'▶' if here else ' '}head {h}".ljust(2 * SMALL + 3), "bold" if here else "dim"
+            )
         yield titles
         for row in range(len(patterns[0])):
             line = Text(INDENT)

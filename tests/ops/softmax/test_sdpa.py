@@ -22,7 +22,8 @@ from regard.ops.softmax import pieces, sdpa
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.pieces import _runs, lower
 from regard.span import Span
-from tests.ops.softmax.plain import allowed, assert_near, plain
+from tests.oracles.plain import plain_attention
+from tests.ops.softmax.plain import allowed, assert_near, torch_dense
 
 NAN = float("nan")
 
@@ -132,8 +133,8 @@ CASES = {
     "padding": Case(masks.Padding.right([24, 3]), 20, 24),
     "padding of one query": Case(masks.Padding.right([24, 3]), 1, 24, G=1),
     "window": Case(LOCAL, 90, 90),
-    "window, one query": Case(LOCAL, 1, 90),
-    "window, two queries": Case(LOCAL, 2, 90),
+    "window, one query": Case(LOCAL, 1, 90, B=8),
+    "window, two queries": Case(LOCAL, 2, 90, B=8),
     "window, beyond the keys": Case(LOCAL, 12, 60, at(55, 12)),
     "sinks and window": Case(LOCAL | (CAUSAL & masks.Sinks(2)), 70, 90),
     "documents": Case(CAUSAL & masks.Document.from_lengths([30, 1, 9, 50]), 90, 90),
@@ -170,51 +171,58 @@ def described(call: Call) -> list[Any]:
     ]
 
 
-Outputs = tuple[Tensor, Tensor, list[Tensor]]
-
-
-def with_gradients(
-    run: Callable[..., tuple[Tensor, Tensor | None]], inputs: list[Tensor], weigh_lse: bool
-) -> Outputs:
-    """(out, lse, gradients of a random linear functional of both), each row's lse only where it is finite."""
+def with_gradients(run: Callable[..., tuple[Tensor, Tensor | None]], inputs: list[Tensor]) -> list[Any]:
+    """out, lse, and the gradients of a random linear functional of both; of lse only where it is finite."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out, lse = run(*inputs)
     make = torch.Generator().manual_seed(3)
     loss = (out * torch.randn(out.shape, generator=make).to(out.dtype)).sum()
-    if weigh_lse:
-        assert lse is not None
+    if lse is not None:
         weights = torch.randn(lse.shape, generator=make).to(lse.dtype)
         loss = loss + (lse.masked_fill(lse.isneginf(), 0) * weights).sum()
-    gradients = torch.autograd.grad(loss, inputs)
-    return out.detach(), out if lse is None else lse.detach(), list(gradients)
+    return [out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(loss, inputs)]
 
 
-def check(case: Case, dtype: torch.dtype, weigh_lse: bool, scale: float = 1.0) -> None:
+def check(
+    case: Case, dtype: torch.dtype, sink: bool = False, scale: float = 1.0, gradients: bool = True
+) -> None:
+    """Out, lse (without a sink) and gradients by the rule; for those, torch's own dense call may be off as well."""
     inputs = case.inputs(dtype, scale)
-    sink = torch.tensor([0.5, -1.0, 2.0, 0.0])[: case.H].to(dtype) if not weigh_lse else None
-    inputs += [] if sink is None else [sink]
+    inputs += [torch.linspace(-1, 2, case.H).to(dtype)] if sink else []
     seen = allowed(*inputs[:3], mask=case.mask, **case.options)
     options = {"mask": case.mask, **case.options, "backend": "sdpa"}
+    meant = {"scale": case.options.get("scale"), "bias": case.bias}
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Any:
-        if weigh_lse:
+        if sink is None:
             return regard.attend_partial(q, k, v, **options)
         return regard.attend(q, k, v, sink=sink, **options), None
 
-    def written_out(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Any:
-        extra = {"scale": case.options.get("scale"), "bias": case.bias, "sink": sink}
-        return plain(q, k, v, seen, **extra)
+    def plain(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Any:
+        out, lse = plain_attention(q, k, v, visible=seen, sink=sink, **meant)
+        return out, lse if sink is None else None
 
-    narrow = torch.float32 if dtype == torch.float64 else dtype
-    got = with_gradients(kernel, inputs, weigh_lse)
-    exact = with_gradients(written_out, [x.double() for x in inputs], weigh_lse)
-    same = with_gradients(written_out, [x.to(narrow) for x in inputs], weigh_lse)
-    assert_near(got[0], exact[0], same[0])
-    if weigh_lse:
-        assert got[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert_near(got[1], exact[1], same[1])
-    for mine, right, usual in zip(got[2], exact[2], same[2], strict=True):
-        assert_near(mine, right, usual, factor=3)
+    def torchs(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return torch_dense(q, k, v, seen, **meant), None
+
+    narrow = [x.to(torch.float32 if dtype == torch.float64 else dtype) for x in inputs]
+    wide = [x.double() for x in inputs]
+    if not gradients:
+        with torch.no_grad():
+            results = zip(kernel(*inputs), plain(*wide), plain(*narrow), strict=True)
+        for mine, best, usual in results:
+            assert_near(mine, best, [usual])
+        return
+    got, exact, same = (with_gradients(f, x) for f, x in ((kernel, inputs), (plain, wide), (plain, narrow)))
+    dense, right = (with_gradients(torchs, x[:3])[2:] for x in (narrow, wide))
+    for mine, best, usual in zip(got[:2], exact[:2], same[:2], strict=True):
+        if mine is not None:
+            assert_near(mine, best, [usual])
+    relative = max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in zip(same[2:], exact[2:], strict=True))
+    for i, (mine, best, usual) in enumerate(zip(got[2:], exact[2:], same[2:], strict=True)):
+        # a sink's gradient is one number a head, which plain math may hit by luck: allow it what the others are off by
+        other = best + (dense[i] - right[i]) if i < 3 else best * (1 + relative)
+        assert_near(mine, best, [usual, other], factor=3)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.pieces is not None])
@@ -222,54 +230,51 @@ def test_a_recipe_is_what_it_says(name: str) -> None:
     assert described(CASES[name].call()) == CASES[name].pieces
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CASES)
-def test_out_and_lse_and_all_gradients(name: str, dtype: torch.dtype) -> None:
-    check(CASES[name], dtype, weigh_lse=True)
+def test_out_lse_and_all_gradients(name: str) -> None:
+    """In fp64, where what is wrong cannot hide behind rounding; alone, and under a sink."""
+    check(CASES[name], torch.float64)
+    check(CASES[name], torch.float64, sink=True)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_out_with_a_sink(name: str) -> None:
-    check(CASES[name], torch.float32, weigh_lse=False)
+def test_rounding_of_out_and_lse(name: str) -> None:
+    check(CASES[name], torch.float32, gradients=False)
 
 
-@pytest.mark.parametrize("scale", [0.1, 8.0])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 8.0])
 @pytest.mark.parametrize("name", ["full", "causal, past and triangle", "window", "documents", "dense"])
-def test_other_scales(name: str, scale: float) -> None:
-    check(CASES[name], torch.float32, weigh_lse=True, scale=scale)
+def test_rounding_of_gradients(name: str, scale: float) -> None:
+    check(CASES[name], torch.float32, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["full", "causal square", "sinks and window", "E > D", "bias"])
 def test_half_types(name: str, dtype: torch.dtype) -> None:
-    check(CASES[name], dtype, weigh_lse=True)
-    check(CASES[name], dtype, weigh_lse=False)
+    check(CASES[name], dtype)
+    check(CASES[name], dtype, sink=True)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_one_call_without_lse(name: str) -> None:
+    """attend needs no lse: where one call does, it is torch's public function. Out and gradients in fp64."""
     case = CASES[name]
-    inputs = case.inputs(torch.float32)
+    q, k, v = case.inputs(torch.float64)
     options = {"mask": case.mask, **case.options}
 
-    def run(dtype: torch.dtype, backend: str) -> Outputs:
-        def attend(*x: Tensor) -> Any:
-            return regard.attend(*x, **options, backend=backend), None
+    def run(backend: str, *x: Tensor) -> list[Any]:
+        return with_gradients(lambda *x: (regard.attend(*x, **options, backend=backend), None), list(x))
 
-        return with_gradients(attend, [x.to(dtype) for x in inputs], weigh_lse=False)
-
-    got, exact, same = (
-        run(torch.float32, "sdpa"), run(torch.float64, "reference"), run(torch.float32, "reference"),
-    )  # fmt: skip
-    assert_near(got[0], exact[0], same[0])
-    for mine, right, usual in zip(got[2], exact[2], same[2], strict=True):
-        assert_near(mine, right, usual, factor=3)
+    got, exact = run("sdpa", q, k, v), run("reference", q, k, v)
+    same = run("reference", q.float(), k.float(), v.float())
+    for mine, best, usual in zip(got, exact, same, strict=True):
+        if mine is not None:
+            assert_near(mine, best, [usual], factor=3)
 
 
 @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 33, 48, 49, 67])
 def test_window_of_any_length(T: int) -> None:
-    check(Case(LOCAL, T, T + 16), torch.float32, weigh_lse=True)
-    check(Case(LOCAL, T, T + 16), torch.float32, weigh_lse=False)
+    check(Case(LOCAL, T, T + 16), torch.float64)
 
 
 def test_a_wrong_window_is_caught() -> None:
@@ -277,11 +282,14 @@ def test_a_wrong_window_is_caught() -> None:
     case = CASES["window"]
     inputs = case.inputs(torch.float32)
     seen = allowed(*inputs, mask=case.mask)
-    exact, same = (plain(*(x.to(d) for x in inputs), seen)[0] for d in (torch.float64, torch.float32))
+    exact, same = (
+        plain_attention(*(x.to(d) for x in inputs), visible=seen)[0]
+        for d in (torch.float64, torch.float32)
+    )
     for size in (8, 10):
         out = regard.attend(*inputs, mask=CAUSAL & masks.Window(size), backend="sdpa")
         with pytest.raises(AssertionError, match="off by"):
-            assert_near(out, exact, same)
+            assert_near(out, exact, [same])
 
 
 def test_a_stale_lse_in_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +302,7 @@ def test_a_stale_lse_in_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(sdpa, "fused_backward", stale)
     with pytest.raises(AssertionError, match="off by"):
-        check(CASES["window"], torch.float32, weigh_lse=True)
+        check(CASES["window"], torch.float64)
 
 
 GRADCHECKED = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypedDict
+from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -149,6 +149,7 @@ class Call:
         return self._known[name]
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """One way to run a call. It declares what it can do: `why_not` is a whitelist."""
 

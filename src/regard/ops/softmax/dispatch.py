@@ -9,11 +9,13 @@ import torch
 
 from regard.errors import ArgumentError, KernelRefusal
 from regard.ops.softmax.call import Call, Kernel, Result
+from regard.ops.softmax.flex import Flex
 from regard.ops.softmax.reference import Reference
 from regard.ops.softmax.sdpa import Sdpa
+from regard.ops.softmax.tiled import Tiled
 from regard.span import EMPTY, Span, as_tensor
 
-KERNELS: tuple[Kernel, ...] = (Sdpa(), Reference())
+KERNELS: tuple[Kernel, ...] = (Sdpa(), Flex(), Tiled(), Reference())
 """In the order in which `backend="auto"` asks them."""
 
 
@@ -30,7 +32,7 @@ def choose(call: Call, backend: str = "auto") -> Kernel:
         ArgumentError: there is no kernel of that name.
         KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every reason.
     """
-    asked = [kernel for kernel in KERNELS if backend in ("auto", kernel.name)]
+    asked = [kernel for kernel in KERNELS if backend == kernel.name or (backend == "auto" and _offers(kernel, call))]
     if not asked:
         raise ArgumentError(_unknown(backend))
     refusals: dict[str, list[str]] = {}
@@ -55,6 +57,11 @@ def without_garbage(call: Call) -> Call:
         for name in names:
             changes[name] = getattr(call, name).masked_fill(empty, 0)
     return replace(call, **changes) if changes else call
+
+
+def _offers(kernel: Kernel, call: Call) -> bool:
+    """On CPU flex holds every score: there it runs only for those who ask for it by name."""
+    return kernel.name != "flex" or call.q.device.type != "cpu"
 
 
 def _unknown(backend: str) -> str:

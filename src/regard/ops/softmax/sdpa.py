@@ -145,9 +145,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = op(q, k, v, 0.0, piece.causal, attn_mask=mask, scale=scale)
     out, lse = out.reshape(B, H, T, -1), lse.reshape(B, H, T)
-    if mask is not None:
-        lse = lse.masked_fill(mask.isneginf().all(-1), -math.inf)
-    return out, lse
+    return out, lse if mask is None else lse.masked_fill(_blind(mask, piece), -math.inf)
 
 
 def fused_backward(
@@ -194,6 +192,12 @@ def _join(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def make_mask(piece: Piece) -> Tensor | None:
     """The float mask of a piece, if it has one."""
     return None if piece.mask is None else piece.mask()
+
+
+def _blind(mask: Tensor, piece: Piece) -> Tensor:
+    """The rows [B|1,H|1,t|1] that see no key; under the triangle row i sees none if the first i + 1 are masked."""
+    hidden = mask.isneginf()
+    return hidden[:, :, 0].cumprod(-1).bool() if piece.causal else hidden.all(-1)
 
 
 def _folds(q: Tensor, k: Tensor, piece: Piece, mask: Tensor | None) -> bool:

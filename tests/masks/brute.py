@@ -1,0 +1,177 @@
+"""Masks by brute force: every rule written again in plain Python, and every structure by loops over pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from regard import masks
+from regard.masks import EMPTY, FULL, PARTIAL, Mask
+from regard.span import Positions, Span
+
+B, H = 2, 2
+TABLE = torch.rand(4, 5, generator=torch.Generator().manual_seed(1)) < 0.5
+TABLES = torch.rand(2, 2, 3, 3, generator=torch.Generator().manual_seed(2)) < 0.5
+TABLE_ROWS, TABLES_ROWS = TABLE.tolist(), TABLES.tolist()
+BIRD, PAST_BIRD = masks.BigBird(3, 7, random=1, seed=5), masks.BigBird(2, 9, 1, 2, causal=True)
+BIRD_ROWS, PAST_BIRD_ROWS = BIRD.table.tolist(), PAST_BIRD.table.tolist()
+
+Rule = Callable[[int, int, int, int], bool]
+
+
+class Case(NamedTuple):
+    """A mask and its rule(q, k, b, h)."""
+
+    mask: Mask
+    rule: Rule
+
+
+def _entry(rows: list[list[bool]], size: int, q: int, k: int) -> bool:
+    i, j = q // size, k // size
+    return 0 <= i < len(rows) and 0 <= j < len(rows[0]) and rows[i][j]
+
+
+def _same(bounds: tuple[int, ...], q: int, k: int) -> bool:
+    return any(lo <= q < hi and lo <= k < hi for lo, hi in zip(bounds, bounds[1:], strict=False))
+
+
+def _in(runs: tuple[tuple[int, int], ...], k: int) -> bool:
+    return any(lo <= k < hi for lo, hi in runs)
+
+
+HOLES = torch.tensor([[True, False, True, True, False, True], [False, False, False, False, True, True]])
+DOCUMENTS = ((0, 2, 2, 9, 14), (1, 6))
+
+WITH_INTERVALS = {
+    "full": Case(masks.Full(), lambda q, k, b, h: True),
+    "causal": Case(masks.Causal(), lambda q, k, b, h: k <= q),
+    "window": Case(masks.Window(4), lambda q, k, b, h: k in range(q - 3, 10**6)),
+    "window of 1": Case(masks.Window(1), lambda q, k, b, h: k >= q),
+    "window, two sides": Case(masks.Window(3, ahead=1), lambda q, k, b, h: k in (q - 2, q - 1, q, q + 1)),
+    "chunk": Case(masks.Chunk(5), lambda q, k, b, h: k in range(q - q % 5, q - q % 5 + 5)),
+    "prefix": Case(masks.Prefix(3), lambda q, k, b, h: k in (0, 1, 2)),
+    "prefix per row": Case(masks.Prefix((2, 5)), lambda q, k, b, h: k < (2, 5)[b]),
+    "documents": Case(masks.Document((0, 3, 3, 9)), lambda q, k, b, h: _same((0, 3, 9), q, k)),
+    "documents per row": Case(masks.Document(DOCUMENTS), lambda q, k, b, h: _same(DOCUMENTS[b], q, k)),
+    "right padding": Case(masks.Padding.right([4, 7]), lambda q, k, b, h: k < (4, 7)[b]),
+    "left padding": Case(masks.Padding.left([4, 7], 8), lambda q, k, b, h: (4, 1)[b] <= k < 8),
+    "padding with holes": Case(
+        masks.Padding.from_keep(HOLES), lambda q, k, b, h: k < 6 and bool(HOLES[b, k])
+    ),
+    "all padding": Case(masks.Padding(((), ())), lambda q, k, b, h: False),
+    "sinks": Case(masks.Sinks(2), lambda q, k, b, h: k in (0, 1)),
+    "globals": Case(masks.Global((7, 1, 8)), lambda q, k, b, h: bool({q, k} & {1, 7, 8})),
+    "no globals": Case(masks.Global(()), lambda q, k, b, h: False),
+    "bigbird": Case(BIRD, lambda q, k, b, h: _entry(BIRD_ROWS, 3, q, k)),
+    "causal bigbird": Case(
+        PAST_BIRD, lambda q, k, b, h: k <= q and _entry(PAST_BIRD_ROWS, 2, q, k)
+    ),
+    "blocks": Case(masks.Blocks(TABLE, 3), lambda q, k, b, h: _entry(TABLE_ROWS, 3, q, k)),
+    "blocks per row and head": Case(
+        masks.Blocks(TABLES, 4), lambda q, k, b, h: _entry(TABLES_ROWS[b][h], 4, q, k)
+    ),
+    "heads": Case(
+        masks.Heads((masks.Causal(), masks.Prefix((2, 5)))),
+        lambda q, k, b, h: k <= q if h == 0 else k < (2, 5)[b],
+    ),
+    "heads of blocks": Case(
+        masks.Heads((masks.Blocks(TABLES, 4), masks.Blocks(TABLES, 4) | masks.Sinks(1))),
+        lambda q, k, b, h: _entry(TABLES_ROWS[b][h], 4, q, k) or (h == 1 and k == 0),
+    ),
+}
+
+WITHOUT_INTERVALS = {
+    "dilated": Case(masks.Dilated(3, 2), lambda q, k, b, h: k > q - 6 and (q - k) % 2 == 0),
+    "dilated by 1": Case(masks.Dilated(3, 1), lambda q, k, b, h: k > q - 3),
+    "strided": Case(masks.Strided(4), lambda q, k, b, h: q - k < 4 or (q - k) % 4 == 0),
+    "fixed": Case(masks.Strided(4, fixed=2), lambda q, k, b, h: q // 4 == k // 4 or k % 4 in (2, 3)),
+    "function": Case(
+        masks.Fn(lambda q, k: (q + 2 * k) % 3 != 0, "thirds"), lambda q, k, b, h: (q + 2 * k) % 3 != 0
+    ),
+    "heads without intervals": Case(
+        masks.Heads((masks.Strided(3), masks.Causal())),
+        lambda q, k, b, h: k <= q if h else q - k < 3 or (q - k) % 3 == 0,
+    ),
+}
+
+CASES = WITH_INTERVALS | WITHOUT_INTERVALS
+
+
+def stored(positions: Positions) -> list[list[int]]:
+    """The positions per batch row."""
+    if isinstance(positions, Span):
+        return [list(range(positions.start, positions.start + positions.length))] * B
+    rows = positions.tolist()
+    return rows * B if len(rows) == 1 else rows
+
+
+Pairs = list[list[list[list[bool]]]]
+
+
+def pairs(rule: Rule, q: Positions, k: Positions) -> Pairs:
+    """[B][H][T][S]: the rule where a key slot holds a key."""
+    Q, K = stored(q), stored(k)
+    return [
+        [[[y >= 0 and rule(x, y, b, h) for y in K[b]] for x in Q[b]] for h in range(H)] for b in range(B)
+    ]
+
+
+def tiles(dense: Pairs, bq: int, bk: int) -> Pairs:
+    """[B][H][nQ][nK]: the states of blocks."""
+
+    def state(rows: list[list[bool]], j: int) -> int:
+        cells = [x for row in rows for x in row[j : j + bk]]
+        return FULL if all(cells) else PARTIAL if any(cells) else EMPTY
+
+    def of_head(rows: list[list[bool]]) -> list[list[int]]:
+        S = len(rows[0]) if rows else 0
+        return [
+            [state(rows[i : i + bq], j) for j in range(0, S, bk)] for i in range(0, len(rows), bq)
+        ]
+
+    return [[of_head(rows) for rows in heads] for heads in dense]
+
+
+def check(
+    mask: Mask, rule: Rule, q: Positions, k: Positions, sizes: tuple[tuple[int, int], ...] = ((3, 4),)
+) -> None:
+    """Everything that a mask says about a call equals brute force."""
+    dense = pairs(rule, q, k)
+    T, S = len(dense[0][0]), len(stored(k)[0])
+    block = mask.block(q, k)
+    assert block.dtype == torch.bool
+    assert block.shape[2:] == (T, S)
+    assert block.expand(B, H, T, S).tolist() == dense
+    part = mask.block(q, k, slice(1, 4), slice(2, None))
+    assert part.expand(B, H, -1, -1).equal(block.expand(B, H, T, S)[:, :, 1:4, 2:])
+    visible = mask.visible(q, k).expand(B, H, T)
+    assert visible.dtype == torch.int64
+    assert visible.tolist() == [[[sum(row) for row in rows] for rows in heads] for heads in dense]
+    for bq, bk in sizes:
+        found = mask.tiles(q, k, (bq, bk))
+        assert found.dtype == torch.int8
+        assert found.expand(B, H, -(-T // bq), -(-S // bk)).tolist() == tiles(dense, bq, bk)
+        if T > 2:
+            row = mask.tile_row(q, k, slice(1, 3), bk).expand(B, H, -(-S // bk))
+            cut = [[rows[1:3] for rows in heads] for heads in dense]
+            assert row.tolist() == [[rows[0] for rows in heads] for heads in tiles(cut, 2, bk)]
+    _check_intervals(mask, rule, q)
+
+
+def _check_intervals(mask: Mask, rule: Rule, q: Positions) -> None:
+    Q = stored(q)
+    found = mask.intervals(torch.tensor(Q, dtype=torch.int64).reshape(B, -1))
+    if found is None:
+        return
+    shape = (B, H, len(Q[0]), found.starts.shape[-1])
+    starts, stops = (x.expand(shape).tolist() for x in found)
+    far = 40
+    for b in range(B):
+        for h in range(H):
+            for i, x in enumerate(Q[b]):
+                ranges = [r for r in zip(starts[b][h][i], stops[b][h][i], strict=True) if r[0] < r[1]]
+                assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+                inside = [y for lo, hi in ranges for y in range(lo, min(hi, far))]
+                assert inside == [y for y in range(far) if rule(x, y, b, h)]
