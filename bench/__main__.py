@@ -18,7 +18,9 @@ NAMES = ("startup", "attend", "window", "memory")
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(NAMES)

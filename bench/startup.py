@@ -14,7 +14,9 @@ INSIDE = "import time; t = time.perf_counter(); import regard; print(time.perf_c
 def main(rounds: int = 15) -> dict[str, float]:
     command = shutil.which("regard")
     if command is None:
-        raise SystemExit("the command regard is not installed: python -m pip install -c constraints.txt .")
+        raise SystemExit(
+            "the command regard is not installed: python -m pip install -c constraints.txt ."
+        )
     inside, whole, bare = [], [], []
     for _ in range(rounds):
         inside.append(float(run([sys.executable, "-c", INSIDE])[0]))

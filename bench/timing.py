@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 
 
-def interleaved(cases: dict[str, Callable[[], object]], *, rounds: int = 25, seconds: float = 0.02) -> dict[str, list[float]]:
+def interleaved(
+    cases: dict[str, Callable[[], object]], *, rounds: int = 25, seconds: float = 0.02
+) -> dict[str, list[float]]:
     """Seconds per call of each case: every round times each once, in turns, so that a drift of the machine hits all."""
     repeats = {}
     for name, case in cases.items():

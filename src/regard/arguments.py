@@ -156,7 +156,9 @@ def check_positions(name: str, positions: Positions, batch: int, length: int) ->
             f"{name} is {type(positions).__name__}; it must be a regard.Span or an integer tensor [batch, length]"
         )
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise ArgumentTypeError(f"{name} is {_dtype(positions)}; positions are integers: use .long()")
+        raise ArgumentTypeError(
+            f"{name} is {_dtype(positions)}; positions are integers: use .long()"
+        )
     if positions.ndim != 2 or positions.shape[1] != length or positions.shape[0] not in (1, batch):
         raise ArgumentError(
             f"{name} is {_shape(positions)}; it must be ({batch}, {length}) or (1, {length})"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from regard.errors import ArgumentError
 
@@ -55,20 +55,20 @@ class Trace:
                 raise ArgumentError(f"no tap is named {name!r}; the taps are {', '.join(NAMES)}")
         self._heard: dict[str, list[Tensor]] = {}
         self._places: list[str] = []
-        self._outer: Trace | None = None
+        self._outer: list[Trace | None] = []
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> Self:
         thread = threading.get_ident()
-        self._outer = _listening.get(thread)
+        self._outer.append(_listening.get(thread))
         _listening[thread] = self
         return self
 
     def __exit__(self, *problem: object) -> None:
-        thread = threading.get_ident()
-        if self._outer is None:
+        thread, outer = threading.get_ident(), self._outer.pop()
+        if outer is None:
             del _listening[thread]
         else:
-            _listening[thread] = self._outer
+            _listening[thread] = outer
 
     def __getitem__(self, name: str) -> Tensor:
         return self._heard[self._resolve(name)][-1]
@@ -112,7 +112,9 @@ class Trace:
         heard = _some(self._heard) if self._heard else "nothing"
         if not found:
             raise ArgumentError(f"{name!r} was not captured; captured: {heard}")
-        raise ArgumentError(f"{name!r} was captured at {len(found)} places: name one of {_some(found)}")
+        raise ArgumentError(
+            f"{name!r} was captured at {len(found)} places: name one of {_some(found)}"
+        )
 
 
 class _Place:
@@ -155,7 +157,9 @@ def needed() -> frozenset[str]:
 def _here() -> Trace | None:
     import torch
 
-    if torch.compiler.is_compiling():  # thread numbers are opaque to the compiler: take the newest trace
+    if (
+        torch.compiler.is_compiling()
+    ):  # thread numbers are opaque to the compiler: take the newest trace
         return list(_listening.values())[-1]
     return _listening.get(threading.get_ident())
 

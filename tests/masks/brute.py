@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,14 +35,16 @@ def _entry(rows: list[list[bool]], size: int, q: int, k: int) -> bool:
 
 
 def _same(bounds: tuple[int, ...], q: int, k: int) -> bool:
-    return any(lo <= q < hi and lo <= k < hi for lo, hi in zip(bounds, bounds[1:], strict=False))
+    return any(lo <= q < hi and lo <= k < hi for lo, hi in itertools.pairwise(bounds))
 
 
 def _in(runs: tuple[tuple[int, int], ...], k: int) -> bool:
     return any(lo <= k < hi for lo, hi in runs)
 
 
-HOLES = torch.tensor([[True, False, True, True, False, True], [False, False, False, False, True, True]])
+HOLES = torch.tensor(
+    [[True, False, True, True, False, True], [False, False, False, False, True, True]]
+)
 DOCUMENTS = ((0, 2, 2, 9, 14), (1, 6))
 
 WITH_INTERVALS = {
@@ -49,12 +52,16 @@ WITH_INTERVALS = {
     "causal": Case(masks.Causal(), lambda q, k, b, h: k <= q),
     "window": Case(masks.Window(4), lambda q, k, b, h: k in range(q - 3, 10**6)),
     "window of 1": Case(masks.Window(1), lambda q, k, b, h: k >= q),
-    "window, two sides": Case(masks.Window(3, ahead=1), lambda q, k, b, h: k in (q - 2, q - 1, q, q + 1)),
+    "window, two sides": Case(
+        masks.Window(3, ahead=1), lambda q, k, b, h: k in (q - 2, q - 1, q, q + 1)
+    ),
     "chunk": Case(masks.Chunk(5), lambda q, k, b, h: k in range(q - q % 5, q - q % 5 + 5)),
     "prefix": Case(masks.Prefix(3), lambda q, k, b, h: k in (0, 1, 2)),
     "prefix per row": Case(masks.Prefix((2, 5)), lambda q, k, b, h: k < (2, 5)[b]),
     "documents": Case(masks.Document((0, 3, 3, 9)), lambda q, k, b, h: _same((0, 3, 9), q, k)),
-    "documents per row": Case(masks.Document(DOCUMENTS), lambda q, k, b, h: _same(DOCUMENTS[b], q, k)),
+    "documents per row": Case(
+        masks.Document(DOCUMENTS), lambda q, k, b, h: _same(DOCUMENTS[b], q, k)
+    ),
     "right padding": Case(masks.Padding.right([4, 7]), lambda q, k, b, h: k < (4, 7)[b]),
     "left padding": Case(masks.Padding.left([4, 7], 8), lambda q, k, b, h: (4, 1)[b] <= k < 8),
     "padding with holes": Case(
@@ -86,12 +93,16 @@ WITHOUT_INTERVALS = {
     "dilated": Case(masks.Dilated(3, 2), lambda q, k, b, h: k > q - 6 and (q - k) % 2 == 0),
     "dilated by 1": Case(masks.Dilated(3, 1), lambda q, k, b, h: k > q - 3),
     "strided": Case(masks.Strided(4), lambda q, k, b, h: q - k < 4 or (q - k) % 4 == 0),
-    "fixed": Case(masks.Strided(4, fixed=2), lambda q, k, b, h: q // 4 == k // 4 or k % 4 in (2, 3)),
-    "function": Case(
-        masks.Fn(lambda q, k: (q + 2 * k) % 3 != 0, "thirds"), lambda q, k, b, h: (q + 2 * k) % 3 != 0
+    "fixed": Case(
+        masks.Strided(4, fixed=2), lambda q, k, b, h: q // 4 == k // 4 or k % 4 in (2, 3)
     ),
+    "function": Case(
+        masks.Fn(lambda q, k: (q + 2 * k) % 3 != 0, "thirds"),
+        lambda q, k, b, h: (q + 2 * k) % 3 != 0,
+    ),
+    "constant function": Case(masks.Fn(lambda q, k: torch.tensor(True)), lambda q, k, b, h: True),
     "heads without intervals": Case(
-        masks.Heads((masks.Strided(3), masks.Causal())),
+        masks.Heads((masks.Strided(3), masks.Causal() & masks.Fn(lambda q, k: torch.tensor(True)))),
         lambda q, k, b, h: k <= q if h else q - k < 3 or (q - k) % 3 == 0,
     ),
 }
@@ -114,7 +125,8 @@ def pairs(rule: Rule, q: Positions, k: Positions) -> Pairs:
     """[B][H][T][S]: the rule where a key slot holds a key."""
     Q, K = stored(q), stored(k)
     return [
-        [[[y >= 0 and rule(x, y, b, h) for y in K[b]] for x in Q[b]] for h in range(H)] for b in range(B)
+        [[[y >= 0 and rule(x, y, b, h) for y in K[b]] for x in Q[b]] for h in range(H)]
+        for b in range(B)
     ]
 
 
@@ -135,7 +147,11 @@ def tiles(dense: Pairs, bq: int, bk: int) -> Pairs:
 
 
 def check(
-    mask: Mask, rule: Rule, q: Positions, k: Positions, sizes: tuple[tuple[int, int], ...] = ((3, 4),)
+    mask: Mask,
+    rule: Rule,
+    q: Positions,
+    k: Positions,
+    sizes: tuple[tuple[int, int], ...] = ((3, 4),),
 ) -> None:
     """Everything that a mask says about a call equals brute force."""
     dense = pairs(rule, q, k)
@@ -171,7 +187,9 @@ def _check_intervals(mask: Mask, rule: Rule, q: Positions) -> None:
     for b in range(B):
         for h in range(H):
             for i, x in enumerate(Q[b]):
-                ranges = [r for r in zip(starts[b][h][i], stops[b][h][i], strict=True) if r[0] < r[1]]
-                assert all(stop <= start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+                ranges = [
+                    r for r in zip(starts[b][h][i], stops[b][h][i], strict=True) if r[0] < r[1]
+                ]
+                assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
                 inside = [y for lo, hi in ranges for y in range(lo, min(hi, far))]
                 assert inside == [y for y in range(far) if rule(x, y, b, h)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+
 import pytest
 import torch
 from hypothesis import given
@@ -91,7 +92,10 @@ def positions(draw: st.DrawFn) -> Positions:
     if draw(st.booleans()):
         return Span(draw(st.integers(-4, 8)), draw(st.integers(0, 10)))
     n = draw(st.integers(1, 9))
-    rows = [draw(st.lists(st.integers(-1, 16), min_size=n, max_size=n)) for _ in range(draw(st.integers(1, B)))]
+    rows = [
+        draw(st.lists(st.integers(-1, 16), min_size=n, max_size=n))
+        for _ in range(draw(st.integers(1, B)))
+    ]
     return torch.tensor(rows * (B // len(rows)) if draw(st.booleans()) else rows[:1])
 
 
@@ -154,7 +158,9 @@ def test_mask_mod_is_the_rule_under_vmap(name: str) -> None:
     mask, rule = CASES[name]
     for q, k in (CALLS["last queries"], CALLS["unordered queries"]):
         dense = pairs(rule, q, k)
-        found = create_mask(mask.mask_mod(q, k), 2, 2, len(dense[0][0]), len(dense[0][0][0]), device="cpu")
+        found = create_mask(
+            mask.mask_mod(q, k), 2, 2, len(dense[0][0]), len(dense[0][0][0]), device="cpu"
+        )
         assert found.tolist() == dense
 
 

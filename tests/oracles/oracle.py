@@ -45,7 +45,9 @@ def softmax_attention(
                 for j in range(S):
                     if not visible(b, h, i, j):
                         continue
-                    s = scale * math.fsum(x * y for x, y in zip(ql[b][h][i], kl[b][g][j], strict=True))
+                    s = scale * math.fsum(
+                        x * y for x, y in zip(ql[b][h][i], kl[b][g][j], strict=True)
+                    )
                     if softcap is not None:
                         s = softcap * math.tanh(s / softcap)
                     scores[j] = s + bias(b, h, i, j)
@@ -60,5 +62,7 @@ def softmax_attention(
                 for j, s in scores.items():
                     pattern[b, h, i, j] = math.exp(s - top) / total
                 for e in range(E):
-                    out[b, h, i, e] = math.fsum(pattern[b, h, i, j].item() * vl[b][g][j][e] for j in scores)
+                    out[b, h, i, e] = math.fsum(
+                        pattern[b, h, i, j].item() * vl[b][g][j][e] for j in scores
+                    )
     return Answer(out, lse, pattern)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from jaxtyping import Float
-from tests import annotations
 from torch import Tensor
 
 import regard
 from regard.span import Span, as_tensor, follow
+from tests import annotations
 
 THIS = sys.modules[__name__]
 

@@ -41,8 +41,8 @@ def test_repeated_rows_say_a_segment_again(random: float) -> None:
     batches = Batches(TOKENS, batch=300, context=40, seed=1, repeat=1.0, repeat_random=random)
     rows = next(batches)
     found = periods(rows)
-    assert set(found) == set(range(41 // 4, 41 // 2 + 1))
-    runs = torch.stack([row[: 41 // 4].diff() == 1 for row in rows]).all(1)
+    assert set(found) == set(range(8, 41 // 2 + 1))
+    runs = torch.stack([row[:8].diff() == 1 for row in rows]).all(1)
     assert runs.float().mean().item() == 1 - random
 
 

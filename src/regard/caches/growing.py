@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.span import Positions, count, follow
+from regard.span import Positions, Span, count, follow
 
 
 class Growing:
     """Keep all memory; every update appends behind the last slot, by concatenation.
 
     Raises:
-        ArgumentError: an update does not fit what is held (parts, batch, heads, dims); the cache is left as it was.
+        ArgumentError: an update does not fit what is held (parts, batch, heads, dims, dtype); the cache is left as it was.
 
     >>> import torch
     >>> from regard.span import Span
@@ -49,21 +49,32 @@ class Growing:
         return sum(m.numel() * m.element_size() for m in self._memory or ())
 
     def _check(self, memory: tuple[Tensor, ...], positions: Positions) -> None:
+        length, batches = count(positions), {m.shape[0]: None for m in memory}
         for i, new in enumerate(memory):
-            if new.ndim != 4 or new.shape[2] != count(positions):
+            if new.ndim != 4 or new.shape[2] != length:
                 raise ArgumentError(
-                    f"memory {i} is {tuple(new.shape)} at {count(positions)} positions; "
+                    f"memory {i} is {tuple(new.shape)} at {length} positions; "
                     "it must be [batch, heads, length, dim] with one position per slot"
+                )
+        if len(batches) > 1:
+            sizes = " and ".join(str(b) for b in batches)
+            raise ArgumentError(f"memory has parts of batch {sizes}; all must have one batch")
+        for B in batches:
+            if not isinstance(positions, Span) and positions.shape[0] not in (1, B):
+                raise ArgumentError(
+                    f"positions are {tuple(positions.shape)} for memory of batch {B}; "
+                    f"they must be ({B}, {length}) or (1, {length})"
                 )
         if self._memory is None:
             return
         kept, given = ([_fixed(m) for m in ms] for ms in (self._memory, memory))
         if kept != given:
             raise ArgumentError(
-                f"memory of (batch, heads, dim) {given} does not fit what is held, {kept}; "
+                f"memory {given} does not fit what is held, {kept}; "
                 "start a new cache for another batch or model"
             )
 
 
-def _fixed(memory: Tensor) -> tuple[int, int, int]:
-    return memory.shape[0], memory.shape[1], memory.shape[3]
+def _fixed(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
+    """What no update may change: (batch, heads, dim) and dtype."""
+    return (memory.shape[0], memory.shape[1], memory.shape[3]), memory.dtype

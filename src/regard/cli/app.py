@@ -22,7 +22,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 class Commands(TyperGroup):
     """The subcommands: listed from the table, imported on invocation."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 (typer's signature)
+    def list_commands(self, ctx: Any) -> list[str]:
         """The names whose module is there, in alphabetical order."""
         return [name for name in sorted(COMMANDS) if importlib.util.find_spec(_module(name))]
 

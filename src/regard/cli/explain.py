@@ -168,5 +168,6 @@ def _console(color: bool | None) -> Console:
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a glyph shows "?"
     if color is None:
         return Console(width=80)
-    system = "truecolor" if color else None
-    return Console(width=80, force_terminal=color, no_color=not color, color_system=system)
+    if color:
+        return Console(width=80, force_terminal=True, no_color=False, color_system="truecolor")
+    return Console(width=80, force_terminal=False, no_color=True, color_system=None)

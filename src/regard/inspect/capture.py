@@ -29,6 +29,7 @@ class Capture:
 
     ids: Tensor
     positions: Span
+    layer: int
     block: Block
     q: Tensor
     k: Tensor
@@ -62,7 +63,14 @@ def capture(model: Model, ids: Tensor, layer: int) -> Capture:
     tapped = {name: trace[full][0] for name, full in zip(TAPS, names, strict=True)}
     hidden = {name: x[0] for name, x in kept.items()}
     return Capture(
-        ids[0], Span(0, ids.shape[1]), block, logits=logits[0], kernel=kernel, **tapped, **hidden
+        ids[0],
+        Span(0, ids.shape[1]),
+        layer,
+        block,
+        logits=logits[0],
+        kernel=kernel,
+        **tapped,
+        **hidden,
     )
 
 

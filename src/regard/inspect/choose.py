@@ -127,10 +127,10 @@ def strongest_keys(
     with torch.inference_mode(), Trace(edit={"pattern": keep}):
         model.forward(ids, backend="reference")
     weights = torch.stack(rows)  # [layers, H, T]
-    weights[..., 0] = 0
-    weights[..., query] = 0
+    weights[..., 0] = -1  # less than any weight, 0 included
+    weights[..., query] = -1
     best = weights.max(-1)
-    return best.values, best.indices
+    return best.values.clamp(min=0), best.indices
 
 
 def _end_of(word: str, text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -65,10 +66,12 @@ def explain(
     layer = check_index("layer", layer, len(layers), "layer", "layers")
     heads = projection_of(layers[layer], layer).q.heads
     head = check_index("head", head, heads, "head", "heads")
-    at = Place(capture(model, ids, layer), head, find_query(model, text, query))
-    inputs, input_checks = projected(at)
-    scores, score_checks = scored(at)
-    outputs, output_checks = mixed(at, scores["weights"])
+    i = find_query(model, text, query)
+    with torch.inference_mode():
+        at = Place(capture(model, ids, layer), head, i)
+        inputs, input_checks = projected(at)
+        scores, score_checks = scored(at)
+        outputs, output_checks = mixed(at, scores["weights"])
     kernel = {"logits of the usual kernel": at.c.kernel}
     return Explanation(
         text=text,

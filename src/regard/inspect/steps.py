@@ -57,8 +57,7 @@ def projection_of(block: nn.Module, layer: int) -> Separate:
 
 def projected(at: Place) -> tuple[Fields, Checks]:
     """q, k and v, step by step, and the angles of the rotation."""
-    c, project = at.c, at.attention.project
-    assert isinstance(project, Separate)
+    c, project = at.c, projection_of(at.c.block, at.c.layer)
     q = _head(project.q, c, at.head, "q_i = W_Q x_i")
     k = _head(project.k, c, at.group, "k_j = W_K x_j")
     v = _head(project.v, c, at.group, "v_j = W_V x_j")
@@ -114,7 +113,7 @@ def scored(at: Place) -> tuple[Fields, Checks]:
     """The chain of scores of the query, dot -> scale -> softcap -> bias -> mask, and the softmax of the row."""
     c, a = at.c, at.attention
     scale = c.q.shape[-1] ** -0.5 if a.scale is None else a.scale
-    s = array(c.k[at.group]) @ array(c.q[at.head, at.i])
+    s: Array = array(c.k[at.group]) @ array(c.q[at.head, at.i])
     steps = [Step("dot", EQUATIONS["dot"], s)]
 
     def then(name: str, s: Array) -> Array:
@@ -125,8 +124,8 @@ def scored(at: Place) -> tuple[Fields, Checks]:
     if a.softcap is not None:
         s = then("capped", a.softcap * np.tanh(s / a.softcap))
     if a.bias is not None:
-        row = slice(at.i, at.i + 1)
-        bias = a.bias.block(c.positions, c.positions, row, dtype=torch.float64)[0]
+        query = slice(at.i, at.i + 1)
+        bias = a.bias.block(c.positions, c.positions, query, dtype=torch.float64)[0]
         s = then("biased", s + array(bias[at.head if bias.shape[0] > 1 else 0, 0]))
     visible = ~np.isneginf(array(c.scores[at.head, at.i]))
     s = then("masked", np.where(visible, s, -np.inf))

@@ -15,8 +15,9 @@ from regard.masks.convert import (
 from regard.masks.given import Dense, Fn, Heads
 from regard.masks.intervals import FAR, Intervals
 from regard.masks.local import Causal, Chunk, Dilated, Full, Window
+from regard.masks.padding import Padding
 from regard.masks.parse import parse
-from regard.masks.rows import Document, Padding, Prefix
+from regard.masks.rows import Document, Prefix
 from regard.masks.sparse import Global, Sinks, Strided
 from regard.masks.tiling import EMPTY, FULL, PARTIAL
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.errors import ArgumentError
 from regard.masks.intervals import Intervals, tidy
 from regard.masks.tiling import UNKNOWN, count_visible, from_intervals, held, settle
+from regard.masks.values import four
 from regard.masks.where import Part, Slot, device_of
 from regard.span import Positions, Span, as_tensor, count, part
 
@@ -64,7 +65,7 @@ class Mask(ABC):
 
     def _block(self, where: Part) -> Tensor:
         """The rule, 4-D; empty slots are not looked at."""
-        return self.allows(where.q[:, None, :, None], where.k[:, None, None, :])
+        return four(self.allows(where.q[:, None, :, None], where.k[:, None, None, :]))
 
     def intervals(self, q: Int[Tensor, "B t"]) -> Intervals | None:
         """The key positions that each query sees, as n half-open ranges, disjoint and sorted; None without structure.
@@ -204,7 +205,7 @@ class Mask(ABC):
 
     def _at(self, slot: Slot) -> Tensor:
         """The rule for one pair of slots, as a scalar; it runs under vmap."""
-        out = self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1))
+        out = four(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
         return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
 
     def terms(self) -> tuple[Mask, ...]:

@@ -97,7 +97,7 @@ class Blocks(Mask):
         covers("Blocks", nK, self.size, S)
 
     def __str__(self) -> str:
-        return f"blocks({list(self.table.shape)}, {self.size})"
+        return f"blocks({'x'.join(map(str, self.table.shape))}, {self.size})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +134,15 @@ class BigBird(Mask):
                 f"BigBird window is {self.window}; it must be odd, the own block in the middle: "
                 f"{self.window - 1} or {self.window + 1}"
             )
+        # drawn here, because a generator cannot be made inside a compiled graph
+        drawn = _bigbird(self.blocks, self.window, self.random, self.seed, self.causal)
+        object.__setattr__(self, "_table", drawn)
 
     @property
     def table(self) -> Tensor:
         """Which block sees which, bool [blocks, blocks]."""
-        return _bigbird(self.blocks, self.window, self.random, self.seed, self.causal)
+        table: Tensor = self.__dict__["_table"]
+        return table
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """The block of k is among those that the block of q sees."""

@@ -10,8 +10,8 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Mask
 from regard.masks.given import Dense
 from regard.masks.local import Causal, Window
-from regard.masks.rows import Padding
-from regard.masks.values import whole
+from regard.masks.padding import Padding
+from regard.masks.values import Lengths, whole
 
 
 def from_drop(drop: Bool[Tensor, "*shape"]) -> Dense:
@@ -91,7 +91,7 @@ def to_additive(
     )
 
 
-def from_lengths(lengths: list[int] | tuple[int, ...] | Tensor) -> Padding:
+def from_lengths(lengths: Lengths) -> Padding:
     """Sequence lengths of a batch that is padded on the right (`seqused`, `nonpad_kv_seqlen`).
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,10 +30,14 @@ class Heads(Mask):
     [[[1, 2, 3, 4], [1, 2, 2, 2]]]
     """
 
-    masks: tuple[Mask, ...]
+    masks: Sequence[Mask]
 
     def __post_init__(self) -> None:
-        masks = tuple(self.masks)
+        masks: object = self.masks
+        if not isinstance(masks, (tuple, list)):
+            raise ArgumentTypeError(
+                f"Heads masks is {type(masks).__name__}; it must be a sequence of masks"
+            )
         if not masks:
             raise ArgumentError("Heads of no masks; give one mask per query head")
         for i, mask in enumerate(masks):
@@ -41,12 +45,12 @@ class Heads(Mask):
                 raise ArgumentTypeError(
                     f"Heads masks[{i}] is {type(mask).__name__}; it takes masks of regard.masks"
                 )
-        object.__setattr__(self, "masks", masks)
+        object.__setattr__(self, "masks", tuple(masks))
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Each head's own rule."""
         q, k = four(q), four(k)
-        return _per_head([mask.allows(q, k) for mask in self.masks])
+        return _per_head([four(mask.allows(q, k)) for mask in self.masks])
 
     def _block(self, where: Part) -> Tensor:
         return _per_head([mask._block(where) for mask in self.masks])
@@ -77,7 +81,7 @@ class Heads(Mask):
             mask.require(B, H, T, S)
 
     def __str__(self) -> str:
-        return f"heads(({', '.join(map(str, self.masks))},))"
+        return f"heads(({', '.join(map(str, self.masks))}{',' * (len(self.masks) == 1)}))"
 
 
 def _head(x: Tensor, h: int) -> Tensor:

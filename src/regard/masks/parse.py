@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 from collections.abc import Callable
 
 from regard.errors import ArgumentError, RegardError
@@ -11,7 +12,8 @@ from regard.masks.base import Mask
 from regard.masks.blocks import BigBird
 from regard.masks.given import Heads
 from regard.masks.local import Causal, Chunk, Dilated, Full, Window
-from regard.masks.rows import Document, Padding, Prefix
+from regard.masks.padding import Padding
+from regard.masks.rows import Document, Prefix
 from regard.masks.sparse import Global, Sinks, Strided
 
 KNOWN: dict[str, Callable[..., Mask]] = {
@@ -29,7 +31,7 @@ DEEPEST = 50
 def parse(text: str) -> Mask:
     """A mask from an expression of known masks, numbers, tuples, `&`, `|`, `~` and parentheses; nothing is executed.
 
-    `~` binds most tightly, then `&`, then `|`, as in Python.
+    `~` binds most tightly, then `&`, then `|`, as in Python; small and capital letters are the same.
 
     Raises:
         ArgumentError: the text is not such an expression; the message shows the place and lists the known names.
@@ -42,13 +44,13 @@ def parse(text: str) -> Mask:
     """
     if not text.strip():
         raise _error("an empty expression", text, None)
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
+    text = text.strip()
+    try:  # `global` is a word of Python's own: a capital keeps its place
+        tree = ast.parse(re.sub(r"\bglobal\b", "Global", text), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-        at = getattr(problem, "offset", None)
         reason = getattr(problem, "msg", None) or "the expression is too deep"
-        raise _error(f"not a mask expression: {reason}", text.strip(), at and at - 1) from None
-    return _Reader(text.strip()).mask(tree.body, 0)
+        raise _error(f"not a mask expression: {reason}", text, _column(problem, text)) from None
+    return _Reader(text).mask(tree.body, 0)
 
 
 class _Reader:
@@ -83,8 +85,9 @@ class _Reader:
         depth: int,
     ) -> Mask:
         """A call of a known mask."""
-        if name.id not in KNOWN:
-            close = difflib.get_close_matches(name.id, KNOWN, n=2, cutoff=0.5)
+        word = name.id.lower()
+        if word not in KNOWN:
+            close = difflib.get_close_matches(word, KNOWN, n=2, cutoff=0.5)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
             raise self.error(f'unknown mask "{name.id}"{hint}', name)
         if None in keywords:
@@ -92,14 +95,14 @@ class _Reader:
         given = [self.value(x, depth + 1) for x in arguments]
         named = {str(key): self.value(x, depth + 1) for key, x in keywords.items()}
         try:
-            return KNOWN[name.id](*given, **named)
+            return KNOWN[word](*given, **named)
         except TypeError as problem:
             if isinstance(problem, RegardError):
                 raise self.error(str(problem), node) from None
             reason = (
                 str(problem).split(".__init__() ")[-1].replace("positional argument", "argument")
             )
-            raise self.error(f"{name.id}: {reason}", node) from None
+            raise self.error(f"{word}: {reason}", node) from None
         except RegardError as problem:
             raise self.error(str(problem), node) from None
 
@@ -128,6 +131,12 @@ class _Reader:
         # ast counts columns in bytes of UTF-8
         column = len(self.text.encode()[: node.col_offset].decode(errors="ignore"))
         return _error(what, self.text, column if node.lineno == 1 else None)
+
+
+def _column(problem: Exception, text: str) -> int | None:
+    """Where Python stumbled, if it says so; an expression that stops too early is wrong at its end."""
+    at, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
+    return None if at is None or line != 1 or "\n" in text else len(text) if at < 1 else at - 1
 
 
 def _error(what: str, text: str, column: int | None) -> ArgumentError:

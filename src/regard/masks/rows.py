@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentError
 from regard.masks.base import Mask
-from regard.masks.intervals import FAR, Intervals
-from regard.masks.values import check_rows, locate, row, table, whole, wholes
-
-Rows = TypeVar("Rows", bound=tuple[Any, ...])
+from regard.masks.intervals import Intervals
+from regard.masks.values import Lengths, check_rows, locate, row, some, table, whole, wholes
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,23 +31,24 @@ class Prefix(Mask):
     [[[2, 2, 3, 4]]]
     """
 
-    length: int | tuple[int, ...]
+    length: int | Lengths
 
     def __post_init__(self) -> None:
         if isinstance(self.length, int):
             whole("Prefix length", self.length, 0)
         else:
             object.__setattr__(
-                self, "length", _some(wholes("Prefix length", self.length, 0), "Prefix")
+                self, "length", some(wholes("Prefix length", self.length, 0), "Prefix")
             )
 
     @property
     def _lengths(self) -> tuple[int, ...]:
-        return (self.length,) if isinstance(self.length, int) else self.length
+        length: Any = self.length
+        return (length,) if isinstance(length, int) else length
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """K < length."""
-        return k < (self.length if isinstance(self.length, int) else row(self.length, k))
+        return k < (self.length if isinstance(self.length, int) else row(self._lengths, k))
 
     def _intervals(self, q: Tensor) -> Intervals:
         stops = row(self._lengths, q)
@@ -75,7 +75,7 @@ class Document(Mask):
     [[[1, 2, 3, 1, 2]]]
     """
 
-    bounds: tuple[int, ...] | tuple[tuple[int, ...], ...]
+    bounds: Lengths | Sequence[Lengths]
 
     def __post_init__(self) -> None:
         bounds: Any = self.bounds
@@ -87,16 +87,16 @@ class Document(Mask):
         object.__setattr__(self, "bounds", rows if many else rows[0])
 
     @classmethod
-    def from_lengths(cls, lengths: list[int] | tuple[int, ...] | Tensor) -> Document:
+    def from_lengths(cls, lengths: Lengths | Sequence[Lengths]) -> Document:
         """Documents of these lengths, the first at position 0; or one list of lengths per batch row.
 
         >>> Document.from_lengths([3, 2])
         Document(bounds=(0, 3, 5))
         """
-        lengths = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        many = len(lengths) > 0 and not isinstance(lengths[0], int)
+        found: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        many = len(found) > 0 and not isinstance(found[0], int)
         rows = []
-        for x in lengths if many else (lengths,):
+        for x in found if many else (found,):
             ends = [0]
             for n in wholes("Document lengths", x, 0):
                 ends.append(ends[-1] + n)
@@ -132,110 +132,6 @@ class Document(Mask):
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Bounds for all rows, or for each batch row."""
         check_rows("Document", len(self._rows), B)
-
-
-@dataclass(frozen=True, eq=False)
-class Padding(Mask):
-    """Only real keys are seen: per batch row, the runs of positions (start, stop) that hold tokens.
-
-    runs: one tuple of (start, stop) per batch row, rising and disjoint. Keys outside the runs are padding, also later
-    ones; give padded slots position -1 instead where a sequence goes on growing.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: runs that fall or overlap; at a call, another number of batch rows.
-
-    >>> from regard.span import Span
-    >>> Padding.left([2, 3], total=3).block(Span(0, 1), Span(0, 3)).int().tolist()
-    [[[[0, 1, 1]]], [[[1, 1, 1]]]]
-    """
-
-    runs: tuple[tuple[tuple[int, int], ...], ...]
-
-    def __post_init__(self) -> None:
-        rows = tuple(tuple(tuple(run) for run in runs) for runs in self.runs)
-        for i, runs in enumerate(_some(rows, "Padding")):
-            ends = wholes(f"Padding runs[{i}]", [end for run in runs for end in run], 0)
-            if any(len(run) != 2 for run in runs) or list(ends) != sorted(ends):
-                raise ArgumentError(
-                    f"Padding runs[{i}] is {runs}; it must be rising, disjoint (start, stop) pairs"
-                )
-        object.__setattr__(self, "runs", rows)
-
-    @classmethod
-    def right(cls, lengths: list[int] | tuple[int, ...] | Tensor) -> Padding:
-        """Rows of these lengths, padded on the right: positions 0 to length - 1 are real.
-
-        >>> Padding.right([2, 3])
-        Padding(runs=(((0, 2),), ((0, 3),)))
-        """
-        return cls(tuple(((0, n),) for n in wholes("Padding lengths", lengths, 0)))
-
-    @classmethod
-    def left(cls, lengths: list[int] | tuple[int, ...] | Tensor, total: int) -> Padding:
-        """Rows of these lengths, padded on the left to `total`: positions total - length to total - 1 are real.
-
-        >>> Padding.left([2, 3], total=3)
-        Padding(runs=(((1, 3),), ((0, 3),)))
-        """
-        whole("Padding total", total, 0)
-        lengths = wholes("Padding lengths", lengths, 0)
-        if lengths and max(lengths) > total:
-            raise ArgumentError(
-                f"Padding lengths has {max(lengths)}; none may exceed total {total}: give the padded length"
-            )
-        return cls(tuple(((total - n, total),) for n in lengths))
-
-    @classmethod
-    def from_keep(cls, keep: Tensor) -> Padding:
-        """From a bool tensor [B, S], True = a real key, at positions 0 to S - 1; holes are allowed.
-
-        >>> Padding.from_keep(torch.tensor([[True, False, True]]))
-        Padding(runs=(((0, 1), (2, 3)),))
-        """
-        if keep.dtype != torch.bool:
-            raise ArgumentTypeError(
-                f"keep is {str(keep.dtype).removeprefix('torch.')}; it must be bool, True = a real key: use keep.bool()"
-            )
-        if keep.ndim != 2:
-            raise ArgumentError(f"keep is {tuple(keep.shape)}; it must be [batch, keys]")
-        steps = torch.nn.functional.pad(keep.to(torch.int8), (1, 1)).diff(dim=1)
-        return cls(
-            tuple(
-                tuple(
-                    zip(
-                        (x == 1).nonzero()[:, 0].tolist(),
-                        (x == -1).nonzero()[:, 0].tolist(),
-                        strict=True,
-                    )
-                )
-                for x in steps
-            )
-        )
-
-    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """K lies in a run: an odd number of the runs' ends are behind it."""
-        return locate(self._ends(k), k) % 2 == 1
-
-    def _ends(self, like: Tensor) -> Tensor:
-        return table(tuple(sum(runs, ()) for runs in self.runs), FAR, like)
-
-    def _intervals(self, q: Tensor) -> Intervals:
-        ends = self._ends(q)
-        if ends.shape[1] == 0:
-            return Intervals(torch.zeros_like(q), torch.zeros_like(q))
-        shape = (max(len(ends), q.shape[0]), 1, q.shape[2], -1)
-        starts, stops = (ends[:, None, None, i::2].expand(shape) for i in (0, 1))
-        return Intervals(starts, stops)
-
-    def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Runs for each batch row."""
-        check_rows("Padding", len(self.runs), B)
-
-
-def _some(rows: Rows, name: str) -> Rows:
-    if not rows:
-        raise ArgumentError(f"{name} of no batch rows; give at least one")
-    return rows
 
 
 def _rising(bounds: object) -> tuple[int, ...]:

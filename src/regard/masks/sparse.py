@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,7 @@ class Global(Mask):
     1234
     """
 
-    positions: tuple[int, ...]
+    positions: Sequence[int]
 
     def __post_init__(self) -> None:
         found = wholes("Global positions", self.positions, 0)

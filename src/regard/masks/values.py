@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
+
+Rows = TypeVar("Rows", bound=tuple[Any, ...])
+Lengths: TypeAlias = Sequence[int] | Tensor
 
 
 def whole(name: str, x: object, least: int, advice: str = "") -> int:
@@ -26,6 +30,13 @@ def wholes(name: str, xs: object, least: int) -> tuple[int, ...]:
     if isinstance(xs, (str, bytes)) or not isinstance(xs, Iterable):
         raise ArgumentTypeError(f"{name} is {_say(xs)}; it must be a sequence of ints")
     return tuple(whole(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
+
+
+def some(rows: Rows, name: str) -> Rows:
+    """Rows, at least one."""
+    if not rows:
+        raise ArgumentError(f"{name} of no batch rows; give at least one")
+    return rows
 
 
 def row(values: tuple[int, ...], like: Tensor) -> Tensor:

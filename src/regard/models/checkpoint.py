@@ -26,7 +26,9 @@ def read_config(folder: Path) -> Any:
     try:
         raw = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        raise FileError(f"{path} is missing; a model folder holds config.json and model.safetensors") from None
+        raise FileError(
+            f"{path} is missing; a model folder holds config.json and model.safetensors"
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise FileError(f"{path} cannot be read as JSON: {e}") from e
     if not isinstance(raw, dict):
@@ -47,7 +49,9 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> Any:
             close = difflib.get_close_matches(key, known, 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise FileError(f"{path}: unknown key {key!r}{hint}")
-    missing = [f.name for f in known.values() if f.default is f.default_factory and f.name not in raw]
+    missing = [
+        f.name for f in known.values() if f.default is f.default_factory and f.name not in raw
+    ]
     if missing:
         raise FileError(f"{path} lacks {', '.join(missing)}")
     for name, f in known.items():
@@ -62,7 +66,9 @@ _TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool}
 def family_of(name: object, path: Path) -> Any:
     """The module of a family."""
     if name not in FAMILIES:
-        raise FileError(f"{path}: model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise FileError(
+            f"{path}: model_type {name!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
     return importlib.import_module(f"regard.models.families.{name}")
 
 
@@ -73,7 +79,9 @@ def read_weights(decoder: nn.Module, family: Any, path: Path) -> None:
     except FileNotFoundError:
         raise FileError(f"{path} is missing") from None
     except (OSError, SafetensorError) as e:
-        raise FileError(f"{path} is not a whole safetensors file ({e}); is it a partial download?") from e
+        raise FileError(
+            f"{path} is not a whole safetensors file ({e}); is it a partial download?"
+        ) from e
     wanted = names(decoder, family)
     missing, unexpected = sorted(wanted.keys() - stored), sorted(stored.keys() - wanted)
     if missing or unexpected:
@@ -91,7 +99,7 @@ def read_weights(decoder: nn.Module, family: Any, path: Path) -> None:
 def names(decoder: nn.Module, family: Any) -> dict[str, Tensor]:
     """Checkpoint name -> parameter, a shared parameter under its first name."""
     table = {ours: theirs for theirs, ours in family.NAMES.items()}
-    found = {}
+    found: dict[str, Tensor] = {}
     for ours, parameter in decoder.named_parameters():
         parts = ours.split(".")
         layer = next((p for p in parts if p.isdigit()), "")
@@ -100,7 +108,9 @@ def names(decoder: nn.Module, family: Any) -> dict[str, Tensor]:
     return found
 
 
-def write(decoder: nn.Module, config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def write(
+    decoder: nn.Module, config: Any, folder: Path, dtype: torch.dtype = torch.float32
+) -> None:
     """Write config.json and model.safetensors into a folder that exists."""
     family = importlib.import_module(type(config).__module__)
     kind = family.__name__.rpartition(".")[2]

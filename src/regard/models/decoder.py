@@ -48,22 +48,25 @@ class Decoder(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
         """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids continue them."""
-        caches = self._check(ids, caches)
+        self._check(ids, caches)
         if positions is None:
-            held = len(caches[0]) if caches and caches[0] is not None else 0
-            positions = Span(held, ids.shape[1])
+            positions = Span(len(caches[0]) if caches else 0, ids.shape[1])
         x = self.embedding(ids)
-        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+        for i, layer in enumerate(self.layers):
+            cache = caches[i] if caches is not None else None
             with place(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         return self.head(self.norm(x))
 
-    def _check(self, ids: Tensor, caches: Sequence[Cache] | None) -> Sequence[Cache | None]:
+    def _check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
         if ids.ndim != 2:
-            raise ArgumentError(f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]")
+            raise ArgumentError(
+                f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
+            )
         if caches is not None and len(caches) != len(self.layers):
-            raise ArgumentError(f"{len(caches)} caches for {len(self.layers)} layers; give one per layer")
-        return [None] * len(self.layers) if caches is None else caches
+            raise ArgumentError(
+                f"{len(caches)} caches for {len(self.layers)} layers; give one per layer"
+            )
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:

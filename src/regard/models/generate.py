@@ -39,7 +39,9 @@ class Generation:
         if max_tokens < 0:
             raise ArgumentError(f"max_tokens is {max_tokens}; it must be 0 or more")
         if top_k is not None and not 1 <= top_k <= model.config.vocab_size:
-            raise ArgumentError(f"top_k is {top_k}; it must be 1 to {model.config.vocab_size}, or None")
+            raise ArgumentError(
+                f"top_k is {top_k}; it must be 1 to {model.config.vocab_size}, or None"
+            )
         self.ids: list[int] = []
         self.text = ""
         self.seconds = 0.0

@@ -33,7 +33,9 @@ def load(source: str | Path = "tiny") -> Model:
     family = importlib.import_module(type(config).__module__)
     decoder = family.build(config)
     read_weights(decoder, family, folder / "model.safetensors")
-    return Model(decoder.eval().requires_grad_(False), Tokenizer.load(folder / "tokenizer.json"), config)
+    return Model(
+        decoder.eval().requires_grad_(False), Tokenizer.load(folder / "tokenizer.json"), config
+    )
 
 
 def _folder(source: str | Path) -> Path:

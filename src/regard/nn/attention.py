@@ -81,8 +81,12 @@ class Attention(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] at its positions (default: 0..T-1) to itself and to what the cache holds."""
-        positions = Span(0, x.shape[1]) if positions is None else positions
+        """Attend from x [B,T,M] at its positions to itself and to what the cache holds.
+
+        Positions default to 0..T-1, or on from the number of slots that the cache holds.
+        """
+        if positions is None:
+            positions = Span(0 if cache is None else len(cache), x.shape[1])
         q = tap("q", self.project.query(x, positions))
         memory, seen = self.project.remember(x, positions), positions
         if cache is not None:

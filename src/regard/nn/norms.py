@@ -31,7 +31,9 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, *, eps: float = 1e-6) -> None:
         super().__init__()
         if dim < 1 or not eps >= 0:
-            raise ArgumentError(f"RMSNorm({dim}, eps={eps}): dim must be at least 1 and eps at least 0")
+            raise ArgumentError(
+                f"RMSNorm({dim}, eps={eps}): dim must be at least 1 and eps at least 0"
+            )
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 

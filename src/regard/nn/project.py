@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -23,8 +23,9 @@ class Projection(Protocol):
     def remember(self, x: Tensor, positions: Positions) -> tuple[Tensor, ...]:
         """x [B,S,M] -> what a cache stores per position, each [B,n,S,d]."""
 
-    def recall(self, *memory: Tensor) -> tuple[Tensor, Tensor]:
-        """The stored memory -> k [B,G,S,D], v [B,G,S,E]."""
+    @property
+    def recall(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """A function of the stored memory, part by part -> k [B,G,S,D], v [B,G,S,E]."""
 
 
 class Heads(nn.Module):
@@ -122,7 +123,3 @@ class Separate(nn.Module):
         """Keys and values, as remembered."""
         return k, v
 
-
-def parameters_of(modules: Iterable[nn.Module]) -> int:
-    """How many parameters modules have, shared ones once."""
-    return sum(p.numel() for p in {id(p): p for m in modules for p in m.parameters()}.values())

@@ -12,15 +12,20 @@ from torch import Tensor
 from regard.errors import ArgumentError
 
 
+SHORTEST = 8
+"""The shortest period of a row that repeats."""
+
+
 class Batches:
     """Endless random rows of `context + 1` tokens: inputs are `row[:-1]`, targets `row[1:]`.
 
-    `repeat` mixes in rows that say something twice: that share of the rows is a segment tiled to
-    the row's length, `row[i] == row[i - period]`, with the period drawn from [length/4, length/2]
-    so that no fixed distance solves the task. `repeat_random` of those rows hold uniformly random
-    tokens in place of a segment of the stream. Such rows can only be predicted by finding the last
-    occurrence of the present token and copying what followed: an induction head (Olsson et al.
-    2022, arXiv:2209.11895), which forms at small scale when the data pays for it.
+    `repeat` mixes in rows that say something again and again: that share of the rows is a segment
+    tiled to the row's length, `row[i] == row[i - period]`, with the period drawn from
+    [8, length/2] so that no fixed distance solves the task. `repeat_random` of those rows hold
+    single tokens drawn anywhere in the stream, as often as they occur there, in place of a segment.
+    Such rows can only be predicted by finding the last occurrence of the present token and copying
+    what followed: an induction head (Olsson et al. 2022, arXiv:2209.11895), which forms at small
+    scale when the data pays for it.
 
     The global random state is neither read nor changed.
 
@@ -57,7 +62,6 @@ class Batches:
         self.tokens = tokens.long().contiguous()
         self.batch, self.context, self.seed = batch, context, seed
         self.repeat, self.repeat_random = repeat, repeat_random
-        self._kinds = self.tokens.unique() if repeat else self.tokens[:0]
         self._generator = torch.Generator().manual_seed(seed)
         self._steps = torch.arange(context + 1)
 
@@ -70,13 +74,15 @@ class Batches:
         starts = self._integers(0, len(self.tokens) - length + 1)
         if not self.repeat:
             return self.tokens[starts[:, None] + self._steps]
-        period = self._integers(max(1, length // 4), max(2, length // 2 + 1))
+        longest = max(1, length // 2)
+        period = self._integers(min(SHORTEST, longest), longest + 1)
         chance = torch.rand(2, self.batch, generator=self._generator)
         twice, random = chance[0] < self.repeat, chance[1] < self.repeat_random
         within = self._steps % torch.where(twice, period, length)[:, None]
         rows = self.tokens[starts[:, None] + within]
-        kinds = torch.randint(len(self._kinds), (self.batch, length), generator=self._generator)
-        return torch.where((twice & random)[:, None], self._kinds[kinds].gather(1, within), rows)
+        anywhere = torch.randint(len(self.tokens), rows.shape, generator=self._generator)
+        singles = self.tokens[anywhere].gather(1, within)
+        return torch.where((twice & random)[:, None], singles, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the drawing stands, and what it is drawn from: plain values, for a JSON file."""

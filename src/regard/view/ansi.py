@@ -20,7 +20,6 @@ from regard.view.lines import (
     style,
     wrapped,
 )
-from regard.view.sections import piece_of
 
 
 def show(data: Data, console: Console) -> None:
@@ -104,7 +103,7 @@ def _title(data: Data) -> Lines:
     yield Text.assemble(
         "layer ", (f"{data['layer']}", "bold"), ", head ", (f"{data['head']}", "bold"),
         f" (reads key/value head {data['group']}), query token ", (f"{i} ", "bold"),
-        (piece_of(data, i), style("q", bold=True)), f" at position {data['positions'][i]}",
+        (glyphs.cell(data["pieces"][i], 12).rstrip(), style("q", bold=True)), f", position {data['positions'][i]}",
     )  # fmt: skip
     if data["chosen_by"]:
         yield from wrapped(f"chosen: {data['chosen_by']}")

@@ -89,7 +89,7 @@ def large_pattern(data: Data) -> Lines:
     n, cells = data["pool"], data["patterns"][data["head"]]
     yield Text.assemble(
         f"{INDENT}rows are queries, columns are keys 0 .. {len(data['ids']) - 1}",
-        f"; each cell is the largest weight of {n} x {n}" if n > 1 else "",
+        f"; cells: largest weight of {n} x {n}" if n > 1 else "",
     )
     ruler = "".join(f"{column * n:<10}" for column in range(0, len(cells), 5))
     yield Text(f"{' ' * 14}{ruler[: 2 * len(cells)].rstrip()}", "dim")

@@ -26,8 +26,12 @@ def torch_dense(
     most = max(q.shape[-1], v.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     padded = (F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
-    mask = torch.where(seen, torch.zeros((), dtype=q.dtype) if bias is None else bias.to(q.dtype), -math.inf)
-    return F.scaled_dot_product_attention(*padded, attn_mask=mask, scale=scale, enable_gqa=True)[..., : v.shape[-1]]
+    mask = torch.where(
+        seen, torch.zeros((), dtype=q.dtype) if bias is None else bias.to(q.dtype), -math.inf
+    )
+    return F.scaled_dot_product_attention(*padded, attn_mask=mask, scale=scale, enable_gqa=True)[
+        ..., : v.shape[-1]
+    ]
 
 
 def assert_near(x: Tensor, exact: Tensor, others: list[Tensor], factor: float = 2) -> None:

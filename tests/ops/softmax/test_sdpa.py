@@ -88,7 +88,7 @@ CASES = {
     "full, long enough not to fold": Case(None, 40, 24, pieces=whole(40, 24, False, False)),
     "full, one query": Case(None, 1, 33, G=1, pieces=whole(1, 33, False, False)),
     "full, no groups": Case(None, 5, 24, G=4, pieces=whole(5, 24, False, False)),
-    "full, B 1, H 1": Case(None, 3, 16, B=1, H=1, G=1, pieces=whole(3, 16, False, False)),
+    "full, B 1, H 1": Case(None, 30, 16, B=1, H=1, G=1, pieces=whole(30, 16, False, False)),
     "full at positions": Case(None, 3, 16, at(90, 3), pieces=whole(3, 16, False, False)),
     "causal square": Case(CAUSAL, 37, 37, pieces=whole(37, 37, True, False)),
     "causal, a short end": Case(CAUSAL, 5, 24, pieces=whole(5, 24, False, True)),
@@ -102,15 +102,18 @@ CASES = {
     "causal, one query, few keys": Case(
         CAUSAL, 1, 24, at(14, 1), pieces=[((0, 1), [((0, 15), False, True)])]
     ),
-    "causal, top left": Case(CAUSAL, 18, 40, at(0, 18), pieces=[((0, 18), [((0, 18), True, False)])]),
+    "causal, top left": Case(
+        CAUSAL, 18, 40, at(0, 18), pieces=[((0, 18), [((0, 18), True, False)])]
+    ),
     "causal, top left, few keys": Case(
         CAUSAL, 6, 40, at(0, 6), pieces=[((0, 6), [((0, 6), False, True)])]
     ),
-    "causal, blind rows first": Case(
-        CAUSAL, 40, 20, pieces=[((20, 40), [((0, 20), True, False)])]
-    ),
+    "causal, blind rows first": Case(CAUSAL, 40, 20, pieces=[((20, 40), [((0, 20), True, False)])]),
     "causal, rows beyond": Case(
-        CAUSAL, 40, 20, at(-3, 40),
+        CAUSAL,
+        40,
+        20,
+        at(-3, 40),
         pieces=[((3, 23), [((0, 20), True, False)]), ((23, 40), [((0, 20), False, False)])],
     ),
     "causal, all beyond": Case(CAUSAL, 5, 20, at(40, 5), pieces=whole(5, 20, False, False)),
@@ -165,13 +168,18 @@ def described(call: Call) -> list[Any]:
     return [
         (
             (work.rows.start, work.rows.stop),
-            [((p.columns.start, p.columns.stop), p.causal, p.mask is not None) for p in work.pieces],
+            [
+                ((p.columns.start, p.columns.stop), p.causal, p.mask is not None)
+                for p in work.pieces
+            ],
         )
         for work in lower(call)
     ]
 
 
-def with_gradients(run: Callable[..., tuple[Tensor, Tensor | None]], inputs: list[Tensor]) -> list[Any]:
+def with_gradients(
+    run: Callable[..., tuple[Tensor, Tensor | None]], inputs: list[Tensor]
+) -> list[Any]:
     """out, lse, and the gradients of a random linear functional of both; of lse only where it is finite."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out, lse = run(*inputs)
@@ -213,12 +221,17 @@ def check(
         for mine, best, usual in results:
             assert_near(mine, best, [usual])
         return
-    got, exact, same = (with_gradients(f, x) for f, x in ((kernel, inputs), (plain, wide), (plain, narrow)))
+    got, exact, same = (
+        with_gradients(f, x) for f, x in ((kernel, inputs), (plain, wide), (plain, narrow))
+    )
     dense, right = (with_gradients(torchs, x[:3])[2:] for x in (narrow, wide))
     for mine, best, usual in zip(got[:2], exact[:2], same[:2], strict=True):
         if mine is not None:
             assert_near(mine, best, [usual])
-    relative = max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in zip(same[2:], exact[2:], strict=True))
+    relative = max(
+        float((x - y).abs().max() / y.abs().max().clamp(min=1e-30))
+        for x, y in zip(same[2:], exact[2:], strict=True)
+    )
     for i, (mine, best, usual) in enumerate(zip(got[2:], exact[2:], same[2:], strict=True)):
         # a sink's gradient is one number a head, which plain math may hit by luck: allow it what the others are off by
         other = best + (dense[i] - right[i]) if i < 3 else best * (1 + relative)
@@ -243,7 +256,9 @@ def test_rounding_of_out_and_lse(name: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 8.0])
-@pytest.mark.parametrize("name", ["full", "causal, past and triangle", "window", "documents", "dense"])
+@pytest.mark.parametrize(
+    "name", ["full", "causal, past and triangle", "window", "documents", "dense"]
+)
 def test_rounding_of_gradients(name: str, scale: float) -> None:
     check(CASES[name], torch.float32, scale=scale)
 
@@ -263,7 +278,9 @@ def test_the_one_call_without_lse(name: str) -> None:
     options = {"mask": case.mask, **case.options}
 
     def run(backend: str, *x: Tensor) -> list[Any]:
-        return with_gradients(lambda *x: (regard.attend(*x, **options, backend=backend), None), list(x))
+        return with_gradients(
+            lambda *x: (regard.attend(*x, **options, backend=backend), None), list(x)
+        )
 
     got, exact = run("sdpa", q, k, v), run("reference", q, k, v)
     same = run("reference", q.float(), k.float(), v.float())
@@ -330,8 +347,8 @@ def test_gradcheck(name: str) -> None:
     def with_sink(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
         return regard.attend(q, k, v, mask=case.mask, **case.options, sink=sink, backend="sdpa")
 
-    assert torch.autograd.gradcheck(partial, inputs)
-    assert torch.autograd.gradcheck(with_sink, [*inputs, sink])
+    assert torch.autograd.gradcheck(partial, inputs, fast_mode=True)
+    assert torch.autograd.gradcheck(with_sink, [*inputs, sink], fast_mode=True)
 
 
 def test_rows_that_see_nothing() -> None:
@@ -346,7 +363,9 @@ def test_rows_that_see_nothing() -> None:
     assert q.grad[:, :, :20].eq(0).all()
     assert q.grad[:, :, 20:-1].ne(0).any(-1).all()
     q.grad = None
-    regard.attend(q, k, v, mask=case.mask, sink=torch.full((4,), -math.inf), backend="sdpa").sum().backward()
+    out = regard.attend(q, k, v, mask=case.mask, sink=torch.full((4,), -math.inf), backend="sdpa")
+    assert torch.equal(out, part.out), "a sink of -inf is no sink"
+    out.sum().backward()
     assert q.grad is not None
     assert q.grad[:, :, :20].eq(0).all()
     assert q.grad.isfinite().all()
@@ -551,7 +570,9 @@ def test_runs_by_brute_force(state: list[int], long: int) -> None:
             assert kinds[i] is None, "pieces are disjoint"
             kinds[i] = full
     for i, one in enumerate(state):
-        assert (kinds[i] is None) == (one == EMPTY), "what is visible is visited, what is empty is not"
+        assert (kinds[i] is None) == (one == EMPTY), (
+            "what is visible is visited, what is empty is not"
+        )
         left, right = i, i
         while left > 0 and state[left - 1] == FULL:
             left -= 1

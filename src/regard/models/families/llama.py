@@ -74,9 +74,11 @@ NAMES = {
 
 
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights: normal of standard deviation 0.02, and norms of 1.
+    """The decoder of a config, with fresh weights.
 
-    The two projections that write to the residual path start smaller, by 1/sqrt(2 layers).
+    Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at a spread of about
+    1 and heads tell keys apart from the first step; those that write to the residual path are smaller by
+    1/sqrt(2 layers), and embeddings and head have 0.02.
     """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -85,11 +87,15 @@ def build(config: Config) -> Decoder:
     rotary = Rotary(config.head_dim, base=config.rope_theta)
     layers = [_block(config, rotary) for _ in range(config.num_hidden_layers)]
     decoder = Decoder(embedding, layers, _norm(config), head)
-    small = 0.02 / (2 * config.num_hidden_layers) ** 0.5
-    for name, parameter in decoder.named_parameters():
-        if parameter.ndim == 2:
-            writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-            nn.init.normal_(parameter, std=small if writes else 0.02)
+    for module in decoder.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+    for block in layers:
+        writes = (block.attention.output, block.feed_forward.get_submodule("down"))
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                share = (2 * len(layers)) ** -0.5 if module in writes else 1.0
+                nn.init.normal_(module.weight, std=share * module.in_features**-0.5)
     return decoder
 
 

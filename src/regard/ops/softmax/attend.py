@@ -27,7 +27,7 @@ def attend(
     bias: Bias | Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
-    sink: Float[Tensor, "H"] | None = None,
+    sink: Float[Tensor, " H"] | None = None,
     dropout: float = 0.0,
     q_positions: Positions | None = None,
     k_positions: Positions | None = None,
@@ -80,10 +80,15 @@ def attend_partial(
     Source: Dao 2022 (arXiv 2205.14135), section 3.1.
     """
     for name in ("dropout", "sink"):
-        if options.get(name) not in (None, 0.0):
+        given = options.get(name)
+        if given is not None and not (name == "dropout" and given == 0):
             raise ArgumentTypeError(
                 f"attend_partial takes no {name}; "
-                + ("give it to regard.merge, which counts it once" if name == "sink" else "use attend")
+                + (
+                    "give it to regard.merge, which counts it once"
+                    if name == "sink"
+                    else "use attend"
+                )
             )
     result = run(make_call(q, k, v, wants_lse=True, **options), backend)
     assert result.lse is not None, "a kernel that was asked for the lse returned none"

@@ -32,7 +32,11 @@ def choose(call: Call, backend: str = "auto") -> Kernel:
         ArgumentError: there is no kernel of that name.
         KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every reason.
     """
-    asked = [kernel for kernel in KERNELS if backend == kernel.name or (backend == "auto" and _offers(kernel, call))]
+    asked = [
+        kernel
+        for kernel in KERNELS
+        if backend == kernel.name or (backend == "auto" and _offers(kernel, call))
+    ]
     if not asked:
         raise ArgumentError(_unknown(backend))
     refusals: dict[str, list[str]] = {}

@@ -45,7 +45,11 @@ class Flex:
         reasons = [
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
             *(["no dropout"] if call.dropout else []),
-            *(["not inside a graph that is being compiled"] if torch.compiler.is_compiling() else []),
+            *(
+                ["not inside a graph that is being compiled"]
+                if torch.compiler.is_compiling()
+                else []
+            ),
         ]
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
@@ -93,7 +97,9 @@ def _why_not_cpu(call: Call) -> list[str]:
     return [
         *(["no gradients on CPU"] if call.has_gradient else []),
         *(
-            [f"would hold {size / 2**30:.1f} GiB of scores on CPU; limit {MAX_BYTES / 2**30:.0f} GiB"]
+            [
+                f"would hold {size / 2**30:.1f} GiB of scores on CPU; limit {MAX_BYTES / 2**30:.0f} GiB"
+            ]
             if size > MAX_BYTES
             else []
         ),
@@ -183,7 +189,9 @@ def _bias_mod(term: Bias, call: Call) -> ScoreMod:
     q, k = (as_tensor(p, call.q.device) for p in (call.q_positions, call.k_positions))
     several_q, several_k = q.shape[0] > 1, k.shape[0] > 1
     if isinstance(term, biases.ALiBi):
-        slopes = term.block(Span(1, 1), Span(0, 1), dtype=call.score_dtype, device=q.device).flatten()
+        slopes = term.block(
+            Span(1, 1), Span(0, 1), dtype=call.score_dtype, device=q.device
+        ).flatten()
 
         def linear(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             distance = q[b * several_q, i] - k[b * several_k, j]

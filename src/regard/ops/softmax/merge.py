@@ -39,7 +39,9 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     """
     partials = [Partial(*p) for p in partials]
     if not partials:
-        raise ArgumentError("merge got no partials; give at least one: regard.attend_partial makes them")
+        raise ArgumentError(
+            "merge got no partials; give at least one: regard.attend_partial makes them"
+        )
     for i, (out, lse) in enumerate(partials):
         if out.shape != partials[0].out.shape or lse.shape != out.shape[:3]:
             raise ArgumentError(
@@ -63,7 +65,8 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """The output when exp(sink) joins the denominator: out * sigmoid(lse - sink); a row that sees nothing stays 0."""
-    keep = torch.sigmoid(lse - sink.to(lse.dtype)[:, None])
+    sees = lse.masked_fill(lse.isneginf(), 0)  # its out is 0 anyway, and -inf - -inf would be NaN
+    keep = torch.sigmoid(sees - sink.to(lse.dtype)[:, None])
     return (out * keep.unsqueeze(-1)).to(out.dtype)
 
 

@@ -44,11 +44,16 @@ class Plan:
         return {choice.kernel: choice for choice in self.choices}[kernel]
 
     def __str__(self) -> str:
-        lines = [self.title, f"{'':2}{'kernel':<11}{'extra memory':>13}{'FLOPs':>9}{'skipped':>9}  why not"]
+        lines = [
+            self.title,
+            f"{'':2}{'kernel':<11}{'extra memory':>13}{'FLOPs':>9}{'skipped':>9}  why not",
+        ]
         for choice in self.choices:
             mark = "> " if choice.kernel == self.kernel else "  "
             if choice.work is None:
-                lines.append(f"{mark}{choice.kernel:<11}{'-':>13}{'-':>9}{'-':>9}  {'; '.join(choice.reasons)}")
+                lines.append(
+                    f"{mark}{choice.kernel:<11}{'-':>13}{'-':>9}{'-':>9}  {'; '.join(choice.reasons)}"
+                )
                 continue
             share = choice.skipped / self.flops if self.flops else 0.0
             memory, flops = quantity(choice.work.bytes, "B", 1024), quantity(choice.flops, "", 1000)

@@ -32,10 +32,9 @@ class Reference:
         size = call.B * call.H * call.T * call.S * call.score_dtype.itemsize
         if size > MAX_BYTES and (call.needs or call.has_gradient):
             shape = (call.B, call.H, call.T, call.S)
-            return [
-                f"would allocate {size / 2**30:.1f} GiB for scores {shape}; limit {MAX_BYTES / 2**30:.0f} GiB: "
-                "use regard.attention_weights for a block of rows, or a shorter input"
-            ]
+            held = f"would allocate {size / 2**30:.1f} GiB for scores {shape}"
+            limit = f"limit {MAX_BYTES / 2**30:.0f} GiB"
+            return [f"{held}; {limit}: regard.attention_weights gives any block of them"]
         return []
 
     def run(self, call: Call) -> Result:
@@ -70,7 +69,9 @@ def attend_rows(call: Call, rows: slice) -> Result:
 def normalise(s: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
     """Scores [B,H,t,s] to weights: exp(s - lse), with the sink's exp in the denominator as well."""
     total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    empty = total.isneginf()[..., None]  # select, never clean up: a NaN that is visible must stay one
+    empty = total.isneginf()[
+        ..., None
+    ]  # select, never clean up: a NaN that is visible must stay one
     return torch.exp(s.masked_fill(empty, -math.inf) - total[..., None].masked_fill(empty, 0))
 
 

@@ -47,6 +47,8 @@ def dot(call: Call, rows: slice = ALL, columns: slice = ALL) -> Tensor:
 def mix(pattern: Tensor, visible: Tensor, v: Tensor, finite: bool) -> Tensor:
     """The weighted sum of the values [B,H,t,E]; a value that a query may not see does not reach it, NaN included."""
     v = v.to(pattern.dtype)
+    # a masked weight is 0 already; its gradient is selected too, since that of a huge masked value may be infinite
+    pattern = pattern.masked_fill(~visible, 0)
     if finite:
         return _grouped(pattern, v)
     out = _grouped(pattern, _finite_only(v))

@@ -105,6 +105,7 @@ class Pieces(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, work: list[Rows]
     ) -> tuple[Tensor, Tensor]:
+        """q [B,H,T,D], k and v [B,G,S,D] -> out [B,H,T,D], lse [B,H,T]."""
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         kind = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = torch.full(q.shape[:3], -math.inf, dtype=kind, device=q.device)
@@ -120,6 +121,7 @@ class Pieces(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        """Gradients of q, k and v, summed in the precision of the lse."""
         q, k, v, out, lse = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))

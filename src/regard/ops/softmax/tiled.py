@@ -4,9 +4,10 @@ The keys of a block of queries are read in pieces; with m the largest score so f
 
     m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')    o' = o e^(m - m') + sum_j e^(s_j - m') v_j
 
-and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again, from the saved lse:
+and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again; m and l are saved, not the lse,
+which cannot hold the small digits of l beside a large m:
 
-    p = e^(s - lse)    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(dout out) + dlse)    dq = ds k    dk = ds^T q
+    p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(dout out) + dlse)    dq = ds k    dk = ds^T q
 
 Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv 2205.14135), algorithms 1 and
 4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse: differentiate lse = ln sum_j e^(s_j).
@@ -69,7 +70,8 @@ class Tiled:
                 learned = () if call.bias is None else call.bias.tensors()
                 out, lse = TiledFunction.apply(call, seed, call.q, call.k, call.v, *learned)
             else:
-                out, lse = forward(call, seed, call.q, call.k, call.v, row_blocks(call))
+                out, top, total = forward(call, seed, call.q, call.k, call.v, row_blocks(call))
+                lse = top + total.log()
         return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
 
     def work(self, call: Call) -> Work:
@@ -151,35 +153,36 @@ class TiledFunction(torch.autograd.Function):
         ctx: Any, call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
         work = list(row_blocks(call))
-        out, lse = forward(call, seed, q, k, v, work)
-        ctx.save_for_backward(q, k, v, out, lse, *learned)
+        out, top, total = forward(call, seed, q, k, v, work)
+        ctx.save_for_backward(q, k, v, out, top, total, *learned)
         # what autograd keeps for us is not kept a second time
         shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
         ctx.call, ctx.seed, ctx.work = replace(call, sink=None, **shapes), seed, work
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, top + total.log()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *learned = ctx.saved_tensors
+        q, k, v, out, top, total, *learned = ctx.saved_tensors
         call = ctx.call
         if call.bias is not None:
             call = replace(call, bias=call.bias.with_tensors(learned))
-        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[5:], lse.dtype)
+        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[5:], top.dtype)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.autocast(q.device.type, enabled=False):
-            grads = backward(call, ctx.seed, ctx.work, (q, k, v, out, lse), d_out, d_lse, d_bias)
+            saved = (q, k, v, out, top, total)
+            grads = backward(call, ctx.seed, ctx.work, saved, d_out, d_lse, d_bias)
         return None, None, *grads, *d_bias.total()
 
 
 def forward(
     call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, work: Iterable[Rows]
-) -> tuple[Tensor, Tensor]:
-    """out [B,H,T,E] in the dtype of q, and lse [B,H,T]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B,H,T,E] in the dtype of q; of each row the largest score m and l = sum e^(s - m), [B,H,T]."""
     kind = call.score_dtype
     out = torch.zeros(call.B, call.H, call.T, call.E, dtype=q.dtype, device=q.device)
-    lse = torch.full((call.B, call.H, call.T), -math.inf, dtype=kind, device=q.device)
+    tops, totals = (torch.zeros(call.B, call.H, call.T, dtype=kind, device=q.device) for _ in "ml")
     for rows, pieces in work:
         if not pieces:
             continue
@@ -195,9 +198,9 @@ def forward(
                 p.mul_(kept(call, seed, p, rows, piece))
             mixed.mul_(shrink).baddbmm_(p, fold_keys(v, piece, kind))
             top = higher
-        lse[:, :, rows] = (top + total.log()).view(call.B, call.H, -1)
+        tops[:, :, rows], totals[:, :, rows] = (x.view(call.B, call.H, -1) for x in (top, total))
         out[:, :, rows] = mixed.div_(total.masked_fill_(total == 0, 1)).view(out[:, :, rows].shape)
-    return out, lse
+    return out, tops, totals
 
 
 def backward(
@@ -210,21 +213,24 @@ def backward(
     d_bias: BiasGradient,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; that of the bias is added to d_bias."""
-    (q, k, v, out, lse), kind = saved, call.score_dtype
+    (q, k, v, out, top, total), kind = saved, call.score_dtype
     d_q = torch.zeros(q.shape, dtype=kind, device=q.device)
     d_k, d_v = (torch.zeros(x.flatten(0, 1).shape, dtype=kind, device=q.device) for x in (k, v))
     for rows, pieces in work:
         query = fold(call, q[:, :, rows]) * call.scale
-        d_row, row_lse = fold(call, d_out[:, :, rows]), fold(call, lse[:, :, rows, None])
+        d_row, row_top, row_total = (
+            fold(call, x[:, :, rows]) for x in (d_out, top[..., None], total[..., None])
+        )
         shift = (d_row * fold(call, out[:, :, rows])).sum(-1, keepdim=True)
-        blind = row_lse.isneginf()
+        blind = row_total == 0
         if d_lse is not None:  # of a blind row it may be anything: nothing depends on it
             shift -= fold(call, d_lse[:, :, rows, None]).masked_fill(blind, 0)
-        row_lse = row_lse.masked_fill(blind, math.inf)
+        # the weights below lack 1/l: what they are multiplied with has it
+        d_row, shift = (x / row_total.masked_fill(blind, 1) for x in (d_row, shift))
         d_query = torch.zeros_like(query)
         for piece in pieces:
             s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
-            p = s.sub_(row_lse).exp_()
+            p = s.sub_(row_top).exp_()
             d_p = torch.bmm(d_row, fold_keys(v, piece, kind).mT)
             if call.dropout:
                 keep = kept(call, seed, p, rows, piece)

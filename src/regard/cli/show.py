@@ -1,0 +1,247 @@
+"""`regard show`: any mask, drawn, with its counts."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from regard.errors import ArgumentError, RegardError
+from regard.span import Span
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from regard.masks import Mask
+
+EPILOG = 'For example: regard show "causal & window(4) | sinks(1)" --queries 12'
+LONGEST = 1 << 16
+MOST_PAIRS = 1 << 27
+"""Pairs that may be evaluated where a mask has no intervals to count by."""
+DRAWN = 4  # batch rows and heads, at most
+
+Expression = Annotated[
+    str,
+    typer.Argument(
+        help="A mask: full causal window(W) chunk(n) prefix(n) document((0, 3, 7)) sinks(n) global((0, 1)) dilated(n, step) "
+        "strided(n) bigbird(block, blocks) ..., joined by & | ~ and parentheses."
+    ),
+]
+Queries = Annotated[int, typer.Option(help="How many queries.", min=1, max=LONGEST)]
+Keys = Annotated[
+    int | None,
+    typer.Option(
+        help="How many keys, at positions from 0.",
+        min=1,
+        max=LONGEST,
+        show_default="up to the last query",
+    ),
+]
+Start = Annotated[
+    int | None,
+    typer.Option(
+        help="The position of the first query.",
+        show_default="so that the last query is the last key",
+    ),
+]
+Tiles = Annotated[
+    str | None,
+    typer.Option(
+        help="Draw the tiles of this size too: 16, or 16x32 for queries x keys.",
+        show_default="counted, not drawn",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
+Color = Annotated[
+    bool | None, typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal")
+]
+
+
+def show(
+    expression: Expression,
+    queries: Queries = 16,
+    keys: Keys = None,
+    start: Start = None,
+    tiles: Tiles = None,
+    json: Json = False,
+    color: Color = None,
+) -> None:
+    """Draw any mask: which key each query may see, with the pairs, the key intervals and the tiles that a kernel skips.
+
+    Queries are the last positions unless --start says otherwise, so --queries 1 --keys 16 is a decoding step.
+    """
+    from regard import masks
+
+    try:
+        mask = masks.parse(expression)
+        q, k = _positions(queries, keys, start)
+        size = _tile_size(tiles, queries, k.length)
+        _check_cost(mask, q, k)
+        found = figures(mask, q, k, size)
+    except RegardError as error:
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    if json:
+        typer.echo(json_format.dumps(found))
+        return
+    console = _console(color)
+    ascii_only = not (console.encoding or "").lower().startswith("utf")
+    for line in _lines(mask, q, k, found, draw_tiles=tiles is not None, ascii_only=ascii_only):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, Any]:
+    """The numbers of a mask: pairs, keys per query, intervals and tiles; lists per batch row and head."""
+    import torch
+
+    from regard.masks import EMPTY, FULL, PARTIAL
+
+    visible, tiles = mask.visible(q, k), mask.tiles(q, k, size)
+    B, H, T = visible.shape
+    intervals = mask.intervals(q.tensor())
+    spans, most = None, None
+    if intervals is not None:
+        starts, stops = (x.clamp(k.start, k.stop).expand(B, H, -1, -1) for x in intervals)
+        most = int((starts < stops).sum(-1).max())
+        spans = torch.stack([starts, stops], -1).tolist()
+        spans = [
+            [[[x for x in line if x[0] < x[1]] for line in head] for head in row] for row in spans
+        ]
+    pairs = int(visible.sum())
+    return {
+        "mask": str(mask),
+        "queries": [q.start, q.stop],
+        "keys": [k.start, k.stop],
+        "batch_rows": B,
+        "heads": H,
+        "pairs": pairs,
+        "share": pairs / (B * H * T * k.length),
+        "keys_per_query": {
+            "min": int(visible.min()),
+            "max": int(visible.max()),
+            "mean": pairs / (B * H * T),
+            "counts": visible.tolist(),
+        },
+        "most_intervals": most,
+        "intervals": spans,
+        "tiles": {
+            "size": list(size),
+            **{
+                name: int((tiles == state).sum())
+                for name, state in (("empty", EMPTY), ("partial", PARTIAL), ("full", FULL))
+            },
+        },
+    }
+
+
+def _lines(
+    mask: Mask, q: Span, k: Span, found: dict[str, Any], *, draw_tiles: bool, ascii_only: bool
+) -> Iterator[Text]:
+    """The page."""
+    import numpy as np
+    from rich.text import Text
+
+    from regard.view import grid
+
+    yield Text(found["mask"], "bold")
+    yield Text()
+    cell = grid.pool(q.length, k.length)
+    B, H = found["batch_rows"], found["heads"]
+    states = mask.tiles(q, k, cell).expand(B, H, -1, -1).numpy()
+    counts = np.array(found["keys_per_query"]["counts"])
+    size = tuple(found["tiles"]["size"])
+    tiles = mask.tiles(q, k, size).expand(B, H, -1, -1).numpy() if draw_tiles else None
+    places = [(b, h) for b in range(B) for h in range(H)]
+    for b, h in places[:DRAWN]:
+        if len(places) > 1:
+            yield Text(
+                f"  batch row {b}, head {h}"
+                if B > 1 and H > 1
+                else f"  head {h}"
+                if H > 1
+                else f"  batch row {b}"
+            )
+        yield from grid.draw(
+            grid.Grid(states[b, h], counts[b, h], q.start, k.start, cell), ascii_only=ascii_only
+        )
+        yield Text()
+        if tiles is not None:
+            yield from grid.draw_tiles(tiles[b, h], size, ascii_only=ascii_only)
+            yield Text()
+    if len(places) > DRAWN:
+        yield Text(f"  ... and {len(places) - DRAWN} more batch rows and heads, counted below")
+        yield Text()
+    for name, text in _summary(found):
+        yield Text.assemble((f"  {name:<10}", "dim"), text)
+
+
+def _summary(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The counts, in words."""
+    q, k, seen, tiles = (found[name] for name in ("queries", "keys", "keys_per_query", "tiles"))
+    T, S = q[1] - q[0], k[1] - k[0]
+    every = found["batch_rows"] * found["heads"] * T * S
+    yield "positions", f"queries {q[0]} to {q[1] - 1}, keys {k[0]} to {k[1] - 1}"
+    yield "pairs", f"{found['pairs']:,} of {every:,} ({found['share']:.1%})"
+    yield "keys", f"{seen['min']} to {seen['max']} a query, {seen['mean']:.4g} on average"
+    n = found["most_intervals"]
+    yield (
+        "intervals",
+        "none: the rule has gaps or is unknown; kernels look at tiles"
+        if n is None
+        else f"at most {n} a query: kernels know them without looking",
+    )
+    total = sum(tiles[name] for name in ("empty", "partial", "full"))
+    yield (
+        "tiles",
+        (
+            f"{tiles['empty']:,} empty, {tiles['partial']:,} partial, {tiles['full']:,} full of {tiles['size'][0]} x "
+            f"{tiles['size'][1]}: {tiles['empty'] / total:.1%} skipped"
+        ),
+    )
+
+
+def _positions(queries: int, keys: int | None, start: int | None) -> tuple[Span, Span]:
+    if start is None:
+        keys = queries if keys is None else keys
+        return Span(keys - queries, queries), Span(0, keys)
+    return Span(start, queries), Span(0, max(start + queries, 1) if keys is None else keys)
+
+
+def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
+    """The size that was asked for, or about four tiles a side, at most 128."""
+    if text is None:
+        side = min(128, 1 << max(0, (max(T, S) // 4).bit_length() - 1))
+        return side, side
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(
+        part.isdecimal() and part.isascii() and int(part) > 0 for part in parts
+    ):
+        raise ArgumentError(
+            f'--tiles is "{text}"; it must be a size such as 16, or 16x32 for queries x keys'
+        )
+    return int(parts[0]), int(parts[-1])
+
+
+def _check_cost(mask: Mask, q: Span, k: Span) -> None:
+    if q.length * k.length > MOST_PAIRS and mask.intervals(q[:1].tensor()) is None:
+        raise ArgumentError(
+            f"{q.length:,} queries x {k.length:,} keys; a mask without intervals is evaluated pair by pair, at most "
+            f"{MOST_PAIRS:,}: give fewer --queries or --keys"
+        )
+
+
+def _console(color: bool | None) -> Console:
+    """A console of 80 columns; colours as asked, else on a terminal that wants them."""
+    from rich.console import Console
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    if color is None:
+        return Console(width=80)
+    system: Literal["truecolor"] | None = "truecolor" if color else None
+    return Console(width=80, force_terminal=color, no_color=not color, color_system=system)

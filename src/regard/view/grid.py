@@ -1,0 +1,188 @@
+"""A mask as lines of a terminal: which key each query may see. Rows are queries, columns are keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int, Int8
+from rich.style import Style
+from rich.text import Text
+
+from regard.view.palette import TERMINAL
+
+WIDTH = 80
+WIDE = 32
+"""Columns that get two characters each; more get one, up to `NARROW`, and more than that are pooled to `WIDE`."""
+NARROW = 56
+TALL = 64
+"""Rows that are drawn one by one; more are pooled to `WIDE`."""
+
+UNICODE = {
+    "empty": "·",
+    "partial": "▒",
+    "full": "█",
+    "own": "▓",
+    "edge": "│",
+    "to": "–",
+    "more": "…",
+}
+ASCII = {
+    "empty": ".",
+    "partial": "+",
+    "full": "#",
+    "own": "@",
+    "edge": "|",
+    "to": "-",
+    "more": "..",
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is drawn: states [rows, columns], 0 = no key is visible, 1 = some, 2 = every one.
+
+    q_start, k_start: positions of the first query and key. cell: queries and keys that one state stands for.
+    counts: how many keys each query sees, [T].
+    """
+
+    states: Int8[np.ndarray, "rows columns"]
+    counts: Int[np.ndarray, " T"]
+    q_start: int = 0
+    k_start: int = 0
+    cell: tuple[int, int] = (1, 1)
+
+    @property
+    def pooled(self) -> bool:
+        """A cell stands for more than one pair."""
+        return self.cell != (1, 1)
+
+
+def pool(T: int, S: int) -> tuple[int, int]:
+    """How many queries and keys a cell must stand for, so that the drawing fits 80 columns: powers of two.
+
+    >>> pool(16, 16), pool(100, 40), pool(4096, 4096)
+    ((1, 1), (4, 1), (128, 128))
+    """
+
+    def factor(n: int, most: int) -> int:
+        return 1 if n <= most else 1 << (-(-n // WIDE) - 1).bit_length()
+
+    return factor(T, TALL), factor(S, NARROW)
+
+
+def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
+    """The lines of a grid: what the glyphs mean, a ruler of keys, and a row per query with its count and its keys.
+
+    >>> grid = Grid(np.tril(np.full((3, 3), 2, np.int8)), np.array([1, 2, 3]))
+    >>> for line in draw(grid, ascii_only=True): print(line.plain)
+      rows are queries, columns are keys: ## visible, @@ its own, . not
+             0
+          0 |@@ . .|    1  0
+          1 |##@@ .|    2  0-1
+          2 |####@@|    3  0-2
+    """
+    glyphs = ASCII if ascii_only else UNICODE
+    wide = 2 if grid.states.shape[1] <= WIDE else 1
+    yield Text(f"  {_legend(grid, glyphs, wide)}", "dim")
+    yield Text(f"         {_ruler(grid, wide)}".rstrip(), style("k"))
+    for i in range(grid.states.shape[0]):
+        label = f"  {grid.q_start + i * grid.cell[0]:>5} "
+        line = Text.assemble((label, style("q")), (glyphs["edge"], "dim"))
+        line.append_text(_cells(grid, i, wide, glyphs))
+        line.append(glyphs["edge"], "dim")
+        _append_count(line, grid, i, glyphs)
+        yield line
+
+
+def draw_tiles(
+    states: Int8[np.ndarray, "nQ nK"], size: tuple[int, int], *, ascii_only: bool = False
+) -> Iterator[Text]:
+    """The lines of a map of tiles, at most 32 a side.
+
+    >>> for line in draw_tiles(np.array([[1, 0], [2, 1]], np.int8), (4, 4), ascii_only=True): print(line.plain)
+      tiles of 4 queries x 4 keys: ## full, ++ partial, . empty
+            |++ .|
+            |##++|
+    """
+    glyphs = ASCII if ascii_only else UNICODE
+    shown = states[:WIDE, :WIDE]
+    cut = f"; the first {WIDE} a side" if shown.shape != states.shape else ""
+    full, partial = glyphs["full"] * 2, glyphs["partial"] * 2
+    yield Text(
+        f"  tiles of {size[0]} queries x {size[1]} keys: {full} full, {partial} partial, {glyphs['empty']} empty{cut}",
+        "dim",
+    )
+    for row in shown:
+        line = Text.assemble(" " * 8, (glyphs["edge"], "dim"))
+        for state in row:
+            line.append(*_glyph(int(state), 2, glyphs))
+        line.append(glyphs["edge"], "dim")
+        yield line
+
+
+def runs(row: Sequence[bool] | Bool[np.ndarray, " n"], start: int = 0, to: str = "-") -> list[str]:
+    """The runs of true entries as text, counted from `start`.
+
+    >>> runs([True, False, True, True, True])
+    ['0', '2-4']
+    """
+    steps = np.diff(np.concatenate([[0], np.asarray(row, np.int8), [0]]))
+    ends = zip((steps == 1).nonzero()[0], (steps == -1).nonzero()[0] - 1, strict=True)
+    return [f"{start + a}" if a == b else f"{start + a}{to}{start + b}" for a, b in ends]
+
+
+def style(role: str) -> Style:
+    """The style of a role: "q", "k" or "s"."""
+    return Style(color=TERMINAL[role])
+
+
+def _legend(grid: Grid, glyphs: dict[str, str], wide: int) -> str:
+    full, own, partial = (glyphs[name] * wide for name in ("full", "own", "partial"))
+    if not grid.pooled:
+        return f"rows are queries, columns are keys: {full} visible, {own} its own, {glyphs['empty']} not"
+    return (
+        f"each cell {grid.cell[0]} queries x {grid.cell[1]} keys: {full} all, {partial} some, {glyphs['empty']} none; "
+        "right: most seen"
+    )
+
+
+def _ruler(grid: Grid, wide: int) -> str:
+    """Positions of keys above their columns, every 8 characters."""
+    labels = [
+        str(grid.k_start + j * grid.cell[1]) for j in range(0, grid.states.shape[1], 8 // wide)
+    ]
+    return "".join(label.ljust(8) if len(label) < 8 else label[:7] + " " for label in labels)
+
+
+def _cells(grid: Grid, i: int, wide: int, glyphs: dict[str, str]) -> Text:
+    line = Text()
+    own = grid.q_start + i - grid.k_start
+    for j, state in enumerate(grid.states[i]):
+        if state == 2 and j == own and not grid.pooled:
+            line.append(glyphs["own"] * wide, style("q"))
+        else:
+            line.append(*_glyph(int(state), wide, glyphs))
+    return line
+
+
+def _glyph(state: int, wide: int, glyphs: dict[str, str]) -> tuple[str, Style | str]:
+    if state == 0:
+        return glyphs["empty"].rjust(wide), "dim"
+    return glyphs["full" if state == 2 else "partial"] * wide, style("s")
+
+
+def _append_count(line: Text, grid: Grid, i: int, glyphs: dict[str, str]) -> None:
+    """How many keys the query sees, and which, as far as there is room; of pooled queries the most that one sees."""
+    seen = grid.counts[i * grid.cell[0] : (i + 1) * grid.cell[0]]
+    line.append(f"{seen.max():>6}" if grid.pooled else f"{seen.max():>5}", "bold")
+    if grid.pooled:
+        return
+    room = WIDTH - len(line.plain) - 2
+    found = runs(grid.states[i] == 2, grid.k_start, glyphs["to"])
+    text = ", ".join(found)
+    while len(text) > room and found:
+        found.pop()
+        text = ", ".join([*found, glyphs["more"]])
+    line.append(f"  {text}" if text and len(text) <= room else "", "dim")

@@ -1,0 +1,180 @@
+"""`regard show`: the drawing, the numbers, wrong usage."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from regard.cli.app import run
+from regard.cli.show import show
+
+
+def call(*arguments: str, **environment: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(show)
+    return CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None, **environment}).invoke(
+        app, list(arguments)
+    )
+
+
+def figures(*arguments: str) -> dict[str, Any]:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_page() -> None:
+    result = call("causal & window(2) | sinks(1)", "--queries", "4")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == [
+        "causal & window(2) | sinks(1)",
+        "",
+        "  rows are queries, columns are keys: ██ visible, ▓▓ its own, · not",
+        "         0",
+        "      0 │▓▓ · · ·│    1  0",
+        "      1 │██▓▓ · ·│    2  0–1",
+        "      2 │████▓▓ ·│    3  0–2",
+        "      3 │██ ·██▓▓│    3  0, 2–3",
+        "",
+        "  positions queries 0 to 3, keys 0 to 3",
+        "  pairs     9 of 16 (56.2%)",
+        "  keys      1 to 3 a query, 2.25 on average",
+        "  intervals at most 2 a query: kernels know them without looking",
+        "  tiles     7 empty, 0 partial, 9 full of 1 x 1: 43.8% skipped",
+    ]
+
+
+def test_numbers() -> None:
+    found = figures("causal & window(8)", "--queries", "64", "--tiles", "16x32")
+    assert found["mask"] == "causal & window(8)"
+    assert (found["queries"], found["keys"]) == ([0, 64], [0, 64])
+    assert (found["batch_rows"], found["heads"], found["pairs"]) == (1, 1, 484)
+    assert found["share"] == 484 / 4096
+    seen = found["keys_per_query"]
+    assert (seen["min"], seen["max"], seen["mean"]) == (1, 8, 484 / 64)
+    assert seen["counts"] == [[[min(q + 1, 8) for q in range(64)]]]
+    assert found["most_intervals"] == 1
+    assert found["intervals"] == [[[[[max(0, q - 7), q + 1]] for q in range(64)]]]
+    assert found["tiles"] == {"size": [16, 32], "empty": 3, "partial": 5, "full": 0}
+
+
+def test_a_decoding_step_sees_what_the_last_row_of_the_prefill_saw() -> None:
+    prefill = figures("causal & window(4) | sinks(2)", "--queries", "16")
+    step = figures("causal & window(4) | sinks(2)", "--queries", "1", "--keys", "16")
+    assert step["queries"] == [15, 16]
+    assert step["intervals"][0][0] == prefill["intervals"][0][0][-1:] == [[[0, 2], [12, 16]]]
+
+
+def test_start() -> None:
+    assert (
+        figures("causal", "--queries", "4", "--keys", "10", "--start", "0")["pairs"]
+        == 1 + 2 + 3 + 4
+    )
+    assert figures("causal", "--queries", "4", "--start", "6")["keys"] == [0, 10]
+    assert figures("causal", "--queries", "2", "--start", "-5")["pairs"] == 0
+    assert call("causal", "--queries", "2", "--start", "-5").exit_code == 0
+
+
+def test_heads_and_batch_rows_are_drawn_apart() -> None:
+    result = call(
+        "heads((causal, causal & window(2))) & padding((((0, 3),), ((1, 4),)))", "--queries", "4"
+    )
+    assert result.exit_code == 0
+    for title in (
+        "batch row 0, head 0",
+        "batch row 0, head 1",
+        "batch row 1, head 0",
+        "batch row 1, head 1",
+    ):
+        assert f"  {title}\n" in result.stdout
+    assert call("heads((causal, full))", "--queries", "2").stdout.count("  head ") == 2
+    assert call("prefix((1, 2, 3))", "--queries", "2").stdout.count("  batch row ") == 3
+    many = call("prefix((1, 2, 3, 4, 5, 6))", "--queries", "2").stdout
+    assert "  ... and 2 more batch rows and heads, counted below\n" in many
+    assert figures("prefix((1, 2))", "--queries", "3")["keys_per_query"]["counts"] == [
+        [[1] * 3],
+        [[2] * 3],
+    ]
+
+
+def test_tiles_are_drawn_where_asked() -> None:
+    assert "tiles of 4" not in call("causal").stdout
+    drawn = call("causal", "--queries", "8", "--tiles", "4").stdout
+    assert (
+        "  tiles of 4 queries x 4 keys: ██ full, ▒▒ partial, · empty\n        │▒▒ ·│\n        │██▒▒│\n"
+        in drawn
+    )
+    assert "  tiles     1 empty, 2 partial, 1 full of 4 x 4: 25.0% skipped\n" in drawn
+
+
+def test_a_mask_without_intervals_says_so() -> None:
+    assert (
+        "  intervals none: the rule has gaps or is unknown; kernels look at tiles\n"
+        in call("strided(4)").stdout
+    )
+    found = figures("strided(4)")
+    assert found["intervals"] is None
+    assert found["most_intervals"] is None
+
+
+def test_colours_only_where_wanted() -> None:
+    plain, colour = call("causal"), call("causal", "--color")
+    assert "\x1b[" not in plain.stdout
+    assert "\x1b[38;2;" in colour.stdout
+    assert (
+        re.sub("\x1b\\[[0-9;]*m", "", colour.stdout)
+        == plain.stdout
+        == call("causal", "--no-color").stdout
+    )
+    assert "\x1b[" not in call("causal", "--no-color", FORCE_COLOR="1").stdout
+
+
+def test_every_line_fits_80_columns() -> None:
+    for arguments in (
+        ("causal",),
+        ("causal", "--queries", "5000"),
+        ("strided(3)", "--queries", "7", "--keys", "55"),
+    ):
+        for line in call(*arguments, "--no-color").stdout.splitlines():
+            assert len(line) <= 80, line
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["causal & windw(4)"], 'error: unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ column 10\n  known masks: '),
+        (["window(0)"], "error: Window size is 0; it must be 1 or more"),
+        (["causal", "--tiles", "4y4"], 'error: --tiles is "4y4"; it must be a size such as 16, or 16x32 for queries x keys'),
+        (["causal", "--tiles", "0"], 'error: --tiles is "0"; it must be a size'),
+        (["causal", "--tiles", "1x2x3"], 'error: --tiles is "1x2x3"; it must be a size'),
+        (["strided(8)", "--queries", "65536"], "error: 65,536 queries x 65,536 keys; a mask without intervals is evaluated pair by pair, at most 134,217,728: give fewer --queries or --keys"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_exit_2(arguments: list[str], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_wrong_counts_are_exit_2() -> None:
+    for arguments in (
+        ["--queries", "0"],
+        ["--keys", "0"],
+        ["--queries", "65537"],
+        ["--queries", "x"],
+    ):
+        assert call("causal", *arguments).exit_code == 2
+
+
+def test_as_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", "causal", "--queries", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pairs"] == 3
+    assert run(["show", "cause"]) == 2
+    assert 'unknown mask "cause"; did you mean causal?' in capsys.readouterr().err

@@ -1,0 +1,37 @@
+"""A small model of the shape of `tiny`, with random weights, for tests of what looks inside a model."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from regard.models import Model
+from regard.models.families.llama import Config, build
+from regard.models.tokenizer import Tokenizer
+
+TEXT = "a fluffy blue creature roamed the verdant forest"
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train([TEXT, "the blue forest", "a creature of the forest"] * 9, 300)
+
+
+def model(*, seed: int = 0, sharp: float = 30.0, **changes: int) -> Model:
+    """A decoder of 3 layers, H 4, G 2, D 8, M 32; `sharp` makes its patterns uneven, as a trained model's are."""
+    sizes = {
+        "vocab_size": tokenizer().vocab_size, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    config = Config(**{**sizes, **changes})
+    decoder = build(config).eval().requires_grad_(requires_grad=False)
+    for name, parameter in decoder.named_parameters():  # the same whatever `build` starts from
+        if name.endswith("norm.weight"):
+            parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+        else:
+            large = name.endswith(("q.linear.weight", "k.linear.weight", "v.linear.weight"))
+            parameter.copy_(0.02 * (sharp if large else 1.0) * torch.randn_like(parameter))
+    return Model(decoder, tokenizer(), config)

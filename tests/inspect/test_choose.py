@@ -1,0 +1,113 @@
+"""Which query, layer and head are looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard import Trace
+from regard.errors import ArgumentError
+from regard.inspect import check_index, find_query, strongest_head, strongest_keys
+from regard.inspect.choose import RULE
+from tests.inspect.stand_in import TEXT, model
+
+
+def text_upto(query: int, text: str = TEXT) -> str:
+    m = model()
+    return m.tokenizer.decode(m.encode(text)[0, : query + 1].tolist())
+
+
+@pytest.mark.parametrize("word", ["a", "fluffy", "creature", "the", "forest"])
+def test_a_word_is_its_last_token(word: str) -> None:
+    i = find_query(model(), TEXT, word)
+    assert text_upto(i).endswith(word)
+    assert not text_upto(i - 1).endswith(word) or i == 0
+
+
+def test_the_last_occurrence_counts_and_whole_words_win() -> None:
+    text = "the forest, then the sea"
+    assert text_upto(find_query(model(), text, "the"), text) == "the forest, then the"
+    assert text_upto(find_query(model(), text, "fores"), text).startswith("the fores")
+
+
+def test_words_of_several_bytes_a_letter_are_found() -> None:
+    text = "né 你好 🎉 fin"
+    for word in ("né", "你好", "🎉", "fin"):
+        i = find_query(model(), text, word)
+        assert text_upto(i, text).endswith(word)
+        assert word not in text_upto(i - 1, text)
+
+
+def test_an_index_counts_from_either_end() -> None:
+    T = model().encode(TEXT).shape[1]
+    assert find_query(model(), TEXT, 0) == 0
+    assert find_query(model(), TEXT, -1) == T - 1
+    assert find_query(model(), TEXT, -T) == 0
+
+
+def test_a_missing_word_is_refused_with_the_words_there_are() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        find_query(model(), "one two one three", "four")
+    assert str(caught.value) == (
+        "query is 'four', which does not occur in the text; "
+        "give a token index, or one of its words: one, two, three"
+    )
+    with pytest.raises(ArgumentError, match="query is '', which does not occur"):
+        find_query(model(), "one", "")
+
+
+def test_one_of_one_is_said_in_the_singular() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"^head is 1; there are 1 head: it must be 0 to 0, or -1 to -1"
+    ):
+        check_index("head", 1, 1, "head", "heads")
+
+
+def captured() -> torch.Tensor:
+    """Patterns [layers, H, T, T]."""
+    m = model()
+    with torch.inference_mode(), Trace("pattern") as trace:
+        m.forward(m.encode(TEXT), backend="reference")
+    return torch.stack([trace[f"layers.{n}.pattern"][0] for n in range(3)])
+
+
+def test_the_strongest_head_is_the_one_with_the_largest_weight() -> None:
+    m, patterns, misled = model(), captured(), 0
+    for query in range(2, patterns.shape[-1]):
+        rows = patterns[:, :, query].reshape(12, -1).tolist()
+        others = [[p if j not in (0, query) else -1.0 for j, p in enumerate(row)] for row in rows]
+        tops = [max(row) for row in others]
+        weights, keys = strongest_keys(m, m.encode(TEXT), query)
+        assert weights.flatten().tolist() == tops
+        assert keys.flatten().tolist() == [row.index(max(row)) for row in others]
+        choice = strongest_head(m, m.encode(TEXT), query)
+        assert (choice.layer * 4 + choice.head, choice.rule) == (tops.index(max(tops)), RULE)
+        everywhere = [max(row) for row in rows]
+        misled += everywhere.index(max(everywhere)) != tops.index(max(tops))
+    assert misled > 0, "negative control: with the first token and itself the choice is another"
+
+
+def test_a_layer_or_head_that_is_given_is_kept() -> None:
+    m = model()
+    looks = strongest_keys(m, m.encode(TEXT), -1)[0]
+    assert strongest_head(m, m.encode(TEXT), -1, layer=1).head == looks[1].argmax()
+    assert strongest_head(m, m.encode(TEXT), -1, layer=-1).layer == 2
+    assert strongest_head(m, m.encode(TEXT), -1, head=2).layer == looks[:, 2].argmax()
+
+
+def test_a_single_token_has_no_other_to_look_at() -> None:
+    m = model()
+    choice = strongest_head(m, m.encode("a"), 0)
+    assert (choice.layer, choice.head) == (0, 0)
+    assert choice.rule == "the first one: there is no other token to look at"
+    assert strongest_head(m, m.encode("a"), 0, layer=2, head=1).head == 1
+
+
+def test_what_does_not_exist_is_refused() -> None:
+    m = model()
+    with pytest.raises(ArgumentError, match="layer is 9; there are 3 layers"):
+        strongest_head(m, m.encode(TEXT), 0, layer=9)
+    with pytest.raises(ArgumentError, match="head is 9; there are 4 heads"):
+        strongest_head(m, m.encode(TEXT), 0, head=9)
+    with pytest.raises(ArgumentError, match="query is 99; there are"):
+        strongest_keys(m, m.encode(TEXT), 99)

@@ -1,0 +1,300 @@
+"""The attention module against its formula written out, and what a module owes: state, copies, eval mode."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard import biases, masks
+from regard.caches import Growing
+from regard.nn import Attention, Block, Heads, RMSNorm, Separate, SwiGLU
+from regard.nn.project import Projection
+from regard.positions import Rotary
+from regard.span import Span
+from tests.ops.softmax.plain import assert_near
+from tests.rules import assert_close_rule
+
+CAUSAL = masks.Causal()
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def random(module: nn.Module, seed: int = 0) -> Any:
+    """Every parameter random, norm weights too: with weights of 1 several mistakes are invisible."""
+    make = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=make)
+    return module
+
+
+def build(M: int = 12, H: int = 4, G: int = 2, D: int = 6, E: int = 4, **options: Any) -> Attention:
+    project = Separate(Heads(M, H, D), Heads(M, G, D), Heads(M, G, E, bias=True))
+    return random(Attention(project, nn.Linear(H * E, M), **options))
+
+
+def written_out(module: Attention, x: Tensor, scale: float, cap: float | None = None) -> Tensor:
+    """Head by head, query by query, from the weights alone; causal; key/value head h // (H/G)."""
+    q, k, v = (x @ part.linear.weight.T for part in (module.project.q, module.project.k, module.project.v))  # type: ignore[union-attr]
+    v = v + module.project.v.linear.bias  # type: ignore[union-attr]
+    H, D = module.project.q.heads, module.project.q.head_dim  # type: ignore[union-attr]
+    G, E = module.project.v.heads, module.project.v.head_dim  # type: ignore[union-attr]
+    rows = []
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            joined = []
+            for h in range(H):
+                g = h // (H // G)
+                query = q[b, t, h * D : (h + 1) * D]
+                s = torch.stack([query @ k[b, j, g * D : (g + 1) * D] * scale for j in range(t + 1)])
+                s = s if cap is None else cap * torch.tanh(s / cap)
+                p = torch.exp(s - s.max()) / torch.exp(s - s.max()).sum()
+                joined.append(sum(p[j] * v[b, j, g * E : (g + 1) * E] for j in range(t + 1)))
+            rows.append(torch.cat(joined))  # type: ignore[arg-type]
+    z = torch.stack(rows).unflatten(0, x.shape[:2])
+    return z @ module.output.weight.T + module.output.bias  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("G", [1, 2, 4])
+@pytest.mark.parametrize("scale, cap", [(None, None), (0.3, None), (None, 1.5)])
+def test_is_the_formula(G: int, scale: float | None, cap: float | None) -> None:
+    x = torch.randn(2, 5, 12)
+    module = build(G=G, mask=CAUSAL, scale=scale, softcap=cap)
+    c = scale or 1 / math.sqrt(6)
+    with torch.no_grad():
+        usual = written_out(module, x, c, cap)
+        module, x = module.double(), x.double()
+        assert_near(module(x), written_out(module, x, c, cap), [usual])
+
+
+def test_wrong_groups_and_wrong_scale_are_caught() -> None:
+    """Negative controls: key/value heads tiled instead of repeated, and another scale."""
+    x = torch.randn(1, 5, 12)
+    module = build(mask=CAUSAL)
+    with torch.no_grad():
+        right, usual = module(x), written_out(module, x, 6**-0.5)
+        exact = written_out(copy.deepcopy(module).double(), x.double(), 6**-0.5)
+        other = written_out(module, x, 4**-0.5)
+        for part in (module.project.q, ):  # heads 0 1 2 3 -> 0 2 1 3: what tiling would pair
+            weight = part.linear.weight.data.unflatten(0, (4, 6))
+            part.linear.weight.data = weight[[0, 2, 1, 3]].flatten(0, 1)
+        tiled = module(x)
+    assert_close_rule(right, usual, exact)
+    for wrong in (other, tiled):
+        with pytest.raises(AssertionError, match="error"):
+            assert_close_rule(wrong, usual, exact)
+
+
+def test_steps_run_in_the_order_given() -> None:
+    """Norm then rotary, rotary then norm: with a weight that differs between dims, they are two modules."""
+    rotary, norm = Rotary(6), random(RMSNorm(6))
+    first, second = Heads(12, 4, 6, norm, rotary), Heads(12, 4, 6, rotary, norm)
+    second.load_state_dict({k.replace("steps.0", "steps.1"): v for k, v in first.state_dict().items()})
+    x, positions = torch.randn(2, 5, 12), Span(3, 5)
+    split = (x @ first.linear.weight.T).unflatten(-1, (4, 6)).transpose(1, 2)
+    assert torch.equal(first(x, positions), rotary(norm(split), positions))
+    assert torch.equal(second(x, positions), norm(rotary(split, positions)))
+    assert float((first(x, positions) - second(x, positions)).detach().abs().max()) > 0.1
+    flat = random(RMSNorm(24), seed=1)
+    whole = Heads(12, 4, 6, flat=flat)
+    whole.linear.load_state_dict(first.linear.state_dict())
+    assert torch.equal(whole(x, positions), flat(x @ first.linear.weight.T).unflatten(-1, (4, 6)).transpose(1, 2))
+
+
+def test_positions_reach_rotary_and_mask() -> None:
+    rotary = Rotary(6)
+    project = Separate(Heads(12, 4, 6, rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6))
+    module = random(Attention(project, nn.Linear(24, 12), mask=CAUSAL & masks.Window(3))).double()
+    x = torch.randn(1, 6, 12, dtype=torch.float64)
+    here, there = module(x), module(x, Span(1000, 6))
+    assert float((here - there).abs().max()) < 1e-9, "only differences of positions count"
+    spread = module(x, torch.tensor([[0, 2, 4, 6, 8, 10]]))
+    assert float((here - spread).abs().max()) > 1e-3
+    padded = module(torch.cat([torch.full((1, 2, 12), float("nan")).double(), x], 1), torch.tensor([[-1, -1, *range(6)]]))
+    assert float((padded[:, 2:] - here).abs().max()) < 1e-12
+
+
+def test_a_cache_in_any_chunks_is_one_pass() -> None:
+    rotary = Rotary(6)
+    project = Separate(Heads(12, 4, 6, rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6))
+    module = random(Attention(project, nn.Linear(24, 12), mask=CAUSAL)).double()
+    x = torch.randn(2, 40, 12, dtype=torch.float64)
+    whole = module(x)
+    for explicit in (True, False):
+        cache, parts, start = Growing(), [], 0
+        for n in (1, 17, 2, 19, 1):
+            positions = Span(start, n) if explicit else None
+            parts.append(module(x[:, start : start + n], positions, cache))
+            start += n
+        assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-13, "positions go on from the cache by default"
+        assert len(cache) == 40
+
+
+def test_sink_bias_and_dropout_are_passed_on() -> None:
+    x = torch.randn(1, 5, 12)
+    module = build(sink=nn.Parameter(torch.zeros(4)))
+    module.sink.data.fill_(1e4)
+    assert torch.equal(module(x), module.output.bias.expand(1, 5, 12)), "such a sink takes all"
+    table = torch.zeros(1, 1, 5, 5)
+    table[..., 1:] = -1e9
+    module = build(bias=biases.Dense(table))
+    first = build(mask=masks.Dense(table == 0))
+    assert float((module(x) - first(x)).abs().max()) < 1e-6
+
+
+def test_dropout_is_off_in_eval_and_repeats_in_training() -> None:
+    x = torch.randn(1, 20, 12)
+    module, plain = build(dropout=0.5, mask=CAUSAL), build(mask=CAUSAL)
+    assert torch.equal(module.eval()(x), plain(x))
+    assert torch.equal(module(x), module(x))
+    module.train()
+    torch.manual_seed(3)
+    a = module(x)
+    b = module(x)
+    torch.manual_seed(3)
+    assert torch.equal(module(x), a)
+    assert not torch.equal(a, b)
+
+
+def test_state_dict_is_parameters_only() -> None:
+    rotary = Rotary(6)
+    project = Separate(Heads(12, 4, 6, RMSNorm(6), rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6))
+    module = Attention(project, nn.Linear(24, 12), mask=CAUSAL, sink=nn.Parameter(torch.zeros(4)), bias=biases.ALiBi(4))
+    names = {name for name, _ in module.named_parameters()}
+    assert set(module.state_dict()) == names == {
+        "sink", "project.q.linear.weight", "project.q.steps.0.weight", "project.k.linear.weight",
+        "project.v.linear.weight", "output.weight", "output.bias",
+    }  # fmt: skip
+    assert list(module.buffers()) == []
+
+
+def test_copies_are_equal_and_apart() -> None:
+    x = torch.randn(1, 5, 12)
+    module = build(mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.zeros(4)))
+    out = module(x)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x), out)
+        other.output.weight.data.zero_()
+        other.sink.data.fill_(9)
+        assert torch.equal(module(x), out)
+    again = build(mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.ones(4)))
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(again(x), out)
+    assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_it_prints_what_it_is() -> None:
+    module = build(mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), softcap=2.0, dropout=0.1)
+    text = repr(module)
+    assert "mask=causal & window(3), bias=alibi(4), softcap=2.0, dropout=0.1" in text
+    assert "4 heads of 6" in text
+    assert "2 heads of 4" in text
+    assert module.extra_repr() in text
+    assert build().extra_repr() == ""
+    assert repr(RMSNorm(6, eps=1e-5)) == "RMSNorm(6, eps=1e-05)"
+
+
+def test_a_fused_kernel_is_refused_by_name() -> None:
+    with pytest.raises(regard.KernelRefusal, match="no softcap"):
+        build(softcap=2.0)(torch.randn(1, 20, 12), backend="sdpa")
+
+
+# The other parts.
+
+
+def test_rms_norm() -> None:
+    norm = random(RMSNorm(6, eps=1e-3))
+    for scale in (1e-3, 1.0, 1e3):
+        x = torch.randn(2, 3, 6) * scale
+
+        def formula(x: Tensor, w: Tensor) -> Tensor:
+            return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w
+
+        assert_close_rule(norm(x), formula(x, norm.weight), formula(x.double(), norm.weight.double()))
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.randn(2, 3, 6).to(dtype) * 200  # its squares overflow in fp16
+        low = copy.deepcopy(norm).to(dtype)
+        exact = formula(x.double(), low.weight.double())
+        assert low(x).dtype == dtype
+        assert_close_rule(low(x), exact.to(dtype), exact)
+    assert norm(torch.zeros(1, 6)).eq(0).all()
+
+
+def test_swiglu_and_block() -> None:
+    x = torch.randn(2, 5, 12)
+    feed = random(SwiGLU(12, 20, bias=True))
+    gate, up, down = (lambda x, f=f: x @ f.weight.T + f.bias for f in (feed.gate, feed.up, feed.down))
+    assert float((feed(x) - down(gate(x) * torch.sigmoid(gate(x)) * up(x))).abs().max()) < 1e-4
+    block = Block(build(mask=CAUSAL), feed, random(RMSNorm(12), 1), random(RMSNorm(12), 2))
+    half = x + block.attention(block.attention_norm(x))
+    assert torch.equal(block(x), half + feed(block.feed_forward_norm(half)))
+    cache = Growing()
+    parts = [block(x[:, a:b], Span(a, b - a), cache) for a, b in ((0, 2), (2, 5))]
+    assert float((torch.cat(parts, 1) - block(x)).detach().abs().max()) < 1e-4
+
+
+def test_separate_is_a_projection() -> None:
+    project = build().project
+    assert isinstance(project, Projection)
+    k, v = project.remember(torch.randn(1, 5, 12), Span(0, 5))
+    assert project.recall(k, v) == (k, v)
+
+
+def test_a_learned_bias_is_a_parameter_of_the_module() -> None:
+    table = nn.Parameter(torch.randn(8, 4))
+    module = build(bias=biases.T5Relative(table), mask=CAUSAL)
+    assert any(p.shape == (8, 4) for p in module.parameters())
+    x = torch.randn(1, 5, 12)
+    with torch.enable_grad():
+        module(x).sum().backward()
+    (held,) = (p for p in module.parameters() if p.shape == (8, 4))
+    assert held.grad is not None
+    assert held.grad.ne(0).any()
+    before, other = module(x), copy.deepcopy(module)
+    held.data.add_(torch.randn(8, 4))
+    assert not torch.equal(module(x), before)
+    assert torch.equal(other(x), before)
+    module.load_state_dict(other.state_dict())
+    assert torch.equal(module(x), before)
+    assert module.double()(x.double()).dtype == torch.float64
+    frozen = biases.Dense(torch.zeros(5, 5)) + biases.Dense(nn.Parameter(torch.zeros(5, 5)))
+    with pytest.raises(regard.ArgumentError, match="holds 1 parameters among 2 tensors; make all of them nn.Parameter"):
+        build(bias=frozen)
+
+
+def test_errors() -> None:
+    cases = [
+        (lambda: Heads(0, 1, 1), "Heads(dim=0, heads=1, head_dim=1): each must be at least 1"),
+        (lambda: Heads(1, 1, -1), "Heads(dim=1, heads=1, head_dim=-1): each must be at least 1"),
+        (lambda: RMSNorm(0), "RMSNorm(0, eps=1e-06): dim must be at least 1 and eps at least 0"),
+        (lambda: RMSNorm(4, eps=-1.0), "RMSNorm(4, eps=-1.0): dim must be at least 1 and eps at least 0"),
+        (lambda: RMSNorm(4, eps=float("nan")), "RMSNorm(4, eps=nan): dim must be at least 1 and eps at least 0"),
+        (
+            lambda: Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 4, 2)),
+            "q is 4 heads of 2, k is 2 heads of 2, v is 4 heads of 2: "
+            "k and v need the same number of heads, q and k the same head dim",
+        ),
+        (
+            lambda: Separate(Heads(8, 4, 2), Heads(8, 2, 3), Heads(8, 2, 2)),
+            "q is 4 heads of 2, k is 2 heads of 3, v is 2 heads of 2: "
+            "k and v need the same number of heads, q and k the same head dim",
+        ),
+        (lambda: build(softcap=0.0), "softcap is 0.0; it must be greater than 0: None turns it off"),
+        (lambda: build(dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
+        (lambda: build(scale=math.nan), "scale is nan; it must be finite"),
+    ]
+    for make, message in cases:
+        with pytest.raises(regard.ArgumentError) as error:
+            make()
+        assert str(error.value) == message

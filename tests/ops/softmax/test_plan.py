@@ -1,0 +1,175 @@
+"""plan: the table, its numbers, the reasons, and that it says what attend then does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import masks
+from regard.ops.softmax import dispatch
+from regard.ops.softmax.plan import quantity
+
+CAUSAL = masks.Causal()
+
+
+def qkv(
+    T: int = 64, S: int = 64, B: int = 1, H: int = 2, G: int = 2, D: int = 8, E: int = 8
+) -> list[Tensor]:
+    return [torch.zeros(B, H, T, D), torch.zeros(B, G, S, D), torch.zeros(B, G, S, E)]
+
+
+def test_names_every_kernel_in_the_order_asked() -> None:
+    plan = regard.plan(*qkv())
+    assert [choice.kernel for choice in plan.choices] == [
+        kernel.name for kernel in dispatch.KERNELS
+    ]
+    assert plan["sdpa"].kernel == "sdpa"
+    with pytest.raises(KeyError):
+        plan["flash"]
+
+
+def test_the_table() -> None:
+    with regard.Trace("pattern"):
+        lines = str(regard.plan(*qkv(), mask=CAUSAL)).splitlines()
+    assert lines[0] == "attend B=1 H=2 G=2 T=64 S=64 D=8 E=8 float32 on cpu, mask causal"
+    assert lines[1] == "  kernel      extra memory    FLOPs  skipped  why not"
+    table = {line[2:13].strip(): line for line in lines[2:]}
+    assert list(table) == [kernel.name for kernel in dispatch.KERNELS]
+    # 2 heads x 64 x 64 pairs: 8192 x 2 x (8 + 8) FLOPs; scores and weights of 4 bytes
+    assert table["reference"] == "> reference       64.0 KiB  262.1 K     0.0%"
+    assert (
+        table["sdpa"] == "  sdpa                  -        -        -  does not expose ['pattern']"
+    )
+    plan = str(regard.plan(*qkv(), mask=CAUSAL)).splitlines()
+    # the triangle of 64: 2080 of 4096 pairs
+    assert "> sdpa                 0 B  133.1 K    49.2%" in plan
+
+
+def test_pairs_flops_and_bytes() -> None:
+    T, D, E = 1024, 16, 4
+    q, k, v = qkv(T, T, H=4, G=2, D=D, E=E)
+    every = 4 * T * T
+
+    def sdpa(**options: Any) -> Any:
+        plan = regard.plan(q, k, v, **options)
+        assert plan.kernel == "sdpa"
+        assert plan.flops == every * 2 * (D + E)
+        choice = plan["sdpa"]
+        assert choice.work is not None
+        assert choice.flops == choice.work.pairs * 2 * (D + E)
+        assert choice.skipped == plan.flops - choice.flops
+        assert plan["reference"].work is not None
+        assert plan["reference"].work.pairs == every
+        return choice.work
+
+    assert sdpa() == (every, 0)
+    assert sdpa(mask=CAUSAL) == (4 * T * (T + 1) // 2, 0)
+    # window 100 in blocks of 256 rows and tiles of 128 keys: 2, then 3 tiles
+    window = sdpa(mask=CAUSAL & masks.Window(100))
+    assert window.pairs == 4 * 256 * 128 * (2 + 3 + 3 + 3)
+    assert window.bytes == 256 * 128 * 3 * 4
+    dense = sdpa(mask=masks.Dense(torch.ones(T, T, dtype=torch.bool).tril()))
+    # blocks of 256 rows see 2, 4, 6, 8 tiles
+    assert dense.pairs == 4 * 256 * 128 * (2 + 4 + 6 + 8)
+    assert dense.bytes <= 256 * T * 4
+
+
+def test_the_pairs_of_a_window_grow_with_T() -> None:
+    def pairs(T: int) -> int:
+        work = regard.plan(*qkv(T, T, H=1, G=1, D=2, E=2), mask=CAUSAL & masks.Window(100))[
+            "sdpa"
+        ].work
+        assert work is not None
+        return work.pairs
+
+    assert pairs(4096) - pairs(2048) == 2 * (pairs(2048) - pairs(1024))
+    assert (
+        regard.plan(*qkv(4096, 4096), mask=CAUSAL & masks.Window(100))["sdpa"].skipped
+        > 0.9 * 4096**2 * 2 * 32
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": CAUSAL}, {"softcap": 30.0}, {"dropout": 0.5}], ids=str
+)
+def test_it_says_what_attend_does(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    for kernel in dispatch.KERNELS:
+
+        def run(call: Any, kernel: Any = kernel, right: Any = kernel.run) -> Any:
+            ran.append(kernel.name)
+            return right(call)
+
+        monkeypatch.setattr(kernel, "run", run, raising=False)
+    q, k, v = (torch.randn_like(x) for x in qkv())
+    plan = regard.plan(q, k, v, **options)
+    assert ran == [], "plan computes nothing"
+    regard.attend(q, k, v, **options)
+    assert ran == [plan.kernel]
+    refused = [choice.kernel for choice in plan.choices if choice.reasons]
+    assert all(
+        choice.work is None and choice.flops == 0 for choice in plan.choices if choice.reasons
+    )
+    for name in refused:
+        with pytest.raises(regard.KernelRefusal):
+            regard.attend(q, k, v, **options, backend=name)
+    assert ran == [plan.kernel]
+
+
+def test_an_explicit_backend_is_kept_or_refuses_with_reasons() -> None:
+    q, k, v = qkv()
+    assert regard.plan(q, k, v, backend="reference").kernel == "reference"
+    assert regard.plan(q, k, v, backend="sdpa").kernel == "sdpa"
+    with pytest.raises(regard.KernelRefusal) as refusal:
+        regard.plan(q, k, v, softcap=30.0, dropout=0.1, backend="sdpa")
+    reasons = "this call cannot run on sdpa (no softcap, no dropout on the weights in its fused kernel); backends that can: "
+    assert str(refusal.value).startswith(reasons)
+    assert str(refusal.value).endswith("reference")
+    assert isinstance(refusal.value, NotImplementedError)
+    with pytest.raises(regard.ArgumentError) as error:
+        regard.plan(q, k, v, backend="sdap")
+    names = ", ".join(["auto", *(kernel.name for kernel in dispatch.KERNELS)])
+    assert (
+        str(error.value)
+        == f"unknown backend 'sdap'; it must be one of {names}; did you mean 'sdpa'?"
+    )
+    with pytest.raises(
+        regard.ArgumentError, match="unknown backend 7; it must be one of auto, [a-z, ]+$"
+    ):
+        regard.plan(q, k, v, backend=7)  # type: ignore[arg-type]
+
+
+def test_when_nobody_can_the_message_has_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regard.ops.softmax.reference.MAX_BYTES", 100)
+    q, k, v = qkv()
+    with regard.Trace("pattern"), pytest.raises(regard.KernelRefusal) as refusal:
+        regard.attend(q, k, v)
+    text = str(refusal.value)
+    assert text.startswith("this call cannot run on ")
+    assert "sdpa (does not expose ['pattern'])" in text
+    assert (
+        "reference (would allocate 0.0 GiB for scores (1, 2, 64, 64); limit 0 GiB: regard.attention_weights"
+        in text
+    )
+    assert text.endswith("; no other backend can")
+
+
+def test_empty_calls() -> None:
+    for sizes in ({"T": 0}, {"S": 0}, {"B": 0}):
+        plan = regard.plan(*qkv(**sizes), q_positions=None)
+        assert plan.flops == 0
+        assert plan.kernel == "reference"
+        assert "0.0%" in str(plan)
+
+
+def test_quantities() -> None:
+    assert quantity(0, "B", 1024) == "0 B"
+    assert quantity(1023, "B", 1024) == "1023 B"
+    assert quantity(1024, "B", 1024) == "1.0 KiB"
+    assert quantity(999, "", 1000) == "999"
+    assert quantity(1e6, "", 1000) == "1.0 M"
+    assert quantity(5e18, "", 1000) == "5000.0 P"

@@ -1,0 +1,291 @@
+"""Taps and Trace: capture, edit, places, nesting, threads, errors; nothing when off; a compiled graph stays whole."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+import regard
+from regard import masks, tap
+from regard.nn import Attention, Heads, Separate
+from regard.tap import NAMES, Trace, needed, place
+from tests.rules import assert_close_rule
+
+CAUSAL = masks.Causal()
+
+
+def attention() -> Attention:
+    project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    return Attention(project, nn.Linear(8, 8), mask=CAUSAL)
+
+
+class Two(nn.Module):
+    """Two attentions at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([attention(), attention()])
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        for i, layer in enumerate(self.layers):
+            with place(f"layers.{i}"):
+                x = x + layer(x, backend=backend)
+        return x
+
+
+def test_captures_every_name_in_the_order_computed() -> None:
+    model, x = attention(), torch.randn(2, 5, 8)
+    with Trace(*NAMES) as trace:
+        out = model(x)
+    assert tuple(trace) == NAMES
+    assert len(trace) == len(NAMES)
+    shapes = {name: tuple(trace[name].shape) for name in trace}
+    assert shapes == {
+        "q": (2, 4, 5, 2), "k": (2, 2, 5, 2), "v": (2, 2, 5, 2), "scores": (2, 4, 5, 5),
+        "pattern": (2, 4, 5, 5), "z": (2, 4, 5, 2), "out": (2, 5, 8),
+    }  # fmt: skip
+    assert torch.equal(trace["out"], out)
+    assert not trace["out"].requires_grad
+    assert torch.equal(
+        trace["scores"].isneginf(), torch.ones(5, 5).triu(1).bool().expand(2, 4, 5, 5)
+    )
+    weights = regard.attention_weights(trace["q"], trace["k"], mask=CAUSAL)
+    assert torch.equal(trace["pattern"], weights)
+    z = trace["pattern"] @ trace["v"].repeat_interleave(2, 1)
+    assert float((z - trace["z"]).abs().max()) < 1e-6
+
+
+def test_what_is_captured_is_what_is_computed_without_a_trace() -> None:
+    model, x = Two(), torch.randn(1, 6, 8)
+    bare = model(x, backend="reference")
+    with Trace(*NAMES) as trace:
+        traced = model(x)
+    assert torch.equal(bare, traced)
+    assert len(trace) == 2 * len(NAMES)
+
+
+def test_nothing_is_kept_when_off() -> None:
+    model, x = Two(), torch.randn(1, 6, 8)
+    with Trace("pattern") as trace:
+        pass
+    model(x)
+    assert len(trace) == 0
+    assert "pattern" not in trace
+    assert tap._listening == {}
+    assert needed() == frozenset()
+    assert place("layers.0") is place("layers.1"), "a place costs nothing when nobody listens"
+    assert tap.tap("q", x) is x
+
+
+def test_places_and_names() -> None:
+    model, x = Two(), torch.randn(1, 6, 8)
+    with Trace("pattern", "layers.1.z") as trace:
+        model(x)
+    assert list(trace) == ["layers.0.pattern", "layers.1.pattern", "layers.1.z"]
+    assert torch.equal(trace["z"], trace["layers.1.z"]), (
+        "a bare name will do where it passed one place"
+    )
+    assert "pattern" in trace
+    assert "layers.0.z" not in trace
+    with place("nowhere"), Trace("q") as trace, place("a"), place("b"):
+        tap.tap("q", x)
+    assert list(trace) == ["a.b.q"]
+
+
+def test_every_call_is_kept() -> None:
+    model = attention()
+    with Trace("z", "out") as trace:
+        for n in (1, 2, 3):
+            out = model(torch.randn(1, n, 8))
+    assert [z.shape[2] for z in trace.every("z")] == [1, 2, 3]
+    assert torch.equal(trace["out"], out)
+    trace.every("z").clear()
+    assert len(trace.every("z")) == 3, "a copy of the list"
+
+
+def test_edits_change_the_computation() -> None:
+    model, x = Two(), torch.randn(1, 6, 8)
+    uniform = torch.full((6, 6), 1 / 6)
+    edits = {"layers.0.pattern": lambda p: uniform.expand_as(p), "v": lambda v: 2 * v}
+    with Trace("pattern", "v", "z", edit=edits) as trace:
+        out = model(x)
+    assert not torch.equal(out, model(x))
+    assert torch.equal(trace["layers.0.pattern"][0, 0], uniform)
+    assert not torch.equal(trace["layers.1.pattern"][0, 0], uniform)
+    mixed = (trace["layers.0.v"].cumsum(2) / 6).repeat_interleave(
+        2, 1
+    )  # what is masked stays out, edit or not
+    assert float((trace["layers.0.z"] - mixed).abs().max()) < 1e-6
+    silent = {"z": torch.zeros_like}
+    with Trace(edit=silent) as trace:
+        assert torch.equal(model.layers[0](x), model.layers[0].output.bias.expand(1, 6, 8))
+    assert len(trace) == 0
+
+
+def test_an_edit_is_differentiable() -> None:
+    model, x = attention(), torch.randn(1, 6, 8, requires_grad=True)
+    with Trace(edit={"z": lambda z: 3 * z}):
+        edited = model(x).sum()
+    plain = model(x).sum()
+    (a,), (b,) = torch.autograd.grad(edited, x), torch.autograd.grad(plain, x)
+    assert float((a - 3 * b).abs().max()) < 1e-5
+
+
+def test_the_innermost_trace_listens() -> None:
+    model, x = attention(), torch.randn(1, 3, 8)
+    with Trace("q") as outer:
+        model(x)
+        with Trace("k") as inner:
+            model(x)
+            assert needed() == {"k"}
+        model(x)
+    assert len(outer.every("q")) == 2
+    assert list(inner) == ["k"]
+    assert tap._listening == {}
+
+
+def test_a_trace_may_be_entered_again_also_within_itself() -> None:
+    model, x = attention(), torch.randn(1, 3, 8)
+    trace = Trace("q")
+    with trace:
+        with trace:
+            model(x)
+        model(x)
+    with trace:
+        model(x)
+    assert len(trace.every("q")) == 3
+    assert tap._listening == {}
+
+
+def test_an_exception_ends_trace_and_place() -> None:
+    trace = Trace("q")
+    with pytest.raises(ZeroDivisionError), trace, place("a"):
+        raise ZeroDivisionError
+    assert tap._listening == {}
+    with trace:
+        tap.tap("q", torch.ones(1))
+    assert list(trace) == ["q"]
+
+
+def test_threads_do_not_hear_one_another() -> None:
+    model = attention()
+    heard: dict[int, list[str]] = {}
+    ready = threading.Barrier(3)
+
+    def work(i: int) -> None:
+        if i == 2:
+            ready.wait()
+            model(torch.randn(1, 7, 8))
+            heard[i] = []
+            ready.wait()
+            return
+        with Trace("q") as trace, place(f"thread.{i}"):
+            ready.wait()
+            for _ in range(i + 1):
+                model(torch.randn(1, i + 1, 8))
+            ready.wait()
+        heard[i] = [f"{name} {tuple(x.shape)}" for name in trace for x in trace.every(name)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == {
+        0: ["thread.0.q (1, 4, 1, 2)"],
+        1: ["thread.1.q (1, 4, 2, 2)"] * 2,
+        2: [],
+    }
+    assert tap._listening == {}
+
+
+def test_a_fused_kernel_refuses_what_it_cannot_show() -> None:
+    q = torch.randn(1, 2, 20, 8)
+    with Trace("z"):
+        assert regard.plan(q, q, q).kernel == "sdpa"
+    with Trace(edit={"layers.3.pattern": lambda p: p}):
+        assert regard.plan(q, q, q).kernel == "reference"
+        with pytest.raises(regard.KernelRefusal, match=r"does not expose \['pattern'\]"):
+            regard.attend(q, q, q, backend="sdpa")
+
+
+def test_errors() -> None:
+    for bad in ("patterns", "layers.0.", "layers", ""):
+        for make in (lambda bad=bad: Trace(bad), lambda bad=bad: Trace(edit={bad: abs})):
+            with pytest.raises(regard.ArgumentError) as error:
+                make()
+            assert (
+                str(error.value)
+                == f"no tap is named {bad!r}; the taps are q, k, v, scores, pattern, z, out"
+            )
+    trace = Trace("q")
+    with pytest.raises(regard.ArgumentError) as error:
+        trace["q"]
+    assert str(error.value) == "'q' was not captured; captured: nothing"
+    with trace:
+        for i in range(10):
+            with place(f"layers.{i}"):
+                tap.tap("q", torch.ones(1))
+    with pytest.raises(regard.ArgumentError) as error:
+        trace["z"]
+    listed = ", ".join(f"layers.{i}.q" for i in range(8)) + ", and 2 more"
+    assert str(error.value) == f"'z' was not captured; captured: {listed}"
+    with pytest.raises(regard.ArgumentError) as error:
+        trace.every("q")
+    listed = ", ".join(repr(f"layers.{i}.q")[1:-1] for i in range(8)) + ", and 2 more"
+    assert str(error.value) == f"'q' was captured at 10 places: name one of {listed}"
+
+
+# Compiled.
+
+
+def compiled(model: nn.Module, backend: str) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def near(x: Tensor, y: Tensor, exact: Tensor) -> None:
+    assert_close_rule(x, y, exact)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kernel", ["sdpa", "reference"])
+def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:
+    model, x = Two(), torch.randn(1, 24, 8)
+    run = compiled(model, compiler)
+    with torch.no_grad():
+        exact = Two.forward(model.double(), x.double(), "reference")
+        model.float()
+        near(run(x, kernel), model(x, kernel), exact)
+    x.requires_grad_()
+    (mine,) = torch.autograd.grad(run(x, kernel).sum(), x)
+    (eager,) = torch.autograd.grad(model(x, kernel).sum(), x)
+    (exact,) = torch.autograd.grad(model.double()(x.double(), "reference").sum(), x)
+    assert_close_rule(mine, eager, exact.double(), factor=3)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_compiles_with_a_trace_around_it(compiler: str) -> None:
+    model, x = Two(), torch.randn(1, 24, 8)
+    run = compiled(model, compiler)
+    with torch.no_grad():
+        bare = run(x)
+        with Trace("pattern", "layers.1.z") as trace:
+            traced = run(x)
+        with Trace("pattern", "layers.1.z") as eager:
+            model(x)
+        with Trace("z", edit={"z": torch.zeros_like}):
+            edited = run(x)
+        again = run(x)
+    assert list(trace) == list(eager) == ["layers.0.pattern", "layers.1.pattern", "layers.1.z"]
+    for name in trace:
+        assert float((trace[name] - eager[name]).abs().max()) < 1e-6
+    assert float((bare - traced).abs().max()) < 1e-5
+    assert torch.equal(bare, again)
+    assert not torch.equal(bare, edited)
+    assert tap._listening == {}

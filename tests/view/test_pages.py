@@ -1,0 +1,316 @@
+"""The terminal page and the HTML page: what they say, how wide they are, and that hostile text stays text."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import subprocess
+import sys
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from regard.errors import FileError
+from regard.inspect import explain
+from regard.view import ansi, glyphs, html, palette
+from tests.inspect.stand_in import TEXT, model
+
+HOSTILE = (
+    "</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\"'&amp;", "\u202eRTL\u2066", "zero\u200bwidth",
+    "nul\x00\x1b[31mred\x1b[0m", "line\u2028sep\u2029\U000e0041tag\ufe0f", "${data}$style", "]]><!--",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    return explain(model(), TEXT, layer=1, head=3, query="verdant").as_dict()
+
+
+@pytest.fixture(scope="module")
+def hostile(data: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers under the worst names."""
+    pieces = [*HOSTILE, *data["pieces"]][: len(data["pieces"])]
+    guesses = [{**p, "piece": HOSTILE[i]} for i, p in enumerate(data["predictions"])]
+    return {
+        **data,
+        "pieces": pieces,
+        "text": HOSTILE[0],
+        "model": HOSTILE[1],
+        "predictions": guesses,
+    }
+
+
+def printed(data: dict[str, Any], color: str | None = None) -> str:
+    out = StringIO()
+    console = Console(
+        file=out, width=80, force_terminal=color is not None, color_system=color, no_color=color is None
+    )  # fmt: skip
+    ansi.show(data, console)
+    return out.getvalue()
+
+
+def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) -> None:
+    text = printed(data)
+    for title in (
+        "1 tokens", "2 hidden state", "3 query, key, value", "4 scores", "5 softmax", "6 weighted values",
+        "7 heads joined, output projection", "8 the whole pattern", "9 next token", "check",
+    ):  # fmt: skip
+        assert f"━━ {title} ━" in text
+    assert max(cell_len(line) for line in text.splitlines()) <= 80
+    assert "rows are queries, columns are keys" in text
+    assert "why: future" in text
+    assert glyphs.number(data["lse"]) in text
+    assert glyphs.number(data["row_max"]) in text
+    best = max(range(len(data["weights"])), key=lambda j: data["weights"][j])
+    line = next(row for row in text.splitlines() if re.match(rf"\s+{best} .*█", row))
+    for value in (
+        data["scores"][0]["values"][best],
+        data["scores"][1]["values"][best],
+        data["exps"][best],
+    ):
+        assert glyphs.number(value) in line
+    assert glyphs.weight(data["weights"][best]) in line
+    assert f"{data['check']:.1e}" in text
+
+
+def test_colour_adds_nothing_but_colour(data: dict[str, Any]) -> None:
+    plain, coloured = printed(data), printed(data, "truecolor")
+    assert "\x1b" not in plain
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == plain
+
+
+def test_no_color_is_honoured(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    out = StringIO()
+    ansi.show(data, Console(file=out, width=80, force_terminal=True))
+    assert not re.search(r"\x1b\[[0-9;]*38;", out.getvalue())
+
+
+def test_many_keys_are_counted_not_cut() -> None:
+    long = explain(model(), (TEXT + ". ") * 4, layer=2, head=0).as_dict()
+    text = printed(long)
+    assert max(cell_len(line) for line in text.splitlines()) <= 80
+    visible = sum(not reason for reason in long["masked"])
+    order = sorted(long["weights"], reverse=True)
+    assert f"... {visible - 8} others share {glyphs.weight(sum(order[8:]))}" in text
+    assert f"cells: largest weight of {long['pool']} x {long['pool']}" in text
+    assert long["pool"] == math.ceil(long["sizes"]["T"] / 32)
+
+
+def test_hostile_names_do_not_reach_the_terminal(hostile: dict[str, Any]) -> None:
+    text = printed(hostile)
+    assert max(cell_len(line) for line in text.splitlines()) <= 80
+    assert not re.search(
+        "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u2029\u202e\u2066\U000e0041]", text
+    )
+
+
+@pytest.mark.parametrize("text", ["你好 世界 🎉🎉🎉", "é" * 40, "x"])
+def test_wide_letters_keep_the_columns(text: str) -> None:
+    page = printed(explain(model(), text).as_dict())
+    assert max(cell_len(line) for line in page.splitlines()) <= 80
+
+
+def test_the_list_of_heads_marks_the_chosen_one() -> None:
+    rows = [
+        {"layer": 0, "head": h, "key": 2, "piece": HOSTILE[h], "weight": h / 4} for h in range(4)
+    ]
+    out = StringIO()
+    ansi.show_heads("5 x", rows, (0, 2), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert [line[0] for line in lines[2:]] == [" ", " ", "▶", " "]
+    assert "0.5000 ████████████             " in lines[4]
+    assert max(cell_len(line) for line in lines) <= 80
+
+
+class Page(HTMLParser):
+    """What an HTML parser sees."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    def of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def carried(text: str) -> dict[str, Any]:
+    """The data that the page carries."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    content: dict[str, Any] = json.loads(found[1])
+    return content
+
+
+def test_the_page_is_one_offline_file(data: dict[str, Any]) -> None:
+    text = html.page(data)
+    page = Page(text)
+    assert "http" not in text.replace("http-equiv", "")
+    assert not page.of("link")
+    assert not page.of("img")
+    assert all("src" not in attributes for attributes in page.of("script"))
+    assert [a.get("type") for a in page.of("script")] == ["application/json", None]
+    assert not re.search(
+        r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon", text
+    )
+    assert len(text) < 200_000 + 14 * 300
+    assert "$" not in re.sub(r"\$\{", "", text.split("<script>")[0].split('id="data"')[0])
+
+
+def test_the_page_parses_no_markup_from_data(data: dict[str, Any]) -> None:
+    text = html.page(data)
+    for way in (
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "DOMParser",
+        "eval(",
+        "Function(",
+    ):
+        assert way not in text
+
+
+def test_the_policy_knows_the_script_and_the_style_by_hash(data: dict[str, Any]) -> None:
+    text = html.page(data)
+    policy = next(a["content"] for a in Page(text).of("meta") if a.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    script = text.split("<script>")[1].split("</script>")[0]
+    style = text.split("<style>")[1].split("</style>")[0]
+    for kind, content in (("script", script), ("style", style)):
+        assert f"{kind}-src '{html._hash(content)}'" in policy
+    assert html._hash(script + " ") not in policy
+
+
+def test_the_page_carries_every_number(data: dict[str, Any]) -> None:
+    content = carried(html.page(data))
+    assert content["explanation"] == data
+    assert content["weights"]["light"] == [list(stop) for stop in palette.WEIGHTS["light"]]
+
+
+def test_hostile_text_is_inert(hostile: dict[str, Any], data: dict[str, Any]) -> None:
+    text = html.page(hostile)
+    page, sound = Page(text), Page(html.page(data))
+    assert [tag for tag, _ in page.tags] == [tag for tag, _ in sound.tags]
+    assert [a for _, a in page.tags if "onerror" in a] == []
+    raw = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert raw is not None
+    assert not re.search(r"[<>&\u2028\u2029\u202e\x00-\x1f\x7f]", raw[1])
+    assert raw[1].isascii()
+    shown = carried(text)["explanation"]
+    assert shown["pieces"][0] == HOSTILE[0], "the letters themselves arrive, to be shown as text"
+    joined = "".join([*shown["pieces"], *(p["piece"] for p in shown["predictions"])])
+    assert not re.search("[\x00-\x1f\u200b\u2028\u2029\u202e\u2066\ufe0f\U000e0041]", joined)
+    assert "‹202E›RTL‹2066›" in shown["pieces"]
+    assert "${data}$style" in shown["pieces"], "a template is not filled twice"
+    assert "<title>regard explain: &lt;/script&gt;" in text
+
+
+@pytest.mark.parametrize("role", ["q", "k", "v", "s", "z", "soft", "ink", "good", "bad"])
+@pytest.mark.parametrize("names", [palette.LIGHT, palette.DARK])
+def test_text_colours_are_readable_on_their_grounds(role: str, names: dict[str, str]) -> None:
+    """A contrast of 4.5 to 1 at least, as WCAG 2.2 asks of text."""
+
+    def light(color: str) -> float:
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    for ground in ("page", "card", "hint"):
+        high, low = sorted((light(names[role]), light(names[ground])), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5, ground
+
+
+@pytest.mark.parametrize("stops", [*palette.WEIGHTS.values()])
+def test_the_ramp_of_weights_changes_its_lightness_one_way(stops: tuple[palette.Rgb, ...]) -> None:
+    lights = [sum(palette.ramp(stops, t / 50)) for t in range(51)]
+    assert lights == sorted(lights) or lights == sorted(lights, reverse=True)
+    assert palette.ramp(stops, -1) == stops[0]
+    assert palette.ramp(stops, 2) == stops[-1]
+
+
+def test_signed_strips_show_the_sign_without_colour() -> None:
+    up, down = glyphs.columns([1.0, -1.0, 0.0], top=1.0)
+    assert (up, down) == ("█  ", " █ ")
+    assert glyphs.columns([0.0], top=0.0) == (" ", " ")
+    assert glyphs.fold([float(i) for i in range(256)], 64) == (
+        4,
+        [float(i) for i in range(3, 256, 4)],
+    )
+
+
+@pytest.mark.parametrize(
+    "value, shown", [(0.0, "0.000"), (-12.3456, "-12.35"), (5e-7, "5.00e-07"), (2e7, "2.00e+07"), (-math.inf, "-∞")]
+)  # fmt: skip
+def test_numbers_are_short(value: float, shown: str) -> None:
+    assert glyphs.number(value) == shown
+
+
+def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "page.html"
+    assert html.write(file, "é") == 2
+    assert file.read_text("utf-8") == "é"
+    file.chmod(0o640)
+    html.write(file, "second")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FileError) as caught:
+        html.write(file, "third")
+    assert str(caught.value) == f"{file} cannot be written: No space left on device"
+    assert file.read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_targets_that_cannot_be_written_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileError) as caught:
+        html.check_target(tmp_path)
+    assert (
+        str(caught.value)
+        == f"{tmp_path} is a folder; give the name of a file, such as {tmp_path / 'page.html'}"
+    )
+    with pytest.raises(FileError) as caught:
+        html.write(tmp_path / "no" / "page.html", "")
+    assert (
+        str(caught.value)
+        == f"{tmp_path}/no/page.html: there is no folder '{tmp_path}/no'; make it first"
+    )
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(
+        FileError, match="cannot be written: permission denied; choose another place"
+    ):
+        html.check_target(tmp_path / "page.html")
+
+
+def test_view_imports_no_torch() -> None:
+    code = (
+        "import sys, regard.view.ansi, regard.view.html, regard.view.palette; "
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numba', 'tokenizers')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
