@@ -31,7 +31,9 @@ def test_any_chunks_are_one_pass(chunks: list[int], as_tensors: bool) -> None:
         held, seen = cache.update(tuple(m[:, :, start : start + n] for m in whole), positions)
         start += n
         assert torch.equal(as_tensor(seen), Span(0, start).tensor())
-        assert as_tensors or seen == Span(0, start), "a span stays one: nothing is read to know the alignment"
+        assert as_tensors or seen == Span(0, start), (
+            "a span stays one: nothing is read to know the alignment"
+        )
         for mine, right in zip(held, whole, strict=True):
             assert torch.equal(mine, right[:, :, :start])
     assert len(cache) == total
@@ -107,6 +109,9 @@ def test_a_first_update_is_checked_as_well() -> None:
     k, v = memory(3)
     for parts in ((k, v[:1]),):
         cache = Growing()
-        with pytest.raises(regard.ArgumentError, match="^memory has parts of batch 2 and 1; all must have one batch$"):
+        with pytest.raises(
+            regard.ArgumentError,
+            match=r"^memory has parts of batch 2 and 1; all must have one batch$",
+        ):
             cache.update(parts, Span(0, 3))
         assert len(cache) == 0

@@ -271,14 +271,18 @@ def test_document_from_lengths_of_zero() -> None:
 
 
 COMPILED = (
-    "window", "documents per row", "padding with holes", "globals", "causal bigbird", "blocks per row and head",
-    "heads", "strided",
-)  # fmt: skip
+    "documents per row",
+    "padding with holes",
+    "causal bigbird",
+    "blocks per row and head",
+    "heads",
+)
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_in_one_graph(name: str) -> None:
     mask = Causal() & (CASES[name].mask | Sinks(1))
+    torch._dynamo.reset()  # or the cases count as recompilations of one
     compiled = torch.compile(lambda q, k: mask.block(q, k), fullgraph=True, backend="eager")
     stored = torch.arange(8)[None]
     for q, k in ((stored, stored), (Span(2, 6), Span(0, 8))):

@@ -46,7 +46,9 @@ def build(M: int = 12, H: int = 4, G: int = 2, D: int = 6, E: int = 4, **options
 
 def written_out(module: Attention, x: Tensor, scale: float, cap: float | None = None) -> Tensor:
     """Head by head, query by query, from the weights alone; causal; key/value head h // (H/G)."""
-    q, k, v = (x @ part.linear.weight.T for part in (module.project.q, module.project.k, module.project.v))  # type: ignore[union-attr]
+    q, k, v = (
+        x @ part.linear.weight.T for part in (module.project.q, module.project.k, module.project.v)
+    )  # type: ignore[union-attr]
     v = v + module.project.v.linear.bias  # type: ignore[union-attr]
     H, D = module.project.q.heads, module.project.q.head_dim  # type: ignore[union-attr]
     G, E = module.project.v.heads, module.project.v.head_dim  # type: ignore[union-attr]
@@ -57,7 +59,9 @@ def written_out(module: Attention, x: Tensor, scale: float, cap: float | None = 
             for h in range(H):
                 g = h // (H // G)
                 query = q[b, t, h * D : (h + 1) * D]
-                s = torch.stack([query @ k[b, j, g * D : (g + 1) * D] * scale for j in range(t + 1)])
+                s = torch.stack(
+                    [query @ k[b, j, g * D : (g + 1) * D] * scale for j in range(t + 1)]
+                )
                 s = s if cap is None else cap * torch.tanh(s / cap)
                 p = torch.exp(s - s.max()) / torch.exp(s - s.max()).sum()
                 joined.append(sum(p[j] * v[b, j, g * E : (g + 1) * E] for j in range(t + 1)))
@@ -86,7 +90,7 @@ def test_wrong_groups_and_wrong_scale_are_caught() -> None:
         right, usual = module(x), written_out(module, x, 6**-0.5)
         exact = written_out(copy.deepcopy(module).double(), x.double(), 6**-0.5)
         other = written_out(module, x, 4**-0.5)
-        for part in (module.project.q, ):  # heads 0 1 2 3 -> 0 2 1 3: what tiling would pair
+        for part in (module.project.q,):  # heads 0 1 2 3 -> 0 2 1 3: what tiling would pair
             weight = part.linear.weight.data.unflatten(0, (4, 6))
             part.linear.weight.data = weight[[0, 2, 1, 3]].flatten(0, 1)
         tiled = module(x)
@@ -100,7 +104,9 @@ def test_steps_run_in_the_order_given() -> None:
     """Norm then rotary, rotary then norm: with a weight that differs between dims, they are two modules."""
     rotary, norm = Rotary(6), random(RMSNorm(6))
     first, second = Heads(12, 4, 6, norm, rotary), Heads(12, 4, 6, rotary, norm)
-    second.load_state_dict({k.replace("steps.0", "steps.1"): v for k, v in first.state_dict().items()})
+    second.load_state_dict(
+        {k.replace("steps.0", "steps.1"): v for k, v in first.state_dict().items()}
+    )
     x, positions = torch.randn(2, 5, 12), Span(3, 5)
     split = (x @ first.linear.weight.T).unflatten(-1, (4, 6)).transpose(1, 2)
     assert torch.equal(first(x, positions), rotary(norm(split), positions))
@@ -109,7 +115,9 @@ def test_steps_run_in_the_order_given() -> None:
     flat = random(RMSNorm(24), seed=1)
     whole = Heads(12, 4, 6, flat=flat)
     whole.linear.load_state_dict(first.linear.state_dict())
-    assert torch.equal(whole(x, positions), flat(x @ first.linear.weight.T).unflatten(-1, (4, 6)).transpose(1, 2))
+    assert torch.equal(
+        whole(x, positions), flat(x @ first.linear.weight.T).unflatten(-1, (4, 6)).transpose(1, 2)
+    )
 
 
 def test_positions_reach_rotary_and_mask() -> None:
@@ -121,7 +129,10 @@ def test_positions_reach_rotary_and_mask() -> None:
     assert float((here - there).abs().max()) < 1e-9, "only differences of positions count"
     spread = module(x, torch.tensor([[0, 2, 4, 6, 8, 10]]))
     assert float((here - spread).abs().max()) > 1e-3
-    padded = module(torch.cat([torch.full((1, 2, 12), float("nan")).double(), x], 1), torch.tensor([[-1, -1, *range(6)]]))
+    padded = module(
+        torch.cat([torch.full((1, 2, 12), float("nan")).double(), x], 1),
+        torch.tensor([[-1, -1, *range(6)]]),
+    )
     assert float((padded[:, 2:] - here).abs().max()) < 1e-12
 
 
@@ -137,7 +148,9 @@ def test_a_cache_in_any_chunks_is_one_pass() -> None:
             positions = Span(start, n) if explicit else None
             parts.append(module(x[:, start : start + n], positions, cache))
             start += n
-        assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-13, "positions go on from the cache by default"
+        assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-13, (
+            "positions go on from the cache by default"
+        )
         assert len(cache) == 40
 
 
@@ -169,8 +182,16 @@ def test_dropout_is_off_in_eval_and_repeats_in_training() -> None:
 
 def test_state_dict_is_parameters_only() -> None:
     rotary = Rotary(6)
-    project = Separate(Heads(12, 4, 6, RMSNorm(6), rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6))
-    module = Attention(project, nn.Linear(24, 12), mask=CAUSAL, sink=nn.Parameter(torch.zeros(4)), bias=biases.ALiBi(4))
+    project = Separate(
+        Heads(12, 4, 6, RMSNorm(6), rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 6)
+    )
+    module = Attention(
+        project,
+        nn.Linear(24, 12),
+        mask=CAUSAL,
+        sink=nn.Parameter(torch.zeros(4)),
+        bias=biases.ALiBi(4),
+    )
     names = {name for name, _ in module.named_parameters()}
     assert set(module.state_dict()) == names == {
         "sink", "project.q.linear.weight", "project.q.steps.0.weight", "project.k.linear.weight",
@@ -181,14 +202,18 @@ def test_state_dict_is_parameters_only() -> None:
 
 def test_copies_are_equal_and_apart() -> None:
     x = torch.randn(1, 5, 12)
-    module = build(mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.zeros(4)))
+    module = build(
+        mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.zeros(4))
+    )
     out = module(x)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(other(x), out)
         other.output.weight.data.zero_()
         other.sink.data.fill_(9)
         assert torch.equal(module(x), out)
-    again = build(mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.ones(4)))
+    again = build(
+        mask=CAUSAL & masks.Window(3), bias=biases.ALiBi(4), sink=nn.Parameter(torch.ones(4))
+    )
     again.load_state_dict(module.state_dict())
     assert torch.equal(again(x), out)
     assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
@@ -221,7 +246,9 @@ def test_rms_norm() -> None:
         def formula(x: Tensor, w: Tensor) -> Tensor:
             return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w
 
-        assert_close_rule(norm(x), formula(x, norm.weight), formula(x.double(), norm.weight.double()))
+        assert_close_rule(
+            norm(x), formula(x, norm.weight), formula(x.double(), norm.weight.double())
+        )
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(2, 3, 6).to(dtype) * 200  # its squares overflow in fp16
         low = copy.deepcopy(norm).to(dtype)
@@ -234,7 +261,9 @@ def test_rms_norm() -> None:
 def test_swiglu_and_block() -> None:
     x = torch.randn(2, 5, 12)
     feed = random(SwiGLU(12, 20, bias=True))
-    gate, up, down = (lambda x, f=f: x @ f.weight.T + f.bias for f in (feed.gate, feed.up, feed.down))
+    gate, up, down = (
+        lambda x, f=f: x @ f.weight.T + f.bias for f in (feed.gate, feed.up, feed.down)
+    )
     assert float((feed(x) - down(gate(x) * torch.sigmoid(gate(x)) * up(x))).abs().max()) < 1e-4
     block = Block(build(mask=CAUSAL), feed, random(RMSNorm(12), 1), random(RMSNorm(12), 2))
     half = x + block.attention(block.attention_norm(x))
@@ -269,28 +298,39 @@ def test_a_learned_bias_is_a_parameter_of_the_module() -> None:
     assert torch.equal(module(x), before)
     assert module.double()(x.double()).dtype == torch.float64
     frozen = biases.Dense(torch.zeros(5, 5)) + biases.Dense(nn.Parameter(torch.zeros(5, 5)))
-    with pytest.raises(regard.ArgumentError, match="holds 1 parameters among 2 tensors; make all of them nn.Parameter"):
+    with pytest.raises(
+        regard.ArgumentError,
+        match=r"holds 1 parameters among 2 tensors; make all of them nn\.Parameter",
+    ):
         build(bias=frozen)
 
 
 def test_errors() -> None:
+    need = "k and v need the same number of heads, q and k the same head dim"
     cases = [
         (lambda: Heads(0, 1, 1), "Heads(dim=0, heads=1, head_dim=1): each must be at least 1"),
         (lambda: Heads(1, 1, -1), "Heads(dim=1, heads=1, head_dim=-1): each must be at least 1"),
         (lambda: RMSNorm(0), "RMSNorm(0, eps=1e-06): dim must be at least 1 and eps at least 0"),
-        (lambda: RMSNorm(4, eps=-1.0), "RMSNorm(4, eps=-1.0): dim must be at least 1 and eps at least 0"),
-        (lambda: RMSNorm(4, eps=float("nan")), "RMSNorm(4, eps=nan): dim must be at least 1 and eps at least 0"),
+        (
+            lambda: RMSNorm(4, eps=-1.0),
+            "RMSNorm(4, eps=-1.0): dim must be at least 1 and eps at least 0",
+        ),
+        (
+            lambda: RMSNorm(4, eps=float("nan")),
+            "RMSNorm(4, eps=nan): dim must be at least 1 and eps at least 0",
+        ),
         (
             lambda: Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 4, 2)),
-            "q is 4 heads of 2, k is 2 heads of 2, v is 4 heads of 2: "
-            "k and v need the same number of heads, q and k the same head dim",
+            f"q is 4 heads of 2, k is 2 heads of 2, v is 4 heads of 2: {need}",
         ),
         (
             lambda: Separate(Heads(8, 4, 2), Heads(8, 2, 3), Heads(8, 2, 2)),
-            "q is 4 heads of 2, k is 2 heads of 3, v is 2 heads of 2: "
-            "k and v need the same number of heads, q and k the same head dim",
+            f"q is 4 heads of 2, k is 2 heads of 3, v is 2 heads of 2: {need}",
         ),
-        (lambda: build(softcap=0.0), "softcap is 0.0; it must be greater than 0: None turns it off"),
+        (
+            lambda: build(softcap=0.0),
+            "softcap is 0.0; it must be greater than 0: None turns it off",
+        ),
         (lambda: build(dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
         (lambda: build(scale=math.nan), "scale is nan; it must be finite"),
     ]

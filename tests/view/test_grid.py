@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard import masks
@@ -43,6 +43,7 @@ def test_later_queries_are_numbered_by_position() -> None:
     ]
 
 
+@settings(max_examples=12)
 @given(
     st.integers(1, 70), st.integers(1, 200), st.integers(0, 3000), st.sampled_from(["causal", "full", "strided(3)", "~causal"])
 )  # fmt: skip

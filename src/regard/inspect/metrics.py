@@ -124,7 +124,7 @@ def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor
 
     >>> import regard
     >>> model = regard.load("tiny")
-    >>> scores = head_scores(model, repeated_ids(4096, 16, batch=2))
+    >>> scores = head_scores(model, repeated_ids(model.config.vocab_size, 16, batch=2))
     >>> sorted(scores)
     ['duplicate', 'entropy', 'induction', 'previous_token', 'sink']
     """

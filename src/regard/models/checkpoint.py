@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from regard.errors import FileError
+from regard.errors import ArgumentError, FileError
 
 FAMILIES = ("llama",)
 
@@ -39,6 +39,7 @@ def read_config(folder: Path) -> Any:
 def parse_config(raw: Mapping[str, Any], path: Path) -> Any:
     """Check every key: it shapes the model, is known not to, or has the one value that is understood."""
     family = family_of(raw.get("model_type"), path)
+    raw = family.plain(raw)
     known = {f.name: f for f in fields(family.Config)}
     for key, value in raw.items():
         if key in family.FIXED and value != family.FIXED[key]:
@@ -55,12 +56,15 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> Any:
     if missing:
         raise FileError(f"{path} lacks {', '.join(missing)}")
     for name, f in known.items():
-        if name in raw and not isinstance(raw[name], _TYPES[str(f.type)]):
+        if name in raw and type(raw[name]) not in _TYPES[str(f.type)]:
             raise FileError(f"{path}: {name} is {raw[name]!r}; it must be {f.type}")
-    return family.Config(**{name: raw[name] for name in known if name in raw})
+    try:
+        return family.Config(**{name: raw[name] for name in known if name in raw})
+    except ArgumentError as e:
+        raise FileError(f"{path}: {e}") from e
 
 
-_TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool}
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
 
 def family_of(name: object, path: Path) -> Any:
@@ -79,9 +83,7 @@ def read_weights(decoder: nn.Module, family: Any, path: Path) -> None:
     except FileNotFoundError:
         raise FileError(f"{path} is missing") from None
     except (OSError, SafetensorError) as e:
-        raise FileError(
-            f"{path} is not a whole safetensors file ({e}); is it a partial download?"
-        ) from e
+        raise FileError(f"{path} is not a whole safetensors file ({e}){_instead(path)}") from e
     wanted = names(decoder, family)
     missing, unexpected = sorted(wanted.keys() - stored), sorted(stored.keys() - wanted)
     if missing or unexpected:
@@ -94,6 +96,36 @@ def read_weights(decoder: nn.Module, family: Any, path: Path) -> None:
                 f"{path}: {name} is {tuple(stored[name].shape)}; the config says {tuple(parameter.shape)}"
             )
         parameter.data.copy_(stored[name])
+
+
+_BEGINNINGS = {
+    b"version https://git-lfs": ": it is a Git LFS pointer; fetch the file itself with `git lfs pull`",
+    b"<": ": it is a web page, not the file; download it again",
+    b"PK": ": it is a zip or a PyTorch pickle, which is never opened; convert it to safetensors elsewhere",
+    b"\x80": ": it is a pickle, which is never opened; convert it to safetensors elsewhere",
+}
+
+
+def _instead(path: Path) -> str:
+    """What a file that is no safetensors file seems to be, from its first bytes; else how long it should be."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        head = file.read(100_000_000)
+    kind = next(
+        (words for start, words in _BEGINNINGS.items() if head.lstrip().startswith(start)), ""
+    )
+    if kind:
+        return kind
+    has, header = path.stat().st_size, 8 + int.from_bytes(head[:8], "little")
+    try:
+        tensors = json.loads(head[8:header])
+        wants = header + max(
+            x["data_offsets"][1] for name, x in tensors.items() if name != "__metadata__"
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return f": {has} bytes; is it a partial download?"
+    return f": it has {has} of {wants} bytes; is it a partial download?"
 
 
 def names(decoder: nn.Module, family: Any) -> dict[str, Tensor]:

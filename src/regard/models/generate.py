@@ -98,7 +98,7 @@ def pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch
     """A token id from logits [V]: the most likely one at temperature 0, else a sample."""
     if temperature == 0:
         return int(logits.argmax())
-    logits = logits.float() / temperature
+    logits = (logits.float() - logits.max()) / temperature  # a tiny temperature must not overflow
     if top_k is not None:
         least = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < least, float("-inf"))

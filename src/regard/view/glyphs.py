@@ -31,7 +31,7 @@ def bar(share: float, width: int) -> str:
     """A bar of `share` of the width, in eighths of a character, padded to the width.
 
     >>> bar(0.5, 4), bar(1 / 32, 4)
-    ('██  ', '▎   ')
+    ('██  ', '▏   ')
     """
     eighths = 0 if math.isnan(share) else round(min(max(share, 0.0), 1.0) * width * 8)
     full, rest = divmod(eighths, 8)

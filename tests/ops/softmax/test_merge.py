@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -117,7 +118,7 @@ def test_any_split_of_the_keys_is_the_whole(mask: masks.Mask | None) -> None:
                 q, k[:, :, a:b], v[:, :, a:b], mask=mask, q_positions=q_positions,
                 k_positions=regard.Span(a, b - a),
             )
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            for a, b in itertools.pairwise(cuts)
         ]  # fmt: skip
         for s in (None, sink):
             call = regard.attend_partial(q, k, v, mask=mask)

@@ -138,7 +138,7 @@ def test_an_explicit_backend_is_kept_or_refuses_with_reasons() -> None:
         == f"unknown backend 'sdap'; it must be one of {names}; did you mean 'sdpa'?"
     )
     with pytest.raises(
-        regard.ArgumentError, match="unknown backend 7; it must be one of auto, [a-z, ]+$"
+        regard.ArgumentError, match=r"unknown backend 7; it must be one of auto, [a-z, ]+$"
     ):
         regard.plan(q, k, v, backend=7)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from regard.ops.softmax import pieces, sdpa
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.pieces import _runs, lower
 from regard.span import Span
-from tests.oracles.plain import plain_attention
 from tests.ops.softmax.plain import allowed, assert_near, torch_dense
+from tests.oracles.plain import plain_attention
 
 NAN = float("nan")
 
@@ -407,6 +408,22 @@ def test_inputs_are_left_as_they_are() -> None:
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
+@pytest.mark.parametrize("mask", [None, CAUSAL], ids=str)
+def test_half_scores_do_not_overflow(mask: masks.Mask | None) -> None:
+    """q . k of 7.8e5 is far above fp16's 65504, and so is each term: the query is scaled first, in fp32."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 20, 64, generator=make) for _ in range(3))
+    q, k = q.sign() * 250, k.sign() * 250
+    q[..., :32], k[..., :32] = 250, 250
+    assert float((q @ k.mT).abs().max()) > 7.8e5
+    q, k, v = q.half(), k.half(), v.half()
+    seen = allowed(q, k, v, mask=mask)
+    exact = plain_attention(q.double(), k.double(), v.double(), visible=seen)[0]
+    usual = plain_attention(q.float(), k.float(), v.float(), visible=seen)[0].half()
+    for backend in ("sdpa", "reference"):
+        assert_near(regard.attend(q, k, v, mask=mask, backend=backend), exact, [usual])
+
+
 # What it refuses.
 
 
@@ -580,5 +597,5 @@ def test_runs_by_brute_force(state: list[int], long: int) -> None:
             right += 1
         assert (kinds[i] is True) == (one == FULL and right - left >= long)
     assert runs == sorted(runs)
-    for (_, stop, a), (start, _, b) in zip(runs, runs[1:], strict=False):
+    for (_, stop, a), (start, _, b) in itertools.pairwise(runs):
         assert stop < start or a or b, "neighbours under a mask are one piece"

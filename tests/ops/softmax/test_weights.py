@@ -12,8 +12,8 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.ops.softmax.call import make_call
-from tests.oracles.plain import plain_attention
 from tests.ops.softmax.plain import assert_near
+from tests.oracles.plain import plain_attention
 
 module = importlib.import_module(
     "regard.ops.softmax.attend"

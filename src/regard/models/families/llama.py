@@ -5,7 +5,9 @@ Source: Touvron et al. 2023 (arXiv 2307.09288); key names as in Hugging Face che
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -52,9 +54,29 @@ IGNORED = frozenset({
 
 FIXED = {
     "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
-    "rope_scaling": None,
+    "rope_scaling": None, "rope_parameters": None,
 }  # fmt: skip
 """Keys that are understood with this value only."""
+
+
+def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with every key at its top level and no default left out.
+
+    transformers 5 nests rope_theta in rope_parameters; older files lack head_dim, or num_key_value_heads.
+    """
+    nested, heads, size = (
+        raw.get(key) for key in ("rope_parameters", "num_attention_heads", "hidden_size")
+    )
+    found = dict(raw)
+    if isinstance(nested, dict) and nested.get("rope_type", "default") == "default":
+        del found["rope_parameters"]
+        found |= {key: value for key, value in nested.items() if key != "rope_type"}
+    if isinstance(heads, int) and isinstance(size, int) and heads > 0:
+        for key, value in (("num_key_value_heads", heads), ("head_dim", size // heads)):
+            if found.get(key) is None:
+                found[key] = value
+    return found
+
 
 NAMES = {
     "model.embed_tokens.weight": "embedding.weight",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Unpack
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -13,7 +12,8 @@ from regard.errors import ArgumentTypeError
 from regard.masks import Mask
 from regard.ops.softmax.call import Options, Partial, make_call
 from regard.ops.softmax.dispatch import run, without_garbage
-from regard.ops.softmax.reference import BLOCK_BYTES, logsumexp, normalise
+from regard.ops.softmax.normalise import join, total, weights, with_sink
+from regard.ops.softmax.reference import BLOCK_BYTES
 from regard.ops.softmax.scores import scores
 from regard.span import Positions
 
@@ -103,7 +103,7 @@ def attention_weights(
     columns: slice | int | None = None,
     **options: Unpack[Options],
 ) -> Float[Tensor, "B H t s"]:
-    """Any block of the exact weights [B,H,t,s], whatever the length: p_ij = exp(s_ij - lse_i).
+    """Any block of the exact weights [B,H,t,s], whatever the length: p_ij = exp(s_ij) / sum_j exp(s_ij).
 
     Each row is normalised over all its keys, also those outside the block; with a sink a row sums to less than 1.
     Memory grows with t * s and with t, not with T * S.
@@ -125,10 +125,11 @@ def attention_weights(
     call = without_garbage(make_call(q, k, k, **options))
     shown, block = _part("rows", rows, call.T), _part("columns", columns, call.S)
     step = max(1, BLOCK_BYTES // max(1, call.B * call.H * len(range(*shown.indices(call.T))) * 8))
-    lses = [logsumexp(scores(call, shown, slice(i, i + step))[0]) for i in range(0, call.S, step)]
+    totals = [
+        total(scores(call, shown, slice(i, min(i + step, call.S)))[0]) for i in range(0, call.S, step)
+    ]
     s, _ = scores(call, shown, block)
-    lse = logsumexp(torch.stack(lses, -1)) if lses else logsumexp(s)
-    return normalise(s, lse, call.sink)
+    return weights(s, with_sink(join(totals) if totals else total(s), call.sink))
 
 
 def _part(name: str, which: slice | int | None, length: int) -> slice:

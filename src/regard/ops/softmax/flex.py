@@ -1,7 +1,7 @@
 """torch's FlexAttention: one generated kernel for any mask and score change. On CUDA it trains; on CPU it only infers.
 
-A mask becomes a `mask_mod` with the blocks of 128 x 128 that it leaves, softcap and bias a `score_mod`, a sink is applied
-by the lse. On CPU torch's uncompiled form holds every score, so `backend="auto"` does not take it there.
+A mask becomes the key ranges of each query, as tensors (one generated kernel then serves every mask), and the blocks of
+128 x 128 that it leaves; softcap and bias become a `score_mod`; a sink is applied by the lse. On CPU torch's uncompiled form holds every score, so `backend="auto"` does not take it there.
 
 Source: Dong et al. 2024 (arXiv 2412.05496).
 """
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard import biases
+from regard import biases, masks
 from regard.biases import Bias
 from regard.masks import EMPTY, FULL, Mask
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
-from regard.span import Positions, Span, as_tensor
+from regard.span import Positions, Span, as_tensor, part
 
 BLOCK = 128
 """The side of a block of the mask, and the shortest length on CUDA; below it the other kernels are as fast."""
@@ -29,10 +29,17 @@ BLOCK = 128
 DIMS = (16, 256)
 """Head dimensions on CUDA: what its generated kernel takes."""
 
+RANGES = 8
+"""The most key ranges per query; a mask with more, or none, is looked up in a table of bools."""
+
+TABLE_BYTES = 2**26
+"""The largest such table on CUDA."""
+
 MAX_BYTES = 2**32
 """What it may hold on CPU, where it keeps every score."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Flex:
@@ -122,6 +129,10 @@ def _why_not_cuda(call: Call) -> list[str]:
             reasons.append(f"no generated kernel for the bias {term}")
         elif any(x.requires_grad for x in term.tensors()):
             reasons.append("no gradient for a bias")
+    first = as_tensor(part(call.q_positions, slice(0, 1)))
+    table = call.B * call.H * call.T * call.S
+    if not isinstance(call.mask, masks.Dense) and table > TABLE_BYTES and call.mask.intervals(first) is None:
+        reasons.append(f"no key ranges in the mask {call.mask}")
     return reasons
 
 
@@ -154,12 +165,42 @@ def _block_mask(
             full = full.clone()
             full.select(dim, -1).fill_(False)  # noqa: FBT003
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=mask.mask_mod(q, k),
+        *_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=mask_mod(mask, q, k, device),
         seq_lengths=lengths,
     )  # fmt: skip
 
 
 _block_mask_cached = lru_cache(32)(_block_mask)
+
+
+def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskMod:
+    """The mask as a function of indices: by key ranges, else by a table."""
+    found = mask.intervals(as_tensor(q, device))
+    if found is None or not 0 < found.starts.shape[-1] <= RANGES:
+        table = mask.block(q, k, device=device)
+        b_step, h_step = (int(n > 1) for n in table.shape[:2])
+
+        def by_table(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return table[b * b_step, h * h_step, i, j]
+
+        return by_table
+    most = torch.iinfo(torch.int32).max
+    starts, stops = (
+        [y.contiguous() for y in x.clamp(-most, most).to(torch.int32).unbind(-1)]
+        for x in (found.starts, found.stops)
+    )
+    keys = as_tensor(k, device).to(torch.int32)
+    row_step, (b_step, h_step) = int(keys.shape[0] > 1), (int(n > 1) for n in starts[0].shape[:2])
+
+    def by_range(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = keys[b * row_step, j]
+        seen = at < 0
+        for start, stop in zip(starts, stops, strict=True):
+            here = (b * b_step, h * h_step, i)
+            seen = seen | ((at >= start[here]) & (at < stop[here]))
+        return seen & (at >= 0)
+
+    return by_range
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,23 +228,23 @@ def score_mod(call: Call) -> ScoreMod | None:
 
 def _bias_mod(term: Bias, call: Call) -> ScoreMod:
     q, k = (as_tensor(p, call.q.device) for p in (call.q_positions, call.k_positions))
-    several_q, several_k = q.shape[0] > 1, k.shape[0] > 1
+    q_step, k_step = int(q.shape[0] > 1), int(k.shape[0] > 1)
     if isinstance(term, biases.ALiBi):
         slopes = term.block(
             Span(1, 1), Span(0, 1), dtype=call.score_dtype, device=q.device
         ).flatten()
 
         def linear(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            distance = q[b * several_q, i] - k[b * several_k, j]
+            distance = q[b * q_step, i] - k[b * k_step, j]
             return score + slopes[h] * (distance.abs() if term.symmetric else distance)
 
         return linear
     # the others are a table of slots: on CUDA only Dense comes here, which is one already
     table = term.block(call.q_positions, call.k_positions, dtype=call.score_dtype, device=q.device)
-    rows, heads = table.shape[0] > 1, table.shape[1] > 1
+    b_step, h_step = (int(n > 1) for n in table.shape[:2])
 
     def dense(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + table[b * rows, h * heads, i, j]
+        return score + table[b * b_step, h * h_step, i, j]
 
     return dense
 

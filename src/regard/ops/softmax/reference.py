@@ -1,6 +1,6 @@
 """The definition of softmax attention, in the order in which DESIGN.md pins it. It runs every call.
 
-    s = softcap(scale q k^T) + bias, -inf where masked        p = exp(s - lse), or exp(s - logaddexp(lse, sink))
+    s = softcap(scale q k^T) + bias, -inf where masked        p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
     lse_i = ln sum_j exp(s_ij)                                 out = dropout(p) v
 
 A row that may see nothing: p = 0, out = 0, lse = -inf, gradient 0.
@@ -8,13 +8,11 @@ A row that may see nothing: p = 0, out = 0, lse = -inf, gradient 0.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from regard.ops.softmax.call import Call, Result, Work
+from regard.ops.softmax.normalise import total, weights, with_sink
 from regard.ops.softmax.scores import ALL, mix, scores
 from regard.tap import tap
 
@@ -59,28 +57,8 @@ def attend_rows(call: Call, rows: slice) -> Result:
     """The definition, for a block of queries."""
     s, visible = scores(call, rows)
     s = tap("scores", s)
-    lse = logsumexp(s)
-    pattern = tap("pattern", normalise(s, lse, call.sink))
+    whole = total(s)
+    pattern = tap("pattern", weights(s, with_sink(whole, call.sink)))
     kept = F.dropout(pattern, call.dropout) if call.dropout else pattern
     finite = not torch.compiler.is_compiling() and call.finite
-    return Result(mix(kept, visible, call.v, finite).to(call.q.dtype), lse)
-
-
-def normalise(s: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor:
-    """Scores [B,H,t,s] to weights: exp(s - lse), with the sink's exp in the denominator as well."""
-    total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
-    empty = total.isneginf()[
-        ..., None
-    ]  # select, never clean up: a NaN that is visible must stay one
-    return torch.exp(s.masked_fill(empty, -math.inf) - total[..., None].masked_fill(empty, 0))
-
-
-def logsumexp(s: Tensor) -> Tensor:
-    """ln sum_j exp(s_ij) over the last dimension; -inf with gradient 0 for a row without a visible key."""
-    if s.shape[-1] == 0:
-        return s.new_full(s.shape[:-1], -math.inf)
-    top = s.amax(-1, keepdim=True).detach()
-    top = top.masked_fill(top.isneginf(), 0)
-    total = torch.exp(s - top).sum(-1)
-    empty = total == 0
-    return (top[..., 0] + total.masked_fill(empty, 1).log()).masked_fill(empty, -math.inf)
+    return Result(mix(kept, visible, call.v, finite=finite).to(call.q.dtype), whole.lse)

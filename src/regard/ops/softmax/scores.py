@@ -44,7 +44,7 @@ def dot(call: Call, rows: slice = ALL, columns: slice = ALL) -> Tensor:
     return torch.where(s.isfinite(), clean, s.detach())
 
 
-def mix(pattern: Tensor, visible: Tensor, v: Tensor, finite: bool) -> Tensor:
+def mix(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
     """The weighted sum of the values [B,H,t,E]; a value that a query may not see does not reach it, NaN included."""
     v = v.to(pattern.dtype)
     # a masked weight is 0 already; its gradient is selected too, since that of a huge masked value may be infinite
