@@ -25,7 +25,7 @@ def attention() -> Attention:
 
 
 class Two(nn.Module):
-    """Two attentions at two places."""
+    """Attentions at places."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -55,14 +56,21 @@ def test_keys_permute_with_their_positions(seed: int, T: int, S: int, backend: s
     options: dict[str, Any] = {"mask": masks.Causal() & masks.Window(6), "backend": backend}
     one = attend(q, k, v, q_positions=Span(S - T, T), **options)
     two = attend(
-        q, k[:, :, order], v[:, :, order], q_positions=Span(S - T, T), k_positions=order[None], **options
+        q,
+        k[:, :, order],
+        v[:, :, order],
+        q_positions=Span(S - T, T),
+        k_positions=order[None],
+        **options,
     )
     same(one[0], two[0])
     same(one[1], two[1])
 
 
 @given(seeds, sizes, sizes, st.sampled_from([(6, 1), (6, 2), (6, 3), (6, 6)]), kernels)
-def test_groups_are_repeated_heads(seed: int, T: int, S: int, heads: tuple[int, int], backend: str) -> None:
+def test_groups_are_repeated_heads(
+    seed: int, T: int, S: int, heads: tuple[int, int], backend: str
+) -> None:
     H, G = heads
     q, k, v = qkv(seed, T, S, H, G)
     one = attend(q, k, v, mask=masks.Causal(), backend=backend)
@@ -70,7 +78,9 @@ def test_groups_are_repeated_heads(seed: int, T: int, S: int, heads: tuple[int, 
     two = attend(q, *repeated, mask=masks.Causal(), backend=backend)
     same(one[0], two[0])
     if 1 < G < H:
-        wrong = attend(q, *(x.repeat(1, H // G, 1, 1) for x in (k, v)), mask=masks.Causal(), backend=backend)
+        wrong = attend(
+            q, *(x.repeat(1, H // G, 1, 1) for x in (k, v)), mask=masks.Causal(), backend=backend
+        )
         assert (one[0] - wrong[0]).abs().max() > 1e-6 or T > S + 1
 
 
@@ -82,7 +92,7 @@ def test_any_split_of_the_keys_merges_to_the_whole(
     (sink,) = draw(seed + 1, (4,))
     options: dict[str, Any] = {"mask": masks.Causal(), "q_positions": Span(S - T, T)}
     edges = [0, *sorted(min(c, S) for c in cuts), S]  # parts may be empty
-    spans = [*zip(edges, edges[1:], strict=False)]
+    spans = [*itertools.pairwise(edges)]
     parts = [
         regard.attend_partial(q, k[:, :, a:b], v[:, :, a:b], k_positions=Span(a, b - a), **options)
         for a, b in spans
@@ -116,7 +126,9 @@ def test_a_causal_prefix_knows_nothing_of_the_rest(seed: int, T: int, t: int, ba
 
 
 @given(seeds, sizes, sizes, kernels)
-def test_a_constant_added_to_all_keys_shifts_the_lse_only(seed: int, T: int, S: int, backend: str) -> None:
+def test_a_constant_added_to_all_keys_shifts_the_lse_only(
+    seed: int, T: int, S: int, backend: str
+) -> None:
     q, k, v = qkv(seed, T, S)
     (shift,) = draw(seed + 1, (1, 1, 1, 8))
     one, two = attend(q, k, v, backend=backend), attend(q, k + shift, v, backend=backend)
@@ -125,7 +137,9 @@ def test_a_constant_added_to_all_keys_shifts_the_lse_only(seed: int, T: int, S: 
 
 
 @given(seeds, sizes, st.integers(0, 5), kernels)
-def test_a_window_of_everything_is_causal_and_of_one_is_itself(seed: int, T: int, more: int, backend: str) -> None:
+def test_a_window_of_everything_is_causal_and_of_one_is_itself(
+    seed: int, T: int, more: int, backend: str
+) -> None:
     q, k, v = qkv(seed, T, T)
     causal = masks.Causal()
     same(
@@ -137,18 +151,24 @@ def test_a_window_of_everything_is_causal_and_of_one_is_itself(seed: int, T: int
 
 
 @given(seeds, sizes, st.integers(0, 6), st.integers(0, 6), kernels)
-def test_padding_left_and_right_changes_nothing(seed: int, T: int, left: int, right: int, backend: str) -> None:
+def test_padding_left_and_right_changes_nothing(
+    seed: int, T: int, left: int, right: int, backend: str
+) -> None:
     q, k, v = qkv(seed, T, T)
     alone = attend(q, k, v, mask=masks.Causal())
     padded = [torch.nn.functional.pad(x, (0, 0, left, right), value=7.0) for x in (q, k, v)]
     positions = torch.nn.functional.pad(torch.arange(T), (left, right), value=-1)[None]
-    out, lse = attend(*padded, mask=masks.Causal(), q_positions=positions, k_positions=positions, backend=backend)
+    out, lse = attend(
+        *padded, mask=masks.Causal(), q_positions=positions, k_positions=positions, backend=backend
+    )
     same(out[:, :, left : left + T], alone[0])
     same(lse[:, :, left : left + T], alone[1])
 
 
 @given(seeds, sizes, sizes, st.floats(-3, 3), st.floats(-3, 3), kernels)
-def test_it_is_linear_in_the_values(seed: int, T: int, S: int, a: float, b: float, backend: str) -> None:
+def test_it_is_linear_in_the_values(
+    seed: int, T: int, S: int, a: float, b: float, backend: str
+) -> None:
     q, k, v = qkv(seed, T, S)
     (w,) = draw(seed + 1, v.shape)
     mix = attend(q, k, a * v + b * w, backend=backend)[0]
@@ -156,7 +176,9 @@ def test_it_is_linear_in_the_values(seed: int, T: int, S: int, a: float, b: floa
 
 
 @given(seeds, sizes, sizes, kernels)
-def test_a_zero_query_gives_the_mean_of_what_it_sees(seed: int, T: int, S: int, backend: str) -> None:
+def test_a_zero_query_gives_the_mean_of_what_it_sees(
+    seed: int, T: int, S: int, backend: str
+) -> None:
     q, k, v = qkv(seed, T, S)
     mask = masks.Causal() & masks.Window(5)
     out, lse = attend(torch.zeros_like(q), k, v, mask=mask, backend=backend)
@@ -178,7 +200,10 @@ def test_out_is_inside_the_values(seed: int, T: int, S: int, backend: str) -> No
 @given(seeds, sizes, sizes, st.floats(0.25, 4.0), kernels)
 def test_scale_and_query_trade(seed: int, T: int, S: int, c: float, backend: str) -> None:
     q, k, v = qkv(seed, T, S)
-    same(attend(q / c, k, v, scale=c * 8**-0.5, backend=backend)[0], attend(q, k, v, backend=backend)[0])
+    same(
+        attend(q / c, k, v, scale=c * 8**-0.5, backend=backend)[0],
+        attend(q, k, v, backend=backend)[0],
+    )
 
 
 @given(seeds, sizes, sizes, kernels)
@@ -206,7 +231,10 @@ def test_bool_and_additive_and_dropping_keys_agree(seed: int, T: int, S: int, ba
 def test_limits_of_softcap_and_sink(seed: int, T: int, S: int, backend: str) -> None:
     q, k, v = qkv(seed, T, S)
     plain = regard.attend(q, k, v, backend=backend)
-    same(regard.attend(q, k, v, sink=torch.full((4,), -1e4, dtype=torch.float64), backend=backend), plain)
+    same(
+        regard.attend(q, k, v, sink=torch.full((4,), -1e4, dtype=torch.float64), backend=backend),
+        plain,
+    )
     gone = regard.attend(q, k, v, sink=torch.full((4,), 1e4, dtype=torch.float64), backend=backend)
     assert torch.equal(gone, torch.zeros_like(gone))
     if backend != "sdpa":
@@ -219,7 +247,10 @@ def test_rows_of_a_batch_do_not_meet(seed: int, T: int, S: int) -> None:
     q, k, v = qkv(seed, T, S)
     whole = attend(q, k, v, mask=masks.Causal())[0]
     for b in range(2):
-        same(whole[b : b + 1], attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask=masks.Causal())[0])
+        same(
+            whole[b : b + 1],
+            attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask=masks.Causal())[0],
+        )
 
 
 @given(seeds, sizes, st.integers(1, 30), kernels)
@@ -228,7 +259,14 @@ def test_only_differences_of_positions_matter(seed: int, T: int, shift: int, bac
     mask, bias = masks.Causal() & masks.Window(5), regard.biases.ALiBi(4)
     one = attend(q, k, v, mask=mask, bias=bias, backend=backend)
     moved = attend(
-        q, k, v, mask=mask, bias=bias, q_positions=Span(shift, T), k_positions=Span(shift, T), backend=backend
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        q_positions=Span(shift, T),
+        k_positions=Span(shift, T),
+        backend=backend,
     )
     same(one[0], moved[0])
 
@@ -240,7 +278,13 @@ def test_a_chunked_prefill_is_one_pass(backend: str) -> None:
     whole = attend(q, k, v, mask=mask, backend=backend)[0]
     for step in (1, 2, 5, 23):
         parts = [
-            attend(q[:, :, i : i + step], k[:, :, : i + step], v[:, :, : i + step], mask=mask, backend=backend)[0]
+            attend(
+                q[:, :, i : i + step],
+                k[:, :, : i + step],
+                v[:, :, : i + step],
+                mask=mask,
+                backend=backend,
+            )[0]
             for i in range(0, 24, step)
         ]
         same(torch.cat(parts, 2), whole)

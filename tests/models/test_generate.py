@@ -66,8 +66,8 @@ def test_greedy_is_the_argmax_of_the_whole_pass(model: Model) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
 def test_streamed_text_is_the_text_of_the_ids(model: Model, temperature: float) -> None:
-    for seed in range(5):
-        generation = model.generate(PROMPT, max_tokens=25, temperature=temperature, seed=seed)
+    for seed in range(2):
+        generation = model.generate(PROMPT, max_tokens=16, temperature=temperature, seed=seed)
         pieces = list(generation)
         assert all(pieces), "no empty piece"
         assert "".join(pieces) == generation.text == model.tokenizer.decode(generation.ids)
@@ -86,7 +86,7 @@ def test_seeds(model: Model) -> None:
     assert torch.equal(torch.get_rng_state(), state), "the global generator is not touched"
     torch.manual_seed(6)
     assert sample(3) == first
-    assert len({tuple(sample(seed)) for seed in range(5)}) == 5
+    assert len({tuple(sample(seed)) for seed in range(3)}) == 3
 
 
 def test_two_generations_at_a_time_do_not_meet(model: Model) -> None:

@@ -32,10 +32,14 @@ def refusal(*tensors: Tensor, **options: Any) -> str:
 def test_on_cpu_it_infers_when_it_is_asked_for() -> None:
     q, k, v = qkv()
     sink, mask = torch.randn(2), masks.Causal() & masks.Window(5)
-    bias = biases.ALiBi(2) + biases.T5Relative(torch.randn(32, 2)) + biases.Dense(torch.randn(20, 20))
+    bias = (
+        biases.ALiBi(2) + biases.T5Relative(torch.randn(32, 2)) + biases.Dense(torch.randn(20, 20))
+    )
     options = {"mask": mask, "bias": bias, "sink": sink, "softcap": 2.0}
     out = regard.attend(q, k, v, backend="flex", **options)
-    torch.testing.assert_close(out, Reference().run(make_call(q, k, v, **options)).out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        out, Reference().run(make_call(q, k, v, **options)).out, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_on_cpu_auto_never_takes_it() -> None:
@@ -73,7 +77,9 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_generated_kernel_does_not_take() -> None:
-    def why(T: int = 256, D: int = 64, dtype: torch.dtype = torch.float32, **options: Any) -> list[str]:
+    def why(
+        T: int = 256, D: int = 64, dtype: torch.dtype = torch.float32, **options: Any
+    ) -> list[str]:
         return flex._why_not_cuda(make_call(*qkv(T, T, D=D, dtype=dtype), **options))
 
     assert why() == []
@@ -85,20 +91,28 @@ def test_what_the_generated_kernel_does_not_take() -> None:
     assert why(bias=torch.zeros(256, 256)) == []
     assert why(bias=torch.zeros(256, 256, requires_grad=True)) == ["no gradient for a bias"]
     t5 = biases.T5Relative(torch.zeros(32, 2))
-    assert why(bias=biases.ALiBi(2) + t5) == ["no generated kernel for the bias t5_relative(32 buckets, bidirectional)"]
+    assert why(bias=biases.ALiBi(2) + t5) == [
+        "no generated kernel for the bias t5_relative(32 buckets, bidirectional)"
+    ]
 
 
 @pytest.mark.parametrize("T, S", [(256, 384), (300, 333), (20, 20)])
 @pytest.mark.parametrize(
     "mask",
-    [masks.Causal(), masks.Causal() & masks.Window(70), masks.Heads((masks.Full(), masks.Chunk(128)))],
+    [
+        masks.Causal(),
+        masks.Causal() & masks.Window(70),
+        masks.Heads((masks.Full(), masks.Chunk(128))),
+    ],
     ids=str,
 )
 def test_the_blocks_are_the_tiles(mask: masks.Mask, T: int, S: int) -> None:
     call = make_call(*qkv(T, S), mask=mask)
     found = block_mask(call)
     tiles = mask.tiles(call.q_positions, call.k_positions, (128, 128))
-    assert torch.equal(found.to_dense().bool(), (tiles != masks.EMPTY).expand(found.to_dense().shape))
+    assert torch.equal(
+        found.to_dense().bool(), (tiles != masks.EMPTY).expand(found.to_dense().shape)
+    )
     if T % 128 == 0 and S % 128 == 0:
         assert int(found.full_kv_num_blocks.sum()) == int((tiles == masks.FULL).sum())
     else:  # a block that sticks out is masked
@@ -115,13 +129,17 @@ def test_work() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("mask", [masks.Causal(), masks.Causal() & masks.Window(100), masks.Full()], ids=str)
+@pytest.mark.parametrize(
+    "mask", [masks.Causal(), masks.Causal() & masks.Window(100), masks.Full()], ids=str
+)
 def test_on_cuda_it_trains(mask: masks.Mask) -> None:
     q, k, v = (x.cuda().requires_grad_() for x in qkv(256, 300, H=4, D=64))
     sink = torch.randn(4, device="cuda", requires_grad=True)
     found = []
     for backend in ("flex", "reference"):
-        out = regard.attend(q, k, v, mask=mask, sink=sink, softcap=5.0, bias=biases.ALiBi(4), backend=backend)
+        out = regard.attend(
+            q, k, v, mask=mask, sink=sink, softcap=5.0, bias=biases.ALiBi(4), backend=backend
+        )
         found.append((out, *torch.autograd.grad(out.pow(2).sum(), (q, k, v, sink))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

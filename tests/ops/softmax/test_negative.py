@@ -21,13 +21,17 @@ def scaled(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, 
     return plain_attention(q, k, v, **{**options, "scale": 1.0})  # type: ignore[arg-type]
 
 
-def scaled_by_value_dim(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+def scaled_by_value_dim(
+    q: Tensor, k: Tensor, v: Tensor, **options: object
+) -> tuple[Tensor, Tensor]:
     return plain_attention(q, k, v, **{**options, "scale": 1 / q.shape[-1]})  # type: ignore[arg-type]
 
 
 def top_left(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
     T, S = q.shape[2], k.shape[2]
-    return plain_attention(q, k, v, **{**options, "visible": torch.ones(T, S, dtype=torch.bool).tril()})  # type: ignore[arg-type]
+    return plain_attention(
+        q, k, v, **{**options, "visible": torch.ones(T, S, dtype=torch.bool).tril()}
+    )  # type: ignore[arg-type]
 
 
 def one_key_more(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -45,7 +49,9 @@ def sink_with_a_value(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tup
     out, lse = plain_attention(q, k, v, **options)  # type: ignore[arg-type]
     sink = options["sink"]
     assert isinstance(sink, Tensor)
-    return out + torch.sigmoid(sink[:, None] - lse)[..., None] * v[:, :, :1].repeat_interleave(2, 1), lse
+    return out + torch.sigmoid(sink[:, None] - lse)[..., None] * v[:, :, :1].repeat_interleave(
+        2, 1
+    ), lse
 
 
 def sink_forgotten(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
@@ -63,7 +69,9 @@ def softcap_forgotten(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tup
     return plain_attention(q, k, v, **{**options, "softcap": None})  # type: ignore[arg-type]
 
 
-def softcap_after_the_bias(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+def softcap_after_the_bias(
+    q: Tensor, k: Tensor, v: Tensor, **options: object
+) -> tuple[Tensor, Tensor]:
     c, bias = options["softcap"], options["bias"]
     assert isinstance(c, float)
     assert isinstance(bias, Tensor)
@@ -83,12 +91,16 @@ def mean_of_the_blind(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tup
     return torch.where(lse.isneginf()[..., None], mean, out), lse
 
 
-def lse_zero_of_the_blind(q: Tensor, k: Tensor, v: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+def lse_zero_of_the_blind(
+    q: Tensor, k: Tensor, v: Tensor, **options: object
+) -> tuple[Tensor, Tensor]:
     out, lse = plain_attention(q, k, v, **options)  # type: ignore[arg-type]
     return out, lse.masked_fill(lse.isneginf(), 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 @pytest.mark.parametrize(
     "wrong, case",
     [
@@ -142,7 +154,9 @@ def test_a_nan_made_zero_fails() -> None:
         assert_close_rule(torch.tensor([1.0, 0.0]), ref.float(), ref)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_the_rule_allows_rounding_and_little_more(dtype: torch.dtype) -> None:
     ref = torch.randn(1000, dtype=torch.float64)
     x = ref.to(dtype)

@@ -279,8 +279,9 @@ def test_what_it_will_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Reference().why_not(call) == []
     monkeypatch.setattr(reference, "MAX_BYTES", 1000)
     (reason,) = Reference().why_not(make_call(q, k, v))
-    assert reason.startswith(
-        "would allocate 0.0 GiB for scores (1, 2, 32, 64); limit 0 GiB: use regard.attention_weights"
+    assert reason == (
+        "would allocate 0.0 GiB for scores (1, 2, 32, 64); limit 0 GiB: "
+        "regard.attention_weights gives any block of them"
     )
     with torch.no_grad():
         assert Reference().why_not(make_call(q, k, v)) == []

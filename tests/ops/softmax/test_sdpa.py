@@ -229,14 +229,23 @@ def check(
     for mine, best, usual in zip(got[:2], exact[:2], same[:2], strict=True):
         if mine is not None:
             assert_near(mine, best, [usual])
-    relative = max(
-        float((x - y).abs().max() / y.abs().max().clamp(min=1e-30))
-        for x, y in zip(same[2:], exact[2:], strict=True)
-    )
-    for i, (mine, best, usual) in enumerate(zip(got[2:], exact[2:], same[2:], strict=True)):
-        # a sink's gradient is one number a head, which plain math may hit by luck: allow it what the others are off by
-        other = best + (dense[i] - right[i]) if i < 3 else best * (1 + relative)
-        assert_near(mine, best, [usual, other], factor=3)
+    others = [
+        best + (mine - right) for mine, best, right in zip(dense, exact[2:], right, strict=False)
+    ]
+    assert_gradients_near(got[2:], exact[2:], same[2:], others)
+
+
+def assert_gradients_near(
+    got: list[Tensor], exact: list[Tensor], same: list[Tensor], dense: list[Tensor]
+) -> None:
+    """Each by the rule, where plain math may be off, relative to the largest number, as much as in its worst gradient.
+
+    One gradient alone may be hit by luck: that of a sink is one number a head.
+    """
+    sizes = [float(best.abs().max().clamp(min=1e-30)) for best in exact]
+    worst = max(float((x - y).abs().max()) / n for x, y, n in zip(same, exact, sizes, strict=True))
+    for i, (mine, best, size) in enumerate(zip(got, exact, sizes, strict=True)):
+        assert_near(mine, best, [best + worst * size, *dense[i : i + 1]], factor=3)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.pieces is not None])
@@ -248,7 +257,8 @@ def test_a_recipe_is_what_it_says(name: str) -> None:
 def test_out_lse_and_all_gradients(name: str) -> None:
     """In fp64, where what is wrong cannot hide behind rounding; alone, and under a sink."""
     check(CASES[name], torch.float64)
-    check(CASES[name], torch.float64, sink=True)
+    if CASES[name].H > 1:  # the error of one sum is no measure of another
+        check(CASES[name], torch.float64, sink=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -285,9 +295,8 @@ def test_the_one_call_without_lse(name: str) -> None:
 
     got, exact = run("sdpa", q, k, v), run("reference", q, k, v)
     same = run("reference", q.float(), k.float(), v.float())
-    for mine, best, usual in zip(got, exact, same, strict=True):
-        if mine is not None:
-            assert_near(mine, best, [usual], factor=3)
+    assert_near(got[0], exact[0], [same[0]])
+    assert_gradients_near(got[2:], exact[2:], same[2:], [])
 
 
 @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 33, 48, 49, 67])
@@ -462,11 +471,16 @@ def test_refusals() -> None:
     assert reasons(q, k, v, mask=LOCAL) == leak
 
 
-def test_a_number_too_large_for_its_sum_is_no_infinity() -> None:
+def test_numbers_whose_products_overflow_count_as_infinite() -> None:
+    """Behind a mask that adds -inf they would become NaN; the refusal may cry wolf, and another kernel is right."""
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
-    v[0, 0, :, 0] = 3e38
-    assert v.sum().isinf()
-    assert reasons(q, k, v, mask=CAUSAL) == []
+    v[:, :, -1, 0] = 3e38
+    assert reasons(q, k, v, mask=CAUSAL) == [
+        "a NaN or infinity behind a mask would leak through 0 x NaN"
+    ]
+    out = regard.attend(q, k, v, mask=CAUSAL)
+    assert out[:, :, :-1].abs().max() < 100
+    assert out[:, :, -1].isfinite().all()
 
 
 def test_another_schema_of_the_private_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,11 @@ def test_what_is_visible_is_visited_once_and_empty_tiles_never(mask: masks.Mask)
     assert int(seen.max()) <= 1
     for rows, pieces in row_blocks(call):
         some = [visible[:, rows, i : i + 4].any() for i in range(0, 40, 4)]
-        at = {j for piece in pieces for j in range(piece.columns.start // 4, -(-piece.columns.stop // 4))}
+        at = {
+            j
+            for piece in pieces
+            for j in range(piece.columns.start // 4, -(-piece.columns.stop // 4))
+        }
         assert at == {i for i, any_ in enumerate(some) if any_}
         for piece in pieces:
             assert not piece.full or bool(visible[:, rows, piece.columns].all())
@@ -123,10 +127,24 @@ def test_sums_of_biases_and_shared_tensors_get_their_gradients() -> None:
     found = []
     for kernel in (KERNEL, Reference()):
         out = kernel.run(make_call(q, k, v, bias=bias, mask=masks.Causal())).out
-        found.append(torch.autograd.grad((out * out.detach()).sum(), (table, dense, slope), retain_graph=True))
+        found.append(
+            torch.autograd.grad(
+                (out * out.detach()).sum(), (table, dense, slope), retain_graph=True
+            )
+        )
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
         assert a.abs().max() > 0.01
+
+
+def test_a_bias_that_ignores_its_tensors_gives_them_nothing() -> None:
+    w = torch.randn(2, requires_grad=True)
+    for fn in (
+        lambda q, k, w: 0.1 * (q - k).float(),
+        lambda q, k, w: w.detach()[:, None, None] * (q - k),
+    ):
+        out = KERNEL.run(make_call(*qkv(), bias=biases.Fn(fn, (w,)))).out
+        assert torch.equal(torch.autograd.grad(out.sum(), w)[0], torch.zeros(2))
 
 
 @pytest.mark.usefixtures("small")
@@ -169,7 +187,9 @@ def test_no_graph_is_kept_where_nobody_learns() -> None:
 
 def test_a_second_derivative_is_refused() -> None:
     q, k, v = (x.requires_grad_() for x in qkv())
-    (g,) = torch.autograd.grad(KERNEL.run(make_call(q, k, v)).out.pow(2).sum(), (q,), create_graph=True)
+    (g,) = torch.autograd.grad(
+        KERNEL.run(make_call(q, k, v)).out.pow(2).sum(), (q,), create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
 
@@ -238,7 +258,9 @@ def test_it_promises_memory_that_grows_with_T_and_not_with_its_square() -> None:
         sizes = []
         for T in (8192, 16384, 32768):
             x = torch.empty(1, 1, T, 64, device="meta", requires_grad=True)
-            call = Call(x, x, x, mask, None, 0.125, None, None, 0.0, regard.Span(0, T), regard.Span(0, T))
+            call = Call(
+                x, x, x, mask, None, 0.125, None, None, 0.0, regard.Span(0, T), regard.Span(0, T)
+            )
             sizes.append(KERNEL.work(call).bytes)
         assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0]), "not linear"
         assert sizes[2] < 40 * 2**20

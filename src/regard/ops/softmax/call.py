@@ -9,10 +9,11 @@ from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 import torch
 from torch import Tensor
 
-from regard import arguments, biases, masks, tap
+from regard import arguments, masks, tap
 from regard.biases import Bias
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentError
 from regard.masks import Mask
+from regard.ops.softmax.given import as_bias, as_mask, last
 from regard.span import Positions, Span
 
 
@@ -194,7 +195,7 @@ def make_call(
     k_positions = Span(0, S) if k_positions is None else k_positions
     arguments.check_positions("k_positions", k_positions, B, S)
     if q_positions is None:
-        q_positions = _last(k_positions, T)
+        q_positions = last(k_positions, T)
     arguments.check_positions("q_positions", q_positions, B, T)
     mask, bias = as_mask(mask), as_bias(bias)
     mask.require(B, H, T, S)
@@ -205,46 +206,6 @@ def make_call(
         q, k, v, mask, bias, D**-0.5 if scale is None else float(scale), softcap, sink, dropout,
         q_positions, k_positions, wants_lse, tap.needed() & {"scores", "pattern"},
     )  # fmt: skip
-
-
-def _last(keys: Positions, T: int) -> Positions:
-    """The default query positions: the last T of the keys' ones (bottom-right alignment)."""
-    if isinstance(keys, Span):
-        return Span(keys.stop - T, T)
-    if keys.shape[1] < T:
-        raise ArgumentError(
-            f"{T} queries for {keys.shape[1]} keys at given k_positions: give q_positions as well"
-        )
-    return keys[:, keys.shape[1] - T :]
-
-
-def as_mask(mask: Mask | Tensor | None) -> Mask:
-    """None is Full(), a bool tensor is Dense(tensor)."""
-    if mask is None:
-        return masks.Full()
-    if isinstance(mask, Mask):
-        return mask
-    if isinstance(mask, Tensor):
-        if mask.is_floating_point():
-            raise ArgumentTypeError(
-                f"mask is {str(mask.dtype).removeprefix('torch.')}; a mask is bool, True = may attend: "
-                "use regard.masks.from_additive(mask), or pass it as bias="
-            )
-        return masks.Dense(mask)
-    raise ArgumentTypeError(
-        f"mask is {type(mask).__name__}; it must be a regard.masks mask, a bool tensor or None"
-    )
-
-
-def as_bias(bias: Bias | Tensor | None) -> Bias | None:
-    """A float tensor is Dense(tensor)."""
-    if bias is None or isinstance(bias, Bias):
-        return bias
-    if isinstance(bias, Tensor):
-        return biases.Dense(bias)
-    raise ArgumentTypeError(
-        f"bias is {type(bias).__name__}; it must be a regard.biases bias, a float tensor or None"
-    )
 
 
 def _finite(x: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from regard import biases, masks
 from regard.biases import Bias
 from regard.masks import EMPTY, FULL, Mask
+from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
 from regard.span import Positions, Span, as_tensor, part
@@ -131,7 +132,11 @@ def _why_not_cuda(call: Call) -> list[str]:
             reasons.append("no gradient for a bias")
     first = as_tensor(part(call.q_positions, slice(0, 1)))
     table = call.B * call.H * call.T * call.S
-    if not isinstance(call.mask, masks.Dense) and table > TABLE_BYTES and call.mask.intervals(first) is None:
+    if (
+        not isinstance(call.mask, masks.Dense)
+        and table > TABLE_BYTES
+        and call.mask.intervals(first) is None
+    ):
         reasons.append(f"no key ranges in the mask {call.mask}")
     return reasons
 
@@ -141,7 +146,8 @@ def _function(device: str) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     # uncompiled it holds every score: never on CUDA; on CPU compiling takes seconds, gives no lse and no float64
-    return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=False)
+    chosen: Callable[..., Any] = flex_attention
+    return chosen if device == "cpu" else torch.compile(chosen, dynamic=False)
 
 
 def block_mask(call: Call) -> Any:
@@ -163,7 +169,7 @@ def _block_mask(
     for dim, length in ((2, lengths[0]), (3, lengths[1])):
         if length % BLOCK:  # a block that sticks out is never full: its tail must be masked
             full = full.clone()
-            full.select(dim, -1).fill_(False)  # noqa: FBT003
+            full.select(dim, -1).fill_(False)
     return BlockMask.from_kv_blocks(
         *_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=mask_mod(mask, q, k, device),
         seq_lengths=lengths,
@@ -247,10 +253,3 @@ def _bias_mod(term: Bias, call: Call) -> ScoreMod:
         return score + table[b * b_step, h * h_step, i, j]
 
     return dense
-
-
-def bias_terms(bias: Bias | None) -> tuple[Bias, ...]:
-    """The biases that are summed."""
-    if bias is None:
-        return ()
-    return bias.terms if isinstance(bias, biases.Sum) else (bias,)

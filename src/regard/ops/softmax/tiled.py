@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard import biases
 from regard.masks import EMPTY, FULL
+from regard.ops.softmax.bias_gradient import BiasGradient
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
 
@@ -152,6 +152,7 @@ class TiledFunction(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """The tiles, and what the backward pass needs of them."""
         work = list(row_blocks(call))
         out, top, total = forward(call, seed, q, k, v, work)
         ctx.save_for_backward(q, k, v, out, top, total, *learned)
@@ -164,6 +165,7 @@ class TiledFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        """The same tiles again."""
         q, k, v, out, top, total, *learned = ctx.saved_tensors
         call = ctx.call
         if call.bias is not None:
@@ -283,63 +285,3 @@ def kept(call: Call, seed: int, p: Tensor, rows: slice, piece: Piece) -> Tensor:
     generator.manual_seed(seed + rows.start * call.S + piece.columns.start)
     draw = torch.rand(p.shape, generator=generator, dtype=torch.float32, device=p.device)
     return (draw >= call.dropout).to(p.dtype).div_(1 - call.dropout)
-
-
-class BiasGradient:
-    """The gradients of a bias's tensors, summed over tiles in the precision of the scores."""
-
-    def __init__(
-        self, bias: biases.Bias | None, wanted: tuple[bool, ...], dtype: torch.dtype
-    ) -> None:
-        self.wanted, self.terms = wanted, []
-        tensors = () if bias is None else bias.tensors()
-        self.dtypes = [x.dtype for x in tensors]
-        self.sums = [
-            torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) if w else None
-            for x, w in zip(tensors, wanted, strict=True)
-        ]
-        first = 0
-        for term in bias.terms if isinstance(bias, biases.Sum) else (bias,) if bias else ():
-            n = len(term.tensors())
-            if any(wanted[first : first + n]):
-                self.terms.append((term, first, first + n))
-            first += n
-
-    def add(self, call: Call, d_s: Tensor, rows: slice, columns: slice) -> None:
-        """Add what a tile's scores [.., t, s] say."""
-        d_s = d_s.view(call.B, call.H, -1, d_s.shape[-1])
-        for term, first, stop in self.terms:
-            if isinstance(term, biases.Dense):  # autograd would fill the whole tensor for each tile
-                total = self.sums[first]
-                assert total is not None
-                total = total[None, None] if total.ndim == 2 else total
-                here = total[:, :, rows if total.shape[2] > 1 else ALL, columns]
-                here += d_s.sum_to_size(here.shape)
-                continue
-            with torch.enable_grad():
-                copies = [
-                    x.detach().to(d_s.dtype).requires_grad_(w)
-                    for x, w in zip(term.tensors(), self.wanted[first:stop], strict=True)
-                ]
-                block = term.with_tensors(copies).block(
-                    call.q_positions,
-                    call.k_positions,
-                    rows,
-                    columns,
-                    dtype=d_s.dtype,
-                    device=d_s.device,
-                )
-            own = [(i, x) for i, x in enumerate(copies, first) if x.requires_grad]
-            found = torch.autograd.grad(
-                block, [x for _, x in own], d_s.sum_to_size(block.shape), allow_unused=True
-            )
-            for (i, _), g in zip(own, found, strict=True):
-                if g is not None:
-                    self.sums[i] += g
-
-    def total(self) -> list[Tensor | None]:
-        """The gradients, in the dtypes of the tensors."""
-        return [x if x is None else x.to(d) for x, d in zip(self.sums, self.dtypes, strict=True)]
-
-
-ALL = slice(None)

@@ -1,0 +1,69 @@
+"""What a caller may give for a mask, a bias or positions, and what the defaults are."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from regard import biases, masks
+from regard.biases import Bias
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Mask
+from regard.span import Positions, Span
+
+
+def last(keys: Positions, T: int) -> Positions:
+    """The default query positions: the last T of the keys' ones (bottom-right alignment)."""
+    if isinstance(keys, Span):
+        return Span(keys.stop - T, T)
+    if keys.shape[1] < T:
+        raise ArgumentError(
+            f"{T} queries for {keys.shape[1]} keys at given k_positions: give q_positions as well"
+        )
+    return keys[:, keys.shape[1] - T :]
+
+
+def as_mask(mask: Mask | Tensor | None) -> Mask:
+    """None is Full(), a bool tensor is Dense(tensor)."""
+    if mask is None:
+        return masks.Full()
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        if mask.is_floating_point():
+            raise ArgumentTypeError(
+                f"mask is {str(mask.dtype).removeprefix('torch.')}; a mask is bool, True = may attend: "
+                "use regard.masks.from_additive(mask), or pass it as bias="
+            )
+        dense = masks.Dense(mask)
+        _warn_if_inverted(mask)
+        return dense
+    raise ArgumentTypeError(
+        f"mask is {type(mask).__name__}; it must be a regard.masks mask, a bool tensor or None"
+    )
+
+
+def as_bias(bias: Bias | Tensor | None) -> Bias | None:
+    """A float tensor is Dense(tensor)."""
+    if bias is None or isinstance(bias, Bias):
+        return bias
+    if isinstance(bias, Tensor):
+        return biases.Dense(bias)
+    raise ArgumentTypeError(
+        f"bias is {type(bias).__name__}; it must be a regard.biases bias, a float tensor or None"
+    )
+
+
+def _warn_if_inverted(mask: Tensor) -> None:
+    """A square mask that hides every query's own key is nearly always one of the other polarity."""
+    square = mask.shape[-1] == mask.shape[-2] > 1
+    if torch.compiler.is_compiling() or not square:
+        return
+    if not bool(mask.diagonal(dim1=-2, dim2=-1).any()) and bool(mask.any()):
+        warnings.warn(
+            "mask hides each query's own key: is it inverted? True = may attend; "
+            "regard.masks.from_drop(mask) takes a mask with True = drop, and a mask that means it is regard.masks.Dense(mask)",
+            stacklevel=5,
+        )
