@@ -26,47 +26,42 @@ def strided(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, W: int) -> torch.
     return out.view(n, B, H, W, D).permute(1, 2, 0, 3, 4).reshape(B, H, L, D)[:, :, :T]
 
 
+def row(T: int, W: int, train: bool) -> dict[str, float]:  # noqa: FBT001
+    q, k, v = (torch.randn(1, n, T, 64, requires_grad=train) for n in (8, 2, 2))
+    mask = Causal() & Window(W)
+    dense = mask.block(regard.Span(0, T), regard.Span(0, T))
+    ways = {
+        "regard": lambda: regard.attend(q, k, v, mask=mask),
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True),
+        "strided": lambda: strided(q, k, v, W),
+    }
+    want = regard.attend(q, k, v, mask=mask, backend="reference")
+    for name, way in ways.items():
+        assert (way() - want).abs().max() < 1e-5, f"{name} must agree before it is timed"
+    steps = {n: (lambda w=w: w().sum().backward()) for n, w in ways.items()} if train else ways
+    times = interleaved(steps, rounds=9)
+    return {
+        "T": T,
+        "W": W,
+        "train": train,
+        **{f"{name} ms": median(t) * 1e3 for name, t in times.items()},
+        "sdpa/regard": ratio(times, "sdpa", "regard"),
+        "strided/regard": ratio(times, "strided", "regard"),
+    }
+
+
 def main() -> list[dict[str, float]]:
     rows = []
-    print(
-        f"{'T':>6}{'W':>6}{'grad':>6}{'regard':>10}{'sdpa':>10}{'strided':>10}{'sdpa/ours':>11}{'strided/ours':>14}"
-    )
     for T, W, train in (
         (2048, 256, False),
         (4096, 512, False),
         (2048, 256, True),
         (4096, 512, True),
     ):
-        q, k, v = (torch.randn(1, n, T, 64, requires_grad=train) for n in (8, 2, 2))
-        mask = Causal() & Window(W)
-        dense = mask.block(regard.Span(0, T), regard.Span(0, T))
-
-        def step(out: torch.Tensor, train: bool = train) -> None:
-            if train:
-                out.sum().backward()
-
-        cases = {
-            "regard": lambda: step(regard.attend(q, k, v, mask=mask)),
-            "sdpa": lambda: step(
-                F.scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
-            ),
-            "strided": lambda: step(strided(q, k, v, W)),
-        }
-        want = regard.attend(q, k, v, mask=mask, backend="reference")
-        for other in (regard.attend(q, k, v, mask=mask), strided(q, k, v, W)):
-            assert (other - want).abs().max() < 1e-5, (
-                "the alternatives must agree before they are timed"
-            )
-        times = interleaved(cases, rounds=9)
-        row = {"T": T, "W": W, "train": train, **{n: median(t) * 1e3 for n, t in times.items()}}
-        row["sdpa/regard"], row["strided/regard"] = (
-            ratio(times, n, "regard") for n in ("sdpa", "strided")
-        )
-        rows.append(row)
-        print(
-            f"{T:>6}{W:>6}{'yes' if train else 'no':>6}{row['regard']:>9.1f}m{row['sdpa']:>9.1f}m{row['strided']:>9.1f}m"
-            f"{row['sdpa/regard']:>11.2f}{row['strided/regard']:>14.2f}"
-        )
+        rows.append(row(T, W, train))
+        if len(rows) == 1:
+            print("  ".join(f"{name:>14}" for name in rows[0]))
+        print("  ".join(f"{value:>14.2f}" for value in rows[-1].values()))
     return rows
 
 

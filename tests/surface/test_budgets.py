@@ -91,7 +91,7 @@ HOMES = {
     r"scaled_dot_product_attention\(": {"ops/softmax/sdpa.py"},
     r"flex_attention\(": {"ops/softmax/flex.py"},
     r"torch\.cat\(\[?\(?\s*(self\.)?_?(keys?|values?|k|v|memory)\b": {"caches"},
-    r"\bpickle\b|torch\.load\(": set(),
+    r"import pickle|pickle\.|torch\.load\(": set(),
     r"(?<![.\w])(eval|exec)\(": set(),
     r"(self_attn|model\.layers)\.": {"models/families"},
     r"\bnan_to_num\(": set(),

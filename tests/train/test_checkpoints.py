@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.parts import Small, run
 
 from regard.errors import ArgumentError, FileError
 from regard.train import Checkpoint, checkpoints
 from regard.train import integrity as sums
+from tests.train.parts import Small, run
 
 
 def make(step: int) -> Checkpoint:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.train.parts import TOKENS, Small, batches, digest, run, settings
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
 from regard.train import Batches, NonFiniteLoss, checkpoints, evaluate, fit, next_token_loss
 from regard.train.interrupts import interrupts
+from tests.train.parts import TOKENS, Small, batches, digest, run, settings
 
 
 def rows_of(folder: Path) -> list[list[str]]:

@@ -68,7 +68,7 @@ class Bias:
         self._check_count(tensors, len(names))
         return replace(self, **dict(zip(names, tensors, strict=True)))
 
-    def require(self, B: int, H: int, T: int, S: int) -> None:  # noqa: ARG002  (what other biases need)
+    def require(self, B: int, H: int, T: int, S: int) -> None:
         """Raise if the bias cannot serve a call of B rows, H query heads, T queries and S keys.
 
         Raises:

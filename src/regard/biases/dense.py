@@ -44,7 +44,7 @@ class Dense(Bias):
     def block(
         self,
         q_positions: Positions,
-        k_positions: Positions,  # noqa: ARG002  (slots, not positions)
+        k_positions: Positions,
         rows: slice = ALL,
         columns: slice = ALL,
         *,

@@ -28,6 +28,7 @@ Heads = Annotated[int, _count("Query heads H.")]
 KvHeads = Annotated[int, _count("Key/value heads G; must divide the query heads.")]
 Hidden = Annotated[int | None, _count("Feed-forward width.", "8/3 of dim")]
 Vocab = Annotated[int, typer.Option(help="Tokens in the vocabulary.", min=257)]
+Tie = Annotated[bool, typer.Option(help="One matrix for embedding and head.")]
 Lr = Annotated[float, typer.Option(help="Peak learning rate.")]
 Warmup = Annotated[int, typer.Option(help="Steps of linear warm-up.", min=0)]
 Accumulate = Annotated[int, _count("Batches per optimiser step.")]
@@ -61,6 +62,7 @@ def train(
     kv_heads: KvHeads = 2,
     hidden: Hidden = None,
     vocab: Vocab = 4096,
+    tie: Tie = False,
     lr: Lr = 1e-3,
     warmup: Warmup = 200,
     accumulate: Accumulate = 1,

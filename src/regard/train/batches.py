@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 
-
 SHORTEST = 8
 """The shortest period of a row that repeats."""
+
+FEWEST = 16
+"""The fewest kinds of random tokens in a row."""
 
 
 class Batches:
@@ -22,7 +25,8 @@ class Batches:
     `repeat` mixes in rows that say something again and again: that share of the rows is a segment
     tiled to the row's length, `row[i] == row[i - period]`, with the period drawn from
     [8, length/2] so that no fixed distance solves the task. `repeat_random` of those rows hold
-    single tokens drawn anywhere in the stream, as often as they occur there, in place of a segment.
+    random tokens in place of a segment, drawn from the K most frequent ones, with K anew for each
+    row, log-uniform from 16 to all: rows of few kinds show the trick, rows of many make it general.
     Such rows can only be predicted by finding the last occurrence of the present token and copying
     what followed: an induction head (Olsson et al. 2022, arXiv:2209.11895), which forms at small
     scale when the data pays for it.
@@ -62,6 +66,7 @@ class Batches:
         self.tokens = tokens.long().contiguous()
         self.batch, self.context, self.seed = batch, context, seed
         self.repeat, self.repeat_random = repeat, repeat_random
+        self._kinds = by_frequency(self.tokens) if repeat else self.tokens[:0]
         self._generator = torch.Generator().manual_seed(seed)
         self._steps = torch.arange(context + 1)
 
@@ -80,8 +85,11 @@ class Batches:
         twice, random = chance[0] < self.repeat, chance[1] < self.repeat_random
         within = self._steps % torch.where(twice, period, length)[:, None]
         rows = self.tokens[starts[:, None] + within]
-        anywhere = torch.randint(len(self.tokens), rows.shape, generator=self._generator)
-        singles = self.tokens[anywhere].gather(1, within)
+        few, all_ = math.log(min(FEWEST, len(self._kinds))), math.log(len(self._kinds))
+        share = torch.rand(self.batch, 1, generator=self._generator)
+        kinds = (few + (all_ - few) * share).exp()  # [batch, 1]
+        draw = torch.rand(rows.shape, generator=self._generator) * kinds
+        singles = self._kinds[draw.long().clamp_(max=len(self._kinds) - 1)].gather(1, within)
         return torch.where((twice & random)[:, None], singles, rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,6 +119,16 @@ class Batches:
             repr((self.batch, self.context, self.seed, self.repeat, self.repeat_random)).encode()
         )
         return digest.hexdigest()
+
+
+def by_frequency(tokens: Int[Tensor, " N"]) -> Int[Tensor, " kinds"]:
+    """The different tokens of a stream, the most frequent first.
+
+    >>> by_frequency(torch.tensor([5, 7, 7, 2, 7, 2])).tolist()
+    [7, 2, 5]
+    """
+    kinds, counts = tokens.unique(return_counts=True)
+    return kinds[counts.argsort(descending=True, stable=True)]
 
 
 def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[Tensor, "rows row"]:

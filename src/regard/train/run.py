@@ -104,7 +104,7 @@ class Run:
             num_key_value_heads=o["kv_heads"],
             head_dim=o["dim"] // o["heads"],
             max_position_embeddings=o["context"],
-            tie_word_embeddings=True,
+            tie_word_embeddings=o["tie"],
         )
 
     def model(self, vocab_size: int) -> tuple[nn.Module, Config]:

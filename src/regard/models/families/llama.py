@@ -100,7 +100,8 @@ def build(config: Config) -> Decoder:
 
     Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at a spread of about
     1 and heads tell keys apart from the first step; those that write to the residual path are smaller by
-    1/sqrt(2 layers), and embeddings and head have 0.02.
+    1/sqrt(2 layers). The head has 0.02, and so has an embedding that is tied to it; one of its own has 0.5, so that
+    a token outweighs what the first layers add to it, and later layers can match and copy it.
     """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -111,7 +112,8 @@ def build(config: Config) -> Decoder:
     decoder = Decoder(embedding, layers, _norm(config), head)
     for module in decoder.modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
+            own = module is embedding and not config.tie_word_embeddings
+            nn.init.normal_(module.weight, std=0.5 if own else 0.02)
     for block in layers:
         writes = (block.attention.output, block.feed_forward.get_submodule("down"))
         for module in block.modules():

@@ -158,7 +158,10 @@ def fused_backward(
     d score = p (dO . v - dO . O + d lse): the last term rides along as one more value column of ones.
     """
     q, out, lse, d_out, d_lse = row
-    assert q is not None and out is not None and lse is not None and d_out is not None
+    assert q is not None
+    assert out is not None
+    assert lse is not None
+    assert d_out is not None
     k, v, mask = k[:, :, piece.columns], v[:, :, piece.columns], make_mask(piece)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if d_lse is None:
