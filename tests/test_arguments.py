@@ -459,3 +459,10 @@ def test_checks_end_with_an_exception() -> None:
     q, k, v = make()
     q[0, 0, 0, 0] = NAN
     assert regard.plan(q, k, v).kernel
+
+
+def test_a_mask_that_is_a_class_is_told_to_be_made() -> None:
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
+    with pytest.raises(ArgumentTypeError) as caught:
+        regard.attend(q, k, v, mask=regard.masks.Causal)  # type: ignore[arg-type]
+    assert str(caught.value) == "mask is the class Causal; make one: Causal(...)"

@@ -122,4 +122,3 @@ class Separate(nn.Module):
     def recall(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values, as remembered."""
         return k, v
-

@@ -21,7 +21,7 @@ from regard import biases, masks
 from regard.masks import EMPTY, FULL
 from regard.ops.softmax import pieces, sdpa
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.pieces import _runs, lower
+from regard.ops.softmax.pieces import lower, runs
 from regard.span import Span
 from tests.ops.softmax.plain import allowed, assert_near, torch_dense
 from tests.oracles.plain import plain_attention
@@ -593,9 +593,9 @@ def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     long=st.integers(1, 6),
 )
 def test_runs_by_brute_force(state: list[int], long: int) -> None:
-    runs = _runs(state, long)
+    found = runs(state, long)
     kinds: list[bool | None] = [None] * len(state)
-    for start, stop, full in runs:
+    for start, stop, full in found:
         assert start < stop
         for i in range(start, stop):
             assert kinds[i] is None, "pieces are disjoint"
@@ -609,7 +609,8 @@ def test_runs_by_brute_force(state: list[int], long: int) -> None:
             left -= 1
         while right < len(state) and state[right] == FULL:
             right += 1
-        assert (kinds[i] is True) == (one == FULL and right - left >= long)
-    assert runs == sorted(runs)
-    for (_, stop, a), (start, _, b) in itertools.pairwise(runs):
+        beside = 1 in (*state[max(left - 1, 0) : left], *state[right : right + 1])
+        assert (kinds[i] is True) == (one == FULL and (right - left >= long or not beside))
+    assert found == sorted(found)
+    for (_, stop, a), (start, _, b) in itertools.pairwise(found):
         assert stop < start or a or b, "neighbours under a mask are one piece"

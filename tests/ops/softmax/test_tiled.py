@@ -206,19 +206,6 @@ def test_an_input_changed_before_backward_is_found() -> None:
         out.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_autocast_does_not_reach_inside(dtype: torch.dtype) -> None:
-    q, k, v = (x.requires_grad_() for x in qkv(dtype=dtype))
-    out = KERNEL.run(make_call(q, k, v)).out
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
-    with torch.autocast("cpu", torch.bfloat16):
-        again = KERNEL.run(make_call(q, k, v)).out
-        others = torch.autograd.grad(again.sum(), (q, k, v))
-    assert again.dtype == dtype
-    assert torch.equal(out, again)
-    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
-
-
 def refusal(*tensors: Tensor, **options: Any) -> str:
     with pytest.raises(KernelRefusal) as caught:
         regard.attend(*tensors, backend="tiled", **options)

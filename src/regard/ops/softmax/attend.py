@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from regard.biases import Bias
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
-from regard.ops.softmax.call import Options, Partial, make_call
+from regard.ops.softmax.call import Call, Options, Partial, make_call
 from regard.ops.softmax.dispatch import run, without_garbage
 from regard.ops.softmax.normalise import join, total, weights, with_sink
 from regard.ops.softmax.reference import BLOCK_BYTES
@@ -124,9 +125,16 @@ def attention_weights(
         raise ArgumentTypeError("attention_weights takes no dropout: weights are shown without it")
     call = without_garbage(make_call(q, k, k, **options))
     shown, block = _part("rows", rows, call.T), _part("columns", columns, call.S)
-    step = max(1, BLOCK_BYTES // max(1, call.B * call.H * len(range(*shown.indices(call.T))) * 8))
+    with torch.autocast(q.device.type, enabled=False):
+        return _weights(call, shown, block)
+
+
+def _weights(call: Call, shown: slice, block: slice) -> Tensor:
+    rows = len(range(*shown.indices(call.T)))
+    step = max(1, BLOCK_BYTES // max(1, call.B * call.H * rows * 8))
     totals = [
-        total(scores(call, shown, slice(i, min(i + step, call.S)))[0]) for i in range(0, call.S, step)
+        total(scores(call, shown, slice(i, min(i + step, call.S)))[0])
+        for i in range(0, call.S, step)
     ]
     s, _ = scores(call, shown, block)
     return weights(s, with_sink(join(totals) if totals else total(s), call.sink))

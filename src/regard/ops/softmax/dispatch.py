@@ -15,14 +15,24 @@ from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
 from regard.span import EMPTY, Span, as_tensor
 
-KERNELS: tuple[Kernel, ...] = (Sdpa(), Flex(), Tiled(), Reference())
-"""In the order in which `backend="auto"` asks them."""
+KERNELS: tuple[Kernel, ...] = (Sdpa(), Tiled(), Flex(), Reference())
+"""In the order in which `backend="auto"` asks them on a CPU, where Flex holds every score."""
+
+
+def order(call: Call) -> list[Kernel]:
+    """The kernels in the order in which they are asked: elsewhere generated ones come before plain torch."""
+    generated_first = call.q.device.type != "cpu"
+    return sorted(KERNELS, key=lambda x: generated_first and x.name in ("tiled", "reference"))
 
 
 def run(call: Call, backend: str = "auto") -> Result:
-    """Run a call on the chosen kernel."""
+    """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy of autocast."""
     call = without_garbage(call)
-    return choose(call, backend).run(call)
+    kernel, device = choose(call, backend), call.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return kernel.run(call)
+    with torch.autocast(device, enabled=False):
+        return kernel.run(call)
 
 
 def choose(call: Call, backend: str = "auto") -> Kernel:
@@ -32,11 +42,7 @@ def choose(call: Call, backend: str = "auto") -> Kernel:
         ArgumentError: there is no kernel of that name.
         KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every reason.
     """
-    asked = [
-        kernel
-        for kernel in KERNELS
-        if backend == kernel.name or (backend == "auto" and _offers(kernel, call))
-    ]
+    asked = [kernel for kernel in order(call) if backend in ("auto", kernel.name)]
     if not asked:
         raise ArgumentError(_unknown(backend))
     refusals: dict[str, list[str]] = {}
@@ -61,11 +67,6 @@ def without_garbage(call: Call) -> Call:
         for name in names:
             changes[name] = getattr(call, name).masked_fill(empty, 0)
     return replace(call, **changes) if changes else call
-
-
-def _offers(kernel: Kernel, call: Call) -> bool:
-    """On CPU flex holds every score: there it runs only for those who ask for it by name."""
-    return kernel.name != "flex" or call.q.device.type != "cpu"
 
 
 def _unknown(backend: str) -> str:

@@ -50,15 +50,11 @@ class Flex:
 
     def why_not(self, call: Call) -> list[str]:
         """Dropout, taps, non-finite inputs; on CUDA other shapes and dtypes; on CPU gradients and long inputs."""
-        reasons = [
-            *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
-            *(["no dropout"] if call.dropout else []),
-            *(
-                ["not inside a graph that is being compiled"]
-                if torch.compiler.is_compiling()
-                else []
-            ),
-        ]
+        reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
+        if call.dropout:
+            reasons.append("no dropout")
+        if torch.compiler.is_compiling():
+            reasons.append("not inside a graph that is being compiled")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         device = call.q.device.type
@@ -79,7 +75,7 @@ class Flex:
         q, k, v = call.q, call.k, call.v
         if q.device.type == "cpu":  # uncompiled, it would round the scores to a half type
             q, k, v = (x.detach().to(call.score_dtype) for x in (q, k, v))
-        with warnings.catch_warnings(), torch.autocast(q.device.type, enabled=False):
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
             out, aux = _function(q.device.type)(
                 q, k, v, score_mod=score_mod(call), block_mask=block_mask(call), scale=call.scale,
@@ -101,17 +97,12 @@ class Flex:
 
 
 def _why_not_cpu(call: Call) -> list[str]:
+    reasons = ["no gradients on CPU"] if call.has_gradient else []
     size = 2 * call.B * call.H * call.T * call.S * call.score_dtype.itemsize
-    return [
-        *(["no gradients on CPU"] if call.has_gradient else []),
-        *(
-            [
-                f"would hold {size / 2**30:.1f} GiB of scores on CPU; limit {MAX_BYTES / 2**30:.0f} GiB"
-            ]
-            if size > MAX_BYTES
-            else []
-        ),
-    ]
+    if size > MAX_BYTES:
+        held, limit = f"{size / 2**30:.1f} GiB", f"{MAX_BYTES / 2**30:.0f} GiB"
+        reasons.append(f"would hold {held} of scores on CPU; limit {limit}")
+    return reasons
 
 
 def _why_not_cuda(call: Call) -> list[str]:

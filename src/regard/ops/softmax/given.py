@@ -40,8 +40,13 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
         dense = masks.Dense(mask)
         _warn_if_inverted(mask)
         return dense
+    given: object = mask
+    if isinstance(given, type):
+        raise ArgumentTypeError(
+            f"mask is the class {given.__name__}; make one: {given.__name__}(...)"
+        )
     raise ArgumentTypeError(
-        f"mask is {type(mask).__name__}; it must be a regard.masks mask, a bool tensor or None"
+        f"mask is {type(given).__name__}; it must be a regard.masks mask, a bool tensor or None"
     )
 
 

@@ -10,13 +10,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard import masks
-from regard.masks import EMPTY, FULL, Mask
+from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
 from regard.span import Span
 
@@ -66,9 +67,8 @@ def lower(call: Call) -> list[Rows]:
             return known
     everything = Rows(slice(0, call.T), [_masked(call, slice(0, call.T), slice(0, call.S))])
     if torch.compiler.is_compiling() or call.q.device.type != "cpu":
-        return [
-            everything
-        ]  # tiles are found by reading tensors: not in a graph, not across a device
+        # tiles are found by reading tensors: not in a graph, not across a device
+        return [everything]
     return [_by_tiles(call, slice(i, min(i + ROWS, call.T))) for i in range(0, call.T, ROWS)]
 
 
@@ -82,9 +82,8 @@ def _aligned(call: Call) -> list[Rows] | None:
     if isinstance(call.mask, masks.Causal):
         return _causal(call, q, k)
     rest = _beside_causal(call.mask)
-    if (
-        rest is not None and q == k
-    ):  # the triangle by the flag, what concerns keys only as one row of a mask
+    if rest is not None and q == k:
+        # the triangle by the flag, what concerns keys only as one row of a mask
         keys = slice(0, call.S)
         mask = partial(additive, replace(call, mask=rest), slice(0, 1), keys)
         return [Rows(slice(0, call.T), [Piece(keys, True, mask)])]
@@ -95,11 +94,8 @@ def _beside_causal(mask: Mask) -> Mask | None:
     """The padding of `causal & padding`, or None."""
     terms = mask.terms()
     rest = [term for term in terms if not isinstance(term, masks.Causal)]
-    return (
-        rest[0]
-        if len(terms) == 2 and len(rest) == 1 and isinstance(rest[0], masks.Padding)
-        else None
-    )
+    known = len(terms) == 2 and len(rest) == 1 and isinstance(rest[0], masks.Padding)
+    return rest[0] if known else None
 
 
 def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
@@ -125,37 +121,47 @@ def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
 
 def _by_tiles(call: Call, rows: slice) -> Rows:
     """The pieces of a block of queries: runs of tiles that are not empty, long full stretches without a mask."""
-    tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, KEYS)
+    found = tile_runs(call, rows, KEYS, LONG)
+    bare = call.bias is None
+    return Rows(
+        rows, [Piece(keys) if full and bare else _masked(call, rows, keys) for keys, full in found]
+    )
+
+
+def tile_runs(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice, bool]]:
+    """Ranges of keys that some query of a block sees, and whether all see all of them, in every row and head."""
+    tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, size)
     most, least = tiles.amax((0, 1)).tolist(), tiles.amin((0, 1)).tolist()
-    state = [
-        EMPTY if hi == EMPTY else FULL if lo == FULL else 1
-        for hi, lo in zip(most, least, strict=True)
+    state = [hi and (lo if lo == FULL else PARTIAL) for hi, lo in zip(most, least, strict=True)]
+    return [
+        (slice(start * size, min(stop * size, call.S)), full)
+        for start, stop, full in runs(state, long)
     ]
-    pieces = []
-    for start, stop, full in _runs(state, long=LONG if call.bias is None else len(state) + 1):
-        columns = slice(start * KEYS, min(stop * KEYS, call.S))
-        pieces.append(Piece(columns) if full else _masked(call, rows, columns))
-    return Rows(rows, pieces)
 
 
-def _runs(state: list[int], long: int) -> list[tuple[int, int, bool]]:
-    """Runs (start, stop, full) over the tiles that are not empty; full only if `long` tiles are full in a row.
+def runs(state: list[int], long: int) -> list[tuple[int, int, bool]]:
+    """Runs (start, stop, full) over the tiles that are not empty.
 
-    >>> _runs([0, 1, 2, 2, 2, 1, 0, 2], long=3)
-    [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, False)]
+    Full tiles are a run of their own if they are `long`, or have no partial neighbour; fewer join it: under a mask they
+    are cheaper than one more piece.
+
+    >>> runs([0, 1, 2, 2, 2, 1, 0, 2], long=3)
+    [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, True)]
+    >>> runs([1, 2, 1, 0], long=3)
+    [(0, 3, False)]
     """
-    runs: list[tuple[int, int, bool]] = []
-    i = 0
-    while i < len(state):
-        j = i
-        while j < len(state) and state[j] == state[i]:
-            j += 1
-        full = state[i] == FULL and j - i >= long
-        if state[i] != EMPTY:
-            joins = runs and runs[-1][1] == i and not full and not runs[-1][2]
-            runs[-1:] = [(runs[-1][0], j, False)] if joins else [*runs[-1:], (i, j, full)]
-        i = j
-    return runs
+    found: list[tuple[int, int, bool]] = []
+    for kind, group in groupby(range(len(state)), key=state.__getitem__):
+        tiles = list(group)
+        start, stop = tiles[0], tiles[-1] + 1
+        beside = PARTIAL in (*state[max(start - 1, 0) : start], *state[stop : stop + 1])
+        full = kind == FULL and (len(tiles) >= long or not beside)
+        if kind == EMPTY:
+            continue
+        if found and found[-1][1] == start and not full and not found[-1][2]:
+            start = found.pop()[0]
+        found.append((start, stop, full))
+    return found
 
 
 def _masked(call: Call, rows: slice, columns: slice) -> Piece:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.cost import attention_flops
 from regard.ops.softmax.call import Options, Work, make_call
-from regard.ops.softmax.dispatch import KERNELS, choose, without_garbage
+from regard.ops.softmax.dispatch import choose, order, without_garbage
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def plan(
     dense = call.B * call.H * call.T * call.S
     total = attention_flops(dense, call.D, call.E)
     choices = []
-    for kernel in KERNELS:
+    for kernel in order(call):
         reasons = tuple(kernel.why_not(call))
         work = None if reasons else kernel.work(call)
         flops = 0 if work is None else attention_flops(work.pairs, call.D, call.E)

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from regard.masks import EMPTY, FULL
 from regard.ops.softmax.bias_gradient import BiasGradient
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
+from regard.ops.softmax.pieces import tile_runs
 
 ROWS = 128
 """Queries in a block, of each head."""
@@ -38,8 +38,8 @@ KEYS = 128
 TILE = 2**19
 """Scores in a piece, over all heads and rows, as long as that leaves it KEYS wide: they should stay in the cache."""
 
-SHORT = 4
-"""So few full tiles in a row are masked along with their neighbours: cheaper than a piece of their own."""
+LONG = 5
+"""Full tiles in a row that are worth a piece of their own; fewer join their masked neighbours."""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,13 +65,12 @@ class Tiled:
     def run(self, call: Call) -> Result:
         """All query blocks, one after the other."""
         seed = int(torch.randint(2**31, ())) if call.dropout else 0
-        with torch.autocast(call.q.device.type, enabled=False):
-            if call.has_gradient:
-                learned = () if call.bias is None else call.bias.tensors()
-                out, lse = TiledFunction.apply(call, seed, call.q, call.k, call.v, *learned)
-            else:
-                out, top, total = forward(call, seed, call.q, call.k, call.v, row_blocks(call))
-                lse = top + total.log()
+        if call.has_gradient:
+            learned = () if call.bias is None else call.bias.tensors()
+            out, lse = TiledFunction.apply(call, seed, call.q, call.k, call.v, *learned)
+        else:
+            out, top, total = forward(call, seed, call.q, call.k, call.v, row_blocks(call))
+            lse = top + total.log()
         return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
 
     def work(self, call: Call) -> Work:
@@ -109,40 +108,12 @@ def row_blocks(call: Call) -> Iterator[Rows]:
     widest = max(1, TILE // (heads * step * KEYS))  # in tiles
     for start in range(0, call.T, step):
         rows = slice(start, min(start + step, call.T))
-        tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, KEYS)
-        some, all_ = (tiles != EMPTY).flatten(0, 1).any(0), (tiles == FULL).flatten(0, 1).all(0)
-        runs = _runs([1 * a + b for a, b in zip(some.tolist(), all_.tolist(), strict=True)])
         parts = [
-            Piece(slice(i * KEYS, min(min(i + widest, stop) * KEYS, call.S)), full)
-            for start_, stop, full in runs
-            for i in range(start_, stop, widest)
+            Piece(slice(i, min(i + widest * KEYS, keys.stop)), full)
+            for keys, full in tile_runs(call, rows, KEYS, LONG)
+            for i in range(keys.start, keys.stop, widest * KEYS)
         ]
         yield Rows(rows, parts)
-
-
-def _runs(state: list[int]) -> list[tuple[int, int, bool]]:
-    """Runs (start, stop, full) over the tiles that are not empty (0): full (2) ones apart if they are many.
-
-    >>> _runs([0, 1, 2, 2, 2, 2, 2, 1, 0, 2])
-    [(1, 2, False), (2, 7, True), (7, 8, False), (9, 10, True)]
-    >>> _runs([1, 2, 1, 0])
-    [(0, 3, False)]
-    """
-    runs: list[tuple[int, int, bool]] = []
-    i = 0
-    while i < len(state):
-        j = i
-        while j < len(state) and state[j] == state[i]:
-            j += 1
-        if state[i]:
-            beside = 1 in (state[i - 1] if i else 0, state[j] if j < len(state) else 0)
-            full = state[i] == 2 and (j - i > SHORT or not beside)
-            if runs and runs[-1][1] == i and not full and not runs[-1][2]:
-                runs[-1] = (runs[-1][0], j, False)
-            else:
-                runs.append((i, j, full))
-        i = j
-    return runs
 
 
 class TiledFunction(torch.autograd.Function):
