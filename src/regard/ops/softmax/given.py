@@ -40,14 +40,13 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
         dense = masks.Dense(mask)
         _warn_if_inverted(mask)
         return dense
-    given: object = mask
+    raise ArgumentTypeError(_no_mask(mask))
+
+
+def _no_mask(given: object) -> str:
     if isinstance(given, type):
-        raise ArgumentTypeError(
-            f"mask is the class {given.__name__}; make one: {given.__name__}(...)"
-        )
-    raise ArgumentTypeError(
-        f"mask is {type(given).__name__}; it must be a regard.masks mask, a bool tensor or None"
-    )
+        return f"mask is the class {given.__name__}; make one: {given.__name__}(...)"
+    return f"mask is {type(given).__name__}; it must be a regard.masks mask, a bool tensor or None"
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
