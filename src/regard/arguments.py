@@ -99,6 +99,8 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
 
 def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
     """As `check_query_key`, and v [B,G,S,E] goes with k."""
+    if _fit(q, k, v):
+        return
     check_query_key(q, k)
     check_tensor("value", v)
     if v.ndim != 4:
@@ -120,6 +122,29 @@ def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ArgumentError(
             f"key length {k.shape[2]} != value length {v.shape[2]} (key {_shape(k)}, value {_shape(v)})"
         )
+
+
+def _fit(q: object, k: object, v: object) -> bool:
+    """All of it at once, for the common case: what is wrong is found out only when something is."""
+    import torch
+
+    if not (
+        isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+    ):
+        return False
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.is_floating_point()):
+        return False
+    (B, H, _, D), (b, G, S, d) = q.shape, k.shape
+    same = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    return (
+        same
+        and b == B
+        and D == d > 0
+        and G > 0
+        and H > 0
+        and H % G == 0
+        and v.shape[:3] == (b, G, S)
+    )
 
 
 def check_batch(name: str, x: Tensor, batch: int) -> None:

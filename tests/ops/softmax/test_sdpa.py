@@ -440,6 +440,18 @@ def reasons(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[str]:
     return sdpa.Sdpa().why_not(make_call(q, k, v, **options))
 
 
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf, 1e38])
+@pytest.mark.parametrize("at", [0, 9, 15, 600])
+def test_a_bad_key_stays_behind_the_triangle(bad: float, at: int) -> None:
+    q, k, v = (torch.randn(1, 2, 16 if at < 16 else 700, 8) for _ in range(3))
+    clean = regard.attend(q, k, v, mask=CAUSAL, backend="sdpa")
+    k[:, :, at] = bad
+    out = regard.attend(q, k, v, mask=CAUSAL, backend="sdpa")
+    assert torch.equal(out[:, :, :at], clean[:, :, :at])
+    if bad != 1e38:
+        assert out[:, :, at:].isnan().any(-1).all()
+
+
 def test_refusals() -> None:
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
     learned = biases.Dense(torch.zeros(16, 16, requires_grad=True))
@@ -459,12 +471,13 @@ def test_refusals() -> None:
     with regard.Trace("pattern", "scores", "z"):
         assert reasons(q, k, v) == ["does not expose ['pattern', 'scores']"]
     for x in (k, v):
-        x[0, 0, 9, 2] = NAN
-        assert reasons(q, k, v) == []  # visible to everybody: it must reach everybody
-        assert reasons(q, k, v, mask=CAUSAL) == leak
-        assert reasons(q, k, v, mask=LOCAL) == leak
-        x[0, 0, 9, 2] = math.inf
-        assert reasons(q, k, v, mask=CAUSAL) == leak
+        for bad in (NAN, math.inf):
+            x[0, 0, 9, 2] = bad
+            assert reasons(q, k, v) == []  # visible to everybody: it must reach everybody
+            # the causal flag selects scores: a bad key is only multiplied by the gradient
+            assert reasons(q, k, v, mask=CAUSAL) == ([] if x is k else leak)
+            assert reasons(q.clone().requires_grad_(), k, v, mask=CAUSAL) == leak
+            assert reasons(q, k, v, mask=LOCAL) == leak
         x[0, 0, 9, 2] = 0
     q[0, 0, 9, 2] = NAN
     assert reasons(q, k, v, mask=CAUSAL) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,10 +20,11 @@ KERNELS: tuple[Kernel, ...] = (Sdpa(), Tiled(), Flex(), Reference())
 """In the order in which `backend="auto"` asks them on a CPU, where Flex holds every score."""
 
 
-def order(call: Call) -> list[Kernel]:
-    """The kernels in the order in which they are asked: elsewhere generated ones come before plain torch."""
-    generated_first = call.q.device.type != "cpu"
-    return sorted(KERNELS, key=lambda x: generated_first and x.name in ("tiled", "reference"))
+def order(call: Call) -> Sequence[Kernel]:
+    """The kernels in the order in which they are asked: off the CPU, generated ones come before plain torch."""
+    if call.q.device.type == "cpu":
+        return KERNELS
+    return sorted(KERNELS, key=lambda kernel: kernel.name in ("tiled", "reference"))
 
 
 def run(call: Call, backend: str = "auto") -> Result:

@@ -14,6 +14,7 @@ from regard import masks
 from regard.ops.softmax.call import Call, Partial, Result, Work
 from regard.ops.softmax.merge import merge, with_sink
 from regard.ops.softmax.pieces import LEAST_KEYS, Piece, Rows, lower
+from regard.span import Span
 
 FOLD_ROWS = 32
 """Up to so many queries, the heads of a group become rows of one product: one read of the keys instead of H/G."""
@@ -44,9 +45,7 @@ class Sdpa:
             )
         if reasons:
             return reasons
-        if not call.sees_everything and not (
-            call.finite_memory if isinstance(call.mask, masks.Causal) else call.finite
-        ):
+        if not call.all_finite(*must_be_finite(call)):
             return ["a NaN or infinity behind a mask would leak through 0 x NaN"]
         if call.wants_lse or call.sink is not None:
             return why_no_lse(call.q.device)
@@ -61,9 +60,9 @@ class Sdpa:
         whole = len(work) == 1 and len(work[0].pieces) == 1 and _covers(work[0].rows, call.T)
         if whole and not call.wants_lse and call.sink is None:
             out = one_call(q, k, v, work[0].pieces[0], scale)
-            return Result(out[..., : call.E], None)
+            return Result(out if call.E >= call.D else out[..., : call.E], None)
         out, lse = Pieces.apply(q, k, v, scale, work)
-        out = out[..., : call.E]
+        out = out if call.E >= call.D else out[..., : call.E]
         return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
 
     def work(self, call: Call) -> Work:
@@ -78,6 +77,17 @@ class Sdpa:
         return Work(call.B * call.H * pairs, 0 if mask is None else mask.nbytes)
 
 
+def must_be_finite(call: Call) -> str:
+    """The inputs in which a NaN could reach a row that may not see it; reading one costs a pass over it."""
+    if call.sees_everything:
+        return ""
+    if not isinstance(call.mask, masks.Causal):
+        return "kvq"
+    # the triangle by the flag selects scores, but multiplies values; its gradient multiplies keys as well
+    square = isinstance(call.q_positions, Span) and call.q_positions == call.k_positions
+    return "v" if square and not call.has_gradient else "kv"
+
+
 def why_no_lse(device: torch.device) -> list[str]:
     """Reasons why the lse is not to be had."""
     if device.type != "cpu":
@@ -88,14 +98,20 @@ def why_no_lse(device: torch.device) -> list[str]:
 
 def one_call(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> Tensor:
     """The public function, on one piece."""
-    k, v, mask = k[:, :, piece.columns], v[:, :, piece.columns], make_mask(piece)
-    H, T, G = q.shape[1], q.shape[2], k.shape[1]
-    if _folds(q, k, piece, mask):
-        q = q.reshape(q.shape[0], G, H // G * T, -1)
+    k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
+    (B, H, T, _), G = q.shape, k.shape[1]
+    folds = _folds(q, k, piece, mask)
+    if folds:
+        q = q.reshape(B, G, H // G * T, -1)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=piece.causal, scale=scale, enable_gqa=q.shape[1] != G
     )
-    return out.reshape(out.shape[0], H, T, -1)
+    return out.reshape(B, H, T, -1) if folds else out
+
+
+def of_piece(x: Tensor, piece: Piece) -> Tensor:
+    """The keys or values of a piece."""
+    return x if piece.size == x.shape[2] else x[:, :, piece.columns]
 
 
 class Pieces(torch.autograd.Function):
@@ -140,7 +156,7 @@ class Pieces(torch.autograd.Function):
 
 def fused(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of queries over one piece, -inf for a row without a visible key (torch says 0 there)."""
-    k, v, mask = k[:, :, piece.columns], v[:, :, piece.columns], make_mask(piece)
+    k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
     (B, H, T, _), G = q.shape, k.shape[1]
     if _folds(q, k, piece, mask):
         q = q.reshape(B, G, H // G * T, -1)
@@ -162,7 +178,7 @@ def fused_backward(
     assert out is not None
     assert lse is not None
     assert d_out is not None
-    k, v, mask = k[:, :, piece.columns], v[:, :, piece.columns], make_mask(piece)
+    k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if d_lse is None:
         return op(d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale)

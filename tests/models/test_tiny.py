@@ -1,0 +1,96 @@
+"""The embedded model: what it is, that it writes English, and that its heads do what the page says they do."""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import regard
+from regard.inspect import head_scores, repeated_ids
+from regard.models import Model
+from regard.models.families.llama import build
+
+
+@cache
+def tiny() -> Model:
+    return regard.load("tiny")
+
+
+@pytest.fixture
+def folder(root: Path) -> Path:
+    return root / "src" / "regard" / "assets" / "tiny"
+
+
+def test_its_size_is_what_we_say(folder: Path) -> None:
+    config = tiny().config
+    assert 2e6 <= sum(p.numel() for p in tiny().decoder.parameters()) <= 6e6
+    assert (folder / "model.safetensors").stat().st_size <= 12e6
+    assert config.num_hidden_layers >= 3
+    assert 2 <= config.num_key_value_heads < config.num_attention_heads
+    assert tiny().tokenizer.vocab_size == config.vocab_size
+
+
+def test_its_log_and_command_come_with_it(folder: Path) -> None:
+    assert (folder / "command.txt").read_text("utf-8").startswith("regard train python-docs --out ")
+    header, *rows = (folder / "train.csv").read_text("utf-8").splitlines()
+    assert header == "step,loss,validation,lr,grad_norm,tokens,tokens_per_second"
+    first, last = (float(row.split(",")[1]) for row in (rows[0], rows[-1]))
+    assert last < first / 1.5
+    assert json.loads((folder / "config.json").read_text("utf-8"))["model_type"] == "llama"
+
+
+def test_it_writes_english() -> None:
+    known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
+    text = " ".join(
+        "".join(tiny().generate(prompt, max_tokens=60, temperature=0.7, top_k=40, seed=seed))
+        for seed, prompt in enumerate(("Return the", "The list of", "If the value is not"))
+    )
+    words = re.findall(r"[A-Za-z]{2,}", text)
+    share = sum(word.lower() in known for word in words) / len(words)
+    assert len(words) > 60
+    assert share > 0.8, text
+
+
+def test_it_continues_what_it_has_learnt_better_than_noise() -> None:
+    ids = tiny().encode("Return True if the object is an instance of the class.")
+    shuffled = ids[:, torch.randperm(ids.shape[1], generator=torch.Generator().manual_seed(0))]
+    assert loss(tiny(), ids) < loss(tiny(), shuffled) - 1
+
+
+def test_it_has_a_previous_token_head_and_an_induction_head() -> None:
+    scores = head_scores(tiny(), repeated_ids(tiny().config.vocab_size, 64))
+    assert scores["previous_token"].max() > 0.5
+    assert scores["induction"].max() > 0.4
+    # an induction head needs a previous-token head in an earlier layer
+    first = int(scores["previous_token"].amax(1).argmax())
+    assert int(scores["induction"].amax(1).argmax()) > first
+
+
+def test_repeated_random_tokens_are_copied() -> None:
+    length = 64
+    ids = repeated_ids(tiny().config.vocab_size, length)
+    each = token_losses(tiny(), ids)
+    assert each[:, length:].mean() < each[:, : length - 1].mean() - 2
+
+
+def test_an_untrained_twin_has_neither() -> None:
+    decoder = build(tiny().config).requires_grad_(False)
+    twin = Model(decoder, tiny().tokenizer, tiny().config)
+    scores = head_scores(twin, repeated_ids(tiny().config.vocab_size, 64))
+    assert scores["previous_token"].max() < 0.2
+    assert scores["induction"].max() < 0.1
+
+
+def token_losses(model: Model, ids: torch.Tensor) -> torch.Tensor:
+    logits = model(ids)[:, :-1]
+    return -logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+
+def loss(model: Model, ids: torch.Tensor) -> float:
+    return float(token_losses(model, ids).mean())
