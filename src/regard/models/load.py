@@ -26,7 +26,7 @@ def load(source: str | Path = "tiny") -> Model:
         FileError: the folder or a file in it is missing, damaged or not supported.
 
     >>> load("tiny").config.vocab_size
-    4096
+    1024
     """
     folder = _folder(source)
     config = read_config(folder)

@@ -50,7 +50,7 @@ class Model:
 
         >>> import regard, torch
         >>> regard.load("tiny").forward(torch.tensor([[1, 2, 3]])).shape
-        torch.Size([1, 3, 4096])
+        torch.Size([1, 3, 1024])
         """
         check_ids(ids, self.config.vocab_size)
         return self.decoder(ids, positions, caches, backend=backend)
