@@ -69,6 +69,7 @@ def generate(
         typer.echo(json_format.dumps(told))
         return
     typer.echo("" if at_once else prompt + going.text)
+    sys.stdout.flush()  # before what follows on standard error
     typer.echo(
         f"{len(going.ids)} tokens, {going.tokens_per_second:.1f} tokens/s, cache {going.cache_bytes:,} bytes",
         err=True,
