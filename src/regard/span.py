@@ -95,3 +95,22 @@ def follow(old: Positions, new: Positions) -> Positions:
     first, second = as_tensor(old, device), as_tensor(new, device)
     rows = max(first.shape[0], second.shape[0])
     return torch.cat([first.expand(rows, -1), second.expand(rows, -1)], dim=1)
+
+
+def after(positions: Positions, length: int) -> Positions:
+    """The `length` positions that follow the last token of each row; slots at -1 are no tokens.
+
+    >>> after(Span(0, 3), 2)
+    Span(start=3, length=2)
+    >>> import torch
+    >>> after(torch.tensor([[-1, 0, 1], [0, 1, 2]]), 2).tolist()
+    [[2, 3], [3, 4]]
+    """
+    if isinstance(positions, Span):
+        return Span(positions.stop if positions.length else max(0, positions.start), length)
+    import torch
+
+    steps = torch.arange(length, device=positions.device)
+    if not positions.shape[1]:
+        return Span(0, length)
+    return positions.amax(1, keepdim=True).clamp(min=-1) + 1 + steps

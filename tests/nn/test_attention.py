@@ -277,7 +277,7 @@ def test_separate_is_a_projection() -> None:
     project = build().project
     assert isinstance(project, Projection)
     k, v = project.remember(torch.randn(1, 5, 12), Span(0, 5))
-    assert project.recall(k, v) == (k, v)
+    assert project.recall((k, v), Span(0, 5)) == (k, v)
 
 
 def test_a_learned_bias_is_a_parameter_of_the_module() -> None:

@@ -1,26 +1,231 @@
-"""What a cache is."""
+"""What a cache is, and what every cache can do with its contents."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
-from regard.span import Positions
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.span import Positions, Span, after, as_tensor, count
+
+Memory: TypeAlias = tuple[Tensor, ...]
+"""What a projection remembers: parts, each [B, n, T, d]. What they mean, the projection knows, not the cache."""
+
+Contents: TypeAlias = dict[str, "Tensor | Span | int"]
+"""All that a cache holds, by name. Every tensor has the rows of the batch in front, or one row for all of them."""
 
 
-@runtime_checkable
-class Cache(Protocol):
-    """Memory with positions in, memory with positions out. What a memory is, the projection knows, not the cache."""
+class Cache(ABC):
+    """Memory with positions in, memory with positions out.
 
-    def update(
-        self, memory: tuple[Tensor, ...], positions: Positions
-    ) -> tuple[tuple[Tensor, ...], Positions]:
-        """Store new memory, each [B,n,T,d], at positions; return all that is visible now, each [B,n,S,d], and where."""
+    A kind of cache says how it stores (`update`, `crop`) and what it holds (`contents`, `fill`); the other operations
+    follow from these. An operation that is refused leaves the cache as it was.
+    """
 
+    @abstractmethod
+    def update(self, memory: Memory, positions: Positions) -> tuple[Memory, Positions]:
+        """Store new memory, each part [B,n,T,d], at positions; return all that is visible now, each [B,n,S,d], and where.
+
+        Slots at position -1 are no tokens. The order of the slots means nothing: their positions do.
+
+        Raises:
+            ArgumentError: the memory does not fit what is held, or there is no room for it.
+        """
+
+    @abstractmethod
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later, in every row.
+
+        Raises:
+            ArgumentError: length is negative, or tokens in front of it are needed that are no longer held.
+        """
+
+    @abstractmethod
+    def contents(self) -> Contents:
+        """All that is held, by name; empty when nothing is. The tensors are the cache's own, not copies."""
+
+    @abstractmethod
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold these contents, which a cache with the same settings gave, in place of all others."""
+
+    @abstractmethod
     def __len__(self) -> int:
         """How many slots are held."""
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that make another cache like this one: plain values."""
+        return {}
+
+    @property
     def bytes(self) -> int:
-        """How much memory is held."""
+        """Bytes of the memory held, positions not counted."""
+        return sum(_bytes(x) for name, x in self.contents().items() if name != "positions")
+
+    @property
+    def batch(self) -> int | None:
+        """How many rows are held; None while the cache is empty."""
+        rows = [x.shape[0] for x in self.contents().values() if isinstance(x, Tensor)]
+        return max(rows, default=None)
+
+    def next(self, length: int) -> Positions:
+        """Where the next `length` tokens stand by default: on from the last token of each row."""
+        positions = self.contents().get("positions")
+        if positions is None or isinstance(positions, int):
+            return Span(0, length)
+        return after(positions, length)
+
+    def fork(self) -> Cache:
+        """Another cache with the same contents; what is done to one does not change the other."""
+        other = type(self)(**self.settings)
+        other.fill({name: _copy(x) for name, x in self.contents().items()})
+        return other
+
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
+        """Keep these rows of the batch, in this order; a row may come several times, or not at all.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: rows are not a 1-D integer tensor of rows that are held.
+        """
+        self._check_rows(rows)
+        held = self.contents()
+        self.fill({name: _rows(x, rows, self.batch) for name, x in held.items()})
+
+    def reorder(self, rows: Int[Tensor, " B"]) -> None:
+        """Row i becomes what row rows[i] was, for beam search; as many rows as before.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: as `select`, or the number of rows would change.
+        """
+        self._check_rows(rows)
+        if self.batch is not None and len(rows) != self.batch:
+            raise ArgumentError(
+                f"reorder has {len(rows)} rows for a batch of {self.batch}; give one per row, or use select(rows)"
+            )
+        self.select(rows)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.fill({})
+
+    def mark(self) -> Any:
+        """A point to come back to with `restore`, before any other update than the next one."""
+        return self.contents()
+
+    def restore(self, mark: Any) -> None:
+        """Take back the update that came after `mark`, if there was one."""
+        self.fill(mark)
+
+    def _check_rows(self, rows: Tensor) -> None:
+        if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):
+            got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+            raise ArgumentTypeError(f"rows are {got}; they must be a 1-D integer tensor")
+        if rows.ndim != 1:
+            raise ArgumentError(f"rows are {tuple(rows.shape)}; they must be 1-D")
+        batch = self.batch
+        if batch is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
+            raise ArgumentError(f"rows are {rows.tolist()}; the cache holds rows 0 to {batch - 1}")
+
+
+@contextmanager
+def kept(*caches: Cache | None) -> Iterator[None]:
+    """If the block raises, the caches are afterwards as they were before: a refused call changes no cache.
+
+    >>> from regard.caches import Growing
+    >>> cache = Growing()
+    >>> try:
+    ...     with kept(cache):
+    ...         _ = cache.update((torch.ones(1, 1, 2, 4),), Span(0, 2))
+    ...         _ = 1 / 0
+    ... except ZeroDivisionError:
+    ...     len(cache)
+    0
+    """
+    marks = [(cache, cache.mark()) for cache in caches if cache is not None]
+    try:
+        yield
+    except BaseException:
+        for cache, mark in marks:
+            cache.restore(mark)
+        raise
+
+
+def check_update(memory: Memory, positions: Positions) -> None:
+    """New memory is parts [B,n,T,d] of one batch, with one position per slot, in rows B or 1."""
+    length, batches = count(positions), {m.shape[0]: None for m in memory}
+    for i, new in enumerate(memory):
+        if new.ndim != 4 or new.shape[2] != length:
+            raise ArgumentError(
+                f"memory {i} is {tuple(new.shape)} at {length} positions; "
+                "it must be [batch, heads, length, dim] with one position per slot"
+            )
+    if len(batches) > 1:
+        sizes = " and ".join(str(b) for b in batches)
+        raise ArgumentError(f"memory has parts of batch {sizes}; all must have one batch")
+    for B in batches:
+        if not isinstance(positions, Span) and positions.shape[0] not in (1, B):
+            raise ArgumentError(
+                f"positions are {tuple(positions.shape)} for memory of batch {B}; "
+                f"they must be ({B}, {length}) or (1, {length})"
+            )
+
+
+def check_fits(held: Memory, memory: Memory) -> None:
+    """New memory has the parts, batch, heads, dims and dtypes of what is held."""
+    kept_, given = ([_fixed(m) for m in ms] for ms in (held, memory))
+    if kept_ != given:
+        raise ArgumentError(
+            f"memory {given} does not fit what is held, {kept_}; "
+            "start a new cache for another batch or model"
+        )
+
+
+def check_crop(length: int) -> None:
+    """A length to crop to is not negative."""
+    if length < 0:
+        raise ArgumentError(f"crop length is {length}; it must be 0 or more")
+
+
+def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Memory:
+    """The parts `memory.0`, `memory.1`, ... of contents."""
+    parts = []
+    while isinstance(x := contents.get(f"{name}.{len(parts)}"), Tensor):
+        parts.append(x)
+    return tuple(parts)
+
+
+def named(memory: Memory, name: str = "memory") -> dict[str, Tensor]:
+    """Parts as contents: `memory.0`, `memory.1`, ..."""
+    return {f"{name}.{i}": m for i, m in enumerate(memory)}
+
+
+def kept_until(positions: Positions, length: int) -> Positions:
+    """Positions with every slot at `length` or later emptied (-1), or cut off where they are a `Span`."""
+    if isinstance(positions, Span):
+        return Span(positions.start, min(positions.length, max(0, length - positions.start)))
+    return positions.masked_fill(as_tensor(positions) >= length, -1)
+
+
+def _fixed(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
+    """What no update may change: (batch, heads, dim) and dtype."""
+    return (memory.shape[0], memory.shape[1], memory.shape[3]), memory.dtype
+
+
+def _bytes(x: Tensor | Span | int) -> int:
+    return x.numel() * x.element_size() if isinstance(x, Tensor) else 0
+
+
+def _copy(x: Tensor | Span | int) -> Tensor | Span | int:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _rows(x: Tensor | Span | int, rows: Tensor, batch: int | None) -> Tensor | Span | int:
+    if not isinstance(x, Tensor) or x.shape[0] != batch:
+        return x  # the same for every row
+    return x.index_select(0, rows.to(x.device))

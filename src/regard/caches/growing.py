@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from regard.errors import ArgumentError
-from regard.span import Positions, Span, count, follow
+from regard.caches.base import (
+    Cache, Contents, Memory, check_crop, check_fits, check_update, kept_until, memory_of, named,
+)  # fmt: skip
+from regard.span import Positions, Span, count, follow, part
 
 
-class Growing:
+class Growing(Cache):
     """Keep all memory; every update appends behind the last slot, by concatenation.
+
+    What was given out never changes. A crop cuts slots off the end where no row keeps one, and empties others.
 
     Raises:
         ArgumentError: an update does not fit what is held (parts, batch, heads, dims, dtype); the cache is left as it was.
@@ -22,59 +28,55 @@ class Growing:
     >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 4),), Span(3, 1))
     >>> memory.shape, positions, cache.bytes
     (torch.Size([1, 2, 4, 4]), Span(start=0, length=4), 128)
+    >>> cache.crop(2)
+    >>> len(cache), cache.next(1)
+    (2, Span(start=2, length=1))
     """
 
     def __init__(self) -> None:
-        self._memory: tuple[Tensor, ...] | None = None
+        self._memory: Memory | None = None
         self._positions: Positions | None = None
 
-    def update(
-        self, memory: tuple[Tensor, ...], positions: Positions
-    ) -> tuple[tuple[Tensor, ...], Positions]:
+    def update(self, memory: Memory, positions: Positions) -> tuple[Memory, Positions]:
         """Append memory, each [B,n,T,d], at positions; return all of it, and all positions."""
-        self._check(memory, positions)
+        check_update(memory, positions)
         if self._memory is not None and self._positions is not None:
+            check_fits(self._memory, memory)
             joined = zip(self._memory, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
             positions = follow(self._positions, positions)
         self._memory, self._positions = memory, positions
         return memory, positions
 
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later."""
+        check_crop(length)
+        if self._memory is None or self._positions is None:
+            return
+        positions = kept_until(self._positions, length)
+        n = _written(positions)
+        self._memory = tuple(m[:, :, :n] for m in self._memory)
+        self._positions = part(positions, slice(0, n))
+
+    def contents(self) -> Contents:
+        """The parts and their positions."""
+        if self._memory is None or self._positions is None:
+            return {}
+        return {**named(self._memory), "positions": self._positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold these parts and positions."""
+        positions = contents.get("positions")
+        self._memory = memory_of(contents) if contents else None
+        self._positions = None if isinstance(positions, int) else positions
+
     def __len__(self) -> int:
         return 0 if self._positions is None else count(self._positions)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the stored memory, positions not counted."""
-        return sum(m.numel() * m.element_size() for m in self._memory or ())
 
-    def _check(self, memory: tuple[Tensor, ...], positions: Positions) -> None:
-        length, batches = count(positions), {m.shape[0]: None for m in memory}
-        for i, new in enumerate(memory):
-            if new.ndim != 4 or new.shape[2] != length:
-                raise ArgumentError(
-                    f"memory {i} is {tuple(new.shape)} at {length} positions; "
-                    "it must be [batch, heads, length, dim] with one position per slot"
-                )
-        if len(batches) > 1:
-            sizes = " and ".join(str(b) for b in batches)
-            raise ArgumentError(f"memory has parts of batch {sizes}; all must have one batch")
-        for B in batches:
-            if not isinstance(positions, Span) and positions.shape[0] not in (1, B):
-                raise ArgumentError(
-                    f"positions are {tuple(positions.shape)} for memory of batch {B}; "
-                    f"they must be ({B}, {length}) or (1, {length})"
-                )
-        if self._memory is None:
-            return
-        kept, given = ([_fixed(m) for m in ms] for ms in (self._memory, memory))
-        if kept != given:
-            raise ArgumentError(
-                f"memory {given} does not fit what is held, {kept}; "
-                "start a new cache for another batch or model"
-            )
-
-
-def _fixed(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
-    """What no update may change: (batch, heads, dim) and dtype."""
-    return (memory.shape[0], memory.shape[1], memory.shape[3]), memory.dtype
+def _written(positions: Positions) -> int:
+    """How many slots there are up to the last one that holds a token in any row."""
+    if isinstance(positions, Span):
+        return positions.length
+    used = (positions >= 0).any(0).nonzero()
+    return int(used[-1]) + 1 if len(used) else 0

@@ -1,5 +1,6 @@
-"""What attention costs, from sizes alone. It imports nothing but the standard library, so anybody may import it."""
+"""What attention costs, from sizes alone: no torch here."""
 
+from regard.cost.description import Description, Figure
 from regard.cost.flops import attention_flops
 
-__all__ = ["attention_flops"]
+__all__ = ["Description", "Figure", "attention_flops"]

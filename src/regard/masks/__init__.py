@@ -17,6 +17,7 @@ from regard.masks.intervals import FAR, Intervals
 from regard.masks.local import Causal, Chunk, Dilated, Full, Window
 from regard.masks.padding import Padding
 from regard.masks.parse import parse
+from regard.masks.reach import Reach, reach
 from regard.masks.rows import Document, Prefix
 from regard.masks.sparse import Global, Sinks, Strided
 from regard.masks.tiling import EMPTY, FULL, PARTIAL
@@ -44,6 +45,7 @@ __all__ = [
     "Not",
     "Padding",
     "Prefix",
+    "Reach",
     "Sinks",
     "Strided",
     "Window",
@@ -53,6 +55,7 @@ __all__ = [
     "from_sliding_window",
     "from_window_size",
     "parse",
+    "reach",
     "to_additive",
     "to_drop",
 ]

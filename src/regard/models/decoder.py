@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.caches import Cache
+from regard.caches import Cache, kept
 from regard.errors import ArgumentError
 from regard.nn import Block
 from regard.span import Positions, Span
@@ -50,13 +51,29 @@ class Decoder(nn.Module):
         """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids continue them."""
         self._check(ids, caches)
         if positions is None:
-            positions = Span(len(caches[0]) if caches else 0, ids.shape[1])
+            positions = caches[0].next(ids.shape[1]) if caches else Span(0, ids.shape[1])
+        if not caches or torch.compiler.is_compiling():
+            return self._forward(ids, positions, caches, backend)
+        with kept(*caches):  # of every layer: the last one may be the one that refuses
+            return self._forward(ids, positions, caches, backend)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Positions,
+        caches: Sequence[Cache] | None,
+        backend: str,
+    ) -> Tensor:
         x = self.embedding(ids)
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
             with place(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         return self.head(self.norm(x))
+
+    def new_caches(self) -> list[Cache]:
+        """An empty cache for each layer, of the kind that suits it."""
+        return [layer.new_cache() for layer in self.layers]
 
     def _check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
         if ids.ndim != 2:

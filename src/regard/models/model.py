@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.caches import Cache, Growing
+from regard.caches import Cache
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generate import Generation
@@ -58,8 +58,8 @@ class Model:
     __call__ = forward
 
     def new_caches(self) -> list[Cache]:
-        """An empty growing cache for each layer."""
-        return [Growing() for _ in self.decoder.layers]
+        """An empty cache for each layer, of the kind that suits it."""
+        return self.decoder.new_caches()
 
     def encode(self, text: str) -> Int[Tensor, "1 T"]:
         """The ids of a text, [1,T]; a text that gives none is refused."""

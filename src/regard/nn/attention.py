@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.biases import Bias
-from regard.caches import Cache
+from regard.caches import Cache, for_reach, kept
+from regard.cost import Description
 from regard.errors import ArgumentError
-from regard.masks import Mask
+from regard.masks import Mask, reach
+from regard.nn import describe
 from regard.nn.project import Projection
 from regard.ops.softmax import attend
 from regard.span import Positions, Span
@@ -19,7 +22,7 @@ from regard.tap import tap
 class Attention(nn.Module):
     """project -> remember -> recall -> attend -> output.
 
-    q = query(x);  memory = remember(x), kept by the cache with its positions;  k, v = recall(memory);
+    q = query(x);  memory = remember(x), kept by the cache with its positions;  k, v = recall(memory, positions);
     z = attend(q, k, v);  out = output(z, heads joined)
 
     Args:
@@ -83,15 +86,26 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "B T M2"]:
         """Attend from x [B,T,M] at its positions to itself and to what the cache holds.
 
-        Positions default to 0..T-1, or on from the number of slots that the cache holds.
+        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that is refused leaves the
+        cache as it was.
         """
         if positions is None:
-            positions = Span(0 if cache is None else len(cache), x.shape[1])
+            positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
+        if cache is None or torch.compiler.is_compiling():
+            return self._forward(x, positions, cache, backend)
+        with kept(cache):
+            return self._forward(x, positions, cache, backend)
+
+    def _forward(
+        self, x: Tensor, positions: Positions, cache: Cache | None, backend: str
+    ) -> Tensor:
         q = tap("q", self.project.query(x, positions))
         memory, seen = self.project.remember(x, positions), positions
         if cache is not None:
+            if self.project.stale:
+                raise ArgumentError(f"a cache was given, but {self.project.stale}")
             memory, seen = cache.update(memory, positions)
-        k, v = self.project.recall(*memory)
+        k, v = self.project.recall(memory, seen)
         k, v = tap("k", k), tap("v", v)
         z = attend(
             q, k, v, mask=self.mask, bias=self._bias(), scale=self.scale, softcap=self.softcap,
@@ -100,6 +114,14 @@ class Attention(nn.Module):
         )  # fmt: skip
         z = tap("z", z)
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def new_cache(self) -> Cache:
+        """An empty cache that keeps what the mask may still show: everything, or the last tokens."""
+        return for_reach(reach(self.mask))
+
+    def describe(self, context: int = 4096) -> Description:
+        """What this layer keeps and computes when it decodes the token at position context - 1."""
+        return describe.softmax(self, context)
 
     def _bias(self) -> Bias | None:
         """The bias over the parameters of this module, which a copy or a move of it has replaced."""

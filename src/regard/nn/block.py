@@ -43,3 +43,7 @@ class Block(nn.Module):
         """x [B,T,M] -> [B,T,M]."""
         x = x + self.attention(self.attention_norm(x), positions, cache, backend=backend)
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+    def new_cache(self) -> Cache:
+        """An empty cache of the kind that suits the attention."""
+        return self.attention.new_cache()

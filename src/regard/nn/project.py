@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_groups
+from regard.caches import Memory
 from regard.errors import ArgumentError
+from regard.positions import Rotary
 from regard.span import Positions
 
 
@@ -20,12 +21,37 @@ class Projection(Protocol):
     def query(self, x: Tensor, positions: Positions) -> Tensor:
         """x [B,T,M] -> q [B,H,T,D]."""
 
-    def remember(self, x: Tensor, positions: Positions) -> tuple[Tensor, ...]:
-        """x [B,S,M] -> what a cache stores per position, each [B,n,S,d]."""
+    def remember(self, x: Tensor, positions: Positions) -> Memory:
+        """x [B,S,M] -> what a cache stores per position, parts [B,n,S,d]."""
+
+    def recall(self, memory: Memory, positions: Positions) -> tuple[Tensor, Tensor]:
+        """What was remembered, and where it stands -> k [B,G,S,D], v [B,G,S,E]."""
 
     @property
-    def recall(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """A function of the stored memory, part by part -> k [B,G,S,D], v [B,G,S,E]."""
+    def shape(self) -> ProjectionShape:
+        """The sizes that its queries, keys, values and memory have."""
+
+    @property
+    def stale(self) -> str | None:
+        """Why what it remembers goes stale in a cache, or None if it does not."""
+
+
+class ProjectionShape(NamedTuple):
+    """The sizes of what a projection makes.
+
+    Attributes:
+        H, G, D, E: query heads, key/value heads, query/key dim, value dim.
+        memory: numbers that one token takes in a cache, part by part.
+
+    >>> ProjectionShape(H=4, G=2, D=8, E=8, memory=(16, 16)).memory
+    (16, 16)
+    """
+
+    H: int
+    G: int
+    D: int
+    E: int
+    memory: tuple[int, ...]
 
 
 class Heads(nn.Module):
@@ -86,11 +112,13 @@ class Heads(nn.Module):
 
 
 class Separate(nn.Module):
-    """Queries, keys and values each from heads of their own; keys and values are remembered as they are.
+    """Queries, keys and values each from heads of their own; keys and values are remembered as the heads made them.
 
     Args:
         q: `Heads` that make H query heads.
         k, v: `Heads` that make G key and value heads; G divides H.
+        late: a step on keys when they are recalled, such as a rotary whose frequencies follow the length: keys are then
+            remembered without it (`regard.nn.policy`).
 
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
@@ -101,7 +129,7 @@ class Separate(nn.Module):
     [2, 2]
     """
 
-    def __init__(self, q: Heads, k: Heads, v: Heads) -> None:
+    def __init__(self, q: Heads, k: Heads, v: Heads, *, late: nn.Module | None = None) -> None:
         super().__init__()
         check_groups(q.heads, k.heads)
         if k.heads != v.heads or q.head_dim != k.head_dim:
@@ -109,16 +137,39 @@ class Separate(nn.Module):
                 f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}: "
                 "k and v need the same number of heads, q and k the same head dim"
             )
-        self.q, self.k, self.v = q, k, v
+        self.q, self.k, self.v, self.late = q, k, v, late
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
         return self.q(x, positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """k [B,G,S,D] and v [B,G,S,E]."""
+        """k [B,G,S,D], without the late step, and v [B,G,S,E]."""
         return self.k(x, positions), self.v(x, positions)
 
-    def recall(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values, as remembered."""
-        return k, v
+    def recall(self, memory: Memory, positions: Positions | None) -> tuple[Tensor, Tensor]:
+        """Keys, behind the late step, and values."""
+        k, v = memory
+        return (k if self.late is None else self.late(k, positions)), v
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H, G, D, E, and what a token takes: G D and G E numbers."""
+        G, D, E = self.k.heads, self.k.head_dim, self.v.head_dim
+        return ProjectionShape(self.q.heads, G, D, E, (G * D, G * E))
+
+    @property
+    def stale(self) -> str | None:
+        """Keys that are rotated by frequencies of the present length go stale when it grows."""
+        return stale(self.k)
+
+
+def stale(heads: nn.Module) -> str | None:
+    """Why keys of these heads go stale in a cache, or None."""
+    for step in heads.modules():
+        if isinstance(step, Rotary) and step.follows:
+            return (
+                f"{step} follows the length of each call, so that keys rotated before are stale; freeze its length, or "
+                "remember keys before they are rotated (regard.nn.policy)"
+            )
+    return None

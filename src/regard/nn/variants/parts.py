@@ -1,0 +1,42 @@
+"""What the constructors of the catalogue share: the usual projection and output."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from regard.errors import ArgumentError
+from regard.nn.project import Heads, Separate
+
+
+def head_size(dim: int, heads: int, head_dim: int | None) -> int:
+    """The given head dim, or dim / heads where that is whole."""
+    if head_dim is not None:
+        return head_dim
+    if heads < 1 or dim % heads:
+        allowed = ", ".join(str(h) for h in range(1, dim + 1) if dim % h == 0)
+        raise ArgumentError(
+            f"dim {dim} is not divisible by {heads} heads; give head_dim, or one of {allowed} heads"
+        )
+    return dim // heads
+
+
+def separate(
+    dim: int,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    *steps: nn.Module,
+    value_dim: int | None = None,
+    bias: bool = False,
+) -> Separate:
+    """Queries, keys and values of their own linear maps; the same steps on queries and keys."""
+    return Separate(
+        Heads(dim, heads, head_dim, *steps, bias=bias),
+        Heads(dim, groups, head_dim, *steps, bias=bias),
+        Heads(dim, groups, value_dim or head_dim, bias=bias),
+    )
+
+
+def join(dim: int, heads: int, value_dim: int, *, bias: bool = False) -> nn.Linear:
+    """The output projection [B,T,H*E] -> [B,T,M]."""
+    return nn.Linear(heads * value_dim, dim, bias=bias)
