@@ -194,7 +194,7 @@ def check_crop(length: int) -> None:
 
 def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Memory:
     """The parts `memory.0`, `memory.1`, ... of contents."""
-    parts = []
+    parts: list[Tensor] = []
     while isinstance(x := contents.get(f"{name}.{len(parts)}"), Tensor):
         parts.append(x)
     return tuple(parts)

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from regard.caches.base import (
-    Cache, Contents, Memory, check_crop, check_fits, check_update, kept_until, memory_of, named,
+    Cache,
+    Contents,
+    Memory,
+    check_crop,
+    check_fits,
+    check_update,
+    kept_until,
+    memory_of,
+    named,
 )  # fmt: skip
 from regard.span import Positions, Span, count, follow, part
 

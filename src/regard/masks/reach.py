@@ -49,10 +49,10 @@ def reach(mask: Mask | None) -> Reach:
     if isinstance(mask, Sinks):
         return Reach(0, mask.n)
     if isinstance(mask, All):  # every part bounds the whole
-        bounds = [reach(part) for part in mask.parts]
+        bounds = [reach(part) for part in mask.masks]
         return min(bounds, key=lambda r: float("inf") if r.tokens is None else r.tokens)
     if isinstance(mask, Any):
-        bounds = [reach(part) for part in mask.parts]
+        bounds = [reach(part) for part in mask.masks]
         windows = [r.window for r in bounds]
         window = None if None in windows else max(w for w in windows if w is not None)
         return Reach(window, 0 if window is None else max(r.sinks for r in bounds))

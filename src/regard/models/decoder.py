@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -73,7 +74,7 @@ class Decoder(nn.Module):
 
     def new_caches(self) -> list[Cache]:
         """An empty cache for each layer, of the kind that suits it."""
-        return [layer.new_cache() for layer in self.layers]
+        return [cast("Block", layer).new_cache() for layer in self.layers]
 
     def _check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
         if ids.ndim != 2:
