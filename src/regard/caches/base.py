@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span, after, as_tensor, count
 
-Memory: TypeAlias = tuple[Tensor, ...]
+Parts: TypeAlias = tuple[Tensor, ...]
 """What a projection remembers: parts, each [B, n, T, d]. What they mean, the projection knows, not the cache."""
 
 Contents: TypeAlias = dict[str, "Tensor | Span | int"]
@@ -29,7 +29,7 @@ class Cache(ABC):
     """
 
     @abstractmethod
-    def update(self, memory: Memory, positions: Positions) -> tuple[Memory, Positions]:
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Store new memory, each part [B,n,T,d], at positions; return all that is visible now, each [B,n,S,d], and where.
 
         Slots at position -1 are no tokens. The order of the slots means nothing: their positions do.
@@ -156,7 +156,7 @@ def kept(*caches: Cache | None) -> Iterator[None]:
         raise
 
 
-def check_update(memory: Memory, positions: Positions) -> None:
+def check_update(memory: Parts, positions: Positions) -> None:
     """New memory is parts [B,n,T,d] of one batch, with one position per slot, in rows B or 1."""
     length, batches = count(positions), {m.shape[0]: None for m in memory}
     for i, new in enumerate(memory):
@@ -176,7 +176,7 @@ def check_update(memory: Memory, positions: Positions) -> None:
             )
 
 
-def check_fits(held: Memory, memory: Memory) -> None:
+def check_fits(held: Parts, memory: Parts) -> None:
     """New memory has the parts, batch, heads, dims and dtypes of what is held."""
     kept_, given = ([_fixed(m) for m in ms] for ms in (held, memory))
     if kept_ != given:
@@ -192,7 +192,7 @@ def check_crop(length: int) -> None:
         raise ArgumentError(f"crop length is {length}; it must be 0 or more")
 
 
-def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Memory:
+def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Parts:
     """The parts `memory.0`, `memory.1`, ... of contents."""
     parts: list[Tensor] = []
     while isinstance(x := contents.get(f"{name}.{len(parts)}"), Tensor):
@@ -200,7 +200,7 @@ def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory")
     return tuple(parts)
 
 
-def named(memory: Memory, name: str = "memory") -> dict[str, Tensor]:
+def named(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
     """Parts as contents: `memory.0`, `memory.1`, ..."""
     return {f"{name}.{i}": m for i, m in enumerate(memory)}
 

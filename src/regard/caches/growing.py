@@ -10,7 +10,7 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
-    Memory,
+    Parts,
     check_crop,
     check_fits,
     check_update,
@@ -42,10 +42,10 @@ class Growing(Cache):
     """
 
     def __init__(self) -> None:
-        self._memory: Memory | None = None
+        self._memory: Parts | None = None
         self._positions: Positions | None = None
 
-    def update(self, memory: Memory, positions: Positions) -> tuple[Memory, Positions]:
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append memory, each [B,n,T,d], at positions; return all of it, and all positions."""
         check_update(memory, positions)
         if self._memory is not None and self._positions is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, Memory, check_crop, memory_of, named
+from regard.caches.base import Cache, Contents, Parts, check_crop, memory_of, named
 from regard.errors import ArgumentError
 from regard.span import Positions, Span, as_tensor, count
 
@@ -29,15 +29,15 @@ class State(Cache):
     """
 
     def __init__(self) -> None:
-        self._state: Memory | None = None
+        self._state: Parts | None = None
         self._positions: Positions | None = None  # of the last token of each row: [B or 1, 1]
 
     @property
-    def state(self) -> Memory | None:
+    def state(self) -> Parts | None:
         """The state, each part [B, ...]; None in front of the first token."""
         return self._state
 
-    def store(self, state: Memory, positions: Positions) -> None:
+    def store(self, state: Parts, positions: Positions) -> None:
         """Replace the state by the one behind the tokens at these positions."""
         if self._state is not None:
             old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
@@ -48,7 +48,7 @@ class State(Cache):
         self._positions = self._last(positions)
         self._state = tuple(state)
 
-    def update(self, memory: Memory, positions: Positions) -> tuple[Memory, Positions]:
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Refused: a state holds no tokens."""
         raise ArgumentError(
             "a State cache keeps a recurrence's state, not tokens; give softmax attention a Growing, Fixed or Ring cache"

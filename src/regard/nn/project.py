@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_groups
-from regard.caches import Memory
+from regard.caches import Parts
 from regard.errors import ArgumentError
 from regard.positions import Rotary
 from regard.span import Positions
@@ -21,10 +21,10 @@ class Projection(Protocol):
     def query(self, x: Tensor, positions: Positions) -> Tensor:
         """x [B,T,M] -> q [B,H,T,D]."""
 
-    def remember(self, x: Tensor, positions: Positions) -> Memory:
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
         """x [B,S,M] -> what a cache stores per position, parts [B,n,S,d]."""
 
-    def recall(self, memory: Memory, positions: Positions) -> tuple[Tensor, Tensor]:
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         """What was remembered, and where it stands -> k [B,G,S,D], v [B,G,S,E]."""
 
     @property
@@ -147,7 +147,7 @@ class Separate(nn.Module):
         """k [B,G,S,D], without the late step, and v [B,G,S,E]."""
         return self.k(x, positions), self.v(x, positions)
 
-    def recall(self, memory: Memory, positions: Positions | None) -> tuple[Tensor, Tensor]:
+    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Keys, behind the late step, and values."""
         k, v = memory
         return (k if self.late is None else self.late(k, positions)), v
