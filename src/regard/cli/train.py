@@ -38,6 +38,12 @@ Repeat = Annotated[
         help="Share of rows that say a segment twice: makes induction heads form.", min=0, max=1
     ),
 ]
+RepeatFirst = Annotated[
+    int,
+    typer.Option(
+        help="Steps at the start on rows that repeat only: induction heads form early.", min=0
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the weights and of the data order.")]
 SaveEvery = Annotated[int, _count("Steps between checkpoints.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")]
@@ -67,6 +73,7 @@ def train(
     warmup: Warmup = 200,
     accumulate: Accumulate = 1,
     repeat: Repeat = 0.0,
+    repeat_first: RepeatFirst = 0,
     seed: Seed = 0,
     save_every: SaveEvery = 500,
     resume: Resume = False,

@@ -23,7 +23,7 @@ class Attention(nn.Module):
     """project -> remember -> recall -> attend -> output.
 
     q = query(x);  memory = remember(x), kept by the cache with its positions;  k, v = recall(memory, positions);
-    z = attend(q, k, v);  out = output(z, heads joined)
+    z = finish(attend(q, k, v), x);  out = output(z, heads joined)
 
     Args:
         project: a `Projection`: query heads H, key/value heads G and every step on a head are its matter.
@@ -112,7 +112,7 @@ class Attention(nn.Module):
             sink=self.sink, dropout=self.dropout if self.training else 0.0,
             q_positions=positions, k_positions=seen, backend=backend,
         )  # fmt: skip
-        z = tap("z", z)
+        z = tap("z", self.project.finish(z, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def new_cache(self) -> Cache:

@@ -27,6 +27,9 @@ class Projection(Protocol):
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         """What was remembered, and where it stands -> k [B,G,S,D], v [B,G,S,E]."""
 
+    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+        """What attention gave, [B,H,T,E] -> the heads that the output joins; x [B,T,M] is where the queries came from."""
+
     @property
     def shape(self) -> ProjectionShape:
         """The sizes that its queries, keys, values and memory have."""
@@ -151,6 +154,10 @@ class Separate(nn.Module):
         """Keys, behind the late step, and values."""
         k, v = memory
         return (k if self.late is None else self.late(k, positions)), v
+
+    def finish(self, z: Tensor, x: Tensor) -> Tensor:  # noqa: ARG002  (others gate by x)
+        """Heads as attention gave them."""
+        return z
 
     @property
     def shape(self) -> ProjectionShape:

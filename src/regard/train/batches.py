@@ -18,6 +18,9 @@ SHORTEST = 8
 FEWEST = 16
 """The fewest kinds of random tokens in a row."""
 
+LESSON_KINDS, LESSON_PERIODS = 64, (4, 24)
+"""The rows of the first batches: how many kinds of tokens they are made of, and their shortest and longest period."""
+
 
 class Batches:
     """Endless random rows of `context + 1` tokens: inputs are `row[:-1]`, targets `row[1:]`.
@@ -30,6 +33,10 @@ class Batches:
     Such rows can only be predicted by finding the last occurrence of the present token and copying
     what followed: an induction head (Olsson et al. 2022, arXiv:2209.11895), which forms at small
     scale when the data pays for it.
+
+    `repeat_first` batches come before all others and are easier: every row is random tokens of the 64 most frequent
+    kinds, said again and again with a period of 4 to 24, short ones more often. The step from no induction head to one is
+    sudden and comes only if nothing easier is to be learnt meanwhile; what was learnt on 64 kinds then carries over.
 
     The global random state is neither read nor changed.
 
@@ -51,10 +58,13 @@ class Batches:
         seed: int = 0,
         repeat: float = 0.0,
         repeat_random: float = 0.5,
+        repeat_first: int = 0,
     ) -> None:
-        for name, count in (("batch", batch), ("context", context)):
-            if count < 1:
-                raise ArgumentError(f"{name} is {count}; it must be 1 or more")
+        for name, count, least in (
+            ("batch", batch, 1), ("context", context, 1), ("repeat_first", repeat_first, 0),
+        ):  # fmt: skip
+            if count < least:
+                raise ArgumentError(f"{name} is {count}; it must be {least} or more")
         for name, share in (("repeat", repeat), ("repeat_random", repeat_random)):
             if not 0 <= share <= 1:
                 raise ArgumentError(f"{name} is {share}; it is a share, between 0 and 1")
@@ -65,8 +75,9 @@ class Batches:
             )
         self.tokens = tokens.long().contiguous()
         self.batch, self.context, self.seed = batch, context, seed
-        self.repeat, self.repeat_random = repeat, repeat_random
-        self._kinds = by_frequency(self.tokens) if repeat else self.tokens[:0]
+        self.repeat, self.repeat_random, self.repeat_first = repeat, repeat_random, repeat_first
+        self._kinds = by_frequency(self.tokens) if repeat or repeat_first else self.tokens[:0]
+        self._drawn = 0
         self._generator = torch.Generator().manual_seed(seed)
         self._steps = torch.arange(context + 1)
 
@@ -75,6 +86,9 @@ class Batches:
 
     def __next__(self) -> Int[Tensor, "batch row"]:
         """The next batch [batch, context + 1]."""
+        self._drawn += 1
+        if self._drawn <= self.repeat_first:
+            return self._lesson()
         length = self.context + 1
         starts = self._integers(0, len(self.tokens) - length + 1)
         if not self.repeat:
@@ -92,9 +106,20 @@ class Batches:
         singles = self._kinds[draw.long().clamp_(max=len(self._kinds) - 1)].gather(1, within)
         return torch.where((twice & random)[:, None], singles, rows)
 
+    def _lesson(self) -> Int[Tensor, "batch row"]:
+        """Rows of few kinds with short periods."""
+        kinds = self._kinds[:LESSON_KINDS]
+        low, high = (math.log(p) for p in (LESSON_PERIODS[0], LESSON_PERIODS[1] + 1))
+        share = torch.rand(self.batch, 1, generator=self._generator)
+        period = (low + (high - low) * share).exp().long()
+        shape = (self.batch, LESSON_PERIODS[1])
+        segment = kinds[torch.randint(0, len(kinds), shape, generator=self._generator)]
+        return segment.gather(1, self._steps % period)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the drawing stands, and what it is drawn from: plain values, for a JSON file."""
         return {
+            "drawn": self._drawn,
             "generator": bytes(self._generator.get_state().tolist()).hex(),
             "drawn_from": self._fingerprint(),
         }
@@ -106,6 +131,7 @@ class Batches:
                 "the saved data order was drawn from other tokens, batch, context, seed or repeat; "
                 "resume with the settings of the first run"
             )
+        self._drawn = state["drawn"]
         self._generator.set_state(
             torch.tensor(list(bytes.fromhex(state["generator"])), dtype=torch.uint8)
         )
@@ -115,10 +141,11 @@ class Batches:
 
     def _fingerprint(self) -> str:
         digest = hashlib.sha256(self.tokens.numpy().tobytes())
-        digest.update(
-            repr((self.batch, self.context, self.seed, self.repeat, self.repeat_random)).encode()
-        )
+        digest.update(repr([getattr(self, name) for name in _DRAWN_FROM]).encode())
         return digest.hexdigest()
+
+
+_DRAWN_FROM = ("batch", "context", "seed", "repeat", "repeat_random", "repeat_first")
 
 
 def by_frequency(tokens: Int[Tensor, " N"]) -> Int[Tensor, " kinds"]:

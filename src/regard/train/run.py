@@ -89,8 +89,10 @@ class Run:
 
     def batches(self, tokens: Tensor) -> Batches:
         """The training batches."""
+        o = self.options
         names = ("batch", "context", "seed", "repeat")
-        return Batches(tokens, **{name: self.options[name] for name in names})
+        first = o["repeat_first"] * o["accumulate"]
+        return Batches(tokens, repeat_first=first, **{name: o[name] for name in names})
 
     def config(self, vocab_size: int) -> Config:
         """The shape of the model."""

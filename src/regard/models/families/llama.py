@@ -99,9 +99,9 @@ def build(config: Config) -> Decoder:
     """The decoder of a config, with fresh weights.
 
     Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at a spread of about
-    1 and heads tell keys apart from the first step; those that write to the residual path are smaller by
-    1/sqrt(2 layers). The head has 0.02, and so has an embedding that is tied to it; one of its own has 0.5, so that
-    a token outweighs what the first layers add to it, and later layers can match and copy it.
+    1 and heads tell keys apart from the first step; those that write to the residual path are 0, so that a token is not
+    drowned by what untrained layers add to it, and later layers can match and copy it. The head has 0.02, and so has an
+    embedding that is tied to it; one of its own has 0.5.
     """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -118,8 +118,8 @@ def build(config: Config) -> Decoder:
         writes = (block.attention.output, block.feed_forward.get_submodule("down"))
         for module in block.modules():
             if isinstance(module, nn.Linear):
-                share = (2 * len(layers)) ** -0.5 if module in writes else 1.0
-                nn.init.normal_(module.weight, std=share * module.in_features**-0.5)
+                std = 0.0 if module in writes else module.in_features**-0.5
+                nn.init.normal_(module.weight, std=std)
     return decoder
 
 
