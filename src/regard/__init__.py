@@ -14,7 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regard import biases, caches, inspect, masks, models, nn, positions, tap, view
+    from regard import (
+        biases,
+        caches,
+        inspect,
+        linear,
+        masks,
+        memory,
+        models,
+        nn,
+        positions,
+        tap,
+        view,
+    )
     from regard.arguments import checks
     from regard.errors import (
         ArgumentError,
@@ -55,7 +67,19 @@ _NAMES = {
     "regard.span": ("EMPTY", "Span"),
     "regard.tap": ("Trace",),
 }
-_MODULES = ("biases", "caches", "inspect", "masks", "models", "nn", "positions", "tap", "view")
+_MODULES = (
+    "biases",
+    "caches",
+    "inspect",
+    "linear",
+    "masks",
+    "memory",
+    "models",
+    "nn",
+    "positions",
+    "tap",
+    "view",
+)
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -77,8 +101,10 @@ __all__ = [
     "caches",
     "checks",
     "inspect",
+    "linear",
     "load",
     "masks",
+    "memory",
     "merge",
     "models",
     "nn",

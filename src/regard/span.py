@@ -50,9 +50,11 @@ class Span:
         return self.length
 
     def __getitem__(self, part: slice) -> Span:
-        start, stop, step = part.indices(self.length)
-        if step != 1:
-            raise ArgumentError(f"a Span takes slices of step 1, not {step}")
+        if part.step not in (None, 1):
+            raise ArgumentError(f"a Span takes slices of step 1, not {part.step}")
+        # not slice.indices, which ties a compiled graph to the length
+        start = 0 if part.start is None else _index(part.start, self.length)
+        stop = self.length if part.stop is None else _index(part.stop, self.length)
         return Span(self.start + start, max(0, stop - start))
 
     def tensor(self, device: torch.device | str | None = None) -> Tensor:
@@ -64,6 +66,11 @@ class Span:
 
 Positions: TypeAlias = "Span | Tensor"
 """`Span`, or an integer tensor [B or 1, L] of absolute positions, `EMPTY` where a slot holds nothing."""
+
+
+def _index(i: int, length: int) -> int:
+    """A slice's end, as Python counts it: from the end if negative, and inside."""
+    return min(i, length) if i >= 0 else max(i + length, 0)
 
 
 def as_tensor(positions: Positions, device: torch.device | str | None = None) -> Tensor:
@@ -93,7 +100,7 @@ def follow(old: Positions, new: Positions) -> Positions:
 
     device = next((p.device for p in (old, new) if not isinstance(p, Span)), None)
     first, second = as_tensor(old, device), as_tensor(new, device)
-    rows = max(first.shape[0], second.shape[0])
+    rows = second.shape[0] if first.shape[0] == 1 else first.shape[0]
     return torch.cat([first.expand(rows, -1), second.expand(rows, -1)], dim=1)
 
 

@@ -24,6 +24,7 @@ MORE_PARAMETERS: dict[str, str] = {
     "cli/explain.py:explain": "a command's options",
     "cli/generate.py:generate": "a command's options",
     "cli/show.py:show": "a command's options",
+    "ops/memory/infini.py:infini_attention": "a public signature: the equation's inputs, by keyword",
     "ops/softmax/attend.py:attend": "the public signature of DESIGN section 3",
     "ops/softmax/call.py:make_call": "the public signature of DESIGN section 3, checked",
 }

@@ -15,7 +15,19 @@ from regard.notation import GLOSSARY, LETTERS, WORDS
 FUNCTIONS = {"attend", "attend_partial", "attention_weights", "checks", "load", "merge", "plan"}
 CLASSES = {"Partial", "Plan", "Span", "Trace"}
 ERRORS = {"ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "RegardError"}
-MODULES = {"biases", "caches", "inspect", "masks", "models", "nn", "positions", "tap", "view"}
+MODULES = {
+    "biases",
+    "caches",
+    "inspect",
+    "linear",
+    "masks",
+    "memory",
+    "models",
+    "nn",
+    "positions",
+    "tap",
+    "view",
+}
 CONSTANTS = {"EMPTY", "__version__"}
 
 

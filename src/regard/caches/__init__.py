@@ -2,7 +2,17 @@
 
 from regard.caches.base import Cache, Contents, Parts, kept
 from regard.caches.choose import for_reach
+from regard.caches.cross import Cross
+from regard.caches.files import load, save
+from regard.caches.fixed import Fixed
 from regard.caches.growing import Growing
+from regard.caches.latent import Latent
+from regard.caches.memory import Memory
+from regard.caches.ring import Ring
+from regard.caches.paged import Paged
+from regard.caches.pool import Pool
+from regard.caches.quantised import Quantised
 from regard.caches.state import State
+from regard.caches.streaming import Streaming
 
-__all__ = ["Cache", "Contents", "Growing", "Parts", "State", "for_reach", "kept"]
+__all__ = ["Cache", "Contents", "Cross", "Fixed", "Growing", "Latent", "Memory", "Paged", "Parts", "Pool", "Quantised", "Ring", "State", "Streaming", "for_reach", "kept", "load", "save"]

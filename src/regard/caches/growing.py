@@ -62,7 +62,7 @@ class Growing(Cache):
         if self._memory is None or self._positions is None:
             return
         positions = kept_until(self._positions, length)
-        n = _written(positions)
+        n = written(positions)
         self._memory = tuple(m[:, :, :n] for m in self._memory)
         self._positions = part(positions, slice(0, n))
 
@@ -82,7 +82,7 @@ class Growing(Cache):
         return 0 if self._positions is None else count(self._positions)
 
 
-def _written(positions: Positions) -> int:
+def written(positions: Positions) -> int:
     """How many slots there are up to the last one that holds a token in any row."""
     if isinstance(positions, Span):
         return positions.length

@@ -19,6 +19,7 @@ from regard.masks.padding import Padding
 from regard.masks.parse import parse
 from regard.masks.reach import Reach, reach
 from regard.masks.rows import Document, Prefix
+from regard.masks.selected import Selected
 from regard.masks.sparse import Global, Sinks, Strided
 from regard.masks.tiling import EMPTY, FULL, PARTIAL
 
@@ -46,6 +47,7 @@ __all__ = [
     "Padding",
     "Prefix",
     "Reach",
+    "Selected",
     "Sinks",
     "Strided",
     "Window",

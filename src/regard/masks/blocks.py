@@ -170,12 +170,14 @@ def covers(name: str, blocks: int, size: int, S: int) -> None:
 
 @lru_cache(maxsize=64)
 def _bigbird(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
-    at = torch.arange(n)
+    at = torch.arange(n, device="cpu")  # kept for later calls, under any default device
     table = (at[:, None] - at).abs() <= window // 2
     table[[0, -1]] = True
     table[:, [0, -1]] = True
-    generator = torch.Generator().manual_seed(seed)  # its own: the global one stays where it is
+    generator = torch.Generator(device="cpu").manual_seed(
+        seed
+    )  # its own: the global one stays where it is
     for i in range(1, n - 1):
         free = (~table[i, : i if causal else n]).nonzero()[:, 0]
-        table[i, free[torch.randperm(len(free), generator=generator)[:random]]] = True
+        table[i, free[torch.randperm(len(free), generator=generator, device="cpu")[:random]]] = True
     return table.tril() if causal else table

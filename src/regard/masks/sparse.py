@@ -63,9 +63,10 @@ class Global(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Q or k is global."""
-        return self._has(q) | self._has(k)
+        return self.has(q) | self.has(k)
 
-    def _has(self, x: Tensor) -> Tensor:
+    def has(self, x: Tensor) -> Tensor:
+        """Which positions are global: bool, as x."""
         found = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
         return (x[..., None] == found).any(-1)  # isin knows no vmap
 
@@ -79,7 +80,7 @@ class Global(Mask):
         ends = torch.tensor(runs or [[0, 0]], device=q.device)  # [n, 2]
         all_of_them = torch.zeros_like(ends)
         all_of_them[0, 1] = FAR
-        mine = torch.where(self._has(q)[..., None], all_of_them, ends)  # [B,1,t,n,2]
+        mine = torch.where(self.has(q)[..., None], all_of_them, ends)  # [B,1,t,n,2]
         return Intervals(mine[..., 0], mine[..., 1])
 
 

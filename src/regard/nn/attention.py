@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.biases import Bias
-from regard.caches import Cache, for_reach, kept
+from regard.caches import Cache, Parts, for_reach, kept
 from regard.cost import Description
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
 from regard.nn import describe
-from regard.nn.project import Projection
+from regard.nn.project import Projection, aimed, facing
 from regard.ops.softmax import attend
-from regard.span import Positions, Span
+from regard.span import Positions, Span, count
 from regard.tap import tap
 
 
@@ -24,6 +24,7 @@ class Attention(nn.Module):
 
     q = query(x);  memory = remember(x), kept by the cache with its positions;  k, v = recall(memory, positions);
     z = finish(attend(q, k, v), x);  out = output(z, heads joined)
+    a projection with several forms does this in the one for these lengths (`regard.nn.project.Forms`)
 
     Args:
         project: a `Projection`: query heads H, key/value heads G and every step on a head are its matter.
@@ -75,6 +76,7 @@ class Attention(nn.Module):
                 "make all of them nn.Parameter (requires_grad=False freezes one)"
             )
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
+        self._usual = project.shape.D**-0.5
 
     def forward(
         self,
@@ -99,21 +101,35 @@ class Attention(nn.Module):
     def _forward(
         self, x: Tensor, positions: Positions, cache: Cache | None, backend: str
     ) -> Tensor:
-        q = tap("q", self.project.query(x, positions))
         memory, seen = self.project.remember(x, positions), positions
         if cache is not None:
             if self.project.stale:
                 raise ArgumentError(f"a cache was given, but {self.project.stale}")
             memory, seen = cache.update(memory, positions)
-        k, v = self.project.recall(memory, seen)
+        return self._answer(x, positions, memory, seen, backend)
+
+    def _answer(
+        self, x: Tensor, positions: Positions, memory: Parts, seen: Positions, backend: str
+    ) -> Tensor:
+        """What x finds in memory, wherever that came from."""
+        project = facing(self.project, x.shape[1], count(seen))
+        q = tap("q", aimed(project, project.query(x, positions), positions, seen))
+        k, v = project.recall(memory, seen)
         k, v = tap("k", k), tap("v", v)
-        z = attend(
-            q, k, v, mask=self.mask, bias=self._bias(), scale=self.scale, softcap=self.softcap,
+        z = tap("z", project.finish(self._attend(q, k, v, positions, seen, backend), x))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, seen: Positions, backend: str
+    ) -> Tensor:
+        """q [B,H,T,D] at positions, k and v at those seen -> [B,H,T,E]."""
+        # by the dims of a head as defined: a form may have longer ones
+        scale = self._usual if self.scale is None else self.scale
+        return attend(
+            q, k, v, mask=self.mask, bias=self._bias(), scale=scale, softcap=self.softcap,
             sink=self.sink, dropout=self.dropout if self.training else 0.0,
             q_positions=positions, k_positions=seen, backend=backend,
         )  # fmt: skip
-        z = tap("z", self.project.finish(z, x))
-        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def new_cache(self) -> Cache:
         """An empty cache that keeps what the mask may still show: everything, or the last tokens."""

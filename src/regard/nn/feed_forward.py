@@ -7,6 +7,38 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 
+class FeedForward(nn.Module):
+    """The plain feed-forward layer: wide, a nonlinearity, and back.
+
+    y = W_2 f(W_1 x + b_1) + b_2
+
+    Args:
+        dim: the model dim M.
+        hidden: the width between, 4 M in the first Transformer.
+        activation: f, a module; None is ReLU, as in the first Transformer. BERT and GPT-2 have `nn.GELU()`.
+        bias: whether the two linear maps have one.
+
+    >>> import torch
+    >>> layer = FeedForward(8, 32, nn.GELU())
+    >>> layer(torch.zeros(1, 2, 8)).shape, layer.up.out_features
+    (torch.Size([1, 2, 8]), 32)
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 2.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, activation: nn.Module | None = None, *, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.activation = activation if activation is not None else nn.ReLU()
+        self.down = nn.Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """x [..., M] -> [..., M]."""
+        return self.down(self.activation(self.up(x)))
+
+
 class SwiGLU(nn.Module):
     """A gated feed-forward layer.
 

@@ -46,3 +46,45 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """The size and eps."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class HeadNorm(nn.Module):
+    """Group norm with a group per head: each head's mean becomes 0 and its variance 1, then a weight and a bias per channel.
+
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, over the last dimension, in fp32 or better
+
+    Args:
+        heads: the number of heads H.
+        dim: the size of one head E.
+        eps: added to the variance.
+
+    Raises:
+        ArgumentError: a size is less than 1, or eps is negative.
+
+    >>> HeadNorm(1, 2, eps=0.0)(torch.tensor([3.0, 7.0])[None, None, None]).flatten().tolist()
+    [-1.0, 1.0]
+
+    Source: Wu and He 2018 (arXiv 1803.08494), equation 7; on heads: Sun et al. 2023 (arXiv 2307.08621), equation 8.
+    """
+
+    def __init__(self, heads: int, dim: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        if heads < 1 or dim < 1 or not eps >= 0:
+            raise ArgumentError(
+                f"HeadNorm({heads}, {dim}, eps={eps}): heads and dim must be at least 1 and eps at least 0"
+            )
+        self.weight = nn.Parameter(torch.ones(heads, dim))
+        self.bias = nn.Parameter(torch.zeros(heads, dim))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T E"]:
+        """Normalise each head of each token by itself."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps)
+        weight, bias = (p.to(wide)[:, None] for p in (self.weight, self.bias))
+        return (y * weight + bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """The sizes and eps."""
+        heads, dim = self.weight.shape
+        return f"{heads} heads of {dim}, eps={self.eps}"

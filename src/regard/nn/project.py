@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -37,6 +37,41 @@ class Projection(Protocol):
     @property
     def stale(self) -> str | None:
         """Why what it remembers goes stale in a cache, or None if it does not."""
+
+
+@runtime_checkable
+class Forms(Projection, Protocol):
+    """A projection with several forms, equal in exact arithmetic, of which lengths decide: latents, expanded or not.
+
+    All forms remember the same, so that they share a cache.
+    """
+
+    def facing(self, queries: int, keys: int) -> Projection:
+        """The form for so many queries against so many keys in memory."""
+
+    @property
+    def recall_flops(self) -> int:
+        """FLOPs of recalling one token of memory."""
+
+
+def facing(project: Projection, queries: int, keys: int) -> Projection:
+    """The form of a projection for so many queries against so many keys: itself, unless it has `Forms`."""
+    has_forms = hasattr(type(project), "facing")  # as isinstance, which would evaluate every property
+    return cast("Forms", project).facing(queries, keys) if has_forms else project
+
+
+@runtime_checkable
+class Aims(Projection, Protocol):
+    """A projection whose queries depend on where the keys in memory stand, such as rotary frequencies that follow the length."""
+
+    def aim(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
+        """Queries [B,H,T,D] at positions -> those for keys at the positions seen."""
+
+
+def aimed(project: Projection, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
+    """Queries for keys at the positions seen: as they are, unless the projection `Aims` them."""
+    aims = hasattr(type(project), "aim")
+    return cast("Aims", project).aim(q, positions, seen) if aims else q
 
 
 class ProjectionShape(NamedTuple):
@@ -141,12 +176,13 @@ class Separate(nn.Module):
                 "k and v need the same number of heads, q and k the same head dim"
             )
         self.q, self.k, self.v, self.late = q, k, v, late
+        self.stale = stale(k)  # keys rotated by frequencies of the present length go stale when it grows
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
         return self.q(x, positions)
 
-    def remember(self, x: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """k [B,G,S,D], without the late step, and v [B,G,S,E]."""
         return self.k(x, positions), self.v(x, positions)
 
@@ -155,7 +191,7 @@ class Separate(nn.Module):
         k, v = memory
         return (k if self.late is None else self.late(k, positions)), v
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:  # noqa: ARG002  (others gate by x)
+    def finish(self, z: Tensor, x: Tensor) -> Tensor:
         """Heads as attention gave them."""
         return z
 
@@ -164,11 +200,6 @@ class Separate(nn.Module):
         """H, G, D, E, and what a token takes: G D and G E numbers."""
         G, D, E = self.k.heads, self.k.head_dim, self.v.head_dim
         return ProjectionShape(self.q.heads, G, D, E, (G * D, G * E))
-
-    @property
-    def stale(self) -> str | None:
-        """Keys that are rotated by frequencies of the present length go stale when it grows."""
-        return stale(self.k)
 
 
 def stale(heads: nn.Module) -> str | None:

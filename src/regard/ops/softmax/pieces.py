@@ -35,21 +35,27 @@ LEAST_KEYS = 16
 
 
 class Piece(NamedTuple):
-    """A range of keys.
+    """A range of keys: start to stop - 1, as numbers, because a compiled graph ties itself to the numbers in a slice.
 
     causal: row i sees the first i + 1 of them.
     mask: makes the float mask [B|1,H|1,t|1,s] that is added to scores, -inf = masked. It is made when it is used, and
         again for the gradient, so that the masks of all pieces never exist at once.
     """
 
-    columns: slice
+    start: int
+    stop: int
     causal: bool = False
     mask: Callable[[], Tensor] | None = None
 
     @property
+    def columns(self) -> slice:
+        """The keys."""
+        return slice(self.start, self.stop)
+
+    @property
     def size(self) -> int:
         """How many keys."""
-        return self.columns.stop - self.columns.start
+        return self.stop - self.start
 
 
 class Rows(NamedTuple):
@@ -78,15 +84,14 @@ def _aligned(call: Call) -> list[Rows] | None:
     if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
         return None
     if isinstance(call.mask, masks.Full):
-        return [Rows(slice(0, call.T), [Piece(slice(0, call.S))])]
+        return [Rows(slice(0, call.T), [Piece(0, call.S)])]
     if isinstance(call.mask, masks.Causal):
         return _causal(call, q, k)
     rest = _beside_causal(call.mask)
     if rest is not None and q == k:
         # the triangle by the flag, what concerns keys only as one row of a mask
-        keys = slice(0, call.S)
-        mask = partial(additive, replace(call, mask=rest), slice(0, 1), keys)
-        return [Rows(slice(0, call.T), [Piece(keys, True, mask)])]
+        mask = partial(_additive, replace(call, mask=rest), 0, 1, 0, call.S)
+        return [Rows(slice(0, call.T), [Piece(0, call.S, True, mask)])]
     return None
 
 
@@ -105,17 +110,17 @@ def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
     edge = max(0, min(call.T - first, call.S - past))  # rows of the triangle
     work = []
     if edge:
-        rows, older, new = slice(first, first + edge), slice(0, past), slice(past, past + edge)
+        rows = slice(first, first + edge)
         few = past + edge < LEAST_KEYS  # under a mask, NaN scores stay NaN
         if edge == 1 and not few:
-            pieces = [Piece(slice(0, past + 1))]
+            pieces = [Piece(0, past + 1)]
         elif few or (past and edge <= SMALL):
             pieces = [_masked(call, rows, slice(0, past + edge))]
         else:
-            pieces = [*([Piece(older)] if past else []), Piece(new, causal=True)]
+            pieces = [*([Piece(0, past)] if past else []), Piece(past, past + edge, causal=True)]
         work.append(Rows(rows, pieces))
     if first + edge < call.T and call.S:
-        work.append(Rows(slice(first + edge, call.T), [Piece(slice(0, call.S))]))
+        work.append(Rows(slice(first + edge, call.T), [Piece(0, call.S)]))
     return work
 
 
@@ -124,7 +129,11 @@ def _by_tiles(call: Call, rows: slice) -> Rows:
     found = tile_runs(call, rows, KEYS, LONG)
     bare = call.bias is None
     return Rows(
-        rows, [Piece(keys) if full and bare else _masked(call, rows, keys) for keys, full in found]
+        rows,
+        [
+            Piece(keys.start, keys.stop) if full and bare else _masked(call, rows, keys)
+            for keys, full in found
+        ],
     )
 
 
@@ -166,7 +175,12 @@ def runs(state: list[int], long: int) -> list[tuple[int, int, bool]]:
 
 def _masked(call: Call, rows: slice, columns: slice) -> Piece:
     """A piece under an additive mask."""
-    return Piece(columns, False, partial(additive, call, rows, columns))
+    where = rows.start, rows.stop, columns.start, columns.stop
+    return Piece(columns.start, columns.stop, False, partial(_additive, call, *where))
+
+
+def _additive(call: Call, top: int, bottom: int, start: int, stop: int) -> Tensor:
+    return additive(call, slice(top, bottom), slice(start, stop))
 
 
 def additive(call: Call, rows: slice, columns: slice) -> Tensor:

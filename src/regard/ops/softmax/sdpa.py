@@ -40,9 +40,7 @@ class Sdpa:
         if call.bias is not None and any(x.requires_grad for x in call.bias.tensors()):
             reasons.append("no gradient for a bias")
         if call.S < LEAST_KEYS or 0 in (call.B, call.T, call.E):
-            reasons.append(
-                f"fewer than {LEAST_KEYS} keys, or nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})"
-            )
+            reasons.append(f"fewer than {LEAST_KEYS} keys, or nothing to do ({_sizes(call)})")
         if reasons:
             return reasons
         if not call.all_finite(*must_be_finite(call)):
@@ -61,7 +59,8 @@ class Sdpa:
         if whole and not call.wants_lse and call.sink is None:
             out = one_call(q, k, v, work[0].pieces[0], scale)
             return Result(out if call.E >= call.D else out[..., : call.E], None)
-        out, lse = Pieces.apply(q, k, v, scale, work)
+        run = Pieces.apply if call.has_gradient else run_pieces
+        out, lse = run(q, k, v, scale, work)
         out = out if call.E >= call.D else out[..., : call.E]
         return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
 
@@ -114,6 +113,20 @@ def of_piece(x: Tensor, piece: Piece) -> Tensor:
     return x if piece.size == x.shape[2] else x[:, :, piece.columns]
 
 
+def run_pieces(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, work: list[Rows]
+) -> tuple[Tensor, Tensor]:
+    """q [B,H,T,D], k and v [B,G,S,D] -> out [B,H,T,D], lse [B,H,T]."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.full(q.shape[:3], -math.inf, dtype=kind, device=q.device)
+    for rows, pieces in work:
+        parts = [fused(q[:, :, rows], k, v, piece, scale) for piece in pieces]
+        if parts:
+            out[:, :, rows], lse[:, :, rows] = _join(parts)
+    return out, lse
+
+
 class Pieces(torch.autograd.Function):
     """(out, lse) of all pieces; each backward call is given the whole row's out and lse, so nothing is merged twice."""
 
@@ -121,14 +134,8 @@ class Pieces(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, work: list[Rows]
     ) -> tuple[Tensor, Tensor]:
-        """q [B,H,T,D], k and v [B,G,S,D] -> out [B,H,T,D], lse [B,H,T]."""
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-        lse = torch.full(q.shape[:3], -math.inf, dtype=kind, device=q.device)
-        for rows, pieces in work:
-            parts = [fused(q[:, :, rows], k, v, piece, scale) for piece in pieces]
-            if parts:
-                out[:, :, rows], lse[:, :, rows] = _join(parts)
+        """As `run_pieces`."""
+        out, lse = run_pieces(q, k, v, scale, work)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.work = scale, work
         ctx.set_materialize_grads(False)
@@ -225,6 +232,12 @@ def _folds(q: Tensor, k: Tensor, piece: Piece, mask: Tensor | None) -> bool:
     """The heads of a group may be rows of one product: no triangle, and a mask that does not tell rows or heads apart."""
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
     return q.shape[1] != k.shape[1] and q.shape[2] <= FOLD_ROWS and not piece.causal and one_mask
+
+
+def _sizes(call: Call) -> str:
+    if torch.compiler.is_compiling():  # a number in a message would tie the graph to it
+        return "in a graph"
+    return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 
 
 def _covers(rows: slice, length: int) -> bool:

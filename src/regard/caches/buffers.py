@@ -1,0 +1,70 @@
+"""Writing into preallocated memory: in place where nobody can notice, into a copy where a gradient would."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.caches.base import Parts
+
+
+def in_place(held: Parts, new: Parts) -> bool:
+    """Whether writing into what is held is safe: no gradient needs the old values, and torch allows it.
+
+    >>> x = torch.zeros(1, 1, 2, 1)
+    >>> in_place((x,), (x,)), in_place((x,), (x.clone().requires_grad_(),))
+    (True, False)
+    """
+    if any(x.requires_grad for x in held):
+        return False  # its graph may have kept it
+    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        if any(x.is_inference() for x in held):
+            return False  # torch forbids it
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in new))
+
+
+def put(held: Parts, new: Parts, start: int) -> Parts:
+    """New slots [B,n,T,d] at slots start, start + 1, ... of what is held."""
+    if in_place(held, new):
+        for old, x in zip(held, new, strict=True):
+            old[:, :, start : start + x.shape[2]] = x
+        return held
+    return tuple(
+        torch.slice_scatter(old, x, 2, start, start + x.shape[2])
+        for old, x in zip(held, new, strict=True)
+    )
+
+
+def put_at(
+    held: Parts, new: Parts, slots: Tensor, real: Tensor
+) -> tuple[Parts, Overwritten | None]:
+    """New slots at `slots` [B or 1, T], distinct in each row, where `real`; and what they overwrote in place, if they did."""
+    safe, results, before = in_place(held, new), [], []
+    for old, x in zip(held, new, strict=True):
+        index = slots[:, None, :, None].expand(x.shape)
+        was = old.gather(2, index)
+        x = torch.where(real[:, None, :, None], x, was)
+        results.append(old.scatter_(2, index, x) if safe else old.scatter(2, index, x))
+        before.append(was)
+    return tuple(results), Overwritten(slots, tuple(before)) if safe else None
+
+
+class Overwritten:
+    """What the last step overwrote: values at slots [B or 1, T]."""
+
+    def __init__(self, slots: Tensor, values: Parts) -> None:
+        self.slots, self.values = slots, values
+
+    def put_back(self, held: Parts) -> None:
+        """Write the old values into what is held, in place."""
+        for old, x in zip(held, self.values, strict=True):
+            old.scatter_(2, self.slots[:, None, :, None].expand(x.shape), x)
+
+
+def spread(held: Parts, new: Parts, source: Tensor) -> Parts:
+    """A copy of what is held, with new slot source[b, j] at slot j; -1 leaves slot j as it is."""
+    index, taken = source.clamp(min=0)[:, None, :, None], (source >= 0)[:, None, :, None]
+    return tuple(
+        torch.where(taken, x.gather(2, index.expand(old.shape)), old)
+        for old, x in zip(held, new, strict=True)
+    )

@@ -1,0 +1,185 @@
+"""Integer codes of few bits for the numbers of a cache: groups, each with a scale and a zero of its own."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+
+Axis: TypeAlias = Literal["channel", "token", "exact"]
+"""Which numbers share a scale: of one channel over tokens, of one token over channels; or none: kept as they are."""
+
+
+class Codes(NamedTuple):
+    """Numbers x [B,n,L,d] as codes: x ~ zero + code * scale.
+
+    codes: uint8 [B,n,R,lines,bytes], several codes to a byte; R is L for "token" and L / group for "channel". For "exact", x.
+    scale, zero: [B,n,R,lines,1] in the dtype of x.
+    odd_at, odd: [B,X] numbers that no group can hold, exactly, and where they stand (slot-major, -1: none): NaN,
+        infinities, and what exceeds a quarter of the dtype's range. X is 0 nearly always.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    odd_at: Tensor
+    odd: Tensor
+
+
+def quantise(
+    x: Shaped[Tensor, "B n L d"],
+    seen: Bool[Tensor, "b L"],
+    axis: Axis,
+    *,
+    bits: int,
+    group: int,
+    start: int = 0,
+) -> Codes:
+    """code = round((x - zero) / scale), zero = min, scale = (max - min) / (2^bits - 1) over each group.
+
+    Min and max are over the slots that are seen. The scale is rounded up, and codes are made with the rounded one, so that
+    |x - x'| <= scale / 2. The arithmetic is in fp64: it happens once per token.
+
+    Args:
+        x: floating numbers, any for "exact"; L is divisible by the group for "channel", d for "token".
+        seen: which slots hold a token, [B or 1, L].
+        axis: which numbers share a scale.
+        bits, group: bits per code, codes per group.
+        start: the slot at which x begins, for `odd_at`.
+
+    >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
+    >>> made = quantise(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
+    >>> made.codes.flatten().tolist(), made.scale.item()  # 0 + 1 * 4 + 2 * 16 + 3 * 64
+    ([228], 1.0)
+
+    Source: Liu et al. 2024 (arXiv 2402.02750), equation 1 and section 3.
+    """
+    none = x.new_zeros(x.shape[0], 0)
+    if axis == "exact":
+        return Codes(x, none, none, none.long(), none)
+    here = seen[:, None, :, None].expand_as(x)
+    fits = x.abs() <= torch.finfo(x.dtype).max / 4  # false for NaN
+    strange = here & ~fits
+    usable, lines = _lines(here & fits, axis, group), _lines(x, axis, group)
+    low = lines.masked_fill(~usable, float("inf")).amin(-1, keepdim=True)
+    high = lines.masked_fill(~usable, float("-inf")).amax(-1, keepdim=True)
+    low, high = (y.where(y.isfinite(), 0) for y in (low, high))  # a group without a token
+    levels, zero = 2**bits - 1, low.double()
+    scale = _rounded_up((high.double() - zero) / levels, x.dtype)
+    code = (lines.double() - zero) / scale.double()
+    code = code.where(usable & (scale > 0), 0).round().clamp(0, levels)
+    at, odd = _odd(x, strange, start) if bool(strange.any()) else (none.long(), none)
+    return Codes(_pack(code.to(torch.uint8), bits), scale, low, at, odd)
+
+
+def dequantise(
+    made: Codes, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
+) -> Shaped[Tensor, "B n L d"]:
+    """zero + code * scale, in fp32 or better, as [B,n,L,d] of the shape.
+
+    >>> x = torch.randn(1, 2, 8, 4)
+    >>> seen = torch.ones(1, 8, dtype=torch.bool)
+    >>> made = quantise(x, seen, "channel", bits=8, group=8)
+    >>> bool((dequantise(made, "channel", (1, 2, 8, 4), bits=8) - x).abs().max() < 0.02)
+    True
+    """
+    if axis == "exact":
+        return made.codes
+    wide = torch.promote_types(made.scale.dtype, torch.float32)
+    code = _unpack(made.codes, bits).to(wide)
+    lines = made.zero.to(wide) + code * made.scale.to(wide)
+    if axis == "channel":
+        lines = lines.transpose(-1, -2)  # [B,n,R,group,d]
+    x = lines.to(made.scale.dtype).reshape(shape)
+    if made.odd.shape[1]:
+        _, n, _, d = shape
+        row, column = (made.odd_at >= 0).nonzero(as_tuple=True)
+        at = made.odd_at[row, column]
+        x[row, at // d % n, at // (n * d), at % d] = made.odd[row, column]
+    return x
+
+
+def joined(first: Codes, then: Codes, axis: Axis) -> Codes:
+    """The codes of slots, and of those behind them.
+
+    >>> seen, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
+    >>> made = quantise(x, seen, "channel", bits=8, group=4)
+    >>> joined(made, made, "channel").codes.shape
+    torch.Size([1, 1, 2, 2, 4])
+    """
+    dims = (2, 1, 1, 1, 1) if axis == "exact" else (2, 2, 2, 1, 1)
+    return Codes(*(torch.cat(both, d) for *both, d in zip(first, then, dims, strict=True)))
+
+
+def cut(made: Codes, axis: Axis, rows: int, numbers: int) -> Codes:
+    """The first rows of codes; of the exceptions, those among the first numbers of each row.
+
+    >>> seen, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
+    >>> cut(quantise(x, seen, "token", bits=8, group=2), "token", 3, 6).scale.shape
+    torch.Size([1, 1, 3, 1, 1])
+    """
+    if axis == "exact":
+        return made._replace(codes=made.codes[:, :, :rows])
+    at = made.odd_at.masked_fill(made.odd_at >= numbers, -1)
+    codes, scale, zero = (x[:, :, :rows] for x in made[:3])
+    return Codes(codes, scale, zero, at, made.odd)
+
+
+def shapes(
+    shape: tuple[int, int, int, int], axis: Axis, *, bits: int, group: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the codes and the scales of numbers [B,n,L,d] are like.
+
+    >>> shapes((1, 2, 64, 16), "channel", bits=4, group=32)
+    ((1, 2, 2, 16, 16), (1, 2, 2, 16, 1))
+    """
+    B, n, L, d = shape
+    if axis == "exact":
+        return shape, (B, 0)
+    scale = (B, n, L // group, d) if axis == "channel" else (B, n, L, d // group)
+    return (*scale, group * bits // 8), (*scale, 1)
+
+
+def _lines(x: Tensor, axis: Axis, group: int) -> Tensor:
+    """x [B,n,L,d] with each group as a last dim: [B,n,L/group,d,group], or [B,n,L,d/group,group]."""
+    if axis == "channel":
+        return x.unflatten(2, (x.shape[2] // group, group)).transpose(-1, -2)
+    return x.unflatten(3, (-1, group))
+
+
+def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x >= 0 in another dtype, rounded upwards: the codes must reach the largest number of the group."""
+    y = x.to(dtype)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
+    above = (y.contiguous().view(whole) + 1).view(dtype)  # the bits of floats are in their order
+    return torch.where(y.double() < x, above, y)
+
+
+def _odd(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Where the strange numbers of each row stand, and what they are, [B, X]."""
+    flat, values = (y.transpose(1, 2).flatten(1) for y in (strange, x))
+    most = int(flat.sum(1).max())
+    at = flat.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    found = flat.gather(1, at)
+    odd = values.gather(1, at).masked_fill(~found, 0)
+    return (at + start * x.shape[1] * x.shape[3]).masked_fill(~found, -1), odd
+
+
+def _pack(code: Tensor, bits: int) -> Tensor:
+    """8 / bits codes to a byte, the first in the lowest bits."""
+    per = 8 // bits
+    if per == 1:
+        return code.contiguous()
+    shifts = torch.arange(per, dtype=torch.uint8, device=code.device) * bits
+    return (code.unflatten(-1, (-1, per)) << shifts).sum(-1, dtype=torch.uint8)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The codes of each byte, in order."""
+    per = 8 // bits
+    if per == 1:
+        return packed
+    shifts = torch.arange(per, dtype=torch.uint8, device=packed.device) * bits
+    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)

@@ -1,0 +1,145 @@
+"""The cache whose memory is allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.caches.base import (
+    Cache,
+    Contents,
+    Parts,
+    check_crop,
+    check_fits,
+    check_update,
+    kept_until,
+    memory_of,
+    named,
+)  # fmt: skip
+from regard.caches.buffers import put
+from regard.caches.growing import written
+from regard.errors import ArgumentError
+from regard.span import Positions, Span, as_tensor, count, part
+
+
+class Fixed(Cache):
+    """Keep all memory, up to `capacity` slots, in buffers [B,n,capacity,d] that are allocated at the first update.
+
+    An update writes its T slots in place and answers views of the slots written so far: a step copies T slots, however
+    many are held. What was given out stays as it is until a crop lets later tokens take its slots. Where a gradient is
+    recorded, an update writes into a copy of the buffers instead, so that gradients are right but a step copies
+    everything: train with `Growing`.
+
+    Args:
+        capacity: the most slots, those at position -1 included.
+
+    Raises:
+        ArgumentError: capacity is less than 1; an update does not fit what is held, or there is no room for it: the cache
+            is left as it was.
+
+    >>> cache = Fixed(8)
+    >>> _ = cache.update((torch.zeros(1, 2, 3, 4),), Span(0, 3))
+    >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 4),), Span(3, 1))
+    >>> memory.shape, positions, len(cache), cache.bytes
+    (torch.Size([1, 2, 4, 4]), Span(start=0, length=4), 4, 256)
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ArgumentError(f"Fixed capacity is {capacity}; it must be at least 1")
+        self.capacity = capacity
+        self._buffers: Parts | None = None
+        self._positions: Positions = Span(0, 0)  # a tensor is a view of the table
+        self._table: Tensor | None = None  # [B or 1, capacity], while positions are no Span
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The capacity."""
+        return {"capacity": self.capacity}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffers, whether or not they are full."""
+        return sum(x.numel() * x.element_size() for x in self._buffers or ())
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Write memory, each [B,n,T,d], behind the last slot; return views of all slots, and all positions."""
+        check_update(memory, positions)
+        if self._buffers is not None:
+            check_fits(self._buffers, memory)
+        held, new = len(self), count(positions)
+        if held + new > self.capacity:
+            raise ArgumentError(
+                f"Fixed holds {held} of {self.capacity} slots and {new} more do not fit; "
+                "crop it, or start with a larger capacity, a Growing cache, or a Ring for a windowed mask"
+            )
+        if self._buffers is None:
+            self._buffers = self._allocate(memory)
+        self._buffers = put(self._buffers, memory, held)
+        self._extend(positions)
+        return self._visible(), self._positions
+
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later."""
+        check_crop(length)
+        positions = kept_until(self._positions, length)
+        n = written(positions)
+        if not isinstance(positions, Span) and self._table is not None:
+            # a copy: the positions that were given out are views of the old table
+            self._table = self._table.clone()
+            self._table[:, : positions.shape[1]] = positions
+            positions = self._table
+        self._positions = part(positions, slice(0, n))
+
+    def contents(self) -> Contents:
+        """Views of the slots written so far, and their positions."""
+        if self._buffers is None:
+            return {}
+        return {**named(self._visible()), "positions": self._positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold copies of these parts and positions."""
+        self._buffers, self._table, self._positions = None, None, Span(0, 0)
+        positions = contents.get("positions")
+        if positions is None or isinstance(positions, int):
+            return
+        memory = memory_of(contents)
+        self._buffers = put(self._allocate(memory), memory, 0)
+        self._extend(positions)
+
+    def mark(self) -> Any:
+        """The buffers and how far they are written: an update writes behind that only."""
+        return self._buffers, self._table, self._positions
+
+    def restore(self, mark: Any) -> None:
+        """Take back the update that came after `mark`: the slots that it wrote are unwritten again."""
+        self._buffers, self._table, self._positions = mark
+
+    def __len__(self) -> int:
+        return count(self._positions)
+
+    def _allocate(self, memory: Parts) -> Parts:
+        return tuple(m.new_empty((*m.shape[:2], self.capacity, m.shape[3])) for m in memory)
+
+    def _visible(self) -> Parts:
+        n = len(self)
+        return tuple(x[:, :, :n] for x in self._buffers or ())
+
+    def _extend(self, new: Positions) -> None:
+        """Positions behind those held: a Span as long as they are one run, else slots of the table."""
+        held, T = self._positions, count(new)
+        n = count(held)
+        if isinstance(new, Span) and isinstance(held, Span) and (not n or held.stop == new.start):
+            self._positions = Span(held.start, n + T) if n else new
+            return
+        device = next((p.device for p in (held, new) if isinstance(p, Tensor)), None)
+        old, added = as_tensor(held, device), as_tensor(new, device)
+        rows = added.shape[0] if old.shape[0] == 1 else old.shape[0]
+        if self._table is None or self._table.shape[0] != rows:
+            self._table = torch.full((rows, self.capacity), -1, dtype=torch.int64, device=device)
+            self._table[:, :n] = old
+        self._table[:, n : n + T] = added
+        self._positions = self._table[:, : n + T]

@@ -1,0 +1,222 @@
+"""The cache whose memory is in pages, which rows and forks share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.caches.base import (
+    Cache,
+    Contents,
+    Parts,
+    check_crop,
+    check_fits,
+    check_update,
+    kept_until,
+    memory_of,
+    named,
+)
+from regard.caches.pool import Pool
+from regard.caches.table import Table
+from regard.span import Positions, Span, after, as_tensor, count, follow, part
+
+
+class Paged(Cache):
+    """Keep memory in pages of one pool: every row has a table of pages, and no row pays for the length of another.
+
+    Padding is not stored. A `fork`, and a row that `select` repeats, refers to the same pages; a page that several refer
+    to is copied when one of them writes into it. Pages that nobody refers to are free again: after `crop`, `reset`,
+    `select`, and when a fork is deleted. An update answers gathered slots, -1 and 0 behind the end of a shorter row.
+
+    Args:
+        page_size: tokens per page.
+        pages: pages of the pool, for all rows and forks together; they are allocated at the first update.
+
+    Raises:
+        ArgumentError: page_size or pages is less than 1; an update does not fit what is held, or the pool has too few free
+            pages: every cache of the pool is left as it was.
+
+    >>> cache = Paged(page_size=4, pages=8)
+    >>> _ = cache.update((torch.zeros(2, 1, 6, 3),), Span(0, 6))
+    >>> cache.table, cache.pool.free
+    ([[0, 1], [2, 3]], 4)
+    >>> fork = cache.fork()
+    >>> _ = fork.update((torch.ones(2, 1, 1, 3),), Span(6, 1))
+    >>> fork.table, cache.pool.free
+    ([[0, 4], [2, 5]], 2)
+
+    Source: Kwon et al. 2023 (arXiv 2309.06180), sections 4.1 to 4.3.
+    """
+
+    _table: Table
+    _positions: (
+        Positions | None
+    )  # of the slots of a row, in the order they came: [B,S], or of all rows
+
+    def __init__(self, page_size: int, pages: int) -> None:
+        self._hold(Table(Pool(page_size, pages), [], []), None)
+
+    @property
+    def pool(self) -> Pool:
+        """Where the pages are."""
+        return self._table.pool
+
+    @property
+    def table(self) -> list[list[int]]:
+        """The pages of each row, in order."""
+        return [list(row) for row in self._table.rows]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """page_size and pages."""
+        return {"page_size": self.pool.page_size, "pages": self.pool.pages}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pages that this cache refers to, each counted once; forks share them: see `pool.bytes`."""
+        return len({page for row in self._table.rows for page in row}) * self.pool.page_bytes
+
+    @property
+    def batch(self) -> int | None:
+        """How many rows are held; None while the cache is empty."""
+        return None if self._positions is None else len(self._table.rows)
+
+    def next(self, length: int) -> Positions:
+        """Where the next `length` tokens stand by default: on from the last token of each row."""
+        return Span(0, length) if self._positions is None else after(self._positions, length)
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Store memory, each [B,n,T,d], at positions; return all that is held, each [B,n,S,d], and where."""
+        check_update(memory, positions)
+        if self._positions is not None:
+            check_fits(self._like(), memory)
+        if isinstance(positions, Span) and positions.start >= 0:
+            real = torch.ones(memory[0].shape[0], positions.length, dtype=torch.bool)
+        else:
+            real = (as_tensor(positions) >= 0).expand(memory[0].shape[0], -1)
+        self._place(memory, positions, real)
+        return self._read()
+
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later."""
+        check_crop(length)
+        if self._positions is None:
+            return
+        positions = kept_until(self._positions, length)
+        if isinstance(positions, Span):
+            self._table.shorten([positions.length] * len(self._table.rows))
+        else:
+            slots = torch.arange(1, positions.shape[1] + 1, device=positions.device)
+            last = torch.nn.functional.pad(slots * (positions >= 0), (1, 0)).amax(1)
+            self._table.shorten(last.tolist())
+        self._positions = part(positions, slice(0, max(self._table.lengths, default=0)))
+
+    def contents(self) -> Contents:
+        """The parts and their positions, gathered from the pages."""
+        if self._positions is None:
+            return {}
+        memory, positions = self._read()
+        return {**named(memory), "positions": positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold these parts and positions, in pages of its own."""
+        self._table.release()
+        self._hold(Table(self.pool, [], []), None)
+        positions = contents.get("positions")
+        if positions is None or isinstance(positions, int):
+            return
+        memory = memory_of(contents)
+        # slots stay where they are: only those behind the last token of a row are left out
+        held = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
+        self._place(memory, positions, held.flip(1).cummax(1).values.flip(1) > 0)
+
+    def fork(self) -> Paged:
+        """Another cache with the same contents, which refers to the same pages."""
+        other = type(self)(**self.settings)
+        other._hold(self._table.rows_at(list(range(len(self._table.rows)))), self._positions)
+        return other
+
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
+        """Keep these rows of the batch, in this order; no memory is copied."""
+        self._check_rows(rows)
+        if self._positions is None:
+            return
+        old, positions = self._table, self._positions
+        table = old.rows_at(rows.tolist())
+        if isinstance(positions, Tensor):
+            positions = positions.index_select(0, rows.to(positions.device))
+            positions = positions[:, : max(table.lengths, default=0)]
+        self._hold(table, positions)
+        old.release()
+
+    def mark(self) -> Any:
+        """How long each row is: an update writes behind that only."""
+        return self._positions, list(self._table.lengths)
+
+    def restore(self, mark: Any) -> None:
+        """Take back the update that came after `mark`."""
+        positions, lengths = mark
+        self._table.shorten(lengths or [0] * len(self._table.rows))
+        self._hold(self._table if lengths else Table(self.pool, [], []), positions)
+
+    def __len__(self) -> int:
+        return 0 if self._positions is None else count(self._positions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
+        """A copy with a pool of its own: the pages of other forks are not copied."""
+        other = type(self)(**self.settings)
+        other.fill(self.contents())
+        return other
+
+    def __del__(self) -> None:
+        if hasattr(self, "_table"):  # not if the constructor raised
+            self._table.release()
+
+    def _hold(self, table: Table, positions: Positions | None) -> None:
+        self._table, self._positions = table, positions
+
+    def _place(self, memory: Parts, positions: Positions, real: Tensor) -> None:
+        """Store the slots of memory that are real, [B,T], behind those of each row; nothing changes if there is no room."""
+        B, device = real.shape[0], memory[0].device
+        table = self._table if self._table.rows else Table(self.pool, [[]] * B, [0] * B)
+        self.pool.fit(memory)
+        before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
+        table.grow(real.sum(1).tolist())
+        real = real.to(device)
+        at = (before + real.cumsum(1) - 1).clamp(min=0)  # slot of a row, where real
+        self.pool.write(table.slots(at)[real], tuple(m.transpose(1, 2)[real] for m in memory))
+        self._hold(table, self._joined(positions, real, at, max(table.lengths, default=0)))
+
+    def _joined(self, positions: Positions, real: Tensor, at: Tensor, slots: int) -> Positions:
+        """The positions held and the new ones, which stand at slot at[b, j] of row b where they are real."""
+        held, B = self._positions, real.shape[0]
+        if isinstance(positions, Span) and positions.start >= 0 and not isinstance(held, Tensor):
+            both = positions if held is None else follow(held, positions)
+            return both if isinstance(both, Span) else both.expand(B, -1)
+        slots = max(slots, len(self))  # a batch without rows may have slots
+        joined = torch.full((B, slots), -1, device=real.device)
+        if held is not None:
+            old = as_tensor(held, real.device)
+            joined[:, : old.shape[1]] = old
+        row, _ = real.nonzero(as_tuple=True)
+        joined[row, at[real]] = as_tensor(positions, real.device).expand(B, -1)[real].long()
+        return joined
+
+    def _read(self) -> tuple[Parts, Positions]:
+        """All slots, gathered, and their positions."""
+        assert self._positions is not None
+        device, S = self.pool.parts[0].device, len(self)
+        at = torch.arange(S, device=device).expand(len(self._table.rows), -1)
+        where = self._table.slots(at)
+        if isinstance(self._positions, Tensor):
+            where = where.masked_fill(self._positions < 0, self.pool.pages * self.pool.page_size)
+        return self.pool.read(where), self._positions
+
+    def _like(self) -> Parts:
+        """Empty memory of the kind that is held."""
+        B = len(self._table.rows)
+        return tuple(x.new_empty((B, x.shape[2], 0, x.shape[3])) for x in self.pool.parts)

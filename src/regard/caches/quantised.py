@@ -1,0 +1,245 @@
+"""The cache that keeps older tokens in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
+
+import torch
+from torch import Tensor
+
+from regard.caches.base import (
+    Cache,
+    Contents,
+    Parts,
+    check_crop,
+    check_fits,
+    check_update,
+    kept_until,
+    memory_of,
+    named,
+)
+from regard.caches.codes import Axis, Codes, cut, dequantise, joined, quantise, shapes
+from regard.caches.growing import written
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.span import Positions, Span, as_tensor, count, follow, part
+
+
+class Quantised(Cache):
+    """Keep the last `residual` slots as they are, and all before them in few bits: keys per channel, values per token.
+
+    x ~ zero + code * scale, code in 0..2^bits - 1, zero = min and scale = (max - min) / (2^bits - 1) of each group
+    |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
+
+    A group is `group` slots of one channel ("channel": an outlier channel keeps its large scale to itself), or `group`
+    channels of one slot ("token"). Slots leave the residual by whole groups, also within one long update, and are never
+    quantised again: what is held depends on the slots that came, not on the chunks they came in. Scale and zero have the
+    dtype of the memory: bits + 32 / group bits per number where that is fp16 or bf16.
+
+    Slots at -1 take no part in a group. NaN, infinities and what exceeds a quarter of the dtype's range are kept
+    aside, exactly, and disturb no other number. A group of equal numbers is exact. A crop into the quantised slots leaves
+    them quantised, and the cut slots of the last group empty. Groups are of slots, so that padding in front of a row shifts
+    them: rows of a padded batch agree with the row alone within the bound, not bitwise.
+
+    Args:
+        bits: 8, 4 or 2.
+        group: numbers that share a scale; a part of fewer channels makes one group of them.
+        residual: how many of the last slots stay as they are, at least.
+        axes: "channel", "token" or "exact" (not quantised) for each part of the memory.
+
+    Raises:
+        ArgumentError: bits, group, residual or axes is not allowed; an update does not fit what is held, its parts are
+            not those of axes, its channels do not divide into groups, or it requires a gradient. The cache is left as it was.
+
+    >>> cache = Quantised(8, group=4, residual=4)
+    >>> k = v = torch.randn(1, 2, 10, 4)
+    >>> (keys, _), positions = cache.update((k, v), Span(0, 10))
+    >>> torch.equal(keys[:, :, -4:], k[:, :, -4:]), bool((keys - k).abs().max() < 0.02), positions
+    (True, True, Span(start=0, length=10))
+
+    Source: Liu et al. 2024, KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        *,
+        group: int = 32,
+        residual: int = 128,
+        axes: Sequence[str] = ("channel", "token"),
+    ) -> None:
+        if bits not in (2, 4, 8):
+            raise ArgumentError(f"bits is {bits}; it must be 8, 4 or 2")
+        if group < 1 or group % (8 // bits):
+            raise ArgumentError(
+                f"group is {group}; it must be a multiple of {8 // bits}, for {8 // bits} codes of {bits} bits fill a byte"
+            )
+        if residual < 0:
+            raise ArgumentError(f"residual is {residual}; it must be 0 or more")
+        if not axes or not set(axes) <= set(get_args(Axis)):
+            raise ArgumentError(
+                f'axes are {tuple(axes)}; name "channel", "token" or "exact" for each part of the memory'
+            )
+        self.bits, self.group, self.residual = bits, group, residual
+        self.axes = cast("tuple[Axis, ...]", tuple(axes))
+        self._codes: tuple[Codes, ...] = ()
+        self._recent: Parts | None = None
+        self._positions: Positions | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """bits, group, residual and axes."""
+        return {
+            "bits": self.bits, "group": self.group, "residual": self.residual, "axes": list(self.axes),
+        }  # fmt: skip
+
+    @property
+    def quantised(self) -> int:
+        """How many slots are held in few bits; the others are held as they came."""
+        return len(self) - (0 if self._recent is None else self._recent[0].shape[2])
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Append memory, each [B,n,T,d], at positions; return all that is held, the older slots as their codes say."""
+        check_update(memory, positions)
+        if self._recent is not None:
+            check_fits(self._recent, memory)
+        self._check(memory)
+        recent, codes, old = tuple(memory), self._codes, self.quantised
+        if self._recent is not None and self._positions is not None:
+            both = zip(self._recent, memory, strict=True)
+            recent = tuple(torch.cat(pair, dim=2) for pair in both)
+            positions = follow(self._positions, positions)
+        leave = (max(0, count(positions) - self.residual) // self.group) * self.group - old
+        if leave > 0 or not codes:
+            leave = max(0, leave)
+            seen = as_tensor(part(positions, slice(old, old + leave)), memory[0].device) >= 0
+            codes = self._with(codes, recent, seen, old)
+            # a copy: a view would keep the whole of a long prompt alive
+            recent = tuple(x[:, :, leave:].clone() for x in recent)
+        self._codes, self._recent, self._positions = codes, recent, positions
+        return self._answer(), positions
+
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later."""
+        check_crop(length)
+        if self._recent is None or self._positions is None:
+            return
+        old, positions = self.quantised, kept_until(self._positions, length)
+        n = written(positions)
+        if n < old:  # whole groups stay, and what was behind n in the last one is empty
+            old = -(-n // self.group) * self.group
+            held = zip(self._codes, self._recent, self.axes, strict=True)
+            self._codes = tuple(
+                cut(made, axis, self._rows(axis, old), n * x.shape[1] * x.shape[3])
+                for made, x, axis in held
+            )
+            positions, n = _padded(part(positions, slice(0, n)), old), old
+        self._recent = tuple(x[:, :, : n - old] for x in self._recent)
+        self._positions = part(positions, slice(0, n))
+
+    def contents(self) -> Contents:
+        """Codes, scales, zeros and exceptions of each part, the recent slots, and the positions."""
+        if self._recent is None or self._positions is None:
+            return {}
+        made = {name: x for i, c in enumerate(self._codes) for name, x in _named(c, i).items()}
+        return {**made, **named(self._recent, "recent"), "positions": self._positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold these codes, recent slots and positions.
+
+        Raises:
+            ArgumentError: their shapes are not those of this cache.
+        """
+        positions, recent = contents.get("positions"), memory_of(contents, "recent")
+        held = None if isinstance(positions, int) else positions
+        fields = [memory_of(contents, name) for name in Codes._fields]
+        codes = tuple(Codes(*x) for x in zip(*fields, strict=False))
+        if held is not None:
+            self._check_held(codes, recent, count(held))
+        self._codes, self._recent = codes, recent if held is not None else None
+        self._positions = held
+
+    def __len__(self) -> int:
+        return 0 if self._positions is None else count(self._positions)
+
+    def _answer(self) -> Parts:
+        assert self._recent is not None
+        answer, old = [], self.quantised
+        for codes, recent, axis in zip(self._codes, self._recent, self.axes, strict=True):
+            B, n, _, d = recent.shape
+            older = dequantise(codes, axis, (B, n, old, d), bits=self.bits)
+            answer.append(torch.cat([older, recent], dim=2))
+        return tuple(answer)
+
+    def _with(
+        self, codes: tuple[Codes, ...], recent: Parts, seen: Tensor, start: int
+    ) -> tuple[Codes, ...]:
+        """The codes held, and behind them those of the first slots of each part."""
+        made = []
+        for i, (x, axis) in enumerate(zip(recent, self.axes, strict=True)):
+            x, group = x[:, :, : seen.shape[1]], self._group(axis, x.shape[3])
+            new = quantise(x, seen, axis, bits=self.bits, group=group, start=start)
+            made.append(joined(codes[i], new, axis) if codes else new)
+        return tuple(made)
+
+    def _check_held(self, codes: tuple[Codes, ...], recent: Parts, slots: int) -> None:
+        """Codes and recent slots are those of so many slots."""
+        if not len(codes) == len(recent) == len(self.axes):
+            raise ArgumentError(
+                f"{len(codes)} parts in codes and {len(recent)} recent ones for axes {self.axes}"
+            )
+        for i, (made, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
+            B, n, _, d = x.shape
+            group = self._group(axis, d)
+            wanted = shapes((B, n, slots - x.shape[2], d), axis, bits=self.bits, group=group)
+            got = tuple(made.codes.shape), tuple(made.scale.shape)
+            same = made.zero.shape == made.scale.shape and made.odd.shape == made.odd_at.shape
+            if got != wanted or not same:
+                raise ArgumentError(
+                    f"codes and scales of part {i} are {got}, not {wanted} for {slots} slots, {x.shape[2]} of them recent"
+                )
+
+    def _rows(self, axis: Axis, slots: int) -> int:
+        """Rows of codes for so many slots."""
+        return slots // self.group if axis == "channel" else slots
+
+    def _group(self, axis: Axis, channels: int) -> int:
+        """Numbers that share a scale: no more than there are channels."""
+        return min(self.group, channels) if axis == "token" else self.group
+
+    def _check(self, memory: Parts) -> None:
+        if len(memory) != len(self.axes):
+            raise ArgumentError(
+                f"memory has {len(memory)} parts for axes {self.axes}; name an axis for each part"
+            )
+        for i, (x, axis) in enumerate(zip(memory, self.axes, strict=True)):
+            if axis == "exact":
+                continue
+            if not x.is_floating_point():
+                raise ArgumentTypeError(
+                    f'memory {i} is {x.dtype}; only floating numbers are quantised: name its axis "exact"'
+                )
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise ArgumentError(
+                    f"memory {i} requires a gradient, which codes do not have; use a Growing cache, or torch.no_grad()"
+                )
+            d, per = x.shape[3], 8 // self.bits
+            group = self._group(axis, d)
+            if axis == "token" and (group < 1 or d % group or group % per):
+                allowed = ", ".join(str(g) for g in range(per, d + 1, per) if d % g == 0)
+                raise ArgumentError(
+                    f"memory {i} has {d} channels, which make no groups of {group} codes of {self.bits} bits; "
+                    f"allowed groups: {allowed or 'none'}"
+                )
+
+
+def _padded(positions: Positions, slots: int) -> Positions:
+    """Positions, and -1 up to so many slots."""
+    if count(positions) == slots:
+        return positions
+    held = as_tensor(positions)
+    return torch.cat([held, held.new_full((held.shape[0], slots - held.shape[1]), -1)], dim=1)
+
+
+def _named(codes: Codes, i: int) -> dict[str, Tensor]:
+    return {f"{name}.{i}": x for name, x in codes._asdict().items()}

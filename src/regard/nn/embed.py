@@ -1,0 +1,89 @@
+"""From ids to the vectors that the first block sees: an embedding, and positions added to it."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.arguments import check_number
+from regard.errors import ArgumentError
+from regard.positions import sinusoidal
+from regard.span import Positions, Span
+
+
+class Sinusoidal(nn.Module):
+    """`regard.positions.sinusoidal` as a module: nothing learned, no longest length.
+
+    >>> [round(x, 4) for x in Sinusoidal(4)(Span(1, 1)).flatten().tolist()]
+    [0.8415, 0.5403, 0.01, 1.0]
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ArgumentError(f"dim is {dim}; it must be at least 1")
+        self.dim = dim
+
+    def forward(self, positions: Positions) -> Float[Tensor, "B L M"]:
+        """positions [B or 1, L] -> [B or 1, L, M], in fp64."""
+        return sinusoidal(positions, self.dim, dtype=torch.float64)
+
+    def extra_repr(self) -> str:
+        """The size."""
+        return str(self.dim)
+
+
+class Embed(nn.Module):
+    """ids -> scale * embedding + positions, with dropout behind.
+
+    x_t = scale * E[id_t] + P[position_t]
+
+    Args:
+        embedding: an `nn.Embedding` [V, M]; several models may share one.
+        positional: a module from positions [B,L] to vectors [B or 1, L, M]: `Sinusoidal`, or `positions.Learned`.
+        scale: the factor on the embedding, sqrt(M) in the first Transformer.
+        dropout: in training only.
+
+    Raises:
+        ArgumentError: ids are not [B,T].
+
+    >>> Embed(nn.Embedding(7, 4), Sinusoidal(4))(torch.tensor([[1, 2]])).shape
+    torch.Size([1, 2, 4])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        positional: nn.Module,
+        *,
+        scale: float = 1.0,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
+        check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+        self.embedding, self.positional, self.scale = embedding, positional, scale
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, ids: Int[Tensor, "B T"], positions: Positions | None = None
+    ) -> Float[Tensor, "B T M"]:
+        """ids [B,T] at positions, 0..T-1 by default -> [B,T,M]; the id of a slot at position -1 means nothing."""
+        if ids.ndim != 2:
+            raise ArgumentError(
+                f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
+            )
+        positions = Span(0, ids.shape[1]) if positions is None else positions
+        if not isinstance(positions, Span):
+            ids = ids.masked_fill(positions < 0, 0)
+        x = self.embedding(ids)
+        return self.dropout(x * self.scale + self.positional(positions).to(x))
+
+    def extra_repr(self) -> str:
+        """The scale."""
+        return f"scale={self.scale:g}"

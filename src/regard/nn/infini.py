@@ -1,0 +1,152 @@
+"""Infini-attention as a module: softmax inside a segment, and a memory of fixed size behind it."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.caches import Cache, Memory, kept
+from regard.cost import Description, Figure, infini_flops, infini_state
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn import describe
+from regard.nn.late import check_rotary, check_unrotated
+from regard.nn.project import Projection
+from regard.ops.memory import Compressed, infini_attention
+from regard.ops.memory.compressive import Update
+from regard.ops.memory.infini import Empty, check_options
+from regard.span import Positions, Span
+from regard.tap import tap
+
+
+class InfiniAttention(nn.Module):
+    """project -> remember -> rotate -> infini_attention -> output.
+
+    q = query(x);  k, v = recall(remember(x)), without positions: the memory gets these
+    z = infini_attention(q, k, v, rotary(q), rotary(k), gate), segments of N positions;  out = output(z, heads joined)
+
+    What a cache keeps does not grow: M and z, and the tokens of one segment. It is no free addition to a trained model: gate and
+    projections have to be trained with it, and it loses detail (a memory answers with a mean of what was written).
+    The gate has one number per head and needs a higher learning rate than matrices, and no weight decay.
+
+    Args:
+        project: a `Projection` without positions: H query heads, G key/value heads.
+        output: a module [B,T,H*E] -> [B,T,M].
+        segment: N, how many positions a segment has.
+        rotary: a step on queries and keys of the local attention, called with positions; None is none.
+        update: "linear" or "delta", the rule by which a segment is written.
+        empty: "zero" or "skip": what the gate does in the first segment (`regard.memory.infini_attention`).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: segment is not an int of at least 1, update or empty is another word, the projection
+            rotates, or the rotary does not fit.
+
+    >>> from regard.nn import Heads, Separate
+    >>> from regard.positions import Rotary
+    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> attention = InfiniAttention(project, nn.Linear(8, 8), segment=4, rotary=Rotary(2))
+    >>> cache = attention.new_cache()
+    >>> attention(torch.zeros(1, 10, 8), cache=cache).shape, len(cache)
+    (torch.Size([1, 10, 8]), 2)
+
+    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), section 2.
+    """
+
+    def __init__(
+        self,
+        project: Projection,
+        output: nn.Module,
+        *,
+        segment: int,
+        rotary: nn.Module | None = None,
+        update: Update = "linear",
+        empty: Empty = "zero",
+    ) -> None:
+        super().__init__()
+        check_options(segment, update, empty)
+        check_unrotated(project, "the memory is written without positions")
+        check_rotary(rotary, project.shape.D)
+        self.project, self.output, self.rotary = project, output, rotary
+        self.gate = nn.Parameter(torch.zeros(project.shape.H))
+        self.segment, self.update, self.empty = segment, update, empty
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M2"]:
+        """Attend from x [B,T,M] at its positions to its segment, and to what the cache has of all before.
+
+        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that is refused leaves the
+        cache as it was.
+
+        Raises:
+            ArgumentTypeError: the cache is not a `regard.caches.Memory`.
+            ArgumentError: its segments have another length; or as `infini_attention`.
+        """
+        if cache is None:
+            return self._forward(
+                x, Span(0, x.shape[1]) if positions is None else positions, None, backend
+            )
+        if not isinstance(cache, Memory):
+            raise ArgumentTypeError(
+                f"the cache is {type(cache).__name__}; Infini-attention needs a Memory: use new_cache()"
+            )
+        if cache.segment != self.segment:
+            raise ArgumentError(
+                f"the cache has segments of {cache.segment}, and the module of {self.segment}; use new_cache()"
+            )
+        positions = cache.next(x.shape[1]) if positions is None else positions
+        if torch.compiler.is_compiling():
+            return self._forward(x, positions, cache, backend)
+        with kept(cache):
+            return self._forward(x, positions, cache, backend)
+
+    def _forward(
+        self, x: Tensor, positions: Positions, cache: Memory | None, backend: str
+    ) -> Tensor:
+        q = tap("q", self.project.query(x, positions))
+        memory, seen, state = self.project.remember(x, positions), positions, None
+        if cache is not None:
+            memory, seen = cache.update(memory, positions)
+            state = None if cache.state is None else Compressed(*cache.state)
+        k, v = self.project.recall(memory, seen)
+        k, v = tap("k", k), tap("v", v)
+        z, state = infini_attention(
+            q, k, v, gate=self.gate, segment=self.segment,
+            q_rotated=None if self.rotary is None else self.rotary(q, positions),
+            k_rotated=None if self.rotary is None else self.rotary(k, seen),
+            update=self.update, empty=self.empty, state=state, positions=seen, backend=backend,
+        )  # fmt: skip
+        if cache is not None:
+            cache.store(state, positions)
+        z = tap("z", self.project.finish(z, x))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def new_cache(self) -> Memory:
+        """An empty cache: a new text begins with a new one, or with `reset()`."""
+        return Memory(self.segment)
+
+    def describe(self, context: int = 4096) -> Description:
+        """What this layer keeps and computes when it decodes the token at position context - 1."""
+        describe.check_context(context)
+        H, G, D, E, memory = self.project.shape
+        maps, N, delta = describe.matrices(self), self.segment, self.update == "delta"
+        seen = (context - 1) % N + 1
+        flops = 2 * maps + infini_flops(H, G, seen, D, E, delta=delta)
+        reads = f"{H} + {G}" if delta else f"{H}"
+        return Description(
+            type(self).__name__, context, describe.parameters(self),
+            Figure(sum(memory), " + ".join(str(n) for n in memory)),
+            Figure(context % N, f"S mod N = {context} mod {N}: the open segment"),
+            Figure(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)"),
+            Figure(flops, f"2 x {maps} + 2 H n (D + E) = 2 x {H} x {seen} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
+                          f"writes {G} x (2 D E + D)"),
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """The segment, the rule of writing, and what the gate does without a memory."""
+        return f"segment={self.segment}, update={self.update!r}, empty={self.empty!r}"

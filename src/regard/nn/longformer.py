@@ -1,0 +1,144 @@
+"""Longformer: a window for most tokens, and a few global tokens with projections of their own."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.caches import Cache, Growing, Parts, kept
+from regard.cost import Description
+from regard.errors import ArgumentError
+from regard.masks import Causal, Global, Mask, Window
+from regard.nn import describe
+from regard.nn.project import Projection
+from regard.ops.softmax import attend
+from regard.span import Positions, Span, as_tensor
+from regard.tap import tap
+
+
+class Longformer(nn.Module):
+    """Every token sees its window and the global tokens; a global token sees everything, by other projections.
+
+    z_t = softmax(q_t K^T / sqrt(D) over window(t) and globals) V, for other tokens;
+    z_t = softmax(q'_t K'^T / sqrt(D) over all) V', for a global token t
+
+    Args:
+        local: the projection of most tokens; the keys of global tokens that others see are its keys, too.
+        globally: the projection of the global queries, with keys and values of its own for all tokens.
+        output: a module [B,T,H*E] -> [B,T,M].
+        positions: the positions of the global tokens.
+        window: how many keys a token sees looking back, its own included, and `ahead` of it.
+        ahead: keys behind the token that it sees; None makes the layer causal, for generation.
+
+    Raises:
+        ArgumentError: the two projections differ in shape, or a mask refuses its numbers.
+
+    >>> from regard.nn import Heads, Separate
+    >>> make = lambda: Separate(Heads(8, 2, 4), Heads(8, 2, 4), Heads(8, 2, 4))
+    >>> layer = Longformer(make(), make(), nn.Linear(8, 8), positions=(0,), window=3, ahead=2)
+    >>> layer(torch.zeros(1, 7, 8)).shape
+    torch.Size([1, 7, 8])
+
+    Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
+    """
+
+    def __init__(
+        self,
+        local: Projection,
+        globally: Projection,
+        output: nn.Module,
+        *,
+        positions: tuple[int, ...] = (0,),
+        window: int,
+        ahead: int | None = None,
+    ) -> None:
+        super().__init__()
+        if local.shape != globally.shape:
+            raise ArgumentError(
+                f"local is {local.shape}, globally {globally.shape}; both need the same shape"
+            )
+        self.local, self.globally, self.output = local, globally, output
+        self.globals = Global(positions)
+        self.causal = ahead is None
+        near = Window(window) if ahead is None else Window(window, ahead=ahead)
+        # others see global keys; that a global query sees everything is the second mask's matter
+        self.mask: Mask = near | self.globals
+        self.global_mask: Mask | None = None
+        if self.causal:
+            self.mask, self.global_mask = Causal() & self.mask, Causal()
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M2"]:
+        """Attend from x [B,T,M] at its positions to itself and to what the cache holds (causal layers only).
+
+        Raises:
+            ArgumentError: a cache is given to a layer that looks ahead.
+        """
+        if positions is None:
+            positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
+        if cache is not None and not self.causal:
+            raise ArgumentError(
+                "this Longformer looks ahead, so that no token is final before the last; "
+                "give no cache, or make it causal with ahead=None"
+            )
+        if cache is None or torch.compiler.is_compiling():
+            return self._forward(x, positions, cache, backend)
+        with kept(cache):
+            return self._forward(x, positions, cache, backend)
+
+    def _forward(
+        self, x: Tensor, positions: Positions, cache: Cache | None, backend: str
+    ) -> Tensor:
+        near, far = self.local.remember(x, positions), self.globally.remember(x, positions)
+        memory, seen, n = (*near, *far), positions, len(near)
+        if cache is not None:
+            memory, seen = cache.update(memory, positions)
+        q = tap("q", self.local.query(x, positions))
+        k, v = self.local.recall(memory[:n], seen)
+        z = attend(
+            q, tap("k", k), tap("v", v), mask=self.mask,
+            q_positions=positions, k_positions=seen, backend=backend,
+        )  # fmt: skip
+        z = tap("z", self._replace(z, x, positions, memory[n:], seen, backend))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def _replace(
+        self, z: Tensor, x: Tensor, positions: Positions, far: Parts, seen: Positions, backend: str
+    ) -> Tensor:
+        """z with the rows of global tokens as the global projection has them."""
+        rows = self._rows(positions)
+        if rows is not None:  # known without reading a tensor: the few rows alone are computed
+            if not len(rows):
+                return z
+            at = torch.tensor(rows, device=x.device)
+            x, positions = x[:, at], as_tensor(positions, x.device)[:, at]
+        q = self.globally.query(x, positions)
+        k, v = self.globally.recall(far, seen)
+        wide = attend(
+            q, k, v, mask=self.global_mask, q_positions=positions, k_positions=seen, backend=backend
+        )
+        if rows is not None:
+            return z.index_copy(2, at, wide)
+        return torch.where(self.globals.has(as_tensor(positions))[:, None, :, None], wide, z)
+
+    def _rows(self, positions: Positions) -> list[int] | None:
+        """Which rows are global tokens; None where positions are in a tensor."""
+        if not isinstance(positions, Span):
+            return None
+        first = positions.start
+        return [p - first for p in self.globals.positions if first <= p < positions.stop]
+
+    def new_cache(self) -> Cache:
+        """An empty cache that keeps everything: global keys may stand anywhere, and global queries see all."""
+        return Growing()
+
+    def describe(self, context: int = 4096) -> Description:
+        """What this layer keeps and computes when it decodes the token at position context - 1."""
+        return describe.longformer(self, context)

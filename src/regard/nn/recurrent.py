@@ -1,0 +1,148 @@
+"""Mechanisms that keep a state in place of tokens, as a module: one small class, assembled from parts."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.caches import Cache, Parts, State, kept
+from regard.cost import Description, Figure
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn import describe
+from regard.nn.project import Heads, Projection, ProjectionShape
+from regard.span import Positions, Span
+from regard.tap import tap
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """How a recurrence writes a token into its state and reads it. Its gates are made of x, by parts of its own."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Tensor, Parts]:
+        """x [B,T,M], q [B,H,T,D], k [B,G,T,D], v [B,G,T,E] -> what the queries read [B,H,T,E], and the new state."""
+
+    def state(self, shape: ProjectionShape) -> Figure:
+        """How many numbers the state has."""
+
+    def flops(self, shape: ProjectionShape) -> Figure:
+        """FLOPs of one token, linear maps not counted."""
+
+
+class Recurrent(nn.Module):
+    """project -> rule -> norm -> gate -> output.
+
+    q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * silu(gate(x));  out = output(z', heads joined)
+
+    Args:
+        project: a `Projection`: query heads H, key/value heads G and every step on a head are its matter.
+        rule: a module that is a `Rule`.
+        output: a module [B,T,H*E] -> [B,T,M].
+        norm: None, or a module on the last dim of each head.
+        gate: None, or `Heads` that make H heads of E: the output gate, made of the token that asks.
+
+    Raises:
+        ArgumentError: the gate does not fit the heads.
+
+    >>> from regard.nn.project import Separate
+    >>> from regard.nn.rules import Delta
+    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> mixer = Recurrent(project, Delta(8, 2), nn.Linear(8, 8))
+    >>> cache = mixer.new_cache()
+    >>> mixer(torch.zeros(1, 5, 8), cache=cache).shape, cache.bytes
+    (torch.Size([1, 5, 8]), 32)
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; norm and gate: Sun et al. 2023 (arXiv 2307.08621),
+    equation 8.
+    """
+
+    def __init__(
+        self,
+        project: Projection,
+        rule: Rule,
+        output: nn.Module,
+        *,
+        norm: nn.Module | None = None,
+        gate: Heads | None = None,
+    ) -> None:
+        super().__init__()
+        H, _, _, E, _ = project.shape
+        if gate is not None and (gate.heads, gate.head_dim) != (H, E):
+            raise ArgumentError(
+                f"gate is {gate.extra_repr()}; it must be {H} heads of {E}, as the rule gives"
+            )
+        self.project, self.rule, self.output = project, rule, output
+        self.norm, self.gate = norm, gate
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M2"]:
+        """Mix x [B,T,M] at its positions with the state that the cache holds, which is then the one behind x.
+
+        Positions default to 0..T-1, or on from the last token of each row of the cache. `backend` is the form of the op:
+        "recurrent" (also "reference"), "chunk", "parallel", or "auto". A call that is refused leaves the cache as it was.
+
+        Raises:
+            ArgumentTypeError: the cache is not a `regard.caches.State`.
+        """
+        if cache is None:
+            return self._forward(
+                x, Span(0, x.shape[1]) if positions is None else positions, None, backend
+            )
+        if not isinstance(cache, State):
+            raise ArgumentTypeError(
+                f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
+            )
+        positions = cache.next(x.shape[1]) if positions is None else positions
+        if torch.compiler.is_compiling():
+            return self._forward(x, positions, cache, backend)
+        with kept(cache):
+            return self._forward(x, positions, cache, backend)
+
+    def _forward(
+        self, x: Tensor, positions: Positions, cache: State | None, backend: str
+    ) -> Tensor:
+        q = tap("q", self.project.query(x, positions))
+        k, v = self.project.recall(self.project.remember(x, positions), positions)
+        k, v = tap("k", k), tap("v", v)
+        form = "recurrent" if backend == "reference" else backend
+        before = None if cache is None else cache.state
+        z, after = self.rule(x, q, k, v, before, positions, form)
+        if cache is not None:
+            cache.store(after, positions)
+        z = self.project.finish(z, x)
+        z = z if self.norm is None else self.norm(z)
+        z = tap("z", z if self.gate is None else z * F.silu(self.gate(x, positions)))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def new_cache(self) -> State:
+        """An empty cache: a new text begins with a new one, or with `reset()`."""
+        return State()
+
+    def describe(self, context: int = 4096) -> Description:
+        """What this layer keeps and computes when it decodes the token at position context - 1."""
+        describe.check_context(context)
+        maps, shape = describe.matrices(self), self.project.shape
+        state, flops = self.rule.state(shape), self.rule.flops(shape)
+        return Description(
+            type(self).__name__, context, describe.parameters(self),
+            Figure(0, ""), Figure(0, ""), state,
+            Figure(2 * maps + flops.value, f"2 x {maps} (matrices) + {flops.formula}"),
+        )  # fmt: skip

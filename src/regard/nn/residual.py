@@ -1,0 +1,70 @@
+"""Residual paths: where the norm stands is which class is used."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.arguments import check_number
+
+
+class Residual(nn.Module, ABC):
+    """A path around a sublayer, with a norm and with dropout on what the sublayer adds.
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: on the sublayer's output, in training only.
+
+    Raises:
+        ArgumentError: dropout is out of range.
+    """
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+        self.norm, self.dropout = norm, nn.Dropout(dropout)
+
+    @abstractmethod
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x [B,T,M] and what the sublayer makes of it."""
+
+
+class PreNorm(Residual):
+    """The sublayer sees a normed x, and the path itself is left alone: x + sublayer(norm(x)).
+
+    A stack of these ends in a norm of its own.
+
+    >>> import torch
+    >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
+    tensor([[[1., 5.]]], grad_fn=<AddBackward0>)
+
+    Source: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x + sublayer(norm(x))."""
+        return x + self.dropout(sublayer(self.norm(x)))
+
+
+class PostNorm(Residual):
+    """The sum is normed, path included: norm(x + sublayer(x)).
+
+    >>> import torch
+    >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
+    tensor([[[-1., 1.]]], grad_fn=<RoundBackward0>)
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """norm(x + sublayer(x))."""
+        return self.norm(x + self.dropout(sublayer(x)))

@@ -1,0 +1,16 @@
+"""Mechanisms that keep a state in place of tokens: each a recurrence, computed step by step or in chunks."""
+
+from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
+from regard.ops.linear.features import FEATURE_MAPS
+from regard.ops.linear.gated_linear import gated_linear
+from regard.ops.linear.linear_attention import linear_attention
+from regard.ops.linear.retention import retention
+
+__all__ = [
+    "FEATURE_MAPS",
+    "delta_rule",
+    "gated_delta_rule",
+    "gated_linear",
+    "linear_attention",
+    "retention",
+]

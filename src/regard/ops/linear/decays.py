@@ -1,0 +1,47 @@
+"""Decays inside chunks, from their logarithms: no exponent is a difference of two sums.
+
+A difference of running sums is exact only relative to those sums, and is NaN behind a decay of 0 (log -inf). Here every
+exponent is the sum of the logarithms between two tokens and of no others, so that it is at most 0 if they are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+
+def fold(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
+    """Cut T tokens into chunks of `size`; zeros, which write nothing and decay nothing, fill the last one.
+
+    >>> fold(torch.ones(5, 1), 2).flatten().tolist()
+    [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    """
+    return F.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+
+
+def since_start(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
+    """exp(g_1 + ... + g_i): what is left at token i of what stood in front of the chunk."""
+    return g.cumsum(-2).exp()
+
+
+def until_end(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
+    """exp(g_{j+1} + ... + g_C): what is left behind the chunk of what token j wrote.
+
+    >>> until_end(torch.tensor([[0.2], [0.5], [0.25]]).log()).flatten().tolist()
+    [0.125, 0.25, 1.0]
+    """
+    later = F.pad(g[..., 1:, :], (0, 0, 0, 1))
+    return later.flip(-2).cumsum(-2).flip(-2).exp()
+
+
+def between(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
+    """exp(g_{j+1} + ... + g_i) for j <= i, else 0: what is left at token i of what token j wrote.
+
+    >>> between(torch.zeros(2, 1)).tolist()
+    [[1.0, 0.0], [1.0, 1.0]]
+    """
+    C = g.shape[-2]
+    later = g.new_ones(C, C, dtype=torch.bool).tril(-1)  # row l stands behind column j
+    return g.expand(*g.shape[:-1], C).masked_fill(~later, 0).cumsum(-2).exp().tril()

@@ -1,0 +1,194 @@
+"""Infini-attention: softmax inside a segment, a compressive memory of all earlier ones, one gate per head."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.arguments import check_positions, check_query_key_value, check_tensor
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Causal, Chunk
+from regard.masks.values import whole
+from regard.ops.memory.compressive import (
+    Compressed,
+    Read,
+    Update,
+    nothing,
+    retrieve,
+    state_dtype,
+    write,
+)
+from regard.ops.memory.segments import Piece, pieces
+from regard.ops.softmax import attend
+from regard.span import Positions, Span, part
+
+Empty: TypeAlias = Literal["zero", "skip"]
+"""What the gate does while there is no memory: it takes its share from local attention, or it is left out."""
+
+
+def infini_attention(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G S D"],
+    v: Float[Tensor, "B G S E"],
+    *,
+    gate: Float[Tensor, " H"],
+    segment: int,
+    q_rotated: Float[Tensor, "B H T D"] | None = None,
+    k_rotated: Float[Tensor, "B G S D"] | None = None,
+    update: Update = "linear",
+    empty: Empty = "zero",
+    state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]] | None = None,
+    positions: Positions | None = None,
+    backend: str = "auto",
+) -> tuple[Float[Tensor, "B H T E"], Compressed]:
+    """Softmax attention inside segments of N positions, mixed with what a memory holds of all segments before.
+
+    A_dot = softmax(q_rotated k_rotated^T / sqrt(D), causal, k // N == q // N) v
+    A_mem = sigma(q) M / sigma(q) z,  sigma = elu + 1, of the segments in front of the query's own
+    out = sigmoid(gate_h) A_mem + (1 - sigmoid(gate_h)) A_dot
+    and behind every segment, when its queries have read:  M, z = write(k, v, (M, z), update)
+
+    The state is the memory of all closed segments; a segment is closed when its last position has been seen. What a call
+    leaves of an open segment is not in it: give those keys and values again, in front of the next ones. Queries are the
+    last T slots. `regard.caches.Memory` holds both. Slots at position -1 are not written, and read 0.
+
+    **Empty memory.** In the first segment A_mem is 0/0. `empty="zero"` makes it 0, as equation 10 then reads: A_dot counts
+    1 - sigmoid(gate). It is the default, because the equation has one rule for every token. `empty="skip"` leaves the gate out
+    until there is a memory: a text of one segment is then ordinary attention whatever the gate, which is what a model
+    that was trained without memory needs.
+
+    Args:
+        q, k, v: without position encoding; S >= T.
+        gate: one logit per head; -inf closes it: local attention. 0 is half and half.
+        segment: N, how many positions a segment has.
+        q_rotated, k_rotated: the same queries and keys with position encoding, for A_dot; None is without.
+        update: "linear" or "delta".
+        empty: "zero" or "skip".
+        state: M and z behind an earlier call; None is nothing yet.
+        positions: of the keys, a `Span` or [B or 1, S]; default 0 to S-1. Later calls go on behind earlier ones.
+        backend: of the softmax.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is computed.
+        KernelRefusal: the backend asked for cannot run the local attention.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
+    >>> out, state = infini_attention(q, k, v, gate=torch.zeros(2), segment=4)
+    >>> out.shape, state.M.shape, state.z.shape
+    (torch.Size([1, 2, 10, 8]), torch.Size([1, 2, 8, 8]), torch.Size([1, 2, 8]))
+
+    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 10; equation 6 prints sqrt(d_model) for sqrt(D).
+    """
+    positions = Span(0, k.shape[2]) if positions is None else positions
+    _check(q, k, v, gate, state, positions)
+    check_options(segment, update, empty)
+    q_rotated, k_rotated = _rotated(q, k, q_rotated, k_rotated)
+    T = q.shape[2]
+    local = attend(
+        q_rotated, k_rotated, v, mask=Causal() & Chunk(segment), k_positions=positions,
+        q_positions=part(positions, slice(k.shape[2] - T, None)), backend=backend,
+    )  # fmt: skip
+    memory = nothing(k, v) if state is None else Compressed(*state)
+    with torch.autocast(q.device.type, enabled=False):
+        read, memory = _through(
+            q, k, v, memory, update, list(pieces(positions, T, segment, q.device))
+        )
+        mixed = _mix(gate.to(read.values.dtype), read, local, empty)
+    return mixed.to(local.dtype), memory
+
+
+def _through(
+    q: Tensor, k: Tensor, v: Tensor, state: Compressed, update: Update, plan: list[Piece]
+) -> tuple[Read, Compressed]:
+    """Segment by segment: the queries read, then the keys are written."""
+    reads = []
+    for piece in plan:
+        if piece.queries.stop > piece.queries.start:
+            reads.append((piece, retrieve(q[:, :, piece.queries], state, piece.q_in)))
+        if piece.closed:
+            keys, values = k[:, :, piece.keys], v[:, :, piece.keys]
+            state = write(keys, values, state, update, piece.k_in)
+    return _in_place(q, state, reads), state
+
+
+def _in_place(q: Tensor, state: Compressed, reads: list[tuple[Piece, Read]]) -> Read:
+    """What was read, one segment behind the other, or, where rows differ, each at the slots of its queries."""
+    if reads and all(piece.q_in is None for piece, _ in reads):
+        return Read(*(torch.cat(xs, 2) for xs in zip(*(read for _, read in reads), strict=True)))
+    values = state.M.new_zeros(*q.shape[:3], state.M.shape[-1])
+    found = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
+    for piece, read in reads:
+        assert piece.q_in is not None, "rows are alike in all segments, or in none"
+        t, mine = piece.queries, piece.q_in[:, None]
+        values[:, :, t] = torch.where(mine[..., None], read.values, values[:, :, t])
+        found[:, :, t] = torch.where(mine, read.found, found[:, :, t])
+    return Read(values, found)
+
+
+def _mix(gate: Tensor, read: Read, local: Tensor, empty: Empty) -> Tensor:
+    """sigmoid(gate) A_mem + sigmoid(-gate) A_dot, the second one so that it is exact where it is small."""
+    rest = torch.sigmoid(-gate)[:, None, None]
+    if empty == "skip":
+        rest = torch.where(read.found[..., None], rest, 1)
+    return torch.sigmoid(gate)[:, None, None] * read.values + rest * local.to(read.values.dtype)
+
+
+def _rotated(
+    q: Tensor, k: Tensor, q_rotated: Tensor | None, k_rotated: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    if q_rotated is None and k_rotated is None:
+        return q, k
+    if q_rotated is None or k_rotated is None:
+        name = "q_rotated" if q_rotated is None else "k_rotated"
+        raise ArgumentError(f"{name} is missing; give both q_rotated and k_rotated, or neither")
+    for name, x, like in (("q_rotated", q_rotated, q), ("k_rotated", k_rotated, k)):
+        if x.shape != like.shape:
+            raise ArgumentError(
+                f"{name} is {tuple(x.shape)}; it must be as {name[0]}, {tuple(like.shape)}"
+            )
+    return q_rotated, k_rotated
+
+
+def check_options(segment: int, update: str, empty: str) -> None:
+    """A segment has at least one position, and the two words are known."""
+    whole("segment", segment, 1)
+    for name, given, allowed in (
+        ("update", update, ("linear", "delta")),
+        ("empty", empty, ("zero", "skip")),
+    ):
+        if given not in allowed:
+            raise ArgumentError(f"{name} is {given!r}; it must be {allowed[0]!r} or {allowed[1]!r}")
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    positions: Positions,
+) -> None:
+    check_query_key_value(q, k, v)
+    (B, H, T, D), (_, G, S, E) = q.shape, v.shape
+    if S < T:
+        raise ArgumentError(f"{T} queries and {S} keys; queries are the last slots of the keys")
+    check_tensor("gate", gate)
+    if tuple(gate.shape) != (H,):
+        raise ArgumentError(f"gate is {tuple(gate.shape)}; it holds one logit per head, ({H},)")
+    check_positions("positions", positions, B, S)
+    if isinstance(positions, Span) and positions.start < 0:
+        raise ArgumentError(f"positions are {positions}; a segment begins at position 0 or later")
+    if state is None:
+        return
+    for name, x, shape in (("M", state[0], (B, G, D, E)), ("z", state[1], (B, G, D))):
+        if tuple(x.shape) != shape:
+            raise ArgumentError(
+                f"state {name} is {tuple(x.shape)}; for these keys and values it must be {shape}"
+            )
+        if x.dtype != state_dtype(k):
+            raise ArgumentTypeError(
+                f"state {name} is {str(x.dtype)[6:]}; it must be {str(state_dtype(k))[6:]}, as a call returned it"
+            )

@@ -1,0 +1,142 @@
+"""One entry per cache that stores tokens: the contract suite runs over them. A new cache joins by one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import regard.caches
+from regard import masks
+from regard.caches import (
+    Cache,
+    Fixed,
+    Growing,
+    Latent,
+    Paged,
+    Parts,
+    Quantised,
+    Ring,
+    Streaming,
+)
+from regard.masks import Mask
+
+W = 4
+"""The window of all examples."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An example of a cache, and what it promises.
+
+    Attributes:
+        name: of the example.
+        make: an empty one.
+        mask: the mask that it serves exactly.
+        sees: the same rule in plain Python: (query position, key position) -> whether it may be seen.
+        shapes: heads and dim of each part that it stores.
+        recall: the parts -> keys and values, one head or several each.
+        bound: how far attention over what it answers may be from attention over everything, for tokens randn.
+        rewind: how many of the last tokens a crop can always take back; None is all.
+        held: bytes held when every one of B rows has seen n tokens without padding, in float64.
+        slots: how many slots, padding included, it takes.
+        in_order: whether it refuses positions that do not lie behind those held.
+    """
+
+    name: str
+    make: Callable[[], Cache]
+    mask: Mask
+    sees: Callable[[int, int], bool]
+    shapes: tuple[tuple[int, int], ...] = ((1, 2), (1, 2))
+    recall: Callable[[Parts], tuple] = lambda memory: memory  # type: ignore[assignment,return-value,type-arg]
+    bound: float = 1e-12
+    rewind: int | None = None
+    held: Callable[[int, int], int] | None = None
+    slots: int = 10**6
+    in_order: bool = False
+
+    @property
+    def token(self) -> int:
+        """Bytes of a token in float64."""
+        return sum(n * d for n, d in self.shapes) * 8
+
+
+CAUSAL = masks.Causal()
+WINDOW = CAUSAL & masks.Window(W)
+
+
+def _causal(q: int, k: int) -> bool:
+    return k <= q
+
+
+def _window(q: int, k: int) -> bool:
+    return k in range(q - W + 1, q + 1)
+
+
+def _sinks(n: int) -> Callable[[int, int], bool]:
+    return lambda q, k: k <= q and (k in range(n) or k in range(q - W + 1, q + 1))
+
+
+TOKEN = 32  # 4 numbers of 8 bytes
+
+
+def _quantised(B: int, n: int) -> int:
+    """Groups of 4, and at least 3 tokens as they came: 2 bytes a key, 2 a value, scales and zeros of 8 bytes."""
+    old = max(0, n - 3) // 4 * 4
+    return B * ((n - old) * TOKEN + old * (2 + 2 + 16) + old // 4 * 2 * 16)
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("growing", Growing, CAUSAL, _causal, held=lambda B, n: B * n * TOKEN),
+        Kind("fixed", lambda: Fixed(60), CAUSAL, _causal, held=lambda B, n: B * 60 * TOKEN, slots=60),
+        Kind(
+            "ring", lambda: Ring(W), WINDOW, _window,
+            rewind=1, held=lambda B, n: B * W * TOKEN, in_order=True,
+        ),
+        Kind(
+            "ring, rewind", lambda: Ring(W, rewind=3), WINDOW, _window,
+            rewind=4, held=lambda B, n: B * (W + 3) * TOKEN, in_order=True,
+        ),
+        Kind(
+            "streaming", lambda: Streaming(2, W), CAUSAL & (masks.Window(W) | masks.Sinks(2)), _sinks(2),
+            rewind=1, held=lambda B, n: B * (2 + W) * TOKEN, in_order=True,
+        ),
+        Kind(
+            "streaming, rewind", lambda: Streaming(3, W, rewind=2),
+            CAUSAL & (masks.Window(W) | masks.Sinks(3)), _sinks(3),
+            rewind=3, held=lambda B, n: B * (3 + W + 2) * TOKEN, in_order=True,
+        ),
+        Kind("paged", lambda: Paged(3, 80), CAUSAL, _causal, held=lambda B, n: B * -(-n // 3) * 3 * TOKEN),
+        Kind(
+            "quantised", lambda: Quantised(8, group=4, residual=3), CAUSAL, _causal,
+            bound=0.1, held=_quantised,  # a number is off by at most (max - min) / 510: 0.01 for tokens randn
+        ),
+        Kind(
+            "latent", lambda: Latent(3, 2), CAUSAL, _causal, shapes=((1, 5),),
+            recall=lambda m: (m[0], m[0][..., :3]), held=lambda B, n: B * n * 40,
+        ),
+        Kind(
+            "latent, fixed", lambda: Latent(3, 2, capacity=60), CAUSAL, _causal, shapes=((1, 5),),
+            recall=lambda m: (m[0], m[0][..., :3]), held=lambda B, n: B * 60 * 40, slots=60,
+        ),
+    )
+}  # fmt: skip
+
+NO_TOKENS = {
+    "Cache": "the protocol",
+    "State": "a recurrence's state: nothing by token",
+    "Memory": "a recurrence's state and the tokens of the open segment, which its module alone can read",
+    "Cross": "the other sequence, stored once",
+}
+"""Public caches that are not in the suite, and why."""
+
+
+def stored() -> set[str]:
+    """The public classes of caches that store tokens."""
+    found = {name: getattr(regard.caches, name) for name in regard.caches.__all__}
+    return {
+        name
+        for name, x in found.items()
+        if isinstance(x, type) and issubclass(x, Cache) and name not in NO_TOKENS
+    }

@@ -1,0 +1,280 @@
+"""Caches on disk: going on after a load is going on, bitwise; damaged, foreign and forged files are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import regard
+from regard.caches import (
+    Cache,
+    Cross,
+    Fixed,
+    Growing,
+    Latent,
+    Memory,
+    Paged,
+    Quantised,
+    Ring,
+    State,
+    files,
+    load,
+    save,
+)
+from regard.span import Span, as_tensor
+from tests.caches.contract import Run, Step
+from tests.caches.kinds import KINDS, Kind
+
+PADDED: list[Step] = [[[False] * 4 + [True] * 7, [True] * 9 + [False] * 2], 1, 1]
+RUNS: dict[str, list[Step]] = {"span": [9, 1, 4], "rows": [[[False, True, True, True, True], [True, True, False, False, False]]], "empty": [], "short": [2]}  # fmt: skip
+
+
+def bits(cache: Cache) -> dict[str, Any]:
+    return {
+        name: (x.dtype, tuple(x.shape), x.reshape(-1).clone().view(torch.uint8).numpy().tobytes())
+        if isinstance(x, Tensor) else x
+        for name, x in cache.contents().items()
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("run", RUNS)
+def test_going_on_after_a_load_is_going_on(kind: Kind, run: str, tmp_path: Path) -> None:
+    driver = Run(kind)
+    for step in RUNS[run]:
+        driver.feed(step)
+    save(driver.cache, tmp_path / "a")
+    read = load(tmp_path / "a")
+    assert type(read) is type(driver.cache)
+    assert read.settings == driver.cache.settings
+    assert bits(read) == bits(driver.cache)
+    assert (len(read), read.bytes, read.batch) == (len(driver.cache), driver.cache.bytes, driver.cache.batch)  # fmt: skip
+    for n in (1, 6, 1):
+        where = driver.cache.next(n)
+        new = driver.tokens(where)
+        (memory, seen), (other, there) = (c.update(new, where) for c in (driver.cache, read))
+        assert torch.equal(as_tensor(seen), as_tensor(there))
+        assert isinstance(seen, Span) == isinstance(there, Span)
+        visible = (as_tensor(seen) >= 0)[:, None, :, None]
+        for a, b in zip(memory, other, strict=True):
+            assert torch.equal(a.where(visible, 0), b.where(visible, 0))
+    if isinstance(driver.cache, Paged):
+        assert load(tmp_path / "a").pool.used <= driver.cache.pool.used
+
+
+def test_kinds_that_store_no_tokens(tmp_path: Path) -> None:
+    state = State()
+    state.store((torch.randn(2, 3, 4), torch.randn(2, 3)), torch.tensor([[0, 1, 2], [-1, 0, 1]]))
+    cross = Cross()
+    cross.store((torch.randn(2, 3, 4, 5),), torch.tensor([[0, 1, 2, -1], [0, 1, 2, 3]]))
+    infini, where = Memory(4), torch.tensor([[-1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]])
+    infini.update((torch.randn(2, 2, 6, 8),), where)
+    infini.store((torch.randn(2, 2, 8, 8), torch.randn(2, 2, 8)), where)
+    infini.update((torch.randn(2, 2, 1, 8),), infini.next(1))
+    cut = Ring(4, rewind=2)
+    cut.update((torch.randn(1, 1, 9, 2),), Span(0, 9))
+    cut.crop(7)
+    for cache in (state, cross, infini, cut):
+        save(cache, tmp_path / "a")
+        read = load(tmp_path / "a")
+        assert bits(read) == bits(cache)
+        assert type(read) is type(cache)
+        assert (len(read), read.batch) == (len(cache), cache.batch)
+        assert torch.equal(as_tensor(read.next(1)), as_tensor(cache.next(1)))
+    with pytest.raises(regard.ArgumentError, match="written once"):
+        load_of(cross, tmp_path).store((torch.randn(2, 3, 4, 5),), Span(0, 4))  # type: ignore[attr-defined]
+
+
+def load_of(cache: Cache, folder: Path) -> Cache:
+    save(cache, folder / "b")
+    return load(folder / "b")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype_and_parts_that_share_memory(dtype: torch.dtype, tmp_path: Path) -> None:
+    x = torch.randn(1, 2, 6, 4).to(dtype)
+    for cache in (Growing(), Fixed(9), Quantised(4, group=2, residual=1)):
+        cache.update((x, x), Span(0, 6))
+        assert bits(load_of(cache, tmp_path)) == bits(cache)
+    strided = x.transpose(1, 2)
+    cache = Growing()
+    cache.update((strided, strided[..., :2]), Span(0, 2))
+    assert bits(load_of(cache, tmp_path)) == bits(cache)
+
+
+def test_the_file_is_plain_safetensors_with_a_json_header(tmp_path: Path) -> None:
+    cache = Quantised(4, group=2, residual=1)
+    cache.update((torch.randn(1, 2, 6, 4),) * 2, Span(3, 6))
+    save(cache, str(tmp_path / "a"))
+    with safe_open(tmp_path / "a", framework="pt") as file:
+        header = json.loads(file.metadata()["regard.cache"])
+    assert header["class"] == "Quantised"
+    assert header["spans"] == {"positions": [3, 6]}
+    assert header["settings"]["axes"] == ["channel", "token"]
+    assert set(load_file(tmp_path / "a")) == set(header["tensors"]) == set(cache.contents()) - {"positions"}  # fmt: skip
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, cache = tmp_path / "a", Growing()
+    cache.update((torch.ones(1, 1, 2, 2),), Span(0, 2))
+    save(cache, path)
+    before = path.read_bytes()
+    cache.update((torch.ones(1, 1, 2, 2),), Span(2, 2))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for place in ("save_file", "_sync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(files, place, full)
+            with pytest.raises(
+                regard.FileError, match=r"a: cannot write the cache: .*No space left"
+            ):
+                save(cache, path)
+        assert path.read_bytes() == before
+        assert [p.name for p in tmp_path.iterdir()] == ["a"], "no temporary file is left"
+    save(cache, path)
+    assert len(load(path)) == 4
+    with pytest.raises(regard.FileError, match="cannot write the cache"):
+        save(cache, tmp_path / "no" / "folder")
+
+
+def test_a_write_is_synced_before_it_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    sync, replace = files._sync, Path.replace
+    monkeypatch.setattr(files, "_sync", lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)))  # fmt: skip
+    monkeypatch.setattr(Path, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
+    save(Growing(), tmp_path / "a")
+    assert order == ["sync file", "rename", "sync folder"]
+
+
+class Foreign(Growing):
+    """A user's own cache: load would not know it."""
+
+
+def forged(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None], cache: Cache | None = None) -> Path:  # fmt: skip
+    if cache is None:
+        cache = Growing()
+        cache.update((torch.ones(2, 1, 3, 2), torch.ones(2, 1, 3, 4)), torch.tensor([[0, 1, 2], [-1, 0, 1]]))  # fmt: skip
+    save(cache, path)
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["regard.cache"])
+    tensors = load_file(path)
+    change(header, tensors)
+    if not header.pop("keep", False):
+        header["tensors"] = {name: list(x.shape) for name, x in tensors.items()}
+    save_file(tensors, path, metadata={"regard.cache": json.dumps(header)})
+    return path
+
+
+def test_a_class_that_load_would_not_know(tmp_path: Path) -> None:
+    with pytest.raises(regard.ArgumentError) as error:
+        save(Foreign(), tmp_path / "a")
+    assert str(error.value).startswith(
+        "Foreign cannot be saved: load knows Cross, Fixed, Growing, "
+    )
+    assert str(error.value).endswith("; save its contents() yourself")
+    assert not (tmp_path / "a").exists()
+
+
+def quantised() -> Cache:
+    cache = Quantised(4, group=2, residual=1)
+    cache.update((torch.randn(1, 2, 6, 4),) * 2, Span(0, 6))
+    return cache
+
+
+def latent() -> Cache:
+    cache = Latent(3, 1)
+    cache.update((torch.ones(1, 1, 2, 4),), Span(0, 2))
+    return cache
+
+
+FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | None]] = {
+    "unknown class": (lambda h, t: h.update({"class": "os.system"}), "the class 'os.system' is unknown; known: Cross, Fixed, ", None),
+    "a protocol": (lambda h, t: h.update({"class": "Cache"}), "the class 'Cache' is unknown", None),
+    "missing": (lambda h, t: (h.update(keep=True), t.pop("memory.1")), "1 missing ['memory.1'], 0 unexpected []; save it again", None),
+    "unexpected": (lambda h, t: (h.update(keep=True), t.update(x=torch.ones(1))), "0 missing [], 1 unexpected ['x']; save it again", None),
+    "another shape": (lambda h, t: (h.update(keep=True), t.update({"memory.0": torch.ones(2, 1, 3, 9)})), "memory.0 is (2, 1, 3, 9); its header says (2, 1, 3, 2); save it again", None),
+    "a name it does not know": (lambda h, t: t.update(x=torch.ones(2)), "do not make a Growing: x is unexpected; save it again", None),
+    "a gap": (lambda h, t: t.update({"memory.3": t.pop("memory.1")}), "do not make a Growing: memory.3 is unexpected", None),
+    "no positions": (lambda h, t: t.pop("positions"), "do not make a Growing: memory.0 is unexpected", None),
+    "fewer positions": (lambda h, t: t.update(positions=torch.zeros(2, 2, dtype=torch.int64)), "memory.0 is (2, 1, 3, 2) for 2 positions; it must be [batch, heads, slots, dim]", None),
+    "another batch": (lambda h, t: t.update(positions=torch.zeros(3, 3, dtype=torch.int64)), "its tensors have [2, 3] rows; all must have one batch, or 1", None),
+    "positions that are no integers": (lambda h, t: t.update(positions=torch.zeros(2, 3)), "positions are torch.float32 (2, 3); they must be integers [batch, slots]", None),
+    "another format": (lambda h, t: h.update(format=2), "has format 2; this version reads 1", None),
+    "no class": (lambda h, t: h.pop("class"), "its header cannot be read: KeyError('class'); save it again", None),
+    "settings that are none": (lambda h, t: h.update(settings=[1]), "its header cannot be read: TypeError('settings is list, not dict')", None),
+    "spans that are none": (lambda h, t: h.update(spans={"positions": [0, 1.5]}), "spans are pairs of integers, numbers are integers", None),
+    "spans of one": (lambda h, t: h.update(spans={"positions": [0]}), "spans are pairs of integers, numbers are integers", None),
+    "a setting it does not know": (lambda h, t: h["settings"].update(capacity=3), "do not make a Growing: ", None),
+    "a setting it refuses": (lambda h, t: h["settings"].update(bits=7), "do not make a Quantised: bits is 7; it must be 8, 4 or 2; save it again", quantised),
+    "other groups": (lambda h, t: h["settings"].update(group=4), "do not make a Quantised: codes and scales of part 0 are", quantised),
+    "expanded keys": (lambda h, t: t.update({"memory.0": torch.ones(1, 2, 2, 4)}), "a Latent cache takes one part", latent),
+    "a negative length": (lambda h, t: h.update(spans={"positions": [0, -2]}), "Span length is -2", latent),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_file_is_refused(name: str, tmp_path: Path) -> None:
+    change, message, make = FORGED[name]
+    path = forged(tmp_path / "a", change, None if make is None else make())
+    with pytest.raises(regard.FileError) as error:
+        load(path)
+    assert str(error.value).startswith(str(path))
+    assert message in str(error.value)
+
+
+def test_the_forger_forges_nothing_by_itself(tmp_path: Path) -> None:
+    """The controls fail for their change alone."""
+    for make in (None, quantised, latent):
+        path = forged(tmp_path / "a", lambda h, t: None, None if make is None else make())
+        assert len(load(path)) > 0
+
+
+def test_a_pool_that_is_too_small_for_the_file(tmp_path: Path) -> None:
+    cache = Paged(2, 4)
+    cache.update((torch.ones(1, 1, 6, 2),), Span(0, 6))
+    path = forged(tmp_path / "a", lambda h, t: h["settings"].update(pages=2), cache)
+    with pytest.raises(
+        regard.FileError, match="3 pages of 2 tokens are needed, and 2 of the pool's 2"
+    ):
+        load(path)
+
+
+def test_files_that_are_no_caches(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    with pytest.raises(regard.FileError, match=r"a is missing; save\(cache, path\) writes one$"):
+        load(path)
+    path.write_bytes(b"\x80\x04K\x01.")
+    with pytest.raises(regard.FileError, match="is not a whole safetensors file"):
+        load(path)
+    save_file({"x": torch.ones(1)}, path)
+    with pytest.raises(
+        regard.FileError, match=r"holds no cache: its header has no 'regard\.cache'"
+    ):
+        load(path)
+    save_file({"x": torch.ones(1)}, path, metadata={"regard.cache": "["})
+    with pytest.raises(regard.FileError, match="its header cannot be read: JSONDecodeError"):
+        load(path)
+    cache = Growing()
+    cache.update((torch.ones(1, 1, 9, 9),), Span(0, 9))
+    save(cache, path)
+    whole = path.read_bytes()
+    for n in (0, 7, 60, len(whole) - 1):  # cut off anywhere
+        path.write_bytes(whole[:n])
+        with pytest.raises(regard.FileError, match="is not a whole safetensors file"):
+            load(path)
+    with pytest.raises(regard.FileError):
+        load(tmp_path)

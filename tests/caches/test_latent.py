@@ -1,0 +1,69 @@
+"""The latent cache: one part of rank + rotary numbers per token, and nothing else (bug class 28)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import regard
+from regard.caches import Latent
+from regard.span import Span
+
+
+def test_deepseek_v3_keeps_576_numbers_per_token() -> None:
+    """DeepSeek-V3: 512 + 64 numbers, 1152 bytes in bf16 per token and layer; 61 layers are 70,272 bytes."""
+    for capacity in (None, 5):
+        cache = Latent(512, 64, capacity=capacity)
+        cache.update((torch.zeros(1, 1, 5, 576, dtype=torch.bfloat16),), Span(0, 5))
+        assert cache.elements == 576
+        assert cache.bytes == 5 * 1152
+        assert 61 * cache.bytes // 5 == 70_272
+        assert cache.settings == {"rank": 512, "rotary": 64, "capacity": capacity}
+
+
+def test_expanded_keys_and_values_are_refused() -> None:
+    """Bug class 28: 128 heads of 192 and 128 numbers are 40,960 per token, 71 times as many."""
+    expanded = torch.zeros(1, 128, 3, 192), torch.zeros(1, 128, 3, 128)
+    latent, rotary = torch.zeros(1, 1, 3, 512), torch.zeros(1, 1, 3, 64)
+    for memory, shapes in (
+        (expanded, "[(1, 128, 3, 192), (1, 128, 3, 128)]"),
+        ((latent, rotary), "[(1, 1, 3, 512), (1, 1, 3, 64)]"),
+        ((latent,), "[(1, 1, 3, 512)]"),
+        ((torch.zeros(1, 2, 3, 576),), "[(1, 2, 3, 576)]"),
+        ((torch.zeros(1, 3, 576),), "[(1, 3, 576)]"),
+        ((), "[]"),
+    ):
+        cache = Latent(512, 64)
+        with pytest.raises(regard.ArgumentError) as error:
+            cache.update(memory, Span(0, 3))
+        assert str(error.value) == (
+            f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, 576], 512 latent and 64 rotary "
+            "numbers: remember the latent, and expand it on recall"
+        )
+        assert (len(cache), cache.contents()) == (0, {})
+        with pytest.raises(regard.ArgumentError, match="a Latent cache takes one part"):
+            cache.fill({"memory.0": torch.zeros(1, 2, 3, 576), "positions": Span(0, 3)})
+
+
+def test_preallocated_steps_are_written_in_place() -> None:
+    cache = Latent(3, 2, capacity=4)
+    (first,), _ = cache.update((torch.zeros(1, 1, 2, 5),), Span(0, 2))
+    (held,), positions = cache.update((torch.ones(1, 1, 2, 5),), Span(2, 2))
+    assert held.data_ptr() == first.data_ptr()
+    assert positions == Span(0, 4)
+    with pytest.raises(
+        regard.ArgumentError, match="Fixed holds 4 of 4 slots and 1 more do not fit"
+    ):
+        cache.update((torch.ones(1, 1, 1, 5),), Span(4, 1))
+    assert len(cache) == 4
+
+
+def test_sizes_are_checked() -> None:
+    for rank, rotary in ((0, 2), (2, -1)):
+        with pytest.raises(regard.ArgumentError) as error:
+            Latent(rank, rotary)
+        assert str(error.value) == (
+            f"Latent(rank={rank}, rotary={rotary}): rank must be at least 1 and rotary at least 0"
+        )
+    with pytest.raises(regard.ArgumentError, match="Fixed capacity is 0; it must be at least 1"):
+        Latent(3, 2, capacity=0)

@@ -1,0 +1,63 @@
+"""`regard describe`: the list, one mechanism, JSON, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from regard.cli import main
+from regard.nn.variants import VARIANTS
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["describe", *arguments])
+    assert end.value.code == code
+    found = capsys.readouterr()
+    return found.out if code == 0 else found.err
+
+
+def test_the_list_has_every_mechanism_with_its_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys)
+    for name, entry in VARIANTS.items():
+        assert any(row.split()[:1] == [name] and entry.sentence in row for row in out.splitlines())
+    assert set(json.loads(said(capsys, "--json"))) == set(VARIANTS)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_one_mechanism(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, name)
+    assert VARIANTS[name].equation in out
+    assert VARIANTS[name].source in out
+
+
+def test_figures_at_real_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama-3-8B: 131,072 bytes of cache per token in bf16 over 32 layers."""
+    sizes = ("--dim", "4096", "--heads", "32", "--set", "groups=8", "--context", "8192", "--json")
+    told = json.loads(said(capsys, "gqa", *sizes))
+    assert told["kv_per_token"]["value"] * 32 * 2 == 131_072
+    assert told["kept"] == 2048 * 8192
+    assert told["parameters"]["value"] == 2 * 4096 * 4096 + 2 * 4096 * 1024
+    assert told["options"] == {"dim": 4096, "heads": 32, "groups": 8}
+    window = json.loads(said(capsys, "sliding_window", *sizes, "--set", "window=512"))
+    assert window["kv_tokens"] == {"value": 512, "formula": "min(S, 512)"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("gqaa",), "did you mean 'gqa'?"),
+        (("gqa", "--set", "group=2"), "gqa has groups, head_dim, base"),
+        (("gqa", "--set", "groups"), "give name=value"),
+        (("gqa", "--set", "groups=3"), "not divisible by 3 key/value heads"),
+        (("gqa", "--dim", "0"), "--dim"),
+    ],
+)
+def test_wrong_usage(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert message in said(capsys, *arguments, code=2)

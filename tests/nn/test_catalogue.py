@@ -1,0 +1,273 @@
+"""Contracts of every mechanism in the catalogue: caches, leaks, padding, batches, gradients, dtypes, copies, compilation."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from regard.caches import Cache, Growing, State
+from regard.nn.variants import VARIANTS, build, gqa
+from regard.span import Span
+from tests.nn.catalogue import CAUSAL, DIM, MIXERS, example, tokens
+from tests.rules import assert_close_rule
+
+T = 17
+"""Longer than three windows of the small examples."""
+
+CHUNKS = ([1] * T, [T], [2, 7, 1, 1, 6], [5, 5, 5, 2], [16, 1], [1, 16], [3, 0, 14])
+
+
+def close(x: Tensor, y: Tensor, what: str = "") -> None:
+    """Equal but for the order of sums in fp64."""
+    bound = 1e-10 * max(1.0, float(y.detach().abs().max()))
+    error = float((x - y).detach().abs().max()) if x.numel() else 0.0
+    assert error <= bound, f"{what}: {error:.3g} above {bound:.3g}"
+
+
+def in_chunks(
+    module: nn.Module, x: Tensor, sizes: list[int], cache: Cache, **options: Any
+) -> Tensor:
+    out, start = [], 0
+    for n in sizes:
+        out.append(module(x[:, start : start + n], None, cache, **options))
+        start += n
+    return torch.cat(out, 1)
+
+
+def forward(module: nn.Module, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = module(x, positions)
+    return out
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_any_chunks_with_a_cache_are_one_pass(name: str) -> None:
+    module, x = example(CAUSAL[name]), tokens(T)
+    whole = forward(module, x)
+    for sizes in CHUNKS:
+        with torch.no_grad():
+            close(in_chunks(module, x, sizes, module.new_cache()), whole, f"{name} {sizes}")
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_fork_goes_its_own_way(name: str) -> None:
+    module, x, y = example(CAUSAL[name]), tokens(T), tokens(T, seed=1)
+    cache = module.new_cache()
+    with torch.no_grad():
+        module(x[:, :9], None, cache)
+        fork = cache.fork()
+        other = module(y[:, 9:], None, fork)
+        close(module(x[:, 9:], None, cache), forward(module, x)[:, 9:])
+        close(other, forward(module, torch.cat([x[:, :9], y[:, 9:]], 1))[:, 9:])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_selected_rows_go_on_as_those_rows(name: str) -> None:
+    module, x = example(CAUSAL[name]), tokens(T, B=3)
+    rows, cache = torch.tensor([2, 0, 2]), module.new_cache()
+    with torch.no_grad():
+        module(x[:, :9], None, cache)
+        cache.reorder(rows)
+        close(module(x[rows][:, 9:], None, cache), forward(module, x[rows])[:, 9:])
+
+
+def leaks(module: nn.Module, x: Tensor) -> Tensor:
+    """[T, T]: whether output i depends on token j, by gradients of a random sum of each output row."""
+    weight = torch.randn(x.shape[-1], dtype=x.dtype, generator=torch.Generator().manual_seed(5))
+
+    def total(x: Tensor) -> Tensor:
+        out: Tensor = module(x)[0]
+        return out @ weight[: out.shape[-1]]
+
+    found = torch.autograd.functional.jacobian(total, x)[:, 0]  # [T, T, M]
+    return found.abs().amax(-1) > 0
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_leak_matrix_is_the_mask(name: str) -> None:
+    module, x = example(MIXERS[name]), tokens(T, B=1)
+    found, mask = leaks(module, x), getattr(module, "mask", None)
+    if MIXERS[name].causal:
+        assert not bool(found.triu(1).any()), "the future leaks"
+    assert bool(found.diagonal().all()), "a token does not see itself"
+    if VARIANTS[name].family != "softmax":
+        return
+    keys = Span(0, T)
+    right = torch.ones(T, T, dtype=torch.bool) if mask is None else mask.block(keys, keys)[0, 0]
+    if name == "longformer":
+        right = right | right.diagonal().new_tensor([p in (0, 6) for p in range(T)])[:, None]
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_nan_in_the_future_changes_nothing(name: str) -> None:
+    module, x = example(CAUSAL[name]), tokens(T)
+    whole = forward(module, x)
+    for first in (1, 8, T - 1):
+        poisoned = x.clone()
+        poisoned[:, first:] = float("nan")
+        close(forward(module, poisoned)[:, :first], whole[:, :first], f"{name} {first}")
+
+
+def padded(n: int, left: int, right: int) -> Tensor:
+    positions = torch.full((left + n + right,), -1)
+    positions[left : left + n] = torch.arange(n)
+    return positions
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(("left", "right"), [(4, 0), (0, 4), (3, 2)])
+def test_padding_changes_nothing(name: str, left: int, right: int) -> None:
+    module, x = example(MIXERS[name]), tokens(T, B=1)
+    n = T - left - right
+    alone = forward(module, x[:, left : left + n])
+    positions = torch.stack([padded(n, left, right), torch.arange(T)])
+    for garbage in (1e4, float("nan")):
+        row = x[0].clone()
+        row[positions[0] < 0] = garbage
+        both = torch.stack([row, tokens(T, B=1, seed=3)[0]])
+        close(forward(module, both, positions)[:1, left : left + n], alone, f"{name} {garbage}")
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_padded_batch_decodes_as_each_row_alone(name: str) -> None:
+    """Rows of 9 and 5 tokens, the short one padded on the left, then three steps of one token."""
+    module, x = example(CAUSAL[name]), tokens(12)
+    rows = [x[:1], x[1:, 4:]]
+    alone = [forward(module, row)[:, -3:] for row in rows]
+    prompt = x[:, :9].clone()
+    prompt[1, :4] = float("nan")
+    positions = torch.stack([torch.arange(9), padded(5, 4, 0)])
+    cache = module.new_cache()
+    with torch.no_grad():
+        module(prompt, positions, cache)
+        steps = [module(x[:, i : i + 1], None, cache) for i in (9, 10, 11)]
+    close(torch.cat(steps, 1), torch.cat(alone), name)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_row_does_not_depend_on_the_others(name: str) -> None:
+    module, x = example(MIXERS[name]), tokens(T, B=3)
+    close(forward(module, x)[1:2], forward(module, x[1:2]))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_gradients(name: str) -> None:
+    module, x = example(MIXERS[name]), tokens(6, B=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: module(x), (x,), fast_mode=True)
+    module(x).square().sum().backward()
+    without = [n for n, p in module.named_parameters() if p.grad is None or not bool(p.grad.any())]
+    assert without == [], "parameters that nothing reaches"
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision(name: str, dtype: torch.dtype) -> None:
+    x = tokens(T, dtype=dtype)
+    module = example(MIXERS[name], dtype=dtype)
+    wide = copy.deepcopy(module).double()
+    plain = [module(x.flip(0), backend="reference").flip(0), module(x[:1], backend="reference")]
+    plain = [plain[0], torch.cat([plain[1], plain[0][1:]])]
+    assert_close_rule(module(x), [p.detach() for p in plain], wide(x.double()), what=name)
+    assert module(x).dtype == dtype
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_copies_and_state_dicts(name: str) -> None:
+    module, x = example(MIXERS[name]), tokens(T)
+    out, kept = forward(module, x), module.state_dict()
+    assert set(kept) == {n for n, _ in module.named_parameters()}, "no buffers, parameters only"
+    other = example(MIXERS[name], seed=1)
+    assert not torch.allclose(forward(other, x), out) or name == "weightless"
+    other.load_state_dict(kept)
+    assert torch.equal(forward(other, x), out)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert torch.equal(forward(twin, x), out)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_evaluation_is_the_same_twice(name: str) -> None:
+    module, x = example(MIXERS[name], dtype=torch.float32), tokens(T, dtype=torch.float32)
+    assert torch.equal(forward(module, x), forward(module, x))
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_compiles_without_a_graph_break(name: str) -> None:
+    torch._dynamo.reset()
+    module, x = example(MIXERS[name]), tokens(T)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    close(forward(compiled, x), forward(module, x))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_decoding_compiles_at_most_three_times(name: str) -> None:
+    """Once, and at most two recompilations over 64 steps."""
+    torch._dynamo.reset()
+    module, x, counter = example(CAUSAL[name]), tokens(64, B=1), CompileCounter()
+    compiled, cache = torch.compile(module, backend=counter, fullgraph=True), module.new_cache()
+    with torch.no_grad():
+        out = [compiled(x[:, i : i + 1], None, cache) for i in range(64)]
+    assert counter.frame_count <= 3
+    close(torch.cat(out, 1), forward(module, x), name)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_describe_tells_what_a_cache_really_holds(name: str) -> None:
+    module = example(CAUSAL[name], dtype=torch.float32)
+    for n in (3, 40):
+        cache = module.new_cache()
+        if n == 3 and not isinstance(cache, (Growing, State)):
+            continue  # preallocated: it holds its size from the first token on
+        with torch.no_grad():
+            module(tokens(n, B=1, dtype=torch.float32), None, cache)
+        told = module.describe(n)
+        assert cache.bytes == 4 * told.kept, f"{n}: {told}"
+        assert told.parameters.value == sum(p.numel() for p in module.parameters())
+        assert told.flops_per_token.value > 0
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_refused_call_changes_no_cache(name: str) -> None:
+    module, x = example(CAUSAL[name]), tokens(T)
+    cache = module.new_cache()
+    with torch.no_grad():
+        module(x[:, :9], None, cache)
+        held = {n: v.clone() if isinstance(v, Tensor) else v for n, v in cache.contents().items()}
+        for wrong in (x[:1, 9:12], x[:, 9:12, :5], x[:, 9:12].float()):
+            with pytest.raises((ValueError, TypeError, RuntimeError)):
+                module(wrong, None, cache)
+        now = cache.contents()
+        assert list(now) == list(held)
+        for key, value in held.items():
+            same = torch.equal(now[key], value) if isinstance(value, Tensor) else now[key] == value
+            assert same, key
+        close(module(x[:, 9:], None, cache), forward(module, x)[:, 9:])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_entry_says_what_it_is(name: str) -> None:
+    entry = VARIANTS[name]
+    assert entry.sentence.endswith(".")
+    assert "=" in entry.equation or ":" in entry.equation or "over" in entry.equation
+    assert re.search(r"\d{4}", entry.source), "a source has a year"
+    doc = entry.build.__doc__ or ""
+    assert all(word in doc for word in ("Raises:", ">>>", "Source:", "[B,T,")), doc
+    assert "Args:" in doc or re.search(r"as `\w+`", doc), doc
+
+
+def test_an_unknown_name_is_refused_with_the_near_one() -> None:
+    with pytest.raises(ValueError, match=r"no mechanism is named 'gqaa'; did you mean 'gqa'\?"):
+        build("gqaa", DIM, 4)
+    with pytest.raises(ValueError, match="query heads are not divisible by 3 key/value heads"):
+        gqa(DIM, 4, groups=3)
+    with pytest.raises(ValueError, match="dim 32 is not divisible by 5 heads; give head_dim, or"):
+        gqa(DIM, 5, groups=1)

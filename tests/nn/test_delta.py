@@ -1,0 +1,279 @@
+"""DeltaNet and Gated DeltaNet against their formulas written out from the weights, and what their state owes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import regard
+from regard.caches import Growing, State
+from regard.nn import Heads, Separate
+from regard.nn.recurrent import Recurrent
+from regard.nn.rules import Decay, Delta
+from regard.nn.steps import Swish, UnitLength
+from regard.nn.variants import build, delta_net, gated_delta_net
+from regard.span import Span
+from tests.oracles.delta import delta
+from tests.rules import assert_close_rule
+
+SIZES = {"groups": 2, "head_dim": 4, "value_dim": 6}
+BOTH = [delta_net, gated_delta_net]
+
+
+def random(module: nn.Module, seed: int = 0) -> Any:
+    """Every parameter random, norm weights too: with weights of 1 several mistakes are invisible."""
+    make = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=make)
+    return module
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def written_out(module: Any, x: Tensor, *, unit: bool = True, most: float = 1.0) -> Tensor:
+    """From the weights alone: the recurrence by the oracle's loops, all else by the papers' formulas."""
+    B, T, _ = x.shape
+
+    def heads(part: Any) -> Tensor:
+        n, d = part.heads, part.head_dim
+        return torch.stack([x @ part.linear.weight[i * d : (i + 1) * d].T for i in range(n)], 1)
+
+    q, k, v = (silu(heads(part)) for part in (module.project.q, module.project.k, module.project.v))
+    if unit:
+        q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    rule = module.rule
+    beta = most / (1 + torch.exp(-(x @ rule.strength.weight.T)))
+    g = None
+    if rule.decay is not None:
+        step = torch.log(1 + torch.exp(x @ rule.decay.linear.weight.T + rule.decay.shift))
+        g = (-torch.exp(rule.decay.rate) * step).transpose(1, 2)
+    z = delta(q, k, v, beta.transpose(1, 2), g).out.to(x.dtype)
+    z = z / torch.sqrt((z * z).mean(-1, keepdim=True) + 1e-6) * module.norm.weight
+    if module.gate is not None:
+        z = z * silu(heads(module.gate))
+    joined = torch.stack([z[:, h] for h in range(z.shape[1])], 2).reshape(B, T, -1)
+    return joined @ module.output.weight.T
+
+
+def test_the_modules_are_their_formulas() -> None:
+    x = torch.randn(2, 9, 12)
+    for make in BOTH:
+        for options in ({}, {"normalise_keys": False, "most": 2.0}):
+            module = random(make(12, 4, **SIZES, **options)).requires_grad_(False)
+            module.project.k.linear.weight.data /= 8  # without a norm, keys must be short
+            given = {"unit": "most" not in options, "most": options.get("most", 1.0)}
+            usual = written_out(module, x, **given)
+            exact = written_out(copy.deepcopy(module).double(), x.double(), **given)
+            for backend in ("auto", "reference", "recurrent", "chunk", "parallel"):
+                assert_close_rule(module(x, backend=backend), usual, exact, what=backend)
+            wrong = written_out(module, x, unit=not given["unit"], most=given["most"])
+            with pytest.raises(AssertionError, match="error"):
+                assert_close_rule(module(x), wrong, exact, factor=0)
+
+
+def test_a_missing_gate_or_decay_is_caught() -> None:
+    """Negative controls: the same weights without the one or the other."""
+    x = torch.randn(1, 9, 12)
+    module = random(gated_delta_net(12, 4, **SIZES)).requires_grad_(False)
+    usual, exact = written_out(module, x), written_out(copy.deepcopy(module).double(), x.double())
+    assert_close_rule(module(x), usual, exact)
+    for owner, name in ((module, "gate"), (module.rule, "decay"), (module.project.q, "steps")):
+        part = getattr(owner, name)
+        setattr(owner, name, nn.ModuleList() if name == "steps" else None)
+        with pytest.raises(AssertionError, match="error"):
+            assert_close_rule(module(x), usual, exact)
+        setattr(owner, name, part)
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_a_cache_in_any_chunks_is_one_pass(make: Any) -> None:
+    """Longer than a chunk of the op, so that states pass on inside a call and between calls."""
+    module = random(make(12, 4, **SIZES)).double().requires_grad_(False)
+    x = torch.randn(2, 150, 12, dtype=torch.float64)
+    whole = module(x)
+    for explicit in (True, False):
+        for sizes in ((1, 70, 2, 0, 76, 1), (149, 1), (64, 64, 22)):
+            cache, parts, start = module.new_cache(), [], 0
+            for n in sizes:
+                positions = Span(start, n) if explicit else None
+                parts.append(module(x[:, start : start + n], positions, cache))
+                start += n
+            assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-12
+            assert cache.next(1) == Span(150, 1)
+            assert cache.bytes == 2 * module.describe().state.value * 8, (
+                "G D E numbers, fp64, 2 rows"
+            )
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_padding_changes_nothing_and_never_enters_the_state(make: Any) -> None:
+    module = random(make(12, 4, **SIZES)).double().requires_grad_(False)
+    x = torch.randn(1, 9, 12, dtype=torch.float64)
+    alone, held = module(x), module.new_cache()
+    module(x, cache=held)
+    for slots in ([-1, -1, *range(9)], [*range(9), -1], [0, -1, 1, 2, -1, *range(3, 9)]):
+        positions = torch.tensor([slots])
+        padded = torch.full((1, len(slots), 12), float("nan"), dtype=torch.float64)
+        padded[positions >= 0] = x[0]
+        cache = module.new_cache()
+        out = module(padded, positions, cache)
+        assert float((out[positions >= 0] - alone[0]).abs().max()) < 1e-13
+        assert float((cache.state[0] - held.state[0]).abs().max()) < 1e-13
+        assert int(torch.as_tensor(cache.next(1)[0, 0])) == 9
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_a_refused_call_changes_no_cache(make: Any) -> None:
+    module = random(make(12, 4, **SIZES)).requires_grad_(False)
+    cache, x = module.new_cache(), torch.randn(1, 3, 12)
+    module(x, cache=cache)
+    before, state = copy.deepcopy(cache.contents()), cache.state[0]
+    with pytest.raises(regard.ArgumentError, match="form is 'sdpa'; it must be one of auto, recu"):
+        module(x, cache=cache, backend="sdpa")
+    with pytest.raises(regard.ArgumentError, match=r"k_positions is \(1, 2\); it must be"):
+        module(x, torch.tensor([[3, 4]]), cache)
+    with pytest.raises(regard.ArgumentError, match=r"state is torch.float32 \(1, 2, 4, 6\); it mu"):
+        module(torch.cat([x, x]), cache=cache)
+    assert cache.state[0] is state
+    assert str(cache.contents()) == str(before)
+    with pytest.raises(regard.ArgumentTypeError) as error:
+        module(x, cache=Growing())
+    assert str(error.value) == "the cache is Growing; a recurrence needs a State: use new_cache()"
+    assert isinstance(module.new_cache(), State)
+
+
+def test_describe() -> None:
+    """At the sizes of a Qwen3-Next layer with equal heads: H = G = 16, D = E = 128."""
+    layer = gated_delta_net(2048, 16).describe(context=100_000)
+    assert layer.state.value == 262_144 == 16 * 128 * 128
+    assert str(layer.state) == "262,144 = G D E = 16 x 128 x 128"
+    assert layer.kept == layer.state.value
+    maps = 5 * 2048 * 2048 + 2 * 2048 * 16  # q k v gate out; strength and decay
+    assert layer.flops_per_token.value == 2 * maps + 16 * (7 * 128 * 128 + 2 * 128)
+    assert layer.flops_per_token.formula == (
+        f"2 x {maps} (matrices) + 16 x 2 D E + 16 x (4 D E + 2 E + D E), D = 128, E = 128"
+    )
+    assert layer.parameters.value == maps + 2 * 16 + 128  # rate and shift, and the norm
+    plain = delta_net(64, 4, groups=2, head_dim=8, value_dim=12).describe()
+    assert plain.flops_per_token.formula.endswith("4 x 2 D E + 2 x (4 D E + 2 E), D = 8, E = 12")
+    with pytest.raises(regard.ArgumentError, match="context is 0; it must be at least 1"):
+        delta_net(8, 2).describe(0)
+
+
+def test_decays_start_as_in_mamba_2_and_stay_below_0() -> None:
+    decay = Decay(8, 1000).requires_grad_(False)
+    rate, step = decay.rate.exp(), F.softplus(decay.shift)
+    for x, low, high in ((rate, 1, 16), (step, 0.001, 0.1)):
+        assert low * 0.999 <= float(x.min()) < low * 1.2
+        assert high * 0.9 < float(x.max()) <= high * 1.001
+    x = torch.randn(2, 5, 8, dtype=torch.bfloat16) * 100
+    g = decay.bfloat16()(x)
+    assert g.dtype == torch.float32
+    assert g.shape == (2, 1000, 5)
+    assert bool((g <= 0).all())
+    assert bool(g.isfinite().all())
+
+
+def test_steps() -> None:
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+    assert float((Swish()(x, None) - silu(x)).abs().max()) < 1e-15
+    unit = UnitLength(eps=1e-2)
+    assert (
+        float((unit(x) - x / (x.square().sum(-1, keepdim=True) + 1e-2).sqrt()).abs().max()) < 1e-15
+    )
+    assert unit(torch.zeros(1, 4)).eq(0).all()
+    half = torch.full((1, 4), 300.0, dtype=torch.float16)  # its squares overflow in fp16
+    assert torch.equal(UnitLength()(half), torch.full((1, 4), 0.5, dtype=torch.float16))
+    assert repr(unit) == "UnitLength(eps=0.01)"
+
+
+def test_copies_compile_and_names() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(1, 5, 12)
+    for make in BOTH:
+        module = random(make(12, 4, **SIZES)).requires_grad_(False)
+        out = module(x)
+        assert set(module.state_dict()) == {name for name, _ in module.named_parameters()}
+        twin = copy.deepcopy(module)
+        again = make(12, 4, **SIZES)
+        again.load_state_dict(module.state_dict())
+        twin.output.weight.data.zero_()
+        assert torch.equal(module(x), out)
+        assert torch.equal(again(x), out)
+        assert make(12, 4).project.shape.G == 4
+        assert build(make.__name__, 12, 4, **SIZES).project.shape == (4, 2, 4, 6, (8, 12))
+    cache, plain = module.new_cache(), module.new_cache()
+    step = torch.compile(module, fullgraph=True, backend="eager")
+    for i in range(4):
+        token = x[:, i : i + 1]
+        assert float((step(token, None, cache) - module(token, None, plain)).abs().max()) < 1e-6
+
+
+def test_gated_delta_net_is_the_layer_of_qwen3_next_without_its_convolution() -> None:
+    """Their layer with a convolution that passes on its last tap; per head they keep q, k, v, gate and b, a side by side."""
+    theirs = pytest.importorskip(
+        "transformers.models.qwen3_next.modeling_qwen3_next", reason="transformers is not installed"
+    )
+    H, D, E, M = 3, 4, 5, 12
+    config = theirs.Qwen3NextConfig(
+        hidden_size=M, linear_num_key_heads=H, linear_num_value_heads=H, linear_key_head_dim=D,
+        linear_value_head_dim=E, num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=1e-6,
+    )  # fmt: skip
+    other = random(theirs.Qwen3NextGatedDeltaNet(config, 0)).requires_grad_(False)
+    other.conv1d.weight.zero_()[..., -1] = 1
+    mine = gated_delta_net(M, H, head_dim=D, value_dim=E).requires_grad_(False)
+    rows = other.in_proj_qkvz.weight.unflatten(0, (H, 2 * D + 2 * E)).split([D, D, E, E], 1)
+    for heads, weight in zip(
+        (mine.project.q, mine.project.k, mine.project.v, mine.gate), rows, strict=True
+    ):
+        heads.linear.weight.copy_(weight.flatten(0, 1))
+    b, a = other.in_proj_ba.weight.unflatten(0, (H, 2)).unbind(1)
+    mine.rule.strength.weight.copy_(b)
+    mine.rule.decay.linear.weight.copy_(a)
+    mine.rule.decay.rate.copy_(other.A_log)
+    mine.rule.decay.shift.copy_(other.dt_bias)
+    mine.norm.weight.copy_(other.norm.weight)
+    mine.output.weight.copy_(other.out_proj.weight)
+    x = torch.randn(2, 70, M)
+    exact = written_out(copy.deepcopy(mine).double(), x.double())
+    assert_close_rule(mine(x), [other(x), written_out(mine, x)], exact)
+    mine.rule.decay.rate.zero_()
+    with pytest.raises(AssertionError, match="error"):
+        assert_close_rule(mine(x), other(x), exact)
+
+
+def test_errors() -> None:
+    project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 3))
+    output = nn.Linear(12, 8)
+    cases = [
+        (lambda: Decay(8, 0), "Decay(dim=8, groups=0): each must be at least 1"),
+        (lambda: Delta(0, 1), "Delta(dim=0, groups=1): each must be at least 1"),
+        (lambda: Delta(8, 2, most=2.5), "most is 2.5; it must be greater than 0 and at most 2"),
+        (lambda: Delta(8, 2, most=0.0), "most is 0.0; it must be greater than 0 and at most 2"),
+        (lambda: UnitLength(eps=-1.0), "UnitLength(eps=-1.0): eps must be at least 0"),
+        (lambda: UnitLength(eps=math.nan), "UnitLength(eps=nan): eps must be at least 0"),
+        (
+            lambda: Recurrent(project, Delta(8, 2), output, gate=Heads(8, 4, 2)),
+            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives",
+        ),
+        (
+            lambda: delta_net(12, 4, groups=3),
+            "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, 4",
+        ),
+        (
+            lambda: gated_delta_net(10, 4),
+            "dim 10 is not divisible by 4 heads; give head_dim, or one of 1, 2, 5, 10 heads",
+        ),
+    ]
+    for make, message in cases:
+        with pytest.raises(regard.ArgumentError) as error:
+            make()
+        assert str(error.value) == message

@@ -1,0 +1,329 @@
+"""Infini-attention as a module: any chunks are one pass, padding, what a cache keeps, what it costs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import regard
+from regard.caches import Growing, Memory, State
+from regard.cost import infini_flops, infini_state
+from regard.nn import Heads, InfiniAttention, Separate
+from regard.nn.variants import VARIANTS, infini, infini_delta
+from regard.positions import DynamicNTK, Rotary
+from regard.span import Span
+from tests.oracles import infini as oracle
+
+UPDATES = ["linear", "delta"]
+
+
+def build(H: int = 4, G: int = 2, D: int = 6, E: int = 5, **options: Any) -> Any:
+    """Random weights, a random gate, segments of 4."""
+    project = Separate(Heads(12, H, D), Heads(12, G, D), Heads(12, G, E))
+    module = InfiniAttention(
+        project, nn.Linear(H * E, 12), **{"segment": 4, "rotary": Rotary(D), **options}
+    ).double()
+    make = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=make)
+    return module.requires_grad_(False)
+
+
+def tokens(B: int = 2, T: int = 19) -> Tensor:
+    return torch.randn(B, T, 12, dtype=torch.float64)
+
+
+def in_chunks(
+    module: Any, x: Tensor, chunks: list[int], positions: Tensor | None = None
+) -> tuple[Tensor, Memory]:
+    cache, parts, start = module.new_cache(), [], 0
+    for n in chunks:
+        where = None if positions is None else positions[:, start : start + n]
+        parts.append(module(x[:, start : start + n], where, cache))
+        start += n
+    return torch.cat(parts, 1), cache
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) < 1e-11  # sums of some dozen products of weights of size 1
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("rotary", [Rotary(6), None])
+def test_is_the_loop(update: str, rotary: Rotary | None) -> None:
+    """From the weights alone, rotated by hand; the memory gets what is not rotated."""
+    module, x = build(update=update, rotary=rotary, empty="skip"), tokens()
+    q, k, v = (
+        (x @ part.linear.weight.T).unflatten(-1, (n, d)).transpose(1, 2)
+        for part, n, d in (
+            (module.project.q, 4, 6),
+            (module.project.k, 2, 6),
+            (module.project.v, 2, 5),
+        )
+    )
+    rotated = [_turned(q), _turned(k)] if rotary else [None, None]
+    z = oracle.infini(
+        q, k, v, module.gate, 4, update=update, empty="skip", q_rotated=rotated[0], k_rotated=rotated[1]
+    )  # fmt: skip
+    exact = z.transpose(1, 2).flatten(2) @ module.output.weight.T + module.output.bias
+    assert near(module(x), exact)
+
+
+def _turned(x: Tensor) -> Tensor:
+    return torch.tensor(
+        [
+            [[oracle.turned(row, p, 10000.0) for p, row in enumerate(head)] for head in rows]
+            for rows in x.tolist()
+        ],
+        dtype=torch.float64,
+    )
+
+
+@settings(max_examples=10)
+@given(chunks=st.lists(st.integers(0, 9), min_size=1, max_size=7), update=st.sampled_from(UPDATES))
+def test_any_chunks_are_one_pass(chunks: list[int], update: str) -> None:
+    module, x = build(update=update), tokens(T=sum(chunks))
+    out, cache = in_chunks(module, x, chunks)
+    assert near(out, module(x)) if x.shape[1] else out.shape == x.shape
+    assert len(cache) == sum(chunks) % 4
+    assert cache.next(1) == Span(sum(chunks), 1)
+
+
+@settings(max_examples=10)
+@given(
+    chunks=st.lists(st.integers(1, 9), min_size=2, max_size=6),
+    left=st.integers(0, 6), right=st.integers(0, 6), update=st.sampled_from(UPDATES),
+)  # fmt: skip
+def test_padding_on_any_side_in_any_chunks(
+    chunks: list[int], left: int, right: int, update: str
+) -> None:
+    """Three rows: padded left, padded right, whole; each is what it is alone."""
+    T = sum(chunks)
+    left, right = min(left, T - 1), min(right, T - 1)
+    positions = torch.stack(
+        [
+            torch.arange(T) - left,
+            torch.arange(T).masked_fill(torch.arange(T) >= T - right, -1),
+            torch.arange(T),
+        ]
+    ).clamp(min=-1)
+    module, x = build(update=update), tokens(3, T)
+    x[positions < 0] = float("nan")
+    out, cache = in_chunks(module, x, chunks, positions)
+    used = positions >= 0
+    for b in range(3):
+        assert near(out[b, used[b]], module(x[b : b + 1, used[b]])[0])
+    lengths = used.sum(1)
+    assert cache.next(1).flatten().tolist() == lengths.tolist()
+    assert len(cache) == int((lengths % 4).max()), "the open segments alone are held"
+    assert cache.bytes == (3 * 2 * 6 * 6 + len(cache) * 3 * 2 * 11) * 8
+
+
+def test_a_new_text_needs_a_new_cache() -> None:
+    """Two batches in a row: nothing of the first is left, in the module or in a cache that was reset."""
+    module, x, y = build(), tokens(), tokens()
+    alone, _ = in_chunks(module, y, [19])
+    _, cache = in_chunks(module, x, [19])
+    assert torch.equal(in_chunks(module, y, [19])[0], alone)
+    assert not near(module(y, Span(19, 19), cache), alone), "negative control"
+    cache.reset()
+    assert cache.state is None
+    assert torch.equal(module(y, cache=cache), alone)
+    assert list(module.buffers()) == []
+
+
+def test_crop_inside_the_open_segment() -> None:
+    module, x = build(), tokens()
+    for padded in (False, True):
+        positions = torch.tensor([[-1, *range(18)], [*range(19)]]) if padded else None
+        lengths = (15, 14) if padded else (15,)
+        for length in (*lengths, 18 if not padded else 17):
+            _, cache = in_chunks(module, x, [15], positions)
+            end = int(cache.next(1)[0, 0]) if padded else 15
+            cache.crop(length)
+            want = [min(length, end), min(length, 15)]
+            rest = torch.tensor([[p, p + 1, p + 2] for p in want])
+            after = module(x[:, 5:8], rest, cache)
+            for b, n in enumerate(want):
+                first = 1 if padded and b == 0 else 0
+                again = torch.cat([x[b, first : first + n], x[b, 5:8]])[None]
+                assert near(after[b], module(again)[0, -3:])
+    _, cache = in_chunks(module, x, [15])
+    with pytest.raises(
+        regard.ArgumentError,
+        match=r"crop to 11, but the tokens in front of position 12 are in the memory",
+    ):
+        cache.crop(11)
+    assert (len(cache), cache.next(1)) == (3, Span(15, 1))
+    cache.crop(12)
+    assert (len(cache), cache.next(1)) == (0, Span(12, 1))
+    cache.crop(0)
+    assert (len(cache), cache.next(1), cache.contents()) == (0, Span(0, 1), {})
+    cache.crop(0)
+    with pytest.raises(regard.ArgumentError, match="crop length is -1"):
+        cache.crop(-1)
+    positions = torch.tensor([[-1, -1, -1, *range(12)], [*range(15)]])
+    _, cache = in_chunks(module, x, [15], positions)
+    with pytest.raises(
+        regard.ArgumentError, match="crop to 11, but the tokens in front of position 12"
+    ):
+        cache.crop(11)
+
+
+def test_forks_rows_and_beams() -> None:
+    module, x = build(), tokens(3)
+    _, cache = in_chunks(module, x, [14])
+    fork = cache.fork()
+    whole = module(x)
+    assert near(module(x[:, 14:], cache=cache), whole[:, 14:])
+    assert near(module(x[:, 14:], cache=fork), whole[:, 14:])
+    _, cache = in_chunks(module, x, [14])
+    rows = torch.tensor([2, 0, 0, 1])
+    cache.select(rows)
+    assert near(module(x[rows, 14:], cache=cache), whole[rows, 14:])
+
+
+def test_a_refused_call_leaves_the_cache() -> None:
+    module, x = build(), tokens()
+    _, cache = in_chunks(module, x, [14])
+    before = {
+        name: y.clone() if isinstance(y, Tensor) else y for name, y in cache.contents().items()
+    }
+    for bad in (
+        lambda: module(x[:1, 14:], cache=cache),
+        lambda: module(x[:, 14:], Span(13, 5), cache),
+        lambda: module(x[:, 14:], torch.arange(12, 17)[None], cache),
+        lambda: module(x[:, 14:], cache=cache, backend="none"),
+        lambda: module(x[:, 14:].float(), cache=cache),
+    ):
+        with pytest.raises((regard.RegardError, RuntimeError)):
+            bad()
+        after = cache.contents()
+        assert list(after) == list(before)
+        for name, y in before.items():
+            assert torch.equal(y, after[name]) if isinstance(y, Tensor) else y == after[name]
+    assert near(module(x[:, 14:], cache=cache), module(x)[:, 14:])
+
+
+def test_a_copy_and_a_state_dict_are_the_module() -> None:
+    module, x = build(), tokens()
+    out = module(x)
+    assert set(module.state_dict()) == {
+        "gate", "output.bias", "output.weight", "project.k.linear.weight",
+        "project.q.linear.weight", "project.v.linear.weight",
+    }  # fmt: skip
+    assert module.gate.ndim == 1, "trainers do not decay vectors"
+    other = copy.deepcopy(module)
+    assert torch.equal(other(x), out)
+    other.gate.data.add_(1)
+    assert not torch.equal(other(x), out)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x), out)
+    assert module.float()(x.float()).dtype == torch.float32
+    assert module.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    assert "segment=4, update='linear', empty='zero'" in repr(module)
+
+
+def test_taps() -> None:
+    module, x = build(), tokens()
+    with regard.Trace("q", "k", "v", "pattern", "z", "out") as trace:
+        out = module(x)
+    shapes = {name: tuple(trace[name].shape) for name in ("q", "k", "v", "pattern", "z", "out")}
+    assert shapes == {
+        "q": (2, 4, 19, 6), "k": (2, 2, 19, 6), "v": (2, 2, 19, 5), "pattern": (2, 4, 19, 19),
+        "z": (2, 4, 19, 5), "out": (2, 19, 12),
+    }  # fmt: skip
+    assert torch.equal(trace["out"], out)
+    assert near(trace["pattern"].sum(-1), torch.ones(2, 4, 19))
+    with regard.Trace(edit={"v": torch.zeros_like}):
+        assert near(module(x), module.output.bias.expand_as(x))
+
+
+def test_a_compiled_step_is_made_twice() -> None:
+    """Once for the length that the prompt left, once for all others: over 12 steps and 3 borders."""
+    module, x = build(update="delta"), tokens(1, 18)
+    counter = CompileCounter()
+    step = torch.compile(module, fullgraph=True, backend=counter)
+    cache = module.new_cache()
+    parts = [module(x[:, :6], cache=cache)]
+    parts += [step(x[:, i : i + 1], cache=cache) for i in range(6, 18)]
+    assert near(torch.cat(parts, 1), module(x))
+    assert counter.frame_count <= 3
+
+
+def test_what_it_costs() -> None:
+    assert infini_state(groups=8, D=128, E=128, layers=12) == 1_585_152, (
+        "table 2 of the paper: 1.6M"
+    )
+    told = infini(1024, 8, segment=2048).describe(100_000)
+    assert told.state.value * 12 == 1_585_152
+    assert told.kv_per_token.value == 2 * 8 * 128
+    assert told.kv_tokens.value == 100_000 % 2048
+    for make, reads in ((infini, 8), (infini_delta, 8 + 2)):
+        module = make(64, 8, segment=16, groups=2)
+        seen = 4  # the token at position 99 is the fourth of its segment
+        matrices = 64 * 64 * 2 + 64 * 16 * 2
+        by_hand = 2 * matrices + 8 * seen * 2 * (8 + 8) + reads * 2 * 8 * 9 + 2 * (2 * 64 + 8)
+        assert module.describe(100).flops_per_token.value == by_hand
+        assert module.describe(16_000_008).kept == module.describe(1608).kept
+    assert infini_flops(2, 1, 10, 4, 4, delta=True) - infini_flops(2, 1, 10, 4, 4) == 40
+    x = torch.randn(1, 100, 64)
+    module = infini(64, 8, segment=16, groups=2)
+    cache = module.new_cache()
+    module(x, cache=cache)
+    told = module.describe(100)
+    assert cache.bytes == 4 * (told.state.value + told.kv_per_token.value * 4)
+    with pytest.raises(regard.ArgumentError, match="context is 0"):
+        module.describe(0)
+
+
+@pytest.mark.parametrize("name", ["infini", "infini_delta"])
+def test_the_catalogue(name: str) -> None:
+    entry = VARIANTS[name]
+    module: Any = entry.example()
+    x = torch.randn(2, 20, 32)
+    out = module(x)
+    x[:, 12:] = float("nan")
+    assert torch.allclose(module(x)[:, :12], out[:, :12], atol=1e-6)
+    assert module.update == ("delta" if name == "infini_delta" else "linear")
+    assert entry.family == "memory"
+
+
+def test_errors() -> None:
+    project = Separate(Heads(12, 4, 6), Heads(12, 2, 6), Heads(12, 2, 5))
+    rotated = Separate(Heads(12, 4, 6), Heads(12, 2, 6, Rotary(6)), Heads(12, 2, 5))
+    follows = Rotary(6, scaling=DynamicNTK(2.0, 8), length="current")
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: build(segment=0), regard.ArgumentError, "segment is 0; it must be 1 or more"),
+        (lambda: build(update="x"), regard.ArgumentError, "update is 'x'; it must be 'linear' or 'delta'"),
+        (lambda: build(empty="x"), regard.ArgumentError, "empty is 'x'; it must be 'zero' or 'skip'"),
+        (lambda: build(rotary=Rotary(8)), regard.ArgumentError,
+         "rotary is for heads of 8, and queries have 6"),
+        (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
+        (lambda: InfiniAttention(rotated, nn.Linear(20, 12), segment=4), regard.ArgumentError,
+         "project.k.steps.0 is Rotary(6, base=10000.0, layout='half'), but the memory is written without positions"),
+        (lambda: build()(tokens(), cache=Growing()), regard.ArgumentTypeError,
+         "the cache is Growing; Infini-attention needs a Memory: use new_cache()"),
+        (lambda: build()(tokens(), cache=State()), regard.ArgumentTypeError, "the cache is State"),
+        (lambda: build()(tokens(), cache=Memory(8)), regard.ArgumentError,
+         "the cache has segments of 8, and the module of 4; use new_cache()"),
+        (lambda: Memory(0), regard.ArgumentError, "segment is 0; it must be at least 1"),
+        (lambda: Memory(True), regard.ArgumentTypeError, "segment is bool; it must be an int"),
+    ]  # fmt: skip
+    for make, kind, message in cases:
+        with pytest.raises(kind) as error:
+            make()
+        assert message in str(error.value)
+    InfiniAttention(project, nn.Linear(20, 12), segment=4)
+    _, cache = in_chunks(build(), tokens(), [14])
+    with pytest.raises(
+        regard.ArgumentError, match="go back to a token in front of the last one, at 13"
+    ):
+        build()(tokens(T=2), Span(13, 2), cache)

@@ -1,0 +1,308 @@
+"""Linear attention, retention and gated linear attention as modules, against their formulas written out from the weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard.caches import Growing, State
+from regard.nn import Heads, Separate
+from regard.nn.norms import HeadNorm
+from regard.nn.recurrent import Recurrent
+from regard.nn.rules import Features, Gated, Retention
+from regard.nn.variants import gated_linear, linear_attention, retention
+from regard.span import Span
+from tests.oracles.linear import linear
+from tests.rules import assert_close_rule
+
+SIZES: dict[str, Any] = {"groups": 2, "head_dim": 4, "value_dim": 6}
+ALL = [linear_attention, retention, gated_linear]
+BACKENDS = ("auto", "reference", "recurrent", "chunk", "parallel")
+
+
+def random(module: nn.Module, seed: int = 0) -> Any:
+    """Every parameter random, norm weights and biases too: with weights of 1 several mistakes are invisible."""
+    make = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=make)
+    return module.requires_grad_(False)
+
+
+def heads(part: Any, x: Tensor) -> Tensor:
+    n, d, bias = part.heads, part.head_dim, part.linear.bias
+    made = [x @ part.linear.weight[i * d : (i + 1) * d].T for i in range(n)]
+    if bias is not None:
+        made = [y + bias[i * d : (i + 1) * d] for i, y in enumerate(made)]
+    return torch.stack(made, 1)
+
+
+def turned(x: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotary in halves by complex numbers: pair i at position p turns by p base^(-2i/D)."""
+    D = x.shape[-1]
+    rate = torch.tensor([base ** (-2 * i / D) for i in range(D // 2)], dtype=torch.float64)
+    angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * rate
+    pairs = torch.complex(x[..., : D // 2].double(), x[..., D // 2 :].double())
+    moved = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([moved.real, moved.imag], -1).to(x.dtype)
+
+
+def normed(z: Tensor, eps: float = 1e-5) -> Tensor:
+    away = z - z.mean(-1, keepdim=True)
+    return away / torch.sqrt((away * away).mean(-1, keepdim=True) + eps)
+
+
+def written_out(module: Any, x: Tensor, *, normalise: bool = True) -> Tensor:
+    """The sums over pairs by the oracle's loops, all else by the papers' formulas."""
+    q, k, v = (heads(part, x) for part in (module.project.q, module.project.k, module.project.v))
+    rule, root = module.rule, 1 / math.sqrt(q.shape[-1])
+    if isinstance(rule, Features):
+        z = linear(q, k, v, feature_map="elu+1", normalise=normalise).out.to(x.dtype)
+    elif isinstance(rule, Retention):
+        g = torch.tensor([math.log(1 - 2.0 ** (-5 - h)) for h in range(k.shape[1])])
+        g = g.double()[None, :, None, None].expand(k.shape)
+        z = linear(turned(q), turned(k), v, log_decay=g, scale=root).out.to(x.dtype)
+        z = normed(z) * module.norm.weight[:, None] + module.norm.bias[:, None]
+    else:
+        gates = x @ rule.down.weight.T @ rule.up.weight.T + rule.up.bias
+        g = -torch.log(1 + torch.exp(-gates)) / rule.temperature
+        g = torch.stack(g.split(k.shape[-1], -1), 1)
+        z = linear(q, k, v, log_decay=g, scale=root).out.to(x.dtype)
+        z = normed(z) * module.norm.weight + module.norm.bias
+    if module.gate is not None:
+        r = heads(module.gate, x)
+        z = z * r / (1 + torch.exp(-r))
+    joined = torch.cat([z[:, h] for h in range(z.shape[1])], -1)
+    return joined @ module.output.weight.T
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_the_modules_are_their_formulas(make: Any) -> None:
+    x, module = torch.randn(2, 9, 12), random(make(12, 4, **SIZES))
+    usual, exact = written_out(module, x), written_out(copy.deepcopy(module).double(), x.double())
+    # the same with the weights of sums in another order: the rows of M, and those of the batch
+    order = torch.randperm(12)
+    other = copy.deepcopy(module)
+    for linear_map in (m for m in other.modules() if isinstance(m, nn.Linear)):
+        if linear_map is not other.output and linear_map.in_features == 12:
+            linear_map.weight.data = linear_map.weight[:, order]
+    again = written_out(other, x[..., order])
+    for backend in BACKENDS:
+        assert_close_rule(module(x, backend=backend), [usual, again], exact, what=backend)
+
+
+def test_a_missing_part_is_caught() -> None:
+    """Negative controls: without the gate, the norm, the rotary, the normaliser, the decay, or with another temperature."""
+    x = torch.randn(1, 9, 12)
+
+    def check(module: Any, change: Any, **given: Any) -> None:
+        usual = written_out(module, x, **given)
+        exact = written_out(copy.deepcopy(module).double(), x.double(), **given)
+        assert_close_rule(module(x), usual, exact)
+        change(module)
+        with pytest.raises(AssertionError, match="error"):
+            assert_close_rule(module(x), usual, exact)
+
+    def build(make: Any) -> Any:
+        return random(make(12, 4, **SIZES))
+
+    check(build(linear_attention), lambda m: setattr(m.rule, "normalise", False))
+    check(build(linear_attention), lambda m: setattr(m.rule, "feature_map", "softmax"))
+    check(build(retention), lambda m: setattr(m, "gate", None))
+    check(build(retention), lambda m: setattr(m, "norm", None))
+    check(build(retention), lambda m: setattr(m.project.q, "steps", nn.ModuleList()))
+    check(build(retention), lambda m: setattr(m.rule, "decay", (1.0, 1.0)))
+    check(build(gated_linear), lambda m: setattr(m.rule, "temperature", 8.0))
+    check(build(gated_linear), lambda m: m.rule.up.bias.data.add_(1))
+
+
+def test_options_change_what_they_say() -> None:
+    x = torch.randn(1, 9, 12).double()
+    sums = random(linear_attention(12, 4, normalise=False)).double()
+    assert torch.allclose(sums(x), written_out(sums, x, normalise=False), rtol=1e-12, atol=1e-10)
+    plain = random(retention(12, 4, base=None, head_dim=3)).double()
+    assert torch.equal(plain(x), plain(x, Span(100, 9))), "no rotary, no positions"
+    rotary = random(retention(12, 4, head_dim=4)).double()
+    shifted = rotary(x, Span(100, 9))
+    assert float((rotary(x) - shifted).abs().max()) < 1e-10, "only differences of positions count"
+    assert float((rotary(x) - rotary(x, Span(0, 18).tensor()[:, ::2])).abs().max()) > 1e-3
+    one = random(retention(12, 4, base=None, head_dim=4, decay=[1.0] * 4)).double()
+    q, k, v = (heads(part, x) for part in (one.project.q, one.project.k, one.project.v))
+    z, _ = regard.linear.linear_attention(q, k, v, feature_map="identity", normalise=False)
+    assert float((one.rule(x, q, k, v, None, None, "auto")[0] - z / 2).abs().max()) < 1e-12
+    own = Features(nn.Sequential(nn.Linear(4, 4), nn.Softplus()))
+    assert len(list(own.parameters())) == 2, "a learned feature map is part of the module"
+    assert own.extra_repr() == "a function, normalise=True"
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_cache_in_any_chunks_is_one_pass(make: Any) -> None:
+    """Longer than two chunks of the op, so that states pass on inside a call and between calls."""
+    module = random(make(12, 4, **SIZES)).double()
+    x = torch.randn(2, 150, 12, dtype=torch.float64)
+    whole = module(x)
+    for explicit in (True, False):
+        for sizes in ((1, 70, 2, 0, 76, 1), (149, 1), (64, 64, 22)):
+            cache, parts, start = module.new_cache(), [], 0
+            for n in sizes:
+                positions = Span(start, n) if explicit else None
+                parts.append(module(x[:, start : start + n], positions, cache))
+                start += n
+            error = float((torch.cat(parts, 1) - whole).abs().max())
+            assert error < 1e-11 * float(whole.abs().max())
+            assert cache.next(1) == Span(150, 1)
+            assert cache.bytes == 2 * module.describe().state.value * 8, "fp64, 2 rows"
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_padding_changes_nothing_and_never_enters_the_state(make: Any) -> None:
+    module = random(make(12, 4, **SIZES)).double()
+    x = torch.randn(1, 9, 12, dtype=torch.float64)
+    alone, held = module(x), module.new_cache()
+    module(x, cache=held)
+    for slots in ([-1, -1, *range(9)], [*range(9), -1], [0, -1, 1, 2, -1, *range(3, 9)]):
+        positions = torch.tensor([slots])
+        padded = torch.full((1, len(slots), 12), float("nan"), dtype=torch.float64)
+        padded[positions >= 0] = x[0]
+        cache = module.new_cache()
+        out = module(padded, positions, cache)
+        assert float((out[positions >= 0] - alone[0]).abs().max()) < 1e-11
+        for new, old in zip(cache.state, held.state, strict=True):
+            assert float((new - old).abs().max()) < 1e-12
+        assert int(cache.next(1)[0, 0]) == 9
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_refused_call_changes_no_cache(make: Any) -> None:
+    module, x = random(make(12, 4, **SIZES)), torch.randn(1, 3, 12)
+    cache = module.new_cache()
+    module(x, cache=cache)
+    before, state = copy.deepcopy(cache.contents()), cache.state
+    with pytest.raises(regard.ArgumentError, match="form is 'sdpa'; it must be one of auto, recu"):
+        module(x, cache=cache, backend="sdpa")
+    with pytest.raises(regard.ArgumentError, match=r"state is torch.float32 \(1, 2, 4, 6\); it mu"):
+        module(torch.cat([x, x]), cache=cache)
+    with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a recurrence needs"):
+        module(x, cache=Growing())
+    assert all(new is old for new, old in zip(cache.state, state, strict=True))
+    assert str(cache.contents()) == str(before)
+    assert isinstance(module.new_cache(), State)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_a_decode_step_compiles_and_copies_are_equal(make: Any) -> None:
+    torch._dynamo.reset()
+    module, x = random(make(12, 4, **SIZES)), torch.randn(1, 6, 12)
+    step = torch.compile(module, fullgraph=True, backend="eager")
+    cache, plain = module.new_cache(), module.new_cache()
+    for i in range(6):
+        token = x[:, i : i + 1]
+        usual = module(token, None, plain)
+        assert float((step(token, None, cache) - usual).abs().max()) <= 1e-5 * float(usual.abs().max())  # fmt: skip
+    out, names = module(x), {name for name, _ in module.named_parameters()}
+    assert set(module.state_dict()) == names
+    other = make(12, 4, **SIZES)
+    other.load_state_dict(module.state_dict())
+    twin = copy.deepcopy(module)
+    assert torch.equal(other(x), out)
+    twin.output.weight.data.zero_()
+    assert torch.equal(module(x), out)
+
+
+def test_taps() -> None:
+    module, x = random(retention(12, 4, **SIZES)), torch.randn(1, 5, 12)
+    with regard.Trace("q", "k", "v", "z", "out") as seen:
+        out = module(x)
+    shapes = {name: tuple(seen[name].shape) for name in seen}
+    assert shapes == {"q": (1, 4, 5, 4), "k": (1, 2, 5, 4), "v": (1, 2, 5, 6), "z": (1, 4, 5, 6), "out": (1, 5, 12)}  # fmt: skip
+    assert torch.equal(seen["out"], out)
+    with regard.Trace(edit={"z": torch.zeros_like}):
+        assert module(x).eq(0).all()
+
+
+def test_describe() -> None:
+    """At sizes of the papers: RetNet-1.3B's 2048 wide, 8 heads, values twice as wide; GLA with 4 heads."""
+    layer = retention(2048, 8).describe(context=100_000)
+    assert str(layer.state) == "1,048,576 = G D E = 8 x 256 x 512"
+    assert (layer.kv_per_token.value, layer.kv_tokens.value) == (0, 0)
+    assert layer.kept == layer.state.value
+    maps = 2 * 2048 * 2048 + 3 * 2048 * 4096
+    assert layer.flops_per_token.value == 2 * maps + 8 * (5 * 256 * 512)
+    assert layer.flops_per_token.formula == f"2 x {maps} (matrices) + 8 x (2 D E) + 8 x (3 D E), D = 256, E = 512"  # fmt: skip
+    assert layer.parameters.value == maps + 2 * 4096
+    gla = gated_linear(2048, 4).describe()
+    assert str(gla.state) == "524,288 = G D E = 4 x 256 x 512"
+    maps = 2 * 2048 * 1024 + 3 * 2048 * 2048 + 16 * (2048 + 1024)
+    assert gla.flops_per_token.value == 2 * maps + 4 * (5 * 256 * 512)
+    plain = linear_attention(64, 4, groups=2, head_dim=8, value_dim=12)
+    told = plain.describe()
+    assert str(told.state) == "208 = G D (E + 1) = 2 x 8 x (12 + 1)"
+    assert told.flops_per_token.formula.endswith(" + 4 x (2 D E + 2 D + E) + 2 x (2 D E + D), D = 8, E = 12")  # fmt: skip
+    tail = 4 * (2 * 96 + 16 + 12) + 2 * (2 * 96 + 8)
+    assert told.flops_per_token.value == 2 * 64 * (32 + 16 + 24 + 48) + tail
+    sums = linear_attention(64, 4, normalise=False).describe()
+    assert sums.state.formula == "G D E = 4 x 16 x 16"
+    with pytest.raises(regard.ArgumentError, match="context is 0; it must be at least 1"):
+        plain.describe(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_norm(dtype: torch.dtype) -> None:
+    """That of torch's group norm over the heads joined, token by token."""
+    norm = random(HeadNorm(3, 5, eps=1e-3)).to(dtype)
+    for scale in (1e-3, 1.0, 1e3):
+        x = (torch.randn(2, 3, 7, 5) * scale).to(dtype)
+
+        def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            flat = x.transpose(1, 2).reshape(14, 15)
+            y = nn.functional.group_norm(flat, 3, weight.flatten(), bias.flatten(), 1e-3)
+            return y.reshape(2, 7, 3, 5).transpose(1, 2)
+
+        exact = torchs(x.double(), norm.weight.double(), norm.bias.double())
+        usual = [torchs(x, norm.weight, norm.bias), normed(x, 1e-3) * norm.weight[:, None] + norm.bias[:, None]]  # fmt: skip
+        assert_close_rule(norm(x), usual, exact)
+        assert norm(x).dtype == dtype
+    assert repr(norm) == "HeadNorm(3 heads of 5, eps=0.001)"
+
+
+def test_gates_are_the_paper_s() -> None:
+    rule, x = random(Gated(8, 2, 3, rank=5, temperature=4.0)), torch.randn(2, 5, 8)
+    g = rule.log_decay(x)
+    alpha = torch.sigmoid(rule.up(rule.down(x))) ** (1 / 4)
+    assert torch.allclose(g.exp().transpose(1, 2).flatten(2), alpha, atol=1e-6)
+    assert bool((g < 0).all())
+    wide = rule.bfloat16().log_decay(x.bfloat16() * 100)
+    assert wide.dtype == torch.float32
+    assert bool(wide.isfinite().all())
+
+
+def test_errors() -> None:
+    project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 3))
+    cases = [
+        (lambda: HeadNorm(0, 4), "HeadNorm(0, 4, eps=1e-05): heads and dim must be at least 1 and eps at least 0"),
+        (lambda: HeadNorm(1, 4, eps=math.nan), "HeadNorm(1, 4, eps=nan): heads and dim must be at least 1 and eps at least 0"),
+        (lambda: Features("elu"), "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, softmax, or a function of a tensor"),
+        (lambda: Features(scale=math.nan), "scale is nan; it must be finite"),
+        (lambda: Retention(0), "Retention(groups=0): groups must be at least 1"),
+        (lambda: Retention(2, [0.5]), "decay has 1 numbers for 2 key/value heads; give one per head, or None"),
+        (lambda: Retention(2, [0.5, 1.5]), "decay of head 1 is 1.5; it must be from 0, which keeps nothing, to 1, which keeps all"),
+        (lambda: Retention(1, [math.nan]), "decay of head 0 is nan; it must be from 0, which keeps nothing, to 1, which keeps all"),
+        (lambda: Gated(8, 2, 0), "Gated(dim=8, groups=2, head_dim=0, rank=16): each must be at least 1"),
+        (lambda: Gated(8, 2, 2, temperature=0.0), "temperature is 0.0; it must be greater than 0"),
+        (lambda: Recurrent(project, Retention(2), nn.Linear(12, 8), gate=Heads(8, 4, 2)), "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives"),
+        (lambda: linear_attention(12, 4, groups=3), "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, 4"),
+        (lambda: retention(10, 4), "dim 10 is not divisible by 4 heads; give head_dim, or one of 1, 2, 5, 10 heads"),
+        (lambda: gated_linear(12, 4), "dim 12 is not divisible by twice 4 heads; give head_dim, which is dim / (2 heads) in the paper"),
+    ]  # fmt: skip
+    for make, message in cases:
+        with pytest.raises(regard.ArgumentError) as error:
+            make()
+        assert str(error.value) == message
+    with pytest.raises(regard.ArgumentTypeError, match="feature_map is int; it must be a name"):
+        Features(3)
+    assert repr(Retention(2, [0.5, 1])) == "Retention(decay=[0.5, 1.0])"

@@ -1,0 +1,474 @@
+"""NSA, MoBA and DSA as modules: their equations written out, caches, padding, leaks, copies, compiled graphs, costs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.deepseek_v32.configuration_deepseek_v32 import DeepseekV32Config
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+
+import regard
+from regard.caches import Growing
+from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
+from regard.nn import Heads, Latent, Separate
+from regard.nn.nsa import NSA, Compress
+from regard.nn.selected import SelectedAttention, indexer_losses
+from regard.nn.selectors import Indexer, MoBA, Selector
+from regard.nn.variants import VARIANTS
+from regard.nn.variants.selected import dsa, moba, nsa
+from regard.ops.selection import NSABlocks
+from regard.positions import Rotary, rope_frequencies
+from regard.span import Positions, Span, as_tensor
+from tests.oracles import selected as oracle
+from tests.rules import assert_close_rule
+
+NAMES = ("nsa", "moba", "dsa")
+M, B, T, E = 32, 2, 29, -1
+PADDED = torch.tensor([[E] * 6 + list(range(T - 6)), list(range(T))])
+
+
+def make(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    module = VARIANTS[name].example(**options)
+    with torch.no_grad():
+        for p in module.parameters():  # gates and norms too: nothing stays at its first value
+            p.add_(torch.randn(p.shape) * 0.3)
+    return module.to(dtype).eval()
+
+
+def oracle_heads(module: Any, x: Tensor, positions: Positions) -> Tensor:
+    """[B,H,T,E] from the module's projections, by the oracle's loops behind them."""
+    at = as_tensor(positions).expand(len(x), -1).tolist()
+    if isinstance(module, NSA):
+        return oracle_nsa(module, x, positions, at)
+    q = module.project.query(x, positions)
+    k, v = module.project.remember(x, positions)
+    select = module.select
+    if isinstance(select, MoBA):
+        chosen = oracle.moba(q, k, select.size, select.topk, at, at)
+    else:
+        (key,) = select.remember(x, positions)
+        _, chosen = oracle.indexer(
+            select.q(x, positions), key, x @ select.weight.weight.T, select.topk, at, at, q.shape[1]
+        )
+    return oracle.attend_chosen(q, k, v, chosen, at)
+
+
+def oracle_nsa(module: NSA, x: Tensor, positions: Positions, at: list[list[int]]) -> Tensor:
+    s, H = module.sizes, module.q.heads
+    q = module.q(x, positions)
+    keys = [heads(x, positions) for heads in module.keys]
+    values = [heads(x, positions) for heads in module.values]
+    short = []
+    for raw, m in ((keys[0], module.compress_key), (values[0], module.compress_value)):
+        parts = (m.places, m.up.weight, m.up.bias, m.down.weight, m.down.bias)
+        phi = oracle.network(*(p.tolist() for p in parts))
+        short.append(oracle.compressed(raw, s.compress, s.stride, at, phi))
+    turned = [
+        [
+            {i: oracle.rotated(k, i * s.stride + s.compress - 1) for i, k in head.items()}
+            for head in row
+        ]
+        for row in short[0]
+    ]
+    first, p = oracle.nsa_compressed_attention(q, turned, short[1], s.compress, s.stride, at)
+    sizes = (s.compress, s.stride, s.select, s.count, s.initial, s.local)
+    chosen = oracle.nsa_chosen(p, keys[0].shape[1], sizes, at, at)
+    second = oracle.attend_chosen(q, keys[1], values[1], chosen, at)
+    third = oracle.attend_chosen(q, keys[2], values[2], oracle.past(at, at, H, s.window), at)
+    out = torch.zeros_like(first)
+    logits = (x @ module.gate.weight.T + module.gate.bias).tolist()
+    for b, t, h in itertools.product(range(len(x)), range(x.shape[1]), range(H)):
+        for n, z in enumerate((first, second, third)):
+            out[b, h, t] += z[b, h, t] / (1 + math.exp(-logits[b][t][n * H + h]))
+    return out
+
+
+@pytest.mark.parametrize("length", [1, 3, 19])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_the_module_is_its_equations(name: str, length: int) -> None:
+    module = make(name)
+    x = torch.randn(B, length, M, dtype=torch.float64)
+    for positions in (Span(0, length), PADDED[:, 5 : 5 + length]):
+        exact = (
+            oracle_heads(module, x, positions).transpose(1, 2).flatten(2) @ module.output.weight.T
+        )
+        held = (as_tensor(positions).expand(B, -1) >= 0)[..., None]
+        error = ((module(x, positions) - exact) * held).abs().max()
+        assert float(error) < 1e-13 * max(1.0, float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_single_precision_by_the_error_rule(name: str) -> None:
+    module, x = make(name), torch.randn(B, 19, M)
+    exact = module(x.double())
+    low = copy.deepcopy(module).float()
+    plains = []
+    for backend in ("reference", "tiled"):
+        out = low(x, backend=backend)
+        plains.append(out)
+    # the same sums in another order of the model's dims stand for plain math
+    order = torch.randperm(M)
+    other = copy.deepcopy(low)
+    for heads in other.modules():
+        if isinstance(heads, nn.Linear) and heads.in_features == M and heads is not other.output:
+            heads.weight.copy_(heads.weight[:, order])
+    assert_close_rule(low(x), other(x[..., order]), exact)
+    for out in plains:
+        assert_close_rule(out, other(x[..., order]), exact)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_any_chunks_with_a_cache_equal_one_pass(name: str) -> None:
+    module = make(name)
+    x = torch.randn(B, T, M, dtype=torch.float64)
+    for positions in (None, PADDED, Span(70, T)):
+        whole = module(x, positions)
+        for cuts in ((1,) * T if positions is PADDED else (T - 3, 1, 1, 1), (5, 0, 1, 12, 3, 8)):
+            cache, parts, i = module.new_cache(), [], 0
+            for n in cuts:
+                at = positions[i : i + n] if isinstance(positions, Span) else None
+                at = positions[:, i : i + n] if isinstance(positions, Tensor) else at
+                parts.append(module(x[:, i : i + n], at, cache))
+                i += n
+            held = 1 if positions is not PADDED else (PADDED >= 0)[..., None]
+            assert float(((torch.cat(parts, 1) - whole) * held).abs().max()) < 1e-12, cuts
+            assert len(cache) == T
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_padding_and_the_batch_change_nothing(name: str) -> None:
+    module = make(name)
+    x = torch.randn(B, T, M, dtype=torch.float64)
+    whole = module(x)
+    for b in range(B):
+        assert float((module(x[b : b + 1])[0] - whole[b]).abs().max()) < 1e-13
+    for left, right in ((5, 0), (0, 5), (3, 2)):
+        holes = [torch.full((B, n, M), math.nan, dtype=torch.float64) for n in (left, right)]
+        at = torch.tensor([[E] * left + list(range(T)) + [E] * right])
+        found = module(torch.cat((holes[0], x, holes[1]), 1), at)[:, left : left + T]
+        assert float((found - whole).abs().max()) < 1e-13
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_leaks_from_the_future(name: str) -> None:
+    module, n = make(name), 13
+    x = torch.randn(1, n, M, dtype=torch.float64, requires_grad=True)
+    jacobian = torch.autograd.functional.jacobian(lambda x: module(x)[0].sum(-1), x)  # [T,1,T,M]
+    sees = jacobian[:, 0].abs().sum(-1) > 0
+    assert not bool(sees.triu(1).any())
+    assert bool(sees.diagonal().all())
+    with torch.no_grad():
+        before = module(x)
+        for t in range(n - 1):
+            changed = x.clone()
+            changed[:, t + 1 :] = math.nan
+            # another kernel may serve what is not finite: equal up to its rounding, and finite
+            error = (module(changed)[:, : t + 1] - before[:, : t + 1]).abs().max()
+            assert float(error) < 1e-13 * float(before.abs().max())
+
+
+@torch.no_grad()
+def test_a_nan_in_visible_data_shows() -> None:
+    for name in NAMES:
+        module, x = make(name), torch.randn(1, T, M, dtype=torch.float64)
+        x[0, 9] = math.nan
+        found = module(x)
+        assert found[0, :9].isfinite().all()
+        assert found[0, 9].isnan().all()
+
+
+@torch.no_grad()
+def test_enough_capacity_is_dense_causal_attention() -> None:
+    x = torch.randn(B, T, M, dtype=torch.float64)
+    for module in (make("moba", topk=8), make("dsa", topk=T), make("dsa", topk=10 * T)):
+        dense = regard.nn.Attention(module.project, module.output, mask=regard.masks.Causal())
+        assert float((module(x) - dense(x)).abs().max()) < 1e-12
+    less = make("moba", topk=7)  # 8 blocks of 4: one is missing at the end
+    dense = regard.nn.Attention(less.project, less.output, mask=regard.masks.Causal())
+    assert float((less(x) - dense(x)).abs().max()) > 1e-6
+    for branch, options in ((1, {"count": 8, "window": 3}), (2, {"count": 3, "window": T})):
+        module = make("nsa", **options)
+        module.gate.weight.zero_()  # one gate open, the others shut
+        module.gate.bias.fill_(-math.inf)
+        module.gate.bias[4 * branch : 4 * branch + 4] = math.inf
+        project = Separate(module.q, module.keys[branch], module.values[branch])
+        dense = regard.nn.Attention(project, module.output, mask=regard.masks.Causal())
+        assert float((module(x) - dense(x)).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_where_the_choice_is_stable(name: str) -> None:
+    torch.manual_seed(3)
+    module = make(name)
+    x = torch.randn(1, 7, M, dtype=torch.float64, requires_grad=True)
+    learned = [p for n, p in module.named_parameters() if "select" not in n][:3]
+
+    def run(x: Tensor, *_: Tensor) -> Tensor:
+        return module(x)[..., :4]
+
+    assert torch.autograd.gradcheck(run, (x, *learned), fast_mode=True)
+    module(x).sum().backward()
+    for n, p in module.named_parameters():
+        if n.startswith("select."):
+            assert p.grad is None, "an indexer learns from its own loss alone"
+        else:
+            assert p.grad is not None, n
+            assert p.grad.ne(0).any(), n
+
+
+def test_the_indexer_learns_from_its_loss_alone() -> None:
+    module = make("dsa", dtype=torch.float32)
+    x = torch.randn(4, T, M, requires_grad=True)
+    for chosen in (False, True):
+        before = indexer_losses(module, x, chosen=chosen)
+        assert before.shape == (4, T)
+        assert float(before.detach().min()) > -1e-6
+        assert before[:, 0].eq(0).all(), "one key leaves nothing to learn"
+        before.mean().backward()
+        assert x.grad is None
+        assert all(
+            p.grad is None for n, p in module.named_parameters() if not n.startswith("select.")
+        )
+        assert all(p.grad.ne(0).any() for p in module.select.parameters())
+        module.zero_grad()
+    optimiser = torch.optim.Adam(module.select.parameters(), lr=0.01)
+    first = float(indexer_losses(module, x, chosen=False).detach().mean())
+    for _ in range(30):
+        optimiser.zero_grad()
+        loss = indexer_losses(module, x, chosen=False).mean()
+        loss.backward()
+        optimiser.step()
+    assert float(loss.detach()) < 0.7 * first
+    with pytest.raises(
+        regard.ArgumentError,
+        match="the layer selects by MoBA; only an Indexer has a loss of its own",
+    ):
+        indexer_losses(make("moba"), x.double())
+
+
+@torch.no_grad()
+def test_the_indexer_is_the_published_one() -> None:
+    config = DeepseekV32Config(
+        hidden_size=M,
+        q_lora_rank=M,
+        index_n_heads=16,
+        index_head_dim=16,
+        qk_rope_head_dim=8,
+        index_topk=5,
+    )
+    theirs = DeepseekV32Indexer(config, 0).double()
+    ours = make("dsa", topk=5, index_heads=16, index_dim=16, rotary_dim=8).select
+    ours.q.linear.weight.copy_(theirs.wq_b.weight)
+    ours.k.linear.weight.copy_(theirs.wk.weight)
+    ours.k.flat.load_state_dict(theirs.k_norm.state_dict())
+    ours.weight.weight.copy_(theirs.weights_proj.weight)
+    # 16 heads: a score of exactly 0, all of them negative, is rare, and with it a tie, which theirs breaks anyhow
+    x, at = torch.randn(B, T, M, dtype=torch.float64), Span(0, T)
+    angle = torch.arange(T)[:, None] * rope_frequencies(8).inv_freq
+    table = (torch.cat((angle, angle), -1)[None].expand(B, -1, -1) for _ in range(2))
+    cos, sin = (f(a) for f, a in zip((torch.cos, torch.sin), table, strict=True))
+    causal = torch.ones(B, T, T, dtype=torch.bool).tril()
+    indices = theirs(x, x, (cos, sin), causal, torch.arange(T)[None]).long()
+    chosen = torch.zeros(B, T, T, dtype=torch.bool).scatter(2, indices, value=True) & causal
+
+    def choose(indexer: Indexer) -> Tensor:
+        q = torch.zeros(B, 1, T, 1)
+        return indexer.choose(q, q, x, indexer.remember(x, at), at, at).block(at, at)[:, 0]
+
+    assert choose(ours).equal(chosen)
+    wrong = copy.deepcopy(ours)  # the layout of the main attention is a bug here
+    wrong.q.steps = wrong.k.steps = nn.ModuleList([Rotary(16, rotary_dim=8, layout="interleaved")])
+    assert not choose(wrong).equal(chosen)
+
+
+@torch.no_grad()
+def test_an_indexer_beside_a_latent() -> None:
+    latent = make("mla").project
+    assert isinstance(latent, Latent)
+    select, output = (
+        make("dsa", topk=T).select,
+        nn.Linear(latent.shape.H * latent.shape.E, M).double(),
+    )
+    module = SelectedAttention(latent, select, output)
+    x = torch.randn(B, T, M, dtype=torch.float64)
+    dense = regard.nn.Attention(latent, output, mask=regard.masks.Causal())
+    assert float((module(x) - dense(x)).abs().max()) < 1e-12
+    select.topk = 4
+    cache = module.new_cache()
+    parts = [module(part, None, cache) for part in x.split((9, 1, 1, 18), 1)]
+    assert float((torch.cat(parts, 1) - module(x)).abs().max()) < 1e-12
+    assert module.describe(9).kv_per_token.value == sum(latent.shape.memory) + 8
+    assert cache.bytes == 8 * B * T * module.describe(9).kv_per_token.value
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_copies_and_state(name: str) -> None:
+    module, x = make(name), torch.randn(1, T, M, dtype=torch.float64)
+    other = make(name)
+    assert not torch.equal(other(x), module(x))
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x), module(x))
+    assert torch.equal(copy.deepcopy(module)(x), module(x))
+    assert len(list(module.buffers())) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_refused_call_leaves_the_cache(name: str) -> None:
+    module, x = make(name), torch.randn(B, 4, M, dtype=torch.float64)
+    cache = module.new_cache()
+    module(x, None, cache)
+    with pytest.raises(regard.ArgumentError, match="unknown backend 'none'"):
+        module(x, None, cache, backend="none")
+    assert len(cache) == 4
+    twin = Growing()
+    module(x, None, twin)
+    assert torch.equal(module(x, None, cache), module(x, None, twin))
+
+
+@pytest.mark.parametrize(("name", "padded"), [("nsa", True), ("moba", False), ("dsa", True)])
+@torch.no_grad()
+def test_compiled_whole(name: str, padded: bool) -> None:
+    module, x = make(name), torch.randn(B, T, M, dtype=torch.float64)
+    positions, held = (PADDED, (PADDED >= 0)[..., None]) if padded else (None, 1)
+    found = torch.compile(module, fullgraph=True, backend="eager")(x, positions)
+    assert float(((found - module(x, positions)) * held).abs().max()) < 1e-12
+
+
+def test_taps_stand_at_each_branch() -> None:
+    module, x = make("nsa"), torch.randn(1, T, M, dtype=torch.float64)
+    with regard.Trace("pattern", "z", "out") as trace:
+        module(x)
+    assert trace["window.pattern"].shape == trace["selected.pattern"].shape == (1, 4, T, T)
+    assert trace["compressed.pattern"].shape[3] >= (T - 4) // 2 + 1
+    assert trace["selected.pattern"].count_nonzero(-1).max() <= 16
+    assert trace["z"].shape == (1, 4, T, 8)
+    module = make("dsa")
+    with regard.Trace("pattern", "q", "k", "v") as trace:
+        module(x)
+    assert trace["pattern"].count_nonzero(-1).max() == 4
+
+
+def test_published_numbers_of_tokens_read() -> None:
+    table = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
+    for context, read in table.items():
+        assert nsa_tokens(context, 16, 64, 16, 512) == read
+        # floor((s - l) / d), which the text names, is 2 fewer than s / d; with block 0 the count is 1 fewer
+        assert compressed_tokens(context, 32, 16) + block_tokens(context, 64, 16) + 512 == read - 1
+    assert [round(s / r, 1) for s, r in table.items()] == [4.0, 6.4, 9.1, 11.6]
+    module = nsa(64, 4, groups=2, head_dim=8)
+    assert module.tokens(8192).value == 2048
+    assert str(module.tokens(8192)) == "2,048 = S / 16 + min(S, 16 x 64) + min(S, 512)"
+
+
+@torch.no_grad()
+def test_counts_equal_what_is_seen() -> None:
+    for context in (1, 3, 4, 5, 17, 28):
+        x, at = torch.randn(1, context, M, dtype=torch.float64), Span(context - 1, 1)
+        for name in ("moba", "dsa"):
+            module = make(name)
+            memory = module.select.remember(x, Span(0, context))
+            q = module.project.query(x[:, -1:], at)
+            k, _ = module.project.remember(x, Span(0, context))
+            mask = module.select.choose(q, k, x[:, -1:], memory, at, Span(0, context))
+            seen = mask.visible(at, Span(0, context))
+            assert seen.eq(module.select.tokens(context).value).all()
+        with regard.Trace("pattern") as trace:
+            make("nsa")(x)
+        found = [
+            trace[f"{n}.pattern"][0, 0, -1].count_nonzero()
+            for n in ("compressed", "selected", "window")
+        ]
+        assert found == [
+            compressed_tokens(context, 4, 2),
+            block_tokens(context, 4, 4),
+            min(context, 6),
+        ]
+
+
+def test_descriptions() -> None:
+    found = dsa(64, 8, groups=2, head_dim=16, topk=32, index_heads=4, index_dim=8, rotary_dim=4)
+    told = found.describe(100)
+    maps = 64 * (8 * 16 * 2 + 2 * 16 * 2 + 4 * 8 + 8 + 4)
+    assert (told.name, told.kv_per_token.value, told.kept) == ("Indexer", 2 * 32 + 8, 7200)
+    assert told.flops_per_token.value == 2 * maps + 2 * 8 * 32 * 32 + 2 * 4 * 100 * 9
+    assert told.parameters.value == maps + 16
+    told = moba(64, 8, groups=2, head_dim=16, block=10, topk=3).describe(95)
+    maps = 64 * (8 * 16 * 2 + 2 * 16 * 2)
+    assert (told.name, told.kv_per_token.value) == ("MoBA", 64)
+    assert told.flops_per_token.value == 2 * maps + 2 * 8 * 25 * 32 + 2 * 8 * 9 * 16
+    told = nsa(64, 8, groups=2, head_dim=16).describe(8192)
+    maps = 64 * (8 * 16 * 2 + 6 * 32 + 24)
+    attended = 2 * 8 * 2047 * 32 + 2 * 8 * 511 * 16
+    compression = 2 * 2 * 2 * 511 * (32 * 16 * 16 + 16 * 16)
+    assert (told.name, told.kv_per_token.value) == ("NSA", 192)
+    assert told.flops_per_token.value == 2 * maps + attended + compression
+    with pytest.raises(regard.ArgumentError, match="context is 0"):
+        found.describe(0)
+    with pytest.raises(regard.ArgumentError, match="context is 0"):
+        nsa(64, 8, groups=2).describe(0)
+
+
+def test_parts_are_selectors() -> None:
+    assert isinstance(MoBA(4, 2), Selector)
+    assert isinstance(make("dsa").select, Selector)
+    assert repr(MoBA(4, 2)) == "MoBA(blocks of 4, topk=2)"
+    assert "topk=4" in repr(make("dsa").select)
+    assert "4 tokens" in repr(make("nsa").compress_key)
+
+
+def test_errors() -> None:
+    heads = Heads(8, 2, 4)
+    kv = [Heads(8, 1, 4) for _ in range(6)]
+
+    def built(keys: list[Heads], values: list[Heads], q: Heads = heads) -> NSA:
+        return NSA(
+            q, keys, values, compress_key=Compress(4, 4), compress_value=Compress(4, 4),
+            gate=nn.Linear(8, 6), output=nn.Linear(8, 8), sizes=NSABlocks(4, 2, 4, 3, 4),
+        )  # fmt: skip
+
+    same = "every branch needs the same heads and dims, keys the dim of q"
+    for call, message in (
+        (lambda: MoBA(0, 2), "MoBA with blocks of 0 and topk 2: both must be 1 or more"),
+        (lambda: moba(32, 4, groups=2, topk=0), "MoBA with blocks of 512 and topk 0"),
+        (lambda: dsa(32, 4, groups=2, topk=0), "topk is 0; it must be 1 or more"),
+        (
+            lambda: Indexer(heads, Heads(8, 2, 4), nn.Linear(8, 2), topk=3),
+            "index q is 2 heads of 4, k is 2 heads of 4, weights for 2 heads: k must be 1 heads of 4, and weight must give 2",
+        ),
+        (lambda: Indexer(heads, kv[0], nn.Linear(8, 3), topk=3), "weights for 3 heads"),
+        (
+            lambda: nsa(32, 4, groups=2, stride=12),
+            "compress 32, stride 12, select 64: stride must divide both",
+        ),
+        (lambda: nsa(32, 4, groups=2, count=2), "count is 2, fewer than the forced blocks"),
+        (lambda: nsa(32, 4, groups=3), "4 query heads are not divisible by 3 key/value heads"),
+        (lambda: Compress(0, 4), "Compress(length=0, dim=4, hidden=4): each must be at least 1"),
+        (
+            lambda: built(kv[:2], kv[3:]),
+            "2 keys and 3 values; give one each for compressed, selected, window",
+        ),
+        (lambda: built([*kv[:2], Heads(8, 2, 4)], kv[3:]), same),
+        (lambda: built(kv[:3], kv[3:], Heads(8, 2, 3)), same),
+    ):
+        with pytest.raises(regard.ArgumentError) as error:
+            call()
+        assert message in str(error.value)
+    follows = Rotary(
+        4, length="current", scaling=regard.positions.DynamicNTK(2.0, original_length=8)
+    )
+    project = Separate(Heads(8, 2, 4, follows), Heads(8, 1, 4, follows), Heads(8, 1, 4))
+    stale = SelectedAttention(project, MoBA(2, 2), nn.Linear(8, 8))
+    with pytest.raises(regard.ArgumentError, match="a cache was given, but Rotary"):
+        stale(torch.zeros(1, 3, 8), None, stale.new_cache())

@@ -1,0 +1,249 @@
+"""StreamingLLM against the paper's procedure, token by token: evict, number the slots from 0, rotate, attend."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import regard
+from regard import masks
+from regard.caches import Growing, Streaming
+from regard.nn import Attention, Heads, Separate, StreamingAttention
+from regard.nn.variants import VARIANTS, streaming
+from regard.positions import DynamicNTK, Rotary, YaRN
+from regard.span import Span
+from tests.oracles import infini as oracle
+from tests.rules import assert_close_rule
+
+
+def build(sinks: int = 2, recent: int = 5, rotary: Rotary | None = None, **options: Any) -> Any:
+    rotary = Rotary(6) if rotary is None else rotary
+    project = Separate(Heads(12, 4, 6, rotary), Heads(12, 2, 6, rotary), Heads(12, 2, 5))
+    module = StreamingAttention(
+        project, nn.Linear(20, 12), sinks=sinks, recent=recent, **options
+    ).double()
+    make = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        parameter.data.normal_(generator=make)
+    return module.requires_grad_(False)
+
+
+def tokens(B: int = 2, T: int = 24) -> Tensor:
+    return torch.randn(B, T, 12, dtype=torch.float64) * 0.5
+
+
+def by_hand(module: Any, x: Tensor, sinks: int, recent: int, **wrong: bool) -> Tensor:
+    """From the weights alone."""
+    rows = []
+    for row in x:
+        q, k, v = (
+            (row @ part.linear.weight.T).unflatten(-1, (part.heads, part.head_dim))
+            for part in (module.project.q, module.project.k, module.project.v)
+        )
+        z = oracle.streaming(q, k, v, sinks, recent, 10000.0, **wrong)
+        rows.append(z.flatten(1) @ module.output.weight.T + module.output.bias)
+    return torch.stack(rows)
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    return float((a - b).abs().max()) < 1e-11  # sums of some dozen products of weights of size 1
+
+
+@pytest.mark.parametrize(("sinks", "recent"), [(2, 5), (1, 1), (0, 4), (3, 8), (4, 30)])
+def test_is_the_procedure_of_the_paper(sinks: int, recent: int) -> None:
+    module, x = build(sinks, recent), tokens()
+    exact = by_hand(module, x, sinks, recent)
+    assert near(module(x), exact)
+    assert near(module(x, torch.arange(24)[None]), exact)
+    for cache in (module.new_cache(), Growing()):
+        steps = [module(x[:, t : t + 1], cache=cache) for t in range(24)]
+        assert near(torch.cat(steps, 1), exact)
+
+
+def test_what_it_is_not() -> None:
+    """Negative controls: positions as they were, a window more or less, a sink more or less, no sinks."""
+    module, x = build(), tokens()
+    right, exact = module(x), by_hand(module, x, 2, 5)
+    wrongs = [by_hand(module, x, 2, 5, original=True)]
+    wrongs += [by_hand(module, x, *sizes) for sizes in ((2, 6), (2, 4), (3, 5), (1, 5), (0, 7))]
+    original = Attention(module.project, module.output, mask=module.mask)
+    assert near(original(x), wrongs[0]), "the mask alone leaves positions as they were"
+    for wrong in wrongs:
+        with pytest.raises(AssertionError, match="error"):
+            assert_close_rule(wrong, right, exact)
+
+
+@settings(max_examples=10)
+@given(
+    chunks=st.lists(st.integers(0, 9), min_size=1, max_size=7),
+    sizes=st.tuples(st.integers(0, 3), st.integers(1, 6)),
+    growing=st.booleans(),
+)
+def test_any_chunks_are_one_pass(chunks: list[int], sizes: tuple[int, int], growing: bool) -> None:
+    module, x = build(*sizes), tokens(T=sum(chunks))
+    cache, parts, start = Growing() if growing else module.new_cache(), [], 0
+    for n in chunks:
+        parts.append(module(x[:, start : start + n], cache=cache))
+        start += n
+    if x.shape[1]:
+        assert near(torch.cat(parts, 1), module(x))
+        assert growing or len(cache) <= sum(sizes)
+
+
+@pytest.mark.parametrize("growing", [True, False])
+def test_padding_on_any_side(growing: bool) -> None:
+    module, T = build(), 24
+    steps = torch.arange(T)
+    positions = torch.stack([steps - 5, steps.masked_fill(steps >= 20, -1), steps]).clamp(min=-1)
+    x = tokens(3, T)
+    x[positions < 0] = float("nan")
+    used = positions >= 0
+    whole = module(x, positions)
+    cache, parts, start = Growing() if growing else module.new_cache(), [], 0
+    for n in (3, 9, 1, 1, 8, 2):
+        parts.append(module(x[:, start : start + n], positions[:, start : start + n], cache))
+        start += n
+    for out in (whole, torch.cat(parts, 1)):
+        for b in range(3):
+            assert near(out[b, used[b]], module(x[b : b + 1, used[b]])[0])
+
+
+def test_while_nothing_is_evicted_it_is_ordinary_attention() -> None:
+    module, x = build(), tokens(T=7)
+    plain = Attention(module.project, module.output, mask=masks.Causal())
+    assert near(module(x), plain(x))
+    assert near(module(x, torch.arange(7)[None]), plain(x))
+    longer = tokens(T=8)
+    assert not near(module(longer)[:, 7:], plain(longer)[:, 7:])
+
+
+def test_a_trace_sees_one_pattern() -> None:
+    module, x = build(softcap=3.0), tokens()
+    out = module(x)
+    with regard.Trace("pattern", "v", "z") as trace:
+        assert near(module(x), out)
+    pattern, v = trace["pattern"], trace["v"].repeat_interleave(2, 1)
+    assert near(pattern.sum(-1), torch.ones(2, 4, 24))
+    assert near(pattern @ v, trace["z"])
+    seen = module.mask.block(Span(0, 24), Span(0, 24)).expand(2, 4, -1, -1)
+    assert torch.equal(pattern > 0, seen)
+
+
+def test_scale_softcap_and_a_learned_sink_are_passed_on() -> None:
+    """Against the doubled dims of a trace, which is one softmax, and with a sink that takes all."""
+    x = tokens()
+    for options in ({"scale": 0.3}, {"softcap": 0.5}, {"sink": nn.Parameter(torch.zeros(4))}):
+        module, usual = build(**options), build()
+        with regard.Trace("pattern"):
+            one = module(x)
+        assert near(module(x), one)
+        assert not near(module(x), usual(x))
+    module.sink.data.fill_(1e4)
+    assert torch.equal(module(x), module.output.bias.expand_as(x))
+
+
+def test_a_rotary_with_a_factor_turns_back_without_it() -> None:
+    """YaRN multiplies cos and sin; turning back must not do so again."""
+    rotary = Rotary(6, scaling=YaRN(4.0, 8))
+    assert rotary.rotary_factor != 1
+    module, x = build(rotary=rotary), tokens(1, 12)
+    q, k, v = (part.linear(x) for part in (module.project.q, module.project.k, module.project.v))
+    q, k, v = (y.unflatten(-1, (n, -1)).transpose(1, 2) for y, n in ((q, 4), (k, 2), (v, 2)))
+    kept = [0, 1, 7, 8, 9, 10, 11]
+    z = regard.attend(
+        rotary(q[:, :, 11:], Span(6, 1)), rotary(k[:, :, kept], Span(0, 7)), v[:, :, kept]
+    )
+    exact = module.output(z.transpose(1, 2).flatten(2))
+    assert near(module(x)[:, 11:], exact)
+
+
+def test_gradients() -> None:
+    module, x = build(1, 1), tokens(1, 4).requires_grad_()
+    assert torch.autograd.gradcheck(module, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounds_no_worse_than_the_mask_alone(dtype: torch.dtype) -> None:
+    """Plain math: the same module without renumbering, whose error against its own definition is the allowance."""
+    x = tokens().to(dtype)
+    exact = build().to(dtype)
+    double = copy.deepcopy(exact).double()
+    plain = Attention(exact.project, exact.output, mask=exact.mask)
+    error = plain(x).double() - Attention(double.project, double.output, mask=double.mask)(
+        x.double()
+    )
+    ref = double(x.double())
+    assert_close_rule(exact(x), (ref + error).to(dtype), ref)
+
+
+def test_a_compiled_pass_has_no_graph_break() -> None:
+    module, x = build(), tokens(1)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    assert near(compiled(x), module(x))
+    padded = torch.tensor([[-1, -1, *range(22)]])
+    assert near(compiled(x, padded)[:, 2:], module(x, padded)[:, 2:])
+
+
+def test_a_copy_and_a_state_dict_are_the_module() -> None:
+    module, x = build(), tokens()
+    out, other = module(x), copy.deepcopy(module)
+    assert torch.equal(other(x), out)
+    other.output.weight.data.zero_()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other(x), out)
+    assert "mask=causal & (window(5) | sinks(2))" in repr(module)
+
+
+def test_what_it_costs() -> None:
+    module = streaming(64, 8, groups=2, sinks=4, recent=20)
+    told = module.describe(1000)
+    assert (told.kv_per_token.value, told.kv_tokens.value) == (2 * 2 * 8, 24)
+    matrices = 64 * 64 * 2 + 64 * 16 * 2
+    assert told.flops_per_token.value == 2 * matrices + 8 * 24 * 2 * (8 + 8)
+    cache = module.new_cache()
+    assert isinstance(cache, Streaming)
+    module(torch.randn(1, 100, 64), cache=cache)
+    assert cache.bytes == 4 * told.kept
+
+
+def test_the_catalogue() -> None:
+    module: Any = VARIANTS["streaming"].example()
+    x = torch.randn(2, 20, 32)
+    out = module(x)
+    x[:, 12:] = float("nan")
+    assert torch.allclose(module(x)[:, :12], out[:, :12], atol=1e-6)
+
+
+def test_errors() -> None:
+    follows = Rotary(6, scaling=DynamicNTK(2.0, 8), length="current")
+    rotary = Rotary(6)
+
+    def other(q: list[nn.Module], k: list[nn.Module], **options: Any) -> StreamingAttention:
+        project = Separate(Heads(12, 4, 6, *q), Heads(12, 2, 6, *k), Heads(12, 2, 5), **options)
+        return StreamingAttention(project, nn.Linear(20, 12), sinks=1, recent=2)
+
+    same = "both must be one and the same Rotary: a query that looks at sinks is turned back"
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: build(-1), regard.ArgumentError, "sinks is -1; it must be 0 or more"),
+        (lambda: build(1, 0), regard.ArgumentError, "recent is 0; it must be 1 or more: a query always sees itself"),
+        (lambda: build(1.5), regard.ArgumentTypeError, "sinks is float 1.5; it must be an int, 0 or more"),
+        (lambda: build(softcap=0.0), regard.ArgumentError, "softcap is 0.0"),
+        (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
+        (lambda: other([], []), regard.ArgumentError, f"the last step on queries is None, and on keys None; {same}"),
+        (lambda: other([rotary], [Rotary(6)]), regard.ArgumentError, same),
+        (lambda: other([rotary, nn.Identity()], [rotary]), regard.ArgumentError,
+         f"the last step on queries is Identity(), and on keys Rotary(6, base=10000.0, layout='half'); {same}"),
+        (lambda: other([rotary], [rotary], late=rotary), regard.ArgumentError, "project has the late step Rotary"),
+        (lambda: StreamingAttention(nn.Identity(), nn.Identity(), sinks=1, recent=2),  # type: ignore[arg-type]
+         regard.ArgumentTypeError, "project is Identity; it must be a Separate"),
+    ]  # fmt: skip
+    for make, kind, message in cases:
+        with pytest.raises(kind) as error:
+            make()
+        assert message in str(error.value)

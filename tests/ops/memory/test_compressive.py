@@ -1,0 +1,253 @@
+"""The rules of the memory: what is read, what is written, and what the literature found out about both."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.memory import Compressed, retrieve, sigma, write
+from regard.ops.memory.compressive import nothing
+from tests.oracles import infini as oracle
+from tests.rules import assert_close_rule
+
+SCALES = [0.1, 1.0, 5.0]
+
+
+def drawn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return (torch.randn(*shape, dtype=torch.float64) * scale).to(dtype)
+
+
+def empty(k: Tensor, v: Tensor) -> Compressed:
+    return nothing(k, v)
+
+
+def by_hand(q: Tensor, segments: list[tuple[Tensor, Tensor]], update: str) -> Tensor:
+    """What q [B,H,T,D] reads behind these segments, from the loops."""
+    k, v = segments[0]
+    (B, H, T, D), (G, E) = q.shape, (k.shape[1], v.shape[3])
+    out = torch.zeros(B, H, T, E, dtype=torch.float64)
+    for b in range(B):
+        for h in range(H):
+            store, g = oracle.Store(D, E), h // (H // G)
+            for keys, values in segments:
+                store.write(keys[b, g].double().tolist(), values[b, g].double().tolist(), update)
+            for t in range(T):
+                out[b, h, t] = torch.tensor(
+                    store.read(q[b, h, t].double().tolist()), dtype=torch.float64
+                )
+    return out
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update", ["linear", "delta"])
+def test_what_is_read_is_the_definition(scale: float, dtype: torch.dtype, update: str) -> None:
+    q = drawn(2, 4, 3, 6, scale=scale, dtype=dtype)
+    segments = [
+        (drawn(2, 2, n, 6, scale=scale, dtype=dtype), drawn(2, 2, n, 5, dtype=dtype))
+        for n in (4, 3, 1, 5)
+    ]
+    state = empty(*segments[0])
+    plain_M, plain_z = (x.to(q.dtype) for x in state)
+    for k, v in segments:
+        f = F.elu(k) + 1
+        u = v
+        if update == "delta" and bool(plain_z.any()):
+            u = v - f @ plain_M / (f @ plain_z[..., None])
+        plain_M, plain_z = plain_M + f.transpose(-1, -2) @ u, plain_z + f.sum(2)
+        state = write(k, v, state, update)
+    assert (
+        state.M.dtype
+        == state.z.dtype
+        == (torch.float64 if dtype == torch.float64 else torch.float32)
+    )
+    f = (F.elu(q) + 1).unflatten(1, (2, 2))
+    plain = f @ plain_M[:, :, None] / (f @ plain_z[:, :, None, :, None])
+    read = retrieve(q, state)
+    assert bool(read.found.all())
+    assert_close_rule(read.values.to(dtype), plain.flatten(1, 2), by_hand(q, segments, update))
+
+
+def test_wrong_rules_are_caught() -> None:
+    """Negative controls: updates exchanged, heads tiled in place of repeated, no denominator."""
+    q, k, v = drawn(1, 4, 3, 6), drawn(1, 2, 5, 6), drawn(1, 2, 5, 4)
+    segments = [(k, v), (drawn(1, 2, 5, 6), drawn(1, 2, 5, 4))]
+    state = empty(k, v)
+    for pair in segments:
+        state = write(*pair, state)
+    right, exact = retrieve(q, state).values, by_hand(q, segments, "linear")
+    assert float((right - exact).abs().max()) < 1e-13
+    tiled = retrieve(q[:, [0, 2, 1, 3]], state).values
+    bare = sigma(q).unflatten(1, (2, 2)) @ state.M[:, :, None]
+    for wrong in (by_hand(q, segments, "delta"), tiled, bare.flatten(1, 2)):
+        with pytest.raises(AssertionError, match="error"):
+            assert_close_rule(wrong, right, exact)
+
+
+def test_sigma_keeps_what_is_small() -> None:
+    x = torch.tensor([-80.0, -30.0, -17.0, -1e-3, 0.0, 1e-3, 30.0])
+    exact = torch.tensor([oracle.sigma(float(y)) for y in x.double()], dtype=torch.float64)
+    assert float(((sigma(x).double() - exact) / exact).abs().max()) < 2e-7 * 80, (
+        "rounding of the argument"
+    )
+    assert (F.elu(x) + 1)[:3].tolist()[:2] == [0.0, 0.0], "expm1(x) + 1 rounds it away"
+
+
+def test_a_query_far_below_zero_reads_the_same_mean() -> None:
+    """sigma(q) is 0 in fp32 below -104: 0/0 in plain math; the weights of the dims stay what they are."""
+    q, k, v = drawn(1, 1, 2, 4), drawn(1, 1, 6, 4), drawn(1, 1, 6, 3)
+    near = retrieve(q - 20, write(k, v, empty(k, v))).values
+    low = [x.float() for x in (q, k, v)]
+    state = write(*low[1:], empty(*low[1:]))
+    far = retrieve((q - 400).float(), state)
+    assert bool(far.found.all())
+    assert float((far.values.double() - near).abs().max()) < 1e-3  # q - 400 keeps 5 digits
+    f = F.elu(q.float() - 400) + 1
+    assert bool((f @ state.M / (f @ state.z[..., None])).isnan().all()), "negative control"
+
+
+def test_an_empty_memory_reads_0_and_says_so() -> None:
+    q, k, v = drawn(1, 2, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 0, 5)
+    for update in ("linear", "delta"):
+        read = retrieve(q, write(k, v, empty(k, v), update))
+        assert not read.found.any()
+        assert torch.equal(read.values, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
+
+
+def test_what_is_not_written_is_not_looked_at() -> None:
+    k, v, q = drawn(2, 1, 4, 3), drawn(2, 1, 4, 3), drawn(2, 1, 4, 3)
+    where = torch.tensor([[True, False, True, True], [False, False, True, True]])
+    for update in ("linear", "delta"):
+        state = write(drawn(2, 1, 2, 3), drawn(2, 1, 2, 3), empty(k, v))
+        mine = write(k, v, state, update, where)
+        spoilt_k, spoilt_v, spoilt_q = (x.clone() for x in (k, v, q))
+        for x in (spoilt_k, spoilt_v, spoilt_q):
+            x.movedim(1, -1)[~where] = math.nan
+        for x in (spoilt_k, spoilt_v, spoilt_q):
+            x.requires_grad_()
+        spoilt = write(spoilt_k, spoilt_v, state, update, where)
+        assert all(torch.equal(a, b) for a, b in zip(mine, spoilt, strict=True))
+        read = retrieve(spoilt_q, spoilt, where)
+        assert torch.equal(read.found[:, 0], where)
+        assert torch.equal(read.values[where[:, None]], retrieve(q, mine).values[where[:, None]])
+        assert read.values[~where[:, None]].eq(0).all()
+        read.values.sum().backward()
+        for x in (spoilt_k, spoilt_v, spoilt_q):
+            assert x.grad is not None
+            assert x.grad.isfinite().all()
+            assert x.grad[~where[:, None]].eq(0).all()
+        for b in range(2):
+            alone = write(
+                k[b : b + 1, :, where[b]],
+                v[b : b + 1, :, where[b]],
+                Compressed(*(x[b : b + 1] for x in state)),
+                update,
+            )
+            assert float((alone.M - mine.M[b]).abs().max()) < 1e-13
+
+
+def test_the_same_binding_again() -> None:
+    """Linear reads v for ever; delta leaves M as it is, but z grows: v / 2 from the second write on."""
+    k, v = drawn(1, 1, 1, 8), drawn(1, 1, 1, 5)
+    for update, factors in (("linear", [1, 1, 1, 1]), ("delta", [1, 0.5, 0.5, 0.5])):
+        state, first = empty(k, v), None
+        for n, factor in enumerate(factors):
+            state = write(k, v, state, update)
+            read = retrieve(k, state).values
+            assert float((read - factor * v).abs().max()) < 1e-14, (update, n)
+            first = state if first is None else first
+            if update == "delta" and n == 1:
+                assert float((state.M - first.M).abs().max()) < 1e-14
+                assert float((state.z - 2 * first.z).abs().max()) < 1e-14
+
+
+def test_the_order_of_segments() -> None:
+    """It is nothing to a sum; under delta a segment corrects what stood there before."""
+    segments = [(drawn(1, 2, 6, 8), drawn(1, 2, 6, 4)) for _ in range(5)]
+    for update in ("linear", "delta"):
+        ends = []
+        for order in (segments, segments[::-1]):
+            state = empty(*segments[0])
+            for k, v in order:
+                state = write(k, v, state, update)
+            ends.append(state)
+        difference = float((ends[0].M - ends[1].M).abs().max())
+        assert float((ends[0].z - ends[1].z).abs().max()) < 1e-13
+        assert difference < 1e-13 if update == "linear" else difference > 0.1
+
+
+TABLE = {
+    0.25: 1.0511956850,
+    0.5: 1.1680288159,
+    1.0: 1.4597378127,
+    2.0: 1.9497219289,
+    4.0: 2.4475581404,
+}
+
+
+def test_selectivity_of_random_keys() -> None:
+    """How much more a matching key weighs than any other: E[sigma^2] / E[sigma]^2, at most pi."""
+    x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
+
+    def ratio(s: float) -> float:
+        f = sigma(s * x) * 1.0
+        first, second = (torch.trapezoid(y * density, x).item() for y in (f, f * f))
+        return second / first**2
+
+    def phi(y: float) -> float:
+        return math.erfc(-y / math.sqrt(2)) / 2
+
+    for s, figure in TABLE.items():
+        mean = s / math.sqrt(2 * math.pi) + 0.5 + math.exp(s * s / 2) * phi(-s)
+        square = (
+            s * s / 2 + 2 * s / math.sqrt(2 * math.pi) + 0.5 + math.exp(2 * s * s) * phi(-2 * s)
+        )
+        assert ratio(s) == pytest.approx(square / mean**2, abs=1e-8)
+        assert ratio(s) == pytest.approx(figure, abs=1e-8)
+    assert ratio(0.5) < ratio(4.0) < ratio(3000.0) < math.pi
+    assert ratio(3000.0) == pytest.approx(math.pi, rel=2e-3)
+    share = TABLE[1.0] / (2047 + TABLE[1.0])
+    assert f"{share:.4%}" == "0.0713%", "of a needle among 2048 tokens"
+
+
+def test_a_needle_among_random_keys_is_found_as_little_as_that() -> None:
+    D, S = 20_000, 32
+    k, v = drawn(1, 1, S, D), torch.eye(S, dtype=torch.float64)[None, None]
+    weights = retrieve(k[:, :, :8], write(k, v, empty(k, v))).values[0, 0]  # [8, S]
+    own = weights.diagonal().mean().item()
+    other = (weights.sum() - weights.diagonal().sum()).item() / (8 * (S - 1))
+    # one ratio's standard error is about 2 / sqrt(D); the mean over 8 needles lies well within 5 of them
+    assert own / other == pytest.approx(TABLE[1.0], abs=5 * 2 / math.sqrt(D))
+
+
+@pytest.mark.parametrize("update", ["linear", "delta"])
+def test_gradients(update: str) -> None:
+    q, k, v = drawn(1, 2, 2, 3), drawn(1, 1, 3, 3), drawn(1, 1, 3, 2)
+    M, z = drawn(1, 1, 3, 2), drawn(1, 1, 3).abs() + 0.5
+
+    def both(q: Tensor, k: Tensor, v: Tensor, M: Tensor, z: Tensor) -> Tensor:
+        return retrieve(q, write(k, v, Compressed(M, z), update)).values
+
+    inputs = tuple(x.requires_grad_() for x in (q, k, v, M, z))
+    assert torch.autograd.gradcheck(both, inputs)
+
+
+def test_the_state_does_not_overflow_in_half_precision() -> None:
+    """The sum of features of 64 segments passes 65504, the largest number of fp16."""
+    k, v = (
+        drawn(1, 1, 256, 4, scale=30, dtype=torch.float16),
+        drawn(1, 1, 256, 4, dtype=torch.float16),
+    )
+    state = empty(k, v)
+    for _ in range(64):
+        state = write(k, v, state)
+    assert bool((state.z > 65504).any())
+    read = retrieve(k, state)
+    assert bool(read.values.isfinite().all())
+    once = retrieve(k, write(k, v, empty(k, v))).values
+    assert float((read.values - once).abs().max()) < 1e-4

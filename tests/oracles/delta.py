@@ -1,0 +1,113 @@
+"""The delta rule from its definition: Python floats and loops, and nothing of regard."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Answer(NamedTuple):
+    """out [B,H,T,E] and the state behind the last token [B,G,D,E]; float64."""
+
+    out: Tensor
+    state: Tensor
+
+
+def delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    real: Tensor | None = None,
+) -> Answer:
+    """q [B,H,T,D], k [B,G,T,D], v [B,G,T,E], beta and log_decay [B,G,T]; real [B,T] is False where a slot is no token."""
+    (B, H, T, D), (G, E) = q.shape, (v.shape[1], v.shape[3])
+    ql, kl, vl, bl = (x.detach().double().tolist() for x in (q, k, v, beta))
+    gl = None if log_decay is None else log_decay.detach().double().tolist()
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    out = torch.zeros(B, H, T, E, dtype=torch.float64)
+    last = torch.zeros(B, G, D, E, dtype=torch.float64)
+    for b in range(B):
+        for g in range(G):
+            S = [[0.0] * E for _ in range(D)] if state is None else state[b, g].double().tolist()
+            for t in range(T):
+                if real is not None and not bool(real[b, t]):
+                    continue
+                if gl is not None:
+                    left = math.exp(gl[b][g][t])
+                    S = [[left * x for x in row] for row in S]
+                key, value, strength = kl[b][g][t], vl[b][g][t], bl[b][g][t]
+                for e in range(E):
+                    held = math.fsum(S[d][e] * key[d] for d in range(D))
+                    for d in range(D):
+                        S[d][e] += strength * key[d] * (value[e] - held)
+                for h in range(H):
+                    if h // (H // G) == g:
+                        for e in range(E):
+                            read = math.fsum(S[d][e] * ql[b][h][t][d] for d in range(D))
+                            out[b, h, t, e] = scale * read
+            last[b, g] = torch.tensor(S, dtype=torch.float64)
+    return Answer(out, last)
+
+
+def delta_plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    erase_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The loop as somebody would type it, in the dtype of its inputs; H = G.
+
+    With `erase_first` the state is (I - beta k k^T) S + beta k v^T, which rounds elsewhere: both are what people type.
+    """
+    B, H, T, D = q.shape
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    S = torch.zeros(B, H, D, v.shape[-1], dtype=q.dtype)
+    eye, rows = torch.eye(D, dtype=q.dtype), []
+    for t in range(T):
+        if log_decay is not None:
+            S = S * torch.exp(log_decay[:, :, t, None, None])
+        key, strength = k[:, :, t, :, None], beta[:, :, t, None, None]
+        if erase_first:
+            S = (eye - strength * key @ key.mT) @ S + strength * key * v[:, :, t, None]
+        else:
+            S = S + strength * key * (v[:, :, t, None] - (S * key).sum(-2, keepdim=True))
+        rows.append(((S * q[:, :, t, :, None]).sum(-2)) * scale)
+    return torch.stack(rows, 2), S
+
+
+def delta_plain_matrices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor,
+    *,
+    differences: bool = False,
+) -> Tensor:
+    """The same as one system of equations for all tokens, as somebody would type it, in the dtype of its inputs; H = G.
+
+    With `differences`, decays come from differences of one running sum: exact only relative to that sum, a known mistake.
+    """
+    T, total = q.shape[2], log_decay.cumsum(2)
+    left = torch.zeros(*q.shape[:2], T, T, dtype=q.dtype)
+    for i in range(T):
+        for j in range(i + 1):
+            between = log_decay[:, :, j + 1 : i + 1].sum(2)
+            left[:, :, i, j] = torch.exp(
+                total[:, :, i] - total[:, :, j] if differences else between
+            )
+    system = (beta[..., None] * (k @ k.mT) * left).tril(-1) + torch.eye(T, dtype=q.dtype)
+    u = torch.linalg.solve(system, beta[..., None] * v)
+    return (q @ k.mT * left) @ u / math.sqrt(q.shape[-1])
