@@ -14,6 +14,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from tests import annotations
 
@@ -36,6 +37,8 @@ hypothesis.settings.load_profile("regard")
 
 
 def pytest_configure() -> None:
+    # `with torch.device(...)` knows constructors by identity: let it learn the real ones first
+    _device_constructors()
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),

@@ -78,7 +78,9 @@ def model(name: str, config: dict[str, Any], seed: int = 3) -> Any:
     return theirs
 
 
-def copy_weights(theirs: nn.Module, ours: Any, names: dict[str, str], transposed: bool = False) -> Any:
+def copy_weights(
+    theirs: nn.Module, ours: Any, names: dict[str, str], transposed: bool = False
+) -> Any:
     """Ours with the weights of theirs: all of theirs are used, all of ours are set."""
     state = theirs.state_dict()
     assert set(state) == set(names), f"theirs has {sorted(state)}"
@@ -124,7 +126,8 @@ class Pair:
         self.ours = copy_weights(attention, made, family.names, family.transposed)
 
     def tokens(self, B: int = 2, T: int = LENGTH) -> Tensor:
-        return torch.randn(B, T, self.config.hidden_size)
+        make = torch.Generator().manual_seed(1)
+        return torch.randn(B, T, self.config.hidden_size, generator=make)
 
     def run(self, embeds: Tensor, positions: Tensor | None = None, **call: Any) -> Any:
         """Input and output of their layer."""
@@ -177,13 +180,19 @@ def check_left_padding(pair: Pair) -> None:
 
 
 def check_offset(pair: Pair, start: int = 1000) -> None:
-    """Far from the origin, in one pass and from a cache."""
+    """Far from the origin, in one pass and from a cache: as theirs there."""
     positions = torch.arange(start, start + LENGTH)[None]
     x, y = pair.run(pair.tokens(), positions, use_cache=False)
     near(pair.ours(x, Span(start, LENGTH)), y)
     cache, half = pair.ours.new_cache(), LENGTH // 2
     near(pair.ours(x[:, :half], Span(start, half), cache), y[:, :half])
     near(pair.ours(x[:, half:], cache=cache), y[:, half:])
+
+
+def check_shift(pair: Pair, start: int = 100_000) -> None:
+    """Ours very far from the origin as theirs at it: only differences of positions count."""
+    x, y = pair.run(pair.tokens(), use_cache=False)
+    near(pair.ours(x, Span(start, LENGTH)), y)
 
 
 def check_wrong(pair: Pair, change: Change) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from regard.nn.fused import Fused
 from regard.nn.variants import alibi, gpt
 from regard.positions import Rotary
 from tests.parity import layers
-from tests.parity.layers import LENGTH, Change, Family, Pair
+from tests.parity.layers import Change, Family, Pair
 
 H, G, D = 6, 2, 8
 M = H * D
@@ -76,9 +77,14 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@functools.cache
+def made(name: str, layer: int = 0) -> Pair:
+    return Pair(FAMILIES[name], layer)
+
+
+@pytest.fixture(params=FAMILIES)
 def pair(request: pytest.FixtureRequest) -> Pair:
-    return Pair(FAMILIES[request.param], layer=1)
+    return made(request.param, 1)
 
 
 def test_prefill(pair: Pair) -> None:
@@ -95,14 +101,12 @@ def test_left_padding(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", ["GPTNeoX", "Falcon"])
 def test_offset(name: str) -> None:
-    """With frequencies that are powers of two, whose angles fp32 holds exactly."""
-    rope = FAMILIES[name].config["rope_parameters"] | {"rope_theta": 256.0}
-    pair = Pair(FAMILIES[name], rope_parameters=rope)
-    for step in pair.ours.project.steps:
-        exact = Rotary(D, 256.0, rotary_dim=step.rotary_dim)
-        assert exact.inv_freq.tolist() == pair.theirs.rotary_emb.inv_freq.tolist()
-        pair.ours.project.steps[0] = exact
-    layers.check_offset(pair)
+    layers.check_offset(made(name))
+
+
+def test_shift(pair: Pair) -> None:
+    """Rotary, ALiBi and no positions at all alike."""
+    layers.check_shift(pair)
 
 
 def separated(pair: Pair) -> Any:
@@ -198,11 +202,4 @@ WRONG = [
 
 @pytest.mark.parametrize("name, change", WRONG, ids=lambda x: getattr(x, "__name__", x))
 def test_a_wrong_variant_is_far(name: str, change: Change) -> None:
-    layers.check_wrong(Pair(FAMILIES[name]), change)
-
-
-def test_a_later_start_moves_nothing_without_positions() -> None:
-    """ALiBi counts differences only: the same keys 1000 positions on give the same."""
-    pair = Pair(FAMILIES["Bloom"])
-    x, y = pair.run(pair.tokens(), use_cache=False)
-    layers.near(pair.ours(x, torch.arange(1000, 1000 + LENGTH)[None]), y)
+    layers.check_wrong(made(name), change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -82,10 +83,14 @@ FAMILIES = {
 LAYERS = [(name, layer) for name in FAMILIES for layer in (0, 1)]
 
 
-@pytest.fixture(scope="module", params=LAYERS, ids=lambda p: f"{p[0]} {('local', 'global')[p[1]]}")
-def pair(request: pytest.FixtureRequest) -> Pair:
-    name, layer = request.param
+@functools.cache
+def made(name: str, layer: int) -> Pair:
     return Pair(FAMILIES[name], layer)
+
+
+@pytest.fixture(params=LAYERS, ids=lambda p: f"{p[0]} {('local', 'global')[p[1]]}")
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return made(*request.param)
 
 
 def test_prefill(pair: Pair) -> None:
@@ -101,10 +106,15 @@ def test_left_padding(pair: Pair) -> None:
     layers.check_left_padding(pair)
 
 
+def test_offset(pair: Pair) -> None:
+    layers.check_offset(pair)
+    layers.check_shift(pair)
+
+
 @pytest.mark.parametrize("name, layer", LAYERS)
-def test_offset(name: str, layer: int) -> None:
+def test_offset_with_exact_angles(name: str, layer: int) -> None:
     """With frequencies 1, 1/4, 1/16, 1/64, whose angles fp32 holds exactly."""
-    layers.check_offset(Pair(FAMILIES[name], layer, rope_parameters=EXACT))
+    layers.check_offset(Pair(FAMILIES[name], layer, rope_parameters=EXACT), 4000)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -112,6 +122,7 @@ def test_sinks_with_yarn(layer: int) -> None:
     pair = Pair(FAMILIES["GptOss"], layer, rope_parameters=YARN)
     layers.check_prefill(pair)
     layers.check_chunks(pair)
+    layers.check_offset(pair)
 
 
 def test_a_local_cache_keeps_a_window(pair: Pair) -> None:
@@ -124,14 +135,14 @@ def test_a_local_cache_keeps_a_window(pair: Pair) -> None:
 
 def test_the_cap_bites_and_the_sinks_count() -> None:
     """What a wrong cap or sink would hide behind: scores below the cap, or sinks far below the scores."""
-    pair = Pair(FAMILIES["Gemma2"], 1)
+    pair = made("Gemma2", 1)
     x, _ = pair.run(pair.tokens(), use_cache=False)
     q, (k, _) = pair.ours.project.query(x, torch.arange(LENGTH)[None]), pair.ours.project.remember(
         x, torch.arange(LENGTH)[None]
     )  # fmt: skip
     scores = q @ k.repeat_interleave(H // G, 1).mT * pair.ours.scale
     assert float((scores.abs() > CAP).float().mean()) > 0.2
-    sink = Pair(FAMILIES["GptOss"], 1).ours.sink
+    sink = made("GptOss", 1).ours.sink
     assert float(sink.max() - sink.min()) > 0.5
 
 
@@ -195,7 +206,7 @@ WRONG = (
 
 @pytest.mark.parametrize("name, layer, change", WRONG, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_a_wrong_variant_is_far(name: str, layer: int, change: Change) -> None:
-    layers.check_wrong(Pair(FAMILIES[name], layer), change)
+    layers.check_wrong(made(name, layer), change)
 
 
 WRONG_YARN: dict[str, Change] = {

@@ -205,7 +205,9 @@ WRONG: list[tuple[str, Change]] = [
 ]
 
 
-@pytest.mark.parametrize("where, change", WRONG, ids=lambda x: x[:7] if isinstance(x, str) else x.__name__)
+@pytest.mark.parametrize(
+    "where, change", WRONG, ids=lambda x: x[:7] if isinstance(x, str) else x.__name__
+)
 def test_a_wrong_variant_is_far(small: T5, where: str, change: Change) -> None:
     x, y = small.run(where, *texts(), use_cache=False)
     near(small.ours[where](x), y)

@@ -106,3 +106,11 @@ def test_help_takes_less_than_300_ms_with_the_start_of_python() -> None:
         f"import subprocess\nsubprocess.run({command}, stdout=subprocess.DEVNULL, check=True)"
     )
     assert min(taken) < 0.300, (min(taken), statistics.median(taken))
+
+
+def test_a_default_device_is_kept_under_pytest() -> None:
+    """The poisoned `torch.empty` of conftest.py must not hide from `with torch.device`."""
+    import torch
+
+    with torch.device("meta"):
+        assert torch.nn.Linear(4, 4).weight.is_meta

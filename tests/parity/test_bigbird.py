@@ -1,0 +1,161 @@
+"""Attention of BigBird as transformers computes it, in full, in blocks, in training and in evaluation, against `bigbird`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from regard import biases
+from regard.masks import BigBird, Blocks
+from regard.nn.variants import bigbird
+from tests.parity import layers
+from tests.parity.encoders import SIZES, H, M, names, parts, paths
+from tests.parity.layers import Change, capture, copy_weights, far, near
+
+BLOCK, BLOCKS, RANDOM = 2, 16, 2
+SLOTS = BLOCK * BLOCKS
+
+
+class Big:
+    """A layer of their BigBird and ours."""
+
+    def __init__(self, kind: str, **options: Any) -> None:
+        config = SIZES | {
+            "attention_type": kind, "block_size": BLOCK, "num_random_blocks": RANDOM, "use_bias": True,
+        }  # fmt: skip
+        self.theirs = layers.model("BigBird", config)
+        given = {"block": BLOCK, "blocks": BLOCKS, "random": RANDOM, "bias": True} | options
+        self.ours: Any = copy_weights(
+            parts(self.theirs, 0), bigbird(M, H, **given), names({"": "project"})
+        )
+
+    def run(self, B: int = 2, T: int = SLOTS, **call: Any) -> tuple[Tensor, Tensor]:
+        return capture(self.theirs, *paths(0), inputs_embeds=torch.randn(B, T, M), **call)
+
+    def draws(self, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """The random blocks of each head that their layer is about to take, [head][row - 1, r]."""
+        layer, seen = self.theirs.get_submodule(paths(0)[0]), []
+        draw = layer._bigbird_block_rand_mask_with_head
+
+        def listen(*given: Any, **named: Any) -> Any:
+            seen[:] = draw(*given, **named)
+            return list(seen)
+
+        monkeypatch.setattr(layer, "_bigbird_block_rand_mask_with_head", listen)
+        return seen
+
+
+def by_hand(draws: list[Any]) -> Tensor:
+    """Which block sees which, head by head: neighbours, first and last, and those drawn."""
+    table = torch.zeros(1, H, BLOCKS, BLOCKS, dtype=torch.bool)
+    for h in range(H):
+        for i in range(BLOCKS):
+            everything = range(BLOCKS) if i in (0, BLOCKS - 1) else (0, i - 1, i, i + 1, BLOCKS - 1)
+            drawn = [] if i in (0, BLOCKS - 1) else [int(b) for b in draws[h][i - 1]]
+            for j in (*everything, *drawn):
+                table[0, h, i, j] = True
+    return table
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_bigbird_is_full_attention_under_its_mask(is_causal: bool) -> None:
+    """Their full attention, given our mask as numbers to add; one row is padded on the left."""
+    pair = Big("original_full", is_causal=is_causal)
+    positions = torch.arange(SLOTS) - torch.tensor([0, 5])[:, None]
+    positions = positions.clamp(min=-1)
+    seen = pair.ours.mask.allows(positions[:, None, :, None], positions[:, None, None])
+    seen = seen & (positions >= 0)[:, None, None]
+    x, y = pair.run(attention_mask=torch.where(seen, 0.0, torch.finfo().min))
+    keep = positions >= 0
+    x = x.masked_fill(~keep[..., None], math.nan)
+    near(pair.ours(x, positions)[keep], y[keep])
+    visible = pair.ours.mask.table[2:-2].sum(1)
+    assert (visible < 5 + RANDOM).all() if is_causal else (visible == 5 + RANDOM).all()
+
+
+def test_bigbird_in_training_is_the_definition_with_the_blocks_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Big("block_sparse")
+    pair.theirs.train()
+    draws = pair.draws(monkeypatch)
+    x, y = pair.run()
+    table = by_hand(draws)
+    middle = table[0, :, 2:-2].sum(-1)
+    assert (middle == 5 + RANDOM).all(), "drawn outside of window and globals, none twice"
+    assert not torch.equal(table[0, 0], table[0, 1])
+    pair.ours.mask = Blocks(table, BLOCK)
+    near(pair.ours(x), y)
+    pair.ours.mask = Blocks(table.flip(1), BLOCK)
+    far(pair.ours(x), y)
+    pair.ours.mask = BigBird(BLOCK, BLOCKS, random=0)
+    far(pair.ours(x), y)
+
+
+def test_bigbird_in_evaluation_counts_the_first_block_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Theirs draws no blocks outside of training: all are block 0, which is global already and so is counted 1 + r times.
+
+    That is no attention over a set of keys. It equals the definition without random blocks once log(1 + r) is added to
+    the scores of block 0, and differs from the definition with any blocks, and without.
+    """
+    pair = Big("block_sparse")
+    draws = pair.draws(monkeypatch)
+    x, y = pair.run()
+    assert all((np.asarray(drawn) == 0).all() for drawn in draws)
+    far(pair.ours(x), y)
+    pair.ours.mask = BigBird(BLOCK, BLOCKS, random=0)
+    far(pair.ours(x), y)
+    pair.ours.bias = biases.Dense(torch.zeros(SLOTS, SLOTS))
+    pair.ours.bias.tensor[BLOCK:-BLOCK, :BLOCK] = math.log(1 + RANDOM)
+    near(pair.ours(x), y)
+
+
+def test_only_theirs_changes_with_the_mode() -> None:
+    pair = Big("block_sparse")
+    embeds = torch.randn(1, SLOTS, M)
+    seen = [
+        capture(pair.theirs.train(mode), *paths(0), inputs_embeds=embeds) for mode in (True, False)
+    ]
+    near(seen[0][0], seen[1][0])
+    far(seen[0][1], seen[1][1])
+    x = seen[0][0]
+    assert torch.equal(pair.ours.train()(x), pair.ours.eval()(x))
+
+
+def mask(**change: Any) -> Change:
+    def swap(ours: Any) -> None:
+        given = {"window": 3, "random": RANDOM, "seed": 0} | change
+        ours.mask = BigBird(BLOCK, BLOCKS, **given)
+
+    swap.__name__ = str(change)
+    return swap
+
+
+def first_block_only(ours: Any) -> None:
+    """No last block for all."""
+    table = ours.mask.table.clone()
+    table[1:-2, -1] = False
+    ours.mask = Blocks(table, BLOCK)
+
+
+WRONG_BLOCKS = (mask(seed=1), mask(window=5), mask(random=1), mask(causal=True), first_block_only)
+
+
+@pytest.mark.parametrize("change", WRONG_BLOCKS, ids=lambda f: f.__name__)
+def test_a_wrong_bigbird_is_far(change: Change) -> None:
+    pair = Big("original_full")
+    at = torch.arange(SLOTS)
+    seen = pair.ours.mask.allows(at[None, None, :, None], at[None, None, None])
+    x, y = pair.run(attention_mask=torch.where(seen, 0.0, torch.finfo().min).expand(2, 1, -1, -1))
+    near(pair.ours(x), y)
+    other = copy.deepcopy(pair.ours)
+    change(other)
+    far(other(x), y)
