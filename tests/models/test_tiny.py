@@ -63,16 +63,55 @@ def test_it_continues_what_it_has_learnt_better_than_noise() -> None:
     assert loss(tiny(), ids) < loss(tiny(), shuffled) - 1
 
 
+def scores(model: Model) -> dict[str, torch.Tensor]:
+    """Scores of all heads on random tokens of the whole vocabulary, said twice."""
+    return head_scores(model, repeated_ids(model.config.vocab_size, 64))
+
+
 def test_it_has_a_previous_token_head() -> None:
-    scores = head_scores(tiny(), repeated_ids(tiny().config.vocab_size, 64))
-    assert scores["previous_token"].max() > 0.4
+    assert scores(tiny())["previous_token"].max() > 0.8
+
+
+def test_it_has_an_induction_head_behind_the_previous_token_head() -> None:
+    """The later head finds what the earlier one wrote: which token stood in front (Olsson et al. 2022)."""
+    found = scores(tiny())
+    assert found["induction"].max() > 0.5
+    (first, _), (second, _) = (
+        divmod(int(found[name].argmax()), found[name].shape[1])
+        for name in ("previous_token", "induction")
+    )
+    assert first < second
+
+
+def test_it_copies_what_it_has_seen_once() -> None:
+    """Random tokens said twice: the second time it knows what comes, though no text ever said it."""
+    ids = repeated_ids(tiny().config.vocab_size, 64)
+    losses = token_losses(tiny(), ids)
+    assert losses[:, 64:].mean() < losses[:, :62].mean() / 3
+
+
+def test_without_the_previous_token_head_it_copies_no_more() -> None:
+    """Its pattern made uniform over the past, and nothing else changed: cause, not coincidence."""
+    ids, found = repeated_ids(tiny().config.vocab_size, 64), scores(tiny())
+    layer, head = divmod(int(found["previous_token"].argmax()), found["previous_token"].shape[1])
+
+    def blur(pattern: torch.Tensor) -> torch.Tensor:
+        pattern = pattern.clone()
+        past = torch.ones_like(pattern[:, head]).tril()
+        pattern[:, head] = past / past.sum(-1, keepdim=True)
+        return pattern
+
+    with regard.Trace(edit={f"layers.{layer}.pattern": blur}):
+        losses = token_losses(tiny(), ids)
+    assert losses[:, 64:].mean() > 2 * token_losses(tiny(), ids)[:, 64:].mean()
 
 
 def test_an_untrained_twin_has_none() -> None:
     decoder = build(tiny().config).requires_grad_(False)
     twin = Model(decoder, tiny().tokenizer, tiny().config)
-    scores = head_scores(twin, repeated_ids(tiny().config.vocab_size, 64))
-    assert scores["previous_token"].max() < 0.2
+    found = scores(twin)
+    assert found["previous_token"].max() < 0.2
+    assert found["induction"].max() < 0.1
 
 
 def token_losses(model: Model, ids: torch.Tensor) -> torch.Tensor:

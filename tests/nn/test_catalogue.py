@@ -163,7 +163,8 @@ def test_gradients(name: str) -> None:
     assert torch.autograd.gradcheck(lambda x: module(x), (x,), fast_mode=True)
     module(x).square().sum().backward()
     without = [n for n, p in module.named_parameters() if p.grad is None or not bool(p.grad.any())]
-    assert without == [], "parameters that nothing reaches"
+    # an indexer chooses, and a choice has no gradient: it learns by a loss of its own
+    assert [n for n in without if not n.startswith("select.")] == [], "nothing reaches these"
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -210,14 +211,15 @@ def test_compiles_without_a_graph_break(name: str) -> None:
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_compiles_at_most_three_times(name: str) -> None:
-    """Once, and at most two recompilations over 64 steps."""
+    """Behind a prompt: once, and at most two recompilations over 64 steps."""
     torch._dynamo.reset()
-    module, x, counter = example(CAUSAL[name]), tokens(64, B=1), CompileCounter()
+    module, x, counter = example(CAUSAL[name]), tokens(84, B=1), CompileCounter()
     compiled, cache = torch.compile(module, backend=counter, fullgraph=True), module.new_cache()
     with torch.no_grad():
-        out = [compiled(x[:, i : i + 1], None, cache) for i in range(64)]
+        prompt = module(x[:, :20], None, cache)
+        out = [compiled(x[:, i : i + 1], None, cache) for i in range(20, 84)]
     assert counter.frame_count <= 3
-    close(torch.cat(out, 1), forward(module, x), name)
+    close(torch.cat([prompt, *out], 1), forward(module, x), name)
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import regard
 from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, Heads, Separate
@@ -19,6 +20,7 @@ from regard.nn.longformer import Longformer
 from regard.nn.variants import (
     bigbird,
     build,
+    causal,
     differential,
     gated,
     gpt,
@@ -342,3 +344,19 @@ def test_a_gate_leaves_a_latent_its_forms() -> None:
     with torch.no_grad():
         steps = [module(x[:, i : i + 1], None, cache) for i in range(T)]
         near(torch.cat(steps, 1), module(x))
+
+
+@pytest.mark.parametrize("make", [causal, mha, gpt])
+def test_dropout_acts_on_the_weights_in_training_only(make: Any) -> None:
+    """Off in evaluation, bit for bit (bug class 26); what is shown is never dropped: rows sum to 1 (27)."""
+    module, plain, x = made(make(DIM, 4, dropout=0.5)), make(DIM, 4).double().eval(), tokens(T)
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(module(x), plain(x))
+    module.train()
+    with regard.Trace("pattern") as trace:
+        first = module(x)
+    assert not torch.equal(first, module(x))
+    near(trace["pattern"].sum(-1), torch.ones_like(trace["pattern"].sum(-1)))
+    draws = torch.stack([module(x).detach() for _ in range(100)])
+    spread = draws.std(0) / 10  # of the mean of 100
+    assert float(((draws.mean(0) - plain(x).detach()).abs() / (spread + 1e-12)).max()) < 6

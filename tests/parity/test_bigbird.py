@@ -104,7 +104,7 @@ def test_bigbird_in_evaluation_counts_the_first_block_again(
     """Theirs draws no blocks outside of training: all are block 0, which is global already and so is counted 1 + r times.
 
     That is no attention over a set of keys. It equals the definition without random blocks once log(1 + r) is added to
-    the scores of block 0, and differs from the definition with any blocks, and without.
+    the scores of block 0, and differs from the definition with our random blocks and with none.
     """
     pair = Big("block_sparse")
     draws = pair.draws(monkeypatch)

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from regard.biases import ALiBi
@@ -22,7 +21,7 @@ from tests.parity.layers import Change, Family, Pair
 H, G, D = 6, 2, 8
 M = H * D
 COMMON = {"vocab_size": 8, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 WHOLE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -62,7 +61,7 @@ FAMILIES = {
     "GPTNeoX": Family(
         "GPTNeoX",
         COMMON | {"hidden_size": M, "num_attention_heads": H, "num_hidden_layers": layers.LAYERS,
-                  "intermediate_size": 16, "rope_parameters": QUARTER},
+                  "intermediate_size": 16, "rope_parameters": HALF},
         "layers.{}.attention", names("query_key_value", "dense"),
         lambda config, layer: fused("heads", rotary_dim=D // 2),
     ),
@@ -137,10 +136,10 @@ def test_six_heads_have_slopes_between_those_of_four() -> None:
 # Negative controls: what must be told apart.
 
 
-def other_order(order: str) -> Change:
+def other_order(order: Any) -> Change:
     def change(ours: Any) -> Any:
         old = ours.project
-        made = Fused(M, H, old.groups, D, order=order, steps=tuple(old.steps))  # type: ignore[arg-type]
+        made = Fused(M, H, old.groups, D, order=order, steps=tuple(old.steps))
         made.linear = old.linear
         ours.project = made
 

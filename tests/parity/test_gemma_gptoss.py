@@ -30,10 +30,10 @@ LINEAR = {
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 EXACT = {"rope_type": "default", "rope_theta": 256.0}
-# the trained length and the betas of gpt-oss leave no pair of 8 dims on the ramp
+# the factor, betas and trained length of gpt-oss
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "original_max_position_embeddings": 1024, "truncate": False,
+    "original_max_position_embeddings": 4096, "truncate": False,
 }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def gpt_oss(config: Any, layer: int) -> Any:
 
 def turn(ours: Any, **change: Any) -> None:
     """Queries and keys rotated as YaRN has it."""
-    rotary = Rotary(D, scaling=YaRN(32.0, 1024, **change))
+    rotary = Rotary(D, scaling=YaRN(32.0, 4096, **change))
     for part in (ours.project.q, ours.project.k):
         part.steps[-1] = rotary
 

@@ -125,7 +125,8 @@ class Rolling(Cache):
         """One run of positions goes on."""
         slots, start, device = self._slots, seen.stop, new[0].device
         after = seen.go_on(start + T, slots)
-        if after.stop <= slots.size and after.lost < 0:  # position p is in slot p
+        # position p is in slot p; a full ring is left to the last case, so that a graph knows two cases and not three
+        if after.stop < slots.size and after.lost < 0:
             self._memory, self._seen = put(held, new, start), after
             shown = Span(after.first, after.stop - after.first)
             return tuple(x[:, :, shown.start : shown.stop] for x in self._memory), shown
