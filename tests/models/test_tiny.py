@@ -87,7 +87,7 @@ def test_it_copies_what_it_has_seen_once() -> None:
     """Random tokens said twice: the second time it knows what comes, though no text ever said it."""
     ids = repeated_ids(tiny().config.vocab_size, 64)
     losses = token_losses(tiny(), ids)
-    assert losses[:, 64:].mean() < losses[:, :62].mean() / 3
+    assert losses[:, 64:].mean() < losses[:, :62].mean() - 2, "two nats, and more"
 
 
 def test_without_the_previous_token_head_it_copies_no_more() -> None:
@@ -103,7 +103,7 @@ def test_without_the_previous_token_head_it_copies_no_more() -> None:
 
     with regard.Trace(edit={f"layers.{layer}.pattern": blur}):
         losses = token_losses(tiny(), ids)
-    assert losses[:, 64:].mean() > 2 * token_losses(tiny(), ids)[:, 64:].mean()
+    assert losses[:, 64:].mean() > token_losses(tiny(), ids)[:, 64:].mean() + 2
 
 
 def test_an_untrained_twin_has_none() -> None:

@@ -109,15 +109,16 @@ class Rolling(Cache):
 
     def _before(self, positions: Positions, device: torch.device) -> Seen | Rows:
         """What was seen, in the form that the new positions allow; refuse positions that do not lie behind."""
-        seen = self._seen
+        seen, compiling = self._seen, torch.compiler.is_compiling()
         if isinstance(seen, Seen):
-            if isinstance(positions, Span) and positions.start >= 0:
+            # a graph would be tied to numbers that change with every step: there, slots have positions
+            if isinstance(positions, Span) and positions.start >= 0 and not compiling:
                 if seen.first == seen.stop and seen.lost < 0:
                     return Seen(positions.start, positions.start)
                 if seen.stop == positions.start:
                     return seen
             seen = Rows.of(seen, self._slots, device)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             seen.check_behind(as_tensor(positions, device))
         return seen
 
@@ -125,8 +126,7 @@ class Rolling(Cache):
         """One run of positions goes on."""
         slots, start, device = self._slots, seen.stop, new[0].device
         after = seen.go_on(start + T, slots)
-        # position p is in slot p; a full ring is left to the last case, so that a graph knows two cases and not three
-        if after.stop < slots.size and after.lost < 0:
+        if after.stop <= slots.size and after.lost < 0:  # position p is in slot p
             self._memory, self._seen = put(held, new, start), after
             shown = Span(after.first, after.stop - after.first)
             return tuple(x[:, :, shown.start : shown.stop] for x in self._memory), shown
