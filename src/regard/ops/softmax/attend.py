@@ -132,12 +132,15 @@ def attention_weights(
 def _weights(call: Call, shown: slice, block: slice) -> Tensor:
     rows = len(range(*shown.indices(call.T)))
     step = max(1, BLOCK_BYTES // max(1, call.B * call.H * rows * 8))
+    if call.S <= step:
+        every, _ = scores(call, shown, slice(0, call.S))
+        return weights(every[..., block], with_sink(total(every), call.sink))
     totals = [
         total(scores(call, shown, slice(i, min(i + step, call.S)))[0])
         for i in range(0, call.S, step)
     ]
     s, _ = scores(call, shown, block)
-    return weights(s, with_sink(join(totals) if totals else total(s), call.sink))
+    return weights(s, with_sink(join(totals), call.sink))
 
 
 def _part(name: str, which: slice | int | None, length: int) -> slice:
