@@ -60,9 +60,11 @@ def naive(scaling: Scaling, seed: int = 0) -> Attention:
 
 
 class Naive(Separate):
-    @property
-    def stale(self) -> str | None:
-        return None
+    """Says that its keys do not go stale, and is wrong."""
+
+    def __init__(self, *heads: Heads) -> None:
+        super().__init__(*heads)
+        self.stale = None
 
 
 def frequencies(scaling: Scaling, length: int) -> tuple[list[float], float]:

@@ -8,11 +8,30 @@ from regard.caches.fixed import Fixed
 from regard.caches.growing import Growing
 from regard.caches.latent import Latent
 from regard.caches.memory import Memory
-from regard.caches.ring import Ring
 from regard.caches.paged import Paged
 from regard.caches.pool import Pool
 from regard.caches.quantised import Quantised
+from regard.caches.ring import Ring
 from regard.caches.state import State
 from regard.caches.streaming import Streaming
 
-__all__ = ["Cache", "Contents", "Cross", "Fixed", "Growing", "Latent", "Memory", "Paged", "Parts", "Pool", "Quantised", "Ring", "State", "Streaming", "for_reach", "kept", "load", "save"]
+__all__ = [
+    "Cache",
+    "Contents",
+    "Cross",
+    "Fixed",
+    "Growing",
+    "Latent",
+    "Memory",
+    "Paged",
+    "Parts",
+    "Pool",
+    "Quantised",
+    "Ring",
+    "State",
+    "Streaming",
+    "for_reach",
+    "kept",
+    "load",
+    "save",
+]

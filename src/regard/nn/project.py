@@ -56,7 +56,9 @@ class Forms(Projection, Protocol):
 
 def facing(project: Projection, queries: int, keys: int) -> Projection:
     """The form of a projection for so many queries against so many keys: itself, unless it has `Forms`."""
-    has_forms = hasattr(type(project), "facing")  # as isinstance, which would evaluate every property
+    has_forms = hasattr(
+        type(project), "facing"
+    )  # as isinstance, which would evaluate every property
     return cast("Forms", project).facing(queries, keys) if has_forms else project
 
 
@@ -176,7 +178,8 @@ class Separate(nn.Module):
                 "k and v need the same number of heads, q and k the same head dim"
             )
         self.q, self.k, self.v, self.late = q, k, v, late
-        self.stale = stale(k)  # keys rotated by frequencies of the present length go stale when it grows
+        # keys rotated by frequencies of the present length go stale when it grows
+        self.stale = stale(k)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""

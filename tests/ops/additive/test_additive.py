@@ -185,6 +185,7 @@ def test_taps() -> None:
 
 
 def test_compiles_without_a_break_and_keeps_padding_out() -> None:
+    torch._dynamo.reset()
     q, k, v, w = make()
     run = torch.compile(additive_attention, fullgraph=True, backend="aot_eager")
     usual = additive_attention(q, k, v, w, k_positions=PADDED)

@@ -132,7 +132,7 @@ def attention_weights(
 def _weights(call: Call, shown: slice, block: slice) -> Tensor:
     rows = len(range(*shown.indices(call.T)))
     step = max(1, BLOCK_BYTES // max(1, call.B * call.H * rows * 8))
-    if call.S <= step:
+    if step >= call.S:
         every, _ = scores(call, shown, slice(0, call.S))
         return weights(every[..., block], with_sink(total(every), call.sink))
     totals = [
