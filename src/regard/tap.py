@@ -93,7 +93,9 @@ class Trace:
             if key in self.edit:
                 x = self.edit[key](x)
         if name in self.wants or full in self.wants:
-            self._heard.setdefault(full, []).append(x.detach())
+            # keys and values may be a cache's own memory, which later tokens overwrite
+            heard = x.detach().clone() if name in ("k", "v") else x.detach()
+            self._heard.setdefault(full, []).append(heard)
         return x
 
     def needs(self) -> frozenset[str]:

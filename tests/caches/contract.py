@@ -27,7 +27,7 @@ def steps(draw: st.DrawFn, rows: int = 2, most: int = 9) -> list[Step]:
     """Chunks of up to two windows, all rows alike, or padded left, right or anywhere; three windows and more in all."""
     found: list[Step] = []
     alike = draw(st.booleans())
-    for n in draw(st.lists(st.integers(0, most), min_size=2, max_size=5)) + [1, 1]:
+    for n in [*draw(st.lists(st.integers(0, most), min_size=2, max_size=5)), 1, 1]:
         if alike:
             found.append(n)
             continue
@@ -70,7 +70,9 @@ class Run:
         for start, slots in zip(starts, step, strict=True):
             p = iter(range(start, 10**9))
             found.append([next(p) if real else -1 for real in slots])
-        return torch.tensor(found, dtype=torch.int64).reshape(len(step), len(step[0]) if step else 0)
+        return torch.tensor(found, dtype=torch.int64).reshape(
+            len(step), len(step[0]) if step else 0
+        )
 
     def tokens(self, positions: Positions) -> Parts:
         """Random tokens, NaN where there is none."""
@@ -155,12 +157,15 @@ class Run:
         """Crop cache and rows, or find that the cache refuses; it may do so only where it says it may."""
         longest = max(self.ends())
         before = self.seen()
+        refused = None
         try:
             self.cache.crop(length)
         except regard.ArgumentError as error:
+            refused = str(error)
+        if refused is not None:
             rewind = self.kind.rewind
-            assert rewind is not None, f"crop to {length} of {longest} is refused: {error}"
-            assert length < longest - rewind, f"crop to {length} of {longest}: {error}"
+            assert rewind is not None, f"crop to {length} of {longest} is refused: {refused}"
+            assert length < longest - rewind, f"crop to {length} of {longest}: {refused}"
             assert self.seen() == before, "a refused crop changes the cache"
             return False
         self.rows = [[x[:, : max(0, length - self.start)] for x in row] for row in self.rows]
@@ -174,7 +179,9 @@ class Run:
         other.make = torch.Generator().manual_seed(99)
         return other
 
-    def seen(self, cache: Cache | None = None, back: int = 0) -> list[tuple[list[int], list[bytes]]]:
+    def seen(
+        self, cache: Cache | None = None, back: int = 0
+    ) -> list[tuple[list[int], list[bytes]]]:
         """What a cache would show to the next token, once `back` tokens were taken back: row by row positions and values,
         bit by bit. The cache is not changed."""
         cache = copy.deepcopy(self.cache if cache is None else cache)
@@ -269,7 +276,9 @@ def a_failed_update_is_taken_back(kind: Kind, run: list[Step], n: int) -> None:
         try:
             with kept(driver.cache):
                 driver.cache.update(driver.tokens(positions), positions)
-                driver.cache.update((*driver.tokens(positions), *driver.tokens(positions)), positions)
+                driver.cache.update(
+                    (*driver.tokens(positions), *driver.tokens(positions)), positions
+                )
         except regard.ArgumentError:
             pass
         else:

@@ -32,7 +32,8 @@ class Cache(ABC):
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Store new memory, each part [B,n,T,d], at positions; return all that is visible now, each [B,n,S,d], and where.
 
-        Slots at position -1 are no tokens. The order of the slots means nothing: their positions do.
+        Slots at position -1 are no tokens. The order of the slots means nothing: their positions do. What is returned may
+        be the cache's own memory, and holds good until the next operation on the cache.
 
         Raises:
             ArgumentError: the memory does not fit what is held, or there is no room for it.

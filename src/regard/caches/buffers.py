@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.caches.base import Parts
@@ -17,14 +18,19 @@ def in_place(held: Parts, new: Parts) -> bool:
     """
     if any(x.requires_grad for x in held):
         return False  # its graph may have kept it
-    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-        if any(x.is_inference() for x in held):
-            return False  # torch forbids it
+    outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+    if outside and any(x.is_inference() for x in held):
+        return False  # torch forbids it
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in new))
 
 
 def put(held: Parts, new: Parts, start: int) -> Parts:
-    """New slots [B,n,T,d] at slots start, start + 1, ... of what is held."""
+    """New slots [B,n,T,d] at slots start, start + 1, ... of what is held.
+
+    >>> held = (torch.zeros(1, 1, 4, 1),)
+    >>> put(held, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
+    [0.0, 1.0, 1.0, 0.0]
+    """
     if in_place(held, new):
         for old, x in zip(held, new, strict=True):
             old[:, :, start : start + x.shape[2]] = x
@@ -36,9 +42,18 @@ def put(held: Parts, new: Parts, start: int) -> Parts:
 
 
 def put_at(
-    held: Parts, new: Parts, slots: Tensor, real: Tensor
+    held: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
 ) -> tuple[Parts, Overwritten | None]:
-    """New slots at `slots` [B or 1, T], distinct in each row, where `real`; and what they overwrote in place, if they did."""
+    """New slots at `slots` [B or 1, T], distinct in each row, where `real`; and what they overwrote in place, if they did.
+
+    >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
+    >>> now, before = put_at(held, new, torch.tensor([[2, 0]]), torch.tensor([[True, False]]))
+    >>> now[0].flatten().tolist()
+    [0.0, 0.0, 5.0]
+    >>> before.put_back(now)
+    >>> now[0].flatten().tolist()
+    [0.0, 0.0, 0.0]
+    """
     safe, results, before = in_place(held, new), [], []
     for old, x in zip(held, new, strict=True):
         index = slots[:, None, :, None].expand(x.shape)
@@ -61,8 +76,13 @@ class Overwritten:
             old.scatter_(2, self.slots[:, None, :, None].expand(x.shape), x)
 
 
-def spread(held: Parts, new: Parts, source: Tensor) -> Parts:
-    """A copy of what is held, with new slot source[b, j] at slot j; -1 leaves slot j as it is."""
+def spread(held: Parts, new: Parts, source: Int[Tensor, "b S"]) -> Parts:
+    """A copy of what is held, with new slot source[b, j] at slot j; -1 leaves slot j as it is.
+
+    >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
+    >>> spread(held, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()
+    [6.0, 0.0, 5.0]
+    """
     index, taken = source.clamp(min=0)[:, None, :, None], (source >= 0)[:, None, :, None]
     return tuple(
         torch.where(taken, x.gather(2, index.expand(old.shape)), old)

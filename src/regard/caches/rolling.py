@@ -131,7 +131,9 @@ class Rolling(Cache):
             shown = Span(after.first, after.stop - after.first)
             return tuple(x[:, :, shown.start : shown.stop] for x in self._memory), shown
         p = torch.arange(start, start + T, device=device)[None]
-        if after.stop - start <= self.rewind + 1:  # nothing that a query of the step sees is overwritten
+        if (
+            after.stop - start <= self.rewind + 1
+        ):  # nothing that a query of the step sees is overwritten
             self._write(held, new, p, after)
             return self._visible(), slots.held(after, device)
         answer, where = self._in_order(held, new, seen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from regard.caches.slots import Seen, Slots
@@ -18,6 +19,11 @@ class Rows(NamedTuple):
     Attributes:
         positions: int64 [B or 1, size].
         lost: int64 [B or 1, 1], the highest position behind the sinks that was overwritten; -1 if none.
+
+    >>> slots = Slots(sinks=0, ring=3)
+    >>> rows = Rows.of(Seen(first=0, stop=4, lost=0), slots, torch.device("cpu"))
+    >>> rows.step(torch.tensor([[4], [-1]]), slots).positions.tolist()
+    [[3, 4, 2], [3, 1, 2]]
     """
 
     positions: Tensor
@@ -34,7 +40,7 @@ class Rows(NamedTuple):
         rows = rows if self.positions.shape[0] == 1 else self.positions.shape[0]
         return Rows(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
 
-    def check_behind(self, p: Tensor) -> None:
+    def check_behind(self, p: Int[Tensor, "b T"]) -> None:
         """New positions [B or 1, T] lie behind those held, row by row, each once.
 
         Raises:
@@ -58,7 +64,7 @@ class Rows(NamedTuple):
                     f"row {row} has position {int(order[row, column])} twice; give each token a position of its own"
                 )
 
-    def step(self, p: Tensor, slots: Slots) -> Rows:
+    def step(self, p: Int[Tensor, "b T"], slots: Slots) -> Rows:
         """After one token for each row, p [B or 1, at most 1]."""
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
@@ -70,7 +76,7 @@ class Rows(NamedTuple):
             torch.cat([now.lost, gone], 1).amax(1, keepdim=True),
         )
 
-    def chunk(self, p: Tensor, slots: Slots) -> tuple[Rows, Tensor]:
+    def chunk(self, p: Int[Tensor, "b T"], slots: Slots) -> tuple[Rows, Tensor]:
         """After new tokens p [B or 1, T]; and which of them came into each slot, int64 [B or 1, size], -1 if none did."""
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from regard.span import EMPTY, Span
@@ -34,7 +35,7 @@ class Slots(NamedTuple):
         """How many slots there are."""
         return self.sinks + self.ring
 
-    def slot(self, p: Tensor) -> Tensor:
+    def slot(self, p: Int[Tensor, "*p"]) -> Int[Tensor, "*p"]:
         """The slots of positions; of a negative position any slot."""
         if self.sinks == 0:
             return p % self.ring
@@ -56,7 +57,7 @@ class Slots(NamedTuple):
             found += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
         return [(a, b) for a, b in found if a < b]
 
-    def held(self, seen: Seen, device: torch.device | str | None = None) -> Tensor:
+    def held(self, seen: Seen, device: torch.device | str | None = None) -> Int[Tensor, "1 size"]:
         """The positions in all slots [1, size] after a run of positions, EMPTY where a slot holds none of them."""
         last, j = seen.stop - 1, torch.arange(self.size, device=device)
         p = last - (last - j) % self.ring
@@ -72,6 +73,10 @@ class Seen(NamedTuple):
     Attributes:
         first, stop: the run.
         lost: the highest position behind the sinks that is no longer held; -1 if none.
+
+    >>> seen = Seen(first=0, stop=6, lost=1)
+    >>> seen.go_on(8, Slots(sinks=0, ring=4))
+    Seen(first=0, stop=8, lost=3)
     """
 
     first: int
