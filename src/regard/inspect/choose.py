@@ -16,7 +16,7 @@ from regard.tap import Trace
 
 RULE = (
     "the head that looks hardest at one other token: the largest single weight of the query on a key that is neither "
-    "the first token nor the query itself"
+    "the first token, nor the one in front of the query, nor the query itself"
 )
 """How `strongest_head` chooses, in words."""
 
@@ -73,12 +73,13 @@ def strongest_head(
     layer: int | None = None,
     head: int | None = None,
 ) -> Choice:
-    """The layer and head whose query looks hardest at one other token, the first token excepted.
+    """The layer and head whose query looks hardest at one other token, the first and the previous one excepted.
 
-    argmax over (layer, head) of max_j p_ij, 0 < j != i
+    argmax over (layer, head) of max_j p_ij, 0 < j < i - 1, or 0 < j < i where there is no such j
 
-    The first token is left out because heads with nothing to do park their weight there. If there is no other token,
-    it is the first head of the first layer. A `layer` or `head` that is given is kept, and only the other is chosen.
+    The first token is left out because heads with nothing to do park their weight there, and the previous one because
+    a previous-token head looks there whatever the words are. If there is no other token, it is the first head of the
+    first layer. A `layer` or `head` that is given is kept, and only the other is chosen.
 
     Raises:
         ArgumentError: the query, layer or head is out of range.
@@ -88,7 +89,10 @@ def strongest_head(
     >>> strongest_head(model, model.encode("x"), 0).layer
     0
     """
-    looks = strongest_keys(model, ids, query)[0]
+    rows, query = _rows(model, ids, query)
+    if query > 2:
+        rows[..., query - 1] = -1
+    looks = rows.amax(-1).clamp(min=0)
     layers, heads = looks.shape
     if layer is not None:
         layer = check_index("layer", layer, layers, "layer", "layers")
@@ -117,6 +121,12 @@ def strongest_keys(
     >>> weights.shape == keys.shape
     True
     """
+    best = _rows(model, ids, query)[0].max(-1)
+    return best.values.clamp(min=0), best.indices
+
+
+def _rows(model: Model, ids: Tensor, query: int) -> tuple[Tensor, int]:
+    """The query's weights [layers, H, T], -1 on the first token and on itself; and the query as an index from 0."""
     query = check_index("query", query, ids.shape[1], "token", "tokens")
     rows: list[Tensor] = []
 
@@ -129,8 +139,7 @@ def strongest_keys(
     weights = torch.stack(rows)  # [layers, H, T]
     weights[..., 0] = -1  # less than any weight, 0 included
     weights[..., query] = -1
-    best = weights.max(-1)
-    return best.values.clamp(min=0), best.indices
+    return weights, query
 
 
 def _end_of(word: str, text: str) -> int:

@@ -1,4 +1,9 @@
-"""Parts of models: projections, norms, attention, feed-forward and blocks."""
+"""Parts of models: projections, norms, attention, feed-forward and blocks; `variants` is the catalogue of mechanisms."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from regard.nn.additive import AdditiveAttention
 from regard.nn.attention import Attention
@@ -7,17 +12,24 @@ from regard.nn.cross import CrossAttention
 from regard.nn.embed import Embed, Sinusoidal
 from regard.nn.encoder_block import BlockCaches, DecoderBlock, EncoderBlock
 from regard.nn.feed_forward import FeedForward, SwiGLU
+from regard.nn.finish import Differential, Gated
+from regard.nn.fused import Fused, PerHead, Unprojected
 from regard.nn.infini import InfiniAttention
 from regard.nn.latent import Latent
-from regard.nn.norms import RMSNorm
+from regard.nn.longformer import Longformer
+from regard.nn.norms import HeadNorm, RMSNorm
 from regard.nn.nsa import NSA
 from regard.nn.policy import rotary_heads
 from regard.nn.prefix import Prefix
 from regard.nn.project import Heads, Projection, Separate
+from regard.nn.recurrent import Recurrent
 from regard.nn.residual import PostNorm, PreNorm, Residual
 from regard.nn.selected import SelectedAttention
 from regard.nn.states import States
 from regard.nn.streaming import StreamingAttention
+
+if TYPE_CHECKING:
+    from regard.nn import variants
 
 __all__ = [
     "NSA",
@@ -27,17 +39,24 @@ __all__ = [
     "BlockCaches",
     "CrossAttention",
     "DecoderBlock",
+    "Differential",
     "Embed",
     "EncoderBlock",
     "FeedForward",
+    "Fused",
+    "Gated",
+    "HeadNorm",
     "Heads",
     "InfiniAttention",
     "Latent",
+    "Longformer",
+    "PerHead",
     "PostNorm",
     "PreNorm",
     "Prefix",
     "Projection",
     "RMSNorm",
+    "Recurrent",
     "Residual",
     "SelectedAttention",
     "Separate",
@@ -45,5 +64,13 @@ __all__ = [
     "States",
     "StreamingAttention",
     "SwiGLU",
+    "Unprojected",
     "rotary_heads",
+    "variants",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "variants":  # it imports all of the parts
+        return importlib.import_module("regard.nn.variants")
+    raise AttributeError(f"module 'regard.nn' has no attribute {name!r}")
