@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from regard.caches import Cache, Growing, State
+from regard.caches import Cache, Fixed, Growing, Paged, Quantised, Ring, State, Streaming
 from regard.nn.variants import VARIANTS, build, gqa
 from regard.span import Span
 from tests.nn.catalogue import CAUSAL, DIM, MIXERS, example, tokens
@@ -53,6 +53,34 @@ def test_any_chunks_with_a_cache_are_one_pass(name: str) -> None:
     for sizes in CHUNKS:
         with torch.no_grad():
             close(in_chunks(module, x, sizes, module.new_cache()), whole, f"{name} {sizes}")
+
+
+EVERYTHING = {
+    "growing": lambda parts: Growing(),
+    "fixed": lambda parts: Fixed(T),
+    "paged": lambda parts: Paged(page_size=3, pages=2 * -(-T // 3)),
+    # all of it is recent, so that nothing is rounded
+    "quantised": lambda parts: Quantised(8, residual=T, axes=("token",) * parts),
+    "ring": lambda parts: Ring(T),
+    "streaming": lambda parts: Streaming(2, T),
+}
+"""Caches that hold all T tokens exactly: they serve every mechanism that remembers tokens."""
+TOKENS = {n: v for n, v in CAUSAL.items() if not isinstance(example(v).new_cache(), State)}
+
+
+@pytest.mark.parametrize("kind", EVERYTHING)
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
+    name: str, kind: str
+) -> None:
+    module, x = example(TOKENS[name]), tokens(T)
+    whole, first = forward(module, x), Growing()
+    with torch.no_grad():
+        module(x[:, :1], None, first)
+        parts = len(first.contents()) - 1  # the positions are no part
+        for sizes in ([2, 7, 1, 1, 6], [16, 1]):
+            found = in_chunks(module, x, sizes, EVERYTHING[kind](parts))
+            close(found, whole, f"{name} {kind} {sizes}")
 
 
 @pytest.mark.parametrize("name", CAUSAL)
