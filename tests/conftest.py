@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,8 @@ def clean_state() -> Iterator[None]:
     torch.manual_seed(0)
     before = _switches()
     yield
+    if "torch._dynamo" in sys.modules:  # what one test compiled counts against no other
+        torch._dynamo.reset()
     after = _switches()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
