@@ -72,6 +72,10 @@ WORDS: dict[str, Entry] = {
         "Join partials over disjoint sets of keys into the attention over their union, exactly.",
         ("combine", "LSE reduction", "split-KV reduction"),
     ),
+    "mixer": Entry(
+        "A module that lets the tokens of a sequence see one another: any mechanism.",
+        ("token mixer", "sequence mixer"),
+    ),
     "out": Entry(
         "The heads joined and projected: what attention adds to the hidden state, [B, T, M].",
         ("attention output", "o_proj output"),
@@ -109,6 +113,10 @@ WORDS: dict[str, Entry] = {
     "slot": Entry("One place along the key axis, whether it holds a token or not."),
     "softcap": Entry("cap * tanh(score / cap): keeps scores within (-cap, cap).", ("tanh cap",)),
     "span": Entry("A contiguous run of positions, carried as two numbers, not as a tensor."),
+    "state": Entry(
+        "What a recurrence carries from one token to the next: of a fixed size, whatever the length.",
+        ("recurrent state", "fast weights"),
+    ),
     "tap": Entry("An identity call at a named place, where a trace can listen or edit.", ("hook",)),
     "tile": Entry(
         "A block of queries against a block of keys: empty, partial or full under a mask.",

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.biases import Bias
-from regard.caches import Cache, Parts, for_reach, kept
+from regard.caches import Cache, Parts, for_reach
 from regard.cost import Description
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
 from regard.nn import describe
+from regard.nn.mixer import Mixer
 from regard.nn.project import Projection, aimed, facing
 from regard.ops.softmax import attend
-from regard.span import Positions, Span, count
+from regard.span import Positions, count
 from regard.tap import tap
 
 
-class Attention(nn.Module):
+class Attention(Mixer):
     """project -> remember -> recall -> attend -> output.
 
     q = query(x);  memory = remember(x), kept by the cache with its positions;  k, v = recall(memory, positions);
@@ -78,29 +77,8 @@ class Attention(nn.Module):
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
         self._usual = project.shape.D**-0.5
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds.
-
-        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that is refused leaves the
-        cache as it was.
-        """
-        if positions is None:
-            positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is None or torch.compiler.is_compiling():
-            return self._forward(x, positions, cache, backend)
-        with kept(cache):
-            return self._forward(x, positions, cache, backend)
-
-    def _forward(
-        self, x: Tensor, positions: Positions, cache: Cache | None, backend: str
-    ) -> Tensor:
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Attend from x [B,T,M] at its positions to itself and to what the cache holds."""
         memory, seen = self.project.remember(x, positions), positions
         if cache is not None:
             if self.project.stale:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, Memory, kept
+from regard.caches import Cache, Memory
 from regard.cost import Description, Figure, infini_flops, infini_state
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn import describe
 from regard.nn.late import check_rotary, check_unrotated
+from regard.nn.mixer import Mixer
 from regard.nn.project import Projection
 from regard.ops.memory import Compressed, infini_attention
 from regard.ops.memory.compressive import Update
 from regard.ops.memory.infini import Empty, check_options
-from regard.span import Positions, Span
+from regard.span import Positions
 from regard.tap import tap
 
 
-class InfiniAttention(nn.Module):
+class InfiniAttention(Mixer):
     """project -> remember -> rotate -> infini_attention -> output.
 
     q = query(x);  k, v = recall(remember(x)), without positions: the memory gets these
@@ -70,27 +70,13 @@ class InfiniAttention(nn.Module):
         self.gate = nn.Parameter(torch.zeros(project.shape.H))
         self.segment, self.update, self.empty = segment, update, empty
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] at its positions to its segment, and to what the cache has of all before.
-
-        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that is refused leaves the
-        cache as it was.
+    def check_cache(self, cache: Cache) -> None:
+        """Refuse a cache of another kind, or of other segments.
 
         Raises:
             ArgumentTypeError: the cache is not a `regard.caches.Memory`.
-            ArgumentError: its segments have another length; or as `infini_attention`.
+            ArgumentError: its segments have another length.
         """
-        if cache is None:
-            return self._forward(
-                x, Span(0, x.shape[1]) if positions is None else positions, None, backend
-            )
         if not isinstance(cache, Memory):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; Infini-attention needs a Memory: use new_cache()"
@@ -99,15 +85,10 @@ class InfiniAttention(nn.Module):
             raise ArgumentError(
                 f"the cache has segments of {cache.segment}, and the module of {self.segment}; use new_cache()"
             )
-        positions = cache.next(x.shape[1]) if positions is None else positions
-        if torch.compiler.is_compiling():
-            return self._forward(x, positions, cache, backend)
-        with kept(cache):
-            return self._forward(x, positions, cache, backend)
 
-    def _forward(
-        self, x: Tensor, positions: Positions, cache: Memory | None, backend: str
-    ) -> Tensor:
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Attend from x [B,T,M] to its own segment, and to what the cache has of all before."""
+        assert cache is None or isinstance(cache, Memory)
         q = tap("q", self.project.query(x, positions))
         memory, seen, state = self.project.remember(x, positions), positions, None
         if cache is not None:

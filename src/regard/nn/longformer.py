@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, Growing, Parts, kept
+from regard.caches import Cache, Growing, Parts
 from regard.cost import Description
 from regard.errors import ArgumentError
 from regard.masks import Causal, Global, Mask, Window
 from regard.nn import describe
+from regard.nn.mixer import Mixer
 from regard.nn.project import Projection
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
 from regard.tap import tap
 
 
-class Longformer(nn.Module):
+class Longformer(Mixer):
     """Every token sees its window and the global tokens; a global token sees everything, by other projections.
 
     z_t = softmax(q_t K^T / sqrt(D) over window(t) and globals) V, for other tokens;
@@ -68,34 +68,20 @@ class Longformer(nn.Module):
         if self.causal:
             self.mask, self.global_mask = Causal() & self.mask, Causal()
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds (causal layers only).
+    def check_cache(self, cache: Cache) -> None:
+        """Refuse a cache where the layer looks ahead.
 
         Raises:
-            ArgumentError: a cache is given to a layer that looks ahead.
+            ArgumentError: it does.
         """
-        if positions is None:
-            positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is not None and not self.causal:
+        if not self.causal:
             raise ArgumentError(
                 "this Longformer looks ahead, so that no token is final before the last; "
                 "give no cache, or make it causal with ahead=None"
             )
-        if cache is None or torch.compiler.is_compiling():
-            return self._forward(x, positions, cache, backend)
-        with kept(cache):
-            return self._forward(x, positions, cache, backend)
 
-    def _forward(
-        self, x: Tensor, positions: Positions, cache: Cache | None, backend: str
-    ) -> Tensor:
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Attend from x [B,T,M] at its positions to itself and to what the cache holds (causal layers only)."""
         near, far = self.local.remember(x, positions), self.globally.remember(x, positions)
         memory, seen, n = (*near, *far), positions, len(near)
         if cache is not None:

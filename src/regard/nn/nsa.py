@@ -9,17 +9,18 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_groups
-from regard.caches import Cache, Growing, Parts, kept
+from regard.caches import Cache, Growing, Parts
 from regard.cost import Description, Figure, attention_flops
 from regard.cost.selected import block_tokens, compressed_tokens, compression_flops, nsa_tokens
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
 from regard.nn.describe import check_context, matrices, parameters
+from regard.nn.mixer import Mixer
 from regard.nn.project import Heads
 from regard.ops.selection.blocks import Order, order
 from regard.ops.selection.nsa import NSABlocks, ends, selection_mask, windows
 from regard.ops.softmax import attend
-from regard.span import Positions, Span
+from regard.span import Positions
 from regard.tap import place, tap
 
 BRANCHES = ("compressed", "selected", "window")
@@ -67,7 +68,7 @@ class Compress(nn.Module):
         return f"{self.length} tokens"
 
 
-class NSA(nn.Module):
+class NSA(Mixer):
     """out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b: compressed, selected, window.
 
     compressed: one key and value per block of l tokens, every d tokens, seen once the block is complete;
@@ -132,25 +133,8 @@ class NSA(nn.Module):
         self.compress_key, self.compress_value, self.late = compress_key, compress_value, late
         self.gate, self.output, self.sizes = gate, output, sizes
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M2"]:
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] at its positions to itself and to what the cache holds, branch by branch."""
-        if positions is None:
-            positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is None or torch.compiler.is_compiling():
-            return self._forward(x, positions, cache, backend)
-        with kept(cache):
-            return self._forward(x, positions, cache, backend)
-
-    def _forward(
-        self, x: Tensor, positions: Positions, cache: Cache | None, backend: str
-    ) -> Tensor:
         q = tap("q", self.q(x, positions))
         memory: Parts = tuple(heads(x, positions) for heads in (*self.keys, *self.values))
         seen = positions
@@ -171,7 +155,7 @@ class NSA(nn.Module):
                     q, tap("k", k), tap("v", v), mask=mask,
                     q_positions=positions, k_positions=where, backend=backend,
                 ))  # fmt: skip
-        z = tap("z", self.mix(torch.stack(zs), x))
+        z = tap("z", self.gated(torch.stack(zs), x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def compressed(
@@ -186,7 +170,7 @@ class NSA(nn.Module):
         v = self.compress_value(windows(v, laid, self.sizes))
         return (k if self.late is None else self.late(k, at)), v
 
-    def mix(
+    def gated(
         self, zs: Float[Tensor, "3 B H T E"], x: Float[Tensor, "B T M"]
     ) -> Float[Tensor, "B H T E"]:
         """The branches, each times its gate, a number per head and query."""

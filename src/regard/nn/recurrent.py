@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, Parts, State, kept
+from regard.caches import Cache, Parts, State
 from regard.cost import Description, Figure
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn import describe
+from regard.nn.mixer import Mixer
 from regard.nn.project import Heads, Projection, ProjectionShape
-from regard.span import Positions, Span
+from regard.span import Positions
 from regard.tap import tap
 
 
@@ -41,7 +40,7 @@ class Rule(Protocol):
         """FLOPs of one token, linear maps not counted."""
 
 
-class Recurrent(nn.Module):
+class Recurrent(Mixer):
     """project -> rule -> norm -> gate -> output.
 
     q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * silu(gate(x));  out = output(z', heads joined)
@@ -56,6 +55,7 @@ class Recurrent(nn.Module):
     Raises:
         ArgumentError: the gate does not fit the heads.
 
+    >>> import torch
     >>> from regard.nn.project import Separate
     >>> from regard.nn.rules import Delta
     >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
@@ -86,39 +86,20 @@ class Recurrent(nn.Module):
         self.project, self.rule, self.output = project, rule, output
         self.norm, self.gate = norm, gate
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M2"]:
-        """Mix x [B,T,M] at its positions with the state that the cache holds, which is then the one behind x.
-
-        Positions default to 0..T-1, or on from the last token of each row of the cache. `backend` is the form of the op:
-        "recurrent" (also "reference"), "chunk", "parallel", or "auto". A call that is refused leaves the cache as it was.
+    def check_cache(self, cache: Cache) -> None:
+        """Refuse a cache of tokens.
 
         Raises:
             ArgumentTypeError: the cache is not a `regard.caches.State`.
         """
-        if cache is None:
-            return self._forward(
-                x, Span(0, x.shape[1]) if positions is None else positions, None, backend
-            )
         if not isinstance(cache, State):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
             )
-        positions = cache.next(x.shape[1]) if positions is None else positions
-        if torch.compiler.is_compiling():
-            return self._forward(x, positions, cache, backend)
-        with kept(cache):
-            return self._forward(x, positions, cache, backend)
 
-    def _forward(
-        self, x: Tensor, positions: Positions, cache: State | None, backend: str
-    ) -> Tensor:
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Mix x [B,T,M] with the state that the cache holds; backend is the form of the op ("reference" is "recurrent")."""
+        assert cache is None or isinstance(cache, State)
         q = tap("q", self.project.query(x, positions))
         k, v = self.project.recall(self.project.remember(x, positions), positions)
         k, v = tap("k", k), tap("v", v)

@@ -6,11 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, Growing, kept
+from regard.caches import Cache, Growing
 from regard.cost import Description, Figure, attention_flops
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.describe import check_context, matrices, parameters
+from regard.nn.mixer import Mixer
 from regard.nn.project import Projection, aimed, facing
 from regard.nn.selectors import Indexer, Selector
 from regard.ops.selection.indexer import index_scores, indexer_loss
@@ -19,7 +20,7 @@ from regard.span import Positions, Span, count
 from regard.tap import tap
 
 
-class SelectedAttention(nn.Module):
+class SelectedAttention(Mixer):
     """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made from each call.
 
     mask = choose(q, k, x);  z = finish(attend(q, k, v, mask), x);  out = output(z, heads joined)
@@ -48,25 +49,8 @@ class SelectedAttention(nn.Module):
         super().__init__()
         self.project, self.select, self.output, self.scale = project, select, output, scale
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        *,
-        backend: str = "auto",
-    ) -> Float[Tensor, "B T M2"]:
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] at its positions to the chosen tokens of x and of what the cache holds."""
-        if positions is None:
-            positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is None or torch.compiler.is_compiling():
-            return self._forward(x, positions, cache, backend)
-        with kept(cache):
-            return self._forward(x, positions, cache, backend)
-
-    def _forward(
-        self, x: Tensor, positions: Positions, cache: Cache | None, backend: str
-    ) -> Tensor:
         memory, seen = self.project.remember(x, positions), positions
         n = len(memory)
         memory = (*memory, *self.select.remember(x, positions))
