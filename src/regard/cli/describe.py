@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import json as json_format
+import shutil
+import sys
 from dataclasses import asdict
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,10 +71,16 @@ def describe(
 
 
 def _list(found: dict[str, dict[str, str]]) -> str:
+    """One line each, by family; on a terminal, lines are broken to its width."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     families: dict[str, list[str]] = {}
-    width = max(map(len, found)) + 2
+    name_width = max(map(len, found)) + 4
     for name, about in found.items():
-        families.setdefault(about["family"], []).append(f"  {name:<{width}}{about['about']}")
+        line = fill(
+            about["about"], max(40, columns), initial_indent=f"  {name}".ljust(name_width),
+            subsequent_indent=" " * name_width, break_long_words=False,
+        )  # fmt: skip
+        families.setdefault(about["family"], []).append(line)
     return "\n\n".join("\n".join([family, *lines]) for family, lines in families.items())
 
 
