@@ -227,30 +227,32 @@ def test_a_gate_acts_on_every_number_of_the_heads() -> None:
     near(module(x), (plain(x) * gate) @ module.output.weight.T)
 
 
+@pytest.mark.parametrize("step", [1, 2, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_longformer_by_loops(is_causal: bool) -> None:
-    module = made(longformer(DIM, 4, window=4, positions=(2, 7), is_causal=is_causal))
+def test_longformer_by_loops(is_causal: bool, step: int) -> None:
+    module = made(longformer(DIM, 4, window=4, positions=(2, 7), step=step, is_causal=is_causal))
     x, every = tokens(T, B=1), Span(0, T)
     near_, wide = (
         [part.query(x, every), *part.remember(x, every)] for part in (module.local, module.globally)
     )
     at = torch.arange(T)
     glob = (at == 2) | (at == 7)
-    sees = ((at[:, None] - at).abs() <= 2) | glob[None]
+    apart = (at[:, None] - at).abs()
+    sees = ((apart <= 2 * step) & (apart % step == 0)) | glob[None]
     past = CAUSAL if is_causal else EVERY
     z = attention_by_loops(*near_, sees & past)
     z[:, :, glob] = attention_by_loops(*wide, past)[:, :, glob]
     near(module(x), joined(z) @ module.output.weight.T + module.output.bias)
     near(module(x, at[None]), module(x))
-    single = copy_of_local(module)
+    single = copy_of_local(module, step)
     assert float((single(x) - module(x)).detach().abs().max()) > 0.1
 
 
-def copy_of_local(module: Any) -> Longformer:
+def copy_of_local(module: Any, step: int) -> Longformer:
     """Wrong: global tokens use the projection of the others."""
     return Longformer(
         module.local, module.local, module.output, positions=(2, 7), window=3,
-        ahead=None if module.causal else 2,
+        ahead=None if module.causal else 2, step=step,
     )  # fmt: skip
 
 
@@ -307,6 +309,7 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
         (lambda: Fused(0, 2, 2, 2), "dim is 0 and head_dim 2; each must be at least 1"),
         (lambda: local_global(8, 4, groups=2, window=2, every=0), "layer is 0 and every is 0; they must be at least 0 and 1"),
         (lambda: sliding_window(8, 4, groups=2, window=0), "Window size is 0; it must be 1 or more: a query always sees itself; leave the window out to see all"),
+        (lambda: longformer(8, 4, window=4, step=-1), "Dilated step is -1; it must be 1 or more: 1 is a plain window"),
         (lambda: longformer(8, 4, window=3), "window is 3; it is the total width, an even number: 2 or 4"),
         (lambda: differential(8, 2, depth=-1), "q is 4 heads of 2, k is 4 heads of 2, v is 2 heads of 4, depth -1: q needs 2 H heads, k twice the heads of v and the head dim of q, depth at least 0"),
         (lambda: Differential(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)), "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth 0: q needs 2 H heads, k twice the heads of v and the head dim of q, depth at least 0"),

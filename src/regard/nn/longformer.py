@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from regard.caches import Cache, Growing, Parts
 from regard.cost import Description
 from regard.errors import ArgumentError
-from regard.masks import Causal, Global, Mask, Window
+from regard.masks import Causal, Dilated, Global, Mask, Window
 from regard.nn import describe
 from regard.nn.mixer import Mixer
 from regard.nn.project import Projection
@@ -30,6 +30,7 @@ class Longformer(Mixer):
         positions: the positions of the global tokens.
         window: how many keys a token sees looking back, its own included, and `ahead` of it.
         ahead: keys behind the token that it sees; None makes the layer causal, for generation.
+        step: of a dilated window, which has gaps: every step-th key, as many as without gaps.
 
     Raises:
         ArgumentError: the two projections differ in shape, or a mask refuses its numbers.
@@ -52,6 +53,7 @@ class Longformer(Mixer):
         positions: tuple[int, ...] = (0,),
         window: int,
         ahead: int | None = None,
+        step: int = 1,
     ) -> None:
         super().__init__()
         if local.shape != globally.shape:
@@ -61,7 +63,10 @@ class Longformer(Mixer):
         self.local, self.globally, self.output = local, globally, output
         self.globals = Global(positions)
         self.causal = ahead is None
-        near = Window(window) if ahead is None else Window(window, ahead=ahead)
+        gaps, reach = Dilated(window, step), (window - 1) * step + 1
+        near: Mask = Window(reach) if ahead is None else Window(reach, ahead=ahead * step)
+        if step != 1:
+            near = near & gaps
         # others see global keys; that a global query sees everything is the second mask's matter
         self.mask: Mask = near | self.globals
         self.global_mask: Mask | None = None

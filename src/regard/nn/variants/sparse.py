@@ -24,6 +24,7 @@ def longformer(
     *,
     window: int,
     positions: tuple[int, ...] = (0,),
+    step: int = 1,
     head_dim: int | None = None,
     bias: bool = True,
     is_causal: bool = False,
@@ -36,10 +37,11 @@ def longformer(
         dim, heads, head_dim, bias: as for `mha`.
         window: the total width w, even: w/2 keys on either side; with is_causal, w/2 keys before the token.
         positions: the positions of the global tokens.
+        step: of a dilated window, which sees every step-th key on either side, as many as without gaps.
         is_causal: the autoregressive form.
 
     Raises:
-        ArgumentError: as for `mha`, or window is odd.
+        ArgumentError: as for `mha`, window is odd, or step is less than 1.
 
     >>> print(longformer(32, 4, window=4).mask)
     window(3, ahead=2) | global((0,))
@@ -55,6 +57,7 @@ def longformer(
     return Longformer(
         local, globally, join(dim, heads, D, bias=bias), positions=positions,
         window=window // 2 + 1, ahead=None if is_causal else window // 2,
+        step=step,
     )  # fmt: skip
 
 
