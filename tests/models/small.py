@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.models import checkpoint
+from regard.models.save import save
 from regard.models.families import llama
 from regard.models.model import Model
 from regard.models.tokenizer import Tokenizer
@@ -46,6 +46,6 @@ def model(seed: int = 0, **change: Any) -> Model:
 
 
 def write(folder: Path, made: Model) -> Path:
-    checkpoint.write(made.decoder, made.config, folder)
+    save(made.decoder, made.config, folder)
     made.tokenizer.save(folder)
     return folder

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import regard
 from regard import FileError
-from regard.models import checkpoint
+from regard.models.save import save
 from tests.models import small
 
 
@@ -54,7 +54,7 @@ def test_what_is_written_is_what_is_read(tied: bool, tmp_path: Path) -> None:
     assert model.config == made.config
     assert not model.decoder.training
     assert not any(p.requires_grad for p in model.decoder.parameters())
-    assert (model.decoder.head.weight is model.decoder.embedding.weight) == tied
+    assert (model.decoder.head.weight is model.decoder.embed.embedding.weight) == tied
     ids = model.encode("the quick né 你好")
     assert torch.equal(model(ids), made(ids))
     assert model.tokenizer.decode(ids[0].tolist()) == "the quick né 你好"
@@ -73,12 +73,12 @@ def test_what_is_written_is_what_is_read(tied: bool, tmp_path: Path) -> None:
 def test_half_weights(tmp_path: Path) -> None:
     made = small.model()
     small.write(tmp_path, made)
-    checkpoint.write(made.decoder, made.config, tmp_path, torch.bfloat16)
+    save(made.decoder, made.config, tmp_path, torch.bfloat16)
     assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     model = regard.load(str(tmp_path))
-    weight = made.decoder.embedding.weight
-    assert torch.equal(model.decoder.embedding.weight, weight.bfloat16().float())
+    weight = made.decoder.embed.embedding.weight
+    assert torch.equal(model.decoder.embed.embedding.weight, weight.bfloat16().float())
 
 
 def test_older_and_newer_configs(folder: Path) -> None:

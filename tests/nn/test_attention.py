@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import regard
 from regard import biases, masks
 from regard.caches import Growing
-from regard.nn import Attention, Block, Heads, RMSNorm, Separate, SwiGLU
+from regard.nn import Attention, Block, Heads, PreNorm, RMSNorm, Separate, SwiGLU
 from regard.nn.project import Projection
 from regard.positions import Rotary
 from regard.span import Span
@@ -265,9 +265,10 @@ def test_swiglu_and_block() -> None:
         lambda x, f=f: x @ f.weight.T + f.bias for f in (feed.gate, feed.up, feed.down)
     )
     assert float((feed(x) - down(gate(x) * torch.sigmoid(gate(x)) * up(x))).abs().max()) < 1e-4
-    block = Block(build(mask=CAUSAL), feed, random(RMSNorm(12), 1), random(RMSNorm(12), 2))
-    half = x + block.attention(block.attention_norm(x))
-    assert torch.equal(block(x), half + feed(block.feed_forward_norm(half)))
+    norms = [random(RMSNorm(12), seed) for seed in (1, 2)]
+    block = Block(build(mask=CAUSAL), feed, *(PreNorm(norm) for norm in norms))
+    half = x + block.attention(norms[0](x))
+    assert torch.equal(block(x), half + feed(norms[1](half)))
     cache = Growing()
     parts = [block(x[:, a:b], Span(a, b - a), cache) for a, b in ((0, 2), (2, 5))]
     assert float((torch.cat(parts, 1) - block(x)).detach().abs().max()) < 1e-4

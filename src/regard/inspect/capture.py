@@ -90,7 +90,7 @@ def _keepers(model: Model, block: Block, kept: dict[str, Tensor]) -> list[tuple[
         return hook
 
     return [
-        (model.decoder.embedding, keep(None, "embedding")),
-        (block.attention_norm, keep("entering", "normed")),
-        (block.feed_forward_norm, keep("residual", None)),
+        (model.decoder.embed, keep(None, "embedding")),
+        (block.around_attention.norm, keep("entering", "normed")),
+        (block.around_feed_forward.norm, keep("residual", None)),
     ]

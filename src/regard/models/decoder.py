@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, kept
 from regard.errors import ArgumentError
-from regard.nn import Block
+from regard.nn import Block, Embed
 from regard.span import Positions, Span
 from regard.tap import place
 
@@ -20,25 +20,25 @@ class Decoder(nn.Module):
     """ids -> embedding -> blocks -> norm -> logits.
 
     Args:
-        embedding: an `nn.Embedding` [V, M].
+        embed: an `Embed`: called as embed(ids, positions).
         layers: blocks, called as block(x, positions, cache).
-        norm: the norm in front of the head.
+        norm: behind the last block: a norm, or an `nn.Identity` for post-norm blocks.
         head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them.
 
     Raises:
         ArgumentError: ids are not [B,T], or one lies outside the vocabulary; a cache is missing.
 
     >>> import torch
-    >>> decoder = Decoder(nn.Embedding(7, 4), [], nn.Identity(), nn.Linear(4, 7))
+    >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
     >>> decoder(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 7])
     """
 
     def __init__(
-        self, embedding: nn.Embedding, layers: Sequence[Block], norm: nn.Module, head: nn.Module
+        self, embed: Embed, layers: Sequence[Block], norm: nn.Module, head: nn.Module
     ) -> None:
         super().__init__()
-        self.embedding, self.layers = embedding, nn.ModuleList(layers)
+        self.embed, self.layers = embed, nn.ModuleList(layers)
         self.norm, self.head = norm, head
 
     def forward(
@@ -50,9 +50,12 @@ class Decoder(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
         """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids continue them."""
-        self._check(ids, caches)
+        if caches is not None and len(caches) != len(self.layers):
+            raise ArgumentError(
+                f"{len(caches)} caches for {len(self.layers)} layers; give one per layer"
+            )
         if positions is None:
-            positions = caches[0].next(ids.shape[1]) if caches else Span(0, ids.shape[1])
+            positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or torch.compiler.is_compiling():
             return self._forward(ids, positions, caches, backend)
         with kept(*caches):  # of every layer: the last one may be the one that refuses
@@ -65,7 +68,7 @@ class Decoder(nn.Module):
         caches: Sequence[Cache] | None,
         backend: str,
     ) -> Tensor:
-        x = self.embedding(ids)
+        x = self.embed(ids, positions)
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
             with place(f"layers.{i}"):
@@ -75,16 +78,6 @@ class Decoder(nn.Module):
     def new_caches(self) -> list[Cache]:
         """An empty cache for each layer, of the kind that suits it."""
         return [cast("Block", layer).new_cache() for layer in self.layers]
-
-    def _check(self, ids: Tensor, caches: Sequence[Cache] | None) -> None:
-        if ids.ndim != 2:
-            raise ArgumentError(
-                f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
-            )
-        if caches is not None and len(caches) != len(self.layers):
-            raise ArgumentError(
-                f"{len(caches)} caches for {len(self.layers)} layers; give one per layer"
-            )
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:

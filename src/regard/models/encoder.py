@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.nn.embed import Embed
-from regard.nn.encoder_block import EncoderBlock
+from regard.nn.block import Block
 from regard.span import Positions, Span
 from regard.tap import place
 
@@ -33,7 +33,7 @@ class Encoder(nn.Module):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), figure 1, left half.
     """
 
-    def __init__(self, embed: Embed, layers: Sequence[EncoderBlock], norm: nn.Module) -> None:
+    def __init__(self, embed: Embed, layers: Sequence[Block], norm: nn.Module) -> None:
         super().__init__()
         self.embed, self.layers, self.norm = embed, nn.ModuleList(layers), norm
 

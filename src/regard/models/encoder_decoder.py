@@ -16,7 +16,8 @@ from regard.masks import Causal
 from regard.models.encoder import Encoder
 from regard.nn.attention import Attention
 from regard.nn.embed import Embed, Sinusoidal
-from regard.nn.encoder_block import BlockCaches, DecoderBlock, EncoderBlock
+from regard.nn.block import Block
+from regard.nn.decoder_block import BlockCaches, DecoderBlock
 from regard.nn.feed_forward import FeedForward
 from regard.nn.residual import PostNorm, PreNorm, Residual
 from regard.nn.variants.cross import cross_attention
@@ -185,7 +186,7 @@ def transformer(
     head = nn.Linear(dim, vocabulary, bias=False)
     head.weight = embedding.weight
     encoder = Encoder(
-        embed, [EncoderBlock(own(None), feed(), *paths(2)) for _ in range(layers)], last()
+        embed, [Block(own(None), feed(), *paths(2)) for _ in range(layers)], last()
     )
     blocks = [
         DecoderBlock(own(Causal()), cross_attention(dim, heads), feed(), *paths(3))

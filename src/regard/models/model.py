@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.caches import Cache
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, FileError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generate import Generation
 from regard.models.tokenizer import Tokenizer
@@ -22,12 +22,37 @@ class Model:
 
     Attributes:
         decoder: ids [B,T] -> logits [B,T,V].
-        tokenizer: text <-> ids.
         config: the frozen config of its family.
+        ends: the ids that end a text.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, config: Any) -> None:
-        self.decoder, self.tokenizer, self.config = decoder, tokenizer, config
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None,
+        config: Any,
+        *,
+        ends: Collection[int] | None = None,
+    ) -> None:
+        self.decoder, self.config, self._tokenizer = decoder, config, tokenizer
+        if ends is None:
+            end = None if tokenizer is None else tokenizer.end_of_text
+            ends = () if end is None else (end,)
+        self.ends = frozenset(ends)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text <-> ids.
+
+        Raises:
+            FileError: the folder had no tokenizer.json.
+        """
+        if self._tokenizer is None:
+            raise FileError(
+                "this model has no tokenizer: its folder holds no tokenizer.json; give ids to forward, or add the file "
+                "(a tokenizer.model or vocab.txt alone is converted by transformers: save_pretrained of a fast tokenizer)"
+            )
+        return self._tokenizer
 
     def forward(
         self,
@@ -62,8 +87,8 @@ class Model:
         return self.decoder.new_caches()
 
     def encode(self, text: str) -> Int[Tensor, "1 T"]:
-        """The ids of a text, [1,T]; a text that gives none is refused."""
-        ids = self.tokenizer.encode(text)
+        """The ids of a text, [1,T], with what the tokenizer puts around it; a text that gives none is refused."""
+        ids = self.tokenizer.encode(text, template=True)
         if not ids:
             raise ArgumentError(f"the text {text!r} has no tokens; give at least one character")
         return torch.tensor([ids])

@@ -121,8 +121,10 @@ class Tokenizer:
         """The id of `<|endoftext|>`, or None when the tokenizer has no such token."""
         return self._special.get(END_OF_TEXT)
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Token ids of `text`; `special=True` also turns names of special tokens into their ids.
+
+        `template=True` adds what the tokenizer's file puts around a text, such as a token for its beginning.
 
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
@@ -130,7 +132,7 @@ class Tokenizer:
         """
         _encodable(text)
         if not special:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
+            return list(self._backend.encode(text, add_special_tokens=template).ids)
         ids: list[int] = []
         for part in _cut(text, self._special):
             known = self._special.get(part)

@@ -7,23 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 from regard.nn.additive import AdditiveAttention
 from regard.nn.attention import Attention
-from regard.nn.block import Block
+from regard.nn.block import Block, ParallelBlock
 from regard.nn.cross import CrossAttention
+from regard.nn.decoder_block import BlockCaches, DecoderBlock
 from regard.nn.embed import Embed, Sinusoidal
-from regard.nn.encoder_block import BlockCaches, DecoderBlock, EncoderBlock
 from regard.nn.feed_forward import FeedForward, SwiGLU
 from regard.nn.finish import Differential, Gated
 from regard.nn.fused import Fused, PerHead, Unprojected
 from regard.nn.infini import InfiniAttention
 from regard.nn.latent import Latent
 from regard.nn.longformer import Longformer
-from regard.nn.norms import HeadNorm, RMSNorm
+from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.nsa import NSA
 from regard.nn.policy import rotary_heads
 from regard.nn.prefix import Prefix
 from regard.nn.project import Heads, Projection, Separate
 from regard.nn.recurrent import Recurrent
-from regard.nn.residual import PostNorm, PreNorm, Residual
+from regard.nn.residual import OutputNorm, PostNorm, PreNorm, Residual, Sandwich
 from regard.nn.selected import SelectedAttention
 from regard.nn.states import States
 from regard.nn.streaming import StreamingAttention
@@ -41,7 +41,6 @@ __all__ = [
     "DecoderBlock",
     "Differential",
     "Embed",
-    "EncoderBlock",
     "FeedForward",
     "Fused",
     "Gated",
@@ -50,6 +49,9 @@ __all__ = [
     "InfiniAttention",
     "Latent",
     "Longformer",
+    "OffsetRMSNorm",
+    "OutputNorm",
+    "ParallelBlock",
     "PerHead",
     "PostNorm",
     "PreNorm",
@@ -58,6 +60,7 @@ __all__ = [
     "RMSNorm",
     "Recurrent",
     "Residual",
+    "Sandwich",
     "SelectedAttention",
     "Separate",
     "Sinusoidal",

@@ -1,4 +1,4 @@
-"""A block of a decoder: attention and feed-forward, each behind a norm and beside a residual path."""
+"""Blocks: self-attention and feed-forward, each with its residual path."""
 
 from __future__ import annotations
 
@@ -6,31 +6,41 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache
-from regard.nn.attention import Attention
+from regard.nn.mixer import Mixer
+from regard.nn.residual import Residual
 from regard.span import Positions
 
 
 class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of an encoder without a mask.
+
+    x = around_attention(x, attention);  x = around_feed_forward(x, feed_forward)
 
     Args:
-        attention: an `Attention`.
+        attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_norm, feed_forward_norm: the norms in front of them.
+        around_attention, around_feed_forward: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`, `Sandwich`.
 
-    Source: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
+    >>> import torch
+    >>> from regard.nn.residual import PreNorm
+    >>> from regard.nn.variants import mha
+    >>> block = Block(mha(8, 2), nn.Linear(8, 8), PreNorm(nn.LayerNorm(8)), PreNorm(nn.LayerNorm(8)))
+    >>> block(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1; pre-norm: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
     """
 
     def __init__(
         self,
-        attention: Attention,
+        attention: Mixer,
         feed_forward: nn.Module,
-        attention_norm: nn.Module,
-        feed_forward_norm: nn.Module,
+        around_attention: Residual,
+        around_feed_forward: Residual,
     ) -> None:
         super().__init__()
-        self.attention_norm, self.attention = attention_norm, attention
-        self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
+        self.around_attention, self.attention = around_attention, attention
+        self.around_feed_forward, self.feed_forward = around_feed_forward, feed_forward
 
     def forward(
         self,
@@ -41,9 +51,42 @@ class Block(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """x [B,T,M] -> [B,T,M]."""
-        x = x + self.attention(self.attention_norm(x), positions, cache, backend=backend)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        x = self.around_attention(
+            x, lambda normed: self.attention(normed, positions, cache, backend=backend)
+        )
+        return self.around_feed_forward(x, self.feed_forward)
 
     def new_cache(self) -> Cache:
         """An empty cache of the kind that suits the attention."""
         return self.attention.new_cache()
+
+
+class ParallelBlock(Block):
+    """Both sublayers read the same x, and what they give is added to it at once.
+
+    x + attention(norm_1(x)) + feed_forward(norm_2(x)): of each `PreNorm` path only the norm and the dropout are used.
+
+    >>> import torch
+    >>> from regard.nn.residual import PreNorm
+    >>> from regard.nn.variants import mha
+    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *paths)(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+
+    Source: Wang and Komatsuzaki 2021 (GPT-J); Black et al. 2022 (arXiv 2204.06745), section 2.1, equation 2.
+    """
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M"]:
+        """x [B,T,M] -> [B,T,M]."""
+        mixed = self.around_attention(
+            x, lambda normed: self.attention(normed, positions, cache, backend=backend)
+        )
+        path = self.around_feed_forward
+        return mixed + path.dropout(self.feed_forward(path.norm(x)))

@@ -37,43 +37,51 @@ class Sinusoidal(nn.Module):
 
 
 class Embed(nn.Module):
-    """ids -> scale * embedding + positions, with dropout behind.
+    """ids -> scale * embedding + positions + segments, then a norm, then dropout: each part but the first may be absent.
 
-    x_t = scale * E[id_t] + P[position_t]
+    x_t = norm(scale * E[id_t] + P[position_t] + S[segment_t])
 
     Args:
         embedding: an `nn.Embedding` [V, M]; several models may share one.
         positional: a module from positions [B,L] to vectors [B or 1, L, M]: `Sinusoidal`, or `positions.Learned`.
-        scale: the factor on the embedding, sqrt(M) in the first Transformer.
+        scale: the factor on the embedding, sqrt(M) in the first Transformer; in half precision it is rounded, too.
+        segments: an `nn.Embedding` [n, M]: which of the texts of the input a token belongs to.
+        norm: a module [B,T,M] -> [B,T,M].
         dropout: in training only.
 
     Raises:
-        ArgumentError: ids are not [B,T].
+        ArgumentError: ids are not [B,T]; or segments are given, and there is no embedding for them.
 
     >>> Embed(nn.Embedding(7, 4), Sinusoidal(4))(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4; segments: Devlin et al. 2018 (arXiv 1810.04805), figure 2.
     """
 
     def __init__(
         self,
         embedding: nn.Embedding,
-        positional: nn.Module,
+        positional: nn.Module | None = None,
         *,
         scale: float = 1.0,
+        segments: nn.Embedding | None = None,
+        norm: nn.Module | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         check_number("scale", scale, float("-inf"), float("inf"), "finite")
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.embedding, self.positional, self.scale = embedding, positional, scale
+        self.segments, self.norm = segments, norm if norm is not None else nn.Identity()
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, ids: Int[Tensor, "B T"], positions: Positions | None = None
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
-        """ids [B,T] at positions, 0..T-1 by default -> [B,T,M]; the id of a slot at position -1 means nothing."""
+        """ids [B,T] at positions, 0..T-1 by default, of segment 0 by default -> [B,T,M]; the id of a slot at position -1 means nothing."""
         if ids.ndim != 2:
             raise ArgumentError(
                 f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
@@ -82,7 +90,15 @@ class Embed(nn.Module):
         if not isinstance(positions, Span):
             ids = ids.masked_fill(positions < 0, 0)
         x = self.embedding(ids)
-        return self.dropout(x * self.scale + self.positional(positions).to(x))
+        if self.scale != 1:
+            x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+        if self.positional is not None:
+            x = x + self.positional(positions).to(x)
+        if self.segments is not None:
+            x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
+        elif segments is not None:
+            raise ArgumentError("segments are given, and this embedding has none; leave them out")
+        return self.dropout(self.norm(x))
 
     def extra_repr(self) -> str:
         """The scale."""

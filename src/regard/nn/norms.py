@@ -48,6 +48,34 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+class OffsetRMSNorm(RMSNorm):
+    """An `RMSNorm` whose weight is 1 + w, so that weight decay pulls it to 1, not to 0.
+
+    y = x / sqrt(mean(x^2) + eps) * (1 + weight), computed in fp32 or better
+
+    Args:
+        dim, eps: as `RMSNorm`.
+
+    Raises:
+        ArgumentError: as `RMSNorm`.
+
+    >>> OffsetRMSNorm(4, eps=0.0)(torch.tensor([3.0, 4.0, 0.0, 0.0])).tolist()
+    [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
+
+    Source: the code released with Gemma (arXiv 2403.08295).
+    """
+
+    def __init__(self, dim: int, *, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps=eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Normalise x [..., dim]; positions are ignored."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight = 1 + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), x.shape[-1:], weight, self.eps).to(x.dtype)
+
+
 class HeadNorm(nn.Module):
     """Group norm with a group per head: each head's mean becomes 0 and its variance 1, then a weight and a bias per channel.
 

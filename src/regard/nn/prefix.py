@@ -26,7 +26,8 @@ class Prefix:
         reruns: how often the prefix was run again.
 
     >>> from regard.models.decoder import Decoder
-    >>> prefix = Prefix(Decoder(nn.Embedding(7, 4), [], nn.Identity(), nn.Linear(4, 7)))
+    >>> from regard.nn.embed import Embed
+    >>> prefix = Prefix(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
     >>> prefix(torch.tensor([[1, 2]]), Span(0, 2)).shape, prefix.reruns
     (torch.Size([1, 2, 7]), 0)
 

@@ -68,3 +68,47 @@ class PostNorm(Residual):
     ) -> Float[Tensor, "B T M"]:
         """norm(x + sublayer(x))."""
         return self.norm(x + self.dropout(sublayer(x)))
+
+
+class OutputNorm(Residual):
+    """What the sublayer adds is normed, and nothing else: x + norm(sublayer(x)).
+
+    >>> import torch
+    >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
+
+    Source: OLMo 2, 2025 (arXiv 2501.00656), section 2.1.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x + norm(sublayer(x))."""
+        return x + self.dropout(self.norm(sublayer(x)))
+
+
+class Sandwich(Residual):
+    """A norm on either side of the sublayer: x + after(sublayer(norm(x))).
+
+    Args:
+        norm: in front of the sublayer.
+        after: behind it.
+        dropout: on what is added, in training only.
+
+    >>> import torch
+    >>> path = Sandwich(nn.LayerNorm(2), nn.LayerNorm(2))
+    >>> path(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
+
+    Source: Ding et al. 2021 (arXiv 2105.13290), section 2.4; as in Gemma 2 (arXiv 2408.00118), section 2.
+    """
+
+    def __init__(self, norm: nn.Module, after: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__(norm, dropout)
+        self.after = after
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x + after(sublayer(norm(x)))."""
+        return x + self.dropout(self.after(sublayer(self.norm(x))))

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor, nn
+from torch import nn
 
 from regard.errors import RegardError
 from regard.train import checkpoints, state
-from regard.train.batches import Batches
+from regard.train.feed import Feed, Rows
 from regard.train.interrupts import interrupts
 from regard.train.losses import Loss, evaluate, next_token_loss
 from regard.train.progress import CsvLog, Progress, Row
@@ -43,10 +42,10 @@ class Result:
 
 def fit(
     model: nn.Module,
-    batches: Batches,
+    batches: Feed,
     settings: Settings,
     *,
-    validation: Int[Tensor, "N row"] | None = None,
+    validation: Rows | None = None,
     loss: Loss = next_token_loss,
     folder: str | Path | None = None,
     log: str | Path | None = None,
@@ -68,6 +67,7 @@ def fit(
         FileError: a checkpoint or the log cannot be written.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    >>> from regard.train.batches import Batches
     >>> batches = Batches(torch.arange(90) % 9, batch=4, context=8)
     >>> fit(model, batches, Settings(steps=3)).step
     3
@@ -90,7 +90,7 @@ class _Run:
     def __init__(
         self,
         model: nn.Module,
-        batches: Batches,
+        batches: Feed,
         settings: Settings,
         loss: Loss,
         folder: str | Path | None,
@@ -109,7 +109,7 @@ class _Run:
 
     def train(
         self,
-        validation: Tensor | None,
+        validation: Rows | None,
         caught: list[int],
         log: CsvLog | None,
         progress: Progress | None,
@@ -180,7 +180,7 @@ class _Run:
             else nullcontext()
         )
 
-    def validate(self, rows: Tensor) -> None:
+    def validate(self, rows: Rows) -> None:
         with self.off_the_clock(), self.autocast():
             self.validation = evaluate(self.model, rows, batch=self.batches.batch, loss=self.loss)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-Loss = Callable[[nn.Module, Tensor], Tensor]
+from regard.train.feed import Rows
+
+Loss = Callable[[nn.Module, Any], Tensor]
 """`loss(model, rows)`: the mean loss of a batch, a scalar."""
 
 
@@ -27,9 +30,9 @@ def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tenso
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, rows: Int[Tensor, "N row"], *, batch: int = 16, loss: Loss = next_token_loss
+    model: nn.Module, rows: Rows, *, batch: int = 16, loss: Loss = next_token_loss
 ) -> float:
-    """The mean loss over fixed rows [N, T + 1], the model in evaluation mode for as long.
+    """The mean loss over fixed rows, such as ids [N, T + 1], the model in evaluation mode for as long.
 
     >>> import math
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import FileError
-from regard.models.checkpoint import write
+from regard.models.save import save
 from regard.models.families.llama import Config, build
 from regard.models.tokenizer import Tokenizer
 from regard.train.batches import Batches, validation_rows
@@ -120,7 +120,7 @@ class Run:
         temporary = self.out / ".writing-final"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        write(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
+        save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
         for file in sorted(temporary.iterdir(), reverse=True):  # the weights before the config
             file.replace(self.out / file.name)
         temporary.rmdir()

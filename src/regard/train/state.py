@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.train.batches import Batches
 from regard.train.checkpoints import Checkpoint
+from regard.train.feed import Feed
 from regard.train.settings import Settings
 
 _FREE = ("save_every",)  # settings that change no number of a run
@@ -20,7 +20,7 @@ _FREE = ("save_every",)  # settings that change no number of a run
 def pack(
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
-    batches: Batches,
+    batches: Feed,
     settings: Settings,
     run: dict[str, Any],
 ) -> Checkpoint:
@@ -42,7 +42,7 @@ def unpack(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimiser: torch.optim.Optimizer,
-    batches: Batches,
+    batches: Feed,
     settings: Settings,
 ) -> dict[str, Any]:
     """Put a checkpoint's state into the parts of a run, all checks first; gives back `run`.

@@ -13,10 +13,11 @@ from torch import nn
 
 from regard import masks
 from regard.arguments import check_groups
-from regard.errors import ArgumentError
+from regard.models import rope
+from regard.models.checkpoint.family import Family, Raw, check_sizes
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Heads, RMSNorm, Separate, SwiGLU
-from regard.positions import Rotary
+from regard.models.init import ready_for_training
+from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Config:
     """The keys of a Llama config.json that shape the model.
 
     Raises:
-        ArgumentError: a size is less than 1, or num_key_value_heads does not divide num_attention_heads.
+        ArgumentError: a size is less than 1, num_key_value_heads does not divide num_attention_heads, or rope_scaling is
+            not understood.
     """
 
     vocab_size: int
@@ -36,41 +38,28 @@ class Config:
     head_dim: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
     max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
     tie_word_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-                raise ArgumentError(f"{name} is {value}; it must be at least 1")
+        check_sizes(self)
         check_groups(self.num_attention_heads, self.num_key_value_heads)
+        self.rotary()
+
+    def rotary(self) -> nn.Module:
+        """The rotary positions of every layer."""
+        return rope.rotary(
+            self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings
+        )
 
 
-IGNORED = frozenset({
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache",
-    "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp",
-})  # fmt: skip
-"""Keys that do not shape the computation."""
-
-FIXED = {
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
-    "rope_scaling": None, "rope_parameters": None,
-}  # fmt: skip
-"""Keys that are understood with this value only."""
-
-
-def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with every key at its top level and no default left out.
-
-    transformers 5 nests rope_theta in rope_parameters; older files lack head_dim, or num_key_value_heads.
-    """
-    nested, heads, size = (
-        raw.get(key) for key in ("rope_parameters", "num_attention_heads", "hidden_size")
-    )
-    found = dict(raw)
-    if isinstance(nested, dict) and nested.get("rope_type", "default") == "default":
-        del found["rope_parameters"]
-        found |= {key: value for key, value in nested.items() if key != "rope_type"}
+def plain(raw: Raw) -> dict[str, Any]:
+    """Older files lack head_dim, or num_key_value_heads; newer ones nest what rotary needs."""
+    found = rope.plain(raw)
+    heads, size = found.get("num_attention_heads"), found.get("hidden_size")
     if isinstance(heads, int) and isinstance(size, int) and heads > 0:
         for key, value in (("num_key_value_heads", heads), ("head_dim", size // heads)):
             if found.get(key) is None:
@@ -78,59 +67,60 @@ def plain(raw: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-NAMES = {
-    "model.embed_tokens.weight": "embedding.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-    "model.layers.{}.input_layernorm.weight": "layers.{}.attention_norm.weight",
-    "model.layers.{}.self_attn.q_proj.weight": "layers.{}.attention.project.q.linear.weight",
-    "model.layers.{}.self_attn.k_proj.weight": "layers.{}.attention.project.k.linear.weight",
-    "model.layers.{}.self_attn.v_proj.weight": "layers.{}.attention.project.v.linear.weight",
-    "model.layers.{}.self_attn.o_proj.weight": "layers.{}.attention.output.weight",
-    "model.layers.{}.post_attention_layernorm.weight": "layers.{}.feed_forward_norm.weight",
-    "model.layers.{}.mlp.gate_proj.weight": "layers.{}.feed_forward.gate.weight",
-    "model.layers.{}.mlp.up_proj.weight": "layers.{}.feed_forward.up.weight",
-    "model.layers.{}.mlp.down_proj.weight": "layers.{}.feed_forward.down.weight",
-}
-"""Checkpoint name -> name here; {} is the layer."""
-
-
 def build(config: Config) -> Decoder:
-    """The decoder of a config, with fresh weights.
-
-    Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at a spread of about
-    1 and heads tell keys apart from the first step; those that write to the residual path are 0, so that a token is not
-    drowned by what untrained layers add to it, and later layers can match and copy it. The head has 0.02, and so has an
-    embedding that is tied to it; one of its own has 0.5.
-    """
+    """The decoder of a config, with fresh weights."""
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rotary = Rotary(config.head_dim, base=config.rope_theta)
+    rotary = config.rotary()
     layers = [_block(config, rotary) for _ in range(config.num_hidden_layers)]
-    decoder = Decoder(embedding, layers, _norm(config), head)
-    for module in decoder.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            own = module is embedding and not config.tie_word_embeddings
-            nn.init.normal_(module.weight, std=0.5 if own else 0.02)
-    for block in layers:
-        writes = (block.attention.output, block.feed_forward.get_submodule("down"))
-        for module in block.modules():
-            if isinstance(module, nn.Linear):
-                std = 0.0 if module in writes else module.in_features**-0.5
-                nn.init.normal_(module.weight, std=std)
-    return decoder
+    decoder = Decoder(Embed(embedding), layers, _norm(config), head)
+    return ready_for_training(decoder)
 
 
 def _norm(config: Config) -> RMSNorm:
     return RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-def _block(config: Config, rotary: Rotary) -> Block:
+def _block(config: Config, rotary: nn.Module) -> Block:
     M, D, H, G = (
         config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
     )  # fmt: skip
-    project = Separate(Heads(M, H, D, rotary), Heads(M, G, D, rotary), Heads(M, G, D))
-    attention = Attention(project, nn.Linear(H * D, M, bias=False), mask=masks.Causal())
-    return Block(attention, SwiGLU(M, config.intermediate_size), _norm(config), _norm(config))
+    project = rope.heads(M, H, G, D, rotary, bias=config.attention_bias)
+    output = nn.Linear(H * D, M, bias=config.attention_bias)
+    attention = Attention(project, output, mask=masks.Causal())
+    feed_forward = SwiGLU(M, config.intermediate_size, bias=config.mlp_bias)
+    return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
+
+
+LAYER, OURS = "model.layers.{}.", "layers.{}."
+NAMES = {
+    "model.embed_tokens.weight": "embed.embedding.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+    LAYER + "input_layernorm.weight": OURS + "around_attention.norm.weight",
+    LAYER + "self_attn.q_proj.weight": OURS + "attention.project.q.linear.weight",
+    LAYER + "self_attn.k_proj.weight": OURS + "attention.project.k.linear.weight",
+    LAYER + "self_attn.v_proj.weight": OURS + "attention.project.v.linear.weight",
+    LAYER + "self_attn.o_proj.weight": OURS + "attention.output.weight",
+    LAYER + "self_attn.q_proj.bias": OURS + "attention.project.q.linear.bias",
+    LAYER + "self_attn.k_proj.bias": OURS + "attention.project.k.linear.bias",
+    LAYER + "self_attn.v_proj.bias": OURS + "attention.project.v.linear.bias",
+    LAYER + "self_attn.o_proj.bias": OURS + "attention.output.bias",
+    LAYER + "post_attention_layernorm.weight": OURS + "around_feed_forward.norm.weight",
+    LAYER + "mlp.gate_proj.weight": OURS + "feed_forward.gate.weight",
+    LAYER + "mlp.up_proj.weight": OURS + "feed_forward.up.weight",
+    LAYER + "mlp.down_proj.weight": OURS + "feed_forward.down.weight",
+    LAYER + "mlp.gate_proj.bias": OURS + "feed_forward.gate.bias",
+    LAYER + "mlp.up_proj.bias": OURS + "feed_forward.up.bias",
+    LAYER + "mlp.down_proj.bias": OURS + "feed_forward.down.bias",
+}
+"""Checkpoint name -> name here; {} is the layer."""
+
+FAMILY = Family(
+    Config, build, NAMES,
+    fixed={"hidden_act": ("silu",)},
+    plain=plain,
+    buffers=(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+)  # fmt: skip

@@ -17,7 +17,8 @@ from regard import Trace
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.embed import Embed, Sinusoidal
-from regard.nn.encoder_block import DecoderBlock, EncoderBlock
+from regard.nn.block import Block
+from regard.nn.decoder_block import DecoderBlock
 from regard.nn.feed_forward import FeedForward
 from regard.nn.residual import PostNorm, PreNorm, Residual
 from regard.nn.variants import cross_attention
@@ -53,9 +54,9 @@ def paths(kind: type[Residual], n: int) -> list[Residual]:
     return [kind(nn.LayerNorm(M)) for _ in range(n)]
 
 
-def encoder_block(kind: type[Residual], activation: nn.Module | None = None) -> EncoderBlock:
+def encoder_block(kind: type[Residual], activation: nn.Module | None = None) -> Block:
     feed = FeedForward(M, WIDE, activation)
-    return random(EncoderBlock(attention(None), feed, *paths(kind, 2)))  # type: ignore[no-any-return]
+    return random(Block(attention(None), feed, *paths(kind, 2)))  # type: ignore[no-any-return]
 
 
 def decoder_block(kind: type[Residual]) -> DecoderBlock:

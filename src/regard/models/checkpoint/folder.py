@@ -1,0 +1,192 @@
+"""Opening what a model folder holds: regular files inside it, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from regard.errors import FileError
+from regard.models.checkpoint.advice import shown
+
+_LONGEST_NAME = 255
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What tells one state of a file from another."""
+
+    device: int
+    inode: int
+    size: int
+    changed: int
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a regular file of a model folder, whoever chose its name.
+
+    The name is plain: no separator, no "..", no drive, no control character. A link may lead to a file of the same
+    folder, or, as Hugging Face's cache lays it out, from `models--x--y/snapshots/z/` to `models--x--y/blobs/`; no link
+    leads anywhere else.
+
+    Args:
+        folder: the folder that the user named.
+        name: the file's name, which may come from a file.
+
+    Raises:
+        FileError: the name is not plain; or there is no such file, it is not regular, or a link leads out.
+
+    >>> inside(Path("model"), "../secrets")
+    Traceback (most recent call last):
+    regard.errors.FileError: model: '../secrets' is no plain file name; a model's files lie in its own folder
+    """
+    plain = name not in ("", ".", "..") and len(name) <= _LONGEST_NAME and name.isprintable()
+    if not plain or any(mark in name for mark in "/\\:"):
+        raise FileError(
+            f"{folder}: {shown(name)} is no plain file name; a model's files lie in its own folder"
+        )
+    path = folder / name
+    try:
+        if path.is_symlink():
+            _check_link(path, folder.resolve(strict=True))
+        _check_regular(path, path.stat())
+    except FileNotFoundError:
+        raise FileError(f"{path} is missing") from None
+    # RuntimeError: how Python before 3.13 tells of a loop of links
+    except (OSError, RuntimeError) as e:
+        raise _unreadable(path, e) from e
+    return path
+
+
+def _check_link(path: Path, folder: Path) -> None:
+    try:
+        target = path.resolve(strict=True)
+    except FileNotFoundError:
+        raise FileError(
+            f"{path} is a link to {shown(str(path.readlink()))}, which is missing; is it a partial download?"
+        ) from None
+    allowed = [folder]
+    for snapshot in (folder, *folder.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
+            allowed.append(repository / "blobs")
+    if target.parent not in allowed:
+        raise FileError(
+            f"{path} is a link out of its folder, to {target}, and is not followed; "
+            f"if that is meant, copy the files: `cp -rL {folder} COPY`"
+        )
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((kind for is_kind, kind in _KINDS if is_kind(status.st_mode)), "something else")
+        raise FileError(f"{path} is {kind}; it must be a regular file")
+
+
+def _unreadable(path: Path, error: Exception) -> FileError:
+    said = error.strerror if isinstance(error, OSError) else None
+    return FileError(f"{path} cannot be read: {said or error}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[FileIO, Mark]]:
+    """A regular file for reading, unbuffered, and what tells its present state from another.
+
+    Nothing that is not regular is waited for: a pipe without a writer is refused at once.
+
+    Raises:
+        FileError: it is missing, not regular, or cannot be read.
+
+    >>> _ = Path("notes").write_text("abc")
+    >>> with opened(Path("notes")) as (file, mark):
+    ...     file.read(2), mark.size
+    (b'ab', 3)
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        _check_regular(path, path.stat())
+        with os.fdopen(os.open(path, flags | getattr(os, "O_CLOEXEC", 0)), "rb", 0) as file:
+            status = os.fstat(file.fileno())
+            _check_regular(path, status)
+            yield file, _mark(status)
+    except FileNotFoundError:
+        raise FileError(f"{path} is missing") from None
+    except FileError:
+        raise
+    except OSError as e:
+        raise _unreadable(path, e) from e
+
+
+def mark_of(file: FileIO) -> Mark:
+    """The present state of an open file."""
+    return _mark(os.fstat(file.fileno()))
+
+
+def _mark(status: os.stat_result) -> Mark:
+    return Mark(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def whole(path: Path, limit: int) -> bytes:
+    """All bytes of a regular file that is no larger than a limit.
+
+    Raises:
+        FileError: it is missing, not regular, larger, or cannot be read.
+
+    >>> _ = Path("notes").write_text("abc")
+    >>> whole(Path("notes"), 3)
+    b'abc'
+    """
+    with opened(path) as (file, mark):
+        if mark.size > limit:
+            raise FileError(f"{path} has {mark.size} bytes; at most {limit} are read")
+        return exactly(file, mark.size, path)
+
+
+def exactly(file: FileIO, count: int, path: Path) -> bytes:
+    """The next so many bytes of a file.
+
+    Raises:
+        FileError: it ends before.
+
+    >>> _ = Path("notes").write_text("abc")
+    >>> with opened(Path("notes")) as (file, _):
+    ...     exactly(file, 3, Path("notes"))
+    b'abc'
+    """
+    found = bytearray(count)
+    fill(file, memoryview(found), path)
+    return bytes(found)
+
+
+def fill(file: FileIO, place: memoryview, path: Path) -> None:
+    """Read a file into memory until the memory is full; one call of the system may give less.
+
+    Raises:
+        FileError: the file ends before.
+
+    >>> _ = Path("notes").write_text("abc")
+    >>> place = bytearray(2)
+    >>> with opened(Path("notes")) as (file, _):
+    ...     fill(file, memoryview(place), Path("notes"))
+    >>> place
+    bytearray(b'ab')
+    """
+    done = 0
+    while done < len(place):
+        got = file.readinto(place[done:])
+        if not got:
+            raise FileError(
+                f"{path} ended {len(place) - done} bytes early: it became shorter while it was read"
+            )
+        done += got

@@ -1,0 +1,110 @@
+"""Bytes of files straight into tensors, several pieces at a time."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from regard.errors import FileError
+from regard.models.checkpoint.advice import shown
+from regard.models.checkpoint.folder import Mark, fill, mark_of, opened
+from regard.models.checkpoint.header import Stored
+
+PIECE = 8 << 20
+"""Bytes that one thread reads at a time: a large tensor is shared among all."""
+AHEAD = 32 << 20
+"""Bytes that may be read before they are asked for; a tensor larger than that is read alone."""
+THREADS = 4
+"""Most threads: they fault fresh memory in, which takes longer than the copy from the page cache."""
+
+
+@dataclass
+class _Coming:
+    """A tensor whose bytes are being read."""
+
+    stored: Stored
+    tensor: Tensor
+    pieces: list[Future[None]]
+
+
+def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor, in the order wanted. Whoever stops early leaves no thread behind.
+
+    Args:
+        wanted: checked entries.
+        marks: the state of each file in which its header was checked.
+
+    Raises:
+        FileError: a file has changed since, cannot be read, or holds a byte that is no boolean; or there is not
+            enough memory.
+
+    >>> from regard.models.checkpoint.header import read_header
+    >>> from safetensors.torch import save_file
+    >>> save_file({"a": torch.arange(3)}, "a.safetensors")
+    >>> header = read_header(Path("a.safetensors"))
+    >>> list(read(header.tensors, {header.file: header.mark}))
+    [('a', tensor([0, 1, 2]))]
+    """
+    coming: deque[_Coming] = deque()
+    ahead, rest = 0, deque(wanted)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+        try:
+            while rest or coming:
+                while rest and (not coming or ahead + rest[0].bytes <= AHEAD):
+                    stored = rest.popleft()
+                    coming.append(_start(stored, marks[stored.file], pool))
+                    ahead += stored.bytes
+                ahead -= coming[0].stored.bytes
+                # no name here holds the tensor while the caller has it: it may drop it at once
+                yield coming[0].stored.name, _finish(coming.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor) -> _Coming:
+    try:
+        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    except RuntimeError as e:
+        raise FileError(
+            f"{stored.file}: {shown(stored.name)} needs {stored.bytes} bytes of memory, which are not to be had"
+        ) from e
+    place = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
+    pieces = [
+        pool.submit(_read_piece, stored, mark, place[at : at + PIECE], at)
+        for at in range(0, stored.bytes, PIECE)
+    ]
+    return _Coming(stored, tensor, pieces)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _read_piece(stored: Stored, mark: Mark, place: memoryview, at: int) -> None:
+    with opened(stored.file) as (file, found):
+        if found == mark:
+            file.seek(stored.start + at)
+            fill(file, place, stored.file)
+            found = mark_of(file)
+    if found != mark:
+        raise FileError(f"{stored.file} was changed after its header was read; load it again")
+
+
+def _finish(coming: _Coming) -> Tensor:
+    for piece in coming.pieces:
+        piece.result()
+    if coming.stored.dtype is torch.bool and coming.stored.bytes:
+        largest = int(_bytes(coming.tensor).max())
+        if largest > 1:
+            raise FileError(
+                f"{coming.stored.file}: {shown(coming.stored.name)} is BOOL and holds a byte {largest}; "
+                "only 0 and 1 are booleans"
+            )
+    return coming.tensor

@@ -1,0 +1,218 @@
+"""Filling a model with stored tensors: each one is used, each parameter is filled, or the folder is refused."""
+
+from __future__ import annotations
+
+import difflib
+import os.path
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import FileError
+from regard.models.checkpoint.family import Family
+from regard.models.checkpoint.names import Binding, bind
+from regard.models.checkpoint.store import Store, Stored, check_finite
+
+
+def fill(
+    model: nn.Module,
+    family: Family,
+    store: Store,
+    *,
+    dtype: torch.dtype,
+    allow_missing: Sequence[str] = (),
+    finite: bool = False,
+    fresh: Callable[[], nn.Module] | None = None,
+) -> list[str]:
+    """Give every parameter of a model, which may be on the device "meta", its stored values in one dtype.
+
+    Names and shapes are compared before anything is read. A tensor at a time is read, so that no more is in memory than
+    the model and that one tensor.
+
+    Args:
+        model: made by the family's builder.
+        family: with the name table.
+        store: the tensors of a folder.
+        dtype: of the parameters.
+        allow_missing: patterns (`*`, `?`) of stored names that may be absent; their parameters are those of `fresh`.
+        finite: whether to look for NaN and infinity in what is read.
+        fresh: makes the model with fresh weights, for what may be missing.
+
+    Returns:
+        The stored names that were missing, and allowed to be.
+
+    Raises:
+        FileError: a tensor is missing, unexpected, of another shape, not finite, or contradicts its twin.
+    """
+    bindings = bind(model, family.names)
+    place = spelled(store.tensors, bindings, family)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    wanted, twins = _first_names(bindings, parameters)
+    missing = [name for name in wanted if name not in place.values()]
+    allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
+    unexpected = [n for n in store.tensors if n not in place and not _is_buffer(n, family)]
+    if unexpected or len(missing) > len(allowed):
+        raise FileError(_complaint(store, [n for n in missing if n not in allowed], unexpected))
+    _check_shapes(store, place, bindings, parameters)
+    owners = _owners(model)
+    for stored_name, tensor in store.read(place):
+        name = place[stored_name]
+        if finite:
+            check_finite(stored_name, tensor)
+        found = _taken(tensor, bindings[name], parameters, dtype)
+        for ours, value in found.items():
+            if name in twins:
+                _check_twin(store, stored_name, value, twins[name], parameters[ours], owners)
+            else:
+                _assign(owners[id(parameters[ours])], value)
+    if allowed:
+        assert fresh is not None
+        made = dict(fresh().named_parameters(remove_duplicate=False))
+        for ours in (o for name in allowed for o in bindings[name].ours):
+            _assign(owners[id(parameters[ours])], made[ours].detach().to(dtype))
+    return allowed
+
+
+def spelled(
+    stored: Mapping[str, Stored], wanted: Collection[str], family: Family
+) -> dict[str, str]:
+    """Stored name -> name of the table, for those that have one: with or without a prefix, in older spellings."""
+    place: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in stored:
+        ours = _canonical(family.respell(name), wanted, family.prefixes)
+        if ours is None:
+            continue
+        if ours in taken:
+            raise FileError(
+                f"{stored[name].file}: {name} and {taken[ours]} are two names of {ours}; keep one"
+            )
+        place[name], taken[ours] = ours, name
+    return place
+
+
+def _canonical(name: str, wanted: Collection[str], prefixes: Sequence[str]) -> str | None:
+    spellings = [name, *(p + name for p in prefixes)]
+    spellings += [name.removeprefix(p) for p in prefixes]
+    return next((s for s in spellings if s in wanted), None)
+
+
+def _first_names(
+    bindings: Mapping[str, Binding], parameters: Mapping[str, Tensor]
+) -> tuple[list[str], dict[str, str]]:
+    """Names that must be stored, and those of parameters that another name fills: name -> that name."""
+    by_parameter: dict[int, str] = {}
+    wanted: list[str] = []
+    twins: dict[str, str] = {}
+    for name, binding in bindings.items():
+        other = by_parameter.get(id(parameters[binding.ours[0]]))
+        if other is None:
+            wanted.append(name)
+            by_parameter.update({id(parameters[ours]): name for ours in binding.ours})
+        else:
+            twins[name] = other
+    return wanted, twins
+
+
+def _is_buffer(name: str, family: Family) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in family.buffers)
+
+
+def _check_shapes(
+    store: Store,
+    place: Mapping[str, str],
+    bindings: Mapping[str, Binding],
+    parameters: Mapping[str, Tensor],
+) -> None:
+    for stored_name, name in place.items():
+        binding, found = bindings[name], store.tensors[stored_name]
+        meta = [parameters[ours].detach().to("meta") for ours in binding.ours]
+        wanted = tuple(binding.rule.give(meta).shape)
+        if found.shape != wanted:
+            raise FileError(
+                f"{found.file}: {stored_name} is {found.shape}; the config says {wanted}"
+            )
+        if not found.dtype.is_floating_point:
+            raise FileError(
+                f"{found.file}: {stored_name} is {found.dtype}; a weight must be a floating-point number"
+            )
+
+
+def _taken(
+    tensor: Tensor, binding: Binding, parameters: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The parameters that a stored tensor holds; views are copied, so that the stored one can go."""
+    sizes = [parameters[ours].shape for ours in binding.ours]
+    values = binding.rule.take(tensor, sizes)
+    whole = len(values) == 1 and values[0].is_contiguous()
+    return {
+        ours: value.to(dtype) if whole else value.to(dtype, copy=True).contiguous()
+        for ours, value in zip(binding.ours, values, strict=True)
+    }
+
+
+Owners = dict[int, list[tuple[nn.Module, str]]]
+"""Parameter -> the modules that hold it, and under which name: several where it is shared."""
+
+
+def _owners(model: nn.Module) -> Owners:
+    found: Owners = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, name))
+    return found
+
+
+def _assign(owners: Sequence[tuple[nn.Module, str]], value: Tensor) -> None:
+    module, name = owners[0]
+    requires = module._parameters[name]
+    made = nn.Parameter(value, requires_grad=requires is not None and requires.requires_grad)
+    for module, name in owners:
+        module._parameters[name] = made
+
+
+def _check_twin(
+    store: Store, name: str, value: Tensor, other: str, parameter: Tensor, owners: Owners
+) -> None:
+    """A tensor that is stored beside the one it is tied to is the same."""
+    module, attribute = owners[id(parameter)][0]
+    held = module._parameters[attribute]
+    if held is None or held.is_meta:  # it comes first in the file
+        _assign(owners[id(parameter)], value)
+    elif not torch.equal(held, value):
+        raise FileError(
+            f"{store.tensors[name].file}: {name} and {other} are tied by the config, and their values differ; "
+            "set tie_word_embeddings to false if that is meant"
+        )
+
+
+def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What does not fit, how many, the first of them with shapes, and what they may be meant to be."""
+    where = store.folder
+    said = [
+        f"{where}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} unexpected "
+        f"{[f'{n} {tuple(store.tensors[n].shape)}' for n in unexpected[:10]]}"
+    ]
+    prefix = _common_prefix(missing, unexpected)
+    if prefix:
+        said.append(f"; all but {prefix!r} fits: the names have a prefix too much, take it off")
+        return "".join(said)
+    for name in missing[:3]:
+        close = difflib.get_close_matches(name, unexpected, 1, 0.8)
+        said += [f"; is {close[0]} meant to be {name}?"] if close else []
+    if missing and not unexpected:
+        said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")
+    return "".join(said)
+
+
+def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """What stands in front of every missing name, if that is all that is wrong."""
+    shared = os.path.commonprefix(list(unexpected)) if len(unexpected) > 1 else ""
+    for end in (i + 1 for i, letter in enumerate(shared) if letter == "."):
+        if {n[end:] for n in unexpected} >= set(missing) and missing:
+            return shared[:end]
+    return ""

@@ -1,0 +1,39 @@
+"""Writing a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from regard.models.checkpoint.family import Family
+from regard.models.checkpoint.names import bind
+
+
+def write(
+    model: nn.Module,
+    config: Any,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    *,
+    name: str,
+    family: Family,
+) -> None:
+    """Write config.json and model.safetensors into a folder that exists; a shared parameter under its first name."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors, seen = {}, set()
+    for theirs, binding in bind(model, family.names).items():
+        ids = {id(parameters[ours]) for ours in binding.ours}
+        if ids & seen:
+            continue
+        seen |= ids
+        parts = [parameters[ours].detach().to(dtype) for ours in binding.ours]
+        tensors[theirs] = binding.rule.give(parts).contiguous()
+    raw = {"model_type": name, **asdict(config), "torch_dtype": str(dtype).removeprefix("torch.")}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")

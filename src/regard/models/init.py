@@ -1,0 +1,47 @@
+"""Fresh weights of a decoder."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import nn
+
+from regard.models.decoder import Decoder
+from regard.nn import Block
+
+
+def ready_for_training(decoder: Decoder) -> Decoder:
+    """Give a decoder weights to be trained from, in place.
+
+    Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at a spread of about
+    1 and heads tell keys apart from the first step; those that write to the residual path are 0, so that a token is not
+    drowned by what untrained layers add to it, and later layers can match and copy it. The head has 0.02, and so has an
+    embedding that is tied to it; one of its own has 0.5. Biases are 0.
+
+    >>> from regard.nn import Embed
+    >>> made = ready_for_training(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
+    >>> float(made.head.bias.abs().sum())
+    0.0
+    """
+    embedding, head = decoder.embed.embedding, decoder.head
+    tied = getattr(head, "weight", None) is embedding.weight
+    for module in decoder.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            own = module is embedding and not tied
+            nn.init.normal_(module.weight, std=0.5 if own else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+    for layer in decoder.layers:
+        block = cast("Block", layer)
+        writers = _writers(block)
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                std = 0.0 if any(module is w for w in writers) else module.in_features**-0.5
+                nn.init.normal_(module.weight, std=std)
+    return decoder
+
+
+def _writers(block: Block) -> list[nn.Module]:
+    """The matrices that write to the residual path."""
+    named = ((block.attention, "output"), (block.feed_forward, "down"))
+    return [getattr(part, name) for part, name in named if hasattr(part, name)]

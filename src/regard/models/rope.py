@@ -1,0 +1,225 @@
+"""What a config.json says about rotary positions, in any of its forms, and the `Rotary` and the heads that it means.
+
+Files on the hub have `rope_theta` and `rope_scaling` at the top level, the latter with a `type` (older) or a `rope_type`;
+transformers 5 writes one `rope_parameters`, flat, or one for each layer type:
+
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, ...}}
+    {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, ...}}
+    {"rope_parameters": {"full_attention": {...}, "sliding_attention": {...}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from regard.errors import ArgumentError
+from regard.models.layer_types import FULL, SLIDING
+from regard.models.rope_types import near, normal, number, scaling_of, short
+from regard.nn import Heads, Separate
+from regard.nn.policy import Recomputed
+from regard.nn.row_rotary import RowRotary
+from regard.positions import Rotary
+from regard.positions.rotary import Layout
+
+LIFTED = ("rope_theta", "partial_rotary_factor")
+"""Keys that files have at the top level or inside, and `plain` at the top level."""
+
+
+def plain(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
+    """A config.json with its rotary positions in one form, whichever it came in.
+
+    rope_theta and partial_rotary_factor stand at the top level if they are given at all; rope_scaling is None, or a
+    mapping with `rope_type` and the keys of the type; rope_parameters is gone.
+
+    Args:
+        raw: the parsed config.json; it is not changed.
+        layered: for families whose layer types have frequencies of their own (Gemma 3): these keys then stand in
+            `rope_parameters`, a mapping for "full_attention" and one for "sliding_attention", and nowhere else. In a
+            file of the hub the sliding layers have the base `rope_local_base_freq` and no scaling.
+
+    Raises:
+        ArgumentError: two places contradict each other, a rope type is not known, or its keys are not as they should
+            be; or rope_parameters are per layer type where the family has one for all, or the reverse.
+
+    >>> plain({"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "vocab_size": 8})
+    {'vocab_size': 8, 'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
+    >>> plain({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, layered=True)["rope_parameters"]["sliding_attention"]
+    {'rope_theta': 10000.0, 'rope_scaling': None}
+    """
+    ours = {*LIFTED, "rope_scaling", "rope_parameters"}
+    if layered:
+        ours.add("rope_local_base_freq")
+    rest = {key: value for key, value in raw.items() if key not in ours}
+    top = {key: raw[key] for key in (*LIFTED, "rope_scaling") if raw.get(key) is not None}
+    nested = raw.get("rope_parameters")
+    types = _layer_types(nested)
+    if not layered:
+        if types:
+            raise ArgumentError(
+                f"rope_parameters are given per layer type ({', '.join(types)}); this family has one for all layers"
+            )
+        return rest | _one(top, nested, "rope_parameters")
+    if nested and not types:
+        raise ArgumentError(
+            f"rope_parameters has {', '.join(nested)} for all layers; this family has them per layer type, "
+            f"{FULL} and {SLIDING}"
+        )
+    local = {key: value for key, value in top.items() if key == "partial_rotary_factor"}
+    if raw.get("rope_local_base_freq") is not None:
+        local["rope_theta"] = raw["rope_local_base_freq"]
+    return rest | {
+        "rope_parameters": {
+            kind: _one(said, (nested or {}).get(kind), f"rope_parameters.{kind}")
+            for kind, said in ((FULL, top), (SLIDING, local))
+        }
+    }
+
+
+def rotary(
+    head_dim: int,
+    theta: float,
+    scaling: Mapping[str, Any] | None,
+    max_positions: int,
+    *,
+    partial: float = 1.0,
+    layout: Layout = "half",
+    original: int | None = None,
+) -> Rotary:
+    """The `Rotary` of a config, with the formulas of transformers' `modeling_rope_utils`.
+
+    int(head_dim * partial) dims turn, and the exponents divide by that number; for "proportional" the head dim divides.
+    "dynamic" and "longrope" follow the length of what is read, so that a cache of rotated keys needs `heads`.
+
+    Three things to know. "dynamic" counts from max_positions, "longrope" and "yarn" from the length before stretching
+    (max_positions where it is not given). LongRoPE's factor, if absent, is max_positions over that length. `mscale`
+    and `mscale_all_dim` are read as DeepSeek's code does, 1 and 0 when absent: transformers ignores one without the
+    other. The latter's effect on the softmax is in `Rotary.softmax_factor`, for families that apply it.
+
+    Args:
+        head_dim: D.
+        theta: rope_theta, the base.
+        scaling: rope_scaling, as `plain` gives it or as a file has it.
+        max_positions: max_position_embeddings.
+        partial: partial_rotary_factor.
+        layout: which dims make a pair.
+        original: original_max_position_embeddings at the top level, where Phi-3 has it.
+
+    Raises:
+        ArgumentError: a number is out of range, the scaling's type or a key of it is not as it should be, or the list of
+            a LongRoPE has not one number per pair.
+
+    >>> rotary(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096)
+    Rotary(64, base=150000.0, scaling=Linear(factor=8.0), layout='half')
+
+    Source: see `regard.positions` for each scaling.
+    """
+    number("rope_theta", theta)
+    if not 0 < number("partial_rotary_factor", partial) <= 1:
+        raise ArgumentError(f"partial_rotary_factor is {partial}; it must be above 0 and at most 1")
+    found = None if scaling is None else normal(scaling, "rope_scaling")
+    proportional = found is not None and found["rope_type"] == "proportional"
+    turning = 2 * int(partial * head_dim // 2) if proportional else int(head_dim * partial)
+    how = None if found is None else scaling_of(found, turning // 2, max_positions, original)
+    return Rotary(
+        head_dim, theta, scaling=how, rotary_dim=turning, proportional=proportional, layout=layout,
+        length="current" if how is not None and how.needs_length else None,
+    )  # fmt: skip
+
+
+def heads(
+    dim: int,
+    H: int,
+    G: int,
+    head_dim: int,
+    rotary: Rotary,
+    *,
+    q_steps: Sequence[nn.Module] = (),
+    k_steps: Sequence[nn.Module] = (),
+    q_flat: nn.Module | None = None,
+    k_flat: nn.Module | None = None,
+    bias: bool = False,
+) -> Separate:
+    """Queries, keys and values with rotary as the last step of the first two, fit for a cache whatever the scaling.
+
+    Where the frequencies follow the length, keys that were rotated for another are refused on recall, and the prefix has
+    to be run again (`regard.nn.Prefix`): then decoding with a cache equals one pass. Parameters have the same names
+    in both cases.
+
+    Args:
+        dim, H, G, head_dim: model dim, query heads, key/value heads, and D.
+        rotary: from `rotary`.
+        q_steps, k_steps: steps on heads before the rotation, such as a norm per head.
+        q_flat, k_flat: a norm over all heads at once (OLMo 2).
+        bias: whether the three linear maps have one.
+
+    Raises:
+        ArgumentError: rotary is for another head dim; or what `Separate` refuses.
+
+    >>> heads(32, 4, 2, 8, rotary(8, 1e4, None, 64)).shape.memory
+    (16, 16)
+    >>> heads(32, 4, 2, 8, rotary(8, 1e4, {"rope_type": "dynamic", "factor": 2.0}, 64)).shape.memory
+    (16, 16, 1)
+    """
+    if rotary.dim != head_dim:
+        raise ArgumentError(f"rotary is for heads of {rotary.dim}, and head_dim is {head_dim}")
+    last = () if rotary.follows else (rotary,)
+    q = Heads(dim, H, head_dim, *q_steps, *last, flat=q_flat, bias=bias)
+    k = Heads(dim, G, head_dim, *k_steps, *last, flat=k_flat, bias=bias)
+    v = Heads(dim, G, head_dim, bias=bias)
+    return Recomputed(q, k, v, RowRotary(rotary)) if rotary.follows else Separate(q, k, v)
+
+
+def _layer_types(nested: object) -> tuple[str, ...]:
+    """The layer types that rope_parameters speak of; none if they are flat, or not there."""
+    if nested is None:
+        return ()
+    if not isinstance(nested, Mapping):
+        raise ArgumentError(
+            f"rope_parameters is {short(nested)}; it must be an object of keys and values"
+        )
+    if not any(isinstance(value, Mapping) for value in nested.values()):
+        return ()
+    for key, value in nested.items():
+        if key not in (FULL, SLIDING):
+            raise ArgumentError(
+                f"rope_parameters has the unknown layer type {key!r}{near(key, (FULL, SLIDING))}; "
+                f"supported are {FULL} and {SLIDING}"
+            )
+        if value is not None and not isinstance(value, Mapping):
+            raise ArgumentError(f"rope_parameters.{key} is {short(value)}; it must be an object")
+    return tuple(nested)
+
+
+def _one(top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """rope_theta, partial_rotary_factor and rope_scaling from the top level and from rope_parameters, which must agree."""
+    places = {"": top, "rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
+    if not isinstance(places["rope_scaling"], Mapping):
+        raise ArgumentError(
+            f"rope_scaling is {short(places['rope_scaling'])}; it must be an object"
+        )
+    found: dict[str, Any] = {}
+    for key in LIFTED:
+        said = {
+            f"{place}.{key}".lstrip("."): number(f"{place}.{key}".lstrip("."), keys[key])
+            for place, keys in places.items()
+            if keys.get(key) is not None
+        }
+        if len({*said.values()}) > 1:
+            both = " and ".join(f"{place} is {value}" for place, value in said.items())
+            raise ArgumentError(f"{both}; remove the wrong one")
+        if said:
+            found[key] = next(iter(said.values()))
+    del places[""]
+    inner = {
+        place: {key: value for key, value in keys.items() if key not in LIFTED}
+        for place, keys in places.items()
+    }
+    scalings = [normal(keys, place) for place, keys in inner.items() if keys]
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
+        raise ArgumentError(
+            f"rope_scaling is {short(scalings[0])} and {where} says {short(scalings[1])}; remove the wrong one"
+        )
+    return found | {"rope_scaling": scalings[0] if scalings else None}

@@ -1,0 +1,120 @@
+"""A whole model of transformers beside ours with the same weights: the checks that every family has.
+
+The model is made small and random by transformers, saved by it as a folder, and loaded by `regard.load`: config, names,
+layouts and computation are compared at once, on logits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard.models.model import Model
+from regard.span import Span
+from tests.parity.layers import FAR, distance, far, near
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")
+
+LENGTH = 40
+"""Tokens of the comparisons: windows are less than a third of it."""
+
+
+def theirs(name: str, config: dict[str, Any], *, seed: int = 3, head: str = "ForCausalLM") -> Any:
+    """A small random model: `<name>Config` and `<name><head>`, every parameter drawn, norms, biases and sinks, too."""
+    made = getattr(transformers, f"{name}Config")(**config)
+    made._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}{head}")(made).eval().requires_grad_(False)
+    draw(model, seed)
+    return model
+
+
+def draw(model: nn.Module, seed: int) -> None:
+    """Norm weights around 1 (and around 0 where 1 is added), matrices such that nothing saturates, biases that matter."""
+    make = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=make)
+        if parameter.ndim == 1:
+            was_one = bool((parameter == 1).all())
+            parameter.data.copy_(was_one + 0.3 * noise)
+        else:
+            parameter.data.copy_(noise * parameter.shape[-1] ** -0.5)
+
+
+def saved(model: Any, folder: Path) -> Path:
+    """The model as transformers writes it."""
+    model.save_pretrained(folder)
+    return folder
+
+
+def ids_of(model: Any, batch: int = 2, length: int = LENGTH, seed: int = 5) -> Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.config.get_text_config().vocab_size, (batch, length), generator=make)
+
+
+def check_decoder(model: Any, folder: Path, *, start: int = 0, length: int = LENGTH) -> Model:
+    """Prefill, ragged chunks, decode token by token, left-padded rows with explicit positions, rows alone.
+
+    Args:
+        model: of transformers; it is saved to the folder and loaded from there.
+        folder: an empty one.
+        start: the position of the first token: rotary mistakes are invisible at 0.
+        length: how many tokens.
+    """
+    mine = regard.load(saved(model, folder))
+    ids = ids_of(model, length=length)
+    where = torch.arange(start, start + length)[None].expand(len(ids), -1)
+    positions = {} if start == 0 else {"position_ids": where}
+    exact = model(input_ids=ids, use_cache=False, **positions).logits
+    near(mine(ids, Span(start, length)), exact)
+    for sizes in ([7, 1, 13, length - 21], [5] + [1] * (length - 5)):
+        caches, found, at = mine.new_caches(), [], 0
+        for size in sizes:
+            found.append(mine(ids[:, at : at + size], Span(start + at, size), caches))
+            at += size
+        near(torch.cat(found, 1), exact)
+    _check_padded(mine, model, ids, length)
+    near(mine(ids[1:], Span(start, length)), exact[1:])
+    return mine
+
+
+def _check_padded(mine: Model, model: Any, ids: Tensor, length: int) -> None:
+    """Row 0 has 6 slots of padding in front: each row is what it is alone, whole and with a cache."""
+    pad = 6
+    row = torch.cat([torch.full((1, pad), 2), ids[:1, :-pad]], 1)
+    where = torch.cat([torch.full((1, pad), -1), torch.arange(length - pad)[None]], 1)
+    both = torch.cat([row, ids[1:]])
+    positions = torch.cat([where, torch.arange(length)[None]])
+    alone = [model(input_ids=x, use_cache=False).logits for x in (ids[:1, :-pad], ids[1:])]
+    found = mine(both, positions)
+    near(found[:1, pad:], alone[0])
+    near(found[1:], alone[1])
+    caches = mine.new_caches()
+    parts = [mine(both[:, :17], positions[:, :17], caches)]
+    parts += [mine(both[:, i : i + 1], positions[:, i : i + 1], caches) for i in range(17, length)]
+    found = torch.cat(parts, 1)
+    near(found[:1, pad:], alone[0])
+    near(found[1:], alone[1])
+
+
+def must_differ(mine: Model, model: Any, change: Callable[[nn.Module], Any], *, start: int = 0) -> None:
+    """A wrong variant: after `change` of a copy of our network, the logits are far from theirs."""
+    import copy
+
+    ids = ids_of(model)
+    where = torch.arange(start, start + LENGTH)[None].expand(len(ids), -1)
+    exact = model(input_ids=ids, use_cache=False, position_ids=where).logits if start else model(input_ids=ids, use_cache=False).logits
+    network = copy.deepcopy(mine.decoder)
+    replaced = change(network)
+    network = replaced if isinstance(replaced, nn.Module) else network
+    far(network(ids, Span(start, LENGTH)), exact)
+
+
+__all__ = ["FAR", "check_decoder", "distance", "draw", "far", "ids_of", "must_differ", "near", "saved", "theirs"]
