@@ -90,7 +90,14 @@ def _switches() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
+        _autocast_depth(),
     )
+
+
+def _autocast_depth() -> int:
+    """How many autocast contexts are open. One that is never closed keeps its casts of weights for ever."""
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing, Quantised
+from regard.caches.appended import Appended
 from regard.caches.codes import _pack, _rounded_up, _unpack, dequantise, quantise
+from regard.caches.packed import Packed
 from regard.span import Positions, Span, as_tensor
 
 GROUP, RESIDUAL = 4, 6
@@ -368,6 +372,118 @@ def test_rounding_the_scale_down_would_break_the_bound() -> None:
     assert reach[0] >= -1e-12
     assert reach[1] < -1e-3
     assert dequantise(made, "channel", (2, 3, 64, 8), bits=8).dtype == torch.bfloat16
+
+
+def held_by(cache: Quantised) -> list[int]:
+    """Where the memory of codes, scales, zeros and recent slots of both parts lies."""
+    held = cache.contents()
+    names = [f"{name}.{i}" for name in ("codes", "scale", "zero", "recent") for i in (0, 1)]
+    return [held[name].untyped_storage().data_ptr() for name in names]  # type: ignore[union-attr]
+
+
+def test_a_step_copies_no_more_than_is_new() -> None:
+    """Codes stay where they are but when they have grown by a quarter, recent slots but when a group leaves them."""
+    parts = tokens(900, d=4)
+    cache = Quantised(8, group=GROUP, residual=RESIDUAL)
+    fed(cache, parts, [400])
+    moved_codes, moved_recent, before = 0, 0, held_by(cache)
+    for t in range(400, 900):
+        cache.update(tuple(x[:, :, t : t + 1] for x in parts), Span(t, 1))
+        now = held_by(cache)
+        moved_codes += now[:6] != before[:6]
+        moved_recent += now[6:] != before[6:]
+        before = now
+    assert moved_codes <= 5  # of 500 steps: room for a quarter more each time
+    assert moved_recent <= 1 + 2 * 500 // GROUP  # left behind by a group, and then given room
+    whole = Quantised(8, group=GROUP, residual=RESIDUAL)
+    right, _ = fed(whole, parts, [900])
+    found, _ = cache.update(tuple(x[:, :, :0] for x in parts), Span(900, 0))
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_an_update_taken_back_is_written_over() -> None:
+    """Slots are written in place: what a refused call wrote behind the others is not seen by what follows."""
+    parts = tokens(60)
+    cache, right = (Quantised(8, group=GROUP, residual=RESIDUAL) for _ in range(2))
+    for t in range(59):
+        mark = cache.mark()
+        cache.update(tuple(7 - x[:, :, t : t + 1] for x in parts), Span(t, 1))
+        cache.restore(mark)
+        cache.update(tuple(x[:, :, t : t + 1] for x in parts), Span(t, 1))
+    fed(right, parts, [59])
+    last = tuple(x[:, :, 59:] for x in parts)
+    for a, b in zip(cache.update(last, Span(59, 1))[0], right.update(last, Span(59, 1))[0], strict=True):  # fmt: skip
+        assert torch.equal(a, b)
+
+
+def test_appended_memory_that_may_not_be_written() -> None:
+    """Where a gradient is recorded, or torch forbids it, new slots make a new memory; the old one keeps its values."""
+    x = torch.ones(1, 1, 2, 3, 1, requires_grad=True)
+    held = Appended(torch.zeros(1, 1, 1, 3, 1)).append(x).append(2 * x)
+    held.view.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full_like(x, 3.0))
+    with torch.inference_mode():
+        before = Appended(torch.zeros(1, 1, 1, 3, 1)).append(torch.ones(1, 1, 1, 3, 1), room=9)
+    after = before.append(torch.ones(1, 1, 1, 3, 1))
+    assert after.view.untyped_storage().data_ptr() != before.view.untyped_storage().data_ptr()
+    assert after.view[0, 0, :, 0, 0].tolist() == [0, 1, 1]
+    inner = Appended(torch.zeros(1, 1, 1, 3, 1), inner=True).append(torch.ones(1, 1, 4, 3, 1))
+    assert inner.view.stride(2) == 1
+    assert inner.cut(2).append(torch.full((1, 1, 1, 3, 1), 5.0)).view[0, 0, :, 2, 0].tolist() == [0, 1, 5]  # fmt: skip
+
+
+def packed_memory() -> tuple[Packed, Tensor]:
+    """A part in codes, and the same as numbers."""
+    parts = tuple(x.float() for x in tokens(21))
+    cache = Quantised(8, group=GROUP, residual=RESIDUAL)
+    (keys, _), _ = fed(cache, parts, [21])
+    assert isinstance(keys, Packed)
+    return keys, cache.fork().update(tuple(x[:, :, :0] for x in parts), Span(21, 0))[0][0].clone()
+
+
+def test_memory_in_codes_is_a_tensor() -> None:
+    """Its shape, dtype and device are known without making a number; everything else sees the numbers."""
+    keys, right = packed_memory()
+    assert (keys.shape, keys.dtype, keys.device, keys.ndim) == (right.shape, right.dtype, right.device, 4)  # fmt: skip
+    assert (keys.stride(), keys.numel(), keys.requires_grad) == (
+        right.stride(),
+        right.numel(),
+        False,
+    )
+    assert keys.is_floating_point()
+    assert repr(keys) == "Packed((2, 3, 21, 8), torch.float32, in codes)"
+    assert keys.coded is not None
+    uses = (
+        lambda x: x * 2, lambda x: x[:, :, 3:, :2], lambda x: torch.cat([x, x]), lambda x: x.sum(), lambda x: x.double(),
+        lambda x: torch.from_numpy(x.numpy()), lambda x: torch.tensor(x.tolist()), lambda x: copy.deepcopy(x), lambda x: x.detach(),
+        lambda x: torch.nn.functional.linear(x, torch.ones(2, 8)), lambda x: x.transpose(1, 2).flatten(2), lambda x: x.clone(),
+    )  # fmt: skip
+    for use in uses:
+        keys, right = packed_memory()
+        found = use(keys)
+        assert type(found) is Tensor
+        assert torch.equal(found, use(right))
+        assert keys.coded is None
+        assert repr(keys) == "Packed((2, 3, 21, 8), torch.float32, in numbers)"
+    keys, right = packed_memory()
+    assert keys.data_ptr() == keys.numbers().data_ptr() == keys.untyped_storage().data_ptr()
+    keys.mul_(3)  # is not lost, as it would be if the numbers were made again
+    assert torch.equal(keys[:1], 3 * right[:1])
+    into = io.BytesIO()
+    torch.save(keys, into)
+    assert into.tell() > 4 * right.numel()
+
+
+def test_gradients_pass_memory_in_codes() -> None:
+    keys, right = packed_memory()
+    found = []
+    for k in (keys, right):
+        q = torch.ones(2, 3, 1, 8, requires_grad=True)
+        (q @ k.transpose(-1, -2)).square().sum().backward()
+        found.append(q.grad)
+    assert found[0] is not None
+    assert torch.equal(found[0], found[1])
 
 
 def test_errors() -> None:

@@ -85,12 +85,13 @@ class ALiBi(Bias):
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
         """-m (i - j), or -m |i - j|. Never in half precision: integers above 256 are not distinct in bfloat16."""
         distance = (q - k).abs() if self.symmetric else q - k
-        return -self._slopes(q.device, dtype)[:, None, None] * distance.to(dtype)
+        return -self.slopes_on(q.device, dtype)[:, None, None] * distance.to(dtype)
 
     def _heads(self) -> int:
         return self.heads if self.heads is not None else len(self.slopes)  # type: ignore[arg-type]
 
-    def _slopes(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def slopes_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The slopes m [H] as a tensor."""
         if isinstance(self.slopes, Tensor):
             return self.slopes.to(device, dtype)
         slopes = alibi_slopes(self._heads()) if self.slopes is None else self.slopes

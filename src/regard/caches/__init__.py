@@ -1,7 +1,7 @@
 """Caches: they store what a projection remembers, together with its positions, and give both back."""
 
 from regard.caches.base import Cache, Contents, Parts, kept
-from regard.caches.choose import for_reach
+from regard.caches.choose import for_reach, that_keeps_all
 from regard.caches.cross import Cross
 from regard.caches.files import load, save
 from regard.caches.fixed import Fixed
@@ -34,4 +34,5 @@ __all__ = [
     "kept",
     "load",
     "save",
+    "that_keeps_all",
 ]

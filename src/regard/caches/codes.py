@@ -101,18 +101,6 @@ def dequantise(
     return x
 
 
-def joined(first: Codes, then: Codes, axis: Axis) -> Codes:
-    """The codes of slots, and of those behind them.
-
-    >>> seen, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
-    >>> made = quantise(x, seen, "channel", bits=8, group=4)
-    >>> joined(made, made, "channel").codes.shape
-    torch.Size([1, 1, 2, 2, 4])
-    """
-    dims = (2, 1, 1, 1, 1) if axis == "exact" else (2, 2, 2, 1, 1)
-    return Codes(*(torch.cat(both, d) for *both, d in zip(first, then, dims, strict=True)))
-
-
 def cut(made: Codes, axis: Axis, rows: int, numbers: int) -> Codes:
     """The first rows of codes; of the exceptions, those among the first numbers of each row.
 

@@ -19,8 +19,9 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.codes import Axis, Codes, cut, dequantise, joined, quantise, shapes
+from regard.caches.codes import Axis, Codes, shapes
 from regard.caches.growing import written
+from regard.caches.split import Split
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span, as_tensor, count, follow, part
 
@@ -82,8 +83,7 @@ class Quantised(Cache):
             )
         self.bits, self.group, self.residual = bits, group, residual
         self.axes = cast("tuple[Axis, ...]", tuple(axes))
-        self._codes: tuple[Codes, ...] = ()
-        self._recent: Parts | None = None
+        self._parts: tuple[Split, ...] = ()
         self._positions: Positions | None = None
 
     @property
@@ -96,53 +96,50 @@ class Quantised(Cache):
     @property
     def quantised(self) -> int:
         """How many slots are held in few bits; the others are held as they came."""
-        return len(self) - (0 if self._recent is None else self._recent[0].shape[2])
+        return len(self) - (self._parts[0].recent.length if self._parts else 0)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append memory, each [B,n,T,d], at positions; return all that is held, the older slots as their codes say."""
         check_update(memory, positions)
-        if self._recent is not None:
-            check_fits(self._recent, memory)
+        if self._parts:
+            check_fits(tuple(x.recent.view for x in self._parts), memory)
         self._check(memory)
-        recent, codes, old = tuple(memory), self._codes, self.quantised
-        if self._recent is not None and self._positions is not None:
-            both = zip(self._recent, memory, strict=True)
-            recent = tuple(torch.cat(pair, dim=2) for pair in both)
+        parts, old = self._parts, self.quantised
+        if parts and self._positions is not None:
+            parts = tuple(x.appended(new, self.group) for x, new in zip(parts, memory, strict=True))
             positions = follow(self._positions, positions)
+        else:
+            parts = tuple(
+                Split.of(x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
+                for x, axis in zip(memory, self.axes, strict=True)
+            )
         leave = (max(0, count(positions) - self.residual) // self.group) * self.group - old
-        if leave > 0 or not codes:
-            leave = max(0, leave)
+        if leave > 0:
             seen = as_tensor(part(positions, slice(old, old + leave)), memory[0].device) >= 0
-            codes = self._with(codes, recent, seen, old)
-            # a copy: a view would keep the whole of a long prompt alive
-            recent = tuple(x[:, :, leave:].clone() for x in recent)
-        self._codes, self._recent, self._positions = codes, recent, positions
-        return self._answer(), positions
+            parts = tuple(x.settled(leave, seen, old) for x in parts)
+        self._parts, self._positions = parts, positions
+        return tuple(x.answer() for x in parts), positions
 
     def crop(self, length: int) -> None:
         """Forget every token at position `length` or later."""
         check_crop(length)
-        if self._recent is None or self._positions is None:
+        if not self._parts or self._positions is None:
             return
         old, positions = self.quantised, kept_until(self._positions, length)
         n = written(positions)
         if n < old:  # whole groups stay, and what was behind n in the last one is empty
             old = -(-n // self.group) * self.group
-            held = zip(self._codes, self._recent, self.axes, strict=True)
-            self._codes = tuple(
-                cut(made, axis, self._rows(axis, old), n * x.shape[1] * x.shape[3])
-                for made, x, axis in held
-            )
-            positions, n = _padded(part(positions, slice(0, n)), old), old
-        self._recent = tuple(x[:, :, : n - old] for x in self._recent)
-        self._positions = part(positions, slice(0, n))
+            positions = _padded(part(positions, slice(0, n)), old)
+        self._parts = tuple(x.cut(old, n) for x in self._parts)
+        self._positions = part(positions, slice(0, max(n, old)))
 
     def contents(self) -> Contents:
         """Codes, scales, zeros and exceptions of each part, the recent slots, and the positions."""
-        if self._recent is None or self._positions is None:
+        if not self._parts or self._positions is None:
             return {}
-        made = {name: x for i, c in enumerate(self._codes) for name, x in _named(c, i).items()}
-        return {**made, **named(self._recent, "recent"), "positions": self._positions}
+        made = {k: x for i, p in enumerate(self._parts) for k, x in _named(p.codes, i).items()}
+        recent = named(tuple(x.recent.view for x in self._parts), "recent")
+        return {**made, **recent, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold these codes, recent slots and positions.
@@ -151,36 +148,28 @@ class Quantised(Cache):
             ArgumentError: their shapes are not those of this cache.
         """
         positions, recent = contents.get("positions"), memory_of(contents, "recent")
-        held = None if isinstance(positions, int) else positions
+        if positions is None or isinstance(positions, int):
+            self._parts, self._positions = (), None
+            return
         fields = [memory_of(contents, name) for name in Codes._fields]
         codes = tuple(Codes(*x) for x in zip(*fields, strict=False))
-        if held is not None:
-            self._check_held(codes, recent, count(held))
-        self._codes, self._recent = codes, recent if held is not None else None
-        self._positions = held
+        self._check_held(codes, recent, count(positions))
+        self._parts = tuple(
+            Split.holding(made, x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
+            for made, x, axis in zip(codes, recent, self.axes, strict=True)
+        )
+        self._positions = positions
+
+    def mark(self) -> Any:
+        """What is held: an update writes behind it only."""
+        return self._parts, self._positions
+
+    def restore(self, mark: Any) -> None:
+        """Take back the update that came after `mark`."""
+        self._parts, self._positions = mark
 
     def __len__(self) -> int:
         return 0 if self._positions is None else count(self._positions)
-
-    def _answer(self) -> Parts:
-        assert self._recent is not None
-        answer, old = [], self.quantised
-        for codes, recent, axis in zip(self._codes, self._recent, self.axes, strict=True):
-            B, n, _, d = recent.shape
-            older = dequantise(codes, axis, (B, n, old, d), bits=self.bits)
-            answer.append(torch.cat([older, recent], dim=2))
-        return tuple(answer)
-
-    def _with(
-        self, codes: tuple[Codes, ...], recent: Parts, seen: Tensor, start: int
-    ) -> tuple[Codes, ...]:
-        """The codes held, and behind them those of the first slots of each part."""
-        made = []
-        for i, (x, axis) in enumerate(zip(recent, self.axes, strict=True)):
-            x, group = x[:, :, : seen.shape[1]], self._group(axis, x.shape[3])
-            new = quantise(x, seen, axis, bits=self.bits, group=group, start=start)
-            made.append(joined(codes[i], new, axis) if codes else new)
-        return tuple(made)
 
     def _check_held(self, codes: tuple[Codes, ...], recent: Parts, slots: int) -> None:
         """Codes and recent slots are those of so many slots."""
@@ -198,10 +187,6 @@ class Quantised(Cache):
                 raise ArgumentError(
                     f"codes and scales of part {i} are {got}, not {wanted} for {slots} slots, {x.shape[2]} of them recent"
                 )
-
-    def _rows(self, axis: Axis, slots: int) -> int:
-        """Rows of codes for so many slots."""
-        return slots // self.group if axis == "channel" else slots
 
     def _group(self, axis: Axis, channels: int) -> int:
         """Numbers that share a scale: no more than there are channels."""

@@ -151,9 +151,13 @@ class Call:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """One way to run a call. It declares what it can do: `why_not` is a whitelist."""
+    """One way to run a call. It declares what it can do: `why_not` is a whitelist.
+
+    selects: whether what is masked is never read, not even to be multiplied by 0.
+    """
 
     name: str
+    selects: bool
 
     def why_not(self, call: Call) -> list[str]:
         """The reasons against running this call; empty if it can."""

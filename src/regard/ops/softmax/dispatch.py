@@ -10,31 +10,48 @@ import torch
 
 from regard.errors import ArgumentError, KernelRefusal
 from regard.ops.softmax.call import Call, Kernel, Result
+from regard.ops.softmax.cpu import Cpu, much
 from regard.ops.softmax.flex import Flex
+from regard.ops.softmax.gemm import Gemm, pays
 from regard.ops.softmax.reference import Reference
 from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
 from regard.span import EMPTY, Span, as_tensor
 
-KERNELS: tuple[Kernel, ...] = (Sdpa(), Tiled(), Flex(), Reference())
+KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
 """In the order in which `backend="auto"` asks them on a CPU, where Flex holds every score."""
+
+_SHORT = sorted(KERNELS, key=lambda kernel: {"sdpa": 0, "tiled": 1}.get(kernel.name, 2))
+"""The same for little memory: Numba takes a second to import, and need not be."""
+
+_LONG = sorted(KERNELS, key=lambda kernel: {"cpu": 0, "gemm": 1}.get(kernel.name, 2))
+"""The same where Gemm pays."""
 
 
 def order(call: Call) -> Sequence[Kernel]:
     """The kernels in the order in which they are asked: off the CPU, generated ones come before plain torch."""
     if call.q.device.type == "cpu":
-        return KERNELS
+        return _LONG if pays(call) else KERNELS if much(call) else _SHORT
     return sorted(KERNELS, key=lambda kernel: kernel.name in ("tiled", "reference"))
 
 
 def run(call: Call, backend: str = "auto") -> Result:
     """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy of autocast."""
-    call = without_garbage(call)
-    kernel, device = choose(call, backend), call.q.device.type
+    kernel = _that_selects(call, backend)
+    if kernel is None:
+        call = without_garbage(call)
+        kernel = choose(call, backend)
+    device = call.q.device.type
     if not torch.is_autocast_enabled(device):
         return kernel.run(call)
     with torch.autocast(device, enabled=False):
         return kernel.run(call)
+
+
+def _that_selects(call: Call, backend: str) -> Kernel | None:
+    """The first kernel, if it can run the call and never looks at what is masked: then nobody has to look for NaN there."""
+    asked = order(call)[:1] if backend == "auto" else [x for x in KERNELS if x.name == backend]
+    return next((x for x in asked if x.selects and not x.why_not(call)), None)
 
 
 def choose(call: Call, backend: str = "auto") -> Kernel:

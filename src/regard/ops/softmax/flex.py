@@ -47,6 +47,7 @@ class Flex:
     """torch.nn.attention.flex_attention."""
 
     name = "flex"
+    selects = False
 
     def why_not(self, call: Call) -> list[str]:
         """Dropout, taps, non-finite inputs; on CUDA other shapes and dtypes; on CPU gradients and long inputs."""

@@ -24,6 +24,7 @@ class Reference:
     """Attention as it is written down; memory O(T S) where it is traced or trained, else bounded."""
 
     name = "reference"
+    selects = False
 
     def why_not(self, call: Call) -> list[str]:
         """It runs everything, short of holding more than 4 GiB of scores."""

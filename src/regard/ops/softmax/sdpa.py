@@ -29,6 +29,7 @@ class Sdpa:
     """torch.nn.functional.scaled_dot_product_attention, and on CPU the op below it that returns the lse."""
 
     name = "sdpa"
+    selects = False
 
     def why_not(self, call: Call) -> list[str]:
         """Softcap, dropout, learned bias, taps, short or non-finite inputs; without the private op: lse and sinks."""

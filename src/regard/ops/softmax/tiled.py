@@ -48,6 +48,7 @@ class Tiled:
     """Flash attention in plain torch, for every mask and bias, with gradients, softcap, sink and dropout."""
 
     name = "tiled"
+    selects = False
 
     def why_not(self, call: Call) -> list[str]:
         """Taps, non-finite inputs, empty shapes, compiled graphs."""

@@ -1,0 +1,1 @@
+"""What CPU kernels are compiled from: Numba, pure Python source, no thread of Numba's own."""

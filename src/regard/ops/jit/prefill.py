@@ -1,0 +1,200 @@
+"""Many queries, compiled: blocks of queries against tiles of keys, scores in fp32, what is masked is not multiplied.
+
+For a row of the batch and a key/value head g, row r is query r // n of head g n + r % n, n = H/G: neighbours see almost
+the same keys. So many rows as fit the second cache are a block, (b, g, its first row, its rows, n), STEP rows a group. For each tile of keys the groups that see some of it
+multiply the panels between the first and the last that they see, become weights (online softmax, Milakov and Gimelshein
+2018, arXiv 1805.02867), and are multiplied with the values of the same panels.
+
+What the functions pass on:
+    mask: (positions of the keys [b,S], -1 where there is none; of each panel of keys the least and the largest position,
+        and whether all are there [b,panels,3]; starts and stops of the ranges of positions that a query sees [b,h,t,n])
+    extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, positions of the queries [b,T])
+b, h and t are B, H and T, or 1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from regard.ops.jit.pack import compiled, narrow, taken
+from regard.ops.jit.product import PANEL, STEP, add_product, product
+from regard.ops.jit.rows import NONE, ONE, ZERO, adjust, exact, hide, line, soften
+
+BUILT_UPON = "c81b9f5dd077b895"
+"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+
+PANELS = 256 // PANEL
+"""Panels of keys in a tile."""
+
+TILE = PANELS * PANEL
+ROWS = 43 * STEP
+"""The most rows of a block: with 256 keys their scores, weights, queries and sums stay in the second cache."""
+
+FAR = 1 << 62
+
+
+@exact
+def _sees(ranges, bounds):
+    """0 if no range meets a panel, 2 if one covers it and no key is missing, else 1."""
+    state = 0
+    lo, hi = ranges
+    for i in range(lo.shape[0]):
+        if lo[i] <= bounds[1] and hi[i] > bounds[0]:
+            state = max(state, 1)
+            if lo[i] <= bounds[0] and hi[i] > bounds[1] and bounds[2]:
+                state = 2
+    return state
+
+
+@exact
+def _place(block, r):
+    """The head and the query of a row."""
+    _, g, r0, _, n = block
+    return g * n + (r0 + r) % n, (r0 + r) // n
+
+
+@exact
+def _reach(block, mask, hull):
+    """Of each of the ranges, the least start and the largest stop of all rows: where a tile cannot be seen otherwise."""
+    b, _, _, rows, _ = block
+    hull[:, 0], hull[:, 1] = FAR, 0
+    for r in range(rows):
+        h, t = _place(block, r)
+        lo, hi = line(mask[2], b, h, t), line(mask[3], b, h, t)
+        for i in range(lo.shape[0]):
+            if lo[i] < hi[i]:
+                hull[i, 0], hull[i, 1] = min(hull[i, 0], lo[i]), max(hull[i, 1], hi[i])
+
+
+@exact
+def _meets(block, first, mask, hull):
+    """Whether some panel of a tile can be seen."""
+    bounds = mask[1][min(block[0], mask[1].shape[0] - 1)]
+    for p in range(first, min(first + PANELS, bounds.shape[0])):
+        if _sees((hull[:, 0], hull[:, 1]), bounds[p]):
+            return True
+    return False
+
+
+@exact
+def _survey(block, first, mask, spans, hidden):
+    """What each group sees of the tile whose first panel is `first`: panels spans[group], and which of them in part.
+
+    Returns whether any group sees any of it.
+    """
+    b, _, _, rows, _ = block
+    _, bounds, starts, stops = mask
+    panels, any_at_all = min(PANELS, bounds.shape[1] - first), False
+    bound = bounds[min(b, bounds.shape[0] - 1)]
+    for group in range(spans.shape[0]):
+        spans[group, 0], spans[group, 1] = PANELS, 0
+        for p in range(panels):
+            least, most, before = 2, 0, -1
+            for r in range(group * STEP, min(rows, (group + 1) * STEP)):
+                h, t = _place(block, r)
+                if t == before and starts.shape[1] == 1:
+                    continue
+                before = t
+                state = _sees((line(starts, b, h, t), line(stops, b, h, t)), bound[first + p])
+                least, most = min(least, state), max(most, state)
+            hidden[group, p] = least != 2
+            if most:
+                spans[group, 0], spans[group, 1] = min(spans[group, 0], p), p + 1
+        any_at_all |= spans[group, 1] > 0
+    return any_at_all
+
+
+@compiled
+def _tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
+    """Scores, weights and their values for one tile."""
+    b, _, _, rows, _ = block
+    depth, k, k_at, v, v_at, v_panel, tag = head
+    s, p, lanes = scratch
+    acc, width, top, total = sums
+    for panel in range(PANELS):
+        at = k_at + (first + panel) * PANEL * depth
+        for group in range(spans.shape[0]):
+            if spans[group, 0] <= panel < spans[group, 1]:
+                r = group * STEP
+                product(q, r * depth, depth, k, at, depth, s, r * TILE + panel * PANEL, TILE)
+    for r in range(rows):
+        group, (h, t) = r // STEP, _place(block, r)
+        start, stop = spans[group, 0], spans[group, 1]
+        if start >= stop:
+            continue
+        row = s[r * TILE + start * PANEL : r * TILE + stop * PANEL]
+        adjust(row, (first + start) * PANEL, b, h, t, mask[0], extra)
+        for panel in range(start, stop):
+            if hidden[group, panel]:
+                keys = ((first + panel) * PANEL, (first + panel + 1) * PANEL)
+                hide(s[r * TILE + panel * PANEL :], b, h, t, keys, mask)
+        weights = p[r * TILE + start * PANEL : r * TILE + stop * PANEL]
+        soften(row, weights, acc[r * width : (r + 1) * width], top, total, r, tag, lanes)
+    for e in range(width // PANEL):
+        for group in range(spans.shape[0]):
+            start, stop = spans[group, 0], spans[group, 1]
+            if start < stop:
+                at, r = v_at + e * v_panel + (first + start) * PANEL * PANEL, group * STEP
+                add_product(
+                    p, r * TILE + start * PANEL, TILE, v, at, (stop - start) * PANEL,
+                    acc, r * width + e * PANEL, width,
+                )  # fmt: skip
+
+
+@exact
+def _fetch(queries, block, q, depth):
+    """The rows of a block, side by side, as the product reads them; rows and dims that are missing stay 0."""
+    flat, b_step, h_step, t_step, tag, D = queries
+    for r in range(block[3]):
+        h, t = _place(block, r)
+        start = block[0] * b_step + h * h_step + t * t_step
+        row, numbers = q[r * depth : r * depth + D], flat[start : start + D]
+        for d in range(D):
+            row[d] = taken(numbers[d], tag, q)
+
+
+@exact
+def run_tasks(queries, packed, sizes, mask, extra, scratch, out, lse, first, stride):
+    """Blocks first, first + stride, ... of all rows and heads, the last queries first: out [B,H,T,E], lse [B,H,T].
+
+    queries: (flat memory, steps of B, H and T, tag, D). packed: of `pack`, and the steps of a head and of a panel of
+    values. sizes: B, H, G, T, E, rows of a block, D as it is packed. scratch: q, scores, weights, sums, lanes.
+    """
+    B, H, G, T, E, step, depth = sizes
+    k, v, k_head, v_head, v_panel = packed
+    q, s, p, acc, lanes = scratch
+    n, width, groups = H // G, acc.shape[0] // step, step // STEP
+    blocks = (T * n + step - 1) // step
+    top, total = np.empty(groups * STEP, np.float32), np.empty(groups * STEP, np.float32)
+    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, PANELS), np.bool_)
+    hull, sums = np.empty((mask[2].shape[3], 2), np.int64), (acc, width, top, total)
+    for task in range(first, B * G * blocks, stride):
+        number, pair = blocks - 1 - task // (B * G), task % (B * G)
+        block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
+        head = (depth, k, pair * k_head, v, pair * v_head, v_panel, queries[4])
+        _fetch(queries, block, q, depth)
+        _reach(block, mask, hull)
+        acc[:] = 0
+        top[:] = NONE
+        total[:] = 0
+        for panel in range(0, mask[1].shape[1], PANELS):
+            if _meets(block, panel, mask, hull) and _survey(block, panel, mask, spans, hidden):
+                _tile(block, panel, q, head, spans, hidden, (s, p, lanes), mask, extra, sums)
+        _finish(block, T, H, E, sums, queries[4], out, lse)
+
+
+@compiled
+def _finish(block, T, H, E, sums, tag, out, lse):
+    """The rows of a block, divided by their totals; a row that saw nothing is 0 and -inf."""
+    acc, width, top, total = sums
+    for r in range(block[3]):
+        h, t = _place(block, r)
+        at = (block[0] * H + h) * T + t
+        blind = total[r] == 0
+        share = ZERO if blind else ONE / total[r]
+        lse[at] = NONE if blind else np.float64(top[r]) + math.log(np.float64(total[r]))
+        row, sums_of_row = out[at * E : (at + 1) * E], acc[r * width : r * width + E]
+        for e in range(E):
+            row[e] = narrow(ZERO if blind else sums_of_row[e] * share, tag, out)

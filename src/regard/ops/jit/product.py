@@ -1,0 +1,159 @@
+"""Products of small matrices in registers: STEP rows of a by PANEL columns of b, fp32 sums, bf16 or fp32 factors.
+
+    c_rj (+)= sum_k a_rk b_kj        r < STEP, j < PANEL
+
+All STEP x PANEL sums stay in registers while k runs: a number of a is broadcast to all lanes, PANEL numbers of b are
+loaded at once. With AVX512-BF16 one instruction adds two products of bfloat16s to each of 16 fp32 sums, without rounding
+them to bfloat16 in between. The loop is written in LLVM's own words, for no compiler finds this form by itself.
+
+Layouts: a is row after row. b is packed in panels, [k, PANEL], for bfloat16 in pairs, [k/2, PANEL, 2].
+
+Source: Goto and van de Geijn 2008 (ACM TOMS 34, 12), sections 4 and 5: panels, and the block of registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_FEATURES = llvm.get_host_cpu_features()
+WIDE = bool(_FEATURES.get("avx512f"))
+"""Whether registers hold 16 numbers and there are 32 of them."""
+
+PAIRS = WIDE and bool(_FEATURES.get("avx512bf16"))
+"""Whether products of bfloat16s are to be had; else they are widened to fp32."""
+
+LANES = 16 if WIDE else 8 if _FEATURES.get("avx2") else 4
+VECTORS = 4 if WIDE else 2
+STEP, PANEL = 6, LANES * VECTORS
+
+_I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+
+
+class _Kind(NamedTuple):
+    """How the factors lie in memory: one number, a word of it that is broadcast, a register of words, numbers in a word."""
+
+    number: ir.Type
+    word: ir.Type
+    register: ir.Type
+    each: int
+
+
+_BF16, _FP32 = _Kind(_I16, _I32, _WORDS, 2), _Kind(_F32, _F32, _SUMS, 1)
+
+
+class _Emit:
+    """Writes one product with a builder."""
+
+    def __init__(self, builder: Any, kind: _Kind) -> None:
+        self.builder, self.kind = builder, kind
+        # newer LLVM wants bfloats in place of the words, which llvmlite cannot name: it upgrades this by itself
+        two = "llvm.x86.avx512bf16.dpbf16ps.512", [_SUMS, _WORDS, _WORDS]
+        name, given = two if kind.each == 2 else (f"llvm.fma.v{LANES}f32", [_SUMS] * 3)
+        signature = ir.FunctionType(_SUMS, given)
+        self.operation = cgutils.get_or_insert_function(builder.module, signature, name)
+
+    def at(self, start: Any, steps: Any, number: ir.Type) -> Any:
+        return self.builder.gep(start, [steps], source_etype=number)
+
+    def load(self, place: Any, what: ir.Type) -> Any:
+        typed = self.builder.bitcast(place, ir.PointerType(what))
+        return self.builder.load(typed, typ=what, align=2)
+
+    def spread(self, place: Any) -> Any:
+        """One word in all lanes."""
+        register = self.kind.register
+        nothing = ir.Constant(register, ir.Undefined)
+        one = self.builder.insert_element(nothing, self.load(place, self.kind.word), _I32(0))
+        return self.builder.shuffle_vector(one, nothing, ir.Constant(_WORDS, [0] * LANES))
+
+    def add(self, total: Any, x: Any, y: Any) -> Any:
+        """The sums so far and the products of two registers."""
+        args = [total, x, y] if self.kind.each == 2 else [x, y, total]
+        return self.builder.call(self.operation, args)
+
+    @contextmanager
+    def loop(self, times: Any, sums: list[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
+        """A loop that carries sums: (its number, the sums so far, where their next values go); then sums are the last."""
+        builder, before, next_sums = self.builder, self.builder.block, list(sums)
+        head, done = (builder.append_basic_block(name) for name in ("products", "done"))
+        builder.cbranch(builder.icmp_signed(">", times, _I64(0)), head, done)
+        builder.position_at_end(head)
+        number, so_far = builder.phi(_I64), [builder.phi(_SUMS) for _ in sums]
+        yield number, so_far, next_sums
+        more = builder.add(number, _I64(1))
+        for phi, first, after in zip([number, *so_far], [_I64(0), *sums], [more, *next_sums], strict=True):  # fmt: skip
+            phi.add_incoming(first, before)
+            phi.add_incoming(after, head)
+        builder.cbranch(builder.icmp_signed("<", more, times), head, done)
+        builder.position_at_end(done)
+        for i, (first, after) in enumerate(zip(list(sums), next_sums, strict=True)):
+            sums[i] = builder.phi(_SUMS)
+            sums[i].add_incoming(first, before)
+            sums[i].add_incoming(after, head)
+
+
+def _code(kind: _Kind, *, adds: bool) -> Callable[..., Any]:
+    """The code of one product, as Numba asks for it."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
+        emit = _Emit(builder, kind)
+
+        def start(i: int, array: Any, steps: Any, number: ir.Type) -> Any:
+            data = context.make_array(signature.args[i])(context, builder, array).data
+            return emit.at(data, steps, number)
+
+        left, right = start(0, a, a_at, kind.number), start(3, b, b_at, kind.number)
+        target = start(6, c, c_at, _F32)
+        lines = [emit.at(left, builder.mul(a_step, _I64(r)), kind.number) for r in range(STEP)]
+        spots = [
+            emit.at(target, builder.add(builder.mul(c_step, _I64(r)), _I64(v * LANES)), _F32)
+            for r in range(STEP)
+            for v in range(VECTORS)
+        ]
+        zero = ir.Constant(_SUMS, [0.0] * LANES)
+        sums = [emit.load(spot, _SUMS) if adds else zero for spot in spots]
+        times = builder.lshr(k, _I64(1)) if kind.each == 2 else k
+        with emit.loop(times, sums) as (i, so_far, after):
+            across, along = builder.mul(i, _I64(PANEL * kind.each)), builder.mul(i, _I64(kind.each))
+            ys = []
+            for v in range(VECTORS):
+                steps = builder.add(across, _I64(v * LANES * kind.each))
+                ys.append(emit.load(emit.at(right, steps, kind.number), kind.register))
+            for r in range(STEP):
+                x = emit.spread(emit.at(lines[r], along, kind.number))
+                for v in range(VECTORS):
+                    after[r * VECTORS + v] = emit.add(so_far[r * VECTORS + v], x, ys[v])
+        for spot, total in zip(spots, sums, strict=True):
+            builder.store(total, builder.bitcast(spot, ir.PointerType(_SUMS)), align=4)
+        return context.get_dummy_value()
+
+    return code
+
+
+def _signature(a: Any, b: Any, c: Any) -> Any:
+    i = types.int64
+    return types.none(a, i, i, b, i, i, c, i, i)
+
+
+@intrinsic
+def product(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+    """c = a b, for flat arrays: a from a_at on with a_step between rows, b from b_at on, c as a; k is even for bf16."""
+    kind = _BF16 if a.dtype == types.uint16 else _FP32
+    return _signature(a, b, c), _code(kind, adds=False)
+
+
+@intrinsic
+def add_product(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+    """c += a b."""
+    kind = _BF16 if a.dtype == types.uint16 else _FP32
+    return _signature(a, b, c), _code(kind, adds=True)

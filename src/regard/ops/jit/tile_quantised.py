@@ -1,0 +1,219 @@
+"""The compiled loops over numbers kept as codes of few bits: weighted sums of lines, widened in registers.
+
+A line is a run of numbers that share a scale and a zero: x = zero + code * scale. Keys with a scale per channel are lines of
+one channel over tokens, values with a scale per token are lines of one token over channels; so that scores and the
+weighted values are one loop:
+
+    out[r, :] (+)= sum_i w[r, i] (zero[i] + code[i, :] scale[i])
+
+Each code is read once for four rows, and becomes its number before it is weighed: apart, the sums of zeros and of codes are
+larger than what they add up to, and fp32 is off by several times as much. The loop is written in LLVM's vectors, which every processor has in some width: left to
+itself, the compiler keeps the sums in memory.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from regard.ops.jit.bits import widen
+
+BUILT_UPON = "4caf7994b9dfd79a"
+"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+
+WIDE = 32
+"""Numbers of a line that are summed together: their sums for four rows stay in registers."""
+
+_I8, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+
+def _all(builder: Any, x: Any, lanes: int) -> Any:
+    """A number in every lane."""
+    empty = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
+    one = builder.insert_element(empty, x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+
+
+def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[Any]:
+    """Codes as vectors of floats: vector v * per + i has every per-th number of the v-th run of bytes, from i on."""
+    per, size = 8 // bits, columns * bits // 8
+    lanes = min(16, size)
+    found = []
+    for first in range(0, size, lanes):
+        place = builder.gep(flat, [builder.add(at, ir.Constant(_I64, first))])
+        line = builder.load(builder.bitcast(place, ir.VectorType(_I8, lanes).as_pointer()), align=1)
+        wide = builder.zext(line, ir.VectorType(_I32, lanes))
+        for i in range(per):
+            code = wide
+            if i:
+                code = builder.lshr(code, ir.Constant(code.type, [bits * i] * lanes))
+            if i < per - 1:
+                code = builder.and_(code, ir.Constant(code.type, [2**bits - 1] * lanes))
+            found.append(builder.sitofp(code, ir.VectorType(_FLOAT, lanes)))
+    return found
+
+
+def _in_order(builder: Any, parts: list[Any]) -> list[Any]:
+    """Vectors of every n-th number -> the numbers in order, as one vector."""
+    while len(parts) > 1:
+        half, lanes = len(parts) // 2, parts[0].type.count
+        turns = [i for j in range(lanes) for i in (j, lanes + j)]
+        order = ir.Constant(ir.VectorType(_I32, 2 * lanes), turns)
+        pairs = zip(parts[:half], parts[half:], strict=True)
+        parts = [builder.shuffle_vector(a, b, order) for a, b in pairs]
+    return parts
+
+
+@intrinsic
+def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
+    """`sum_lines` for rows and columns of a variant: one loop for each, chosen when it runs.
+
+    variant: (rows, columns, bits). lines: (bytes of the codes, byte of the first line, step to the next, how many).
+    weights: (array [R,n], from column 0; scales [n], zeros [n]). out: (array [R,n], first row here and of the weights, first
+    column, whether it is written anew).
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        flat, at, step, count = cgutils.unpack_tuple(builder, args[1])
+        array, row, column, fresh = cgutils.unpack_tuple(builder, args[3])
+        weigh, *meant = cgutils.unpack_tuple(builder, args[2])
+        data = [
+            context.make_array(kind)(context, builder, x).data
+            for kind, x in zip((lines[0], *weights[1:]), (flat, *meant), strict=True)
+        ]
+        end, none = builder.append_basic_block("end"), builder.append_basic_block("none")
+        choice = builder.switch(_key(builder, cgutils.unpack_tuple(builder, args[0])), none)
+        builder.position_at_end(none)
+        builder.unreachable()
+        for rows, columns, bits in VARIANTS:
+            block = builder.append_basic_block("variant")
+            choice.add_case(ir.Constant(_I64, _number(rows, columns, bits)), block)
+            builder.position_at_end(block)
+            where = [builder.add(row, ir.Constant(_I64, r)) for r in range(rows)]
+            zero = ir.Constant(_I64, 0)
+            w = [_place(context, builder, weights[0], weigh, (r, zero)) for r in where]
+            sums = _loop(builder, (columns, bits), (data, at, step, count), w)
+            for r, line in zip(where, sums, strict=True):
+                place = _place(context, builder, out[0], array, (r, column))
+                _put(builder, line, place, 8 // bits, fresh)
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(variant, lines, weights, out), code
+
+
+VARIANTS = (*product((4, 1), (WIDE,), (8, 4, 2)), *((1, 8 // bits, bits) for bits in (8, 4, 2)))
+"""Rows, columns, bits: four rows or one; and what is left of a line byte by byte."""
+
+
+def _number(rows: int, columns: int, bits: int) -> int:
+    """The number of a variant."""
+    return (rows * 64 + columns) * 16 + bits
+
+
+def _key(builder: Any, variant: list[Any]) -> Any:
+    """`_number`, when it runs."""
+    key = builder.add(builder.mul(variant[0], ir.Constant(_I64, 64)), variant[1])
+    return builder.add(builder.mul(key, ir.Constant(_I64, 16)), variant[2])
+
+
+def _place(context: Any, builder: Any, kind: Any, array: Any, at: tuple[Any, Any]) -> Any:
+    """Where a row and column of an array [R,n] stand in memory."""
+    made = context.make_array(kind)(context, builder, value=array)
+    width = cgutils.unpack_tuple(builder, made.shape)[1]
+    return builder.gep(made.data, [builder.add(builder.mul(at[0], width), at[1])])
+
+
+def _loop(builder: Any, form: tuple[int, int], lines: tuple[Any, ...], w: list[Any]) -> list[Any]:
+    """The loop over lines; the sums of each row, vector by vector."""
+    (columns, bits), (data, start, step, count) = form, lines
+    lanes = min(16, columns * bits // 8)
+    vector, n = ir.VectorType(_FLOAT, lanes), columns // lanes
+    fma = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fmuladd.v{lanes}f32"
+    )
+    head, body, end = (builder.append_basic_block(x) for x in ("lines", "line", "summed"))
+    before = builder.block
+    builder.branch(head)
+    builder.position_at_end(head)
+    i, at = builder.phi(_I64), builder.phi(_I64)
+    i.add_incoming(ir.Constant(_I64, 0), before)
+    at.add_incoming(start, before)
+    sums = [[builder.phi(vector) for _ in range(n)] for _ in w]
+    for x in (x for row in sums for x in row):
+        x.add_incoming(ir.Constant(vector, [0.0] * lanes), before)
+    builder.cbranch(builder.icmp_signed("<", i, count), body, end)
+    builder.position_at_end(body)
+    scale, zero = (_all(builder, builder.load(builder.gep(x, [i])), lanes) for x in data[1:])
+    codes = _codes(builder, data[0], at, columns, bits)
+    numbers = [builder.call(fma, [x, scale, zero]) for x in codes]
+    for place, row in zip(w, sums, strict=True):
+        weight = _all(builder, builder.load(builder.gep(place, [i])), lanes)
+        for x, now in zip(numbers, row, strict=True):
+            now.add_incoming(builder.call(fma, [x, weight, now]), builder.block)
+    i.add_incoming(builder.add(i, ir.Constant(_I64, 1)), builder.block)
+    at.add_incoming(builder.add(at, step), builder.block)
+    builder.branch(head)
+    builder.position_at_end(end)
+    return sums
+
+
+def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any) -> None:
+    """Sums of a row, added to what is there, or in its place."""
+    fresh = builder.trunc(fresh, ir.IntType(1))
+    for v in range(0, len(sums), per):
+        (whole,) = _in_order(builder, sums[v : v + per])
+        at = builder.gep(place, [ir.Constant(_I64, v * sums[0].type.count)])
+        at = builder.bitcast(at, whole.type.as_pointer())
+        nothing = ir.Constant(whole.type, [0.0] * whole.type.count)
+        before = builder.select(fresh, nothing, builder.load(at, align=4))
+        builder.store(builder.fadd(before, whole), at, align=4)
+
+
+compiled = njit(nogil=True, cache=True, error_model="numpy")
+
+
+@compiled
+def _meant(scales, at, count, wide, low):
+    """Scales and zeros of lines as float32; side by side where they lie so."""
+    scale, zero, step, tag = scales
+    if step == 1:
+        near, zeros = scale[at : at + count], zero[at : at + count]
+        for i in range(count):
+            wide[i] = widen(near[i], tag)
+        for i in range(count):
+            low[i] = widen(zeros[i], tag)
+        return
+    for i in range(count):
+        wide[i], low[i] = widen(scale[at + i * step], tag), widen(zero[at + i * step], tag)
+
+
+@compiled
+def sum_lines(rows, memory, at, w, scratch, out):
+    """out[r, c] (+)= sum_i w[r, i] x[i, c] for the lines i of a group, all its columns c and all rows r.
+
+    memory: (codes, step of the lines in bytes, (scales, zeros, step from one line to the next, tag of their bits), columns,
+    bits, lines). at: (byte of the first line, number of its scale). w: [R,n]. scratch: two lines [n]. out: (array [R,n],
+    first column, whether it is written anew). Rows beyond those that are asked for, up to a multiple of four, may be
+    written, too.
+    """
+    codes, step, scales, group, bits, count = memory
+    z, first, fresh = out
+    padded = rows if rows % 4 < 2 else z.shape[0]
+    _meant(scales, at[1], count, scratch[0], scratch[1])
+    weights = (w, scratch[0], scratch[1])
+    wide, c = group // WIDE * WIDE, 0
+    while c < group:
+        columns, r = WIDE if c < wide else 8 // bits, 0
+        lines = (codes, at[0] + c * bits // 8, step, count)
+        while r < padded:
+            together = 4 if c < wide and r + 4 <= padded else 1
+            _sum((together, columns, bits), lines, weights, (z, r, first + c, fresh))
+            r += together
+        c += columns

@@ -1,0 +1,277 @@
+"""The compiled decode kernel: what the contract tests do not reach: tiles, parts, threads, forks, memory, its exponential."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import biases, masks
+from regard.ops.softmax import cpu
+from regard.ops.softmax.call import Call, make_call
+from regard.span import Span
+from tests.oracles.plain import plain_attention, several_plains
+from tests.rules import assert_close_rule
+
+pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
+from regard.ops.jit import pool, tile
+from regard.ops.jit.bits import exp
+
+KERNEL = cpu.Cpu()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN, INF = float("nan"), float("inf")
+
+
+def inputs(
+    S: int, *, B: int = 2, H: int = 6, G: int = 2, T: int = 1, D: int = 40, E: int = 24,
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> list[Tensor]:  # fmt: skip
+    make = torch.Generator().manual_seed(seed)
+    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
+    return [torch.randn(shape, generator=make).to(dtype) for shape in shapes]
+
+
+def check(call: Call, what: str) -> None:
+    """out and lse against fp64 math over the mask and bias written out."""
+    q, k, v = call.q, call.k, call.v
+    where = (call.q_positions, call.k_positions)
+    options: dict[str, Any] = {
+        "visible": call.mask.block(*where), "scale": call.scale, "softcap": call.softcap, "sink": call.sink,
+    }  # fmt: skip
+    bias = None if call.bias is None else call.bias.block(*where, dtype=torch.float64)
+    exact = plain_attention(q.double(), k.double(), v.double(), bias=bias, **options)
+    outs, lses = zip(*several_plains(q, k, v, bias=bias, **options), strict=True)
+    found = KERNEL.run(call)
+    assert found.lse is not None
+    assert_close_rule(found.out, list(outs), exact[0], what=what)
+    assert_close_rule(found.lse, [x.float() for x in lses], exact[1], what=f"lse, {what}")
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": masks.Causal()},
+    "window": {"mask": masks.Causal() & masks.Window(70)},
+    "window and sinks": {"mask": masks.Causal() & (masks.Window(70) | masks.Sinks(3))},
+    "heads": {"mask": masks.Heads([masks.Causal() & masks.Window(5 + 30 * h) for h in range(6)])},
+    "no structure": {"mask": masks.Causal() & masks.Fn(lambda q, k: (q - k) % 3 != 1)},
+    "alibi": {"mask": masks.Causal(), "bias": biases.ALiBi(6)},
+    "alibi both ways": {"bias": biases.ALiBi(6, symmetric=True)},
+    "learned bias": {"bias": biases.T5Relative(torch.randn(32, 6))},
+    "softcap": {"softcap": 3.0, "mask": masks.Causal()},
+    "sink": {"sink": torch.randn(6)},
+    "scale": {"scale": -0.3},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T, H, G", [(1, 6, 2), (3, 6, 6), (16, 6, 3), (2, 6, 1)])
+def test_recipes(recipe: str, dtype: torch.dtype, T: int, H: int, G: int) -> None:
+    """Rows of 1, 2, 3, 4 and more; 333 keys are five tiles and a part of one."""
+    options = RECIPES[recipe]
+    q, k, v = inputs(333, T=T, H=H, G=G, dtype=dtype)
+    k[:, :, 3] *= 4
+    call = make_call(q, k, v, **options, wants_lse=True)
+    assert KERNEL.why_not(call) == []
+    check(call, recipe)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_batch_have_their_own_lengths_and_holes(dtype: torch.dtype) -> None:
+    """What stands in a hole is NaN, and is not read."""
+    q, k, v = inputs(200, dtype=dtype)
+    where = torch.stack([torch.arange(200), torch.arange(200).roll(60) - 37])
+    where[0, 150:] = -1
+    where = where.clamp(min=-1)
+    for x in (k, v):
+        x.masked_fill_((where < 0)[:, None, :, None], NAN)
+    options: dict[str, Any] = {
+        "mask": masks.Causal() & masks.Window(100), "k_positions": where,
+        "q_positions": torch.tensor([[149], [162]]),
+    }  # fmt: skip
+    found = regard.attend(q, k, v, **options, backend="cpu")
+    clean = [x.nan_to_num(0.0) for x in (k, v)]
+    assert torch.equal(found, regard.attend(q, *clean, **options, backend="cpu"))
+    call = make_call(q, *clean, **options, wants_lse=True)
+    check(call, "holes")
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_is_masked_never_reaches_the_output_and_what_is_seen_does(bad: float) -> None:
+    q, k, v = inputs(300, T=4)
+    mask = masks.Causal()
+    options: dict[str, Any] = {"mask": mask, "q_positions": Span(200, 4), "k_positions": Span(0, 300)}  # fmt: skip
+    clean = regard.attend(q, k, v, **options, backend="cpu")
+    for x in (k, v):
+        hidden = x.clone()
+        hidden[:, :, 204:] = bad
+        others = (hidden, v) if x is k else (k, hidden)
+        assert torch.equal(regard.attend(q, *others, **options, backend="cpu"), clean)
+    k[:, :, 202, 0] = NAN  # rows 2 and 3 see it
+    found = regard.attend(q, k, v, **options, backend="cpu")
+    assert torch.equal(found[:, :, :2], clean[:, :, :2])
+    assert found[:, :, 2:].isnan().all()
+
+
+def test_a_query_that_sees_nothing() -> None:
+    q, k, v = inputs(100, T=2)
+    where = torch.tensor([[-1, 4]])
+    found = regard.attend_partial(
+        q, k, v, mask=masks.Causal(), q_positions=where, k_positions=Span(4, 100), backend="cpu"
+    )
+    assert found.out[:, :, 0].eq(0).all()
+    assert found.lse[:, :, 0].eq(-INF).all()
+    first = v.repeat_interleave(3, 1)[:, :, 0]
+    assert torch.allclose(found.out[:, :, 1], first, atol=1e-6), "one key: its value"
+    nothing = regard.attend(
+        q.masked_fill(torch.tensor([True, False])[:, None], NAN), k, v, q_positions=where, backend="cpu"
+    )  # fmt: skip
+    assert nothing.isfinite().all(), "what a slot without a token holds is not looked at"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_parts_and_threads_change_roundings_only(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "threads", lambda: workers)
+    monkeypatch.setattr(cpu, "PART", 1000)
+    q, k, v = inputs(64 * 70 + 5, B=1)
+    call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
+    assert cpu._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
+    check(call, f"{workers} workers")
+
+
+def test_memory_is_read_where_it_lies() -> None:
+    """A view of a longer buffer is not copied; one whose last dim is not contiguous is."""
+    q, _, _ = inputs(1)
+    buffer = torch.randn(2, 2, 500, 64)
+    k, v = buffer[:, :, 100:300, :40], buffer[:, :, 100:300, 40:]
+    flat, *steps, _, S = cpu._memory(k, 200)
+    assert (steps, S) == ([2 * 500 * 64, 500 * 64, 64], 200)
+    assert flat.ctypes.data == k.data_ptr()
+    call = make_call(q, k, v, wants_lse=True)
+    check(call, "a view")
+    turned = torch.randn(2, 2, 40, 200).transpose(2, 3)
+    call = make_call(q, turned, v, wants_lse=True)
+    check(call, "transposed")
+
+
+def test_many_threads_of_python_at_once() -> None:
+    q, k, v = inputs(3000, B=1)
+    alone = regard.attend(q, k, v, backend="cpu")
+    found: list[Tensor] = []
+
+    def work() -> None:
+        found.extend(regard.attend(q, k, v, backend="cpu") for _ in range(5))
+
+    crowd = [threading.Thread(target=work) for _ in range(6)]
+    for thread in crowd:
+        thread.start()
+    for thread in crowd:
+        thread.join()
+    assert len(found) == 30
+    assert all(torch.equal(x, alone) for x in found)
+
+
+def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
+    torch.set_num_threads(1)
+    pool.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
+    cpu.PART = 1000
+    queue.put(regard.attend(q, k, v, backend="cpu").numpy())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "threads", lambda: 2)
+    monkeypatch.setattr(cpu, "PART", 1000)
+    q, k, v = inputs(3000, B=1)
+    here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_child, args=(queue, q, k, v))
+    child.start()
+    assert np.array_equal(queue.get(timeout=60), here.numpy())
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def test_an_exception_of_a_part_is_raised() -> None:
+    def work(part: int, parts: int) -> None:
+        if part == 1:
+            raise ValueError("part 1")
+
+    with pytest.raises(ValueError, match="part 1"):
+        pool.Pool().run(work, 3)
+
+
+def test_the_exponential() -> None:
+    """Two roundings of fp32 at most, 0 where fp32 has no normal numbers, and NaN stays NaN."""
+    x = np.concatenate([np.linspace(-87, 0, 40001), -np.logspace(-30, 1, 4001)]).astype(np.float32)
+    exact = np.exp(x.astype(np.float64))
+    found = np.array([exp(y) for y in x], dtype=np.float64)
+    assert np.max(np.abs(found / exact - 1)) < 2 * np.finfo(np.float32).eps
+    assert exp(np.float32(0)) == 1
+    assert exp(np.float32(-88)) == 0 == exp(np.float32(-np.inf))
+    assert math.isnan(exp(np.float32(NAN)))
+
+
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs(100)
+    assert regard.plan(q, k, v).kernel == "sdpa", "it can, and there is little to read"
+    assert regard.plan(*inputs(1100)).kernel == "cpu"
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("has no gradient", {"q": q.clone().requires_grad_()}),
+        ("no dropout", {"dropout": 0.5}),
+        ("no torch.float64", {"q": q.double(), "k": k.double(), "v": v.double()}),
+        ("17 queries, 51 rows of a key/value head; made for 16 and 64", {"q": torch.randn(2, 6, 17, 40)}),
+        ("nothing to do", {"k": k[:, :, :0], "v": v[:, :, :0]}),
+    ]  # fmt: skip
+    for reason, change in cases:
+        call = make_call(**{"q": q, "k": k, "v": v, **change})
+        assert KERNEL.why_not(call) == [reason]
+    with regard.Trace("pattern"):
+        assert regard.plan(q, k, v)["cpu"].reasons == ("does not expose ['pattern']",)
+    monkeypatch.setattr(cpu, "has_numba", lambda: False)
+    assert KERNEL.why_not(make_call(q, k, v)) == ["Numba is not installed: pip install numba"]
+    with pytest.raises(regard.KernelRefusal, match="Numba is not installed"):
+        regard.attend(q, k, v, backend="cpu")
+    assert regard.plan(*inputs(1100)).kernel == "sdpa", "and somebody else serves"
+
+
+def test_a_compiled_graph_leaves_it_out() -> None:
+    q, k, v = inputs(100)
+    compiled = torch.compile(lambda *x: regard.attend(*x, mask=masks.Causal()), fullgraph=True, backend="eager")  # fmt: skip
+    assert torch.allclose(compiled(q, k, v), regard.attend(q, k, v, mask=masks.Causal()), atol=1e-5)
+
+
+def test_work_counts_the_tiles_that_are_visited() -> None:
+    q, k, v = inputs(640, H=4, G=2)
+    call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
+    assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
+    assert tile.TILE == cpu._TILE
+    assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
+
+
+def test_numba_is_imported_by_the_first_call_that_needs_it() -> None:
+    code = """
+import sys, torch, regard
+q, k = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1024, 64)
+assert regard.plan(q, k, k).kernel == "cpu"
+regard.attend(q, k[:, :, :100], k[:, :, :100])
+assert "numba" not in sys.modules
+regard.attend(q, k, k)
+assert "numba" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

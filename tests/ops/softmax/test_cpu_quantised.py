@@ -1,0 +1,307 @@
+"""The compiled decode kernel over codes: against numbers made from them by loops, and without a copy of them on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard import biases, masks
+from regard.caches import Growing, Quantised, packed
+from regard.nn import Attention, Heads, Separate
+from regard.ops.softmax import cpu
+from regard.ops.softmax.call import Call, make_call
+from regard.ops.softmax.coded import older
+from regard.span import Positions, Span
+from tests.oracles.plain import plain_attention, several_plains
+from tests.rules import assert_close_rule
+
+pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
+import numpy as np
+
+from regard.ops.jit import pool, quantised, tile_quantised
+from regard.ops.jit.bits import BF16
+
+KERNEL = cpu.Cpu()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The axes of all parts that are widened while the test runs."""
+    axes: list[str] = []
+    right = packed.dequantise
+
+    def count(made: Any, axis: Any, shape: Any, *, bits: int) -> Tensor:
+        axes.append(axis)
+        return right(made, axis, shape, bits=bits)
+
+    monkeypatch.setattr(packed, "dequantise", count)
+    return axes
+
+
+def tokens(
+    S: int, *, B: int = 2, G: int = 2, D: int = 40, E: int = 24, dtype: torch.dtype = torch.float32,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    make = torch.Generator().manual_seed(S)
+    return tuple((scale * torch.randn(B, G, S, d, generator=make)).to(dtype) for d in (D, E))  # type: ignore[return-value]
+
+
+def query(T: int, H: int = 6, B: int = 2, D: int = 40, dtype: torch.dtype = torch.float32) -> Tensor:  # fmt: skip
+    return torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def filled(cache: Quantised, k: Tensor, v: Tensor, positions: Positions | None = None) -> list[Any]:
+    """All but the last token at once, then that one; keys, values and positions as the cache answers them."""
+    S = k.shape[2]
+    for at in (slice(0, S - 1), slice(S - 1, S)):
+        where = Span(at.start, at.stop - at.start) if positions is None else positions[:, at]  # type: ignore[index]
+        (keys, values), seen = cache.update((k[:, :, at], v[:, :, at]), where)
+    return [keys, values, seen]
+
+
+def numbers(cache: Quantised, part: int, axis: str) -> Tensor:
+    """The memory that codes stand for, in fp64, number by number."""
+    held = cache.contents()
+    codes, scale, zero, recent = (held[f"{name}.{part}"] for name in ("codes", "scale", "zero", "recent"))  # fmt: skip
+    assert isinstance(codes, Tensor)
+    assert isinstance(recent, Tensor)
+    bits, per = cache.bits, 8 // cache.bits
+    group = codes.shape[-1] * per
+    old = codes.shape[2] * (group if axis == "channel" else 1)
+    B, n, _, d = recent.shape
+    listed, scales, zeros = codes.tolist(), scale.tolist(), zero.tolist()  # type: ignore[union-attr]
+    found = torch.empty(B, n, old + recent.shape[2], d, dtype=torch.float64)
+    found[:, :, old:] = recent
+    for b in range(B):
+        for h in range(n):
+            for s in range(old):
+                for c in range(d):
+                    slot, row, line = (s % group, s // group, c) if axis == "channel" else (c % group, s, c // group)  # fmt: skip
+                    byte = listed[b][h][row][line][slot // per]
+                    code = byte // 2 ** (bits * (slot % per)) % 2**bits
+                    found[b, h, s, c] = zeros[b][h][row][line][0] + code * scales[b][h][row][line][0]  # fmt: skip
+    return found
+
+
+def meant(cache: Quantised) -> list[Tensor]:
+    """Keys and values that codes stand for."""
+    return [numbers(cache, i, axis) for i, axis in enumerate(("channel", "token"))]
+
+
+def check(wide: list[Tensor], calls: Call | list[Call], what: str) -> None:
+    """out and lse of codes against fp64 math over the numbers they stand for; plain math has them rounded to the dtype.
+
+    Several calls are held to the rule together: of few numbers, plain math may be right by luck.
+    """
+    found, exact, plains = [], [], []
+    for call in calls if isinstance(calls, list) else [calls]:
+        where = (call.q_positions, call.k_positions)
+        options: dict[str, Any] = {
+            "visible": call.mask.block(*where), "scale": call.scale, "softcap": call.softcap, "sink": call.sink,
+        }  # fmt: skip
+        if call.bias is not None:
+            options["bias"] = call.bias.block(*where, dtype=torch.float64)
+        assert older(call.k, call.v) is not None
+        found.append(KERNEL.run(call))
+        exact.append(plain_attention(call.q.double(), *wide, **options))
+        rounded = (x.to(call.q.dtype) for x in wide)
+        plains.append(several_plains(call.q, *rounded, **options))
+    for i, name in enumerate(("out", "lse")):
+        got = torch.cat([x[i] for x in found if x[i] is not None], 1)
+        others = [torch.cat([x[i] for x in same], 1).to(got.dtype) for same in zip(*plains, strict=True)]  # fmt: skip
+        assert_close_rule(got, others, torch.cat([x[i] for x in exact], 1), what=f"{name}, {what}")
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"mask": masks.Causal()},
+    "window and sinks": {"mask": masks.Causal() & (masks.Window(150) | masks.Sinks(3))},
+    "heads": {"mask": masks.Heads([masks.Causal() & masks.Window(5 + 60 * h) for h in range(6)])},
+    "no structure": {"mask": masks.Causal() & masks.Fn(lambda q, k: (q - k) % 3 != 1)},
+    "alibi": {"mask": masks.Causal(), "bias": biases.ALiBi(6)},
+    "learned bias": {"bias": biases.T5Relative(torch.randn(32, 6))},
+    "softcap, sink, scale": {"softcap": 3.0, "sink": torch.randn(6), "scale": -0.3},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
+    for bits, T, residual in ((8, 1, 10), (4, 3, 70), (2, 16, 0)):
+        cache = Quantised(bits, residual=residual)
+        keys, values, seen = filled(cache, *tokens(203, dtype=dtype))
+        given = make_call(query(T, dtype=dtype), keys, values, k_positions=seen, wants_lse=True, **RECIPES[recipe])  # fmt: skip
+        check(meant(cache), given, f"{recipe}, {bits} bits")
+    assert opened == []
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("group, D, E", [(4, 8, 8), (16, 24, 16), (64, 20, 64), (96, 9, 96)])
+def test_groups(bits: int, group: int, D: int, E: int) -> None:
+    """Groups that fill the registers of a loop, that do not, and that leave something over."""
+    cache = Quantised(bits, group=group, residual=5)
+    keys, values, _ = filled(cache, *tokens(200, B=1, D=D, E=E))
+    wide = meant(cache)
+    rows = (2, 4, 6, 10, 14)  # heads of 2 groups: 1 to 7 rows
+    calls = [make_call(query(1, H, B=1, D=D), keys, values, wants_lse=True) for H in rows]
+    check(wide, calls, f"{bits} bits, groups of {group}")
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales(dtype: torch.dtype, scale: float) -> None:
+    cache = Quantised(8, residual=10)
+    k, v = tokens(203, dtype=dtype, scale=scale)
+    k[..., 3] += 100  # an outlier channel
+    keys, values, _ = filled(cache, k, v)
+    check(
+        meant(cache),
+        make_call(query(2, dtype=dtype), keys, values, wants_lse=True),
+        f"scale {scale}",
+    )
+
+
+def test_another_number_is_noticed() -> None:
+    """Negative control: codes of one channel that mean a step more, or a zero that is left out."""
+    for name in ("zero.0", "zero.1", "scale.0", "scale.1"):
+        cache = Quantised(4, residual=10)
+        filled(cache, *tokens(203))
+        held = dict(cache.contents())
+        wrong = Quantised(4, residual=10)
+        wrong.fill({**held, name: 1.01 * held[name]})  # type: ignore[dict-item]
+        (keys, values), _ = wrong.update(tuple(x[:, :, :0] for x in tokens(203)), Span(203, 0))
+        with pytest.raises(AssertionError, match="above"):
+            check(meant(cache), make_call(query(1), keys, values, wants_lse=True), name)
+
+
+def test_slots_that_hold_nothing(opened: list[str]) -> None:
+    """Left padding of another length in each row, holes, and a row that sees nothing; NaN and garbage there."""
+    for garbage in (float("nan"), 1e30):
+        k, v = tokens(203)
+        positions = torch.arange(203).expand(2, -1) - torch.tensor([[0], [70]])
+        positions = positions.where((positions >= 0) & (torch.arange(203) % 7 != 3), -1)
+        empty = (positions < 0)[:, None, :, None]
+        cache = Quantised(8, residual=10)
+        keys, values, seen = filled(cache, *(x.masked_fill(empty, garbage) for x in (k, v)), positions)  # type: ignore[arg-type] # fmt: skip
+        clean = [x.masked_fill(empty, 0.0) for x in (k, v)]
+        right = Quantised(8, residual=10)
+        filled(right, *clean, positions)  # type: ignore[arg-type]
+        at = torch.tensor([[202, -1], [132, 133]])
+        given = make_call(query(2), keys, values, mask=masks.Causal(), q_positions=at, k_positions=seen, wants_lse=True)  # fmt: skip
+        check(meant(right), given, "padded")
+        assert not KERNEL.run(given).out[0, :, 1].any()
+    assert opened == []
+
+
+def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts for several threads, rows that were chosen, a fork, and codes that lie otherwise."""
+    k, v = tokens(1500, B=1, D=64, E=64)
+    cache = Quantised(4, residual=20)
+    filled(cache, k, v)
+    none = tuple(x[:, :, :0] for x in (k, v))
+    (keys, values), _ = cache.update(none, Span(1500, 0))
+    given = make_call(query(1, B=1, D=64), keys, values, wants_lse=True)
+    monkeypatch.setattr(cpu, "PART", 1000)
+    wide, out = meant(cache), []
+    for workers in (3, 1):
+        monkeypatch.setattr(pool, "threads", lambda n=workers: n)
+        check(wide, given, f"{workers} threads")
+        out.append(KERNEL.run(given).out)
+    held = dict(cache.contents())
+    for name, x in held.items():
+        if isinstance(x, Tensor) and x.ndim == 5:
+            held[name] = x.transpose(1, 4).contiguous().transpose(1, 4)
+    other = Quantised(4, residual=20)
+    other.fill(held)
+    forked = cache.fork()
+    cache.select(torch.tensor([0, 0]))
+    for c in (other, forked, cache):
+        B = c.batch
+        assert B is not None
+        (a, b), _ = c.update(tuple(x.expand(B, -1, -1, -1) for x in none), Span(1500, 0))
+        found = KERNEL.run(make_call(given.q.expand(B, -1, -1, -1), a, b)).out
+        assert torch.equal(found, out[1].expand(B, -1, -1, -1))
+
+
+def test_a_decode_step_widens_nothing(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a module: codes are read as codes, by every step, and what comes out is what the numbers give."""
+    monkeypatch.setattr(cpu, "MUCH", 0)
+    torch.manual_seed(0)
+    project = Separate(Heads(32, 4, 16), Heads(32, 2, 16), Heads(32, 2, 16))
+    module, x = Attention(project, nn.Linear(64, 32), mask=masks.Causal()), torch.randn(2, 90, 32)
+    with torch.no_grad():
+        module.eval()
+        cache, plain = Quantised(8, group=16, residual=8), Growing()
+        module(x[:, :60], cache=cache)
+        module(x[:, :60], cache=plain)
+        opened.clear()
+        far = 0.0
+        for t in range(60, 90):
+            near = module(x[:, t : t + 1], cache=cache, backend="auto" if t % 2 else "cpu")
+            far = max(far, float((near - module(x[:, t : t + 1], cache=plain)).abs().max()))
+        assert opened == []
+        assert cache.quantised == 80
+        assert 0 < far < 0.01
+        copied = cache.fork()
+        last = module(x[:, :1], cache=cache)
+        same = module(x[:, :1], cache=copied, backend="reference")
+        assert sorted(opened) == ["channel", "token"]
+        assert float((last - same).abs().max()) < 1e-6
+
+
+def unusual() -> dict[str, Callable[[], tuple[Quantised, Tensor, Tensor]]]:
+    k, v = tokens(100)
+    odd = k.clone()
+    odd[0, 1, 3, 5] = float("inf")
+    return {
+        "an infinity": lambda: (Quantised(8, residual=10), odd, v),
+        "keys per token": lambda: (Quantised(8, group=8, residual=10, axes=("token", "token")), k, v),
+        "values per channel": lambda: (Quantised(8, residual=10, axes=("channel", "channel")), k, v),
+        "exact values": lambda: (Quantised(8, residual=10, axes=("channel", "exact")), k, v),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", unusual())
+def test_what_is_not_read_as_codes_is_widened(name: str, opened: list[str]) -> None:
+    cache, k, v = unusual()[name]()
+    keys, values, _ = filled(cache, k, v)
+    q = query(1)
+    found = regard.attend(q, keys, values, mask=masks.Causal() & masks.Window(90), backend="cpu")
+    assert opened
+    right = regard.attend(q, keys.clone(), values.clone(), mask=masks.Causal() & masks.Window(90), backend="cpu")  # fmt: skip
+    assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("rows, columns, bits", tile_quantised.VARIANTS)
+def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
+    """Each loop by itself, anew and added, against numpy in fp64; what stands beside the columns stays."""
+    rng, n, per = np.random.default_rng(0), 37, 8 // bits
+    codes = rng.integers(0, 256, (n, columns // per + 3)).astype(np.uint8)
+    scales, zeros = (torch.randn(n, 3).bfloat16() for _ in range(2))
+    w = rng.standard_normal((rows, n)).astype(np.float32)
+    wide = [x[:, 1].double().numpy() for x in (scales, zeros)]
+    code = (codes[:, 2:-1, None] >> np.arange(0, 8, bits).astype(np.uint8)) & (2**bits - 1)
+    x = wide[1][:, None] + code.reshape(n, columns) * wide[0][:, None]
+    flat = [y.view(torch.uint16).numpy().ravel() for y in (scales, zeros)]
+    memory = (codes.ravel(), codes.shape[1], (*flat, 3, BF16), columns, bits, n)
+    scratch = (np.empty(n, np.float32), np.empty(n, np.float32))
+    out = np.full((rows, columns + 9), np.nan, np.float32)
+    for times, fresh in ((1, True), (2, False)):
+        tile_quantised.sum_lines(rows, memory, (2, 1), w, scratch, (out, 5, fresh))
+        bound = 2e-6 * times * (np.abs(w) @ np.abs(x)).max()
+        assert np.abs(out[:, 5:-4] - times * (w @ x)).max() < bound
+    assert np.isnan(out[:, :5]).all()
+    assert np.isnan(out[:, -4:]).all()
+
+
+def test_rows_begin_at_lines_of_the_cache() -> None:
+    made = quantised._lines(3, 32)
+    assert made.shape == (3, 32)
+    assert made.ctypes.data % 64 == 0
+    assert not made.any()

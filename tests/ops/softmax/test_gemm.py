@@ -1,0 +1,306 @@
+"""The prefill kernel alone: its small products, its packing, its refusals, and what it skips."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import biases, masks
+from regard.errors import KernelRefusal
+from regard.ops.jit import pack, product, rows
+from regard.ops.softmax import gemm
+from regard.ops.softmax.call import make_call
+from regard.ops.softmax.gemm import Gemm
+from regard.span import Span
+from tests.oracles.plain import plain_attention, several_plains
+from tests.rules import assert_close_rule
+
+KERNEL = Gemm()
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
+"""Three compilations: each dtype is another kernel."""
+
+
+def qkv(
+    B: int = 1, H: int = 4, G: int = 2, T: int = 70, S: int = 70, D: int = 16, E: int = 16,
+    *, dtype: torch.dtype = torch.float32, seed: int = 0, size: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    draw = torch.Generator().manual_seed(seed)
+    shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
+    q, k, v = (torch.randn(shape, generator=draw) for shape in shapes)
+    return (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dense: Tensor | None = None, **options: Any) -> None:  # fmt: skip
+    """Out and lse of the kernel against the definition in float64, under the rule."""
+    named = {name: options[name] for name in ("scale", "softcap", "sink") if name in options}
+    right = plain_attention(
+        q.double(), k.double(), v.double(), visible=seen, bias=dense,
+        **{n: x.double() if isinstance(x, Tensor) else x for n, x in named.items()},
+    )  # fmt: skip
+    low = None if dense is None else dense.to(q.dtype)
+    outs, lses = zip(*several_plains(q, k, v, visible=seen, bias=low, **named), strict=True)
+    call = make_call(q, k, v, wants_lse=True, **options)
+    assert KERNEL.why_not(call) == []
+    out, lse = KERNEL.run(call)
+    assert lse is not None
+    assert_close_rule(out, list(outs), right[0], what="out")
+    assert_close_rule(lse, [x.float() for x in lses], right[1], what="lse")
+    blind = ~seen.expand(*q.shape[:3], k.shape[2]).any(-1)
+    assert torch.equal(out[blind], torch.zeros_like(out[blind]))
+
+
+def grid(T: int, S: int) -> tuple[Tensor, Tensor]:
+    """Positions of queries, bottom right, and of keys."""
+    return torch.arange(S - T, S)[:, None], torch.arange(S)[None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [0.1, 1.0, 6.0])
+def test_several_tiles_and_blocks(dtype: torch.dtype, size: float) -> None:
+    # 580 keys are three tiles and a ragged panel; 300 queries of 2 heads are three blocks
+    q, k, v = qkv(T=300, S=580, dtype=dtype, size=size)
+    i, j = grid(300, 580)
+    check(q, k, v, j <= i, mask=masks.Causal())
+    check(q, k, v, (j <= i) & ((i - j < 100) | (j < 3)), mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)))  # fmt: skip
+
+
+@pytest.mark.parametrize("D, E", [(1, 1), (3, 70), (65, 64), (33, 130)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dims_that_divide_nothing(D: int, E: int, dtype: torch.dtype) -> None:
+    q, k, v = qkv(H=6, G=2, T=9, S=67, D=D, E=E, dtype=dtype)
+    check(q, k, v, torch.ones(9, 67, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("H, G", [(1, 1), (5, 5), (7, 1), (300, 1)])
+def test_groups_larger_and_smaller_than_a_block(H: int, G: int) -> None:
+    q, k, v = qkv(H=H, G=G, T=3, S=20, D=4, E=4)
+    i, j = grid(3, 20)
+    check(q, k, v, j <= i, mask=masks.Causal())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_absorbed_latents(dtype: torch.dtype) -> None:
+    """One shared key of which the first dims are the value, one query, many heads: no copy of the value is needed."""
+    q, k, _ = qkv(H=20, G=1, T=1, S=300, D=48, dtype=dtype)
+    check(q, k, k[..., :32], torch.ones(1, 300, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_and_shared_memory(dtype: torch.dtype) -> None:
+    q, k, v = qkv(B=2, T=40, S=70, dtype=dtype)
+    seen = torch.ones(40, 70, dtype=torch.bool)
+    swapped = q.transpose(1, 2).contiguous().transpose(1, 2)
+    check(swapped, k[:1].expand(2, -1, -1, -1), v, seen)
+    check(q, k.mT.contiguous().mT, torch.stack([v, v], -1)[..., 0], seen)
+    wide = torch.full((2, 2, 200, 16), math.nan, dtype=dtype)
+    wide[:, :, 50:120] = k
+    check(q, wide[:, :, 50:120], v, seen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_left_padded_rows_and_holes(dtype: torch.dtype) -> None:
+    q, k, v = qkv(B=2, T=130, S=130, dtype=dtype)
+    positions = torch.stack([torch.arange(130), torch.arange(130) - 90])
+    positions[1, :90] = -1
+    positions[0, 70] = -1
+    i, j = positions[:, None, :, None], positions[:, None, None, :]
+    seen = (j <= i) & (j >= 0)
+    check(q, k, v, seen, mask=masks.Causal(), q_positions=positions, k_positions=positions)
+
+
+@pytest.mark.parametrize("softcap", [0.3, 4.0, 50.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softcap(dtype: torch.dtype, softcap: float) -> None:
+    q, k, v = qkv(dtype=dtype, size=2.0)
+    i, j = grid(70, 70)
+    check(q, k, v, j <= i, mask=masks.Causal(), softcap=softcap, sink=torch.randn(4).to(dtype))
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_alibi(symmetric: bool) -> None:
+    q, k, v = qkv(T=70, S=90)
+    i, j = grid(70, 90)
+    slopes = torch.tensor([0.5, 0.25, 0.0, 0.01])
+    far = (i - j).abs() if symmetric else i - j
+    bias = -slopes.double()[:, None, None] * far
+    mask = torch.ones(70, 90, dtype=torch.bool) if symmetric else j <= i
+    rule = None if symmetric else masks.Causal()
+    check(q, k, v, mask, bias, mask=rule, bias=biases.ALiBi(slopes=slopes, symmetric=symmetric))
+
+
+def test_a_wrong_mask_would_be_found() -> None:
+    q, k, v = qkv()
+    i, j = grid(70, 70)
+    with pytest.raises(AssertionError, match="out error"):
+        check(q, k, v, j < i + 2, mask=masks.Causal())
+    with pytest.raises(AssertionError, match="out error"):
+        check(q, k, v, j <= i, torch.eye(70).double() * 0.01, mask=masks.Causal())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_garbage_behind_a_mask_stays_there(dtype: torch.dtype) -> None:
+    q, k, v = qkv(T=20, S=100, dtype=dtype)
+    at = torch.arange(20)[None]
+    options: dict[str, Any] = {"mask": masks.Causal(), "q_positions": at}
+    right = KERNEL.run(make_call(q, k, v, **options)).out
+    for garbage in (math.nan, math.inf, -math.inf):
+        k[:, :, 20:] = garbage
+        call = make_call(q, k, v, **options)
+        assert KERNEL.why_not(call) == [], "keys behind a mask may be anything"
+        assert torch.equal(KERNEL.run(call).out, right)
+    v[:, :, 30] = math.nan
+    reasons = KERNEL.why_not(make_call(q, k, v, **options))
+    assert reasons == ["a NaN or infinity behind a mask would leak through 0 x NaN"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_visible_and_not_finite_shows(dtype: torch.dtype, value: float) -> None:
+    for where in range(3):
+        tensors = qkv(T=20, S=20, dtype=dtype)
+        tensors[where][0, 0, 3, 1] = value
+        out = KERNEL.run(make_call(*tensors)).out
+        assert not out[0, 0].isfinite().all()
+        assert out[0, 2:].isfinite().all(), "other heads have nothing to do with it"
+
+
+def test_all_scores_minus_infinity_are_no_visible_keys_either() -> None:
+    q, k, v = qkv(T=1, S=5)
+    q[:], k[:] = 1, -math.inf
+    out, lse = KERNEL.run(make_call(q, k, v, wants_lse=True))
+    assert lse is not None
+    assert torch.equal(out, torch.zeros_like(out))
+    assert lse.isneginf().all()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    q, k, v = qkv(B=2, T=50, S=80)
+    right = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
+    monkeypatch.setattr("regard.ops.jit.pool.threads", lambda: workers)
+    found = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
+    torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
+
+
+def packed(x: Tensor, each: int, *, values: bool = False) -> Tensor:
+    """Panels of keys [panels,D,PANEL], or of values [panels,S,PANEL], from plain loops; S and D are not padded up."""
+    S, D = x.shape
+    inner, across = (S, D) if values else (D, S)
+    out = torch.zeros(-(-across // product.PANEL), -(-inner // each), product.PANEL, each, dtype=x.dtype)  # fmt: skip
+    for s in range(S):
+        for d in range(D):
+            i, j = (s, d) if values else (d, s)
+            out[j // product.PANEL, i // each, j % product.PANEL, i % each] = x[s, d]
+    return out.flatten()
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_packing(each: int) -> None:
+    x = torch.randn(product.PANEL, product.PANEL + 3)
+    D = x.shape[1] + x.shape[1] % each
+    keys = torch.zeros(product.PANEL * D)
+    pack.pack_keys((x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)), (0, len(x)), x.shape[1], each, keys.numpy(), 0)  # fmt: skip
+    assert torch.equal(keys, packed(x, each))
+    values = torch.zeros(2 * len(x) * product.PANEL)
+    pack.pack_values((x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)), (0, len(x)), x.shape[1], each, values.numpy(), 0, len(x) * product.PANEL)  # fmt: skip
+    assert torch.equal(values, packed(x, each, values=True))
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-6, 0.3, 0.6249, 0.6251, 1.7, 9.0, 80.0, math.inf])
+def test_tanh(x: float) -> None:
+    for sign in (1, -1):
+        found = rows.tanh(rows.np.float32(sign * x))
+        exact = math.tanh(float(rows.np.float32(sign * x)))
+        assert abs(found - exact) <= 4 * 2**-24 * abs(exact), "four roundings"
+    assert math.isnan(rows.tanh(rows.np.float32(math.nan)))
+
+
+def test_bits_of_halves_are_rounded_as_torch_rounds() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(-(2**31), 2**31 - 1, (4000,), generator=draw, dtype=torch.int32)
+    x = torch.cat([x.view(torch.float32), torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])])
+    for dtype, tag in ((torch.bfloat16, pack.np.int8(0)), (torch.float16, pack.np.int16(0))):
+        like = torch.zeros(1, dtype=torch.int16).view(torch.uint16).numpy()
+        found = [int(_narrow(value, tag, like)) for value in x.numpy()]
+        again = torch.tensor(found, dtype=torch.int32).to(torch.int16).view(dtype)
+        want = x.to(dtype)
+        assert torch.equal(again.isnan(), want.isnan())
+        seen = ~want.isnan()
+        assert torch.equal(again[seen].view(torch.int16), want[seen].view(torch.int16))
+
+
+narrow = pack.narrow
+
+
+@pack.compiled
+def _narrow(x: Any, tag: Any, like: Any) -> Any:
+    return narrow(x, tag, like)
+
+
+def refusal(*tensors: Tensor, **options: Any) -> str:
+    with pytest.raises(KernelRefusal) as caught:
+        regard.attend(*tensors, backend="gemm", **options)
+    return str(caught.value)
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    assert "gemm (has no gradient)" in refusal(q.clone().requires_grad_(), k, v)
+    assert "gemm (no dropout)" in refusal(q, k, v, dropout=0.1)
+    assert "gemm (no float64)" in refusal(q.double(), k.double(), v.double())
+    assert "no bias but ALiBi (" in refusal(q, k, v, bias=torch.zeros(70, 70))
+    assert "nothing to do (B 1, T 70, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
+    fifth = masks.Fn(lambda q, k: (q + k) % 5 != 0, "fifth")
+    assert "the mask has no ranges of positions (fifth)" in refusal(q, k, v, mask=fifth)
+    with regard.Trace("pattern"):
+        assert "does not expose ['pattern']" in refusal(q, k, v)
+    meta = make_call(*(x.to("meta") for x in (q, k, v)))
+    assert KERNEL.why_not(meta) == ["runs on a CPU only"]
+    monkeypatch.setattr(gemm, "has_numba", lambda: False)
+    assert "Numba is not installed: pip install numba" in refusal(q, k, v)
+
+
+def test_a_compiled_graph_is_refused() -> None:
+    reasons: list[str] = []
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def ask(q: Tensor) -> Tensor:
+        reasons.extend(KERNEL.why_not(make_call(q, q, q)))
+        return q + 1
+
+    ask(torch.randn(1, 1, 20, 4))
+    assert reasons == ["no part of a compiled graph"]
+
+
+def test_work_is_what_the_mask_leaves() -> None:
+    x = torch.empty(1, 1, 4096, 64, device="meta")
+
+    def pairs(mask: masks.Mask) -> int:
+        span = Span(0, 4096)
+        return KERNEL.work(make_call(x, x, x, mask=mask, q_positions=span, k_positions=span)).pairs
+
+    assert pairs(masks.Full()) == 4096**2
+    assert 4096**2 / 2 < pairs(masks.Causal()) < 4096**2 * 0.55
+    assert pairs(masks.Causal() & masks.Window(256)) < 4096 * 600
+
+
+def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first(*shape: int, **options: Any) -> str:
+        x = torch.zeros(1, 1, 1, 1).expand(*shape).to(options.pop("dtype", torch.bfloat16))
+        q = x.requires_grad_() if options.pop("learn", False) else x
+        return regard.plan(q, x, x, **options).kernel
+
+    monkeypatch.setattr(gemm, "_suits", lambda: True)
+    assert first(1, 8, 512, 64) == "gemm"
+    assert first(1, 8, 256, 64) == "sdpa"
+    assert first(1, 8, 512, 64, dtype=torch.float32) == "sdpa"
+    assert first(1, 16, 1024, 64, dtype=torch.float32) == "gemm"
+    assert first(1, 8, 512, 64, learn=True) == "sdpa"
+    monkeypatch.setattr(gemm, "_suits", lambda: False)
+    assert first(1, 8, 512, 64) == "sdpa"
