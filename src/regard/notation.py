@@ -43,6 +43,10 @@ WORDS: dict[str, Entry] = {
         "What a projection remembered of earlier tokens, stored together with its positions.",
         ("KV cache", "past_key_values"),
     ),
+    "expert": Entry(
+        "One of several feed-forward layers side by side, of which a token uses a few.",
+        ("MoE expert",),
+    ),
     "fallback": Entry("Another kernel than the one asked for; it never happens silently."),
     "group": Entry("The query heads that share one key/value head.", ("kv group",)),
     "head": Entry("One of the attentions that run side by side on slices of the width."),
@@ -100,6 +104,10 @@ WORDS: dict[str, Entry] = {
     "rotary": Entry(
         "Position by rotating pairs of coordinates, so that a score depends on the distance.",
         ("RoPE",),
+    ),
+    "router": Entry(
+        "What chooses a token's experts, and says what each of them counts.",
+        ("gate", "gating network"),
     ),
     "scale": Entry("The factor on q.k, 1/sqrt(D) by default.", ("softmax_scale", "sm_scale")),
     "score": Entry(

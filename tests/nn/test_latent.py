@@ -19,6 +19,7 @@ from regard.cost import attention_flops
 from regard.cost import latent as cost
 from regard.nn import Attention, Latent, Separate
 from regard.nn.latent import Absorbed, Naive
+from regard.nn.low_rank import LowRank
 from regard.nn.project import Forms, Projection, facing
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
@@ -52,12 +53,12 @@ def build(form: str = "auto", seed: int = 0, **options: Any) -> Any:
 
 def weights_of(layer: Any) -> oracle.Weights:
     """The matrices of a layer, for the oracle."""
-    p = layer.project
-    down = (None, None)
-    if isinstance(p.q_down, nn.Sequential):
-        down = p.q_down[0].weight, p.q_down[1].weight
+    p, down = layer.project, (None, None)
+    up = p.q
+    if isinstance(p.q, LowRank):
+        down, up = (p.q.down.weight, p.q.norm.weight), p.q.up
     return oracle.Weights(
-        *down, p.q_up.linear.weight, p.kv_down.weight, p.kv_norm.weight, p.kv_up.linear.weight,
+        *down, up.linear.weight, p.kv_down.weight, p.kv_norm.weight, p.kv_up.linear.weight,
         layer.output.weight,
     )  # fmt: skip
 
@@ -403,7 +404,7 @@ class RotaryInFront(Latent):
     """Turns the first dims of a query, where it has its part without position."""
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        q = self.q_up(self.q_down(x), positions)
+        q = self.q(x, positions)
         d = self.rotary.dim
         q = torch.cat((self.rotary(q[..., :d], positions), q[..., d:]), -1)
         return q[..., : self.nope_dim], q[..., self.nope_dim :]
@@ -561,7 +562,7 @@ def test_gradients_in_single_precision(form: str) -> None:
 def test_state_dict_is_parameters_and_fits_every_form() -> None:
     layer = build(q_rank=8)
     assert set(layer.state_dict()) == {
-        "project.q_down.0.weight", "project.q_down.1.weight", "project.q_up.linear.weight",
+        "project.q.down.weight", "project.q.norm.weight", "project.q.up.linear.weight",
         "project.kv_down.weight", "project.kv_norm.weight", "project.kv_up.linear.weight", "output.weight",
     }  # fmt: skip
     assert list(layer.buffers()) == []
@@ -584,7 +585,7 @@ def test_state_dict_is_parameters_and_fits_every_form() -> None:
 def test_maps_down_may_have_a_bias() -> None:
     latent = Latent(M, H, Rotary(4), kv_rank=6, nope_dim=5, value_dim=7, q_rank=8, bias=True)
     biased = [name for name in latent.state_dict() if name.endswith("bias")]
-    assert biased == ["q_down.0.bias", "kv_down.bias"]
+    assert biased == ["q.down.bias", "kv_down.bias"]
 
 
 def test_decodes_in_one_compiled_graph() -> None:

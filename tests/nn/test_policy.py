@@ -14,7 +14,18 @@ import regard
 from regard import masks
 from regard.caches import Growing
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, Embed, Heads, PreNorm, Prefix, RMSNorm, Separate, SwiGLU, rotary_heads
+from regard.nn import (
+    Attention,
+    Block,
+    Embed,
+    Heads,
+    Prefix,
+    PreNorm,
+    RMSNorm,
+    Separate,
+    SwiGLU,
+    rotary_heads,
+)
 from regard.nn.policy import PreRope
 from regard.nn.row_rotary import RowRotary, changes, lengths
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
@@ -193,7 +204,8 @@ def test_re_rotated_keys_do_not_gather_roundings() -> None:
 
 def decoder(scaling: Scaling, policy: str, layers: int = 3) -> Decoder:
     blocks = [
-        Block(layer(scaling, policy), SwiGLU(M, 20), PreNorm(RMSNorm(M)), PreNorm(RMSNorm(M))) for _ in range(layers)
+        Block(layer(scaling, policy), SwiGLU(M, 20), PreNorm(RMSNorm(M)), PreNorm(RMSNorm(M)))
+        for _ in range(layers)
     ]
     made = Decoder(Embed(nn.Embedding(20, M)), blocks, RMSNorm(M), nn.Linear(M, 20))
     return filled(made, 1).eval()  # type: ignore[return-value]

@@ -8,22 +8,27 @@ from typing import TYPE_CHECKING, Any
 from regard.nn.additive import AdditiveAttention
 from regard.nn.attention import Attention
 from regard.nn.block import Block, ParallelBlock
+from regard.nn.clipped import Clipped
 from regard.nn.cross import CrossAttention
 from regard.nn.decoder_block import BlockCaches, DecoderBlock
 from regard.nn.embed import Embed, Sinusoidal
-from regard.nn.feed_forward import FeedForward, SwiGLU
+from regard.nn.feed_forward import FeedForward, GatedFeedForward, SwiGLU
 from regard.nn.finish import Differential, Gated
 from regard.nn.fused import Fused, PerHead, Unprojected
 from regard.nn.infini import InfiniAttention
 from regard.nn.latent import Latent
+from regard.nn.linear import Linear
+from regard.nn.logits import CappedLogits
 from regard.nn.longformer import Longformer
+from regard.nn.moe import ClippedSwiGLU, MoE
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.nsa import NSA
 from regard.nn.policy import rotary_heads
 from regard.nn.prefix import Prefix
 from regard.nn.project import Heads, Projection, Separate
 from regard.nn.recurrent import Recurrent
-from regard.nn.residual import OutputNorm, PostNorm, PreNorm, Residual, Sandwich
+from regard.nn.residual import NormedPath, OutputNorm, PostNorm, PreNorm, Residual, Sandwich
+from regard.nn.routers import Groups, Router, SigmoidRouter, SoftmaxRouter
 from regard.nn.selected import SelectedAttention
 from regard.nn.states import States
 from regard.nn.streaming import StreamingAttention
@@ -37,6 +42,9 @@ __all__ = [
     "Attention",
     "Block",
     "BlockCaches",
+    "CappedLogits",
+    "Clipped",
+    "ClippedSwiGLU",
     "CrossAttention",
     "DecoderBlock",
     "Differential",
@@ -44,11 +52,16 @@ __all__ = [
     "FeedForward",
     "Fused",
     "Gated",
+    "GatedFeedForward",
+    "Groups",
     "HeadNorm",
     "Heads",
     "InfiniAttention",
     "Latent",
+    "Linear",
     "Longformer",
+    "MoE",
+    "NormedPath",
     "OffsetRMSNorm",
     "OutputNorm",
     "ParallelBlock",
@@ -60,10 +73,13 @@ __all__ = [
     "RMSNorm",
     "Recurrent",
     "Residual",
+    "Router",
     "Sandwich",
     "SelectedAttention",
     "Separate",
+    "SigmoidRouter",
     "Sinusoidal",
+    "SoftmaxRouter",
     "States",
     "StreamingAttention",
     "SwiGLU",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from regard.nn.linear import Linear
 
 
 class FeedForward(nn.Module):
@@ -30,17 +31,47 @@ class FeedForward(nn.Module):
         self, dim: int, hidden: int, activation: nn.Module | None = None, *, bias: bool = True
     ) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.up = Linear(dim, hidden, bias=bias)
         self.activation = activation if activation is not None else nn.ReLU()
-        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.down = Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """x [..., M] -> [..., M]."""
         return self.down(self.activation(self.up(x)))
 
 
-class SwiGLU(nn.Module):
-    """A gated feed-forward layer.
+class GatedFeedForward(nn.Module):
+    """A feed-forward layer whose width is gated: any activation makes the gate.
+
+    y = W_down (f(W_gate x) * W_up x)
+
+    Args:
+        dim: the model dim M.
+        hidden: the width between; 8/3 M keeps the parameters of a plain layer of width 4 M.
+        activation: f, a module: `nn.GELU("tanh")` gives the GeGLU of Gemma, `nn.SiLU()` is `SwiGLU`.
+        bias: whether the three linear maps have one.
+
+    >>> import torch
+    >>> GatedFeedForward(8, 16, nn.GELU("tanh"))(torch.zeros(1, 2, 8)).abs().sum().item()
+    0.0
+
+    Source: Shazeer 2020 (arXiv 2002.05202), section 2, equations 5 and 6.
+    """
+
+    def __init__(self, dim: int, hidden: int, activation: nn.Module, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = Linear(dim, hidden, bias=bias)
+        self.up = Linear(dim, hidden, bias=bias)
+        self.activation = activation
+        self.down = Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """x [..., M] -> [..., M]."""
+        return self.down(self.activation(self.gate(x)) * self.up(x))
+
+
+class SwiGLU(GatedFeedForward):
+    """A gated feed-forward layer with SiLU.
 
     y = W_down (silu(W_gate x) * W_up x)
 
@@ -57,11 +88,4 @@ class SwiGLU(nn.Module):
     """
 
     def __init__(self, dim: int, hidden: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.gate = nn.Linear(dim, hidden, bias=bias)
-        self.up = nn.Linear(dim, hidden, bias=bias)
-        self.down = nn.Linear(hidden, dim, bias=bias)
-
-    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
-        """x [..., M] -> [..., M]."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        super().__init__(dim, hidden, nn.SiLU(), bias=bias)

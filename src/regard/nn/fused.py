@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Parts
 from regard.errors import ArgumentError
+from regard.nn.linear import Linear, linear
 from regard.nn.project import Heads, ProjectionShape
 from regard.span import Positions
 
@@ -91,7 +91,7 @@ class PerHead(Heads):
         self, dim: int, heads: int, head_dim: int, *steps: nn.Module, bias: bool = False
     ) -> None:
         super().__init__(dim, heads, head_dim, *steps, bias=bias)
-        self.linear = SideBySide(nn.Linear(dim, head_dim, bias=bias) for _ in range(heads))
+        self.linear = SideBySide(Linear(dim, head_dim, bias=bias) for _ in range(heads))
 
     def stack(self) -> Heads:
         """The same heads from one matrix, the heads' rows below one another; the steps are shared."""
@@ -166,7 +166,7 @@ class Fused(nn.Module):
                 f'order "heads" has one key and value per query head, not {groups} for {heads}; use "groups"'
             )
         self.heads, self.groups, self.head_dim, self.order = heads, groups, head_dim, order
-        self.linear = nn.Linear(dim, (heads + 2 * groups) * head_dim, bias=bias)
+        self.linear = Linear(dim, (heads + 2 * groups) * head_dim, bias=bias)
         self.steps = nn.ModuleList(steps)
         self._rows = _rows(heads, groups, order)
 
@@ -204,7 +204,7 @@ class Fused(nn.Module):
             weight = self.linear.weight.unflatten(0, (-1, D))[rows].flatten(0, 1)
             bias = self.linear.bias
             bias = None if bias is None else bias.unflatten(0, (-1, D))[rows].flatten()
-        return F.linear(x, weight, bias).unflatten(-1, (len(rows), D)).transpose(1, 2)
+        return linear(x, weight, bias).unflatten(-1, (len(rows), D)).transpose(1, 2)
 
     def _run(self, x: Tensor, positions: Positions | None) -> Tensor:
         for step in self.steps:

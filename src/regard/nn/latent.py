@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from regard.caches import Parts
 from regard.cost.latent import absorbing_is_cheaper, recall_flops
 from regard.errors import ArgumentError
+from regard.nn.linear import Linear
+from regard.nn.low_rank import LowRank
 from regard.nn.norms import RMSNorm
 from regard.nn.project import Heads, Projection, ProjectionShape, stale
 from regard.positions import Rotary
@@ -81,17 +83,15 @@ class Latent(nn.Module):
             raise ArgumentError(f"form is {form!r}; it is one of {', '.join(get_args(Form))}")
         self.heads, self.rotary, self.form = heads, rotary, form
         self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
-        self.q_down: nn.Module = nn.Identity()
-        if q_rank is not None:
-            self.q_down = nn.Sequential(nn.Linear(dim, q_rank, bias=bias), RMSNorm(q_rank, eps=eps))
-        self.q_up = Heads(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
-        self.kv_down = nn.Linear(dim, kv_rank + rotary.dim, bias=bias)
+        up = Heads(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
+        self.q = up if q_rank is None else LowRank(dim, q_rank, up, bias=bias, eps=eps)
+        self.kv_down = Linear(dim, kv_rank + rotary.dim, bias=bias)
         self.kv_norm = RMSNorm(kv_rank, eps=eps)
         self.kv_up = Heads(kv_rank, heads, nope_dim + value_dim)
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """x [B,T,M] -> the parts of a query: without position [B,H,T,d_nope], and turned [B,H,T,d_rope]."""
-        q = self.q_up(self.q_down(x), positions)
+        q = self.q(x, positions)
         return q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:

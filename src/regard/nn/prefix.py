@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
@@ -40,19 +42,43 @@ class Prefix:
         self._ids: Tensor | None = None
         self._positions: Positions = Span(0, 0)
 
-    def __call__(self, ids: Int[Tensor, "B T"], positions: Positions | None = None) -> Tensor:
-        """Logits [B,T,V] for the token after each of ids [B,T], which continue the prefix."""
+    def __call__(
+        self, ids: Int[Tensor, "B T"], positions: Positions | None = None, **options: Any
+    ) -> Tensor:
+        """Logits [B,T,V] for the token after each of ids [B,T], which continue the prefix; options are the model's."""
         T = ids.shape[1]
         positions = after(self._positions, T) if positions is None else positions
         if self._ids is None:
-            logits, whole, where = self.model(ids, positions, self.caches), ids, positions
+            logits, whole, where = (
+                self.model(ids, positions, self.caches, **options),
+                ids,
+                positions,
+            )
         else:
             whole, where = torch.cat([self._ids, ids], 1), follow(self._positions, positions)
             if changes(self.model, lengths(self._positions), lengths(where)):
                 caches = self.model.new_caches()  # type: ignore[operator]
-                logits = self.model(whole, where, caches)[:, -T:]
+                logits = self.model(whole, where, caches, **options)[:, -T:]
                 self.caches, self.reruns = caches, self.reruns + 1
             else:
-                logits = self.model(ids, positions, self.caches)
+                logits = self.model(ids, positions, self.caches, **options)
         self._ids, self._positions = whole, where
         return logits
+
+    def fork(self) -> Prefix:
+        """Another prefix of the same model; what is done to one does not change the other."""
+        other = type(self)(self.model)
+        other.caches = [cache.fork() for cache in self.caches]
+        other._ids, other._positions = self._ids, self._positions
+        return other
+
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
+        """Keep these rows of the batch, in this order, as `Cache.select` does."""
+        for cache in self.caches:
+            cache.select(rows)
+        if self._ids is None:
+            return
+        batch = self._ids.shape[0]
+        self._ids = self._ids[rows.to(self._ids.device)]
+        if isinstance(self._positions, Tensor) and self._positions.shape[0] == batch:
+            self._positions = self._positions[rows.to(self._positions.device)]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from regard.arguments import check_groups
 from regard.caches import Parts
 from regard.errors import ArgumentError
+from regard.nn.linear import Linear
 from regard.positions import Rotary
 from regard.span import Positions
 
@@ -133,7 +134,7 @@ class Heads(nn.Module):
                 f"Heads(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at least 1"
             )
         self.heads, self.head_dim = heads, head_dim
-        self.linear = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.linear = Linear(dim, heads * head_dim, bias=bias)
         self.flat = flat if flat is not None else nn.Identity()
         self.steps = nn.ModuleList(steps)
 

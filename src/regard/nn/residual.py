@@ -70,6 +70,24 @@ class PostNorm(Residual):
         return self.norm(x + self.dropout(sublayer(x)))
 
 
+class NormedPath(Residual):
+    """The sublayer sees a normed x, and so does the path: n + sublayer(n), n = norm(x).
+
+    >>> import torch
+    >>> NormedPath(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
+
+    Source: Shoeybi et al. 2019 (arXiv 1909.08053), whose released code has it as an option; so have checkpoints of BLOOM.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """norm(x) + sublayer(norm(x))."""
+        normed = self.norm(x)
+        return normed + self.dropout(sublayer(normed))
+
+
 class OutputNorm(Residual):
     """What the sublayer adds is normed, and nothing else: x + norm(sublayer(x)).
 

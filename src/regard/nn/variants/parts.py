@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from regard.errors import ArgumentError
+from regard.nn.linear import Linear
 from regard.nn.project import Heads, Separate
 
 
@@ -39,4 +40,4 @@ def separate(
 
 def join(dim: int, heads: int, value_dim: int, *, bias: bool = False) -> nn.Linear:
     """The output projection [B,T,H*E] -> [B,T,M]."""
-    return nn.Linear(heads * value_dim, dim, bias=bias)
+    return Linear(heads * value_dim, dim, bias=bias)

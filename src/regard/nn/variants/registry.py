@@ -78,14 +78,14 @@ def variant(
     return enter
 
 
-def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
-    """A module of the catalogue by name.
+def find(name: str) -> Variant:
+    """An entry of the catalogue by name.
 
     Raises:
-        ArgumentError: no mechanism has this name; or what its constructor refuses.
+        ArgumentError: no mechanism has this name.
 
-    >>> build("mqa", 32, 4).project.shape.G
-    1
+    >>> find("mqa").family
+    'softmax'
     """
     if name not in VARIANTS:
         import difflib
@@ -95,4 +95,16 @@ def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
         raise ArgumentError(
             f"no mechanism is named {name!r}; {hint}the catalogue has {', '.join(VARIANTS)}"
         )
-    return VARIANTS[name].build(dim, heads, **options)
+    return VARIANTS[name]
+
+
+def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
+    """A module of the catalogue by name.
+
+    Raises:
+        ArgumentError: no mechanism has this name; or what its constructor refuses.
+
+    >>> build("mqa", 32, 4).project.shape.G
+    1
+    """
+    return find(name).build(dim, heads, **options)

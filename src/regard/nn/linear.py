@@ -1,0 +1,50 @@
+"""A linear map that is fast on a CPU in half precision, too."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+FEW = 16
+"""Rows from which on fp16 matrices are multiplied in fp32 on a CPU."""
+BLOCK = 1 << 23
+"""Numbers of a weight that are converted at a time: 32 MiB in fp32."""
+
+
+def linear(
+    x: Float[Tensor, "*L M"], weight: Float[Tensor, "N M"], bias: Float[Tensor, " N"] | None = None
+) -> Float[Tensor, "*L N"]:
+    """y = W x + b.
+
+    Torch's CPU product of fp16 matrices reads memory at full speed for a few rows, and is some six times slower than
+    fp32 for many (LOG.md). So from `FEW` rows on the weight is converted to fp32 block by block, and the result is rounded
+    once.
+
+    >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
+    torch.float16
+    """
+    rows = x.numel() // max(1, x.shape[-1])
+    if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
+        return F.linear(x, weight, bias)
+    wide = x.float()
+    step = max(1, BLOCK // max(1, weight.shape[1]))
+    biases = bias.split(step) if bias is not None else [None] * -(-weight.shape[0] // step)
+    parts = [
+        F.linear(wide, w.float(), b if b is None else b.float()).to(x.dtype)
+        for w, b in zip(weight.split(step), biases, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear`, computed by `linear`.
+
+    >>> Linear(3, 2)(torch.zeros(1, 3)).shape
+    torch.Size([1, 2])
+    """
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
+        """x [..., in] -> [..., out]."""
+        return linear(x, self.weight, self.bias)
