@@ -11,6 +11,7 @@ wrappers. A compiled graph sees the plain function.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import inspect
 import sys
@@ -168,6 +169,7 @@ def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str,
     """The annotations as types; {} where they cannot be resolved, which `unresolved` records."""
     function = inspect.unwrap(function)
     names = {**_names_for_types(module), **function.__globals__, "Positions": _positions()}
+    names = {**_names_of_bases(function, module), **names}
     try:
         hints = typing.get_type_hints(function, names, include_extras=True)
         return {
@@ -176,6 +178,15 @@ def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str,
     except Exception as problem:  # any reason at all is recorded, and a test wants none
         unresolved[f"{function.__module__}.{function.__qualname__}"] = repr(problem)
         return {}
+
+
+def _names_of_bases(function: Callable[..., Any], module: types.ModuleType) -> dict[str, Any]:
+    """What the fields that a dataclass inherits are annotated with, where its bases were written."""
+    owner = getattr(module, function.__qualname__.partition(".")[0], None)
+    if function.__name__ != "__init__" or not dataclasses.is_dataclass(owner):
+        return {}
+    bases = [base for base in reversed(owner.__mro__) if dataclasses.is_dataclass(base)]
+    return {name: x for b in bases for name, x in vars(sys.modules[b.__module__]).items()}
 
 
 def _checkable(hint: Any) -> Any:

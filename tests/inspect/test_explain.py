@@ -127,7 +127,9 @@ def test_the_query_follows_from_the_weights(found: dict[str, Any]) -> None:
     )
     layer = m.decoder.layers[1]
     x = np.array(found["entering"])
-    normed = x / math.sqrt((x * x).mean() + 1e-6) * layer.around_attention.norm.weight.double().numpy()
+    normed = (
+        x / math.sqrt((x * x).mean() + 1e-6) * layer.around_attention.norm.weight.double().numpy()
+    )
     assert close(found["normed"], normed, normed.astype(np.float32))
     W = layer.attention.project.q.linear.weight.double().numpy()[h * D : (h + 1) * D]
     q = W @ np.array(found["normed"])

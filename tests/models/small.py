@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.models.save import save
 from regard.models.families import llama
 from regard.models.model import Model
+from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 
 TEXT = [

@@ -15,7 +15,7 @@ import regard
 from regard import Trace
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder, transformer
-from regard.models.greedy import greedy
+from regard.models.generation import greedy
 from regard.nn.residual import PostNorm, PreNorm
 from regard.positions import sinusoidal
 from regard.span import Span
@@ -302,6 +302,48 @@ def test_an_encoder_alone() -> None:
     encoder.norm.weight.zero_()
     assert torch.equal(encoder(source), encoder.norm.bias.expand_as(before)), (
         "a pre-norm stack ends in a norm"
+    )
+
+
+def parameters(
+    vocabulary: int = 37000, dim: int = 512, heads: int = 8, layers: int = 6, hidden: int = 2048
+) -> int:
+    with torch.device("meta"):
+        made = transformer(vocabulary, dim, heads, layers, hidden=hidden)
+    return sum(x.numel() for x in made.parameters())
+
+
+def test_the_papers_sizes() -> None:
+    """The base model by hand, and the differences between rows of table 3, which are printed in millions."""
+    attention, feed, norm = 4 * 512**2, 2 * 512 * 2048 + 2048 + 512, 2 * 512
+    reads, writes = attention + feed + 2 * norm, 2 * attention + feed + 3 * norm
+    assert parameters() == 37000 * 512 + 6 * (reads + writes) == 63_045_632
+    for more, less, printed in (
+        ({"layers": 4}, {"layers": 2}, 50 - 36),
+        ({"layers": 8}, {}, 80 - 65),
+        ({}, {"hidden": 1024}, 65 - 53),
+        ({"hidden": 4096}, {}, 90 - 65),
+        ({"heads": 16}, {"heads": 8}, 0),
+    ):
+        difference = (parameters(**more) - parameters(**less)) / 1e6
+        assert abs(difference - printed) <= 1, "either number is rounded"
+    # 65 of the base and 213 of the big one: the shared vocabulary is about 37000 words, which is its only free size
+    assert abs(parameters() / 65e6 - 1) < 0.04
+    assert abs(parameters(dim=1024, heads=16, hidden=4096) / 213e6 - 1) < 0.01
+
+
+def test_what_the_encoder_makes_is_encode() -> None:
+    """At its place among the taps, and as forward uses it."""
+    model, source, target = build(), ids(2, 6), ids(2, 4)
+    at = (
+        torch.arange(6).expand(2, -1).masked_fill(torch.tensor([[0] * 5 + [1], [0] * 6]).bool(), -1)
+    )
+    with Trace("z") as trace:
+        memory = model.encode(source, at)
+    assert list(trace) == [f"encoder.layers.{i}.z" for i in range(2)]
+    assert close(memory[:, :5], model.encoder(source, at)[:, :5])
+    assert torch.equal(
+        model.decode(target, memory=memory, memory_positions=at), model(source, target, at)
     )
 
 

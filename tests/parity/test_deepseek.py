@@ -29,10 +29,10 @@ M, H, DN, DR, DV, RANK, Q_RANK = 24, 3, 8, 6, 10, 12, 9
 START = 1000
 # their name -> ours
 NAMES = {
-    "q_proj.weight": "project.q_up.linear.weight",
-    "q_a_proj.weight": "project.q_down.0.weight",
-    "q_a_layernorm.weight": "project.q_down.1.weight",
-    "q_b_proj.weight": "project.q_up.linear.weight",
+    "q_proj.weight": "project.q.linear.weight",
+    "q_a_proj.weight": "project.q.down.weight",
+    "q_a_layernorm.weight": "project.q.norm.weight",
+    "q_b_proj.weight": "project.q.up.linear.weight",
     "kv_a_proj_with_mqa.weight": "project.kv_down.weight",
     "kv_a_layernorm.weight": "project.kv_norm.weight",
     "kv_b_proj.weight": "project.kv_up.linear.weight",

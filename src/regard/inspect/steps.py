@@ -41,7 +41,9 @@ class Place:
     @property
     def attention(self) -> Attention:
         """The layer's attention."""
-        return self.c.block.attention
+        found = self.c.block.attention
+        assert isinstance(found, Attention), "projection_of has looked"
+        return found
 
 
 def projection_of(block: nn.Module, layer: int) -> Separate:

@@ -48,8 +48,12 @@ class Decoder(nn.Module):
         caches: Sequence[Cache] | None = None,
         *,
         backend: str = "auto",
-    ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids continue them."""
+        last: int | None = None,
+    ) -> Float[Tensor, "B n V"]:
+        """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids continue them.
+
+        With `last`, only the last so many: a prompt that is only read needs no logits of its own tokens.
+        """
         if caches is not None and len(caches) != len(self.layers):
             raise ArgumentError(
                 f"{len(caches)} caches for {len(self.layers)} layers; give one per layer"
@@ -57,9 +61,9 @@ class Decoder(nn.Module):
         if positions is None:
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or torch.compiler.is_compiling():
-            return self._forward(ids, positions, caches, backend)
+            return self._forward(ids, positions, caches, backend, last)
         with kept(*caches):  # of every layer: the last one may be the one that refuses
-            return self._forward(ids, positions, caches, backend)
+            return self._forward(ids, positions, caches, backend, last)
 
     def _forward(
         self,
@@ -67,12 +71,14 @@ class Decoder(nn.Module):
         positions: Positions,
         caches: Sequence[Cache] | None,
         backend: str,
+        last: int | None,
     ) -> Tensor:
         x = self.embed(ids, positions)
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
             with place(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
+        x = x if last is None or last >= x.shape[1] else x[:, -last:]
         return self.head(self.norm(x))
 
     def new_caches(self) -> list[Cache]:

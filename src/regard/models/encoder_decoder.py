@@ -15,10 +15,11 @@ from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.models.encoder import Encoder
 from regard.nn.attention import Attention
-from regard.nn.embed import Embed, Sinusoidal
 from regard.nn.block import Block
 from regard.nn.decoder_block import BlockCaches, DecoderBlock
+from regard.nn.embed import Embed, Sinusoidal
 from regard.nn.feed_forward import FeedForward
+from regard.nn.linear import Linear
 from regard.nn.residual import PostNorm, PreNorm, Residual
 from regard.nn.variants.cross import cross_attention
 from regard.nn.variants.parts import head_size, join, separate
@@ -44,7 +45,7 @@ class EncoderDecoder(nn.Module):
     >>> model(source, target).shape
     torch.Size([1, 2, 11])
     >>> caches = model.new_caches()
-    >>> memory = model.encoder(source)
+    >>> memory = model.encode(source)
     >>> first = model.decode(target[:, :1], caches, memory=memory)
     >>> second = model.decode(target[:, 1:], caches)
 
@@ -73,12 +74,22 @@ class EncoderDecoder(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
         """Logits [B,T,V] for the token after each of target_ids [B,T], given the source [B,S]; -1 marks padding in both."""
-        with place("encoder"):
-            memory = self.encoder(source_ids, source_positions, backend=backend)
+        memory = self.encode(source_ids, source_positions, backend=backend)
         return self.decode(
             target_ids, positions=target_positions, memory=memory,
             memory_positions=source_positions, backend=backend,
         )  # fmt: skip
+
+    def encode(
+        self,
+        ids: Int[Tensor, "B S"],
+        positions: Positions | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B S M"]:
+        """What the decoder reads of a source [B,S]; slots at position -1 are padding."""
+        with place("encoder"):
+            return self.encoder(ids, positions, backend=backend)
 
     def decode(
         self,
@@ -183,11 +194,9 @@ def transformer(
     embedding = nn.Embedding(vocabulary, dim)
     nn.init.normal_(embedding.weight, std=dim**-0.5)  # of size 1 once it is scaled
     embed = Embed(embedding, Sinusoidal(dim), scale=math.sqrt(dim), dropout=dropout)
-    head = nn.Linear(dim, vocabulary, bias=False)
+    head = Linear(dim, vocabulary, bias=False)
     head.weight = embedding.weight
-    encoder = Encoder(
-        embed, [Block(own(None), feed(), *paths(2)) for _ in range(layers)], last()
-    )
+    encoder = Encoder(embed, [Block(own(None), feed(), *paths(2)) for _ in range(layers)], last())
     blocks = [
         DecoderBlock(own(Causal()), cross_attention(dim, heads), feed(), *paths(3))
         for _ in range(layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -12,7 +12,12 @@ from torch import Tensor
 from regard.caches import Cache
 from regard.errors import ArgumentError, FileError
 from regard.models.decoder import Decoder, check_ids
-from regard.models.generate import Generation
+from regard.models.generation.batch import Batch, Options
+from regard.models.generation.reading import Reading
+from regard.models.generation.room import Room
+from regard.models.generation.sampling import Choices, Sampling
+from regard.models.generation.search import Found, search
+from regard.models.generation.single import Generation
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions
 
@@ -24,6 +29,7 @@ class Model:
         decoder: ids [B,T] -> logits [B,T,V].
         config: the frozen config of its family.
         ends: the ids that end a text.
+        fresh: names of weights that the folder lacked and was allowed to lack: they are not trained.
     """
 
     def __init__(
@@ -33,12 +39,13 @@ class Model:
         config: Any,
         *,
         ends: Collection[int] | None = None,
+        fresh: Collection[str] = (),
     ) -> None:
         self.decoder, self.config, self._tokenizer = decoder, config, tokenizer
         if ends is None:
             end = None if tokenizer is None else tokenizer.end_of_text
             ends = () if end is None else (end,)
-        self.ends = frozenset(ends)
+        self.ends, self.fresh = frozenset(ends), tuple(fresh)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -93,29 +100,138 @@ class Model:
             raise ArgumentError(f"the text {text!r} has no tokens; give at least one character")
         return torch.tensor([ids])
 
+    @overload
     def generate(
         self,
         prompt: str,
         *,
+        max_tokens: int = ...,
+        stop: str | Sequence[str] = ...,
+        after: Reading | None = ...,
+        chunk: int | None = ...,
+        max_context: int | None = ...,
+        cache: str | None = ...,
+        **choices: Unpack[Choices],
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        *,
+        max_tokens: int = ...,
+        stop: str | Sequence[str] = ...,
+        after: Reading | None = ...,
+        chunk: int | None = ...,
+        max_context: int | None = ...,
+        cache: str | None = ...,
+        **choices: Unpack[Choices],
+    ) -> Batch: ...
+
+    def generate(
+        self,
+        prompt: str | list[str] | tuple[str, ...],
+        *,
         max_tokens: int = 64,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        seed: int = 0,
-    ) -> Generation:
-        """Continue a prompt: an iterator of pieces of text, each as soon as it is known.
+        stop: str | Sequence[str] = (),
+        after: Reading | None = None,
+        chunk: int | None = 512,
+        max_context: int | None = None,
+        cache: str | None = None,
+        **choices: Unpack[Choices],
+    ) -> Generation | Batch:
+        """Continue a prompt, or several at once: an iterator of pieces of text, each as soon as it is known.
+
+        The likeliest token is taken unless `temperature` is above 0. What is written does not depend on `chunk`, nor on a
+        cache that keeps everything exactly: it is what passes without a cache would give.
+
+        Args:
+            prompt: a text, or several, which are continued as one batch: see `Batch`. Not empty, unless with `after`.
+            max_tokens: stop after as many; it stops earlier at a token that ends a text (`ends`), or a stop string.
+            stop: strings that end the text, which they are left out of.
+            after: what `read` has read, which the prompt goes on from; its caches are forked.
+            chunk: the prompt is read in pieces of so many tokens.
+            max_context: the most tokens of prompt and continuation; what is behind it depends on the cache.
+            cache: "growing" (the default), "fixed", "paged", "quantised", "ring" or "streaming": see `generation.Room`.
+            **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in `Sampling`. The seed is of
+                generators of its own; the global one is not touched.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, or there is no room.
+
+        >>> import regard
+        >>> model = regard.load("tiny")
+        >>> "".join(model.generate("Return the", max_tokens=9, stop=" of")).count(" of")
+        0
+        >>> batch = model.generate(["Return the", "If a"], max_tokens=9, temperature=0.8, top_p=0.9, seed=1)
+        >>> sorted({row for row, piece in batch}), [row.finished for row in batch.rows]
+        ([0, 1], ['length', 'length'])
+        """
+        options = Options(max_tokens, stop, chunk, Sampling(**choices), _room(cache, max_context))
+        if isinstance(prompt, str):
+            return Generation(self, prompt, options, after)
+        return Batch(self, prompt, options, after)
+
+    def read(
+        self,
+        prompt: str,
+        *,
+        after: Reading | None = None,
+        chunk: int | None = 512,
+        max_context: int | None = None,
+        cache: str | None = None,
+    ) -> Reading:
+        """Read a prompt once, for many continuations: `generate(text, after=reading)`.
 
         Args:
             prompt: not empty.
-            max_tokens: stop after as many; it stops earlier at the end-of-text token.
-            temperature: 0 takes the most likely token; else logits are divided by it and sampled.
-            top_k: sample from the k most likely tokens only.
-            seed: of a generator of its own; the global one is not touched.
+            after, chunk, max_context, cache: as in `generate`.
 
         Raises:
-            ArgumentError: the prompt is empty, or a number is out of range.
+            ArgumentError: the prompt is empty, or there is no room for it.
 
         >>> import regard
-        >>> len("".join(regard.load("tiny").generate("Return the", max_tokens=3))) > 0
-        True
+        >>> model = regard.load("tiny")
+        >>> read = model.read("Return the")
+        >>> ["".join(model.generate("", after=read, max_tokens=3, temperature=1.0, seed=s)) != "" for s in (1, 2)]
+        [True, True]
         """
-        return Generation(self, prompt, max_tokens, temperature, top_k, seed)
+        return Reading(self, prompt, after=after, chunk=chunk, room=_room(cache, max_context))
+
+    def beam(
+        self,
+        prompt: str,
+        *,
+        beams: int = 4,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+        chunk: int | None = 512,
+        max_context: int | None = None,
+        cache: str | None = None,
+    ) -> list[Found]:
+        """The continuations that are likeliest as a whole, best first, by beam search: see `beam_search`.
+
+        Args:
+            prompt: not empty.
+            beams: how many beginnings are kept at every step, and how many texts are found.
+            max_tokens: the most new tokens, at least 1.
+            length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability, more favours long texts.
+            chunk, max_context, cache: as in `generate`.
+
+        Raises:
+            ArgumentError: the prompt is empty, an option is out of range, or there is no room.
+
+        >>> import regard
+        >>> best, second = regard.load("tiny").beam("Return the", beams=2, max_tokens=4)
+        >>> len(best.ids), best.score > second.score
+        (4, True)
+        """
+        options = Options(max_tokens, chunk=chunk, room=_room(cache, max_context))
+        return search(self, prompt, options, beams=beams, length_penalty=length_penalty).found
+
+
+def _room(cache: str | None, max_context: int | None) -> Room | None:
+    """The room that was asked for, or None."""
+    if cache is None and max_context is None:
+        return None
+    return Room(cache or "growing", max_context)

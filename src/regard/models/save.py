@@ -12,9 +12,7 @@ from regard.models.checkpoint import write
 from regard.models.families import family, type_of
 
 
-def save(
-    network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = torch.float32
-) -> None:
+def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write config.json and model.safetensors of a family's model into a folder that exists."""
     name = type_of(config)
     found = family(name)

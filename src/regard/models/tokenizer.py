@@ -15,8 +15,9 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.errors import ArgumentError, FileError
 from regard.models.glyphs import BYTE_OF, visible
+from regard.models.plain_text import cut, encodable
 from regard.models.streaming import StreamDecoder
 
 END_OF_TEXT = "<|endoftext|>"
@@ -40,6 +41,9 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.encode_special_tokens = True  # never matched in user text
+        # a file may say so, and then texts would lose their ends, or have ends that are not theirs, unseen
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
         added = backend.get_added_tokens_decoder()
@@ -67,7 +71,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        backend.train_from_iterator((_encodable(text) for text in texts), trainer)
+        backend.train_from_iterator((encodable(text) for text in texts), trainer)
         return cls(backend)
 
     @classmethod
@@ -130,19 +134,29 @@ class Tokenizer:
         >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
         (13, [0])
         """
-        _encodable(text)
+        encodable(text)
         if not special:
             return list(self._backend.encode(text, add_special_tokens=template).ids)
         ids: list[int] = []
-        for part in _cut(text, self._special):
+        for part in cut(text, self._special):
             known = self._special.get(part)
             ids += [known] if known is not None else self.encode(part)
         return ids
 
+    def encode_pair(self, first: str, second: str | None = None) -> tuple[list[int], list[int]]:
+        """Ids of a text, or of two, with what the tokenizer's file puts around them; and which text each belongs to, 0 or 1.
+
+        >>> Tokenizer.train(["x"], vocab_size=257).encode_pair("a", "bc")[1]
+        [0, 1, 1]
+        """
+        pair = None if second is None else encodable(second)
+        found = self._backend.encode(encodable(first), pair, add_special_tokens=True)
+        return list(found.ids), list(found.type_ids)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of many texts, in parallel; special tokens stay literal."""
         for text in texts:
-            _encodable(text)
+            encodable(text)
         return [
             list(row.ids)
             for row in self._backend.encode_batch(list(texts), add_special_tokens=False)
@@ -196,36 +210,6 @@ class Tokenizer:
                 f"token id {index} outside [0, {self.vocab_size}); is it another tokenizer's?"
             )
         return token
-
-
-def _encodable(text: str) -> str:
-    if not isinstance(text, str):
-        raise ArgumentTypeError(
-            f"text is {type(text).__name__}; it must be str (decode bytes first)"
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise ArgumentError(
-            f"text has a lone surrogate U+{code:04X} at offset {error.start}; it is no Unicode "
-            "text: decode its source with errors='replace'"
-        ) from error
-    return text
-
-
-def _cut(text: str, names: Iterable[str]) -> list[str]:
-    """Text cut before and after every name, the longest name first where two begin together."""
-    parts, start, at = [], 0, 0
-    ordered = sorted(names, key=len, reverse=True)
-    while at < len(text):
-        name = next((n for n in ordered if text.startswith(n, at)), None)
-        if name is None:
-            at += 1
-            continue
-        parts += [text[start:at], name]
-        at = start = at + len(name)
-    return [part for part in [*parts, text[start:]] if part]
 
 
 def _parse(text: str, file: Path) -> tokenizers.Tokenizer:

@@ -56,7 +56,9 @@ def saved(model: Any, folder: Path) -> Path:
 
 def ids_of(model: Any, batch: int = 2, length: int = LENGTH, seed: int = 5) -> Tensor:
     make = torch.Generator().manual_seed(seed)
-    return torch.randint(3, model.config.get_text_config().vocab_size, (batch, length), generator=make)
+    return torch.randint(
+        3, model.config.get_text_config().vocab_size, (batch, length), generator=make
+    )
 
 
 def check_decoder(model: Any, folder: Path, *, start: int = 0, length: int = LENGTH) -> Model:
@@ -104,17 +106,34 @@ def _check_padded(mine: Model, model: Any, ids: Tensor, length: int) -> None:
     near(found[1:], alone[1])
 
 
-def must_differ(mine: Model, model: Any, change: Callable[[nn.Module], Any], *, start: int = 0) -> None:
+def must_differ(
+    mine: Model, model: Any, change: Callable[[nn.Module], Any], *, start: int = 0
+) -> None:
     """A wrong variant: after `change` of a copy of our network, the logits are far from theirs."""
     import copy
 
     ids = ids_of(model)
     where = torch.arange(start, start + LENGTH)[None].expand(len(ids), -1)
-    exact = model(input_ids=ids, use_cache=False, position_ids=where).logits if start else model(input_ids=ids, use_cache=False).logits
+    exact = (
+        model(input_ids=ids, use_cache=False, position_ids=where).logits
+        if start
+        else model(input_ids=ids, use_cache=False).logits
+    )
     network = copy.deepcopy(mine.decoder)
     replaced = change(network)
     network = replaced if isinstance(replaced, nn.Module) else network
     far(network(ids, Span(start, LENGTH)), exact)
 
 
-__all__ = ["FAR", "check_decoder", "distance", "draw", "far", "ids_of", "must_differ", "near", "saved", "theirs"]
+__all__ = [
+    "FAR",
+    "check_decoder",
+    "distance",
+    "draw",
+    "far",
+    "ids_of",
+    "must_differ",
+    "near",
+    "saved",
+    "theirs",
+]

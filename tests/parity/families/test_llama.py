@@ -2,39 +2,192 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from regard.errors import ArgumentError
+from regard.positions import Rotary
 from tests.parity.families.harness import check_decoder, must_differ, theirs
+from tests.parity.families.published import (
+    build,
+    check_following,
+    check_saved,
+    count,
+    layer,
+    placed,
+)
 
+H, G, D = 6, 2, 10
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64,
+    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "max_position_embeddings": 64,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}},
+    "yarn, two mscales": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_llama(name: str, tmp_path: Path) -> None:
+    model = theirs("Llama", SMALL | CHANGES[name])
+    mine = check_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
+    must_differ(mine, model, interleave, start=1000)
+    check_saved(mine, model, tmp_path, start=1000)
+
+
+def test_dynamic(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    sizes = SMALL | {"max_position_embeddings": 20, "rope_parameters": rope}
+    mine = check_following(theirs("Llama", sizes), tmp_path, 20)
+    caches, ids = mine.new_caches(), torch.full((1, 15), 3)
+    mine(ids, caches=caches)
+    with pytest.raises(ArgumentError, match="run the whole prefix again"):
+        mine(ids, caches=caches)
+
+
+# Negative controls.
+
+
+def rotaries(network: Any) -> list[Rotary]:
+    return [module for module in network.modules() if isinstance(module, Rotary)]
+
+
+def interleave(network: Any) -> None:
+    for rotary in rotaries(network):
+        rotary.layout, rotary._last = "interleaved", None
+
+
+def unscaled(network: Any) -> None:
+    for block in network.layers:
+        for heads in (block.attention.project.q, block.attention.project.k):
+            heads.steps[-1] = Rotary(D, 5e5)
+
+
+def scale_of_the_model(network: Any) -> None:
+    for block in network.layers:
+        block.attention.scale = SMALL["hidden_size"] ** -0.5
+
+
+def other_groups(network: Any) -> None:
+    """Query head h with key/value head h % G."""
+    order = torch.tensor([h // (H // G) + G * (h % (H // G)) for h in range(H)])
+    for block in network.layers:
+        for linear, dim in ((block.attention.project.q.linear, 0), (block.attention.output, 1)):
+            weight = linear.weight.data.unflatten(dim, (H, D)).index_select(dim, order)
+            linear.weight.data = weight.flatten(dim, dim + 1)
+
+
+def gate_for_up(network: Any) -> None:
+    for block in network.layers:
+        part = block.feed_forward
+        part.gate, part.up = part.up, part.gate
+
+
+def norms_swapped(network: Any) -> None:
+    for block in network.layers:
+        paths = (block.around_attention, block.around_feed_forward)
+        paths[0].norm, paths[1].norm = paths[1].norm, paths[0].norm
+
+
+WRONG = (unscaled, scale_of_the_model, other_groups, gate_for_up, norms_swapped)
+
+
+def test_wrong_variants_are_far(tmp_path: Path) -> None:
+    model = theirs("Llama", SMALL | CHANGES["llama3"])
+    mine = check_decoder(model, tmp_path)
+    for change in WRONG:
+        must_differ(mine, model, change, start=1000)
+
+
+# Published files.
+
+LLAMA_2_7B: dict[str, Any] = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True,
+    "vocab_size": 32000,
+}  # fmt: skip
+LLAMA_32_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True,
+    "vocab_size": 128256,
+}  # fmt: skip
+LLAMA_31_8B = LLAMA_32_1B | {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": None,
+    "tie_word_embeddings": False, "rope_scaling": LLAMA_32_1B["rope_scaling"] | {"factor": 8.0},
+}  # fmt: skip
+SMOL = LLAMA_2_7B | {
+    "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192,
+    "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "rope_interleaved": False,
+    "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49152,
+}  # fmt: skip
+# as transformers 5 writes it
+NEW_1B = {k: v for k, v in LLAMA_32_1B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")} | {
+    "dtype": "bfloat16", "rope_parameters": LLAMA_32_1B["rope_scaling"] | {"rope_theta": 500000.0},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "change",
+    "raw, parameters, base",
     [
-        {},
-        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-                             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
-                             "original_max_position_embeddings": 16}},
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+        (LLAMA_2_7B, 6_738_415_616, 1e4),
+        (LLAMA_31_8B, 8_030_261_248, 5e5),
+        (LLAMA_32_1B, 1_235_814_400, 5e5),
+        (NEW_1B, 1_235_814_400, 5e5),
+        (SMOL, 134_515_008, 1e5),
     ],
-    ids=["plain", "biases, tied", "llama3", "yarn", "linear"],
-)  # fmt: skip
-def test_llama(change: dict[str, Any], tmp_path: Path) -> None:
-    model = theirs("Llama", SMALL | change)
-    mine = check_decoder(model, tmp_path, start=1000 if not change else 0)
-    must_differ(mine, model, interleave, start=1000)
+    ids=["Llama-2-7B", "Llama-3.1-8B", "Llama-3.2-1B", "Llama-3.2-1B, newer", "SmolLM2-135M"],
+)
+def test_published_configs(raw: dict[str, Any], parameters: int, base: float) -> None:
+    config, network = build(raw)
+    assert count(network) == parameters
+    assert config.rope_theta == base
 
 
-def interleave(network: Any) -> None:
-    for module in network.modules():
-        if hasattr(module, "layout"):
-            module.layout, module._last = "interleaved", None
+def test_published_names() -> None:
+    _, network = build(LLAMA_32_1B)
+    assert layer(LLAMA_32_1B, network) == {
+        "input_layernorm.weight": (2048,), "post_attention_layernorm.weight": (2048,),
+        "self_attn.q_proj.weight": (2048, 2048), "self_attn.k_proj.weight": (512, 2048),
+        "self_attn.v_proj.weight": (512, 2048), "self_attn.o_proj.weight": (2048, 2048),
+        "mlp.gate_proj.weight": (8192, 2048), "mlp.up_proj.weight": (8192, 2048),
+        "mlp.down_proj.weight": (2048, 8192),
+    }  # fmt: skip
+    heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert placed(LLAMA_32_1B, network, *heads) == heads
+
+
+FLAWS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"type": "linaer", "factor": 2.0}}, "rope_scaling.type is 'linaer'; did you mean 'linear'?"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
+    ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000.0"),
+    ({"rope_interleaved": True}, "rope_interleaved is True; only False is supported for llama"),
+    ({"num_key_value_heads": 5}, "32 query heads are not divisible by 5 key/value heads"),
+    ({"sliding_window": 4096}, "unknown key 'sliding_window'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", FLAWS)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        build(LLAMA_2_7B | change)

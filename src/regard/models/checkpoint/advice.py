@@ -43,7 +43,8 @@ _WEIGHTS = {
 """Names of files that hold weights which are not read -> what they are, the most telling first."""
 
 _LONGEST = 100
-_AGAIN = "it is damaged; download it again, or write it again with safetensors"
+AGAIN = "download it again, or write it again with safetensors"
+"""The next step where a file is damaged."""
 
 
 def shown(name: str) -> str:
@@ -67,7 +68,7 @@ def instead(head: bytes) -> str:
     )
 
 
-def refused(path: Path, reason: str, step: str = _AGAIN) -> FileError:
+def refused(path: Path, reason: str, step: str = f"it is damaged; {AGAIN}") -> FileError:
     """The error of a file that is no safetensors file: what is wrong with it, and what to do.
 
     >>> print(refused(Path("a"), "its header is no JSON", "write it again"))

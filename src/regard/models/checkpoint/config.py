@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import json
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from regard.errors import ArgumentError, FileError
+from regard.models.checkpoint import strict
 from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.folder import inside, whole
+
+LONGEST = 16 << 20
+"""Bytes of a config.json: those with the longest label tables have some 2 MB."""
+
+_PER_TENSOR = 64  # experts that one tensor may hold
+_WIDEST = 1 << 20
 
 IGNORED = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
@@ -22,7 +28,7 @@ IGNORED = frozenset({
     "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_range", "label2id",
     "length_penalty", "max_length", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
+    "pretraining_tp", "problem_type", "quantization_config", "remove_invalid_values", "repetition_penalty", "return_dict",
     "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
     "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version",
     "typical_p", "use_bfloat16", "use_cache",
@@ -35,51 +41,79 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False,),
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
-    "quantization_config": (None,),
     "tie_encoder_decoder": (False,),
 }
 """Keys that every family understands with these values only, unless it says otherwise."""
 
 
-def read_config(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[Family, Any, Raw]:
-    """The family that config.json names, its config, and the raw file.
+def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[Family, Raw]:
+    """The family that config.json names, and the file as it is.
 
     Raises:
-        FileError: config.json is missing, no JSON object, or says something that is not understood.
+        FileError: config.json is missing, no JSON object, of another family, or asks for code of its own.
     """
     path = folder / "config.json"
-    raw = read_json(path, "a model folder holds config.json and model.safetensors")
+    if not path.exists():
+        raise FileError(
+            f"{path} is missing; a model folder holds config.json and model.safetensors"
+        )
+    raw = read_json(folder, "config.json")
     name = raw.get("model_type")
     family = family_of(name) if isinstance(name, str) else None
     if family is None:
         raise FileError(f"{path}: model_type {name!r} is not supported{_known_types(name)}")
-    if raw.get("auto_map") is not None:
+    if raw.get("auto_map") is not None and "auto_map" not in family.ignored:
         raise FileError(
             f"{path}: auto_map asks for code that comes with the checkpoint, which is never run; "
             "use a checkpoint of the family's own code"
         )
-    try:
-        check_dtypes(raw)
-        return family, parse(family, raw), raw
-    except ArgumentError as e:
-        raise FileError(f"{path}: {e}") from e
+    return family, raw
 
 
-def read_json(path: Path, where: str) -> dict[str, Any]:
-    """A file that holds one JSON object.
+def read_config(folder: Path, family: Family, raw: Raw, *, tensors: int) -> Any:
+    """The config of a family, from a raw config.json.
+
+    Args:
+        folder: for messages.
+        family: what config.json names.
+        raw: what it holds.
+        tensors: how many the folder holds: a config that speaks of more layers would only cost memory.
 
     Raises:
-        FileError: it does not; `where` is told of a file that is missing.
+        FileError: it says something that is not understood, or cannot be.
     """
     try:
-        raw = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
-        raise FileError(f"{path} is missing; {where}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
-        raise FileError(f"{path} cannot be read as JSON: {e}") from e
-    if not isinstance(raw, dict):
-        raise FileError(f"{path} holds {type(raw).__name__}; it must be a JSON object")
-    return raw
+        _check_counts(raw, tensors)
+        check_dtypes(raw)
+        return parse(family, raw)
+    except ArgumentError as e:
+        raise FileError(f"{folder / 'config.json'}: {e}") from e
+
+
+def _check_counts(raw: Raw, tensors: int) -> None:
+    """No size is absurd, and there are not more layers or experts than tensors could fill."""
+    for name, value in raw.items():
+        if isinstance(value, Mapping):  # the text_config of a model that also sees pictures
+            _check_counts(value, tensors)
+        if type(value) is not int:
+            continue
+        if ("layer" in name or "expert" in name) and value > _PER_TENSOR * tensors:
+            raise ArgumentError(f"{name} is {value}, and the folder holds {tensors} tensors")
+        if ("dim" in name or "head" in name) and value > _WIDEST:
+            raise ArgumentError(f"{name} is {value}; at most {_WIDEST} is believed")
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """A file of a model folder that holds one JSON object.
+
+    Raises:
+        FileError: it is missing, lies elsewhere, is larger than a config is, or holds something else.
+    """
+    path = inside(folder, name)
+    try:
+        return strict.parse(whole(path, LONGEST))
+    except ArgumentError as e:
+        raise FileError(f"{path} {e}") from None
 
 
 def parse(family: Family, raw: Raw) -> Any:
@@ -100,10 +134,12 @@ def parse(family: Family, raw: Raw) -> Any:
             close = difflib.get_close_matches(key, [*known, *fixed], 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ArgumentError(f"unknown key {key!r}{hint}")
-    required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    required = [
+        n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING
+    ]
     if missing := [name for name in required if name not in found]:
         raise ArgumentError(f"it lacks {', '.join(missing)}")
-    hints = _hints(family.config)
+    hints = typing.get_type_hints(family.config)
     return family.config(**{n: _typed(n, found[n], hints[n]) for n in known if n in found})
 
 
@@ -111,12 +147,9 @@ def check_dtypes(raw: Raw) -> None:
     """`dtype` and its older name do not contradict one another."""
     new, old = raw.get("dtype"), raw.get("torch_dtype")
     if new is not None and old is not None and new != old:
-        raise ArgumentError(f"dtype is {new!r} and torch_dtype is {old!r}; they mean the same: keep one")
-
-
-@lru_cache
-def _hints(config: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(config)
+        raise ArgumentError(
+            f"dtype is {new!r} and torch_dtype is {old!r}; they mean the same: keep one"
+        )
 
 
 def _typed(name: str, value: Any, wanted: Any) -> Any:

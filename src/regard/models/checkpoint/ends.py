@@ -19,8 +19,8 @@ def read_ends(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozenset[
     Raises:
         FileError: eos_token_id is neither an id nor a list of ids.
     """
-    file = folder / "generation_config.json"
-    given = read_json(file, "") if file.is_file() else raw
+    name = "generation_config.json"
+    given = read_json(folder, name) if (folder / name).exists() else raw
     found = given.get("eos_token_id", raw.get("eos_token_id"))
     ids = found if isinstance(found, list) else [found] if found is not None else []
     if not all(type(i) is int and i >= 0 for i in ids):

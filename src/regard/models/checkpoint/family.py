@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from regard.errors import ArgumentError
@@ -43,6 +45,7 @@ class Family:
         prefixes: what may stand in front of all names, or be missing there: "transformer.".
         buffers: patterns (`re.fullmatch`) of stored tensors that are no weights.
         respell: a stored name -> the one of the table, for older spellings.
+        exact: patterns (`*`) of parameters here that a narrower dtype would spoil: they stay in float32 or better.
         text: what a user holds: "decoder", "encoder" or "encoder-decoder".
     """
 
@@ -56,7 +59,13 @@ class Family:
     prefixes: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     respell: Callable[[str], str] = str
+    exact: tuple[str, ...] = ()
     text: str = "decoder"
+
+    def dtype_of(self, ours: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of one parameter in a model of this dtype."""
+        stays = any(fnmatchcase(ours, pattern) for pattern in self.exact)
+        return torch.promote_types(dtype, torch.float32) if stays else dtype
 
 
 def check_sizes(config: Any, *, zero: Collection[str] = ()) -> None:
@@ -69,3 +78,26 @@ def check_sizes(config: Any, *, zero: Collection[str] = ()) -> None:
         least = 0 if name in zero else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
             raise ArgumentError(f"{name} is {value}; it must be at least {least}")
+
+
+def check_code(raw: Raw, prefix: str) -> None:
+    """An `auto_map` names the code that a family was made from, and no other: published files still carry it.
+
+    Nothing of it is run. The family lists `auto_map` among its ignored keys.
+
+    Args:
+        raw: the config.json.
+        prefix: what the names of that code's classes begin with.
+
+    Raises:
+        ArgumentError: a class has another name.
+
+    >>> check_code({"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}, "Phi3")
+    """
+    said = raw.get("auto_map")
+    for name in said.values() if isinstance(said, Mapping) else [] if said is None else [said]:
+        if not str(name).rpartition(".")[2].startswith(prefix):
+            raise ArgumentError(
+                f"auto_map names {name!r}, which is not the published code of {raw.get('model_type')} and is never run; "
+                "use a checkpoint of the family's own code"
+            )

@@ -63,6 +63,8 @@ def inside(folder: Path, name: str) -> Path:
         _check_regular(path, path.stat())
     except FileNotFoundError:
         raise FileError(f"{path} is missing") from None
+    except FileError:
+        raise
     # RuntimeError: how Python before 3.13 tells of a loop of links
     except (OSError, RuntimeError) as e:
         raise _unreadable(path, e) from e

@@ -21,7 +21,7 @@ import torch
 
 from regard.errors import ArgumentError
 from regard.models.checkpoint import strict
-from regard.models.checkpoint.advice import instead, refused, shown
+from regard.models.checkpoint.advice import AGAIN, instead, refused, shown
 from regard.models.checkpoint.folder import Mark, exactly, opened
 
 HEADER_LIMIT = 100_000_000
@@ -83,8 +83,6 @@ def read_header(path: Path) -> Header:
         raw = exactly(file, length, path)
     data = mark.size - 8 - length
     try:
-        if not raw.startswith(b"{"):
-            raise ArgumentError(f"does not begin with {{ but with {raw[:8]!r}")
         table = strict.parse(raw)
         metadata = _metadata(table.pop("__metadata__", {}))
         found = _tensors(table, path, 8 + length)
@@ -98,15 +96,24 @@ def read_header(path: Path) -> Header:
 def _length(path: Path, head: bytes, size: int) -> int:
     """The header's length, which fits into the file."""
     length = int.from_bytes(head[:8], "little")
-    if len(head) >= 8 and 2 <= length <= min(HEADER_LIMIT, size - 8):
-        return length
+    allowed = 2 <= length <= HEADER_LIMIT
+    # lengths such as 0x580 begin with the byte of a pickle: what follows them decides
+    if len(head) >= 8 and allowed and head[8:9] in (b"{", b""):
+        if length <= size - 8:
+            return length
+        raise refused(path, f"its header alone needs {8 + length}", _partial(size))
     kind = instead(head)
     if kind:
         raise refused(path, "its first bytes are no header's length", kind)
-    if len(head) >= 8 and not 2 <= length <= HEADER_LIMIT:
+    if len(head) < 8:
+        raise refused(path, "a header's length has 8", _partial(size))
+    if not allowed:
         raise refused(path, f"its header has {length} bytes; 2 to {HEADER_LIMIT} are allowed")
-    needs = f"its header alone needs {8 + length}" if len(head) >= 8 else "a header's length has 8"
-    raise refused(path, needs, f"{size} bytes; is it a partial download?")
+    raise refused(path, f"its header does not begin with {{ but with {head[8:16]!r}")
+
+
+def _partial(size: int) -> str:
+    return f"{size} bytes; is it a partial download?"
 
 
 def _check_data(path: Path, end: int, data: int, size: int) -> None:
@@ -121,11 +128,8 @@ def _check_data(path: Path, end: int, data: int, size: int) -> None:
         raise refused(
             path,
             f"{data - end} bytes follow its last tensor",
-            f"it has {size} bytes, {size - data + end} are described; {_AGAIN}",
+            f"it has {size} bytes, {size - data + end} are described; {AGAIN}",
         )
-
-
-_AGAIN = "download it again, or write it again with safetensors"
 
 
 def _metadata(found: Any) -> dict[str, str]:

@@ -19,20 +19,24 @@ class Rule:
         ours: the parameters, with {} for the numbers in the stored name, and * for every number there is.
         take: (stored, sizes of the parameters) -> the parameters; views will do.
         give: the parameters -> what is stored. Its shape, made of the model's parameters, is what a file must have.
+        beside: a parameter without which there is no such tensor: a part may have another name where it has a neighbour.
     """
 
     ours: tuple[str, ...]
     take: Callable[[Tensor, Sequence[torch.Size]], Sequence[Tensor]]
     give: Callable[[Sequence[Tensor]], Tensor]
+    beside: str | None = None
 
 
-Names: TypeAlias = Mapping[str, "str | Rule"]
+Names: TypeAlias = Mapping[str, str | Rule]
 """Stored name -> parameter, or a rule."""
+OWN: Names = {}
+"""The table of a family of our own: every parameter is stored under the name that it has here."""
 
 
-def same(ours: str) -> Rule:
+def same(ours: str, *, beside: str | None = None) -> Rule:
     """One parameter, as it is stored."""
-    return Rule((ours,), lambda stored, _: (stored,), lambda parts: parts[0])
+    return Rule((ours,), lambda stored, _: (stored,), lambda parts: parts[0], beside)
 
 
 def transposed(ours: str) -> Rule:
@@ -72,6 +76,9 @@ def bind(model: nn.Module, names: Names) -> dict[str, Binding]:
     >>> list(bind(stacked, {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}))
     ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
     """
+    if names is OWN:
+        every = model.named_parameters(remove_duplicate=False)
+        return {name: Binding(same(name), (name,)) for name, _ in every}
     by_pattern: dict[str, list[tuple[str, ...]]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         numbers = tuple(part for part in name.split(".") if part.isdigit())
@@ -80,7 +87,7 @@ def bind(model: nn.Module, names: Names) -> dict[str, Binding]:
     bound: set[str] = set()
     for theirs, entry in names.items():
         rule = same(entry) if isinstance(entry, str) else entry
-        for numbers in _layers(rule.ours[0], by_pattern):
+        for numbers in _layers(rule.beside or rule.ours[0], by_pattern):
             ours = tuple(n for name in rule.ours for n in _expand(name, numbers, by_pattern))
             found[theirs.format(*numbers)] = Binding(rule, ours)
             bound.update(ours)
@@ -89,28 +96,37 @@ def bind(model: nn.Module, names: Names) -> dict[str, Binding]:
     return found
 
 
+_MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
+"""What stands for a number in one of our names, or is one: "layers.{}.q.steps.0.weight" has two."""
+
+
 def _pattern(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "{}", name)
+    return _MARK.sub("{}", name)
+
+
+def _fitting(
+    ours: str, known: Mapping[str, list[tuple[str, ...]]]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Numbers of the parameters that one of our names may mean: all of them, and those that stand for {}."""
+    marks = _MARK.findall(ours)
+    for numbers in known.get(_pattern(ours), []):
+        pairs = list(zip(marks, numbers, strict=True))
+        if all(mark in ("{}", "*", number) for mark, number in pairs):
+            yield numbers, tuple(number for mark, number in pairs if mark == "{}")
 
 
 def _layers(ours: str, known: Mapping[str, list[tuple[str, ...]]]) -> list[tuple[str, ...]]:
     """The numbers that stand for {} in one of our names, each once."""
-    marks = re.findall(r"\{\}|\*", ours)
-    kept = [i for i, mark in enumerate(marks) if mark == "{}"]
-    all_numbers = known.get(ours.replace("*", "{}"), [])
-    return list(dict.fromkeys(tuple(numbers[i] for i in kept) for numbers in all_numbers))
+    return list(dict.fromkeys(kept for _, kept in _fitting(ours, known)))
 
 
 def _expand(
     ours: str, numbers: tuple[str, ...], known: Mapping[str, list[tuple[str, ...]]]
 ) -> Iterator[str]:
     """Our name with its numbers; with * as many names as there are."""
-    marks = re.findall(r"\{\}|\*", ours)
-    kept = [i for i, mark in enumerate(marks) if mark == "{}"]
-    pattern = ours.replace("*", "{}")
-    if "*" not in marks:
-        yield pattern.format(*numbers)
+    if "*" not in ours:
+        yield ours.format(*numbers)
         return
-    for found in known.get(pattern, []):
-        if tuple(found[i] for i in kept) == numbers:
-            yield pattern.format(*found)
+    for found, kept in _fitting(ours, known):
+        if kept == numbers:
+            yield _pattern(ours).format(*found)

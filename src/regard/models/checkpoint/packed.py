@@ -61,7 +61,7 @@ def unpack_mxfp4(
     for i in range(0, scales.numel(), step):
         piece = pairs[:, 0].index_select(0, flat[16 * i : 16 * (i + step)].int())
         out[i : i + step] = piece.view(torch.float32).view(-1, 32) * factors[i : i + step]
-    return out.reshape(*blocks.shape[:-2], -1)
+    return out.reshape(*blocks.shape[:-2], 32 * blocks.shape[-2])
 
 
 def unpack_fp8(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +22,11 @@ PIECE = 8 << 20
 AHEAD = 32 << 20
 """Bytes that may be read before they are asked for; a tensor larger than that is read alone."""
 THREADS = 4
-"""Most threads: they fault fresh memory in, which takes longer than the copy from the page cache."""
+"""Most threads that read, the caller's among them; half of torch's threads where that is less.
+
+The time goes into fresh memory, which the kernel clears page by page. On two busy cores a second thread brings nothing
+and costs a tenth of the processor's time (bench/load.py), so there the caller reads alone.
+"""
 
 
 @dataclass
@@ -31,7 +35,7 @@ class _Coming:
 
     stored: Stored
     tensor: Tensor
-    pieces: list[Future[None]]
+    pieces: list[tuple[Future[None] | None, Callable[[], None]]]
 
 
 def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple[str, Tensor]]:
@@ -52,23 +56,33 @@ def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple
     >>> list(read(header.tensors, {header.file: header.mark}))
     [('a', tensor([0, 1, 2]))]
     """
-    coming: deque[_Coming] = deque()
-    ahead, rest = 0, deque(wanted)
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    helpers = min(THREADS, torch.get_num_threads() // 2) - 1
+    if helpers < 1:
+        yield from _read(wanted, marks, None)
+        return
+    with ThreadPoolExecutor(helpers) as pool:
         try:
-            while rest or coming:
-                while rest and (not coming or ahead + rest[0].bytes <= AHEAD):
-                    stored = rest.popleft()
-                    coming.append(_start(stored, marks[stored.file], pool))
-                    ahead += stored.bytes
-                ahead -= coming[0].stored.bytes
-                # no name here holds the tensor while the caller has it: it may drop it at once
-                yield coming[0].stored.name, _finish(coming.popleft())
+            yield from _read(wanted, marks, pool)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor) -> _Coming:
+def _read(
+    wanted: Sequence[Stored], marks: Mapping[Path, Mark], pool: ThreadPoolExecutor | None
+) -> Iterator[tuple[str, Tensor]]:
+    coming: deque[_Coming] = deque()
+    ahead, rest = 0, deque(wanted)
+    while rest or coming:
+        while rest and (not coming or (pool and ahead + rest[0].bytes <= AHEAD)):
+            stored = rest.popleft()
+            coming.append(_start(stored, marks[stored.file], pool))
+            ahead += stored.bytes
+        ahead -= coming[0].stored.bytes
+        # no name here holds the tensor while the caller has it: it may drop it at once
+        yield coming[0].stored.name, _finish(coming.popleft())
+
+
+def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor | None) -> _Coming:
     try:
         tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     except RuntimeError as e:
@@ -77,10 +91,12 @@ def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor) -> _Coming:
         ) from e
     place = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
     pieces = [
-        pool.submit(_read_piece, stored, mark, place[at : at + PIECE], at)
+        partial(_read_piece, stored, mark, place[at : at + PIECE], at)
         for at in range(0, stored.bytes, PIECE)
     ]
-    return _Coming(stored, tensor, pieces)
+    return _Coming(
+        stored, tensor, [(pool.submit(piece) if pool else None, piece) for piece in pieces]
+    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -98,8 +114,13 @@ def _read_piece(stored: Stored, mark: Mark, place: memoryview, at: int) -> None:
 
 
 def _finish(coming: _Coming) -> Tensor:
-    for piece in coming.pieces:
-        piece.result()
+    for future, piece in coming.pieces:
+        if (
+            future is None or future.cancel()
+        ):  # no thread has come to it yet: rather than wait, do it here
+            piece()
+        else:
+            future.result()
     if coming.stored.dtype is torch.bool and coming.stored.bytes:
         largest = int(_bytes(coming.tensor).max())
         if largest > 1:

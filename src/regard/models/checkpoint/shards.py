@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from regard.errors import ArgumentError, FileError
 from regard.models.checkpoint import strict
@@ -40,21 +39,15 @@ def read_headers(folder: Path) -> list[Header]:
     if INDEX not in names:
         raise without_weights(folder, names)
     path = inside(folder, INDEX)
-    places, total = _read_index(path)
+    places = _read_index(path)
     files = sorted(set(places.values()))
     headers = [read_header(_shard(folder, name, path)) for name in files]
     _check_places(places, headers, path)
-    found = sum(x.bytes for header in headers for x in header.tensors)
-    if total is not None and total != found:
-        raise FileError(
-            f"{path}: total_size is {total}, and the shards hold {found} bytes of tensors; "
-            "download index and shards again, or take total_size out if the shards are right"
-        )
     return headers
 
 
-def _read_index(path: Path) -> tuple[Mapping[str, str], float | None]:
-    """Tensor -> shard, and the bytes of all tensors where the index says them."""
+def _read_index(path: Path) -> Mapping[str, str]:
+    """Tensor -> shard. What the index says of sizes is not believed: the headers have them."""
     raw = whole(path, HEADER_LIMIT)
     try:
         found = strict.parse(raw)
@@ -71,14 +64,7 @@ def _read_index(path: Path) -> tuple[Mapping[str, str], float | None]:
         raise FileError(
             f"{path}: weight_map gives {shown(wrong)} {places[wrong]!r:.100}; it must be a file name"
         )
-    return places, _total(found.get("metadata", {}), path)
-
-
-def _total(metadata: Any, path: Path) -> float | None:
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    if total is not None and type(total) not in (int, float):  # older writers gave a float
-        raise FileError(f"{path}: total_size is {total!r:.100}; it must be a number of bytes")
-    return total
+    return places
 
 
 def _shard(folder: Path, name: str, index: Path) -> Path:

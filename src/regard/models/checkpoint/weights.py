@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os.path
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -51,28 +50,32 @@ def fill(
     place = spelled(store.tensors, bindings, family)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted, twins = _first_names(bindings, parameters)
-    missing = [name for name in wanted if name not in place.values()]
+    given = {twins.get(name, name) for name in place.values()}
+    missing = [name for name in wanted if name not in given]
     allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
     unexpected = [n for n in store.tensors if n not in place and not _is_buffer(n, family)]
     if unexpected or len(missing) > len(allowed):
         raise FileError(_complaint(store, [n for n in missing if n not in allowed], unexpected))
     _check_shapes(store, place, bindings, parameters)
     owners = _owners(model)
+    filled: dict[int, str] = {}
     for stored_name, tensor in store.read(place):
-        name = place[stored_name]
         if finite:
             check_finite(stored_name, tensor)
-        found = _taken(tensor, bindings[name], parameters, dtype)
+        found = _taken(tensor, bindings[place[stored_name]], parameters, family, dtype)
         for ours, value in found.items():
-            if name in twins:
-                _check_twin(store, stored_name, value, twins[name], parameters[ours], owners)
+            key = id(parameters[ours])
+            if key in filled:
+                _check_same(store, (filled[key], stored_name), value, owners[key])
             else:
-                _assign(owners[id(parameters[ours])], value)
+                _assign(owners[key], value)
+                filled[key] = stored_name
     if allowed:
         assert fresh is not None
         made = dict(fresh().named_parameters(remove_duplicate=False))
         for ours in (o for name in allowed for o in bindings[name].ours):
-            _assign(owners[id(parameters[ours])], made[ours].detach().to(dtype))
+            value = made[ours].detach().to(family.dtype_of(ours, dtype))
+            _assign(owners[id(parameters[ours])], value)
     return allowed
 
 
@@ -142,16 +145,20 @@ def _check_shapes(
 
 
 def _taken(
-    tensor: Tensor, binding: Binding, parameters: Mapping[str, Tensor], dtype: torch.dtype
+    tensor: Tensor,
+    binding: Binding,
+    parameters: Mapping[str, Tensor],
+    family: Family,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """The parameters that a stored tensor holds; views are copied, so that the stored one can go."""
-    sizes = [parameters[ours].shape for ours in binding.ours]
-    values = binding.rule.take(tensor, sizes)
+    values = binding.rule.take(tensor, [parameters[ours].shape for ours in binding.ours])
     whole = len(values) == 1 and values[0].is_contiguous()
-    return {
-        ours: value.to(dtype) if whole else value.to(dtype, copy=True).contiguous()
-        for ours, value in zip(binding.ours, values, strict=True)
-    }
+    found = {}
+    for ours, value in zip(binding.ours, values, strict=True):
+        wanted = family.dtype_of(ours, dtype)
+        found[ours] = value.to(wanted) if whole else value.to(wanted, copy=True).contiguous()
+    return found
 
 
 Owners = dict[int, list[tuple[nn.Module, str]]]
@@ -175,34 +182,31 @@ def _assign(owners: Sequence[tuple[nn.Module, str]], value: Tensor) -> None:
         module._parameters[name] = made
 
 
-def _check_twin(
-    store: Store, name: str, value: Tensor, other: str, parameter: Tensor, owners: Owners
+def _check_same(
+    store: Store, names: tuple[str, str], value: Tensor, owners: Sequence[tuple[nn.Module, str]]
 ) -> None:
-    """A tensor that is stored beside the one it is tied to is the same."""
-    module, attribute = owners[id(parameter)][0]
+    """What is stored twice, because it is tied, is the same both times."""
+    module, attribute = owners[0]
     held = module._parameters[attribute]
-    if held is None or held.is_meta:  # it comes first in the file
-        _assign(owners[id(parameter)], value)
-    elif not torch.equal(held, value):
+    if held is None or not torch.equal(held, value):
         raise FileError(
-            f"{store.tensors[name].file}: {name} and {other} are tied by the config, and their values differ; "
+            f"{store.tensors[names[1]].file}: {names[0]} and {names[1]} are tied by the config, and their values differ; "
             "set tie_word_embeddings to false if that is meant"
         )
 
 
 def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """What does not fit, how many, the first of them with shapes, and what they may be meant to be."""
-    where = store.folder
+    extra = [f"{name} {store.tensors[name].shape}" for name in unexpected[:10]]
     said = [
-        f"{where}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} unexpected "
-        f"{[f'{n} {tuple(store.tensors[n].shape)}' for n in unexpected[:10]]}"
+        f"{store.folder}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} unexpected {extra}"
     ]
     prefix = _common_prefix(missing, unexpected)
     if prefix:
         said.append(f"; all but {prefix!r} fits: the names have a prefix too much, take it off")
         return "".join(said)
     for name in missing[:3]:
-        close = difflib.get_close_matches(name, unexpected, 1, 0.8)
+        close = difflib.get_close_matches(name, unexpected, 1, 0.7)
         said += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
         said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")
@@ -211,8 +215,12 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
 
 def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     """What stands in front of every missing name, if that is all that is wrong."""
-    shared = os.path.commonprefix(list(unexpected)) if len(unexpected) > 1 else ""
-    for end in (i + 1 for i, letter in enumerate(shared) if letter == "."):
-        if {n[end:] for n in unexpected} >= set(missing) and missing:
-            return shared[:end]
+    if not missing or len(unexpected) < 2:
+        return ""
+    parts = min(unexpected).split(".")
+    for n in range(1, len(parts)):
+        prefix = ".".join(parts[:n]) + "."
+        stripped = {name.removeprefix(prefix) for name in unexpected if name.startswith(prefix)}
+        if len(stripped) == len(unexpected) and stripped >= set(missing):
+            return prefix
     return ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import bind
@@ -26,13 +26,14 @@ def write(
 ) -> None:
     """Write config.json and model.safetensors into a folder that exists; a shared parameter under its first name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    tensors, seen = {}, set()
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for theirs, binding in bind(model, family.names).items():
         ids = {id(parameters[ours]) for ours in binding.ours}
         if ids & seen:
             continue
         seen |= ids
-        parts = [parameters[ours].detach().to(dtype) for ours in binding.ours]
+        parts = [parameters[o].detach().to(family.dtype_of(o, dtype)) for o in binding.ours]
         tensors[theirs] = binding.rule.give(parts).contiguous()
     raw = {"model_type": name, **asdict(config), "torch_dtype": str(dtype).removeprefix("torch.")}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

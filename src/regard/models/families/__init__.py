@@ -10,7 +10,28 @@ from typing import Any, cast
 
 from regard.models.checkpoint.family import Family
 
-FILES = {"llama": "llama"}
+FILES = {
+    "bert": "bert",
+    "bloom": "bloom",
+    "deepseek_v2": "deepseek_v2",
+    "deepseek_v3": "deepseek_v3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gemma3_text": "gemma3_text",
+    "gpt2": "gpt2",
+    "gpt_neox": "gpt_neox",
+    "gpt_oss": "gpt_oss",
+    "llama": "llama",
+    "mistral": "mistral",
+    "mpt": "mpt",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "regard": "regard",
+    "t5": "t5",
+}
 """model_type -> the file that describes it."""
 FAMILIES = tuple(sorted(FILES))
 """Every supported model_type."""
@@ -31,4 +52,4 @@ def family(model_type: str) -> Family | None:
 def type_of(config: Any) -> str:
     """The `model_type` of a config."""
     file = type(config).__module__.rpartition(".")[2]
-    return next(name for name, where in FILES.items() if where == file)
+    return file if file in FILES else next(name for name, where in FILES.items() if where == file)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import regard
 from regard.models.decoder import Decoder
-from regard.models.generate import pick
 from regard.models.model import Model
+from regard.positions import DynamicNTK, LongRoPE
 from regard.span import Span
 from tests.models import small
+from tests.models.generation.stacks import following, held
 
 PROMPT = "the quick né 你好"
 
@@ -100,31 +103,101 @@ def test_two_generations_at_a_time_do_not_meet(model: Model) -> None:
     assert text == alone
 
 
-def test_limits_of_temperature_and_top_k() -> None:
-    logits, make = torch.randn(50), torch.Generator().manual_seed(0)
-    best = int(logits.argmax())
-    assert pick(logits, 0.0, None, make) == best
-    assert pick(logits, 1e-30, None, make) == best
-    assert pick(logits, 1e-45, None, make) == best
-    assert pick(logits * 1e4, 1e-38, 7, make) == best
-    assert {pick(logits, 5.0, 1, make) for _ in range(20)} == {best}
-    top = set(logits.topk(3).indices.tolist())
-    assert {pick(logits, 5.0, 3, make) for _ in range(100)} == top
-    picked = (
-        torch.tensor([pick(logits, 1.0, None, make) for _ in range(4000)]).bincount(minlength=50)
-        / 4000
-    )
-    assert float((picked - logits.softmax(0)).abs().sum()) < 0.15, "samples follow the softmax"
+def ending(model: Model, *ends: int) -> Model:
+    """The same model, which ends a text at other ids."""
+    return Model(model.decoder, model.tokenizer, model.config, ends=ends)
 
 
-def test_it_stops_at_the_end_of_text(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = model.tokenizer.end_of_text
-    assert end is not None
-    tokens = iter([70, 71, end, 72])
-    monkeypatch.setattr("regard.models.generate.pick", lambda *_: next(tokens))
-    generation = model.generate(PROMPT, max_tokens=9)
+def test_it_stops_at_an_id_that_ends_a_text(model: Model) -> None:
+    free = model.generate(PROMPT, max_tokens=9)
+    list(free)
+    assert free.finished == "length"
+    for n in (0, 4):
+        end = free.ids[n]
+        assert end not in free.ids[:n]
+        generation = ending(model, end, 299).generate(PROMPT, max_tokens=9)
+        assert generation.finished is None
+        text = "".join(generation)
+        assert (generation.ids, generation.finished) == (free.ids[:n], "end")
+        assert text == generation.text == model.tokenizer.decode(free.ids[:n])
+
+
+def test_stop_strings_end_the_text_wherever_tokens_are_cut(model: Model) -> None:
+    whole = model.generate(PROMPT, max_tokens=20, temperature=2.0, seed=4)
+    free = "".join(whole)
+    for a, b in ((5, 6), (7, 12), (len(free) - 2, len(free))):
+        stop = free[a:b]
+        generation = model.generate(
+            PROMPT, max_tokens=20, temperature=2.0, seed=4, stop=["�x", stop]
+        )
+        shown = ""
+        for piece in generation:
+            assert piece
+            shown += piece
+            assert stop not in shown
+        assert shown == generation.text == free[: free.find(stop)]
+        assert generation.finished == "stop"
+        assert model.tokenizer.decode(generation.ids).startswith(shown + stop[:1])
+    generation = model.generate(PROMPT, max_tokens=20, temperature=2.0, seed=4, stop=free[-1] + "�")
+    assert "".join(generation) == free, "a beginning at the end is given out"
+    assert generation.finished == whole.finished
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"chunk": 3}, {"chunk": None}, {"cache": "fixed"}, {"cache": "paged", "chunk": 2},
+        {"cache": "fixed", "max_context": 99}, {"cache": "quantised"}, {"max_context": 40},
+        {"cache": "ring", "max_context": 40}, {"cache": "streaming", "max_context": 40},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_caches_and_chunks_write_what_passes_without_a_cache_write(
+    model: Model, options: dict[str, Any]
+) -> None:
+    prompt = model.encode(PROMPT)
+    ids = prompt
+    for _ in range(6):
+        ids = torch.cat([ids, model(ids)[:, -1].argmax(1, keepdim=True)], 1)
+    generation = model.generate(PROMPT, max_tokens=6, **options)
     list(generation)
-    assert generation.ids == [70, 71]
+    assert generation.ids == ids[0, prompt.shape[1] :].tolist()
+    assert generation.cache == options.get("cache", "growing")
+    assert 0 < generation.prefill_seconds < generation.seconds
+
+
+def test_it_goes_on_without_end(model: Model) -> None:
+    for cache in ("ring", "streaming"):
+        generation = model.generate(
+            "the quick brown fox", max_tokens=32, cache=cache, max_context=6
+        )
+        assert len(list(generation)) > 10
+        assert len(generation.ids) == 32
+        assert generation.cache_bytes == 2 * 6 * 2 * 20 * 4
+
+
+def test_frequencies_that_follow_the_length(model: Model) -> None:
+    """LongRoPE and dynamic NTK: greedy across the switch is the argmax of whole passes."""
+    for scaling in (
+        DynamicNTK(2.0, 12), LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), 12, 4.0)
+    ):  # fmt: skip
+        made = held(following(scaling))
+        ids = made.encode("the quick")
+        assert ids.shape[1] < 9
+        generation = made.generate("the quick", max_tokens=12)
+        list(generation)
+        for token in generation.ids:
+            assert token == int(made(ids)[0, -1].argmax())
+            ids = torch.cat([ids, torch.tensor([[token]])], 1)
+        with pytest.raises(regard.ArgumentError, match='only cache="growing" can do that'):
+            made.generate("the quick", cache="fixed")
+
+
+def test_a_nan_is_told_and_no_token(model: Model) -> None:
+    broken = small.model()
+    broken.decoder.norm.weight.data[3] = float("nan")
+    with pytest.raises(regard.ArgumentError, match="the largest logit of row 0 is nan"):
+        list(broken.generate(PROMPT))
 
 
 def test_no_tokens_asked_for(model: Model) -> None:
@@ -145,9 +218,23 @@ def test_taps_have_the_places_of_layers(model: Model) -> None:
 
 
 def test_errors(model: Model) -> None:
+    most = model.encode("the quick brown").shape[1]
     cases = [
         (lambda: model.generate(""), "the text '' has no tokens; give at least one character"),
         (lambda: model.generate(PROMPT, max_tokens=-1), "max_tokens is -1; it must be 0 or more"),
+        (lambda: model.generate(PROMPT, chunk=0), "chunk is 0; it must be 1 or more"),
+        (lambda: model.generate([]), "there are no prompts; give at least one"),
+        (
+            lambda: model.generate(["the", ""]),
+            "the text '' has no tokens; give at least one character",
+        ),
+        (
+            lambda: model.generate(["the", "the quick brown"], max_tokens=9, max_context=10),
+            (
+                f"the prompt has {most} tokens and max_tokens is 9: {most + 9} are more than max_context 10; "
+                f'ask for at most {10 - most}, raise max_context, or let the model forget: cache="ring" or "streaming"'
+            ),
+        ),
         (
             lambda: model.generate(PROMPT, temperature=-0.5),
             "temperature is -0.5; it must be 0 or more",
@@ -156,7 +243,7 @@ def test_errors(model: Model) -> None:
             lambda: model.generate(PROMPT, temperature=float("nan")),
             "temperature is nan; it must be 0 or more",
         ),
-        (lambda: model.generate(PROMPT, top_k=0), "top_k is 0; it must be 1 to 300, or None"),
+        (lambda: model.generate(PROMPT, top_k=0), "top_k is 0; it must be at least 1, or None"),
         (lambda: model.generate(PROMPT, top_k=301), "top_k is 301; it must be 1 to 300, or None"),
         (
             lambda: model(torch.tensor([[1, 2], [3, 300]])),
@@ -182,6 +269,11 @@ def test_errors(model: Model) -> None:
     with pytest.raises(regard.ArgumentTypeError) as type_error:
         model.generate(PROMPT, temperature=True)
     assert str(type_error.value) == "temperature is bool; it must be a number, 0 or more"
+    for name in ("max_tokens", "chunk"):
+        with pytest.raises(regard.ArgumentTypeError, match=f"{name} is float; it must be an int"):
+            model.generate(PROMPT, **{name: 2.0})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'topk'"):
+        model.generate(PROMPT, topk=3)
 
 
 def test_a_refused_call_leaves_the_caches_as_they_were(model: Model) -> None:

@@ -13,7 +13,7 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class Keys(NamedTuple):
-    """The keys of a rope type, beside the type itself and what `regard.models.rope.plain` lifts out."""
+    """The keys of a rope type, beside the type itself and what `regard.models.assembly.rope.plain` lifts out."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ def ready_for_training(decoder: Decoder) -> Decoder:
 
     >>> from regard.nn import Embed
     >>> made = ready_for_training(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
-    >>> float(made.head.bias.abs().sum())
+    >>> float(made.head.bias.detach().abs().sum())
     0.0
     """
     embedding, head = decoder.embed.embedding, decoder.head
@@ -33,15 +33,18 @@ def ready_for_training(decoder: Decoder) -> Decoder:
                 nn.init.zeros_(module.bias)
     for layer in decoder.layers:
         block = cast("Block", layer)
-        writers = _writers(block)
+        writers = {id(part) for part in _writers(block)}
         for module in block.modules():
             if isinstance(module, nn.Linear):
-                std = 0.0 if any(module is w for w in writers) else module.in_features**-0.5
+                std = 0.0 if id(module) in writers else module.in_features**-0.5
                 nn.init.normal_(module.weight, std=std)
     return decoder
 
 
 def _writers(block: Block) -> list[nn.Module]:
-    """The matrices that write to the residual path."""
-    named = ((block.attention, "output"), (block.feed_forward, "down"))
-    return [getattr(part, name) for part, name in named if hasattr(part, name)]
+    """The matrices that write to the residual path: of each expert, where there are several."""
+    found = [
+        (block.attention, "output"),
+        *((part, "down") for part in block.feed_forward.modules()),
+    ]
+    return [getattr(part, name) for part, name in found if hasattr(part, name)]

@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from regard.errors import ArgumentError
-from regard.models.layer_types import FULL, SLIDING
-from regard.models.rope_types import near, normal, number, scaling_of, short
+from regard.models.assembly.layer_types import FULL, SLIDING
+from regard.models.assembly.rope_types import near, normal, number, scaling_of, short
 from regard.nn import Heads, Separate
 from regard.nn.policy import Recomputed
 from regard.nn.row_rotary import RowRotary
@@ -67,13 +67,14 @@ def plain(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
             f"rope_parameters has {', '.join(nested)} for all layers; this family has them per layer type, "
             f"{FULL} and {SLIDING}"
         )
-    local = {key: value for key, value in top.items() if key == "partial_rotary_factor"}
-    if raw.get("rope_local_base_freq") is not None:
-        local["rope_theta"] = raw["rope_local_base_freq"]
+    local = {k: raw[k] for k in ("rope_local_base_freq", "partial_rotary_factor") if k in raw}
     return rest | {
         "rope_parameters": {
-            kind: _one(said, (nested or {}).get(kind), f"rope_parameters.{kind}")
-            for kind, said in ((FULL, top), (SLIDING, local))
+            kind: _one(said, (nested or {}).get(kind), f"rope_parameters.{kind}", base)
+            for kind, said, base in (
+                (FULL, top, "rope_theta"),
+                (SLIDING, local, "rope_local_base_freq"),
+            )
         }
     }
 
@@ -193,31 +194,26 @@ def _layer_types(nested: object) -> tuple[str, ...]:
     return tuple(nested)
 
 
-def _one(top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def _one(
+    top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str, base: str = "rope_theta"
+) -> dict[str, Any]:
     """rope_theta, partial_rotary_factor and rope_scaling from the top level and from rope_parameters, which must agree."""
-    places = {"": top, "rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
-    if not isinstance(places["rope_scaling"], Mapping):
-        raise ArgumentError(
-            f"rope_scaling is {short(places['rope_scaling'])}; it must be an object"
-        )
+    inner = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
+    if not isinstance(inner["rope_scaling"], Mapping):
+        raise ArgumentError(f"rope_scaling is {short(inner['rope_scaling'])}; it must be an object")
     found: dict[str, Any] = {}
-    for key in LIFTED:
-        said = {
-            f"{place}.{key}".lstrip("."): number(f"{place}.{key}".lstrip("."), keys[key])
-            for place, keys in places.items()
-            if keys.get(key) is not None
+    for key, at_top in (("rope_theta", base), ("partial_rotary_factor", "partial_rotary_factor")):
+        said = {at_top: top.get(at_top)} | {
+            f"{place}.{key}": keys.get(key) for place, keys in inner.items()
         }
-        if len({*said.values()}) > 1:
-            both = " and ".join(f"{place} is {value}" for place, value in said.items())
+        values = {place: number(place, x) for place, x in said.items() if x is not None}
+        if len({*values.values()}) > 1:
+            both = " and ".join(f"{place} is {value}" for place, value in values.items())
             raise ArgumentError(f"{both}; remove the wrong one")
-        if said:
-            found[key] = next(iter(said.values()))
-    del places[""]
-    inner = {
-        place: {key: value for key, value in keys.items() if key not in LIFTED}
-        for place, keys in places.items()
-    }
-    scalings = [normal(keys, place) for place, keys in inner.items() if keys]
+        if values:
+            found[key] = next(iter(values.values()))
+    rests = {place: {k: keys[k] for k in keys if k not in LIFTED} for place, keys in inner.items()}
+    scalings = [normal(keys, place) for place, keys in rests.items() if keys]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise ArgumentError(
             f"rope_scaling is {short(scalings[0])} and {where} says {short(scalings[1])}; remove the wrong one"

@@ -1,0 +1,117 @@
+"""What the Gemmas share: norms with weight 1 + w, a scaled embedding, GeGLU, and from Gemma 2 on norms on either side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from regard import masks
+from regard.arguments import check_number
+from regard.models.assembly import grouped, rope
+from regard.models.assembly.grouped import OURS, THEIRS
+from regard.models.assembly.init import ready_for_training
+from regard.models.decoder import Decoder
+from regard.nn import Attention, Block, Embed, OffsetRMSNorm, Sandwich
+from regard.nn.feed_forward import GatedFeedForward
+from regard.nn.linear import Linear
+from regard.nn.logits import CappedLogits
+from regard.positions import Rotary
+
+SANDWICH = {
+    THEIRS + "input_layernorm.weight": OURS + "around_attention.norm.weight",
+    THEIRS + "post_attention_layernorm.weight": OURS + "around_attention.after.weight",
+    THEIRS + "pre_feedforward_layernorm.weight": OURS + "around_feed_forward.norm.weight",
+    THEIRS + "post_feedforward_layernorm.weight": OURS + "around_feed_forward.after.weight",
+}
+HEAD_NORMS = {
+    THEIRS + "self_attn.q_norm.weight": OURS + "attention.project.q.steps.0.weight",
+    THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.steps.0.weight",
+}
+NAMES = grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | SANDWICH | HEAD_NORMS
+"""Name in a checkpoint of Gemma 2 or 3 -> name here; {} is the layer. What a model does not have drops out."""
+
+
+@dataclass(frozen=True)
+class Config(grouped.Config):
+    """The keys of config.json that all Gemmas have in common.
+
+    Raises:
+        ArgumentError: rms_norm_eps is not above 0; or as `regard.models.assembly.grouped.Config`.
+    """
+
+    max_position_embeddings: int = 8192
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("rms_norm_eps", self.rms_norm_eps, 0, float("inf"), "above 0")
+
+
+@dataclass(frozen=True)
+class WindowedConfig(Config):
+    """The keys that came with Gemma 2: a scale of its own, a cap on logits, and windows in some layers.
+
+    Raises:
+        ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as `Config`.
+    """
+
+    query_pre_attn_scalar: float = 256
+    final_logit_softcapping: float | None = None
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("query_pre_attn_scalar", "final_logit_softcapping"):
+            check_number(key, getattr(self, key), 0, float("inf"), "above 0")
+
+
+def decoder(config: Config, layers: Sequence[Block], cap: float | None = None) -> Decoder:
+    """A decoder with fresh weights: the embedding times sqrt(M), the layers, a norm, and a head, capped or not."""
+    M, V = config.hidden_size, config.vocab_size
+    embedding = nn.Embedding(V, M)
+    head = Linear(M, V, bias=False) if cap is None else CappedLogits(M, V, cap=cap)
+    if config.tie_word_embeddings:
+        head.weight = embedding.weight
+    embed = Embed(embedding, scale=M**0.5)
+    return ready_for_training(Decoder(embed, layers, norm(config), head))
+
+
+def attention(
+    config: Config,
+    rotary: Rotary,
+    window: int | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    head_norms: bool = False,
+) -> Attention:
+    """Grouped queries, causal, within a window if there is one, with a norm on each head of queries and keys or not."""
+    M, D, H, G = (
+        config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
+    )  # fmt: skip
+    q_norm, k_norm = ([norm(config, D)] if head_norms else [] for _ in range(2))
+    bias = config.attention_bias
+    project = rope.heads(M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias)
+    output = Linear(H * D, M, bias=bias)
+    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
+    return Attention(project, output, mask=mask, scale=scale, softcap=softcap)
+
+
+def feed_forward(config: Config) -> GatedFeedForward:
+    """GeGLU, with the form of GELU that has a tanh."""
+    return GatedFeedForward(config.hidden_size, config.intermediate_size, nn.GELU("tanh"))
+
+
+def sandwich(config: Config, mixer: Attention) -> Block:
+    """A block with a norm on either side of the attention and of the feed-forward layer."""
+    paths = [Sandwich(norm(config), norm(config)) for _ in range(2)]
+    return Block(mixer, feed_forward(config), *paths)
+
+
+def norm(config: Config, dim: int | None = None) -> OffsetRMSNorm:
+    """A norm of the model's vectors, or of others, with the config's eps."""
+    return OffsetRMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

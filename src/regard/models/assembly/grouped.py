@@ -1,0 +1,153 @@
+"""What the families around Llama share: grouped queries, rotary, SwiGLU and RMS norms, and their names in checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from regard import masks
+from regard.arguments import check_groups
+from regard.models.assembly import rope
+from regard.models.assembly.init import ready_for_training
+from regard.models.checkpoint.family import Raw, check_sizes
+from regard.models.decoder import Decoder
+from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU
+from regard.nn.linear import Linear
+from regard.positions import Rotary
+
+THEIRS, OURS = "model.layers.{}.", "layers.{}."
+OUTSIDE = {
+    "model.embed_tokens.weight": "embed.embedding.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+ATTENTION = {
+    THEIRS + "self_attn.q_proj.weight": OURS + "attention.project.q.linear.weight",
+    THEIRS + "self_attn.k_proj.weight": OURS + "attention.project.k.linear.weight",
+    THEIRS + "self_attn.v_proj.weight": OURS + "attention.project.v.linear.weight",
+    THEIRS + "self_attn.o_proj.weight": OURS + "attention.output.weight",
+    THEIRS + "self_attn.q_proj.bias": OURS + "attention.project.q.linear.bias",
+    THEIRS + "self_attn.k_proj.bias": OURS + "attention.project.k.linear.bias",
+    THEIRS + "self_attn.v_proj.bias": OURS + "attention.project.v.linear.bias",
+    THEIRS + "self_attn.o_proj.bias": OURS + "attention.output.bias",
+}
+FEED_FORWARD = {
+    THEIRS + "mlp.gate_proj.weight": OURS + "feed_forward.gate.weight",
+    THEIRS + "mlp.up_proj.weight": OURS + "feed_forward.up.weight",
+    THEIRS + "mlp.down_proj.weight": OURS + "feed_forward.down.weight",
+    THEIRS + "mlp.gate_proj.bias": OURS + "feed_forward.gate.bias",
+    THEIRS + "mlp.up_proj.bias": OURS + "feed_forward.up.bias",
+    THEIRS + "mlp.down_proj.bias": OURS + "feed_forward.down.bias",
+}
+PRE_NORMS = {
+    THEIRS + "input_layernorm.weight": OURS + "around_attention.norm.weight",
+    THEIRS + "post_attention_layernorm.weight": OURS + "around_feed_forward.norm.weight",
+}
+NAMES = OUTSIDE | ATTENTION | FEED_FORWARD | PRE_NORMS
+"""Name in a checkpoint -> name here; {} is the layer. What a model does not have drops out."""
+
+BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+"""Stored by older versions; they follow from the config."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of config.json that these families have in common.
+
+    Raises:
+        ArgumentError: a size is less than 1, num_key_value_heads does not divide num_attention_heads, or what is said of
+            rotary positions or windows is not understood.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero=("max_window_layers",))
+        check_groups(self.num_attention_heads, self.num_key_value_heads)
+        self.rotary()
+        self.windows()
+
+    def rotary(self) -> Rotary:
+        """The rotary positions of every layer."""
+        return rope.rotary(
+            self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings
+        )
+
+    def windows(self) -> tuple[int | None, ...]:
+        """How far each layer looks back; None is all the way."""
+        return (None,) * self.num_hidden_layers
+
+
+def plain(raw: Raw) -> dict[str, Any]:
+    """Older files lack head_dim, or num_key_value_heads; newer ones nest what rotary needs.
+
+    >>> found = plain({"num_attention_heads": 4, "hidden_size": 32, "rope_parameters": {"rope_theta": 1e6}})
+    >>> found["num_key_value_heads"], found["head_dim"], found["rope_theta"]
+    (4, 8, 1000000.0)
+    """
+    found = rope.plain(raw)
+    heads, size = found.get("num_attention_heads"), found.get("hidden_size")
+    if isinstance(heads, int) and isinstance(size, int) and heads > 0:
+        for key, value in (("num_key_value_heads", heads), ("head_dim", size // heads)):
+            if found.get(key) is None:
+                found[key] = value
+    return found
+
+
+def decoder(config: Config, block: Callable[[Rotary, int | None], Block]) -> Decoder:
+    """A decoder with fresh weights, from a function that makes a block from the rotary and the layer's window."""
+    embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+    head = Linear(config.hidden_size, config.vocab_size, bias=False)
+    if config.tie_word_embeddings:
+        head.weight = embedding.weight
+    rotary = config.rotary()
+    layers = [block(rotary, window) for window in config.windows()]
+    return ready_for_training(Decoder(Embed(embedding), layers, norm(config), head))
+
+
+def attention(
+    config: Config,
+    rotary: Rotary,
+    window: int | None = None,
+    *,
+    q_steps: Sequence[nn.Module] = (),
+    k_steps: Sequence[nn.Module] = (),
+    q_flat: nn.Module | None = None,
+    k_flat: nn.Module | None = None,
+    bias: bool = False,
+    output_bias: bool = False,
+) -> Attention:
+    """Grouped queries, causal, within a window if there is one; the steps, norms and the bias are those of `rope.heads`."""
+    M, D, H, G = (
+        config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
+    )  # fmt: skip
+    project = rope.heads(
+        M, H, G, D, rotary, q_steps=q_steps, k_steps=k_steps, q_flat=q_flat, k_flat=k_flat, bias=bias
+    )  # fmt: skip
+    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
+    return Attention(project, Linear(H * D, M, bias=output_bias), mask=mask)
+
+
+def block(config: Config, mixer: Attention, *, bias: bool = False) -> Block:
+    """Norms in front of the attention and of a SwiGLU; `bias` is the latter's."""
+    feed_forward = SwiGLU(config.hidden_size, config.intermediate_size, bias=bias)
+    return Block(mixer, feed_forward, PreNorm(norm(config)), PreNorm(norm(config)))
+
+
+def norm(config: Config, dim: int | None = None) -> RMSNorm:
+    """A norm of the model's vectors, or of others, with the config's eps."""
+    return RMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

@@ -1,0 +1,148 @@
+"""BERT: an encoder of post-norm blocks with learned positions and segments; a pooler and a head for hidden words on top.
+
+Source: Devlin et al. 2018 (arXiv 1810.04805); key names as in Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from regard.models.assembly.activations import activation
+from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.models.encoder import Encoder, HeadedEncoder
+from regard.nn import Attention, Block, Embed, FeedForward, PostNorm
+from regard.nn.linear import Linear
+from regard.nn.variants.parts import head_size, join, separate
+from regard.positions import Learned
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of a BERT config.json that shape the model, and what config.json does not tell but the stored tensors do.
+
+    Attributes:
+        pooler: whether there is a pooler.
+        masked_words: whether there is a head for hidden words, whose matrix is the embedding.
+
+    Raises:
+        ArgumentError: a size is less than 1, num_attention_heads does not divide hidden_size, or hidden_act is unknown.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    hidden_act: str = "gelu"
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    pooler: bool = True
+    masked_words: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        head_size(self.hidden_size, self.num_attention_heads, None)
+        activation(self.hidden_act)
+
+
+def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
+    """What was trained on top is what is stored."""
+    pooler = {"pooler.dense.weight", "bert.pooler.dense.weight"} & set(stored)
+    return replace(config, pooler=bool(pooler), masked_words="cls.predictions.bias" in stored)
+
+
+def respell(name: str) -> str:
+    """The first releases named the parts of a LayerNorm as TensorFlow does."""
+    ends = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+    return next((name.replace(old, new) for old, new in ends.items() if old in name), name)
+
+
+def build(config: Config) -> HeadedEncoder:
+    """The encoder of a config and what is on top of it, with fresh weights: normal with 0.02, biases 0, norms 1."""
+    M = config.hidden_size
+    embedding = nn.Embedding(config.vocab_size, M)
+    embed = Embed(
+        embedding, Learned(config.max_position_embeddings, M),
+        segments=nn.Embedding(config.type_vocab_size, M), norm=_norm(config),
+    )  # fmt: skip
+    layers = [_block(config) for _ in range(config.num_hidden_layers)]
+    pooler = _chain(dense=Linear(M, M), activation=nn.Tanh()) if config.pooler else None
+    head = _head(config, embedding) if config.masked_words else None
+    model = HeadedEncoder(Encoder(embed, layers, nn.Identity()), pooler, head)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+    return model
+
+
+def _norm(config: Config) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+def _block(config: Config) -> Block:
+    M, H = config.hidden_size, config.num_attention_heads
+    D = head_size(M, H, None)
+    attention = Attention(separate(M, H, H, D, bias=True), join(M, H, D, bias=True))
+    feed_forward = FeedForward(M, config.intermediate_size, activation(config.hidden_act))
+    return Block(attention, feed_forward, PostNorm(_norm(config)), PostNorm(_norm(config)))
+
+
+def _head(config: Config, embedding: nn.Embedding) -> nn.Sequential:
+    M, f = config.hidden_size, activation(config.hidden_act)
+    words = Linear(M, config.vocab_size)
+    words.weight = embedding.weight
+    return _chain(dense=Linear(M, M), activation=f, norm=_norm(config), words=words)
+
+
+def _chain(**steps: nn.Module) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(steps))
+
+
+def _both(theirs: str, ours: str) -> dict[str, str]:
+    """A module's weight and bias."""
+    return {f"{theirs}.{end}": f"{ours}.{end}" for end in ("weight", "bias")}
+
+
+LAYER, OURS = "bert.encoder.layer.{}.", "encoder.layers.{}."
+NAMES = {
+    "bert.embeddings.word_embeddings.weight": "encoder.embed.embedding.weight",
+    "bert.embeddings.position_embeddings.weight": "encoder.embed.positional.weight",
+    "bert.embeddings.token_type_embeddings.weight": "encoder.embed.segments.weight",
+    **_both("bert.embeddings.LayerNorm", "encoder.embed.norm"),
+    **_both(LAYER + "attention.self.query", OURS + "attention.project.q.linear"),
+    **_both(LAYER + "attention.self.key", OURS + "attention.project.k.linear"),
+    **_both(LAYER + "attention.self.value", OURS + "attention.project.v.linear"),
+    **_both(LAYER + "attention.output.dense", OURS + "attention.output"),
+    **_both(LAYER + "attention.output.LayerNorm", OURS + "around_attention.norm"),
+    **_both(LAYER + "intermediate.dense", OURS + "feed_forward.up"),
+    **_both(LAYER + "output.dense", OURS + "feed_forward.down"),
+    **_both(LAYER + "output.LayerNorm", OURS + "around_feed_forward.norm"),
+    **_both("bert.pooler.dense", "pooler.dense"),
+    **_both("cls.predictions.transform.dense", "head.dense"),
+    **_both("cls.predictions.transform.LayerNorm", "head.norm"),
+    "cls.predictions.bias": "head.words.bias",
+    **_both("cls.predictions.decoder", "head.words"),
+}
+"""Checkpoint name -> name here; {} is the layer."""
+
+FAMILY = Family(
+    Config, build, NAMES,
+    ignored=frozenset({
+        "attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob", "pooler_fc_size",
+        "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
+    }),
+    fixed={
+        "directionality": ("bidi",), "pooler_type": ("first_token_transform",),
+        "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),
+    },
+    settle=settle, respell=respell, prefixes=("bert.",),
+    buffers=(r"(bert\.)?embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"),
+    text="encoder",
+)  # fmt: skip

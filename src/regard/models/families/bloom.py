@@ -1,0 +1,113 @@
+"""BLOOM: ALiBi, a norm behind the embedding, queries, keys and values of each head side by side in one matrix.
+
+Source: Le Scao et al. 2022 (arXiv 2211.05100); key names as in Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from regard import masks
+from regard.arguments import check_number
+from regard.biases import ALiBi
+from regard.models.assembly.init import ready_for_training
+from regard.models.assembly.spellings import respelled
+from regard.models.assembly.vocabulary import embedding_and_head
+from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.models.decoder import Decoder
+from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
+from regard.nn.linear import Linear
+from regard.nn.residual import NormedPath
+from regard.nn.variants.parts import head_size
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of a BLOOM config.json that shape the model.
+
+    Raises:
+        ArgumentError: a size is less than 1, the norms' eps is not above 0, or n_head does not divide hidden_size.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    n_layer: int
+    n_head: int
+    layer_norm_epsilon: float = 1e-5
+    apply_residual_connection_post_layernorm: bool = False
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_number("layer_norm_epsilon", self.layer_norm_epsilon, 0, float("inf"), "above 0")
+        head_size(self.hidden_size, self.n_head, None)
+
+
+def plain(raw: Raw) -> dict[str, Any]:
+    """Older files have n_embed; the general names of the other sizes are understood, too."""
+    names = {
+        "n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
+    }  # fmt: skip
+    return respelled(raw, names)
+
+
+def build(config: Config) -> Decoder:
+    """The decoder of a config, with fresh weights."""
+    embedding, head = embedding_and_head(
+        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    embed = Embed(embedding, norm=_norm(config))
+    layers = [_block(config) for _ in range(config.n_layer)]
+    return ready_for_training(Decoder(embed, layers, _norm(config), head))
+
+
+def _norm(config: Config) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+
+
+def _block(config: Config) -> Block:
+    M, H = config.hidden_size, config.n_head
+    project = Fused(M, H, H, head_size(M, H, None), order="heads")
+    attention = Attention(project, Linear(M, M), mask=masks.Causal(), bias=ALiBi(H))
+    feed_forward = FeedForward(M, 4 * M, nn.GELU("tanh"))
+    path = NormedPath if config.apply_residual_connection_post_layernorm else PreNorm
+    return Block(attention, feed_forward, path(_norm(config)), path(_norm(config)))
+
+
+LAYER, OURS = "transformer.h.{}.", "layers.{}."
+PARTS = {
+    "input_layernorm": "around_attention.norm",
+    "self_attention.query_key_value": "attention.project.linear",
+    "self_attention.dense": "attention.output",
+    "post_attention_layernorm": "around_feed_forward.norm",
+    "mlp.dense_h_to_4h": "feed_forward.up",
+    "mlp.dense_4h_to_h": "feed_forward.down",
+}
+NAMES = {
+    "transformer.word_embeddings.weight": "embed.embedding.weight",
+    "transformer.word_embeddings_layernorm.weight": "embed.norm.weight",
+    "transformer.word_embeddings_layernorm.bias": "embed.norm.bias",
+    "transformer.ln_f.weight": "norm.weight",
+    "transformer.ln_f.bias": "norm.bias",
+    "lm_head.weight": "head.weight",
+} | {
+    f"{LAYER}{theirs}.{end}": f"{OURS}{ours}.{end}"
+    for theirs, ours in PARTS.items()
+    for end in ("weight", "bias")
+}
+"""Checkpoint name -> name here; {} is the layer."""
+
+FAMILY = Family(
+    Config, build, NAMES,
+    ignored=frozenset({
+        "attention_softmax_in_fp32", "bias_dropout_fusion", "hidden_dropout", "masked_softmax_fusion",
+        "offset_alibi", "seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
+        "unk_token_id",
+    }),
+    fixed={"n_inner": (None,)},
+    plain=plain,
+    prefixes=("transformer.",),
+)  # fmt: skip

@@ -1,0 +1,102 @@
+"""A decoder of our own kind: pre-norm blocks of any causal mechanism in the catalogue, and SwiGLU.
+
+x = E[id] + positions;  x = x + mechanism(norm(x));  x = x + W_down (silu(W_gate norm(x)) * W_up norm(x));  logits = W norm(x)
+
+The parameters are stored under the names that they have here. Other libraries do not know this model_type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.models.assembly.init import ready_for_training
+from regard.models.assembly.mechanism import layer_of
+from regard.models.checkpoint.family import Family, check_sizes
+from regard.models.checkpoint.names import OWN
+from regard.models.decoder import Decoder
+from regard.nn import Block, Embed, PreNorm, RMSNorm, Sinusoidal, SwiGLU
+from regard.nn.linear import Linear
+from regard.nn.mixer import Mixer
+from regard.positions import Learned
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of its config.json.
+
+    Attributes:
+        attention: the name of a mechanism in `regard.nn.variants`.
+        attention_options: its constructor's options, as plain values.
+        position: "catalogue" (as the mechanism has them), "rope", "alibi", "learned", "sinusoidal" or "none".
+        window: None, or the most keys that a query sees, its own included.
+        max_position_embeddings: the length of training; learned positions end there.
+
+    Raises:
+        ArgumentError: a size is less than 1, or the mechanism cannot be a decoder's layer with these options, positions
+            and window.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    attention: str
+    attention_options: Mapping[str, Any] = field(default_factory=dict)
+    position: str = "catalogue"
+    window: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        with torch.device("meta"):  # its sizes are checked, and nothing is allocated
+            self.mixer(0)
+
+    def mixer(self, layer: int) -> Mixer:
+        """The attention of a layer, from 0."""
+        return layer_of(
+            self.attention, self.hidden_size, self.num_attention_heads, self.attention_options,
+            layer=layer, position=self.position, window=self.window,
+        )  # fmt: skip
+
+
+def build(config: Config) -> Decoder:
+    """The decoder of a config, with fresh weights."""
+    embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+    head = Linear(config.hidden_size, config.vocab_size, bias=False)
+    if config.tie_word_embeddings:
+        head.weight = embedding.weight
+    layers = [_block(config, layer) for layer in range(config.num_hidden_layers)]
+    decoder = Decoder(_embed(config, embedding), layers, _norm(config), head)
+    return ready_for_training(decoder)
+
+
+def _embed(config: Config, embedding: nn.Embedding) -> Embed:
+    M = config.hidden_size
+    if config.position == "learned":
+        return Embed(embedding, Learned(config.max_position_embeddings, M))
+    if config.position == "sinusoidal":
+        # beside sinusoids of size 1, the small embedding of a head that is tied to it would be lost
+        return Embed(embedding, Sinusoidal(M), scale=M**0.5 if config.tie_word_embeddings else 1.0)
+    return Embed(embedding)
+
+
+def _norm(config: Config) -> RMSNorm:
+    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+def _block(config: Config, layer: int) -> Block:
+    feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
+    paths = [PreNorm(_norm(config)) for _ in range(2)]
+    return Block(config.mixer(layer), feed_forward, *paths)
+
+
+FAMILY = Family(Config, build, OWN, settle=lambda config, raw, stored: config)
+"""The config says all: stored tensors settle nothing."""

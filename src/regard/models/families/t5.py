@@ -1,0 +1,148 @@
+"""T5: an encoder-decoder of pre-norm blocks, one relative bias for each stack; 1.1 has gates and an untied, unscaled output.
+
+Source: Raffel et al. 2020 (arXiv 1910.10683); gates: Shazeer 2020 (arXiv 2002.05202); key names as in Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from regard.biases.t5 import check_buckets
+from regard.errors import ArgumentError
+from regard.models.assembly.activations import activation
+from regard.models.assembly.relative import Sizes, draw, reader, stack_bias, writer
+from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.models.checkpoint.names import Rule, same
+from regard.models.encoder import Encoder
+from regard.models.encoder_decoder import EncoderDecoder
+from regard.nn import Embed, FeedForward, RMSNorm
+from regard.nn.feed_forward import GatedFeedForward
+from regard.nn.logits import ScaledLogits
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of a T5 config.json that shape the model.
+
+    Raises:
+        ArgumentError: a size is less than 1, the buckets do not fit the distance, or feed_forward_proj is not understood.
+    """
+
+    vocab_size: int
+    d_model: int
+    d_kv: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_decoder_layers: int | None = None
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    layer_norm_epsilon: float = 1e-6
+    feed_forward_proj: str = "relu"
+    tie_word_embeddings: bool = True
+    scale_decoder_outputs: bool = True
+    pad_token_id: int = 0
+    eos_token_id: int = 1
+    decoder_start_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero={"pad_token_id", "eos_token_id", "decoder_start_token_id"})
+        n, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
+        for both in (True, False):
+            check_buckets(n, bidirectional=both, max_distance=distance)
+        activation(_activation(self.feed_forward_proj)[1], "feed_forward_proj")
+
+
+def _activation(proj: str) -> tuple[bool, str]:
+    """Whether there is a gate, and what makes it: gated-gelu has always meant the approximation with tanh."""
+    name = proj.removeprefix("gated-")
+    return name != proj, "gelu_new" if proj == "gated-gelu" else name
+
+
+def plain(raw: Raw) -> dict[str, Any]:
+    """Newer files repeat what feed_forward_proj says; older ones tell by tie_word_embeddings whether the output is scaled."""
+    found = dict(raw)
+    said = str(found.get("feed_forward_proj", "relu"))
+    for key, value in zip(("is_gated_act", "dense_act_fn"), _activation(said), strict=True):
+        if found.pop(key, value) != value:
+            raise ArgumentError(
+                f"{key} is {raw[key]!r}, and feed_forward_proj {said!r} says {value!r}; keep one"
+            )
+    found.setdefault("scale_decoder_outputs", found.get("tie_word_embeddings") is not False)
+    return found
+
+
+def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
+    """transformers 5 says of every model that its output is tied: a stored one that is not scaled is its own, as in 1.1."""
+    own = "lm_head.weight" in stored and not config.scale_decoder_outputs
+    return replace(config, tie_word_embeddings=False) if own else config
+
+
+def build(config: Config) -> EncoderDecoder:
+    """The encoder-decoder of a config, with fresh weights as the released code draws them."""
+    M, V, D = config.d_model, config.vocab_size, config.d_kv
+    sizes, norm = Sizes(M, config.num_heads, D), partial(RMSNorm, M, eps=config.layer_norm_epsilon)
+    buckets = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    both, ahead = (stack_bias(sizes, *buckets, bidirectional=x) for x in (True, False))
+    n = config.num_layers if config.num_decoder_layers is None else config.num_decoder_layers
+    readers = [reader(sizes, both, _feed_forward(config), norm) for _ in range(config.num_layers)]
+    writers = [writer(sizes, ahead, _feed_forward(config), norm) for _ in range(n)]
+    scale = M**-0.5 if config.scale_decoder_outputs else 1.0
+    embed, head = Embed(nn.Embedding(V, M)), ScaledLogits(M, V, scale=scale)
+    model = EncoderDecoder(Encoder(embed, readers, norm()), embed, writers, norm(), head)
+    draw(model, D)
+    if config.tie_word_embeddings:
+        head.weight = embed.embedding.weight
+    return model
+
+
+def _feed_forward(config: Config) -> nn.Module:
+    gated, name = _activation(config.feed_forward_proj)
+    sizes, f = (config.d_model, config.d_ff), activation(name)
+    return GatedFeedForward(*sizes, f) if gated else FeedForward(*sizes, f, bias=False)
+
+
+def _stack(theirs: str, ours: str, attentions: dict[str, str]) -> dict[str, str | Rule]:
+    """The names of one stack; {} is the layer."""
+    names: dict[str, str | Rule] = {}
+    for i, (name, where) in enumerate(attentions.items()):
+        for x in "qkv":
+            names[f"{theirs}{i}.{name}.{x}.weight"] = f"{ours}{where}.project.{x}.linear.weight"
+        names[f"{theirs}{i}.{name}.o.weight"] = f"{ours}{where}.output.weight"
+        names[f"{theirs}{i}.layer_norm.weight"] = f"{ours}around_{where}.norm.weight"
+    wide, feed = f"{theirs}{len(attentions)}.", ours + "feed_forward."
+    names[wide + "layer_norm.weight"] = ours + "around_feed_forward.norm.weight"
+    up, gate = feed + "up.weight", feed + "gate.weight"
+    inner: dict[str, str | Rule]
+    inner = {"wi_0": gate, "wi_1": same(up, beside=gate), "wi": up, "wo": feed + "down.weight"}
+    names |= {f"{wide}DenseReluDense.{x}.weight": where for x, where in inner.items()}
+    table = theirs + "0.SelfAttention.relative_attention_bias.weight"
+    return names | {table: ours + "attention.bias_tensors.{}"}
+
+
+OWN = {"SelfAttention": "attention"}
+NAMES = {
+    "shared.weight": "encoder.embed.embedding.weight",
+    "encoder.embed_tokens.weight": "encoder.embed.embedding.weight",
+    "decoder.embed_tokens.weight": "embed.embedding.weight",
+    **_stack("encoder.block.{}.layer.", "encoder.layers.{}.", OWN),
+    "encoder.final_layer_norm.weight": "encoder.norm.weight",
+    **_stack("decoder.block.{}.layer.", "layers.{}.", OWN | {"EncDecAttention": "cross"}),
+    "decoder.final_layer_norm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+}
+"""Checkpoint name -> name here."""
+
+FAMILY = Family(
+    Config, build, NAMES,
+    ignored=frozenset({"classifier_dropout", "dropout_rate", "initializer_factor", "n_positions", "output_past"}),
+    fixed={"is_encoder_decoder": (True,)},
+    plain=plain, settle=settle,
+    buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    text="encoder-decoder",
+)  # fmt: skip

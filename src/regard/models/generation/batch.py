@@ -1,0 +1,237 @@
+"""Continuations of several prompts at once, token by token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.models.generation.context import Context, padded
+from regard.models.generation.reading import Reading, check_after, encoded
+from regard.models.generation.room import Room
+from regard.models.generation.sampling import Sampler, Sampling
+from regard.models.generation.stops import Stops
+
+if TYPE_CHECKING:
+    from regard.models.model import Model
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked of a continuation.
+
+    Args:
+        max_tokens: the most new tokens, 0 or more.
+        stop: strings that end the text, which they are left out of.
+        chunk: the prompt is read in pieces of so many tokens; None is one piece.
+        sampling: how a token is chosen.
+        room: the kind of cache; None is the usual one, or that of a reading.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a number is no int, or out of its range; a stop string is empty.
+
+    >>> Options(max_tokens=3, stop=("end",)).chunk
+    512
+    """
+
+    max_tokens: int = 64
+    stop: str | Sequence[str] = ()
+    chunk: int | None = 512
+    sampling: Sampling = field(default_factory=Sampling)
+    room: Room | None = None
+
+    def __post_init__(self) -> None:
+        for name, n, least in (("max_tokens", self.max_tokens, 0), ("chunk", self.chunk, 1)):
+            if n is None and name == "chunk":
+                continue
+            if isinstance(n, bool) or not isinstance(n, int):
+                raise ArgumentTypeError(f"{name} is {type(n).__name__}; it must be an int")
+            if n < least:
+                raise ArgumentError(f"{name} is {n}; it must be {least} or more")
+        Stops(self.stop)
+
+
+class Continuation:
+    """A prompt and what follows it so far.
+
+    Attributes:
+        prompt: the text that was given.
+        ids: the new ids, those of a stop string included, that of an end not.
+        text: the new text, up to a stop string.
+        finished: "end" (a token that ends a text), "stop" (a stop string), "length" (max_tokens); None while it goes on.
+
+    >>> import regard
+    >>> batch = regard.load("tiny").generate(["Return the"], max_tokens=2)
+    >>> batch.rows[0].finished, len(list(batch)), batch.rows[0].finished
+    (None, 2, 'length')
+    """
+
+    def __init__(self, model: Model, prompt: str, options: Options) -> None:
+        self.prompt = prompt
+        self.ids: list[int] = []
+        self.text = ""
+        self.finished: Literal["end", "stop", "length"] | None = None
+        self._stream, self._stops = model.tokenizer.stream(), Stops(options.stop)
+        self._ends, self._most = model.ends, options.max_tokens
+
+    def take(self, token: int) -> str:
+        """Go on by a token: the text that is now certain, often a word, sometimes nothing."""
+        if token in self._ends:
+            return self._finish("end")
+        self.ids.append(token)
+        piece = self._stops.push(self._stream.push(token))
+        if self._stops.found is not None:
+            self.finished = "stop"
+        elif len(self.ids) >= self._most:
+            return self._finish("length", piece)
+        self.text += piece
+        return piece
+
+    def _finish(self, why: Literal["end", "length"], piece: str = "") -> str:
+        """With what was held back: half a character, or what might have become a stop string."""
+        piece += self._stops.push(self._stream.flush())
+        if self._stops.found is None:
+            piece += self._stops.flush()
+        self.finished = why if self._stops.found is None else "stop"
+        self.text += piece
+        return piece
+
+
+class Batch:
+    """Continuations of several prompts, made while it is iterated over, once: pairs (row, piece of text).
+
+    Prompts of different length are padded on the left, at position -1. A row that has finished leaves the batch. What a row
+    gets does not depend on the others: row i is what its prompt alone gives with seed + i, up to the rounding of a batch.
+
+    Args:
+        model: the model.
+        prompts: none of them empty, unless something was read before.
+        options: what is asked for.
+        after: what was read before all of them, or None.
+
+    Attributes:
+        rows: a `Continuation` for each prompt.
+        seconds: the time in the model so far.
+        prefill_seconds: the part of it that reading the prompts took.
+        cache_bytes: the most that the caches of all layers held.
+
+    Raises:
+        ArgumentError: there is no prompt or an empty one, an option does not fit the model, or there is no room.
+
+    >>> import regard
+    >>> batch = regard.load("tiny").generate(["Return the", "If"], max_tokens=3)
+    >>> [row for row, piece in batch]
+    [0, 1, 0, 1, 0, 1]
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[str],
+        options: Options,
+        after: Reading | None = None,
+    ) -> None:
+        if not prompts:
+            raise ArgumentError("there are no prompts; give at least one")
+        if after is not None:
+            check_after(after, model, options.room)
+        self._read = () if after is None else after.ids
+        self._new = [encoded(model, prompt, begun=after is not None) for prompt in prompts]
+        self._options, self._after = options, after
+        self._room = self._checked_room()
+        rows = [[*self._read, *ids] for ids in self._new]
+        self._sampler = Sampler(options.sampling, rows, model.config.vocab_size)
+        self.rows = [Continuation(model, prompt, options) for prompt in prompts]
+        self.seconds = self.prefill_seconds = 0.0
+        self._most_bytes = 0
+        # here, so that a model which the room does not fit is refused before it starts
+        self._context = Context(model.decoder, self._room, len(prompts)) if after is None else None
+        self._pieces = self._run()
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return self
+
+    def __next__(self) -> tuple[int, str]:
+        return next(self._pieces)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The most bytes that the caches of all layers held so far."""
+        held = 0 if self._context is None else self._context.bytes
+        return max(self._most_bytes, held)
+
+    @property
+    def cache(self) -> str:
+        """The kind of cache of the layers that keep everything."""
+        return self._room.cache
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of model time, the prompts' pass included."""
+        tokens = sum(len(row.ids) for row in self.rows)
+        return tokens / self.seconds if self.seconds else 0.0
+
+    def _checked_room(self) -> Room:
+        room = self._options.room or Room()
+        if self._after is not None:
+            room = self._after.room
+        longest = len(self._read) + max(len(ids) for ids in self._new)
+        return room.sized(longest, self._options.max_tokens)
+
+    def _run(self) -> Iterator[tuple[int, str]]:
+        if not self._options.max_tokens:
+            for row in self.rows:
+                row.finished = "length"
+            return
+        start = time.perf_counter()
+        logits = self._prefill()
+        self.prefill_seconds = time.perf_counter() - start
+        going = list(range(len(self.rows)))
+        while True:
+            tokens = self._sampler(logits)
+            self.seconds += time.perf_counter() - start
+            for i, token in zip(going, tokens, strict=True):
+                piece = self.rows[i].take(token)
+                if piece:
+                    yield i, piece
+            kept = [j for j, i in enumerate(going) if self.rows[i].finished is None]
+            if not kept:
+                return
+            start = time.perf_counter()
+            if len(kept) < len(going):
+                self._leave(kept)
+            going = [going[j] for j in kept]
+            logits = self._step([tokens[j] for j in kept])
+
+    def _prefill(self) -> Tensor:
+        """Read the prompts: the logits behind them [B,V]."""
+        after, rows = self._after, len(self.rows)
+        if after is not None:
+            self._context = after.fork(rows)
+            if not any(self._new):
+                return after.logits.expand(rows, -1)
+        assert self._context is not None, "made by the constructor, or forked"
+        ids, positions = padded(self._new, start=len(self._read))
+        device = self._context.device
+        positions = positions.to(device) if isinstance(positions, Tensor) else positions
+        logits = self._context.read(ids.to(device), positions, chunk=self._options.chunk)
+        if after is None or all(self._new):
+            return logits
+        empty = torch.tensor([[not new] for new in self._new], device=device)
+        return torch.where(empty, after.logits, logits)
+
+    def _step(self, tokens: list[int]) -> Tensor:
+        assert self._context is not None, "prompts are read first"
+        return self._context.read(torch.tensor(tokens, device=self._context.device)[:, None])
+
+    def _leave(self, kept: list[int]) -> None:
+        """Keep these rows only."""
+        assert self._context is not None, "prompts are read first"
+        self._most_bytes = self.cache_bytes
+        self._context.select(torch.tensor(kept))
+        self._sampler.select(kept)

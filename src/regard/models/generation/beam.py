@@ -1,0 +1,161 @@
+"""Beam search: the likeliest texts that a few running beginnings lead to, for any model with a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.arguments import check_number
+from regard.errors import ArgumentError
+from regard.models.generation.sampling import check_largest, top
+
+
+class Hypothesis(NamedTuple):
+    """A text that beam search has found.
+
+    Attributes:
+        ids: its tokens, without the one that ended it.
+        score: sum of log p over its tokens, the end included, divided by their number to the power of length_penalty.
+        ended: whether it ended by itself, and not at the limit.
+    """
+
+    ids: tuple[int, ...]
+    score: float
+    ended: bool
+
+
+@torch.no_grad()
+def beam_search(
+    step: Callable[[Tensor], Tensor],
+    first: Int[Tensor, " B"],
+    *,
+    end: int | Collection[int],
+    limit: int,
+    reorder: Callable[[Tensor], None],
+    beams: int = 4,
+    length_penalty: float = 1.0,
+) -> list[list[Hypothesis]]:
+    """The best texts behind each row, best first: `beams` beginnings are kept at every step.
+
+    score(y) = (sum_t log p(y_t | y_<t)) / n^length_penalty, n tokens, the end included
+
+    Of the continuations of all beginnings of a row the likeliest are ranked: one that ends is kept if it is among the first
+    `beams`, and the first `beams` that do not end go on. A row is done when it has `beams` texts and no beginning can reach
+    the score of the worst of them. This is transformers' search with early_stopping="never"; Wu et al. 2016 divide
+    by ((5 + n) / 6)^alpha instead. One beam ends with its first text: it is `greedy`.
+
+    Args:
+        step: from ids [rows,1] to logits [rows,1,V]; it keeps what it needs from one call to the next.
+        first: the id that starts each row.
+        end: the id, or ids, that end a text.
+        limit: the most tokens of a text, at least 1.
+        reorder: called with rows [n]: what the step keeps for row i must become what it kept for row rows[i]. The first
+            call makes the B rows n = B * beams: `Cache.select`, not `Cache.reorder`.
+        beams: how many.
+        length_penalty: 0 ranks by probability, more favours long texts.
+
+    Returns:
+        for each row at most `beams` hypotheses.
+
+    Raises:
+        ArgumentError: limit or beams is less than 1, first is not one id per row, a logit is NaN.
+
+    >>> def count(ids):  # what follows n is n + 1, or 9
+    ...     logits = torch.full((*ids.shape, 10), -torch.inf)
+    ...     return logits.scatter(-1, (ids + 1).clamp(max=9)[..., None], 0.0).index_fill(-1, torch.tensor(9), -1.0)
+    >>> (found,) = beam_search(count, torch.tensor([6]), end=9, limit=5, reorder=lambda rows: None, beams=2)
+    >>> [(hypothesis.ids, round(hypothesis.score, 3)) for hypothesis in found]
+    [((7, 8), -0.209), ((7,), -0.813)]
+
+    Source: Graves 2012 (arXiv 1211.3711), section 2.5; the length penalty: Wu et al. 2016 (arXiv 1609.08144), section 7.
+    """
+    _check(first, limit, beams, length_penalty)
+    ends = torch.tensor([end] if isinstance(end, int) else sorted(end), dtype=torch.int64)
+    search = _Search(len(first), beams, limit, length_penalty, ends.to(first.device))
+    ids = first
+    while True:
+        logits = step(ids[:, None])[:, -1]
+        rows, ids = search.take(logits)
+        if search.done:
+            return search.found
+        reorder(rows)
+
+
+def _check(first: Tensor, limit: int, beams: int, length_penalty: float) -> None:
+    for name, n in (("limit", limit), ("beams", beams)):
+        if n < 1:
+            raise ArgumentError(f"{name} is {n}; it must be at least 1")
+    check_number("length_penalty", length_penalty, -math.inf, math.inf, "finite")
+    if first.ndim != 1:
+        raise ArgumentError(f"first is {tuple(first.shape)}; it must be one id per row, [batch]")
+
+
+class _Search:
+    """The beginnings [B,R,n] of each row with the sums [B,R] of their log probabilities, and the texts found."""
+
+    def __init__(
+        self, rows: int, beams: int, limit: int, length_penalty: float, ends: Tensor
+    ) -> None:
+        self.beams, self.limit, self.length_penalty, self.ends = beams, limit, length_penalty, ends
+        self.found: list[list[Hypothesis]] = [[] for _ in range(rows)]
+        self.tokens = ends.new_zeros(rows, 1, 0)
+        self.sums: Tensor | None = None
+        self._open = [True] * rows
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing better can come."""
+        return self.tokens.shape[2] == self.limit or not any(self._open)
+
+    def take(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """One token further, by logits [B*R,V]: the rows that go on, and their new ids, both [B*R']."""
+        check_largest(logits.amax(1))
+        x = logits if logits.dtype == torch.float64 else logits.float()
+        B, R, n = self.tokens.shape
+        p, V = x.log_softmax(1).view(B, R, -1), x.shape[1]
+        total = (p if self.sums is None else p + self.sums[..., None]).flatten(1)
+        best = top(total, min((len(self.ends) + 1) * self.beams, total.shape[1]))
+        value, parent, token = total.gather(1, best), best // V, best % V
+        texts = torch.cat([_beams(self.tokens, parent), token[..., None]], 2)
+        ended = torch.isin(token, self.ends)
+        self._keep(texts, value, ended | (n + 1 == self.limit), ended)
+        alive = value.masked_fill(ended, -math.inf)
+        kept = alive.argsort(dim=1, descending=True, stable=True)[:, : self.beams]
+        self.sums, self.tokens = alive.gather(1, kept), _beams(texts, kept)
+        self._close()
+        rows = parent.gather(1, kept) + R * torch.arange(B, device=kept.device)[:, None]
+        return rows.flatten(), token.gather(1, kept).flatten()
+
+    def _keep(self, texts: Tensor, value: Tensor, whole: Tensor, ended: Tensor) -> None:
+        """Of the first `beams` continuations those that are whole texts; a row remembers its best ones."""
+        size = texts.shape[2] ** self.length_penalty
+        for b, found in enumerate(self.found):
+            if not self._open[b]:
+                continue
+            for j in whole[b, : self.beams].nonzero().flatten().tolist():
+                score, last = float(value[b, j]), bool(ended[b, j])
+                if score > -math.inf:
+                    ids = texts[b, j].tolist()
+                    found.append(Hypothesis(tuple(ids[:-1] if last else ids), score / size, last))
+            found.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the earlier first
+            del found[self.beams :]
+
+    def _close(self) -> None:
+        """Close the rows whose beginnings cannot reach the worst of their texts."""
+        assert self.sums is not None
+        # log p only falls: a text scores best when it is as long as it can be, or as it is
+        n = self.limit if self.length_penalty > 0 else self.tokens.shape[2]
+        best = (self.sums.amax(1) / n**self.length_penalty).tolist()
+        for b, found in enumerate(self.found):
+            enough = len(found) == self.beams and (self.beams == 1 or best[b] <= found[-1].score)
+            self._open[b] &= not enough and best[b] > -math.inf
+
+
+def _beams(x: Tensor, which: Tensor) -> Tensor:
+    """x [B,R,n] of the beams [B,K]: [B,K,n]."""
+    return x.gather(1, which[..., None].expand(-1, -1, x.shape[2]))

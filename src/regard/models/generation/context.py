@@ -1,0 +1,124 @@
+"""What a model has read so far: it reads on, forks, and gives rows up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.caches import Cache
+from regard.models.decoder import Decoder
+from regard.models.generation.room import Room, follows_length
+from regard.nn import Prefix
+from regard.span import Positions, count, part
+
+
+class Context:
+    """A decoder and the caches of a batch of texts; every token is read once.
+
+    A model whose rotary frequencies follow the length is run through `regard.nn.Prefix`: its prefix is read again when they
+    change, so that what is cached equals one pass there, too. Its prompt is read in one piece.
+
+    Args:
+        decoder: a `Decoder`.
+        room: which caches, and how large.
+        rows: the most rows that the batch will have.
+
+    Raises:
+        ArgumentError: as `Room.narrow`.
+
+    >>> import regard, torch
+    >>> context = Context(regard.load("tiny").decoder)
+    >>> context.read(torch.tensor([[1, 2, 3, 4]]), chunk=3).shape, context.read(torch.tensor([[5]])).shape
+    (torch.Size([1, 1024]), torch.Size([1, 1024]))
+    """
+
+    def __init__(self, decoder: Decoder, room: Room | None = None, rows: int = 1) -> None:
+        self._room = Room() if room is None else room
+        self._decoder = self._room.narrow(decoder)
+        self._prefix = Prefix(self._decoder) if follows_length(decoder) else None
+        self._caches = self._room.caches(self._decoder, rows)
+        parameter = next(decoder.parameters(), None)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def caches(self) -> list[Cache]:
+        """One per layer."""
+        return self._caches if self._prefix is None else self._prefix.caches
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the caches of all layers hold."""
+        return sum(cache.bytes for cache in self.caches)
+
+    @torch.inference_mode()
+    def read(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        *,
+        chunk: int | None = None,
+    ) -> Float[Tensor, "B V"]:
+        """Read ids [B,T], which continue what was read, in pieces of at most `chunk`: the logits of the last slot [B,V].
+
+        Args:
+            ids: T is at least 1.
+            positions: default: on from the last token of each row. -1 is padding.
+            chunk: None is one piece. What is read does not depend on it.
+        """
+        if self._prefix is not None:
+            return self._prefix(ids, positions, last=1)[:, -1]
+        T, logits = ids.shape[1], None
+        step = T if chunk is None else chunk
+        for a in range(0, T, step):
+            where = None if positions is None else part(positions, slice(a, min(T, a + step)))
+            logits = self._decoder(ids[:, a : a + step], where, self._caches, last=1)
+        assert logits is not None, "there is something to read"
+        return logits[:, -1]
+
+    @torch.inference_mode()
+    def fork(self, rows: int = 1) -> Context:
+        """Another context with what this one, of one row, has read, so many times; this one stays as it is."""
+        other = copy.copy(self)
+        if self._prefix is None:
+            other._caches = [self._room.fork(cache, rows) for cache in self._caches]
+        else:
+            other._prefix = self._prefix.fork()
+            if rows > 1:
+                other._prefix.select(torch.zeros(rows, dtype=torch.int64))
+        return other
+
+    @torch.inference_mode()
+    def select(self, rows: Int[Tensor, " rows"]) -> None:
+        """Keep these rows, in this order; a row may come several times, or not at all."""
+        batch = self.caches[0].batch if self.caches else None
+        if len(rows) == batch and torch.equal(rows.cpu(), torch.arange(batch)):
+            return None  # beams that stay where they are cost nothing
+        if self._prefix is not None:
+            return self._prefix.select(rows)
+        for cache in self._caches:
+            cache.select(rows)
+        return None
+
+
+def padded(
+    rows: Sequence[Sequence[int]], start: int = 0
+) -> tuple[Int[Tensor, "B T"], Positions | None]:
+    """Rows of ids, padded on the left to one length, and their positions from start on: -1 in front; None without padding.
+
+    >>> ids, positions = padded([[7, 8, 9], [5]])
+    >>> ids.tolist(), positions.tolist()
+    ([[7, 8, 9], [0, 0, 5]], [[0, 1, 2], [-1, -1, 0]])
+    """
+    T = max(len(row) for row in rows)
+    ids = torch.tensor([[0] * (T - len(row)) + list(row) for row in rows], dtype=torch.int64)
+    if all(len(row) == T for row in rows):
+        return ids, None
+    gaps = torch.tensor([[T - len(row)] for row in rows])
+    slots = torch.arange(T)[None] - gaps
+    positions = torch.where(slots >= 0, slots + start, -1)
+    assert count(positions) == T
+    return ids, positions

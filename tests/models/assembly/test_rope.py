@@ -1,0 +1,471 @@
+"""Rotary positions of a config.json: both forms, transformers' own frequencies in float64, published configs, every error."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard import masks
+from regard.errors import ArgumentError
+from regard.models.assembly.rope import heads, plain, rotary
+from regard.models.decoder import Decoder
+from regard.nn import Attention, Block, Embed, Prefix, PreNorm, RMSNorm, SwiGLU
+from regard.positions import DynamicNTK, LongRoPE, Rotary, YaRN
+from regard.span import Span
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers", reason="needs the transformers extra")
+from transformers import modeling_rope_utils as theirs  # noqa: E402
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LISTS = {
+    # invented: the published lists are long; the lengths are right
+    "short_factor": [1.0 + i / 64 for i in range(48)],
+    "long_factor": [1.5 + i for i in range(48)],
+}
+
+
+class Float64:
+    """A torch whose float is float64, so that their formulas can be compared without their rounding."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def their_frequencies(
+    monkeypatch: pytest.MonkeyPatch,
+    scaling: dict[str, Any],
+    head_dim: int,
+    max_positions: int,
+    length: int | None = None,
+    original: int | None = None,
+) -> tuple[Tensor, float]:
+    """What transformers turns by; scaling has its rope_theta."""
+    top = {} if original is None else {"original_max_position_embeddings": original}
+    config = transformers.LlamaConfig(
+        hidden_size=head_dim * 2, num_attention_heads=2, head_dim=head_dim,
+        max_position_embeddings=max_positions, rope_parameters=dict(scaling), **top,
+    )  # fmt: skip
+    monkeypatch.setattr(theirs, "torch", Float64())
+    kind = config.rope_parameters["rope_type"]
+    found, factor = theirs.ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+    return found.double(), float(factor)
+
+
+def turned(made: Rotary, positions: list[int]) -> Tensor:
+    """What the rotary does to the first unit vector of each pair: cos and sin of every pair at every position."""
+    n = made.rotary_dim if not made.proportional else made.dim
+    assert n is not None
+    one = torch.zeros(1, 1, len(positions), made.dim, dtype=torch.float64)
+    one[..., : n // 2] = 1  # layout half: pair i is (i, i + n/2)
+    return made(one, torch.tensor([positions]))[0, 0, :, :n]
+
+
+def by_hand(frequencies: Tensor, factor: float, positions: list[int]) -> Tensor:
+    rows = [
+        [factor * f(p * w) for f in (math.cos, math.sin) for w in frequencies.tolist()]
+        for p in positions
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+THETAS = (10000.0, 5e5)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "linear, partial": {"rope_type": "linear", "factor": 2.5, "partial_rotary_factor": 0.75},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "dynamic by 1": {"rope_type": "dynamic", "factor": 1.0},
+    "dynamic, partial": {"rope_type": "dynamic", "factor": 4.0, "partial_rotary_factor": 0.5},
+    "yarn": YARN,
+    "yarn from L": YARN | {"original_max_position_embeddings": 32},
+    "yarn, its factor from the lengths": YARN | {"factor": None, "original_max_position_embeddings": 8},
+    "yarn, betas": YARN | {"original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2},
+    "yarn, betas null": YARN | {"beta_fast": None, "beta_slow": None},
+    "yarn untruncated": YARN | {"original_max_position_embeddings": 32, "truncate": False},
+    "yarn, factor of attention": YARN | {"attention_factor": 0.5},
+    "yarn, two mscales": YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
+    "yarn, equal mscales": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "yarn, all against mscale": YARN | {"mscale": 0.5, "mscale_all_dim": 2.0, "attention_factor": 1.25},
+    "yarn, partial": YARN | {"partial_rotary_factor": 0.5},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 48},
+    "llama3, other bounds": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 64},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "proportional, a factor": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 8.0},
+    "proportional, whole": {"rope_type": "proportional"},
+}  # fmt: skip
+MAX = 64
+
+
+def make(scaling: dict[str, Any], head_dim: int, theta: float, **more: Any) -> Rotary:
+    """As a family does: the config in one form, then the rotary."""
+    found = plain({"rope_parameters": scaling | {"rope_theta": theta}})
+    assert found["rope_theta"] == theta
+    partial = found.get("partial_rotary_factor", 1.0)
+    return rotary(head_dim, theta, found["rope_scaling"], MAX, partial=partial, **more)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("theta", THETAS)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_every_type_turns_as_transformers_has_it(
+    name: str, theta: float, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beyond the trained length. Both sides compute in fp64, from other orders of the same formulas."""
+    scaling = SETTINGS[name] | {"rope_theta": theta}
+    made = make(SETTINGS[name], head_dim, theta)
+    for length in (MAX // 2, MAX, MAX + 1, 3 * MAX):
+        want, factor = their_frequencies(monkeypatch, scaling, head_dim, MAX, length)
+        positions = [0, 1, length // 2, length - 1]
+        worst = (turned(made, positions) - by_hand(want, factor, positions)).abs().max()
+        assert (
+            worst <= 1e-12 * length
+        )  # a relative error of some 1e-13 in a frequency, times the position
+    assert made.follows == ("dynamic" in name)
+
+
+LONG: dict[str, tuple[dict[str, Any], int | None]] = {
+    "as in Phi-3": ({}, 32),
+    "inside": ({"original_max_position_embeddings": 32}, None),
+    "in both places": ({"original_max_position_embeddings": 32}, 32),
+    "with a factor": ({"factor": 8.0}, 32),
+    "with a factor of attention": ({"attention_factor": 1.5, "factor": 8.0}, 32),
+    "nowhere": ({}, None),
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize("old", [False, True])
+def test_longrope(case: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list changes behind the trained length; by its old name too."""
+    inside, original = LONG[case]
+    scaling = {"rope_type": "longrope", **LISTS, **inside}
+    mine = {"type": "su", **LISTS, **inside} if old else scaling
+    made = make(mine, 96, 1e4, original=original)
+    assert made.follows
+    L = original or inside.get("original_max_position_embeddings", MAX)
+    for length in (L, L + 1, 3 * MAX):
+        full = scaling | {"rope_theta": 1e4}
+        want, factor = their_frequencies(monkeypatch, full, 96, MAX, length, original)
+        lists = LISTS["short_factor" if length <= L else "long_factor"]
+        exact = torch.tensor(
+            [1 / x / 1e4 ** (2 * i / 96) for i, x in enumerate(lists)], dtype=torch.float64
+        )
+        # they compute exponents in fp32: an error of ln(base) * 2^-24 each, and as much for the power
+        assert (want / exact - 1).abs().max() <= 2 * math.log(1e4) * 2**-24
+        positions = [0, 1, length - 1]
+        worst = (turned(made, positions) - by_hand(exact, factor, positions)).abs().max()
+        assert worst <= 1e-12 * length
+    if case == "as in Phi-3":
+        assert made.rotary_factor == pytest.approx(math.sqrt(1 + math.log(2) / math.log(32)))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the bound: no scaling at all, and a base that is off by one in ten thousand."""
+    scaling = SETTINGS[name] | {"rope_theta": 1e4}
+    want, factor = their_frequencies(monkeypatch, scaling, 64, MAX, 3 * MAX)
+    positions = [0, 1, 3 * MAX - 1]
+    right = by_hand(want, factor, positions)
+    wrong = [make(SETTINGS[name], 64, 1.0001e4)]
+    if name != "proportional, whole":
+        wrong.append(rotary(64, 1e4, None, MAX))
+    for made in wrong:
+        other = turned(made, positions)
+        assert other.shape != right.shape or (other - right).abs().max() > 1e-9 * 3 * MAX
+
+
+# Published configs: the facts of their config.json, and numbers computed from the formulas (float64).
+
+LLAMA_31 = {
+    "rope_theta": 500000.0, "max_position_embeddings": 131072,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+}  # fmt: skip
+QWEN_25 = {
+    "rope_theta": 1000000.0, "max_position_embeddings": 32768,
+    "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+}  # fmt: skip
+GPT_OSS = {
+    "rope_theta": 150000, "max_position_embeddings": 131072,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "rope_theta": 10000, "max_position_embeddings": 163840,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+PUBLISHED: list[tuple[dict[str, Any], int, dict[int, float], float, float, float]] = [
+    # config, rotary dim, frequencies of some pairs, their sum, the rotary and the softmax factor
+    (LLAMA_31, 128, {28: 0.00321144599475, 29: 0.0021665707635, 34: 1.78507812768e-4, 63: 3.06892598891e-7}, 5.386058200729, 1, 1),
+    (QWEN_25, 128, {30: 0.00106436098125, 33: 4.50323575514e-4, 63: 3.10234440188e-7}, 5.14403472174, 1.138629436111989, 1),
+    (GPT_OSS, 64, {8: 0.0508132748155, 31: 3.02351142812e-7}, 3.18043827693, 1.346573590279973, 1),
+    (DEEPSEEK_V3, 64, {10: 0.056234132519, 21: 4.14990398491e-4, 31: 3.33380358041e-6}, 3.948936274079, 1, 1.8738542070926265),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", PUBLISHED, ids=["Llama-3.1-8B", "Qwen2.5", "gpt-oss", "DeepSeek-V3"]
+)
+def test_published_configs(case: Any) -> None:
+    raw, dim, pairs, total, rotary_factor, softmax_factor = case
+    found = plain(raw)
+    made = rotary(dim, found["rope_theta"], found["rope_scaling"], raw["max_position_embeddings"])
+    for i, frequency in pairs.items():
+        assert float(made.inv_freq[i]) == pytest.approx(frequency, rel=1e-11)
+    assert float(made.inv_freq.sum()) == pytest.approx(total, rel=1e-11)
+    assert made.rotary_factor == pytest.approx(rotary_factor, rel=1e-14)
+    assert made.softmax_factor == pytest.approx(softmax_factor, rel=1e-14)
+    assert not made.follows
+
+
+def test_phi_3_mini_128k() -> None:
+    """The structure of the file, with invented lists: `su`, and the trained length at the top level."""
+    raw = {
+        "rope_theta": 10000.0, "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096, "rope_scaling": {**LISTS, "type": "su"},
+    }  # fmt: skip
+    found = plain(raw)
+    assert found["rope_scaling"]["rope_type"] == "longrope"
+    original = found["original_max_position_embeddings"]
+    made = rotary(96, found["rope_theta"], found["rope_scaling"], 131072, original=original)
+    assert made.rotary_factor == pytest.approx(1.1902380714238083, rel=1e-15)
+    assert made.follows
+    assert isinstance(made.scaling, LongRoPE)
+    assert made.scaling.factor == 32
+
+
+def test_gemma_3_in_both_forms() -> None:
+    hub = {
+        "rope_theta": 1000000, "rope_local_base_freq": 10000, "vocab_size": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }  # fmt: skip
+    inside = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    new = {"vocab_size": 7, "rope_parameters": inside}
+    want = {
+        "full_attention": {"rope_theta": 1000000, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "sliding_attention": {"rope_theta": 10000, "rope_scaling": None},
+    }  # fmt: skip
+    for raw in (hub, new, hub | new):
+        assert plain(raw, layered=True) == {"vocab_size": 7, "rope_parameters": want}
+    bare = plain({"partial_rotary_factor": 0.5}, layered=True)["rope_parameters"]
+    only = {"partial_rotary_factor": 0.5, "rope_scaling": None}
+    assert bare == {"full_attention": only, "sliding_attention": only}
+    half = plain({"rope_parameters": inside | {"sliding_attention": None}}, layered=True)
+    assert half["rope_parameters"]["sliding_attention"] == {"rope_scaling": None}
+
+
+# One form from many.
+
+ONE = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"rope_scaling": None}),
+    ({"rope_theta": 1e4, "rope_scaling": None}, {"rope_theta": 1e4, "rope_scaling": None}),
+    ({"rope_scaling": {}, "rope_parameters": {}}, {"rope_scaling": None}),
+    ({"rope_parameters": None, "x": 1}, {"x": 1, "rope_scaling": None}),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": None}),
+    ({"rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": None}),
+    (ONE, ONE),
+    ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, ONE),
+    ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2}}, ONE),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}}, ONE),
+    ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, ONE),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, ONE),
+    ({**ONE, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, ONE),
+    ({**ONE, "rope_parameters": {"rope_theta": 5e5}}, ONE),
+    ({**ONE, "rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, {**ONE, "partial_rotary_factor": 0.5}),
+    ({**ONE, "partial_rotary_factor": 0.5}, {**ONE, "partial_rotary_factor": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw, want", FORMS)
+def test_every_form_is_one(raw: dict[str, Any], want: dict[str, Any]) -> None:
+    before = repr(raw)
+    assert plain(raw) == want
+    assert plain(plain(raw)) == want
+    assert repr(raw) == before
+
+
+def test_null_is_absent_and_finetuned_shapes_nothing() -> None:
+    scaling = {"type": "yarn", "factor": 16.0, "beta_fast": None, "finetuned": True}
+    found = plain({"rope_scaling": scaling})["rope_scaling"]
+    assert found == {"rope_type": "yarn", "factor": 16.0, "finetuned": True}
+    assert rotary(64, 1e4, found, 4096).scaling == YaRN(16.0, 4096)
+
+
+def test_a_scaling_straight_from_a_file_is_checked_too() -> None:
+    made = rotary(64, 1e4, {"type": "dynamic", "factor": 2.0}, 128)
+    assert made.scaling == DynamicNTK(2.0, 128)
+    assert rotary(64, 1e4, {"rope_type": "default"}, 128).scaling is None
+    assert rotary(64, 1e4, None, 128, layout="interleaved").layout == "interleaved"
+
+
+def test_one_mscale_alone_is_read_as_deepseek_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers ignores it: pinned here and in tests/parity/test_deepseek.py."""
+    made = rotary(64, 1e4, YARN | {"mscale": 0.707}, MAX)
+    scaling = YARN | {"mscale": 0.707, "rope_theta": 1e4}
+    _, factor = their_frequencies(monkeypatch, scaling, 64, MAX)
+    assert factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert made.rotary_factor == pytest.approx(0.0707 * math.log(4) + 1)
+
+
+# What is wrong is named.
+
+LLAMA3 = LLAMA_31["rope_scaling"]
+assert isinstance(LLAMA3, dict)
+FLAWS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "rope_scaling.rope_type is 'yarm'; did you mean 'yarn'?; supported: default, dynamic, linear, llama3, longrope, proportional, yarn"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type is ['yarn']"),
+    ({"rope_scaling": {"type": "mrope", "mrope_section": [16]}}, "rope_scaling.type is 'mrope'"),
+    ({"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is 'dynamic' and rope_scaling.type is 'linear'; remove the wrong one"),
+    ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has 'factor' and no rope_type; say which of"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of rope_type 'linear' lacks factor"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of rope_type 'yarn' lacks factor"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": None}}, "rope_scaling of rope_type 'dynamic' lacks factor"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters of rope_type 'llama3' lacks low_freq_factor, high_freq_factor"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_scaling of rope_type 'longrope' lacks long_factor"),
+    ({"rope_scaling": {**YARN, "beta_fasst": 32}}, "rope_scaling of rope_type 'yarn' has the unknown key 'beta_fasst'; did you mean 'beta_fast'?; its keys are factor, "),
+    ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling of rope_type 'default' has the unknown key 'factor'; its keys are none"),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}}, "rope_scaling of rope_type 'dynamic' has the unknown key 'original_max_position_embeddings'"),
+    ({"rope_scaling": {**YARN, "truncate": "no"}}, "rope_scaling.truncate is 'no'; it must be true or false"),
+    ({"rope_scaling": {**YARN, "factor": "4"}}, "rope_scaling.factor is '4'; it must be a finite number"),
+    ({"rope_scaling": {**YARN, "factor": True}}, "rope_scaling.factor is True; it must be a finite number"),
+    ({"rope_scaling": {**YARN, "factor": math.nan}}, "rope_scaling.factor is nan; it must be a finite number"),
+    ({"rope_scaling": {**YARN, "beta_slow": 10**400}}, "rope_scaling.beta_slow is 1000"),
+    ({"rope_scaling": {**YARN, "original_max_position_embeddings": 32.0}}, "rope_scaling.original_max_position_embeddings is 32.0; it must be an integer of at least 1"),
+    ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "rope_scaling.original_max_position_embeddings is 0; it must be an integer of at least 1"),
+    ({"rope_scaling": {"rope_type": "longrope", **LISTS, "long_factor": 4.0}}, "rope_scaling.long_factor is 4.0; it must be a list of numbers"),
+    ({"rope_scaling": {"rope_type": "longrope", **LISTS, "long_factor": [1.0, "2"]}}, "rope_scaling.long_factor[1] is '2'; it must be a finite number"),
+    ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
+    ({"rope_parameters": ["yarn"]}, "rope_parameters is ['yarn']; it must be an object"),
+    ({"rope_theta": "1e4"}, "rope_theta is '1e4'; it must be a finite number"),
+    ({"rope_parameters": {"rope_theta": math.inf}}, "rope_parameters.rope_theta is inf; it must be a finite number"),
+    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000.0; remove the wrong one"),
+    ({"rope_theta": 1e4, "rope_scaling": {**YARN, "rope_theta": 5e5}}, "rope_theta is 10000.0 and rope_scaling.rope_theta is 500000.0; remove the wrong one"),
+    ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.5 and rope_parameters.partial_rotary_factor is 0.25"),
+    ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0} and rope_parameters says {'rope_type': 'yarn', 'factor': 2.0}; remove the wrong one"),
+    ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "and rope_parameters says None; remove the wrong one"),
+    ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "rope_parameters are given per layer type (full_attention, sliding_attention); this family has one for all layers"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw, message", FLAWS)
+def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        plain(raw)
+
+
+LAYERED_FLAWS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters has rope_type, rope_theta for all layers; this family has them per layer type, full_attention and sliding_attention"),
+    ({"rope_parameters": {"full_attention": {}, "sliding_atention": {}}}, "rope_parameters has the unknown layer type 'sliding_atention'; did you mean 'sliding_attention'?"),
+    ({"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, "rope_parameters.sliding_attention is 3; it must be an object"),
+    ({"rope_theta": 1e6, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_theta is 1000000.0 and rope_parameters.full_attention.rope_theta is 10000.0"),
+    ({"rope_local_base_freq": 1e4, "rope_parameters": {"sliding_attention": {"rope_theta": 1e6}}}, "rope_local_base_freq is 10000.0 and rope_parameters.sliding_attention.rope_theta is 1000000.0"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters.full_attention of rope_type 'yarn' lacks factor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw, message", LAYERED_FLAWS)
+def test_what_is_wrong_in_a_layer_type_is_named(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        plain(raw, layered=True)
+
+
+BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
+    ({k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}, {}, "rope_scaling of rope_type 'llama3' lacks original_max_position_embeddings"),
+    ({"rope_type": "longrope", **LISTS}, {}, "rope_scaling.short_factor has 48 numbers and a head has 32 rotary pairs; give one number per pair"),
+    ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0] * 31}, {}, "rope_scaling.long_factor has 31 numbers and a head has 32 rotary pairs"),
+    (YARN | {"original_max_position_embeddings": 32}, {"original": 64}, "original_max_position_embeddings is 64 at the top level and 32 in rope_scaling; remove the wrong one"),
+    ({"rope_type": "linear", "factor": -1.0}, {}, "factor is -1.0; it must be above 0"),
+    (LLAMA3 | {"low_freq_factor": 8.0}, {}, "low_freq_factor is 8.0 and high_freq_factor is 4.0; the first must be below the second"),
+    ({"rope_type": "yam"}, {}, "rope_scaling.rope_type is 'yam'"),
+    (None, {"partial": 0.0}, "partial_rotary_factor is 0.0; it must be above 0 and at most 1"),
+    (None, {"partial": 1.5}, "partial_rotary_factor is 1.5; it must be above 0 and at most 1"),
+    (None, {"partial": 0.4}, "rotary_dim is 25; it must be even"),
+    (None, {"layout": "halves"}, "layout is 'halves'"),
+    (None, {"theta": 1.0}, "base is 1.0; it must be above 1"),
+    (None, {"theta": "1e4"}, "rope_theta is '1e4'; it must be a finite number"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling, change, message", BUILT)
+def test_what_cannot_be_built_is_named(
+    scaling: dict[str, Any] | None, change: dict[str, Any], message: str
+) -> None:
+    change = dict(change)
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        rotary(64, change.pop("theta", 1e4), scaling, MAX, **change)
+
+
+# Heads.
+
+FOLLOWING = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.2, 2.0, 3.0, 9.0],
+        "original_max_position_embeddings": 8,
+    },
+}  # fmt: skip
+STILL = {"none": None, "yarn": YARN | {"original_max_position_embeddings": 8}}
+
+
+def decoder(scaling: dict[str, Any] | None) -> Decoder:
+    torch.manual_seed(3)
+    made = rotary(8, 100.0, scaling, 8 if scaling and scaling["rope_type"] == "dynamic" else 16)
+    layers = []
+    for _ in range(2):
+        project = heads(
+            24, 4, 2, 8, made, q_steps=[RMSNorm(8)], k_steps=[RMSNorm(8)],
+            q_flat=RMSNorm(32), k_flat=RMSNorm(16), bias=True,
+        )  # fmt: skip
+        attention = Attention(project, nn.Linear(32, 24, bias=False), mask=masks.Causal())
+        layers.append(Block(attention, SwiGLU(24, 16), PreNorm(RMSNorm(24)), PreNorm(RMSNorm(24))))
+    built = Decoder(Embed(nn.Embedding(11, 24)), layers, RMSNorm(24), nn.Linear(24, 11, bias=False))
+    for name, p in built.named_parameters():
+        if "norm" in name or "flat" in name or "steps" in name:
+            nn.init.normal_(p, 1, 0.3)
+        elif p.ndim == 2:
+            nn.init.normal_(p, 0, p.shape[1] ** -0.5)
+    return built.double().eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", [*FOLLOWING, *STILL])
+def test_decoding_with_a_cache_equals_one_pass(name: str) -> None:
+    """Two layers, across the length at which frequencies change."""
+    model = decoder((FOLLOWING | STILL)[name])
+    ids = torch.randint(0, 11, (1, 14), generator=torch.Generator().manual_seed(5))
+    prefix = Prefix(model)
+    got = [prefix(ids[:, :5])] + [prefix(ids[:, t : t + 1]) for t in range(5, 14)]
+    for t, logits in zip([5, *range(6, 15)], got, strict=True):
+        whole = model(ids[:, :t], Span(0, t))[:, -logits.shape[1] :]
+        assert (logits - whole).abs().max() <= 1e-12 * whole.abs().max()
+    assert prefix.reruns == {"dynamic": 6, "longrope": 1}.get(name, 0)
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_stale_key_is_refused_and_frozen_frequencies_would_differ(name: str) -> None:
+    model = decoder(FOLLOWING[name])
+    ids = torch.randint(0, 11, (1, 14), generator=torch.Generator().manual_seed(5))
+    caches = model.new_caches()
+    model(ids[:, :8], Span(0, 8), caches)
+    with pytest.raises(ArgumentError, match="run the whole prefix again"):
+        model(ids[:, 8:9], Span(8, 1), caches)
+    other = decoder(None)
+    assert {n: p.shape for n, p in other.named_parameters()} == {
+        n: p.shape for n, p in model.named_parameters()
+    }
+    a, b = model(ids, Span(0, 14)), other(ids, Span(0, 14))
+    assert (a - b).abs().max() > 1e-3 * a.abs().max()
+
+
+def test_heads_of_another_size_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="rotary is for heads of 8, and head_dim is 16"):
+        heads(32, 4, 2, 16, rotary(8, 1e4, None, 64))

@@ -1,0 +1,62 @@
+"""Name tables: numbers of layers, numbers that a name has anyway, and as many as there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard.models.checkpoint.names import Names, Rule, bind, rows, transposed
+
+
+def chain(layers: int, parts: int) -> nn.Module:
+    """layers.{}.steps.{}: linear maps of 2, without bias."""
+    network = nn.Module()
+    network.layers = nn.ModuleList(nn.Module() for _ in range(layers))
+    for layer in network.layers:
+        layer.steps = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(parts))
+    return network
+
+
+def test_a_number_in_our_name_is_itself() -> None:
+    """A norm that is the first step of a head, in each of 11 layers."""
+    names: Names = {
+        "h.{}.first": "layers.{}.steps.0.weight",
+        "h.{}.last": transposed("layers.{}.steps.1.weight"),
+    }
+    found = bind(chain(11, 2), names)
+    assert {name: binding.ours for name, binding in found.items()} == {
+        f"h.{i}.{place}": (f"layers.{i}.steps.{part}.weight",)
+        for i in range(11)
+        for part, place in enumerate(("first", "last"))
+    }
+
+
+def test_a_number_for_each_brace() -> None:
+    found = bind(chain(2, 3), {"h.{}.p.{}": "layers.{}.steps.{}.weight"})
+    assert len(found) == 6
+    assert found["h.1.p.2"].ours == ("layers.1.steps.2.weight",)
+
+
+def test_a_star_is_as_many_as_there_are() -> None:
+    def join(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts)
+
+    stacked = Rule(("layers.{}.steps.*.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
+    found = bind(chain(2, 3), {"h.{}": stacked})
+    assert found["h.1"].ours == tuple(f"layers.1.steps.{i}.weight" for i in range(3))
+    outer = Rule(("layers.*.steps.0.weight",), lambda stored, _: stored.unbind(), join)  # type: ignore[arg-type]
+    found = bind(chain(12, 1), {"all": outer})
+    assert found["all"].ours == tuple(f"layers.{i}.steps.0.weight" for i in range(12))
+
+
+def test_several_below_one_another() -> None:
+    found = bind(
+        chain(2, 2), {"h.{}": rows("layers.{}.steps.0.weight", "layers.{}.steps.1.weight")}
+    )
+    assert found["h.1"].ours == ("layers.1.steps.0.weight", "layers.1.steps.1.weight")
+
+
+def test_a_parameter_without_a_name_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError, match=r"the name table lacks \['layers.0.steps.1.weight'\]"):
+        bind(chain(1, 2), {"h.{}": "layers.{}.steps.0.weight"})

@@ -1,0 +1,138 @@
+"""Block formats against loops over bits, and against transformers' own unpacking."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.models.checkpoint import packed
+from regard.models.checkpoint.packed import unpack_fp8, unpack_mxfp4
+from tests.oracles import moe as oracle
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def bytes_(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=make, dtype=torch.uint8)
+
+
+def same(mine: Tensor, rows: Any) -> None:
+    """Bit for bit, the sign of zero too."""
+    want = torch.tensor(rows, dtype=torch.float64).reshape(mine.shape)
+    assert torch.equal(mine.double().nan_to_num(nan=math.pi), want.nan_to_num(nan=math.pi))
+    assert torch.equal(mine.signbit()[~want.isnan()], want.signbit()[~want.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_mxfp4_is_exact(dtype: torch.dtype) -> None:
+    """Every byte, and scales from end to end of what the dtype holds."""
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16).repeat(3, 1, 1)
+    scales = torch.stack([bytes_(16, seed=2, low=1, high=253), bytes_(16, seed=3, low=1, high=253), torch.tensor([255, 252, 1, 2, *[127] * 12], dtype=torch.uint8)])  # fmt: skip
+    mine = unpack_mxfp4(blocks, scales, dtype)
+    assert mine.shape == (3, 16 * 32)
+    assert mine.dtype == dtype
+    rows = zip(blocks.tolist(), scales.tolist(), strict=True)
+    same(mine, [oracle.mxfp4_row(b, s) for b, s in rows])
+    assert int(mine.isnan().sum()) == 32  # the block of the NaN scale
+
+
+def test_mxfp4_of_many_shapes_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, scales = bytes_(2, 3, 5, 16), bytes_(2, 3, 5, low=100, high=140)
+    whole = unpack_mxfp4(blocks, scales)
+    assert whole.shape == (2, 3, 160)
+    for i, j in ((0, 0), (1, 2)):
+        same(whole[i, j], oracle.mxfp4_row(blocks[i, j].tolist(), scales[i, j].tolist()))
+    for piece in (16, 48, 112):
+        monkeypatch.setattr(packed, "PIECE", piece)
+        assert torch.equal(unpack_mxfp4(blocks, scales), whole)
+    turned = unpack_mxfp4(blocks.transpose(0, 1), scales.transpose(0, 1))
+    assert torch.equal(turned, whole.transpose(0, 1))
+    assert unpack_mxfp4(blocks[:0], scales[:0]).shape == (0, 3, 160)
+
+
+def test_mxfp4_as_transformers_reads_it() -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks, scales = bytes_(4, 6, 3, 16), bytes_(4, 6, 3, low=100, high=140)
+    for dtype in (torch.bfloat16, torch.float32):
+        theirs = mxfp4._convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        assert torch.equal(unpack_mxfp4(blocks, scales, dtype).transpose(1, 2), theirs)
+
+
+def test_a_wrong_order_of_nibbles_is_seen() -> None:
+    blocks, scales = bytes_(3, 16), bytes_(3, low=120, high=130)
+    swapped = (blocks >> 4) | (blocks << 4)
+    with pytest.raises(AssertionError):
+        same(unpack_mxfp4(swapped, scales), oracle.mxfp4_row(blocks.tolist(), scales.tolist()))
+    with pytest.raises(AssertionError):
+        same(unpack_mxfp4(blocks, scales + 1), oracle.mxfp4_row(blocks.tolist(), scales.tolist()))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (1, 1), (5, 7), (8, 3), (3, 9)])
+def test_fp8_is_rounded_once(shape: tuple[int, int]) -> None:
+    N, K = shape
+    raw = bytes_(N, K, seed=N)
+    scale = torch.randn(-(-N // 4), -(-K // 4), generator=torch.Generator().manual_seed(K)) * 10
+    want = torch.tensor(oracle.fp8(raw.tolist(), scale.double().tolist(), 4), dtype=torch.float64)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        mine = unpack_fp8(raw.view(torch.float8_e4m3fn), scale, dtype, block=4)
+        assert mine.shape == shape
+        # float64 too is float32's product: the format's own
+        same(mine, want.float().to(dtype).double().tolist())
+
+
+def test_fp8_of_every_byte_and_its_usual_block() -> None:
+    raw = torch.arange(256, dtype=torch.uint8).repeat(130, 2)[:, :300]
+    scale = torch.tensor([[1.0, 2.0, -0.5], [0.25, 1e-3, 7.0]])
+    mine = unpack_fp8(raw.view(torch.float8_e4m3fn), scale)
+    want = torch.tensor(oracle.fp8(raw.tolist(), scale.double().tolist(), 128))
+    same(mine, want.float().double().tolist())
+    assert unpack_fp8(raw[:0].view(torch.float8_e4m3fn), torch.zeros(0, 3)).shape == (0, 300)
+
+
+def test_fp8_as_transformers_reads_it() -> None:
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    raw = bytes_(256, 384).view(torch.float8_e4m3fn)
+    scale = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
+    theirs = fp8._dequantize_fp8_weight(raw, scale, [128, 128], torch.float32)
+    torch.testing.assert_close(unpack_fp8(raw, scale), theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_factors_of_other_blocks_are_seen() -> None:
+    raw, scale = bytes_(8, 8, high=100).view(torch.float8_e4m3fn), torch.arange(1.0, 5.0).view(2, 2)
+    want = oracle.fp8(raw.view(torch.uint8).tolist(), scale.double().tolist(), 4)
+    same(unpack_fp8(raw, scale, block=4), want)
+    with pytest.raises(AssertionError):
+        same(unpack_fp8(raw, scale.T.contiguous(), block=4), want)
+    with pytest.raises(AssertionError):
+        same(unpack_fp8(raw, 1 / scale, block=4), want)
+
+
+B, S, F8 = bytes_(2, 3, 16), bytes_(2, 3), torch.ones(4, 4).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: unpack_mxfp4(B[..., :8], S), ArgumentError, r"blocks are \(2, 3, 8\) and scales \(2, 3\)"),
+        (lambda: unpack_mxfp4(B, S[:, :2]), ArgumentError, r"must be \[..., G, 16\] and \[..., G\]"),
+        (lambda: unpack_mxfp4(B[0, 0], S[0, 0]), ArgumentError, r"blocks are \(16,\)"),
+        (lambda: unpack_mxfp4(B.int(), S), ArgumentTypeError, "blocks are torch.int32; they must be uint8"),
+        (lambda: unpack_mxfp4(B, S.float()), ArgumentTypeError, "scales are torch.float32"),
+        (lambda: unpack_mxfp4(B, S, torch.float16), ArgumentTypeError, "dtype is torch.float16; it must be float32, float64 or bfloat16"),
+        (lambda: unpack_fp8(F8, torch.ones(1, 1), block=0), ArgumentError, "block is 0"),
+        (lambda: unpack_fp8(F8, torch.ones(2, 1), block=4), ArgumentError, r"scale_inv is \(2, 1\); a weight of \(4, 4\) in blocks of 4 x 4 has \(1, 1\)"),
+        (lambda: unpack_fp8(F8.float(), torch.ones(1, 1)), ArgumentTypeError, "weight is torch.float32"),
+        (lambda: unpack_fp8(F8, torch.ones(1, 1).half()), ArgumentTypeError, "scale_inv torch.float16"),
+        (lambda: unpack_fp8(F8, torch.ones(1, 1), torch.int32), ArgumentTypeError, "dtype is torch.int32"),
+    ],
+)  # fmt: skip
+def test_it_refuses(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()

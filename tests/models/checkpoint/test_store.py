@@ -1,0 +1,580 @@
+"""Folders of weights: which files are read, what may stand in them, and that tensors are what was stored."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import socket
+import struct
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+from regard.errors import ArgumentError, FileError
+from regard.models.checkpoint import reading
+from regard.models.checkpoint.folder import exactly, inside, opened, whole
+from regard.models.checkpoint.header import DTYPES
+from regard.models.checkpoint.store import Store, check_finite
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+UNKNOWN = ("F8_E8M0",)
+"""Dtypes that the official package writes from torch and does not read into it."""
+ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def raw_bytes(x: Tensor) -> bytes:
+    return x.reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def assert_same(found: dict[str, Tensor], stored: dict[str, Tensor]) -> None:
+    assert found.keys() == stored.keys()
+    for name, x in found.items():
+        assert (x.dtype, x.shape) == (stored[name].dtype, stored[name].shape), name
+        assert x.is_contiguous()
+        assert raw_bytes(x) == raw_bytes(stored[name]), name
+
+
+def error_of(folder: Path) -> str:
+    """What Store.open says of a folder, without the folder."""
+    with pytest.raises(FileError) as error:
+        Store.open(folder)
+    return str(error.value).replace(f"{folder}/", "")
+
+
+def with_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(reading, "THREADS", count)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 * count)
+
+
+def single(folder: Path, **tensors: Tensor) -> Path:
+    save_file(tensors or {"a": torch.arange(6.0), "b": torch.ones(2)}, folder / SINGLE)
+    return folder / SINGLE
+
+
+def sharded(folder: Path, **change: Any) -> dict[str, Tensor]:
+    """Two shards and their index; a change replaces keys of the index."""
+    first = {"a": torch.randn(3, 2), "b": torch.randn(4).half()}
+    second = {"c": torch.arange(5), "d": torch.randn(2, 2)}
+    save_file(first, folder / ONE)
+    save_file(second, folder / TWO)
+    places = dict.fromkeys(first, ONE) | dict.fromkeys(second, TWO)
+    index = {"metadata": {"total_size": 88}, "weight_map": places, **change}
+    (folder / INDEX).write_text(json.dumps(index))
+    return first | second
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_what_is_read_is_what_was_written(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every dtype; with pieces so small that most tensors have several, and a window that most fill."""
+    monkeypatch.setattr(reading, "PIECE", 64)
+    monkeypatch.setattr(reading, "AHEAD", 500)
+    with_threads(monkeypatch, threads)
+    tensors = {"scalar": torch.tensor(2.5), "empty": torch.zeros(3, 0, 2)}
+    for i, (name, dtype) in enumerate(DTYPES.items()):
+        raw = torch.randint(0, 256, (7 + i, 3 * dtype.itemsize), dtype=torch.uint8)
+        tensors[name] = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
+    path = single(tmp_path, **tensors)
+    store = Store.open(tmp_path)
+    found = dict(store.read())
+    assert list(found) == list(store.tensors), "in the order of the file"
+    assert [x.start for x in store.tensors.values()] == sorted(
+        x.start for x in store.tensors.values()
+    )
+    assert_same(found, tensors)
+    path.write_bytes(save({n: x for n, x in tensors.items() if n not in UNKNOWN}))
+    assert_same(dict(Store.open(tmp_path).read()), load_file(path))
+    assert store.bytes == sum(x.nbytes for x in tensors.values())
+
+
+def test_some_tensors(tmp_path: Path) -> None:
+    tensors = sharded(tmp_path)
+    store = Store.open(tmp_path)
+    assert store.folder == tmp_path
+    assert [name for name, _ in store.read(["d", "a", "d"])] == ["a", "d"]
+    assert_same(dict(store.read(x for x in "cb")), {n: tensors[n] for n in "cb"})
+    assert list(store.read([])) == []
+    message = f"^names: {re.escape(str(tmp_path))} has no tensor 'layer'$"
+    with pytest.raises(ArgumentError, match=message):
+        store.read(["a", "layer"])
+    with pytest.raises(ArgumentError, match="has no tensor 'dd'; did you mean 'd'"):
+        store.read(["dd"])
+
+
+def test_shards(tmp_path: Path) -> None:
+    tensors = sharded(tmp_path)
+    store = Store.open(tmp_path)
+    assert {n: x.file.name for n, x in store.tensors.items()} == {
+        "a": ONE,
+        "b": ONE,
+        "c": TWO,
+        "d": TWO,
+    }
+    assert_same(dict(store.read()), tensors)
+    single(tmp_path, z=torch.ones(1))
+    assert list(Store.open(tmp_path).tensors) == ["z"], "model.safetensors comes before an index"
+
+
+def test_an_index_may_lack_sizes(tmp_path: Path) -> None:
+    for metadata in ({}, {"total_size": 87}, {"total_size": "many"}, None):
+        sharded(tmp_path, metadata=metadata)
+        assert Store.open(tmp_path).bytes == 88
+
+
+A_B = {"a": ONE, "b": ONE}
+INDICES = {
+    "a list": ("[]", f"{INDEX} is a JSON list; it must be an object"),
+    "no JSON": ("{", f"{INDEX} is no JSON: Expecting property name"),
+    "a web page": ("<html>", f"{INDEX} is no JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not"),
+    "a tensor twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{INDEX} has the key 'a' twice"),
+    "nothing": ({"weight_map": {}}, f"{INDEX}: weight_map is {{}}; it must name a shard for every tensor"),
+    "no map": ({"weight_map": [1]}, f"{INDEX}: weight_map is [1]; it must name a shard for every tensor"),
+    "no file": ({"weight_map": {"a": 1}}, f"{INDEX}: weight_map gives 'a' 1; it must be a file name"),
+    "a shard that is not there": (
+        {"weight_map": {**A_B, "c": "x.safetensors"}}, f"x.safetensors is missing ({INDEX} names it)",
+    ),
+    "a tensor that is not there": (
+        {"weight_map": {**A_B, "c": TWO, "d": TWO, "x\n": ONE}},
+        f"{ONE}: 1 tensors that the index places there and it lacks: 'x\\n'; are {INDEX} and the shards of one download?",
+    ),
+    "a tensor in another shard": (
+        {"weight_map": {"a": ONE, "b": TWO, "c": TWO, "d": TWO}},
+        f"{ONE}: 1 tensors that the index does not place there: 'b'; are {INDEX} and",
+    ),
+    "tensors that are not named": (
+        {"weight_map": {**A_B, "c": TWO}}, f"{TWO}: 1 tensors that the index does not place there: 'd'; are",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_that_are_wrong(name: str, tmp_path: Path) -> None:
+    index, says = INDICES[name]
+    sharded(tmp_path, **(index if isinstance(index, dict) else {}))
+    if isinstance(index, str):
+        (tmp_path / INDEX).write_text(index)
+    assert error_of(tmp_path).startswith(says)
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    save_file({"a": torch.ones(1), "c": torch.arange(5), "d": torch.ones(2, 2)}, tmp_path / TWO)
+    assert error_of(tmp_path).startswith(
+        f"{TWO}: 1 tensors that the index does not place there: 'a'; "
+    )
+    sharded(tmp_path)
+    (tmp_path / TWO).write_bytes((tmp_path / ONE).read_bytes())
+    assert error_of(tmp_path).startswith(
+        f"{TWO}: 2 tensors that the index places there and it lacks: 'c', 'd'; "
+    )
+
+
+NAMES = [
+    "../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/x.safetensors", "..\\x.safetensors", "C:x.safetensors",
+    "\\\\host\\x", "a\0b", "a\nb", "\u202ex", "\ud800", "n" * 256,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    for place in (tmp_path / "secret.safetensors", folder / "sub" / "x.safetensors"):
+        save_file({"a": torch.ones(1)}, place)
+    with pytest.raises(
+        FileError, match=r"is no plain file name; a model's files lie in its own folder$"
+    ):
+        inside(folder, name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    said = error_of(folder)
+    assert said.endswith(f"a model's files lie in its own folder ({INDEX} names it)")
+
+
+def test_links(tmp_path: Path) -> None:
+    """Inside the folder, yes; out of it, no, by whatever way; a folder that is a link itself is the user's choice."""
+    folder, secret = tmp_path / "model", tmp_path / "secret"
+    (folder / "sub").mkdir(parents=True)
+    secret.mkdir()
+    real = single(secret)
+    link = folder / SINGLE
+    (folder / "kept.safetensors").write_bytes(real.read_bytes())
+    link.symlink_to("kept.safetensors")
+    assert inside(folder, SINGLE) == link
+    assert len(Store.open(folder).tensors) == 2
+    (tmp_path / "other").symlink_to(folder)
+    assert len(Store.open(tmp_path / "other").tensors) == 2
+    for target in (real, "../secret/model.safetensors", "sub/../../secret/model.safetensors"):
+        link.unlink()
+        link.symlink_to(target)
+        assert error_of(folder) == (
+            f"{SINGLE} is a link out of its folder, to {real}, and is not followed; "
+            f"if that is meant, copy the files: `cp -rL {folder} COPY`"
+        )
+    link.unlink()
+    (folder / "way").symlink_to(real)
+    link.symlink_to("way")
+    assert "is a link out of its folder" in error_of(folder), "over a link that lies inside"
+    link.unlink()
+    link.symlink_to("gone")
+    assert (
+        error_of(folder)
+        == f"{SINGLE} is a link to 'gone', which is missing; is it a partial download?"
+    )
+    link.unlink()
+    link.symlink_to(SINGLE)
+    assert error_of(folder).startswith(f"{SINGLE} cannot be read: ")
+
+
+def cached(root: Path, repository: str = "models--x--y", snapshots: str = "snapshots") -> Path:
+    """A snapshot as huggingface_hub lays it out."""
+    snapshot = root / repository / snapshots / "0123"
+    snapshot.mkdir(parents=True)
+    (root / repository / "blobs").mkdir()
+    save_file({"a": torch.ones(3)}, root / repository / "blobs" / "abcd")
+    (snapshot / SINGLE).symlink_to("../../blobs/abcd")
+    return snapshot
+
+
+def test_the_cache_of_the_hub(tmp_path: Path) -> None:
+    snapshot = cached(tmp_path)
+    assert Store.open(snapshot).tensors["a"].file == snapshot / SINGLE
+    assert raw_bytes(dict(Store.open(snapshot).read())["a"]) == raw_bytes(torch.ones(3))
+    below = snapshot / "1_Part"
+    below.mkdir()
+    (below / SINGLE).symlink_to("../../../blobs/abcd")
+    assert inside(below, SINGLE).exists(), "a folder of a snapshot"
+    (tmp_path / "model").symlink_to(snapshot)
+    assert len(Store.open(tmp_path / "model").tensors) == 1
+    other = cached(tmp_path, "models--x--z")
+    (snapshot / SINGLE).unlink()
+    (snapshot / SINGLE).symlink_to(os.path.relpath(other.parents[1] / "blobs" / "abcd", snapshot))
+    assert "is a link out of its folder" in error_of(snapshot), "the blobs of another repository"
+    blob = tmp_path / "models--x--y" / "blobs" / "abcd"
+    (snapshot / SINGLE).unlink()
+    (snapshot / SINGLE).symlink_to("../../blobs/abcd")
+    blob.unlink()
+    blob.symlink_to(single(tmp_path))
+    assert "is a link out of its folder" in error_of(snapshot), "a blob that is a link itself"
+
+
+@pytest.mark.parametrize(
+    ("repository", "snapshots"), [("model", "snapshots"), ("models--x--y", "versions")]
+)
+def test_what_only_looks_like_the_cache(repository: str, snapshots: str, tmp_path: Path) -> None:
+    assert "is a link out of its folder" in error_of(cached(tmp_path, repository, snapshots))
+
+
+def test_what_is_no_regular_file(tmp_path: Path) -> None:
+    """Nothing is waited for: a pipe without a writer would block for ever."""
+    path = tmp_path / SINGLE
+    path.mkdir()
+    assert error_of(tmp_path) == f"{SINGLE} is a folder; it must be a regular file"
+    path.rmdir()
+    os.mkfifo(path)
+    assert error_of(tmp_path) == f"{SINGLE} is a named pipe; it must be a regular file"
+    with pytest.raises(FileError, match="is a named pipe; it must be"), opened(path):
+        pass
+    path.unlink()
+    here = Path.cwd()
+    with socket.socket(socket.AF_UNIX) as listener:
+        os.chdir(tmp_path)  # the name of a socket may have 108 bytes
+        try:
+            listener.bind(SINGLE)
+        finally:
+            os.chdir(here)
+    assert error_of(tmp_path) == f"{SINGLE} is a socket; it must be a regular file"
+    with pytest.raises(FileError, match=r"^/dev/zero is a device; it must be a regular file$"):
+        inside(Path("/dev"), "zero")
+    with pytest.raises(FileError, match=r"^/dev/zero is a device; it must be"):
+        whole(Path("/dev/zero"), 10)
+
+
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = single(tmp_path)
+    assert whole(path, 10**6) == path.read_bytes()
+    with pytest.raises(FileError, match=r"has \d+ bytes; at most 10 are read$"):
+        whole(path, 10)
+    with (
+        opened(path) as (file, _),
+        pytest.raises(FileError, match="ended 7 bytes early: it became shorter"),
+    ):
+        exactly(file, path.stat().st_size + 7, path)
+    with pytest.raises(FileError, match=r"gone is missing$"):
+        inside(tmp_path, "gone")
+    with pytest.raises(FileError, match=r"gone is missing$"), opened(tmp_path / "gone"):
+        pass
+    assert error_of(tmp_path / "gone").endswith(
+        "gone cannot be read as a folder: No such file or directory"
+    )
+    assert error_of(path).endswith(f"{SINGLE} cannot be read as a folder: Not a directory")
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert error_of(tmp_path) == f"{SINGLE} cannot be read: Permission denied"
+
+
+FOLDERS = {
+    "nothing": ([], "a model folder holds it, or model.safetensors.index.json and its shards"),
+    "a pickle": (
+        ["pytorch_model.bin", "config.json"],
+        "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; convert it",
+    ),
+    "pickles": (["b.pt", "a.pt"], "the folder holds 'a.pt' and 1 more, PyTorch weights, a pickle, which is never"),
+    "an index of pickles": (["pytorch_model.bin.index.json"], "the folder holds 'pytorch_model.bin.index.json', an index"),
+    "GGUF": (["M.Q4.GGUF"], "the folder holds 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model"),
+    "Keras": (["tf_model.h5"], "the folder holds 'tf_model.h5', TensorFlow weights; convert them to"),
+    "Flax": (["flax_model.msgpack"], "the folder holds 'flax_model.msgpack', Flax weights; convert"),
+    "an adapter": (["adapter_model.safetensors"], "the folder holds 'adapter_model.safetensors', an adapter; merge it"),
+    "a shard alone": ([ONE], f"the folder holds '{ONE}', a shard; download model.safetensors.index.json, which"),
+    "another name": (["consolidated.safetensors"], "the folder holds 'consolidated.safetensors', a safetensors file of another name; "),
+    "a name that plays": (["a\x1b[2J.pt"], "the folder holds 'a\\x1b[2J.pt', PyTorch weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_without_safetensors(name: str, tmp_path: Path) -> None:
+    files, says = FOLDERS[name]
+    for file in files:
+        (tmp_path / file).write_bytes(b"\x80\x02")
+    assert error_of(tmp_path).startswith(f"{SINGLE} is missing; {says}")
+
+
+@pytest.mark.parametrize("how", ["replaced", "longer", "shorter", "touched", "gone", "a pipe"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_file_that_changes_after_its_header_was_checked(
+    threads: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_threads(monkeypatch, threads)
+    path = single(tmp_path, a=torch.arange(100_000.0))
+    store = Store.open(tmp_path)
+    content = path.read_bytes()
+    if how == "replaced":
+        path.unlink()
+        path.write_bytes(content)
+    elif how == "longer":
+        path.write_bytes(content + b"x")
+    elif how == "shorter":
+        os.truncate(path, 1000)  # under a mapping this is SIGBUS
+    elif how == "touched":
+        os.utime(path, (1, 1))
+    else:
+        path.unlink()
+        if how == "a pipe":
+            os.mkfifo(path)
+    says = {
+        "gone": f"{SINGLE} is missing",
+        "a pipe": f"{SINGLE} is a named pipe; it must be a regular file",
+    }.get(how, f"{SINGLE} was changed after its header was read; load it again")
+    with pytest.raises(FileError, match=f"{re.escape(says)}$"):
+        dict(store.read())
+
+
+def test_a_file_that_changes_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = single(tmp_path)
+    store = Store.open(tmp_path)
+    fill = reading.fill
+
+    def write_after(*args: Any) -> None:
+        fill(*args)
+        os.utime(path, (1, 1))
+
+    monkeypatch.setattr(reading, "fill", write_after)
+    with pytest.raises(FileError, match="was changed after its header was read"):
+        dict(store.read())
+
+
+def test_the_header_is_checked_before_anything_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("out of memory")
+
+    single(tmp_path)
+    monkeypatch.setattr(torch, "empty", refuse)
+    store = Store.open(tmp_path)
+    with pytest.raises(FileError, match=r"'a' needs 24 bytes of memory, which are not to be had$"):
+        next(store.read())
+
+
+def test_booleans_are_0_or_1(tmp_path: Path) -> None:
+    path = single(tmp_path, a=torch.tensor([True, False, True]))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x02")
+    with pytest.raises(
+        FileError, match=r"'a' is BOOL and holds a byte 2; only 0 and 1 are booleans$"
+    ):
+        dict(Store.open(tmp_path).read())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_tensor_owns_its_memory(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing shares it, nobody but the caller keeps it, and the file can go."""
+    with_threads(monkeypatch, threads)
+    path = single(tmp_path, a=torch.ones(64), b=torch.ones(64), c=torch.ones(64))
+    coming = Store.open(tmp_path).read()
+    _, first = next(coming)
+    _, second = next(coming)
+    first.zero_()
+    assert second.sum() == 64
+    assert first.untyped_storage().nbytes() == 256
+    gone = weakref.ref(second)
+    del second
+    gc.collect()
+    assert gone() is None, "it is not kept while the caller has the turn"
+    next(coming)
+    path.unlink()
+    assert first.sum() == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_little_is_read_ahead(
+    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a caller who keeps nothing: at most the window, and the one tensor that is larger."""
+    monkeypatch.setattr(reading, "PIECE", 1000)
+    monkeypatch.setattr(reading, "AHEAD", 4000)
+    with_threads(monkeypatch, threads)
+    sizes = [100, 9000, 1000, 1000, 1000, 2000, 3000, 5000, 100, 100]
+    single(tmp_path, **{f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)})
+    live, most, make = [0], [0], torch.empty
+
+    def count(*args: Any, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        live[0] += made.nbytes
+        most[0] = max(most[0], live[0])
+        weakref.finalize(made, drop, made.nbytes)
+        return made
+
+    def drop(size: int) -> None:
+        live[0] -= size
+
+    monkeypatch.setattr(torch, "empty", count)
+    for _, x in Store.open(tmp_path).read():
+        del x
+    assert live == [0]
+    assert most[0] <= 9000 + (4000 if threads > 1 else 0)
+
+
+def test_no_thread_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE", 16)
+    with_threads(monkeypatch, 3)
+    single(tmp_path, a=torch.ones(64), b=torch.ones(64))
+    before = threading.active_count()
+    coming = Store.open(tmp_path).read()
+    next(coming)
+    assert threading.active_count() > before, "there were some"
+    coming.close()
+    assert threading.active_count() == before
+    for _ in Store.open(tmp_path).read():
+        break
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_many_readers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_threads(monkeypatch, 2)
+    tensors = sharded(tmp_path)
+    store, wrong = Store.open(tmp_path), []
+
+    def read() -> None:
+        for _ in range(5):
+            found = dict(store.read())
+            wrong.extend(n for n in tensors if raw_bytes(found[n]) != raw_bytes(tensors[n]))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_device_of_the_caller_changes_nothing(tmp_path: Path) -> None:
+    single(tmp_path, a=torch.ones(3))
+    with torch.device("meta"):
+        assert dict(Store.open(tmp_path).read())["a"].device.type == "cpu"
+
+
+def test_a_sparse_file_costs_nothing_to_look_at(tmp_path: Path) -> None:
+    """A terabyte that the disk does not hold: the header is right, and nothing is allocated for looking at it."""
+    size = 2**40
+    header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    path = tmp_path / SINGLE
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(path, 8 + len(header) + size)
+    assert Store.open(tmp_path).bytes == size
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+              torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64],
+    ids=str,
+)  # fmt: skip
+def test_finite(dtype: torch.dtype) -> None:
+    """NaN and infinity are found wherever they are; the largest and smallest numbers are none."""
+    real = torch.float32 if dtype.is_complex else dtype
+    limits = torch.finfo(real)
+    x = (
+        torch.tensor([limits.max, limits.tiny, 1.0] * 50, dtype=torch.float64)
+        .to(dtype)
+        .reshape(3, 50)
+    )
+    check_finite("a", x)
+    check_finite("a", x[:0])
+    for at in ((0, 0), (1, 7), (2, 49)):
+        bad = x.clone()
+        bad[at] = float("nan")
+        with pytest.raises(FileError) as error:
+            check_finite("a", bad)
+        assert str(error.value).startswith(
+            f"'a' holds 1 NaN and 0 infinite values of 150, the first at {list(at)}; it is damaged"
+        )
+    infinite = torch.tensor([float("inf"), -float("inf")]).to(dtype)
+    if bool(infinite.to(torch.complex64).isinf().all()):  # some of 8 bits have no infinity
+        with pytest.raises(
+            FileError, match=r"0 NaN and 2 infinite values of 2, the first at \[0\]"
+        ):
+            check_finite("a", infinite)
+
+
+def test_finite_counts_over_all_pieces() -> None:
+    x = torch.zeros(3, 1 << 19, 2)
+    x[1, 5, 1] = float("nan")
+    x[2, -1, -1] = float("inf")
+    x[2, 0, 0] = float("nan")
+    with pytest.raises(
+        FileError,
+        match=r"^'x\\n' holds 2 NaN and 1 infinite values of 3145728, the first at \[1, 5, 1\]",
+    ):
+        check_finite("x\n", x)
+    check_finite("a", torch.ones(3, dtype=torch.int64))
+    check_finite("a", torch.ones(3, dtype=torch.bool))
+    check_finite("a", torch.tensor(1.0))
+    with pytest.raises(FileError, match=r"1 NaN and 0 infinite values of 1, the first at \[\]"):
+        check_finite("a", torch.tensor(float("nan")))
+    check_finite("a", torch.ones(4, 6).T)
+
+
+def test_the_official_reader_forgives_what_we_refuse(tmp_path: Path) -> None:
+    """The controls of these tests: files that a reader without our checks opens."""
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    path = tmp_path / SINGLE
+    path.write_bytes(struct.pack("<Q", len(header)) + header + b"\x00")
+    assert list(load_file(path)) == ["a"]
+    assert "has the key 'a' twice" in error_of(tmp_path)
+    path.write_bytes(save({"a": torch.tensor([True])})[:-1] + b"\x02")
+    assert load_file(path)["a"].dtype is torch.bool

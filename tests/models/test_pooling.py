@@ -1,0 +1,201 @@
+"""One vector for a text: against sums over its tokens in Python, under padding, and what a folder may say about it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.errors import FileError
+from regard.models.encoder import first
+from regard.models.pooling import Mode, Pooling, pool, read_longest, read_pooling
+from regard.span import Span
+from tests.rules import assert_close_rule
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+def oracle(states: Tensor, real: Tensor, mode: str, *, normalise: bool) -> Tensor:
+    """In fp64, a number at a time."""
+    B, S, M = states.shape
+    found = torch.zeros(B, M, dtype=torch.float64)
+    for b in range(B):
+        rows = [states[b, s].double().tolist() for s in range(S) if real[b, s]]
+        for m in range(M):
+            numbers = [row[m] for row in rows]
+            if not numbers:
+                continue
+            found[b, m] = {
+                "cls": numbers[0],
+                "max": max(numbers),
+                "mean": math.fsum(numbers) / len(numbers),
+                "mean_sqrt_len": math.fsum(numbers) / math.sqrt(len(numbers)),
+            }[mode]
+        size = math.sqrt(math.fsum(x * x for x in found[b].tolist()))
+        if normalise and size > 0:
+            found[b] /= size
+    return found
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
+def test_pooling(mode: Mode, normalise: bool, dtype: torch.dtype, scale: float) -> None:
+    """Padding in front, behind, between and everywhere; it holds NaN."""
+    real = torch.tensor(
+        [[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [0] * 5]
+    ).bool()
+    positions = torch.where(real, real.long().cumsum(1) - 1, -1)
+    states = (scale * torch.randn(5, 5, 7)).to(dtype)
+    exact = oracle(states, real, mode, normalise=normalise)
+    held = states.masked_fill(~real[..., None], math.nan)
+    found = pool(held, positions, Pooling(mode, normalise))
+    assert found.dtype == dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    plain = oracle(states, real, mode, normalise=normalise).to(wide).to(dtype)
+    # sums of at most five numbers in another order
+    backwards = torch.stack([
+        _plain(states[b, real[b]].to(wide).flip(0), mode, normalise) for b in range(5)
+    ]).to(dtype)  # fmt: skip
+    assert_close_rule(found, [plain, backwards], exact)
+    assert not found[4].any()
+
+
+def _plain(rows: Tensor, mode: str, normalise: bool) -> Tensor:
+    if not len(rows):
+        return rows.new_zeros(rows.shape[1])
+    x = {
+        "cls": rows[-1],
+        "max": rows.amax(0),
+        "mean": rows.mean(0),
+        "mean_sqrt_len": rows.sum(0) / len(rows) ** 0.5,
+    }[mode]
+    return x / x.norm() if normalise else x
+
+
+def test_without_positions_every_slot_is_a_token() -> None:
+    states = torch.randn(2, 4, 3)
+    for mode in MODES:
+        found = pool(states, None, Pooling(mode))
+        assert torch.equal(found, pool(states, Span(0, 4), Pooling(mode)))
+        assert torch.equal(found, pool(states, torch.arange(4)[None], Pooling(mode)))
+    assert torch.equal(first(states), states[:, 0])
+
+
+def test_an_unmarked_slot_counts() -> None:
+    """Negative control."""
+    states, positions = torch.randn(1, 4, 3), torch.tensor([[0, 1, 2, -1]])
+    for mode in ("mean", "mean_sqrt_len"):
+        right, wrong = pool(states, positions, Pooling(mode)), pool(states, None, Pooling(mode))
+        assert float((right - wrong).abs().max()) > 1e-3
+
+
+def test_gradients_reach_tokens_only() -> None:
+    states = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    positions = torch.tensor([[-1, 0, 1], [0, -1, -1]])
+    for mode in MODES:
+        assert torch.autograd.gradcheck(lambda x, m=mode: pool(x, positions, Pooling(m)), states)
+        (gradient,) = torch.autograd.grad(pool(states, positions, Pooling(mode)).sum(), states)
+        assert not gradient[0, 0].any()
+        assert not gradient[1, 1:].any()
+
+
+def write(folder: Path, kinds: list[str], said: Any, name: str = "1_Pooling") -> Path:
+    where = ["", name, "2_Normalize", "3_Dense"]
+    front = "sentence_transformers.models."
+    listed = [
+        {"idx": i, "name": str(i), "path": where[i], "type": front + k} for i, k in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed), "utf-8")
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(said), "utf-8")
+    return folder
+
+
+KEYS = {
+    "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "max": "pooling_mode_max_tokens",
+    "mean_sqrt_len": "pooling_mode_mean_sqrt_len_tokens",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_folder_says(mode: Mode, tmp_path: Path) -> None:
+    said = {"word_embedding_dimension": 8, "include_prompt": True} | {
+        key: m == mode for m, key in KEYS.items()
+    }
+    assert read_pooling(tmp_path) is None
+    assert read_pooling(write(tmp_path, ["Transformer", "Pooling"], said)) == Pooling(
+        mode, normalise=False
+    )
+    assert read_pooling(write(tmp_path, ["Transformer", "Pooling", "Normalize"], said)) == Pooling(
+        mode
+    )
+
+
+def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
+    good = {KEYS["mean"]: True}
+    two = ["Transformer", "Pooling"]
+    cases = [
+        (lambda: write(tmp_path, [*two, "Dense"], good), "has the modules Transformer, Pooling, Dense; only Transformer, Pooling, Normalize are supported"),
+        (lambda: write(tmp_path, ["Pooling", "Transformer"], good), "has the modules Pooling, Transformer"),
+        (lambda: write(tmp_path, two, good | {KEYS["max"]: True}), r"asks for \['pooling_mode_mean_tokens', 'pooling_mode_max_tokens'\]"),
+        (lambda: write(tmp_path, two, {"pooling_mode_lasttoken": True}), r"asks for \['pooling_mode_lasttoken'\]; one of"),
+        (lambda: write(tmp_path, two, {}), r"asks for \[\]; one of"),
+        (lambda: write(tmp_path, two, [1]), "is a JSON list; it must be an object"),
+        (lambda: write(tmp_path, two, good, "../1_Pooling"), "which is not in its folder"),
+        (lambda: write(tmp_path, two, good, "/etc"), "which is not in its folder"),
+        (lambda: write(tmp_path, two, good, "a/b"), "which is not in its folder"),
+        (lambda: write(tmp_path, two, good, "gone"), r"gone.config.json is missing"),
+        (lambda: (tmp_path / "modules.json").write_text("{}"), "has the modules ; only"),
+        (lambda: (tmp_path / "modules.json").write_text('[{"type": 3}]'), "is no list of modules, each with type and path"),
+        (lambda: (tmp_path / "modules.json").write_text("[3]"), "is no list of modules, each with type and path"),
+        (lambda: (tmp_path / "modules.json").write_text("[3"), "is no JSON"),
+        (lambda: (tmp_path / "modules.json").write_text('[{"type": "x", "type": "y"}]'), "has the key 'type' twice"),
+    ]  # fmt: skip
+    for make, message in cases:
+        make()
+        with pytest.raises(FileError, match=message):
+            read_pooling(tmp_path)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    inner = tmp_path / "model"
+    inner.mkdir()
+    write(inner, ["Transformer", "Pooling"], {})
+    outside = tmp_path / "config.json"
+    outside.write_text(json.dumps({KEYS["mean"]: True}), "utf-8")
+    (inner / "1_Pooling" / "config.json").unlink()
+    (inner / "1_Pooling" / "config.json").symlink_to(outside)
+    with pytest.raises(FileError, match="is a link out of its folder"):
+        read_pooling(inner)
+
+
+def test_the_longest_text(tmp_path: Path) -> None:
+    file = tmp_path / "sentence_bert_config.json"
+    assert read_longest(tmp_path) is None
+    for said, found in (
+        ({"max_seq_length": 128, "do_lower_case": False}, 128),
+        ({"max_seq_length": None}, None),
+        ({}, None),
+    ):
+        file.write_text(json.dumps(said), "utf-8")
+        assert read_longest(tmp_path) == found
+    for wrong in (0, -1, "128", True, 1.5):
+        file.write_text(json.dumps({"max_seq_length": wrong}), "utf-8")
+        with pytest.raises(FileError, match=r"max_seq_length is .*; it must be a number"):
+            read_longest(tmp_path)
+
+
+def test_errors() -> None:
+    wrong: Any = "median"
+    with pytest.raises(
+        regard.ArgumentError, match="mode is 'median'; it is one of cls, max, mean, mean_sqrt_len"
+    ):
+        Pooling(wrong)

@@ -1,0 +1,220 @@
+"""An encoder as it is held: texts to ids, states, vectors; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+import regard
+from regard.errors import FileError
+from regard.models import HeadedEncoder, Model, Seq2Seq, TextEncoder
+from regard.models.families import bert
+from regard.models.pooling import Pooling
+from regard.models.save import save
+from regard.models.tokenizer import Tokenizer
+from tests.parity.layers import near
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
+CONFIG = bert.Config(len(WORDS), 12, 2, 3, 16, 10)
+TEXTS = ["a b c", "d", "e f g h a b", "", "b a"]
+
+
+def tokenizer() -> Tokenizer:
+    """A word is a token; it pads to 9 and truncates to 4, as files do that were once used so."""
+    made = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.decoder = decoders.WordPiece()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )  # fmt: skip
+    made.add_special_tokens(WORDS[:4])
+    made.enable_padding(length=9)
+    made.enable_truncation(4)
+    return Tokenizer(made)
+
+
+@pytest.fixture(scope="module")
+def network() -> HeadedEncoder:
+    torch.manual_seed(2)
+    made = bert.build(CONFIG).eval().requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    return made
+
+
+@pytest.fixture
+def model(network: HeadedEncoder) -> TextEncoder:
+    return TextEncoder(network, tokenizer(), CONFIG, longest=10)
+
+
+def test_texts_beside_one_another(model: TextEncoder) -> None:
+    """All of each text, padded to the longest behind its end: what the tokenizer's file says of lengths does not count."""
+    ids, positions, segments = model.encode(TEXTS)
+    words = [["[CLS]", *text.split(), "[SEP]"] for text in TEXTS]
+    longest = max(map(len, words))
+    for row, (found, where) in zip(
+        words, zip(ids.tolist(), positions.tolist(), strict=True), strict=True
+    ):
+        assert found == [*map(WORDS.index, row), *[0] * (longest - len(row))]
+        assert where == [*range(len(row)), *[-1] * (longest - len(row))]
+    assert not segments.any()
+    assert model.encode("d").ids.tolist() == [[2, 7, 3]]
+    assert model.encode(["d"]).ids.tolist() == [[2, 7, 3]]
+
+
+def test_pairs(model: TextEncoder) -> None:
+    ids, positions, segments = model.encode(["a b", "c"], ["d", "e"])
+    assert ids.tolist() == [[2, 4, 5, 3, 7, 3], [2, 6, 3, 8, 3, 0]]
+    assert segments.tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 0]]
+    assert positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, -1]]
+    states = model.hidden(ids, positions, segments)
+    alone = model.hidden(*model.encode("c", "e"))
+    near(states[1:, :5], alone)
+    wrong = model.hidden(ids, positions)
+    assert float((wrong - states)[positions >= 0].abs().max()) > 0.01, "segments left out"
+
+
+def test_a_special_token_in_a_text_is_text(model: TextEncoder) -> None:
+    assert model.encode("[SEP]").ids[0].tolist().count(3) == 1
+
+
+def test_vectors(model: TextEncoder) -> None:
+    """One for each text, in order; alone or beside others, however many at once; of length 1."""
+    alone = torch.cat([model.embed(text) for text in TEXTS])
+    for batch in (1, 2, 3, 32):
+        near(model.embed(TEXTS, batch=batch), alone)
+    near(alone.norm(dim=1), torch.ones(5))
+    assert model.embed("a").shape == (1, 12)
+    shuffled = [TEXTS[i] for i in (3, 0, 4, 2, 1)]
+    near(model.embed(shuffled), alone[[3, 0, 4, 2, 1]])
+    assert not model.embed(TEXTS).requires_grad
+    assert not model.embed(TEXTS).is_inference(), "it may be learned from"
+
+
+@pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len"])
+def test_the_models_own_pooling_and_another(network: HeadedEncoder, mode: Any) -> None:
+    made = TextEncoder(network, tokenizer(), CONFIG, pooling=Pooling(mode, normalise=False))
+    tokens = made.encode("a b c")
+    states = made.hidden(*tokens)[0].double()
+    exact = {
+        "cls": states[0],
+        "max": states.amax(0),
+        "mean": states.sum(0) / 5,
+        "mean_sqrt_len": states.sum(0) / math.sqrt(5),
+    }
+    near(made.embed("a b c")[0].double(), exact[mode])
+    for other, wanted in exact.items():
+        chosen: Any = other
+        near(made.pool(states[None], tokens.positions, mode=chosen)[0], wanted)
+        near(
+            made.pool(states[None], tokens.positions, mode=chosen, normalise=True)[0],
+            wanted / wanted.norm(),
+        )
+    wrong: Any = "median"
+    with pytest.raises(regard.ArgumentError, match="mode is 'median'"):
+        made.pool(states[None], mode=wrong)
+
+
+def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
+    """Refused, or without its end; what the tokenizer puts behind a text stays."""
+    long = "a b c d e f g h a b"
+    with pytest.raises(
+        regard.ArgumentError,
+        match="text 1 has 12 tokens, and this model reads 10; split it, or leave out its end with truncate=True",
+    ):
+        model.embed(["a", long])
+    ids = model.encode(["a", long], truncate=True).ids
+    assert ids[1].tolist() == [2, *range(4, 12), 3]
+    assert torch.equal(model.embed(long, truncate=True), model.embed("a b c d e f g h"))
+    with pytest.raises(
+        regard.ArgumentError, match="text 0 has 12 tokens, and this model reads 10; shorten it"
+    ):
+        model.encode("a b c d e", "f g h a", truncate=True)
+    tiny = TextEncoder(network, tokenizer(), CONFIG, longest=1)
+    with pytest.raises(
+        regard.ArgumentError, match="longest is 1, less than what stands around a text"
+    ):
+        tiny.encode("a", truncate=True)
+    free = TextEncoder(network, tokenizer(), CONFIG)
+    with pytest.raises(regard.ArgumentError, match="position 11 has no vector"):
+        free.embed(long)
+
+
+def test_errors(model: TextEncoder) -> None:
+    texts: Any = ["a", 3]
+    cases = [
+        (lambda: model.encode([]), regard.ArgumentError, "texts is empty; give at least one text"),
+        (lambda: model.embed(()), regard.ArgumentError, "texts is empty; give at least one text"),
+        (lambda: model.encode(texts), regard.ArgumentTypeError, "texts[1] is int; it must be str"),
+        (lambda: model.encode("a", texts), regard.ArgumentTypeError, "seconds[1] is int; it must be str"),
+        (lambda: model.encode(["a", "b"], ["c"]), regard.ArgumentError, "2 texts and 1 seconds; give one second for each text"),
+        (lambda: model.embed("a", batch=0), regard.ArgumentError, "batch is 0; it must be at least 1"),
+        (lambda: model.hidden(torch.tensor([[12]])), regard.ArgumentError, "token id 12 at [0, 0] lies outside [0, 12); was it made by another tokenizer?"),
+    ]  # fmt: skip
+    for make, kind, message in cases:
+        with pytest.raises(kind) as error:
+            make()
+        assert str(error.value) == message
+    assert model.hidden(torch.tensor([[4, 99]]), torch.tensor([[0, -1]])).shape == (1, 2, 12)
+
+
+def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
+    """What regard.load makes of it; and of one without its tokenizer."""
+    save(network, CONFIG, tmp_path)
+    bare = regard.load(tmp_path)
+    assert isinstance(bare, TextEncoder)
+    assert bare.pooling == Pooling()
+    assert bare.longest == 10
+    with pytest.raises(
+        FileError,
+        match=r"this model has no tokenizer: its folder holds no tokenizer.json; give ids",
+    ):
+        bare.embed("a")
+    tokenizer().save(tmp_path)
+    modules = [{"type": f"sentence_transformers.models.{k}", "path": p}
+               for k, p in (("Transformer", ""), ("Pooling", "1_Pooling"))]  # fmt: skip
+    (tmp_path / "modules.json").write_text(json.dumps(modules), "utf-8")
+    (tmp_path / "1_Pooling").mkdir()
+    said = {"word_embedding_dimension": 12, "pooling_mode_cls_token": True}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(said), "utf-8")
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 6}', "utf-8")
+    made = regard.load(tmp_path, kind=TextEncoder)
+    assert made.pooling == Pooling("cls", normalise=False)
+    assert made.longest == 6
+    near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
+    with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads 6"):
+        made.embed(TEXTS)
+
+
+@pytest.mark.parametrize("kind", [Model, Seq2Seq])
+def test_who_can_use_another_kind_only(kind: Any, network: HeadedEncoder, tmp_path: Path) -> None:
+    save(network, CONFIG, tmp_path)
+    with pytest.raises(
+        FileError,
+        match=f"bert models are encoders, held as a TextEncoder, and a {kind.__name__} is asked for",
+    ):
+        regard.load(tmp_path, kind=kind)
+    with pytest.raises(
+        FileError,
+        match="llama models are decoders, held as a Model, and a TextEncoder is asked for",
+    ):
+        regard.load("tiny", kind=TextEncoder)
+
+
+def test_missing_weights_are_named(network: HeadedEncoder, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save(network, CONFIG, tmp_path)
+    file = tmp_path / "model.safetensors"
+    kept = {n: x for n, x in load_file(file).items() if "output.dense.bias" not in n}
+    save_file(kept, file)
+    made = regard.load(tmp_path, kind=TextEncoder, allow_missing=["*output.dense.bias"])
+    assert len(made.fresh) == 4
+    assert "bert.encoder.layer.0.output.dense.bias" in made.fresh

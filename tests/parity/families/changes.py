@@ -1,0 +1,142 @@
+"""Wrong variants that several families have: each must be told apart from the right one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard.biases import ALiBi
+from regard.masks import Causal, Window
+from regard.nn.fused import Fused
+from regard.nn.norms import OffsetRMSNorm
+from regard.positions import Rotary
+from tests.parity.families.harness import distance, ids_of
+
+Change = Callable[[Any], Any]
+
+
+def named(name: str, change: Change) -> Change:
+    change.__name__ = name
+    return change
+
+
+def attentions(network: Any) -> list[Any]:
+    return [block.attention for block in network.layers]
+
+
+def rotaries(network: nn.Module) -> Iterator[Rotary]:
+    return (module for module in network.modules() if isinstance(module, Rotary))
+
+
+def interleave(network: Any) -> None:
+    for rotary in rotaries(network):
+        rotary.layout, rotary._last = "interleaved", None
+
+
+def rotate(layers: slice, *arguments: Any, **options: Any) -> Change:
+    """Other rotary positions in some layers, whether heads are fused or not."""
+
+    def change(network: Any) -> None:
+        for attention in attentions(network)[layers]:
+            project, made = attention.project, Rotary(*arguments, **options)
+            parts = [project] if isinstance(project, Fused) else [project.q, project.k]
+            for part in parts:
+                part.steps[-1] = made
+
+    return named(f"rotary {arguments} {options}", change)
+
+
+def each(name: str, **values: Any) -> Change:
+    """Attributes of every attention, changed."""
+
+    def change(network: Any) -> None:
+        for attention in attentions(network):
+            for key, value in values.items():
+                setattr(attention, key, value)
+
+    return named(name, change)
+
+
+def windows(*sizes: int | None) -> Change:
+    """Other windows, layer by layer."""
+
+    def change(network: Any) -> None:
+        for attention, size in zip(attentions(network), sizes, strict=True):
+            attention.mask = Causal() if size is None else Causal() & Window(size)
+
+    return named(f"windows {sizes}", change)
+
+
+def slopes(name: str, values: Any) -> Change:
+    return each(name, bias=ALiBi(slopes=values))
+
+
+def no_bias(network: Any) -> None:
+    each("no bias", bias=None)(network)
+
+
+def without_the_one(network: Any) -> None:
+    """Norms that multiply with w, not with 1 + w."""
+    for module in network.modules():
+        if isinstance(module, OffsetRMSNorm):
+            module.weight.data -= 1
+
+
+def norms_swapped(network: Any) -> None:
+    for block in network.layers:
+        paths = (block.around_attention, block.around_feed_forward)
+        paths[0].norm, paths[1].norm = paths[1].norm, paths[0].norm
+
+
+def head_by_head(network: Any) -> None:
+    """[q k v] of each head read as [all q | all k | all v], or the reverse."""
+    for attention in attentions(network):
+        old = attention.project
+        order: Any = "parts" if old.order == "heads" else "heads"
+        attention.project = Fused(
+            old.linear.in_features, old.heads, old.groups, old.head_dim,
+            order=order, steps=tuple(old.steps), bias=old.linear.bias is not None,
+        )  # fmt: skip
+        attention.project.linear = old.linear
+
+
+def keys_for_values(network: Any) -> None:
+    """The rows of keys and of values exchanged, in a matrix [all q | all k | all v]."""
+    for attention in attentions(network):
+        linear = attention.project.linear
+        for x in (linear.weight, linear.bias):
+            if x is not None:
+                q, k, v = x.data.chunk(3)
+                x.data = torch.cat([q, v, k])
+
+
+def activation(made: nn.Module) -> Change:
+    def change(network: Any) -> None:
+        for block in network.layers:
+            block.feed_forward.activation = made
+
+    return named(str(made), change)
+
+
+def other_groups(network: Any) -> None:
+    """Query head h with key/value head h % G."""
+    for attention in attentions(network):
+        H, G, D, _, _ = attention.project.shape
+        order = torch.tensor([h // (H // G) + G * (h % (H // G)) for h in range(H)])
+        for linear, dim in ((attention.project.q.linear, 0), (attention.output, 1)):
+            weight = linear.weight.data.unflatten(dim, (H, D)).index_select(dim, order)
+            linear.weight.data = weight.flatten(dim, dim + 1)
+
+
+def check_other_gelu(mine: Any, model: Any) -> None:
+    """The two forms of GELU differ by 5e-4 at most: more than the bound allows, though not a hundred times as much."""
+    ids = ids_of(model)
+    exact = model(input_ids=ids, use_cache=False).logits
+    network = copy.deepcopy(mine.decoder)
+    erf = network.layers[0].feed_forward.activation.approximate == "none"
+    activation(nn.GELU("tanh" if erf else "none"))(network)
+    assert distance(network(ids), exact) > 3

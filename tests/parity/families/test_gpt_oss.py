@@ -1,0 +1,222 @@
+"""gpt-oss of transformers, saved by it and loaded here; wrong ones must be far; the published files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regard.errors import ArgumentError
+from regard.masks import Causal, Window
+from regard.models.checkpoint.config import parse
+from regard.models.families import family
+from regard.positions import Rotary
+from tests.parity.families.harness import check_decoder, must_differ, theirs
+from tests.parity.families.published import build, check_saved, count, layer, placed
+
+H, G, D, WINDOW = 6, 2, 10, 8
+SMALL: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 16, "num_hidden_layers": 3,
+    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "max_position_embeddings": 4096,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW, "swiglu_limit": 0.8,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 128, "truncate": False,
+    },
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+    "as published": {},
+    "all experts, tied": {"num_experts_per_tok": 6, "tie_word_embeddings": True},
+    "one expert, no biases, all local": {"num_experts_per_tok": 1, "attention_bias": False, "layer_types": ["sliding_attention"] * 3},
+    "no scaling": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_alpha": 1.2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_gpt_oss(name: str, tmp_path: Path) -> None:
+    start = 1000 if name == "as published" else 0
+    model = theirs("GptOss", SMALL | CHANGES[name])
+    mine = check_decoder(model, tmp_path, start=start)
+    check_saved(mine, model, tmp_path, start=start)
+
+
+# Negative controls.
+
+
+def interleave(network: Any) -> None:
+    for rotary in (m for m in network.modules() if isinstance(m, Rotary)):
+        rotary.layout, rotary._last = "interleaved", None
+
+
+def unscaled(network: Any) -> None:
+    for block in network.layers:
+        for heads in (block.attention.project.q, block.attention.project.k):
+            heads.steps[-1] = Rotary(D, 150000.0)
+
+
+def no_sinks(network: Any) -> None:
+    for block in network.layers:
+        block.attention.sink = None
+
+
+def window_of_one_more(network: Any) -> None:
+    for block in network.layers[::2]:
+        block.attention.mask = Causal() & Window(WINDOW + 1)
+
+
+def local_and_full_swapped(network: Any) -> None:
+    masks = [block.attention.mask for block in network.layers]
+    for block, mask in zip(network.layers, masks[1:] + masks[:1], strict=True):
+        block.attention.mask = mask
+
+
+def experts(network: Any) -> list[Any]:
+    return [expert for block in network.layers for expert in block.feed_forward.experts]
+
+
+def halves_for_turns(network: Any) -> None:
+    """Gate and up one above the other, where they take turns."""
+    for expert in experts(network):
+        rows = torch.stack((expert.gate.weight, expert.up.weight), 1).flatten(0, 1)
+        expert.gate.weight.data, expert.up.weight.data = rows.chunk(2)
+
+
+def not_clipped(network: Any) -> None:
+    for expert in experts(network):
+        expert.limit = 1e9
+
+
+def slope_one(network: Any) -> None:
+    for expert in experts(network):
+        expert.alpha = 1.0
+
+
+def softmax_over_all(network: Any) -> None:
+    for block in network.layers:
+        block.feed_forward.router.normalise = False
+
+
+def no_router_bias(network: Any) -> None:
+    for block in network.layers:
+        block.feed_forward.router.linear.bias.data.zero_()
+
+
+WRONG = (
+    interleave, unscaled, no_sinks, window_of_one_more, local_and_full_swapped, halves_for_turns, not_clipped,
+    slope_one, softmax_over_all, no_router_bias,
+)  # fmt: skip
+
+
+def test_wrong_variants_are_far(tmp_path: Path) -> None:
+    model = theirs("GptOss", SMALL)
+    mine = check_decoder(model, tmp_path)
+    for change in WRONG:
+        must_differ(mine, model, change, start=1000)
+
+
+# Published files.
+
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+GPT_OSS_120B = GPT_OSS_20B | {
+    "num_hidden_layers": 36, "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "raw, parameters",
+    [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)],
+    ids=["20b", "120b"],
+)
+def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
+    few = raw | {"num_hidden_layers": 2, "layer_types": raw["layer_types"][:2]}
+    config, network = build(few)
+    each = sum(p.numel() for p in network.layers[0].parameters())
+    assert count(network) + (raw["num_hidden_layers"] - 2) * each == parameters
+    assert config.windows() == (128, None)
+    assert dict(config.rope_scaling) == {"rope_type": "yarn"} | raw["rope_scaling"]
+
+
+def test_published_names() -> None:
+    raw = GPT_OSS_20B | {"num_hidden_layers": 2, "layer_types": GPT_OSS_20B["layer_types"][:2]}
+    _, network = build(raw)
+    assert layer(raw, network) == {
+        "input_layernorm.weight": (2880,), "post_attention_layernorm.weight": (2880,),
+        "self_attn.q_proj.weight": (4096, 2880), "self_attn.q_proj.bias": (4096,),
+        "self_attn.k_proj.weight": (512, 2880), "self_attn.k_proj.bias": (512,),
+        "self_attn.v_proj.weight": (512, 2880), "self_attn.v_proj.bias": (512,),
+        "self_attn.o_proj.weight": (2880, 4096), "self_attn.o_proj.bias": (2880,), "self_attn.sinks": (64,),
+        "mlp.router.weight": (32, 2880), "mlp.router.bias": (32,),
+        "mlp.experts.gate_up_proj": (32, 2880, 5760), "mlp.experts.gate_up_proj_bias": (32, 5760),
+        "mlp.experts.down_proj": (32, 2880, 2880), "mlp.experts.down_proj_bias": (32, 2880),
+    }  # fmt: skip
+    heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
+    assert placed(raw, network, *heads) == heads
+
+
+def test_fresh_layers_add_nothing() -> None:
+    """What writes to the residual path starts at 0, each expert's matrix too; the rest does not."""
+    found = family("gpt_oss")
+    assert found is not None
+    network = found.build(parse(found, {"model_type": "gpt_oss"} | SMALL))
+    x = torch.randn(1, 5, 36)
+    for block in network.layers:
+        assert torch.equal(block(x), x)
+        assert all(expert.up.weight.any() for expert in block.feed_forward.experts)
+
+
+def read(**change: Any) -> Any:
+    found = family("gpt_oss")
+    assert found is not None
+    return parse(found, {k: v for k, v in (GPT_OSS_20B | change).items() if v != "absent"})
+
+
+def test_what_a_file_leaves_out() -> None:
+    assert read(layer_types="absent").windows() == read().windows() == (128, None) * 12
+    assert read(rope_scaling="absent") == read()
+    assert read(swiglu_limit="absent", head_dim="absent", rope_theta="absent") == read()
+    assert read(num_experts_per_tok="absent").num_experts_per_tok == 4
+    assert read(sliding_window=None, layer_types="absent").windows() == (None,) * 24
+    assert read(rope_scaling=None) == read()
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    unscaled = read(rope_scaling="absent", rope_theta="absent", rope_parameters=default)
+    assert (unscaled.rotary().scaling, unscaled.rope_theta) == (None, 1e4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"experts_per_token": 2}, "experts_per_token is 2 and num_experts_per_tok is 4"),
+        ({"num_local_experts": 3}, "num_experts_per_tok is 4, and num_local_experts 3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        ({"num_key_value_heads": 5}, "not divisible by 5"),
+        ({"swiglu_limits": 7.0}, "unknown key 'swiglu_limits'; did you mean swiglu_limit"),
+        ({"swiglu_limit": -1.0}, "swiglu_limit is -1.0"),
+        ({"num_local_experts": 0}, "num_local_experts is 0"),
+    ],
+)
+def test_it_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        read(**change)

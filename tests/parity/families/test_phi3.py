@@ -1,0 +1,198 @@
+"""Phi 3 models of transformers, saved by it and loaded here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regard
+from regard.errors import ArgumentError, FileError
+from regard.masks import Causal, Window
+from regard.positions import LongRoPE, Rotary
+from tests.parity.families.harness import check_decoder, must_differ, theirs
+from tests.parity.families.published import build, check_following, check_saved, count, layer
+
+H, G, D, W = 6, 2, 8, 9
+# transformers takes hidden_size / num_attention_heads for the head dim: no other is possible
+SMALL: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": H * D, "intermediate_size": 40, "num_hidden_layers": 2,
+    "num_attention_heads": H, "num_key_value_heads": G, "max_position_embeddings": 64,
+    "original_max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def longrope(partial: float, original: int) -> dict[str, Any]:
+    pairs = int(D * partial) // 2
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": partial,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [1.5 + 2.0 * i for i in range(pairs)],
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+PARTIAL = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+}
+
+
+def test_phi3(tmp_path: Path) -> None:
+    model = theirs("Phi3", SMALL)
+    mine = check_decoder(model, tmp_path, start=1000)
+    for variant in (keys_for_values, gate_for_up, group_by_group):
+        must_differ(mine, model, variant, start=1000)
+    check_saved(mine, model, tmp_path)
+
+
+def test_a_window_and_a_part_of_each_head_that_turns(tmp_path: Path) -> None:
+    model = theirs("Phi3", SMALL | PARTIAL | {"sliding_window": W, "tie_word_embeddings": True})
+    mine = check_decoder(model, tmp_path, start=1000)
+    for variant in (wider, whole_heads, other_part):
+        must_differ(mine, model, variant, start=1000)
+    check_saved(mine, model, tmp_path)
+
+
+@pytest.mark.parametrize("partial", [1.0, 0.75])
+def test_longrope(partial: float, tmp_path: Path) -> None:
+    """Below the trained length as any other; and across it."""
+    short, across = tmp_path / "short", tmp_path / "across"
+    model = theirs("Phi3", SMALL | longrope(partial, 48))
+    mine = check_decoder(model, short)
+    must_differ(mine, model, long_list)
+    (tmp_path / "saved").mkdir()
+    check_saved(mine, model, tmp_path / "saved")
+    check_following(theirs("Phi3", SMALL | longrope(partial, 17)), across, 17)
+
+
+# Negative controls.
+
+
+def keys_for_values(network: Any) -> None:
+    for block in network.layers:
+        k, v = block.attention.project.k, block.attention.project.v
+        k.linear, v.linear = v.linear, k.linear
+
+
+def gate_for_up(network: Any) -> None:
+    for block in network.layers:
+        part = block.feed_forward
+        part.gate, part.up = part.up, part.gate
+
+
+def group_by_group(network: Any) -> None:
+    """The same rows, read as each group's queries, key and value in turn."""
+    for block in network.layers:
+        parts = [getattr(block.attention.project, name).linear for name in "qkv"]
+        fused = torch.cat([part.weight for part in parts]).unflatten(0, (G, H // G + 2, D))
+        split = fused.split([H // G, 1, 1], dim=1)
+        for part, rows in zip(parts, split, strict=True):
+            part.weight.data = rows.flatten(0, 2).contiguous()
+
+
+def turn(network: Any, rotary: Rotary) -> None:
+    for block in network.layers:
+        for part in (block.attention.project.q, block.attention.project.k):
+            part.steps[-1] = rotary
+
+
+def whole_heads(network: Any) -> None:
+    turn(network, Rotary(D))
+
+
+def other_part(network: Any) -> None:
+    """The exponents divided by the head dim, as in proportional rotary."""
+    turn(network, Rotary(D, rotary_dim=6, proportional=True))
+
+
+def wider(network: Any) -> None:
+    for block in network.layers:
+        block.attention.mask = Causal() & Window(W + 1)
+
+
+def long_list(network: Any) -> None:
+    for module in network.modules():
+        if isinstance(module, Rotary):
+            s = module.scaling
+            assert isinstance(s, LongRoPE)
+            module.scaling = LongRoPE(s.long_factor, s.long_factor, s.original_length, s.factor)
+
+
+# Published files.
+
+MINI: dict[str, Any] = {
+    "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
+}  # fmt: skip
+# the lists are invented; their lengths are those of the files
+LONG = MINI | {
+    "max_position_embeddings": 131072, "sliding_window": 262144,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.05] * 48, "type": "su"},
+}  # fmt: skip
+FOUR = LONG | {
+    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "num_attention_heads": 24,
+    "num_key_value_heads": 8, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "vocab_size": 200064,
+    "bos_token_id": 199999, "eos_token_id": 199999, "pad_token_id": 199999,
+    "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "raw, parameters",
+    [(MINI, 3_821_079_552), (LONG, 3_821_079_552), (FOUR, 3_836_021_760)],
+    ids=["Phi-3-mini-4k", "Phi-3-mini-128k", "Phi-4-mini"],
+)
+def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
+    config, network = build(raw)
+    assert count(network) == parameters
+    rotary = config.rotary()
+    assert len(rotary.inv_freq) == 48  # Phi-4-mini: three quarters of 128
+    assert rotary.follows == (raw is not MINI)
+    factor = 1 if raw is MINI else 1.1902380714238083
+    assert rotary.rotary_factor == pytest.approx(factor, rel=1e-15)
+
+
+def test_published_names() -> None:
+    assert layer(FOUR, build(FOUR)[1]) == {
+        "input_layernorm.weight": (3072,), "post_attention_layernorm.weight": (3072,),
+        "self_attn.qkv_proj.weight": (5120, 3072), "self_attn.o_proj.weight": (3072, 3072),
+        "mlp.gate_up_proj.weight": (16384, 3072), "mlp.down_proj.weight": (3072, 8192),
+    }  # fmt: skip
+
+
+FLAWS: list[tuple[dict[str, Any], str]] = [
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear'; phi3 has longrope (once called su) or none"),
+    ({"rope_scaling": {"type": "su", "long_factor": [1.0] * 47, "short_factor": [1.0] * 48}}, "rope_scaling.long_factor has 47 numbers and a head has 48 rotary pairs"),
+    ({"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0; it must be above 0 and at most 1"),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling_evil.EvilForCausalLM"}}, "auto_map names 'modeling_evil.EvilForCausalLM', which is not the published code of phi3"),
+    ({"auto_map": "evil"}, "auto_map names 'evil'"),
+    ({"full_attn_mod": 2}, "full_attn_mod is 2; only 1 is supported for phi3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, message", FLAWS)
+def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        build(MINI | change)
+
+
+def test_code_beside_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    """The published files name the code that the family was made from; any other name is refused."""
+    theirs("Phi3", SMALL).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"auto_map": MINI["auto_map"]}))
+    assert regard.load(tmp_path).config.vocab_size == 96
+    path.write_text(json.dumps(raw | {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
+    with pytest.raises(FileError, match=r"auto_map names 'evil\.Evil'"):
+        regard.load(tmp_path)
