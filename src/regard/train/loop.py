@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,19 +51,20 @@ def fit(
     log: str | Path | None = None,
     progress: Progress | None = None,
     keep: int = 2,
+    about: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train `model` in place, from the newest whole checkpoint in `folder` if there is one.
 
     `loss(model, rows)` is the mean loss of one batch. On CPU a run that was stopped and resumed at
     any step gives the same bits as one that was not: weights, optimiser, torch's random state, data
     order and log. Ctrl-C and SIGTERM finish the step, save, and return; a second one leaves at
-    once.
+    once. `about` says what the model is, as plain values: a checkpoint of another one is refused.
 
     Raises:
         NonFiniteLoss: before the optimiser's step; the last checkpoint stays, the log shows the
             step.
-        ArgumentError: the checkpoint in `folder` belongs to a run with other settings, weights or
-            data.
+        ArgumentError: the checkpoint in `folder` belongs to a run with other settings, weights, data or
+            `about`.
         FileError: a checkpoint or the log cannot be written.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
@@ -72,7 +73,7 @@ def fit(
     >>> fit(model, batches, Settings(steps=3)).step
     3
     """
-    run = _Run(model, batches, settings, loss, folder, keep)
+    run = _Run(model, batches, settings, loss, folder, keep, about)
     run.restore()
     csv_log = CsvLog(log, after_step=run.step) if log else None
     try:
@@ -95,9 +96,10 @@ class _Run:
         loss: Loss,
         folder: str | Path | None,
         keep: int,
+        about: Mapping[str, Any] | None,
     ) -> None:
         self.model, self.batches, self.settings, self.loss = model, batches, settings, loss
-        self.folder, self.keep = folder, keep
+        self.folder, self.keep, self.about = folder, keep, about
         self.optimiser = optimiser(model, settings)
         self.parameters = [p for group in self.optimiser.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
@@ -215,6 +217,7 @@ class _Run:
         run = {name: getattr(self, name) for name in _SAVED}
         with self.off_the_clock():
             packed = state.pack(self.model, self.optimiser, self.batches, self.settings, run)
+            packed.state["about"] = self.about
             checkpoints.save(self.folder, packed, keep=self.keep)
         self.saved = self.step
 
@@ -227,6 +230,7 @@ class _Run:
         found = checkpoints.latest(self.folder)
         if found is None:
             return
+        state.check_about(found, self.about)
         run = state.unpack(found, self.model, self.optimiser, self.batches, self.settings)
         for name in _SAVED:
             setattr(self, name, run[name])

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shlex
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.errors import FileError
+from regard.errors import ArgumentError, FileError
+from regard.models.families import type_of
 from regard.models.save import save
-from regard.models.families.llama import Config, build
 from regard.models.tokenizer import Tokenizer
 from regard.train.batches import Batches, validation_rows
 from regard.train.corpus import read, split
@@ -22,19 +24,23 @@ from regard.train.loop import Result, fit
 from regard.train.progress import show
 from regard.train.settings import Settings
 from regard.train.tokens import stream
+from regard.train.variants import KV_HEADS, config_of, model_of, unreached
 
 
 class Run:
     """One run of `regard train`, from the command's options by name to the folder it writes."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
+        self.options = dict(options)
+        if options["attention"] is None and options["kv_heads"] is None:
+            self.options["kv_heads"] = KV_HEADS  # for command.txt
         self.out: Path = options["out"]
 
     def run(self) -> tuple[dict[str, Any], int | None]:
         """Train and write; gives the final figures, and the signal that stopped it, if any."""
         settings, vocab = self.settings(), self.options["vocab"]
-        self.config(vocab)  # refuses bad sizes before the long part
+        config_of(self.options, vocab)  # refuses bad sizes before the long part
+        check_device(self.options["device"])
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -44,7 +50,11 @@ class Run:
         tokenizer, tokens, validation = self.data()
         model, config = self.model(tokenizer.vocab_size)
         parameters = sum(p.numel() for p in model.parameters())
-        say(f"model: {parameters:,} parameters")
+        say(f"model: {type_of(config)}, {parameters:,} parameters")
+        if missed := unreached(model, config.vocab_size, self.options["context"]):
+            say(
+                f"note: the loss has no gradient for {', '.join(missed)}: they stay as they were drawn"
+            )
         result = fit(
             model,
             self.batches(tokens),
@@ -53,6 +63,7 @@ class Run:
             folder=self.out / "checkpoints",
             log=self.out / "train.csv",
             progress=show(settings.steps),
+            about=about(config),
         )
         if result.stopped_by is None:
             self.export(model, config)
@@ -61,14 +72,10 @@ class Run:
     def settings(self) -> Settings:
         """The settings of the loop."""
         o = self.options
-        return Settings(
-            steps=o["steps"],
-            lr=o["lr"],
-            warmup=o["warmup"],
-            accumulate=o["accumulate"],
-            bf16=o["bf16"],
-            save_every=o["save_every"],
-        )
+        names = (
+            "steps", "lr", "warmup", "accumulate", "clip", "weight_decay", "bf16", "save_every",
+        )  # fmt: skip
+        return Settings(**{name: o[name] for name in names})
 
     def data(self) -> tuple[Tokenizer, Tensor, Tensor]:
         """The tokenizer, the training stream, and the validation rows."""
@@ -94,28 +101,12 @@ class Run:
         first = o["repeat_first"] * o["accumulate"]
         return Batches(tokens, repeat_first=first, **{name: o[name] for name in names})
 
-    def config(self, vocab_size: int) -> Config:
-        """The shape of the model."""
-        o = self.options
-        return Config(
-            vocab_size=vocab_size,
-            hidden_size=o["dim"],
-            intermediate_size=o["hidden"] or -(-o["dim"] * 8 // 3 // 32) * 32,
-            num_hidden_layers=o["layers"],
-            num_attention_heads=o["heads"],
-            num_key_value_heads=o["kv_heads"],
-            head_dim=o["dim"] // o["heads"],
-            max_position_embeddings=o["context"],
-            tie_word_embeddings=o["tie"],
-        )
+    def model(self, vocab_size: int) -> tuple[nn.Module, Any]:
+        """A fresh model of that shape, and its config."""
+        config = config_of(self.options, vocab_size)
+        return model_of(config, self.options["seed"]).to(self.options["device"]), config
 
-    def model(self, vocab_size: int) -> tuple[nn.Module, Config]:
-        """A fresh model of that shape."""
-        torch.manual_seed(self.options["seed"])  # the weights; this process is ours
-        config = self.config(vocab_size)
-        return build(config).to(self.options["device"]), config
-
-    def export(self, model: nn.Module, config: Config) -> None:
+    def export(self, model: nn.Module, config: Any) -> None:
         """The final weights and config, each put in place whole."""
         temporary = self.out / ".writing-final"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -132,7 +123,8 @@ class Run:
             flag = "--" + name.replace("_", "-")
             if name == "source" or value is None or value is False:
                 continue
-            parts += [flag] if value is True else [flag, str(value)]
+            for one in value if isinstance(value, list) else [value]:
+                parts += [flag] if one is True else [flag, str(one)]
         versions = f"# Python {platform.python_version()}, torch {torch.__version__}"
         (self.out / "command.txt").write_text(
             f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8"
@@ -148,6 +140,29 @@ class Run:
             "parameters": parameters,
             "out": str(self.out),
         }
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        ArgumentError: with torch's reason.
+
+    >>> check_device("cpu")
+    """
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error
+
+
+def about(config: Any) -> dict[str, Any]:
+    """What a model is, as plain values: a run goes on with the same only."""
+    found: dict[str, Any] = json.loads(
+        json.dumps({"model_type": type_of(config), **asdict(config)})
+    )
+    return found
 
 
 def say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -67,6 +68,21 @@ def unpack(
     if torch.cuda.is_available() and "cuda" in state["random"]:
         torch.cuda.set_rng_state_all([_bytes(text) for text in state["random"]["cuda"]])
     return dict(state["run"])
+
+
+def check_about(checkpoint: Checkpoint, about: Mapping[str, Any] | None) -> None:
+    """What is said of the model is what was said of the saved one; a checkpoint that says nothing passes.
+
+    Raises:
+        ArgumentError: it differs; names the first key, and both values.
+    """
+    saved, now = checkpoint.state.get("about") or {}, about or {}
+    for name in sorted({*saved, *now}) if saved else ():
+        if saved.get(name) != now.get(name):
+            raise ArgumentError(
+                f"{name} is {now.get(name)!r}, the model to resume has {saved.get(name)!r}; "
+                "repeat its options or start a new run"
+            )
 
 
 def _check_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:

@@ -41,8 +41,8 @@ def page(data: Mapping[str, Any]) -> str:
         title=html.escape(inert(f"regard explain: {data['text'][:60]}")),
         style=style,
         script=script,
-        style_hash=_hash(style),
-        script_hash=_hash(script),
+        style_hash=content_hash(style),
+        script_hash=content_hash(script),
         data=_json(content),
     )
 
@@ -128,6 +128,6 @@ def _json(content: Any) -> str:
     return text
 
 
-def _hash(text: str) -> str:
+def content_hash(text: str) -> str:
     """The hash by which a content policy knows an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode()

@@ -1,0 +1,144 @@
+"""Numbers in words: tables checked by hand, and readers written from the grammar that must give the number back."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from regard.errors import ArgumentError
+from regard.train.tasks.numbers import CHINESE, ENGLISH, LIMIT, chinese, english
+
+TABLE = {
+    0: ("zero", "零"),
+    7: ("seven", "七"),
+    10: ("ten", "十"),
+    12: ("twelve", "十二"),
+    20: ("twenty", "二十"),
+    21: ("twenty one", "二十一"),
+    99: ("ninety nine", "九十九"),
+    100: ("one hundred", "一百"),
+    101: ("one hundred one", "一百零一"),
+    110: ("one hundred ten", "一百一十"),
+    111: ("one hundred eleven", "一百一十一"),
+    1_000: ("one thousand", "一千"),
+    1_001: ("one thousand one", "一千零一"),
+    1_010: ("one thousand ten", "一千零一十"),
+    1_100: ("one thousand one hundred", "一千一百"),
+    2_030: ("two thousand thirty", "二千零三十"),
+    10_000: ("ten thousand", "一万"),
+    10_001: ("ten thousand one", "一万零一"),
+    10_010: ("ten thousand ten", "一万零一十"),
+    10_500: ("ten thousand five hundred", "一万零五百"),
+    11_000: ("eleven thousand", "一万一千"),
+    100_000: ("one hundred thousand", "十万"),
+    101_000: ("one hundred one thousand", "十万一千"),
+    120_000: ("one hundred twenty thousand", "十二万"),
+    427_000: ("four hundred twenty seven thousand", "四十二万七千"),
+    1_000_000: ("one million", "一百万"),
+    1_100_000: ("one million one hundred thousand", "一百一十万"),
+    10_000_000: ("ten million", "一千万"),
+    20_000_003: ("twenty million three", "二千万零三"),
+    100_000_000: ("one hundred million", "一亿"),
+    100_000_001: ("one hundred million one", "一亿零一"),
+    100_100_000: ("one hundred million one hundred thousand", "一亿零一十万"),
+    200_003_000: ("two hundred million three thousand", "二亿零三千"),
+    1_000_000_000: ("one billion", "十亿"),
+    1_200_000_000: ("one billion two hundred million", "十二亿"),
+    110_000_000_000: ("one hundred ten billion", "一千一百亿"),
+    999_999_999_999: (
+        " ".join(f"nine hundred ninety nine {power}" for power in ("billion", "million", "thousand", "")).strip(),
+        "九千九百九十九亿九千九百九十九万九千九百九十九",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", TABLE)
+def test_the_table(number: int) -> None:
+    words, numerals = TABLE[number]
+    assert " ".join(english(number)) == words
+    assert "".join(chinese(number)) == numerals
+
+
+def read_english(words: list[str]) -> int:
+    """Small numbers add, hundred multiplies, thousand and its kin close a group."""
+    small = dict(zip(
+        ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"], range(20), strict=True,
+    )) | {w: 10 * i for i, w in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}  # fmt: skip
+    total, group = 0, 0
+    for word in words:
+        if word in small:
+            group += small[word]
+        elif word == "hundred":
+            group *= 100
+        else:
+            total += group * {"thousand": 10**3, "million": 10**6, "billion": 10**9}[word]
+            group = 0
+    return total + group
+
+
+def read_chinese(characters: list[str]) -> int:
+    """A digit waits for its place; 万 and 亿 close a group; 零 says nothing."""
+    total, group, digit = 0, 0, 0
+    for character in characters:
+        if character in "零一二三四五六七八九":
+            digit = "零一二三四五六七八九".index(character)
+        elif character in "十百千":
+            group += (digit or 1) * {"十": 10, "百": 100, "千": 1000}[character]
+            digit = 0
+        else:
+            total += (group + digit) * {"万": 10**4, "亿": 10**8}[character]
+            group, digit = 0, 0
+    return total + group + digit
+
+
+@functools.cache
+def some() -> list[int]:
+    """All small ones, all with few digits that are not zero, and random ones of every size."""
+    pick = random.Random(5)
+    sparse = [
+        a * 10**i + b * 10**j for i in range(12) for j in range(i) for a in (1, 9) for b in (1, 5)
+    ]
+    return [
+        *range(1_200),
+        *sparse,
+        *(pick.randrange(10 ** pick.randint(1, 12)) for _ in range(2_000)),
+    ]
+
+
+def test_both_read_back() -> None:
+    for number in some():
+        assert read_english(english(number)) == number
+        assert read_chinese(chinese(number)) == number
+
+
+def test_no_two_numbers_are_written_alike() -> None:
+    numbers = sorted(set(some()))
+    assert len({tuple(english(n)) for n in numbers}) == len(numbers)
+    assert len({tuple(chinese(n)) for n in numbers}) == len(numbers)
+
+
+def test_the_grammar_of_zero() -> None:
+    for number in filter(None, some()):
+        text = "".join(chinese(number))
+        assert "零零" not in text
+        assert not text.endswith("零")
+        assert not text.startswith(("零", "一十"))
+        for unit in "十百千万亿":  # a zero has no place of its own, and closes no group
+            assert f"零{unit}" not in text
+
+
+def test_every_word_is_used_and_no_other() -> None:
+    numbers = some()
+    assert {word for n in numbers for word in english(n)} == set(ENGLISH)
+    assert {word for n in numbers for word in chinese(n)} == set(CHINESE)
+
+
+@pytest.mark.parametrize("write", [english, chinese])
+@pytest.mark.parametrize("number", [-1, LIMIT])
+def test_what_has_no_words_is_refused(write, number: int) -> None:
+    with pytest.raises(
+        ArgumentError, match=rf"number is {number}; it must be from 0 to 999999999999"
+    ):
+        write(number)
