@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("startup", "attend", "window", "memory")
+NAMES = ("startup", "attend", "window", "memory", "load")
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from bench.timing import interleaved, median, ratio
+from regard.bench.timing import interleaved, median, ratio
 from regard.masks import Causal
 
 CASES = [
@@ -41,8 +41,8 @@ def main(
         mask = Causal() if causal else None
         step = partial(backward, torch.randn(1, 8, T, 64).to(dtype) if train else None)
         bare = partial(F.scaled_dot_product_attention, q, k, v, is_causal=causal)
-        ours = partial(regard.attend, q, k, v, mask=mask)
-        assert regard.plan(q, k, v, mask=mask).kernel == "sdpa", (
+        ours = partial(regard.attend, q, k, v, mask=mask, backend="sdpa")
+        assert regard.plan(q, k, v, mask=mask, backend="sdpa").kernel == "sdpa", (
             "another kernel than the one measured against"
         )
         assert torch.equal(ours(), bare()), "the same kernel on the same numbers"

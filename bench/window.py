@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import regard
-from bench.timing import interleaved, median, ratio
+from regard.bench.timing import interleaved, median, ratio
 from regard.masks import Causal, Window
 
 

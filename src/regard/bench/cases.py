@@ -1,0 +1,90 @@
+"""The comparisons, with their sizes and peers. A new one is an entry here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from regard.bench.case import Case, Peer
+from regard.bench.peers import (
+    hugging_face,
+    llama_cpp,
+    onnx_runtime,
+    ours,
+    torch_flex,
+    torch_sdpa,
+    x_transformers,
+)
+from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = ("small", "default", "paper")
+"""A second or so; the sizes of bench/RESULTS.md; the longest that papers report."""
+
+ATTENTION: tuple[Peer[Any], ...] = (
+    ours.ATTENTION,
+    torch_sdpa.ATTENTION,
+    torch_sdpa.FOLDED,
+    torch_flex.ATTENTION,
+    *hugging_face.ATTENTION,
+    onnx_runtime.ATTENTION,
+    x_transformers.ATTENTION,
+)
+LATENT: tuple[Peer[Any], ...] = (ours.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT)
+MODEL: tuple[Peer[Any], ...] = (ours.MODEL, *hugging_face.MODEL, llama_cpp.MODEL)
+
+
+def _lengths(small: int, default: int, paper: int, **more: Any) -> dict[str, AttentionSizes]:
+    """32 query heads of 128 over 8 key/value heads, at three lengths."""
+    heads: dict[str, Any] = {"B": 1, "H": 32, "G": 8, "D": 128, **more}
+    lengths = zip(SIZES, (small, default, paper), strict=True)
+    return {size: AttentionSizes(**heads, S=S) for size, S in lengths}
+
+
+_CASES = (
+    Case(
+        "decode", "One query against a long cache, grouped heads.",
+        _lengths(2048, 32768, 131_072, T=1), (FP32, BF16, FP16), ATTENTION,
+    ),
+    Case(
+        "mla-decode", "One query against DeepSeek-V3's latents, heads included.",
+        {size: LatentSizes(S) for size, S in zip(SIZES, (256, 8192, 32768), strict=True)},
+        (FP32, BF16), LATENT,
+    ),
+    Case(
+        "causal-prefill", "A whole prompt under a causal mask.",
+        _lengths(256, 2048, 16384), (FP32, BF16), ATTENTION,
+    ),
+    Case(
+        "window-prefill", "A whole prompt under a sliding window.",
+        _lengths(1024, 8192, 65536, window=512), (FP32, BF16), ATTENTION,
+    ),
+    Case(
+        "window-training", "The same with its gradient.",
+        _lengths(1024, 8192, 65536, window=512, train=True), (FP32,), ATTENTION,
+    ),
+    Case(
+        "training-step", "A causal call and its gradient.",
+        _lengths(256, 2048, 16384, train=True), (FP32, BF16), ATTENTION,
+    ),
+    Case(
+        "alibi", "A whole prompt under a causal mask with ALiBi.",
+        _lengths(256, 2048, 8192, alibi=True), (FP32, BF16), ATTENTION,
+    ),
+    Case(
+        "left-padded", "A batch of prompts of unequal length, padded on the left.",
+        _lengths(256, 1024, 4096, B=4, padded=True), (FP32, BF16), ATTENTION,
+    ),
+    Case(
+        "model-decode", "One step of a whole model of Qwen2-0.5B's shape.",
+        {
+            "small": ModelSizes(512, layers=2, vocabulary=1024),
+            "default": ModelSizes(8192),
+            "paper": ModelSizes(32768),
+        },
+        (FP32, BF16, FP16), MODEL,
+    ),
+)  # fmt: skip
+CASES = {case.name: case for case in _CASES}
+"""Name -> case."""

@@ -1,0 +1,64 @@
+"""torch's FlexAttention, compiled, with a block mask made ahead."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from regard.bench.case import Peer, Way
+from regard.bench.peers.gradients import way
+from regard.bench.problems import AttentionProblem
+
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def attention(problem: AttentionProblem) -> Way:
+    """The first call compiles it; that is not timed."""
+    s, T = problem.sizes, problem.sizes.queries
+    offset, pads = s.S - T, torch.tensor(problem.pads, device=problem.device)
+
+    def seen(b: Tensor, _: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        i = i + offset
+        found = i >= j
+        if s.window is not None:
+            found = found & (i - j < s.window)
+        return found & (j >= pads[b]) & (i >= pads[b]) if s.padded else found
+
+    blocks = None
+    if T > 1:
+        B = s.B if s.padded else None
+        blocks = flex.create_block_mask(seen, B, None, T, s.S, device=problem.device.type)
+    options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": s.G != s.H}
+    if s.alibi:
+        slopes = problem.slopes.to(problem.device, torch.float32)
+        options["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (j - i - offset)
+    call = _compiled()
+    return way(problem, lambda: call(problem.q, problem.k, problem.v, **options))
+
+
+def _compiled() -> Callable[..., Any]:
+    # behind so many compilations torch runs the function as it stands, with a warning: each case begins anew
+    torch.compiler.reset()
+    compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False)
+    return compiled
+
+
+def why_not(problem: AttentionProblem) -> str | None:
+    """On a CPU it has no gradient, and needs a compiler."""
+    if problem.device.type != "cpu":
+        return None
+    if problem.train:
+        return "has no gradient on a CPU"
+    if not any(map(shutil.which, COMPILERS)):
+        return "needs a C++ compiler"
+    return None
+
+
+ATTENTION = Peer(
+    "torch FlexAttention", "torch.compile(flex_attention).", attention, why_not=why_not
+)

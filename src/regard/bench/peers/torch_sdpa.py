@@ -1,0 +1,86 @@
+"""torch's scaled_dot_product_attention, called as well as it can be: its causal flag, a mask where there is no other way."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.bench.case import Peer, Way
+from regard.bench.peers.gradients import way
+from regard.bench.problems import AttentionProblem, LatentProblem
+
+
+def attention(problem: AttentionProblem) -> Way:
+    """`enable_gqa`; one query sees all and needs no mask."""
+    options = {**_options(problem), "enable_gqa": problem.sizes.G != problem.sizes.H}
+    q, k, v = problem.q, problem.k, problem.v
+    return way(problem, partial(F.scaled_dot_product_attention, q, k, v, **options))
+
+
+def folded(problem: AttentionProblem) -> Way:
+    """The query heads that share a key head as queries of one head: each key is read once."""
+    s = problem.sizes
+    q = problem.q.detach().view(s.B, s.G, s.H // s.G, s.D)
+    call = partial(F.scaled_dot_product_attention, q, problem.k, problem.v)
+    return way(problem, call, lambda out: out.view(problem.q.shape))
+
+
+def no_fold(problem: AttentionProblem) -> str | None:
+    """Why queries cannot be folded."""
+    s = problem.sizes
+    if s.queries > 1 or s.G == s.H or s.alibi or s.padded or s.train or s.window:
+        return "folds one query that sees every key"
+    return None
+
+
+def absorbed(problem: LatentProblem) -> Way:
+    """The absorbed form with the latents as keys and values, heads folded into queries, as torch's kernel likes it."""
+    s = problem.sizes
+    w_k, w_v = problem.weight.unflatten(0, (s.H, -1)).split((s.nope, s.value), dim=1)
+    memory = problem.memory
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            q = torch.einsum("bhtd,hdr->bhtr", problem.q_nope, w_k)
+            q = torch.cat((q, problem.q_rope), dim=-1).transpose(1, 2)
+            # keys as values, so that the fused kernel takes the call; what is behind the rank is cut off
+            z = F.scaled_dot_product_attention(q, memory, memory, scale=problem.scale)
+            return torch.einsum("bthr,her->bhte", z[..., : s.rank], w_v)
+
+    return Way(step, lambda out: {"out": out})
+
+
+def _options(problem: AttentionProblem) -> dict[str, Any]:
+    """The causal flag where it says it all; else a dense mask, float with a bias."""
+    s = problem.sizes
+    plain = s.window is None and not s.alibi and not s.padded
+    if plain and s.queries == 1:
+        return {}
+    if plain and s.queries == s.S:
+        return {"is_causal": True}
+    seen = problem.visible()
+    if s.alibi:
+        return {"attn_mask": problem.bias().masked_fill(~seen, float("-inf"))}
+    return {"attn_mask": seen}
+
+
+def mask_bytes(problem: AttentionProblem) -> int:
+    """A dense mask, which torch copies as numbers; a bias has one for each head."""
+    s = problem.sizes
+    pairs = s.queries * s.S * (s.B if s.padded else 1)
+    if s.alibi:
+        return 3 * s.H * pairs * problem.dtype.itemsize
+    return pairs * (2 + problem.dtype.itemsize) if s.window or s.padded else 0
+
+
+ATTENTION = Peer(
+    "torch SDPA", "F.scaled_dot_product_attention, enable_gqa.", attention, bytes=mask_bytes
+)
+FOLDED = Peer(
+    "torch SDPA folded", "SDPA with the groups folded into queries.", folded, why_not=no_fold
+)
+ABSORBED = Peer("torch SDPA absorbed", "SDPA over latents, the absorbed form by hand.", absorbed)

@@ -1,0 +1,115 @@
+"""One decoding step of multi-head latent attention: from the parts of a query and the cached latents to its heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from regard.bench.case import Outputs, Problem, Sizes, Work
+from regard.cost.latent import absorb_flops, latent_numbers
+
+
+@dataclass(frozen=True)
+class LatentSizes(Sizes):
+    """The sizes of DeepSeek-V3's attention, if not said otherwise, with S latents.
+
+    >>> print(LatentSizes(S=8192))
+    B1 H128 rank 512+64 nope 128 value 128 S8192
+    """
+
+    S: int
+    B: int = 1
+    H: int = 128
+    rank: int = 512
+    rope: int = 64
+    nope: int = 128
+    value: int = 128
+
+    def resized(self, *, length: int | None = None, batch: int | None = None) -> LatentSizes:
+        """The same with another S, or B."""
+        return replace(self, S=length or self.S, B=batch or self.B)
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Latents, weights, and all keys and values in fp64, with room for scores."""
+        cached = self.B * self.S * (self.rank + self.rope)
+        weights = self.H * (self.nope + self.value) * self.rank
+        expanded = self.B * self.S * self.H * (2 * self.nope + self.rope + 2 * self.value)
+        return (cached + weights) * (dtype.itemsize + 8) + expanded * 8 // self.chunks + (1 << 28)
+
+    @property
+    def chunks(self) -> int:
+        """The reference takes so many heads at a time that its keys and values are about 256 MB."""
+        size = self.B * self.S * self.H * (2 * self.nope + self.rope + 2 * self.value) * 8
+        return min(self.H, max(1, size >> 28))
+
+    def problem(self, dtype: torch.dtype, device: torch.device) -> LatentProblem:
+        """Random numbers, the same for a size each time."""
+        return LatentProblem(self, dtype, device)
+
+    def __str__(self) -> str:
+        parts = f"rank {self.rank}+{self.rope} nope {self.nope} value {self.value}"
+        return f"B{self.B} H{self.H} {parts} S{self.S}"
+
+
+class LatentProblem(Problem):
+    """The answer is "out" [B,H,1,E]; every latent is seen.
+
+    q_nope [B,H,1,d], q_rope [B,H,1,e], latents [B,1,S,r], rope [B,1,S,e] and the map W_ukv [H (d + E), r] with the rows of
+    a head side by side. `memory` [B,1,S,r+e] is latents and rope in one buffer, of which the two are views.
+
+    >>> problem = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4).problem(torch.float32, torch.device("cpu"))
+    >>> problem.reference()["out"].shape
+    torch.Size([1, 2, 1, 4])
+    """
+
+    def __init__(self, sizes: LatentSizes, dtype: torch.dtype, device: torch.device) -> None:
+        self.sizes, self.dtype, self.device = sizes, dtype, device
+        generator = torch.Generator().manual_seed(0)
+        s = sizes
+
+        def made(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        self.q_nope, self.q_rope = made(s.B, s.H, 1, s.nope), made(s.B, s.H, 1, s.rope)
+        self.memory = made(s.B, 1, s.S, s.rank + s.rope)
+        self.latents, self.rope = self.memory.split((s.rank, s.rope), dim=-1)
+        self.weight = made(s.H * (s.nope + s.value), s.rank) * s.rank**-0.5
+
+    @property
+    def scale(self) -> float:
+        """1/sqrt(d + e)."""
+        return float((self.sizes.nope + self.sizes.rope) ** -0.5)
+
+    @property
+    def work(self) -> Work:
+        """The absorbed form; latents and weights read once, the heads read and written."""
+        s = self.sizes
+        flops = s.B * absorb_flops(1, s.S, s.H, s.rank, s.nope, s.rope, s.value)
+        numbers = s.B * s.S * latent_numbers(s.rank, s.rope) + self.weight.numel()
+        heads = s.B * s.H * (s.nope + s.rope + s.value)
+        return Work(flops, (numbers + heads) * self.dtype.itemsize)
+
+    def reference(self) -> Outputs:
+        """Keys and values of every head, in fp64, some heads at a time."""
+        return self._expand(torch.float64)
+
+    def plain(self) -> Outputs:
+        """The same in the problem's dtype; nothing where the rule does not ask for it."""
+        if self.dtype in (torch.float32, torch.float64):
+            return {}
+        return self._expand(self.dtype)
+
+    def _expand(self, dtype: torch.dtype) -> Outputs:
+        s = self.sizes
+        weight = self.weight.unflatten(0, (s.H, -1))
+        latents, rope = self.latents.to(dtype), self.rope.to(dtype)
+        outs = []
+        for heads in torch.arange(s.H).chunk(s.chunks):
+            w = weight[heads].to(dtype)
+            k, v = (latents @ w.mT[None]).split((s.nope, s.value), dim=-1)  # [B,h,S,d], [B,h,S,E]
+            nope, turned = (q[:, heads].to(dtype) for q in (self.q_nope, self.q_rope))
+            scores = (nope @ k.mT + turned @ rope.mT) * self.scale
+            outs.append(torch.softmax(scores, dim=-1) @ v)
+        return {"out": torch.cat(outs, dim=1)}

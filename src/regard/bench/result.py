@@ -1,0 +1,157 @@
+"""What was found, as data: a row for each peer of a case, and the JSON of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from regard.bench.case import Work
+from regard.bench.ceilings import Ceilings
+from regard.bench.rule import SENTENCE, Verdict
+from regard.bench.timing import median, quartiles
+
+SCHEMA = 1
+"""Of the JSON; it rises when a name in it changes its meaning or goes away."""
+
+BAD = ("wrong", "failed")
+"""Statuses that make a run fail. Others are "timed", "missing", "unable", "memory" and "interrupted"."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One peer's result.
+
+    Attributes:
+        peer, status, why: who, what became of it, and the reason where it was not timed.
+        kernel: which of its kernels ran, where it says so.
+        seconds, quartiles, rounds: the median time of a call, its spread, and how many rounds.
+        ratio: the median over rounds of its time by ours in that round: 2 is twice as slow as ours.
+        bytes_per_second, flops_per_second: the least that the problem takes, by the median time.
+        of_read, of_gemm: these as shares of what the machine does at most.
+        error, allowed: the largest error of its answer, and the rule's bound.
+    """
+
+    peer: str
+    status: str
+    why: str = ""
+    kernel: str = ""
+    seconds: float | None = None
+    quartiles: tuple[float, float] | None = None
+    rounds: int = 0
+    ratio: float | None = None
+    bytes_per_second: float | None = None
+    flops_per_second: float | None = None
+    of_read: float | None = None
+    of_gemm: float | None = None
+    error: float | None = None
+    allowed: float | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case at one size in one dtype.
+
+    >>> found = Measured("demo", "", "B1", torch.float32, "cpu").refuse("needs 9.0 GiB, 1.0 GiB are free")
+    >>> found.failed, found.dtype_name
+    (True, 'float32')
+    """
+
+    case: str
+    about: str
+    sizes: str
+    dtype: torch.dtype
+    device: str
+    work: Work | None = None
+    refused: str = ""
+    rows: tuple[Row, ...] = ()
+    interrupted: bool = False
+
+    @property
+    def dtype_name(self) -> str:
+        """Without "torch."."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def failed(self) -> bool:
+        """It was refused, or a peer gave a wrong answer or none."""
+        return bool(self.refused) or any(row.status in BAD for row in self.rows)
+
+    def refuse(self, why: str) -> Measured:
+        """The same, not run."""
+        return replace(self, refused=why)
+
+    def with_work(self, work: Work) -> Measured:
+        """The same with what it takes at least."""
+        return replace(self, work=work)
+
+    def with_rows(self, rows: Sequence[Row], *, interrupted: bool = False) -> Measured:
+        """The same with results."""
+        return replace(self, rows=tuple(rows), interrupted=interrupted)
+
+
+def timed(
+    name: str,
+    kernel: str,
+    verdict: Verdict,
+    times: Sequence[float],
+    ours: Sequence[float] | None,
+    about: Measured,
+    ceilings: Ceilings,
+) -> Row:
+    """The row of a peer that was right."""
+    right = {"kernel": kernel, "error": verdict.error, "allowed": verdict.allowed}
+    if not times:
+        return Row(name, "interrupted", "no round was complete", **right)  # type: ignore[arg-type]
+    assert about.work is not None
+    seconds = median(times)
+    read, gemm = about.work.bytes / seconds, about.work.flops / seconds
+    return Row(
+        name, "timed", "", kernel, seconds, quartiles(times), len(times),
+        None if not ours else median([a / b for a, b in zip(times, ours, strict=True)]),
+        read, gemm, ceilings.of_read(read), ceilings.of_gemm(gemm, about.dtype),
+        verdict.error, verdict.allowed,
+    )  # fmt: skip
+
+
+def as_json(
+    machine: dict[str, Any], ceilings: Ceilings, found: Sequence[Measured], *, interrupted: bool
+) -> dict[str, Any]:
+    """The whole run; every number is finite or null, times are seconds.
+
+    >>> told = as_json({}, Ceilings(4e10, {torch.float32: 2e11}), [], interrupted=False)
+    >>> told["schema"], told["ceilings"]
+    (1, {'read_bytes_per_second': 40000000000.0, 'gemm_flops_per_second': {'float32': 200000000000.0}})
+    """
+    gemm = {str(dtype).removeprefix("torch."): top for dtype, top in ceilings.gemm.items()}
+    return {
+        "schema": SCHEMA,
+        "machine": machine,
+        "rule": SENTENCE,
+        "ceilings": {"read_bytes_per_second": ceilings.read, "gemm_flops_per_second": gemm},
+        "interrupted": interrupted,
+        "cases": [_case(one) for one in found],
+    }
+
+
+def _case(one: Measured) -> dict[str, Any]:
+    return {
+        "case": one.case,
+        "about": one.about,
+        "sizes": one.sizes,
+        "dtype": one.dtype_name,
+        "device": one.device,
+        "flops": None if one.work is None else one.work.flops,
+        "bytes": None if one.work is None else one.work.bytes,
+        "refused": one.refused or None,
+        "interrupted": one.interrupted,
+        "rows": [{name: _number(x) for name, x in vars(row).items()} for row in one.rows],
+    }
+
+
+def _number(x: Any) -> Any:
+    """NaN and infinity are no JSON."""
+    return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -1,0 +1,102 @@
+"""Results as text: a header, a table for each case, and the list of what could be run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from regard.bench.case import Case, Peer
+from regard.bench.ceilings import Ceilings
+from regard.bench.result import Measured, Row
+
+COLUMNS = (
+    f"{'':22}{'median':>10}{'quartiles':>19}{'x ours':>8}{'GB/s':>8}{'read':>6}"
+    f"{'GFLOP/s':>9}{'gemm':>6}{'error':>10}{'allowed':>9}  kernel"
+)
+"""`read` and `gemm` are shares of the ceilings in the header; `x ours` is a peer's time by ours, round by round."""
+
+
+def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
+    """The machine, and its ceilings.
+
+    >>> about = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"], "torch": "2", "regard": "1"}
+    >>> print(header(about, Ceilings(4e10)))
+    CPU, 2 cores, 2 threads, avx2, torch 2, regard 1
+    ceilings: reading 40.0 GB/s
+    """
+    on = [machine["gpu"]] if "gpu" in machine else []
+    parts = [
+        *on, machine["processor"], f"{machine['cores']} cores", f"{machine['threads']} threads",
+        " ".join(machine["features"]), f"torch {machine['torch']}", f"regard {machine['regard']}",
+    ]  # fmt: skip
+    tops = [f"reading {ceilings.read / 1e9:.1f} GB/s"]
+    for dtype, top in ceilings.gemm.items():
+        tops.append(f"{str(dtype).removeprefix('torch.')} products {top / 1e9:.0f} GFLOP/s")
+    return f"{', '.join(part for part in parts if part)}\nceilings: {', '.join(tops)}"
+
+
+def table(found: Measured) -> str:
+    """One case: its work, and a line for each peer.
+
+    >>> import torch
+    >>> print(table(Measured("demo", "A demo.", "B1", torch.float32, "cpu").refuse("needs 9 GiB")))
+    demo: A demo. B1, float32
+      refused: needs 9 GiB
+    """
+    work = ""
+    if found.work is not None:
+        work = f" ({found.work.flops / 1e9:.3g} GFLOP, {found.work.bytes / 1e6:.3g} MB at least)"
+    lines = [f"{found.case}: {found.about} {found.sizes}, {found.dtype_name}{work}"]
+    if found.refused:
+        return "\n".join([*lines, f"  refused: {found.refused}"])
+    lines += [COLUMNS, *(_line(row) for row in found.rows)]
+    return "\n".join([*lines, *(["  interrupted: fewer rounds"] if found.interrupted else [])])
+
+
+def _line(row: Row) -> str:
+    name = f"  {row.peer:<20}"
+    if row.seconds is None:
+        return f"{name}{row.status}: {row.why}"
+    assert row.quartiles is not None
+    assert row.bytes_per_second is not None
+    assert row.flops_per_second is not None
+    low, high = (f"{1e3 * x:.3g}" for x in row.quartiles)
+    return (
+        f"{name}{_time(row.seconds):>10}{f'{low} .. {high}':>19}{_cell(row.ratio, '.2f'):>8}"
+        f"{row.bytes_per_second / 1e9:>8.1f}{_cell(row.of_read, '.0%'):>6}"
+        f"{row.flops_per_second / 1e9:>9.1f}{_cell(row.of_gemm, '.0%'):>6}"
+        f"{_cell(row.error, '.1e'):>10}{_cell(row.allowed, '.1e'):>9}  {row.kernel}"
+    ).rstrip()
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _cell(x: float | None, form: str) -> str:
+    return "-" if x is None else format(x, form)
+
+
+def listing(cases: Iterable[Case]) -> str:
+    """Cases with their sizes, and peers: there, or missing and why."""
+    cases = list(cases)
+    lines = ["cases"]
+    for case in cases:
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
+        lines.append(f"  {case.name:<18}{case.about} {dtypes}")
+        lines += [f"    {size:<8} {sizes}" for size, sizes in case.sizes.items()]
+    lines.append("peers")
+    for peer, where in peers(cases).items():
+        why = peer.missing()
+        state = "there" if why is None else f"missing: {why}"
+        lines.append(f"  {peer.name:<22}{state:<34} {peer.about} {', '.join(where)}")
+    return "\n".join(lines)
+
+
+def peers(cases: Iterable[Case]) -> dict[Peer[Any], list[str]]:
+    """Every peer with the names of its cases."""
+    found: dict[Peer[Any], list[str]] = {}
+    for case in cases:
+        for peer in case.peers:
+            found.setdefault(peer, []).append(case.name)
+    return found

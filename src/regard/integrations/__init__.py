@@ -1,0 +1,1 @@
+"""Other libraries that can use regard's attention: one package for each, imported by whoever wants it."""

@@ -1,0 +1,148 @@
+"""The attention function that transformers' modules call: their arguments said in regard's words."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypedDict
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from regard import masks
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.integrations.transformers.rule import MaskRule
+from regard.masks import Causal, Mask
+from regard.ops.softmax import attend, attention_weights
+from regard.span import Span
+from regard.tap import place, tap
+
+UNKNOWN = {
+    "sinks": "sinks that differ from query to query",
+    "cache": "a paged cache of continuous batching",
+}
+"""What some modules pass that changes the result, and that `attend` has no word for."""
+
+_places: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+class _Seen(TypedDict, total=False):
+    """Which keys a query sees, and what is added to its scores."""
+
+    mask: Mask | None
+    bias: Tensor | None
+    q_positions: Span
+    k_positions: Span
+
+
+def regard_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,  # noqa: FBT001  (transformers' own signature)
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`regard.attend`, for transformers' `AttentionInterface`: query [B,H,T,D], key [B,G,S,D] -> [B,T,H,E], weights or None.
+
+    Args:
+        module: who calls: `is_causal` where no mask comes, `layer_idx` names its taps.
+        attention_mask: a `MaskRule`; a dense bool mask, True = may attend; a float mask that is added to the scores,
+            where numbers <= finfo.min / 2 hide the key; None: causal if `is_causal` and T > 1, as transformers' sdpa has it.
+        dropout: on the weights.
+        scaling: None is 1/sqrt(D).
+        kwargs: `softcap`, `s_aux` (sinks [H]), `position_bias` (added to the scores) and `output_attentions` (return the
+            weights [B,H,T,S]) are read; the rest does not concern softmax attention.
+
+    Raises:
+        ArgumentTypeError: the module passes what `attend` has no word for, or a mask that is no tensor.
+        ArgumentError: the mask does not fit the keys.
+
+    >>> q = torch.randn(1, 4, 3, 8)
+    >>> z, weights = regard_attention(nn.Module(), q, q[:, :2], q[:, :2], None)
+    >>> z.shape, weights
+    (torch.Size([1, 3, 4, 8]), None)
+    """
+    for name, meaning in UNKNOWN.items():
+        if kwargs.get(name) is not None:
+            raise ArgumentTypeError(
+                f"{type(module).__name__} passes {name}, {meaning}: regard.attend has no word for it; "
+                'use model.set_attn_implementation("eager")'
+            )
+    if query.shape[0] == 1 < key.shape[0]:  # one set of learned queries for all rows
+        query = query.expand(key.shape[0], -1, -1, -1)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = {
+        **_seen(attention_mask, query.shape[2], key.shape[2], causal=causal),
+        "scale": scaling,
+        "softcap": kwargs.get("softcap"),
+        "sink": kwargs.get("s_aux"),
+    }
+    bias = kwargs.get("position_bias")
+    if bias is not None:
+        options["bias"] = bias if options.get("bias") is None else bias + options["bias"]
+    with _place(module):
+        query, key, value = tap("q", query), tap("k", key), tap("v", value)
+        z = tap("z", attend(query, key, value, dropout=dropout, **options))
+        weights = None
+        if kwargs.get("output_attentions"):
+            weights = attention_weights(query, key, **options).to(query.dtype)
+    return z.transpose(1, 2).contiguous(), weights
+
+
+def _seen(mask: Tensor | None, T: int, S: int, *, causal: bool) -> _Seen:
+    """The mask as regard says it, and what a float mask adds."""
+    if mask is None:
+        if not causal or T == 1:
+            return {"mask": None}
+        # aligned at the first key, as torch does
+        return {"mask": Causal(), "q_positions": Span(0, T), "k_positions": Span(0, S)}
+    if not isinstance(mask, Tensor):
+        raise ArgumentTypeError(
+            f"attention_mask is {type(mask).__name__}; it must be a tensor: make masks under "
+            'attn_implementation="regard", or give a dense one'
+        )
+    if mask.ndim != 4 or mask.shape[-1] != S or mask.shape[-2] not in (1, T):
+        raise ArgumentError(
+            f"attention_mask is {tuple(mask.shape)} for {T} queries and {S} keys; it must be [batch or 1, heads or 1, "
+            f"{T} or 1, {S}]: all layers of one kind must hold the same tokens"
+        )
+    if isinstance(mask, MaskRule):
+        q, k = mask.q_positions, mask.k_positions
+        return {"mask": mask.rule, "q_positions": q, "k_positions": k}
+    if not mask.is_floating_point():
+        return {"mask": masks.Dense(mask.bool())}
+    hidden = mask <= torch.finfo(mask.dtype).min / 2
+    return {"mask": masks.Dense(~hidden), "bias": mask.masked_fill(hidden, 0)}
+
+
+def name_places(model: nn.Module) -> None:
+    """Name the taps of a model's modules by their full names, as `model.named_modules()` has them.
+
+    Without it a tap is at `layers.<layer_idx>`, and bare in a module that does not know its layer. A model with an
+    encoder and a decoder needs it, because their layers have the same numbers.
+
+    >>> from collections import OrderedDict
+    >>> model = nn.Sequential(OrderedDict(encoder=nn.Linear(2, 2)))
+    >>> name_places(model)
+    >>> q = torch.zeros(1, 1, 2, 4)
+    >>> from regard import Trace
+    >>> with Trace("pattern") as trace:
+    ...     _ = regard_attention(model.encoder, q, q, q, None)
+    >>> list(trace)
+    ['encoder.pattern']
+    """
+    for name, module in model.named_modules():
+        if name:
+            _places[module] = name
+
+
+def _place(module: nn.Module) -> AbstractContextManager[None]:
+    name = _places.get(module)
+    if name is None:
+        layer = getattr(module, "layer_idx", None)
+        name = "" if layer is None else f"layers.{layer}"
+    return place(name) if name else nullcontext()

@@ -1,0 +1,25 @@
+"""Sizes at which every case runs in milliseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from regard.bench import Sizes
+from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
+
+CPU = torch.device("cpu")
+HEADS: dict[str, Any] = {"B": 2, "H": 4, "G": 2, "D": 8}
+
+SMALL: dict[str, Sizes] = {
+    "decode": AttentionSizes(**HEADS, S=40, T=1),
+    "mla-decode": LatentSizes(S=21, B=2, H=4, rank=16, rope=4, nope=8, value=6),
+    "causal-prefill": AttentionSizes(**HEADS, S=19),
+    "window-prefill": AttentionSizes(**HEADS, S=19, window=5),
+    "window-training": AttentionSizes(**HEADS, S=19, window=5, train=True),
+    "training-step": AttentionSizes(**HEADS, S=19, train=True),
+    "alibi": AttentionSizes(**HEADS, S=19, alibi=True),
+    "left-padded": AttentionSizes(B=4, H=4, G=2, D=8, S=24, padded=True),
+    "model-decode": ModelSizes(20, layers=2, dim=32, inner=48, H=4, G=2, vocabulary=97),
+}

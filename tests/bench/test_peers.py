@@ -1,0 +1,117 @@
+"""Every peer that is installed gives the right answer at small sizes, in every dtype of its cases; and what each refuses."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+
+from regard.bench import CASES, Case, Peer
+from regard.bench.peers import llama_cpp, onnx_runtime, ours, torch_flex, torch_sdpa, x_transformers
+from regard.bench.problems import AttentionSizes, ModelSizes
+from regard.bench.rule import compare
+from tests.bench.small import CPU, SMALL
+
+SLOW = (torch_flex.ATTENTION,)  # compiled for seconds; below it runs as it stands
+PAIRS = [
+    pytest.param(case, peer, id=f"{case.name}-{peer.name}")
+    for case in CASES.values()
+    for peer in case.peers
+    if peer not in SLOW and peer.missing() is None
+]
+
+
+def solve(case: Case, peer: Peer[Any], dtype: torch.dtype) -> str | None:
+    """What the peer refuses, or nothing if it is right; else this fails."""
+    problem = SMALL[case.name].problem(dtype, CPU)
+    why = peer.why_not(problem)
+    if why is None:
+        way = peer.prepare(problem)
+        first, second = (problem.checked(way.read(way.step())) for _ in range(2))
+        for found in (first, second):  # a step leaves everything as it was
+            verdict = compare(found, problem.reference(), problem.plain())
+            assert verdict.right, verdict.why
+        assert peer.bytes(problem) >= 0
+    return why
+
+
+@pytest.mark.parametrize(("case", "peer"), PAIRS)
+def test_an_installed_peer_is_right(case: Case, peer: Peer[Any]) -> None:
+    reasons = {solve(case, peer, dtype) for dtype in case.dtypes}
+    if peer is case.peers[0]:
+        assert reasons == {None}, "ours solves every case"
+
+
+def test_ours_are_first_and_names_are_unique() -> None:
+    for name, case in CASES.items():
+        assert case.name == name
+        assert case.peers[0] in (ours.ATTENTION, ours.LATENT, ours.MODEL)
+        assert len({peer.name for peer in case.peers}) == len(case.peers)
+        assert set(case.sizes) == {"small", "default", "paper"}
+
+
+@pytest.mark.parametrize(
+    "name", ["decode", "causal-prefill", "window-prefill", "alibi", "left-padded"]
+)
+def test_flex_attention_as_it_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flex, "_compiled", lambda: flex_attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is not compiled
+        assert solve(CASES[name], torch_flex.ATTENTION, torch.float32) is None
+
+
+def test_flex_attention_has_no_gradient_and_needs_a_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    train = SMALL["training-step"].problem(torch.float32, CPU)
+    assert torch_flex.why_not(train) == "has no gradient on a CPU"
+    monkeypatch.setattr(torch_flex, "COMPILERS", ("no-such-compiler",))
+    assert torch_flex.why_not(SMALL["decode"].problem(torch.float32, CPU)) == "needs a C++ compiler"
+
+
+def test_folding_is_for_one_query_that_sees_all() -> None:
+    assert torch_sdpa.no_fold(SMALL["decode"].problem(torch.float32, CPU)) is None
+    for name in ("causal-prefill", "alibi", "left-padded", "training-step"):
+        assert torch_sdpa.no_fold(SMALL[name].problem(torch.float32, CPU)) is not None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "why"),
+    [
+        ({}, torch.float32, None),
+        ({"window": 4}, torch.float16, None),
+        ({}, torch.bfloat16, "its CPU provider has no bfloat16"),
+        ({"train": True}, torch.float32, "has no gradient"),
+        ({"alibi": True}, torch.float32, "has no ALiBi"),
+        ({"padded": True}, torch.float32, "pads on the right only"),
+    ],
+)
+def test_what_onnx_runtime_refuses(
+    sizes: dict[str, Any], dtype: torch.dtype, why: str | None
+) -> None:
+    problem = AttentionSizes(B=2, H=2, G=1, D=4, S=8, **sizes).problem(dtype, CPU)
+    assert onnx_runtime.why_not(problem) == why
+
+
+def test_what_llama_cpp_refuses() -> None:
+    sizes = SMALL["model-decode"]
+    assert isinstance(sizes, ModelSizes)
+    assert llama_cpp.why_not(sizes.problem(torch.float16, CPU)) is None
+    bf16, batch = sizes.problem(torch.bfloat16, CPU), replace(sizes, B=2)
+    assert llama_cpp.why_not(bf16) == "this adapter writes fp32 and fp16"
+    assert llama_cpp.why_not(batch.problem(torch.float16, CPU)) == "this adapter decodes one row"
+
+
+@pytest.mark.parametrize(
+    "peer", [x_transformers.ATTENTION, onnx_runtime.ATTENTION], ids=lambda peer: peer.name
+)
+def test_memory_of_a_peer_grows_with_the_problem(peer: Peer[Any]) -> None:
+    short, long = (
+        AttentionSizes(B=1, H=2, G=1, D=4, S=S, window=3).problem(torch.float32, CPU)
+        for S in (8, 64)
+    )
+    assert 0 < peer.bytes(short) < peer.bytes(long)

@@ -1,0 +1,55 @@
+"""The rule that outputs are held to: what passes, what does not, and that it is not generous."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard.bench.rule import FACTOR, GRADIENT_FACTOR, SHARE, compare
+
+REFERENCE = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_fp32_may_be_off_by_a_share_of_the_largest_number() -> None:
+    reference, top = {"out": REFERENCE}, float(REFERENCE.abs().max())
+    for share, right in ((0.9, True), (1.1, False)):
+        x = REFERENCE.clone()
+        x[1, 2] += share * SHARE * top
+        verdict = compare({"out": x}, reference, {})
+        assert verdict.right is right
+        assert verdict.error == pytest.approx(share * SHARE * top)
+        assert verdict.allowed == pytest.approx(SHARE * top)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("out", FACTOR), ("dk", GRADIENT_FACTOR)])
+def test_half_types_may_be_off_by_so_many_errors_of_plain(name: str, factor: float) -> None:
+    # 1 + 1/4: sums with 0.3 in the rounding term are of a known size
+    reference = {name: torch.full((4,), 64.0, dtype=torch.float64)}
+    plain = {name: torch.full((4,), 65.0, dtype=torch.bfloat16)}
+    rounded = torch.tensor(64.0, dtype=torch.bfloat16)
+    roundings = 2 * float((rounded + 0.3 - 0.3 - rounded).abs())
+    bound = factor * 1.0 + roundings
+    verdict = compare({name: torch.full((4,), 64.5, dtype=torch.bfloat16)}, reference, plain)
+    assert verdict.right
+    assert verdict.allowed == pytest.approx(bound)
+    far = torch.full((4,), 64.0 + 2 * bound, dtype=torch.bfloat16)
+    assert not compare({name: far}, reference, plain).right
+
+
+def test_what_is_missing_misshapen_or_no_number_is_wrong() -> None:
+    reference = {"out": REFERENCE, "dq": REFERENCE}
+    nan = REFERENCE.clone()
+    nan[0, 0] = float("nan")
+    assert not compare({"out": nan}, reference, {}).right
+    assert compare({"out": REFERENCE[:2]}, reference, {}).why == "out is (2, 5), not (3, 5)"
+    assert compare({"z": REFERENCE}, reference, {}).why == "gives none of out, dq"
+
+
+def test_the_verdict_is_of_the_worst_output() -> None:
+    reference = {"out": REFERENCE, "dq": REFERENCE, "dk": REFERENCE}
+    found = {"out": REFERENCE, "dq": REFERENCE + 1, "dk": REFERENCE + 1e-7}
+    verdict = compare(found, reference, {})
+    assert not verdict.right
+    assert verdict.why.startswith("dq is off by 1")
+    assert compare({"out": REFERENCE}, reference, {}).right  # gradients may be left out
+    assert compare({"out": REFERENCE[:0]}, {"out": REFERENCE[:0]}, {}).right

@@ -1,0 +1,84 @@
+"""Rounds in turns: the order, the warm-up, the limit, what an interrupt leaves, and ratios."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from regard.bench.timing import interleaved, median, quartiles, ratio, rotated
+
+
+def recorded(names: str, **options: object) -> tuple[list[str], dict[str, list[float]]]:
+    calls: list[str] = []
+    cases = {name: (lambda n=name: calls.append(n)) for name in names}
+    return calls, interleaved(cases, sample=0.0, **options)  # type: ignore[arg-type]
+
+
+def test_every_round_calls_each_once_and_begins_with_another() -> None:
+    calls, times = recorded("abc", rounds=6)
+    assert calls[:6] == list("aabbcc")  # two calls each to warm up
+    rounds = ["".join(calls[i : i + 3]) for i in range(6, len(calls), 3)]
+    assert rounds == ["abc", "bca", "cab", "acb", "bac", "cba"]
+    assert {name: len(found) for name, found in times.items()} == {"a": 6, "b": 6, "c": 6}
+
+
+def test_over_two_turns_each_follows_each_equally_often() -> None:
+    orders = [rotated("abcd", i) for i in range(8)]
+    assert all(sorted(order) == list("abcd") for order in orders)
+    firsts = Counter(order[0] for order in orders)
+    assert set(firsts.values()) == {2}
+    follows = Counter((a, b) for order in orders for a, b in pairwise(order))
+    assert follows["a", "b"] == follows["b", "a"]
+    assert rotated([], 3) == []
+
+
+def test_short_calls_are_repeated_and_the_time_is_of_one() -> None:
+    count = 0
+
+    def short() -> None:
+        nonlocal count
+        count += 1
+        time.sleep(0.001)
+
+    times = interleaved({"short": short}, rounds=2, sample=0.01)
+    assert count > 2 + 2
+    assert all(found > 0.0009 for found in times["short"])
+
+
+def test_no_round_begins_behind_the_limit_but_one_always_runs() -> None:
+    times = interleaved({"a": lambda: time.sleep(0.01)}, rounds=1000, sample=0.0, limit=0.05)
+    assert 1 <= len(times["a"]) <= 6
+    assert len(interleaved({"a": lambda: None}, rounds=9, sample=0.0, limit=0.0)["a"]) == 1
+
+
+def test_an_interrupt_leaves_complete_rounds() -> None:
+    calls = 0
+
+    def third_round() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+
+    kept: dict[str, list[float]] = {}
+    cases = {"a": lambda: None, "b": third_round, "c": lambda: None}
+    with pytest.raises(KeyboardInterrupt):
+        interleaved(cases, rounds=9, sample=0.0, into=kept)
+    assert {len(found) for found in kept.values()} == {2}
+
+
+def test_the_device_is_waited_for_before_each_look_at_the_clock() -> None:
+    waits: list[None] = []
+    interleaved({"a": lambda: None}, rounds=3, sample=0.0, synchronise=lambda: waits.append(None))
+    assert len(waits) == 2 * (1 + 3)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    # the machine is ten times slower in the last round: medians apart would say 1.5
+    times = {"a": [3.0, 3.0, 40.0], "b": [1.0, 2.0, 20.0]}
+    assert ratio(times, "a", "b") == 2.0
+    assert median([3.0, 1.0, 2.0]) == 2.0
+    assert quartiles([7.0]) == (7.0, 7.0)

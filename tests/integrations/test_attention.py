@@ -1,0 +1,281 @@
+"""The attention function itself: each argument that transformers' modules pass, against loops in fp64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard import ArgumentError, ArgumentTypeError
+from regard.masks import Causal, Window
+from regard.span import Span
+from tests.integrations.families import (
+    MaskRule,
+    name_places,
+    regard_attention,
+    regard_mask,
+    transformers,
+)
+from tests.rules import GRADIENT, assert_close_rule
+
+B, H, G, T, S, D, E = 2, 4, 2, 5, 7, 6, 3
+LOWEST = torch.finfo(torch.float32).min
+
+
+class Module(nn.Module):
+    """What a caller is asked for."""
+
+    def __init__(self, *, is_causal: bool = True, layer_idx: int | None = None) -> None:
+        super().__init__()
+        self.is_causal, self.layer_idx = is_causal, layer_idx
+
+
+def inputs(spread: float = 1.0, T: int = T, S: int = S) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(5)
+    return (
+        spread * torch.randn(B, H, T, D),
+        spread * torch.randn(B, G, S, D),
+        torch.randn(B, G, S, E),
+    )
+
+
+def loops(
+    q: Tensor, k: Tensor, v: Tensor, sees: Any, scale: float, cap: float | None, bias: Any, sink: Any
+) -> Tensor:  # fmt: skip
+    """z [B,T,H,E] in fp64, number by number: sees(b, h, i, j), bias(b, h, i, j), sink(h)."""
+    out = torch.zeros(q.shape[0], q.shape[2], H, v.shape[3], dtype=torch.float64)
+    q, k, v = q.double(), k.double(), v.double()
+    for b in range(q.shape[0]):
+        for h in range(H):
+            g = h * G // H
+            for i in range(q.shape[2]):
+                scores = {}
+                for j in range(k.shape[2]):
+                    if not sees(b, h, i, j):
+                        continue
+                    s = scale * float(q[b, h, i] @ k[b, g, j])
+                    s = s if cap is None else cap * math.tanh(s / cap)
+                    scores[j] = s + bias(b, h, i, j)
+                if not scores:
+                    continue
+                top = max(scores.values())
+                total = sum(math.exp(s - top) for s in scores.values())
+                total += 0.0 if sink is None else math.exp(sink(h) - top)
+                for j, s in scores.items():
+                    out[b, i, h] += math.exp(s - top) / total * v[b, g, j]
+    return out
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, shown: Tensor, scale: float, cap: float | None, bias: Tensor, sink: Any
+) -> Tensor:  # fmt: skip
+    """The same in fp32, by plain torch."""
+    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
+    s = q @ k.transpose(-1, -2) * scale
+    s = (s if cap is None else cap * torch.tanh(s / cap)) + bias
+    s = s.masked_fill(~shown, -math.inf)
+    if sink is not None:
+        s = torch.cat([s, sink[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    return (s.softmax(-1)[..., : k.shape[2]].nan_to_num() @ v).transpose(1, 2)
+
+
+def table(rule: Any, T: int = T, S: int = S) -> Tensor:
+    return torch.tensor(
+        [
+            [[[rule(b, h, i, j) for j in range(S)] for i in range(T)] for h in range(H)]
+            for b in range(B)
+        ]
+    )
+
+
+def window(b: int, h: int, i: int, j: int) -> bool:
+    return i + S - T - 3 < j <= i + S - T
+
+
+def ragged(b: int, h: int, i: int, j: int) -> bool:
+    return (b + h + i * j) % 3 != 0
+
+
+def everything(b: int, h: int, i: int, j: int) -> bool:
+    return True
+
+
+bias_values = torch.randn(B, H, T, S, generator=torch.Generator().manual_seed(2))
+sinks = torch.tensor([0.5, -3.0, 2.0, 0.0])
+BY_RULE = MaskRule.make(Causal() & Window(3), Span(S - T, T), Span(0, S), batch=B)
+ADDED = torch.where(table(ragged), bias_values, LOWEST)
+# what is passed -> what it means: (sees, cap, bias, sink)
+CASES: dict[str, tuple[dict[str, Any], tuple[Any, float | None, Tensor | None, Tensor | None]]] = {
+    "rule": ({"attention_mask": BY_RULE}, (window, None, None, None)),
+    "dense": ({"attention_mask": table(ragged)}, (ragged, None, None, None)),
+    "float mask": ({"attention_mask": ADDED}, (ragged, None, bias_values, None)),
+    "softcap": ({"attention_mask": BY_RULE, "softcap": 0.7}, (window, 0.7, None, None)),
+    "sinks": ({"attention_mask": BY_RULE, "s_aux": sinks}, (window, None, None, sinks)),
+    "position bias": ({"position_bias": bias_values, "is_causal": False}, (everything, None, bias_values, None)),
+    "bias and float mask": (
+        {"attention_mask": ADDED, "position_bias": 2 * bias_values}, (ragged, None, 3 * bias_values, None),
+    ),
+    "all": (
+        {"attention_mask": BY_RULE, "softcap": 0.7, "s_aux": sinks, "position_bias": bias_values},
+        (window, 0.7, bias_values, sinks),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", [1.0, 6.0])
+@pytest.mark.parametrize("scaling", [None, 1.0])
+@pytest.mark.parametrize("name", CASES)
+def test_each_argument_means_what_the_loops_say(
+    name: str, scaling: float | None, spread: float
+) -> None:
+    passed, (sees, cap, bias, sink) = CASES[name]
+    q, k, v = inputs(spread)
+    scale = D**-0.5 if scaling is None else scaling
+    z, weights = regard_attention(
+        Module(), q, k, v, **({"attention_mask": None} | passed), scaling=scaling
+    )
+    assert weights is None
+    assert z.is_contiguous()
+    added = torch.zeros(1, 1, 1, 1) if bias is None else bias
+    full = added.expand(B, H, T, S).double()
+    ref = loops(
+        q, k, v, sees, scale, cap, lambda *at: float(full[at]),
+        None if sink is None else lambda h: float(sink[h]),
+    )  # fmt: skip
+    # other orders of the same sums are of equal standing: one alone may be right by luck
+    orders = [list(range(D)), [5, 4, 3, 2, 1, 0], [2, 0, 1, 5, 3, 4], [4, 1, 5, 2, 0, 3]]
+    same = [plain(q[..., x], k[..., x], v, table(sees), scale, cap, added, sink) for x in orders]
+    assert_close_rule(z, same, ref, what=name)
+    wrong, _ = regard_attention(Module(), q, k, v, attention_mask=table(everything))
+    assert (wrong - ref).abs().max() > 1e-3
+
+
+def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
+    """Aligned at the first key, one query sees everything, and an argument comes before the attribute."""
+    q, k, v = inputs()
+    scale, nothing = D**-0.5, torch.zeros(())
+
+    def first(b: int, h: int, i: int, j: int) -> bool:
+        return j <= i
+
+    for module, said, length, sees in (
+        (Module(), None, T, first),
+        (nn.Module(), None, T, first),
+        (Module(is_causal=False), True, T, first),
+        (Module(is_causal=False), None, T, everything),
+        (Module(), False, T, everything),
+        (Module(), None, 1, everything),
+    ):
+        z, _ = regard_attention(module, q[:, :, :length], k, v, None, is_causal=said)
+        ref = loops(q[:, :, :length], k, v, sees, scale, None, lambda *at: 0.0, None)
+        same = plain(q[:, :, :length], k, v, table(sees, T=length, S=S), scale, None, nothing, None)
+        assert_close_rule(z, same, ref)
+
+
+def test_learned_queries_serve_every_row() -> None:
+    q, k, v = inputs()
+    z, _ = regard_attention(Module(is_causal=False), q[:1], k, v, None)
+    again, _ = regard_attention(Module(is_causal=False), q[:1].repeat(B, 1, 1, 1), k, v, None)
+    assert z.shape == (B, T, H, E)
+    assert torch.equal(z, again)
+
+
+def test_the_gradient_reaches_queries_keys_values_bias_and_sinks() -> None:
+    given = [x.requires_grad_() for x in (*inputs(), bias_values.clone(), sinks.clone())]
+    toward = torch.randn(B, T, H, E)
+
+    def run(kind: torch.dtype, *, ours: bool) -> list[Tensor]:
+        q, k, v, bias, sink = leaves = [x.detach().to(kind).requires_grad_() for x in given]
+        if ours:
+            z, _ = regard_attention(
+                Module(), q, k, v, BY_RULE, position_bias=bias, s_aux=sink, softcap=0.7
+            )
+        else:
+            z = plain(q, k, v, table(window), D**-0.5, 0.7, bias, sink)
+        return list(torch.autograd.grad((z * toward.to(kind)).sum(), leaves))
+
+    found = run(torch.float32, ours=True)
+    plains, refs = run(torch.float32, ours=False), run(torch.float64, ours=False)
+    for name, x, same, ref in zip(
+        ("q", "k", "v", "bias", "sink"), found, plains, refs, strict=True
+    ):
+        assert_close_rule(x, same, ref, factor=GRADIENT, what=name)
+        assert ref.abs().max() > 1e-3
+
+
+def test_dropout_drops_weights_and_scales_the_rest() -> None:
+    q, k, _ = inputs()
+    v = torch.eye(S).expand(B, G, S, S)  # the output is the weights
+    whole, _ = regard_attention(Module(is_causal=False), q, k, v, None)
+    dropped, _ = regard_attention(Module(is_causal=False), q, k, v, None, dropout=0.5)
+    gone = dropped == 0
+    assert 0.3 < gone.double().mean() < 0.7
+    assert torch.allclose(dropped[~gone], 2 * whole[~gone], rtol=1e-5)
+
+
+def test_weights_are_returned_to_who_asks() -> None:
+    q, k, v = inputs()
+    z, weights = regard_attention(Module(), q, k, v, BY_RULE, output_attentions=True)
+    assert weights is not None
+    assert weights.shape == (B, H, T, S)
+    assert torch.equal(weights != 0, table(window))
+    again = (weights.double() @ v.repeat_interleave(H // G, 1).double()).transpose(1, 2)
+    assert (z - again).abs().max() < 1e-6
+
+
+def test_taps_have_the_place_of_the_module() -> None:
+    q, k, v = inputs()
+    tree = nn.ModuleDict({"encoder": Module(is_causal=False, layer_idx=1)})
+    for module, place in (
+        (Module(layer_idx=3), "layers.3."),
+        (Module(), ""),
+        (tree["encoder"], "layers.1."),
+    ):
+        with regard.Trace("q", "k", "v", "pattern", "z") as trace:
+            z, _ = regard_attention(module, q, k, v, BY_RULE)
+        assert list(trace) == [place + name for name in ("q", "k", "v", "pattern", "z")]
+        assert torch.equal(trace["z"].transpose(1, 2), z)
+        assert torch.equal(trace["pattern"] != 0, table(window))
+    name_places(tree)
+    with regard.Trace("pattern") as trace:
+        regard_attention(tree["encoder"], q, k, v, BY_RULE)
+    assert list(trace) == ["encoder.pattern"]
+
+
+def test_an_edit_changes_what_the_model_computes() -> None:
+    q, k, v = inputs()
+    with regard.Trace(edit={"layers.0.v": torch.zeros_like}):
+        z, _ = regard_attention(Module(layer_idx=0), q, k, v, None)
+        other, _ = regard_attention(Module(layer_idx=1), q, k, v, None)
+    assert not z.any()
+    assert other.any()
+
+
+def test_what_attend_has_no_word_for_is_refused() -> None:
+    q, k, v = inputs()
+    for name in ("sinks", "cache"):
+        with pytest.raises(ArgumentTypeError, match=rf"Module passes {name}, .*no word for it"):
+            regard_attention(Module(), q, k, v, None, **{name: torch.zeros(1)})
+    regard_attention(Module(), q, k, v, None, sinks=None, sliding_window=3)
+
+
+def test_a_mask_for_other_keys_is_refused() -> None:
+    q, k, v = inputs()
+    with pytest.raises(
+        ArgumentError, match=r"attention_mask is \(2, 1, 5, 7\) for 5 queries and 6 keys"
+    ):
+        regard_attention(Module(), q, k[:, :, 1:], v[:, :, 1:], BY_RULE)
+    with pytest.raises(
+        ArgumentError, match=r"attention_mask is \(2, 1, 5, 7\) for 4 queries and 7 keys"
+    ):
+        regard_attention(Module(), q[:, :, 1:], k, v, BY_RULE)
+
+
+def test_it_is_registered_under_its_name() -> None:
+
+    assert transformers.AttentionInterface()["regard"] is regard_attention
+    assert transformers.AttentionMaskInterface()["regard"] is regard_mask

@@ -1,0 +1,216 @@
+"""Every mask that transformers makes, as the rule that is read from it: equal to the dense one, entry by entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import ArgumentError, ArgumentTypeError
+from regard.masks import Causal, Dense, Document, Full, Window
+from regard.span import Span
+from tests.integrations.families import (
+    MaskRule,
+    regard_attention,
+    regard_mask,
+    transformers,
+)
+
+made = transformers.masking_utils
+B = 2
+# queries, keys, first query, first key
+PLACES = {
+    "prompt": (7, 7, 0, 0),
+    "decode": (1, 8, 7, 0),
+    "chunk": (3, 10, 7, 0),
+    "sliding decode": (1, 4, 9, 6),
+    "sliding chunk": (3, 6, 9, 6),
+    "static prompt": (5, 12, 0, 0),
+    "static decode": (1, 12, 5, 0),
+}
+FUNCTIONS = {
+    "causal": made.causal_mask_function,
+    "bidirectional": made.bidirectional_mask_function,
+    "window": made.sliding_window_causal_mask_function(4),
+    "wide window": made.sliding_window_causal_mask_function(40),
+    "both ways": made.sliding_window_bidirectional_mask_function(3),
+    "chunk": made.chunked_causal_mask_function(5, torch.zeros(B, dtype=torch.int64)),
+    "late chunk": made.chunked_causal_mask_function(5, torch.tensor([2, 0])),
+    "wide chunk": made.chunked_causal_mask_function(50, torch.zeros(B, dtype=torch.int64)),
+    "causal or window": made.or_masks(made.causal_mask_function, made.sliding_window_overlay(2)),
+}
+LENGTH = max(q + at for q, _, at, _ in PLACES.values())
+
+
+def row(*shown: int, length: int = LENGTH) -> Tensor:
+    return torch.tensor([i in shown for i in range(length)])
+
+
+PADDINGS = {
+    "none": None,
+    "all tokens": torch.ones(B, LENGTH, dtype=torch.bool),
+    "left": torch.stack([row(*range(2, LENGTH)), row(*range(LENGTH))]),
+    "right": torch.stack([row(*range(5)), row(*range(LENGTH))]),
+    "holes": torch.stack([row(0, 3, 4, 8, 11), row(1, 2, 5, 9)]),
+    "an empty row": torch.stack([row(), row(*range(LENGTH))]),
+}
+
+
+def both(function: Any, place: str, keep: Tensor | None, **more: Any) -> tuple[Any, Tensor]:
+    q, k, first, start = PLACES[place]
+    if keep is not None:
+        keep = keep[:, : first + q]  # transformers' 2-D mask ends with the last query
+    given = dict(
+        batch_size=B, q_length=q, kv_length=k, q_offset=first, kv_offset=start,
+        mask_function=function, attention_mask=keep, **more,
+    )  # fmt: skip
+    dense = made.sdpa_mask(**(given | {"allow_is_causal_skip": False}))
+    return regard_mask(**given), dense
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_rule_is_the_dense_mask(name: str, place: str) -> None:
+    for padding, keep in PADDINGS.items():
+        mask, dense = both(FUNCTIONS[name], place, keep)
+        assert isinstance(mask, MaskRule), padding
+        assert not isinstance(mask.rule, Dense), padding
+        assert mask.shape == dense.shape
+        assert torch.equal(mask.dense(), dense), padding
+
+
+@pytest.mark.parametrize("inner", ["causal", "window", "both ways"])
+def test_packed_sequences_are_documents(inner: str) -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 0]])
+    ids = made.find_packed_sequence_indices(positions)
+    function = made.packed_sequence_compatibility_function(FUNCTIONS[inner], positions, ids)
+    mask, dense = both(function, "prompt", None)
+    assert isinstance(mask, MaskRule)
+    assert Document(((0, 3, 7), (0, 6, 7))) in mask.rule.terms()
+    assert torch.equal(mask.dense(), dense)
+    unpacked, _ = both(FUNCTIONS[inner], "prompt", None)
+    assert not torch.equal(unpacked.dense(), dense)
+
+
+def test_a_packed_chunk_starts_with_its_document_and_stays_dense() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2)
+    ids = made.find_packed_sequence_indices(positions)
+    chunk = made.chunked_causal_mask_function(2, torch.zeros(B, dtype=torch.int64))
+    function = made.packed_sequence_compatibility_function(chunk, positions, ids)
+    mask, dense = both(function, "prompt", None)
+    assert isinstance(mask.rule, Dense)
+    assert torch.equal(mask.dense(), dense)
+
+
+def test_what_is_unknown_stays_dense() -> None:
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, 1, 1]] * B)
+    overlay = made.or_masks(made.causal_mask_function, made.blockwise_overlay(blocks))
+
+    def even(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return k % 2 == 0
+
+    for function, vmap in ((overlay, False), (made.and_masks(made.causal_mask_function, even), True)):  # fmt: skip
+        for keep in (None, PADDINGS["left"]):
+            mask, dense = both(function, "prompt", keep, use_vmap=vmap)
+            assert isinstance(mask.rule, Dense)
+            assert torch.equal(mask.dense(), dense)
+
+
+def test_what_hides_nothing_is_left_out() -> None:
+    """A kernel takes its fast way where it knows that there is nothing to skip."""
+    cases = {
+        ("window", "prompt"): Window(4) & Causal(),
+        ("wide window", "prompt"): Causal(),
+        ("wide chunk", "prompt"): Causal(),
+        ("causal", "decode"): Full(),
+        ("window", "sliding decode"): Full(),
+        ("causal", "static decode"): Causal(),
+    }
+    for (name, place), rule in cases.items():
+        for padding in ("none", "all tokens"):
+            mask, _ = both(FUNCTIONS[name], place, PADDINGS[padding])
+            assert mask.rule == rule, (name, place, mask)
+            assert (mask.q_positions, mask.k_positions) == places(place)
+
+
+def places(place: str) -> tuple[Span, Span]:
+    q, k, first, start = PLACES[place]
+    return Span(first, q), Span(start, k)
+
+
+def test_a_step_on_a_static_cache_takes_a_plain_tensor() -> None:
+    """It may be compiled, with the mask as its argument."""
+    mask = regard_mask(
+        B, 1, 12, q_offset=torch.tensor(5), allow_is_causal_skip=False, mask_function=FUNCTIONS["causal"]
+    )  # fmt: skip
+    assert type(mask) is Tensor
+    assert mask.tolist() == [[[[True] * 6 + [False] * 6]]] * B
+
+
+def rule() -> MaskRule:
+    return MaskRule.make(Causal(), Span(2, 3), Span(0, 5), batch=B)
+
+
+def test_a_rule_costs_one_element() -> None:
+    huge = MaskRule.make(Causal(), Span(0, 1 << 30), Span(0, 1 << 30), batch=4)
+    assert huge.shape == (4, 1, 1 << 30, 1 << 30)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert huge.untyped_storage().nbytes() == 1
+
+
+def test_what_a_model_does_on_the_way_is_done_with_the_dense_mask() -> None:
+    mask, dense = rule(), rule().dense()
+    assert dense.tolist() == [[[[j <= i + 2 for j in range(5)] for i in range(3)]]] * B
+    assert isinstance(mask.to("cpu"), MaskRule)
+    assert mask.contiguous() is mask.detach() is mask.clone() is mask.bool()
+    for done, wanted in (
+        (mask[:, :, :, :2], dense[:, :, :, :2]),
+        (torch.where(mask, 1.0, 0.0), dense.float()),
+        (torch.cat([mask, mask], -1), torch.cat([dense, dense], -1)),
+        (~mask, ~dense),
+        (mask == 0, ~dense),
+        (mask.to(torch.int64), dense.long()),
+        (mask.expand(B, 4, 3, 5), dense.expand(B, 4, 3, 5)),
+    ):
+        assert type(done) is Tensor
+        assert torch.equal(done, wanted)
+    assert (mask.ndim, mask.dtype, len(mask), mask.size(-1)) == (4, torch.bool, B, 5)
+    assert "MaskRule(causal)" in repr(mask)
+
+
+def test_a_mask_of_true_and_false_is_added_to_no_score() -> None:
+    scores = torch.zeros(B, 1, 3, 5)
+    for wrong in (
+        lambda: scores + rule(),
+        lambda: rule() + scores,
+        lambda: torch.add(scores, rule()),
+        lambda: scores.add_(rule()),
+    ):
+        with pytest.raises(ArgumentError, match="the model adds its mask to the scores itself"):
+            wrong()
+    with pytest.raises(ArgumentError, match=r"wanted as torch\.float32"):
+        rule().to(torch.float32)
+
+
+def test_a_rule_must_fit_its_batch() -> None:
+    with pytest.raises(ArgumentError, match="Document"):
+        MaskRule.make(Document(((0, 2), (0, 2), (0, 2))), Span(0, 2), Span(0, 2), batch=B)
+
+
+def test_a_model_that_adds_its_mask_is_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
+    config._attn_implementation = "regard"
+    model = transformers.BloomForCausalLM(config)
+    with pytest.raises(ArgumentError, match="does not take its attention from"):
+        model(torch.ones(1, 3, dtype=torch.int64))
+
+
+def test_a_mask_of_another_kind_is_refused() -> None:
+
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(ArgumentTypeError, match="attention_mask is str; it must be a tensor"):
+        regard_attention(torch.nn.Module(), q, q, q, "causal")
+    with pytest.raises(ArgumentError, match=r"attention_mask is \(1, 3\) for 3 queries and 3 keys"):
+        regard_attention(torch.nn.Module(), q, q, q, torch.ones(1, 3, dtype=torch.bool))

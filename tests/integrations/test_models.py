@@ -1,0 +1,293 @@
+"""transformers' models under `attn_implementation="regard"`, against their own eager attention in fp64, by the error rule."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from tests.integrations.families import (
+    CHUNK,
+    DECODERS,
+    ENCODERS,
+    SEQ2SEQ,
+    WINDOW,
+    MaskRule,
+    decoder,
+    keep,
+    loud,
+    name_places,
+    other,
+    regard_mask,
+    tokens,
+    transformers,
+)
+from tests.rules import GRADIENT, assert_close_rule
+
+LENGTH = 3 * WINDOW + 1
+PADDED = {"none": None, "left": [LENGTH, 7], "right": [LENGTH, 7]}
+F64 = torch.float64
+
+
+@functools.cache
+def kept(name: str, attention: str, dtype: torch.dtype = torch.float32) -> Any:
+    make = decoder if name in DECODERS else other
+    return make(name, attention, dtype).requires_grad_(requires_grad=False)
+
+
+def plains(name: str) -> tuple[str, ...]:
+    """Other attention of equal standing: torch's own knows no softcap and no sinks."""
+    return ("eager",) if name in ("Gemma2", "GptOss") else ("eager", "sdpa")
+
+
+def judge(
+    name: str, ids: Tensor, real: Tensor | None = None, ours: Any = None, **given: Any
+) -> None:
+    """The first output, where tokens are real; the reference reads each padded row alone, without its padding."""
+    if name in DECODERS:
+        given["use_cache"] = False
+    padded = {} if real is None else {"attention_mask": real}
+    if real is not None and name in DECODERS:
+        padded["position_ids"] = (real.cumsum(1) - 1).clamp(min=0)
+
+    def run(model: Any) -> Tensor:
+        out = model(ids, **padded, **given)[0]
+        return out if real is None else out[real.bool()]
+
+    with torch.no_grad():
+        exact = kept(name, "eager", F64)
+        rows = ids[None] if real is None else [x[None, m] for x, m in zip(ids, real.bool(), strict=True)]  # fmt: skip
+        ref = [exact(x, **given)[0] for x in rows]
+        found = run(kept(name, "regard") if ours is None else ours)
+        same = [run(kept(name, kind)) for kind in plains(name)]
+        # other shapes are other orders of the same sums
+        same.append(joined([kept(name, "eager")(x, **given)[0] for x in rows], real))
+    ref = joined(ref, real)
+    assert ref.abs().max() > 0.3
+    assert_close_rule(found, same, ref, what=name)
+
+
+def joined(rows: list[Tensor], real: Tensor | None) -> Tensor:
+    return rows[0] if real is None else torch.cat([x[0] for x in rows])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_computes_what_it_computes_eagerly(name: str) -> None:
+    for side, lengths in PADDED.items():
+        mask = None if lengths is None else keep(lengths, LENGTH, side)
+        judge(name, tokens(2, LENGTH), real=mask)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_sees_both_ways(name: str) -> None:
+    mask = keep([LENGTH, 7], LENGTH, "right")
+    judge(name, tokens(2, LENGTH))
+    judge(name, tokens(2, LENGTH), real=mask)
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_a_decoder_attends_to_its_encoder(name: str) -> None:
+    mask = keep([LENGTH, 7], LENGTH, "right")
+    for more in ({}, {"attention_mask": mask}):
+        judge(name, tokens(2, LENGTH), decoder_input_ids=tokens(2, 6, seed=9), **more)
+
+
+def test_audio_is_attended_to_without_masks() -> None:
+    torch.manual_seed(1)
+    config = transformers.WhisperConfig(
+        vocab_size=48, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, pad_token_id=0,
+        max_source_positions=10, max_target_positions=32, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+    )  # fmt: skip
+    model = loud(transformers.WhisperModel(config)).eval()
+    sound, ids, found = torch.randn(2, 8, 20), tokens(2, 6), {}
+    for attention, dtype in (("eager", F64), ("regard", None), ("eager", None), ("sdpa", None)):
+        model = model.to(dtype or torch.float32)
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            found[attention, dtype] = model(sound.to(model.dtype), decoder_input_ids=ids)[0]
+    # fp32 weights became fp64 and fp32 again, which loses nothing
+    same = [found["eager", None], found["sdpa", None]]
+    assert_close_rule(found["regard", None], same, found["eager", F64])
+
+
+WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a window one longer": ("Mistral", lambda m: setattr(m.config, "sliding_window", WINDOW + 1)),
+    "a window one shorter": ("Gemma3", lambda m: setattr(m.config, "sliding_window", WINDOW - 1)),
+    "a chunk one longer": ("Llama4", lambda m: setattr(m.config, "attention_chunk_size", CHUNK + 1)),
+    "not causal": ("Llama", lambda m: setattr(m.config, "is_causal", False)),
+    "no softcap": ("Gemma2", lambda m: each(m, "attn_logit_softcapping", None)),
+    "no sinks": ("GptOss", lambda m: each(m, "sinks", torch.nn.Parameter(torch.full((4,), -1e4)))),
+    "another scale": ("DeepseekV3", lambda m: each(m, "scaling", 0.2)),
+    "causal": ("Bert", lambda m: setattr(m.config, "is_decoder", True)),
+}  # fmt: skip
+
+
+def each(model: Any, name: str, value: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, name):
+            setattr(module, name, value)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_model_is_found(what: str) -> None:
+    name, spoil = WRONG[what]
+    model = (decoder if name in DECODERS else other)(name, "regard")
+    judge(name, tokens(2, LENGTH), ours=model)
+    spoil(model)
+    with pytest.raises(AssertionError, match=r"error .* above"):
+        judge(name, tokens(2, LENGTH), ours=model)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "Llama4"])
+def test_packed_sequences_do_not_see_one_another(name: str) -> None:
+    positions = torch.tensor([[*range(5), *range(8)], [*range(10), *range(3)]])
+    ids = tokens(2, LENGTH)
+    judge(name, ids, position_ids=positions)
+    model = kept(name, "regard")
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits[:1, 5:]
+        alone = model(ids[:1, 5:], use_cache=False).logits
+    assert (packed - alone).abs().max() < 1e-4
+
+
+def test_a_mask_of_the_users_own_is_taken() -> None:
+    table = torch.rand(2, 1, LENGTH, LENGTH) < 0.6
+    table |= torch.eye(LENGTH, dtype=torch.bool)
+    lowest = torch.finfo(torch.float32).min
+    added = torch.where(table, torch.randn(2, 1, LENGTH, LENGTH), lowest)
+    with torch.no_grad():
+        for mask in (torch.where(table, 0.0, lowest), added):
+            eager = kept("Llama", "eager")(tokens(2, LENGTH), attention_mask=mask).logits
+            ref = kept("Llama", "eager", F64)(
+                tokens(2, LENGTH), attention_mask=mask.double()
+            ).logits
+            ours = kept("Llama", "regard")(tokens(2, LENGTH), attention_mask=mask).logits
+            assert_close_rule(ours, eager, ref)
+        plain = kept("Llama", "regard")(tokens(2, LENGTH), attention_mask=table).logits
+        again = kept("Llama", "regard")(tokens(2, LENGTH), attention_mask=torch.where(table, 0.0, lowest)).logits  # fmt: skip
+    assert (plain - again).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_half_precision(name: str) -> None:
+    def run(attention: str, dtype: torch.dtype) -> Tensor:
+        with torch.no_grad():
+            return kept(name, attention, dtype)(tokens(2, LENGTH), use_cache=False).logits
+
+    # the weights in fp64 are those before they were rounded: the rounding is an error of all
+    same = [run(kind, torch.bfloat16) for kind in plains(name)]
+    assert_close_rule(run("regard", torch.bfloat16), same, run("eager", F64))
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss", "DeepseekV3", "T5"])
+def test_gradients_of_a_training_step(name: str) -> None:
+    # so little padding that every query sees a token: eager attention in fp64 gives NaN where one sees none
+    ids, mask = tokens(2, LENGTH), keep([LENGTH, LENGTH - 2], LENGTH, "right")
+    labels = ids.masked_fill(mask == 0, -100)
+    make = decoder if name in DECODERS else other
+
+    def run(attention: str, dtype: torch.dtype, *, again: bool = False) -> list[Tensor]:
+        model = make(name, attention, dtype)
+        if again:
+            model.train()  # no family here has dropout by default but T5
+            model.activation_checkpointing_enable()
+        model(ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        return [x.grad for x in model.parameters() if x.grad is not None]
+
+    ours, ref = run("regard", torch.float32), run("eager", F64)
+    same = list(zip(*(run(kind, torch.float32) for kind in plains(name)), strict=True))
+    assert len(ours) == len(same) == len(ref) > 10
+    scale = max(float(x.abs().max()) for x in ref)
+    assert scale > 1e-3
+    for x, plain, exact in zip(ours, same, ref, strict=True):
+        others = [y / scale for y in plain]
+        assert_close_rule(x / scale, others, exact / scale, factor=GRADIENT, what=name)
+    if name != "T5":  # a mask that is a rule survives being kept and run again
+        for x, y in zip(run("regard", torch.float32, again=True), ours, strict=True):
+            assert (x - y).abs().max() <= 1e-5 * scale
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
+def test_attention_weights_are_returned_and_traced(name: str) -> None:
+    ids = tokens(2, LENGTH)
+    with torch.no_grad():
+        found = [
+            kept(name, kind, dtype)(ids, output_attentions=True).attentions
+            for kind, dtype in (("regard", torch.float32), ("eager", torch.float32), ("eager", F64))
+        ]
+        with regard.Trace("pattern") as trace:
+            kept(name, "regard")(ids)
+    assert list(trace) == [f"layers.{i}.pattern" for i in range(2)]
+    for i, (x, same, exact) in enumerate(zip(*found, strict=True)):
+        assert x.shape == (2, 4, LENGTH, LENGTH)
+        assert_close_rule(x, same, exact, what=name)
+        assert_close_rule(trace[f"layers.{i}.pattern"], same, exact, what=name)
+        sums = x.sum(-1)
+        assert (sums < 1).all() if name == "GptOss" else (sums - 1).abs().max() < 1e-5
+
+
+def test_padding_is_in_no_pattern() -> None:
+    mask = keep([LENGTH, 7], LENGTH, "left")
+    real = mask.bool()
+    with torch.no_grad(), regard.Trace("pattern") as trace:
+        kept("Mistral", "regard")(tokens(2, LENGTH), attention_mask=mask)
+    for name in trace:
+        pattern = trace[name]
+        assert not pattern[~real[:, None, :, None].expand_as(pattern)].any()
+        assert not pattern[~real[:, None, None].expand_as(pattern)].any()
+        assert (pattern.sum(-1).transpose(1, 2)[real] - 1).abs().max() < 1e-5
+
+
+def test_places_of_an_encoder_and_a_decoder() -> None:
+    model = other("T5", "regard")
+    name_places(model)
+    with torch.no_grad(), regard.Trace("pattern") as trace:
+        model(tokens(1, 5), decoder_input_ids=tokens(1, 3))
+    places = [
+        f"{side}.block.{i}.layer.{j}.{kind}.pattern"
+        for side, kinds in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"]))
+        for i in range(2)
+        for j, kind in enumerate(kinds)
+    ]  # fmt: skip
+    assert list(trace) == places
+    assert trace["decoder.block.1.layer.1.EncDecAttention.pattern"].shape == (1, 4, 3, 5)
+
+
+def test_masks_travel_as_rules(monkeypatch: Any) -> None:
+    seen: list[str] = []
+    make = MaskRule.make.__func__
+
+    def listen(cls: Any, rule: Any, *where: Any) -> Any:
+        seen.append(str(rule))
+        return make(cls, rule, *where)
+
+    monkeypatch.setattr(MaskRule, "make", classmethod(listen))
+    with torch.no_grad():
+        kept("Gemma3", "regard")(
+            tokens(2, LENGTH), attention_mask=keep([LENGTH, 7], LENGTH, "left")
+        )
+    padding = f"padding((((0, {LENGTH}),), (({LENGTH - 7}, {LENGTH}),)))"
+    assert sorted(seen) == [f"causal & {padding}", f"window({WINDOW}) & causal & {padding}"]
+
+
+def test_a_compiled_model() -> None:
+    compiled = torch.compile(decoder("Mistral", "regard"), backend="eager", fullgraph=True)
+    judge("Mistral", tokens(2, LENGTH), ours=compiled, real=keep([LENGTH, 7], LENGTH, "right"))
+
+
+def test_a_graph_takes_a_rule_as_its_argument() -> None:
+    """As `generate` gives it to a compiled model with a static cache."""
+    real = keep([LENGTH, 7], LENGTH, "left")
+    rule = regard_mask(2, LENGTH, LENGTH, attention_mask=real.bool())
+    compiled = torch.compile(decoder("Llama", "regard"), backend="eager")
+
+    def graph(ids: Tensor, attention_mask: Tensor, **given: Any) -> Any:
+        return compiled(ids, attention_mask=rule, **given)
+
+    judge("Llama", tokens(2, LENGTH), ours=graph, real=real)
