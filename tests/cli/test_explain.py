@@ -16,7 +16,7 @@ from tests.inspect.stand_in import TEXT, model
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small random model under the name of the embedded one."""
-    monkeypatch.setattr(regard, "load", lambda source: model(), raising=False)
+    monkeypatch.setattr(regard, "load", lambda source, **_: model(), raising=False)
     monkeypatch.setenv("COLUMNS", "200")  # messages on one line
 
 
@@ -125,7 +125,7 @@ def test_wrong_usage_exits_with_2_and_says_why(
 def test_a_bad_target_is_refused_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: str) -> None:
+    def refuse(source: str, **_: object) -> None:
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(regard, "load", refuse, raising=False)

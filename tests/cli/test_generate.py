@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,16 @@ PROMPT = "a fluffy"
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regard, "load", lambda source: model(), raising=False)
+    monkeypatch.setattr(regard, "load", lambda source, **_: model(), raising=False)
     monkeypatch.setenv("COLUMNS", "200")
 
 
 def continued(**options: float) -> str:
-    return "".join(model().generate(PROMPT, **options))  # type: ignore[arg-type]
+    return continued_of(PROMPT, **options)
+
+
+def continued_of(prompt: str, **options: float) -> str:
+    return "".join(model().generate(prompt, **options))  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("more", [[], ["--no-stream"]])
@@ -33,24 +39,95 @@ def test_the_prompt_and_its_continuation_are_printed(
     # 2 (k and v) x 3 layers x 2 heads x 8 dims x 4 bytes, for the prompt and all new tokens but the last
     held = model().encode(PROMPT).shape[1] + 5 - 1
     assert captured.err.startswith("5 tokens, ")
-    assert captured.err.endswith(f" tokens/s, cache {2 * 3 * 2 * 8 * 4 * held:,} bytes\n")
+    assert captured.err.endswith(f" tokens/s, growing cache {2 * 3 * 2 * 8 * 4 * held:,} bytes\n")
 
 
 def test_json_has_text_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"max_tokens": 6, "temperature": 0.9, "top_k": 20, "seed": 3}
-    flags = [
-        text
-        for name, value in options.items()
-        for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    assert run(["generate", PROMPT, "--json", *flags]) == 0
+    assert run(["generate", PROMPT, "--json", *flags(options)]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
     assert found["text"] == continued(**options)
     assert found["prompt"] == PROMPT
     assert len(found["ids"]) == found["tokens"] == 6
     assert found["tokens_per_second"] > 0
+    assert found["finished"] == "length"
+    assert found["cache"] == "growing"
+    assert found["cache_bytes"] > 0
+    assert 0 < found["prefill_seconds"] < found["seconds"]
     assert captured.err == ""
+
+
+OPTIONS = {
+    "max_tokens": 7, "temperature": 1.4, "top_k": 80, "top_p": 0.9, "min_p": 0.01, "seed": 5,
+    "repetition_penalty": 1.2, "stop": ["zz", "e"], "chunk": 2, "max_context": 30, "cache": "ring",
+}  # fmt: skip
+
+
+def flags(options: dict[str, Any]) -> list[str]:
+    return [
+        text
+        for name, value in options.items()
+        for one in (value if isinstance(value, list) else [value])
+        for text in (f"--{name.replace('_', '-')}", str(one))
+    ]
+
+
+def test_every_option_does_what_its_argument_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each alone, and all together."""
+    for options in (*({name: value} for name, value in OPTIONS.items()), OPTIONS):
+        given = {"max_tokens": 7, **options}
+        if options == {"cache": "ring"}:
+            given["max_context"] = 30
+        assert run(["generate", PROMPT, "--json", *flags(given)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        right = model().generate(PROMPT, **given)
+        assert found["text"] == "".join(right)
+        assert (found["finished"], found["cache"]) == (
+            right.finished,
+            given.get("cache", "growing"),
+        )
+
+
+def test_several_prompts_are_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [PROMPT, "the", "blue forest of a creature"]
+    texts = [continued_of(prompt, max_tokens=4) for prompt in prompts]
+    assert run(["generate", *prompts, "--max-tokens", "4"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "\n---\n".join(a + b for a, b in zip(prompts, texts, strict=True)) + "\n"
+    assert captured.err.startswith("12 tokens, ")
+    assert run(["generate", *prompts, "--max-tokens", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["text"] for row in found["rows"]] == texts
+    assert [row["prompt"] for row in found["rows"]] == prompts
+    assert found["tokens"] == 12
+    assert run(["generate", *prompts, "--max-tokens", "0"]) == 0
+    assert capsys.readouterr().out == "\n---\n".join(prompts) + "\n"
+
+
+def test_a_prompt_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT, "utf-8")
+    assert run(["generate", "--prompt-file", str(file), "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out == PROMPT + continued(max_tokens=3) + "\n"
+    file.write_bytes(b"\xff\xfe")
+    for given in (str(file), str(tmp_path / "none.txt")):
+        assert run(["generate", "--prompt-file", given]) == 2
+        assert "Invalid value for --prompt-file" in capsys.readouterr().err
+
+
+def test_beams(capsys: pytest.CaptureFixture[str]) -> None:
+    found = model().beam(PROMPT, beams=3, max_tokens=4, length_penalty=0.5)
+    given = ["generate", PROMPT, "--beams", "3", "--max-tokens", "4", "--length-penalty", "0.5"]
+    assert run(given) == 0
+    captured = capsys.readouterr()
+    assert captured.out == PROMPT + found[0].text + "\n"
+    assert captured.err.startswith(f"{len(found[0].ids)} tokens, score {found[0].score:.3f}, ")
+    assert run([*given, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [beam["text"] for beam in told["beams"]] == [x.text for x in found]
+    assert (told["text"], told["score"]) == (found[0].text, found[0].score)
+    assert told["cache_bytes"] > 0
 
 
 def test_seeds_differ_and_repeat(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +155,24 @@ def test_no_new_tokens_is_the_prompt(capsys: pytest.CaptureFixture[str]) -> None
         ([PROMPT, "--temperature", "-1"], "Invalid value for '--temperature'"),
         ([PROMPT, "--temperature", "nan"], "Invalid value for '--temperature'"),
         ([PROMPT, "--max-tokens", "-1"], "Invalid value for '--max-tokens'"),
+        ([PROMPT, "--top-p", "1.5"], "Invalid value for '--top-p'"),
+        ([PROMPT, "--top-p", "0"], "Invalid value for --top-p: top_p is 0.0; it must be above 0"),
+        ([PROMPT, "--min-p", "-1"], "Invalid value for '--min-p'"),
+        ([PROMPT, "--repetition-penalty", "0"], "Invalid value for --repetition-penalty: "),
+        ([PROMPT, "--stop", ""], "Invalid value for --stop: a stop string is empty"),
+        ([PROMPT, "--beams", "0"], "Invalid value for '--beams'"),
+        ([PROMPT, "the", "--beams", "2"], "Invalid value for --beams: beams takes one prompt"),
+        ([PROMPT, "--beams", "2", "--temperature", "1"], "beam search takes no sampler"),
+        ([PROMPT, "--beams", "2", "--length-penalty", "inf"], "Invalid value for --length-penalty"),
+        ([PROMPT, "--chunk", "0"], "Invalid value for '--chunk'"),
+        ([PROMPT, "--max-context", "9"], "are more than max_context 9; ask for at most"),
+        ([PROMPT, "--cache", "rings"], "Invalid value for --cache: cache is 'rings'; it must be"),
+        ([PROMPT, "--cache", "ring"], "cache='ring' needs max_context"),
+        ([], "Invalid value for PROMPT: give a prompt, or --prompt-file"),
+        (
+            [PROMPT, "--prompt-file", "x"],
+            "Invalid value for PROMPT: give a prompt, or --prompt-file",
+        ),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,8 +72,6 @@ def test_it_writes_a_model_and_nothing_else(
 
 
 def test_the_command_is_written_out_and_can_be_run_again(text: Path, tmp_path: Path) -> None:
-    import shlex
-
     assert train(text, tmp_path / "a") == 0
     line, versions = (tmp_path / "a" / "command.txt").read_text().splitlines()
     words = shlex.split(line)
@@ -145,6 +145,20 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         (["--lr", "0"], "lr is 0.0; it must be positive and finite"),
         (["--vocab", "100"], "greater than or equal to 257"),
         (["--context", "100000"], "a row needs context"),
+        (["--clip", "0"], "clip is 0.0; it must be positive and finite"),
+        (["--weight-decay", "-1"], "weight_decay is -1.0; it must be 0 or more"),
+        (["--device", "cuba"], "device 'cuba' cannot be used: "),
+        (["--window", "4"], "--window is for a mechanism of the catalogue; name one"),
+        (["--attention", "gqua"], "no mechanism is named 'gqua'; did you mean 'gqa'"),
+        (["--attention", "luong"], "luong looks at a second sequence"),
+        (
+            ["--attention", "moba", "--set", "topk=1", "--position", "none"],
+            "moba does not take position 'none'",
+        ),
+        (
+            ["--attention", "gqa", "--set", "bass=3"],
+            "gqa has groups, head_dim, base; did you mean base?",
+        ),
         (["--nonsense"], "No such option"),
     ],
 )
@@ -154,6 +168,120 @@ def test_wrong_usage_is_2_and_writes_no_model(
     assert train(text, tmp_path / "out", *more) == 2
     assert message in shown(capsys)
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def configured(out: Path) -> dict[str, Any]:
+    """What the config.json of a run says of the model."""
+    found: dict[str, Any] = json.loads((out / "config.json").read_text())
+    return found
+
+
+def test_a_mechanism_of_the_catalogue_by_flags(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    flags = ["--attention", "gqa", "--position", "alibi", "--window", "6", "--set", "head_dim=8"]
+    assert train(text, out, *flags) == 0
+    said = configured(out)
+    assert (said["model_type"], said["attention"], said["position"], said["window"]) == (
+        "regard", "gqa", "alibi", 6,
+    )  # fmt: skip
+    assert said["attention_options"] == {"groups": 2, "head_dim": 8}
+    assert "model: regard" in capsys.readouterr().err
+    assert run(["generate", "Line 3", "--model", str(out), "--max-tokens", "2"]) == 0
+    line = (out / "command.txt").read_text().splitlines()[0]
+    assert "--attention gqa --position alibi --window 6 --set head_dim=8" in line
+    plain = tmp_path / "plain"
+    assert train(text, plain) == 0
+    assert (configured(plain)["model_type"], "--attention" in (plain / "command.txt").read_text()) == (
+        "llama", False,
+    )  # fmt: skip
+
+
+def test_what_the_loss_does_not_train_is_said(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = [
+        "--set",
+        "topk=4",
+        "--set",
+        "index_heads=2",
+        "--set",
+        "index_dim=4",
+        "--set",
+        "rotary_dim=4",
+    ]
+    assert train(text, tmp_path / "out", "--attention", "dsa", *sizes) == 0
+    assert (
+        "note: the loss has no gradient for layers.0.attention.select.q" in capsys.readouterr().err
+    )
+
+
+TOML = """
+[model]
+attention = "sliding_window"
+kv-heads = 1
+options = {window = 5, base = 500.0}
+tie = true
+[train]
+steps = 99
+weight_decay = 0.25
+[data]
+source = "%s"
+"""
+
+
+def test_a_file_of_options_under_the_flags(text: Path, tmp_path: Path) -> None:
+    file, out, again = tmp_path / "run.toml", tmp_path / "out", tmp_path / "again"
+    file.write_text(TOML % text)
+    at = SMALL.index("--kv-heads")
+    flags = [*SMALL[:at], *SMALL[at + 2 :], "--config", str(file), "--set", "window=7", "--no-tie"]
+    assert run(["train", "--out", str(out), *flags]) == 0
+    said = configured(out)
+    assert said["attention_options"] == {"base": 500.0, "window": 7, "groups": 1}
+    assert (said["num_hidden_layers"], said["tie_word_embeddings"]) == (2, False)
+    line = (out / "command.txt").read_text().splitlines()[0]
+    assert "--steps 12" in line
+    assert "--weight-decay 0.25" in line
+    assert "--config" not in line
+    words = shlex.split(line.replace(str(out), str(again)))
+    assert run(words[1:]) == 0
+    assert equal(out, again)
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "message"),
+    [
+        ("[model]\nheds = 3", [], "[model] has no heds; did you mean heads?"),
+        ("[model]\nlayers = 0", [], "layers is '0': "),
+        ("[train]\nsteps = 1.5", [], "steps is '1.5': "),
+        ("[train]\nbf16 = 3", [], "bf16 is '3'"),
+        ("[model]\nattention = 'mqa'", ["--kv-heads", "2"], "--kv-heads does not go with mqa"),
+        ("[model]\nattention = 'mqa'\noptions.bass = 3", [], "did you mean base?"),
+        ("[model", [], "is not TOML"),
+    ],
+)
+def test_a_file_that_is_refused(
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    more: list[str],
+    message: str,
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(content)
+    given = ["train", str(text), "--out", str(tmp_path / "out"), "--config", str(file), *more]
+    assert run(given) == (1 if "TOML" in message else 2)
+    assert message in shown(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_another_mechanism_stay_in_the_file(text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\nattention = 'chunked'\noptions.chunk = 4")
+    assert train(text, tmp_path / "out", "--config", str(file), "--attention", "retention") == 0
+    assert configured(tmp_path / "out")["attention_options"] == {"groups": 2}
 
 
 def test_a_folder_in_use_and_a_file_are_refused(
@@ -198,3 +326,15 @@ def test_help_shows_an_example_without_importing_torch() -> None:
     assert ran.returncode == 0, ran.stderr
     assert "regard train" in ran.stdout
     assert "Example" in ran.stdout
+    for panel in ("Model", "Steps", "Data", "Output and machine"):
+        assert f" {panel} " in ran.stdout
+    for flag in (
+        "--attention",
+        "--position",
+        "--window",
+        "--set",
+        "--clip",
+        "--weight-decay",
+        "--config",
+    ):
+        assert flag in ran.stdout

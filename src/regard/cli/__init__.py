@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "bench": "Time attention against what else is installed, outputs checked.",
     "describe": "List the mechanisms, or tell what one of them keeps and computes.",
     "explain": "Follow one token of a text through attention, number by number.",
     "generate": "Continue a prompt, streaming, and say what it cost.",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json as json_format
 import shutil
 import sys
@@ -47,7 +45,9 @@ def describe(
 
     The figures are of one layer at the given sizes; options that are not set are those of a small example.
     """
-    from regard.nn.variants import VARIANTS, build
+    from regard.nn.variants import VARIANTS
+    from regard.nn.variants.options import parse
+    from regard.nn.variants.registry import find
 
     if name is None:
         found = {
@@ -57,10 +57,8 @@ def describe(
         typer.echo(json_format.dumps(found) if json else _list(found))
         return
     try:
-        if name not in VARIANTS:
-            build(name, dim, heads)  # refuses, with the near name
-        entry = VARIANTS[name]
-        options = {**entry.sizes, **_parse(option or [], entry)}
+        entry = find(name)
+        options = {**entry.sizes, **parse(option or [], entry)}
         told = _describe(entry, dim, heads, options, context)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
@@ -82,23 +80,6 @@ def _list(found: dict[str, dict[str, str]]) -> str:
         )  # fmt: skip
         families.setdefault(about["family"], []).append(line)
     return "\n\n".join("\n".join([family, *lines]) for family, lines in families.items())
-
-
-def _parse(settings: list[str], entry: Variant) -> dict[str, Any]:
-    """name=value pairs; a value is a Python literal, or a string."""
-    known = list(inspect.signature(entry.build).parameters)[2:]
-    options = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals or name not in known:
-            raise ArgumentError(
-                f"--set {setting}: give name=value; {entry.name} has {', '.join(known) or 'no options'}"
-            )
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
-    return options
 
 
 def _describe(

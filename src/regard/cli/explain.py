@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regard.cli._model import AllowMissing, Dtype, Finite, Source, load
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.inspect import Choice, Explanation
-    from regard.models import Model
+    from regard.models.model import Model
 
 EPILOG = 'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query creature'
 
@@ -36,9 +37,6 @@ Query = Annotated[
     typer.Option(
         help="The query token: its index (-1 is the last), or a word of the text: its last token."
     ),
-]
-Source = Annotated[
-    str, typer.Option(help='"tiny", which comes with the package, or a model folder.')
 ]
 Html = Annotated[
     Path | None,
@@ -65,6 +63,9 @@ def explain(
     json: Json = False,
     list_heads: List = False,
     color: Color = None,
+    dtype: Dtype = None,
+    allow_missing: AllowMissing = None,
+    finite: Finite = False,
 ) -> None:
     """Follow one query token through one attention head, number by number: embedding, q, k, v, scores, softmax, output.
 
@@ -77,9 +78,9 @@ def explain(
             check_target(html)
     except FileError as error:
         raise typer.BadParameter(str(error), param_hint="--html") from error
-    import regard
+    from regard.models.model import Model
 
-    loaded = regard.load(model)
+    loaded = load(model, dtype, allow_missing, finite, Model)
     try:
         i, choice = _choose(loaded, text, layer, head, query)
         if list_heads:

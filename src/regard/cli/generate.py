@@ -1,76 +1,170 @@
-"""`regard generate`: continue a prompt."""
+"""`regard generate`: continue one prompt, or several at once."""
 
 from __future__ import annotations
 
 import json as json_format
+import re
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from regard.cli import _told
+from regard.cli._model import AllowMissing, Dtype, Finite, Source, load
 from regard.errors import ArgumentError
 
 EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1'
 
-Prompt = Annotated[str, typer.Argument(help="The text to continue; not empty.")]
-Source = Annotated[
-    str, typer.Option(help='"tiny", which comes with the package, or a model folder.')
+CHOICE, SEARCH, CONTEXT = "How a token is chosen", "Beam search", "What the model keeps"
+
+Prompts = Annotated[
+    list[str] | None, typer.Argument(help="Texts to continue, as one batch; not empty.", metavar="PROMPT")
+]  # fmt: skip
+PromptFile = Annotated[
+    Path | None, typer.Option(help="A text file to continue, whole; - is standard input.")
 ]
 MaxTokens = Annotated[int, typer.Option(help="Stop after as many new tokens.", min=0)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="End the text in front of this string; may be repeated. A line break is $'\\n' in most shells."
+    ),
+]
 Temperature = Annotated[
-    float, typer.Option(help="0 takes the likeliest token; larger is more random.", min=0)
+    float,
+    typer.Option(
+        help="0 takes the likeliest token; larger is more random.", min=0, rich_help_panel=CHOICE
+    ),
 ]
 TopK = Annotated[
     int | None,
-    typer.Option(help="Sample from the k likeliest tokens only.", min=1, show_default="all"),
+    typer.Option(
+        help="Sample from the k likeliest tokens only.", min=1, show_default="all", rich_help_panel=CHOICE
+    ),
+]  # fmt: skip
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the likeliest tokens whose sum first reaches p.",
+        min=0, max=1, show_default="all", rich_help_panel=CHOICE,
+    ),
+]  # fmt: skip
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from tokens of at least p times the probability of the likeliest.",
+        min=0, max=1, show_default="all", rich_help_panel=CHOICE,
+    ),
+]  # fmt: skip
+Penalty = Annotated[
+    float,
+    typer.Option(
+        help="Above 1 discourages tokens that stand in the text already.", min=0, rich_help_panel=CHOICE
+    ),
+]  # fmt: skip
+Seed = Annotated[
+    int, typer.Option(help="Of the first prompt; the next have the next.", rich_help_panel=CHOICE)
 ]
-Seed = Annotated[int, typer.Option(help="Of the sampling.")]
+Beams = Annotated[
+    int | None,
+    typer.Option(help="Search for the likeliest whole text, with so many beams.", min=1, show_default="off", rich_help_panel=SEARCH),
+]  # fmt: skip
+LengthPenalty = Annotated[
+    float,
+    typer.Option(help="Above 0 favours long texts: sum of log p / n^penalty.", rich_help_panel=SEARCH),
+]  # fmt: skip
+Chunk = Annotated[
+    int, typer.Option(help="Read the prompt in pieces of so many tokens.", min=1, rich_help_panel=CONTEXT)
+]  # fmt: skip
+MaxContext = Annotated[
+    int | None,
+    typer.Option(help="The most tokens, prompt included.", min=1, show_default="no bound", rich_help_panel=CONTEXT),
+]  # fmt: skip
+CacheKind = Annotated[
+    str | None,
+    typer.Option(
+        help="growing, fixed, paged, quantised (refuse more than --max-context), ring or streaming (forget).",
+        show_default="growing", rich_help_panel=CONTEXT,
+    ),
+]  # fmt: skip
 Stream = Annotated[bool, typer.Option(help="Print each word as soon as it is known.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the text and the figures as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the texts and the figures as JSON.")]
 
 
 def generate(
-    prompt: Prompt,
+    prompts: Prompts = None,
+    prompt_file: PromptFile = None,
     model: Source = "tiny",
     max_tokens: MaxTokens = 64,
+    stop: Stop = None,
     temperature: Temperature = 0.0,
     top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = 1.0,
     seed: Seed = 0,
+    beams: Beams = None,
+    length_penalty: LengthPenalty = 1.0,
+    chunk: Chunk = 512,
+    max_context: MaxContext = None,
+    cache: CacheKind = None,
+    dtype: Dtype = None,
+    allow_missing: AllowMissing = None,
+    finite: Finite = False,
     stream: Stream = True,
     json: Json = False,
 ) -> None:
-    """Continue a prompt. Text goes to stdout; the speed and the size of the cache go to stderr."""
-    import regard
+    """Continue a prompt, or answer it (encoder-decoders). Text goes to stdout; speed and cache size go to stderr."""
+    from regard.models import Model
+    from regard.models.generation import Batch, Options, Room, Sampling
 
-    loaded = regard.load(model)
+    texts = _texts(prompts, prompt_file)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
     try:
-        going = loaded.generate(
-            prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed
-        )
+        options = Options(
+            max_tokens, tuple(stop or ()), chunk,
+            Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            Room(cache or "growing", max_context),
+        )  # fmt: skip
+        loaded = load(model, dtype, allow_missing, finite)
+        if not isinstance(loaded, Model):
+            _told.answer(loaded, texts, max_tokens, beams or 1, length_penalty, json)
+            return
+        if beams is None:
+            batch = Batch(loaded, texts, options)
+        else:
+            told = _told.search(loaded, texts, options, beams, length_penalty)
     except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
-    at_once = stream and not json
-    if at_once:
-        typer.echo(prompt, nl=False)
-    for piece in going:
-        if at_once:
-            typer.echo(piece, nl=False)
-            sys.stdout.flush()
-    figures: dict[str, Any] = {
-        "tokens": len(going.ids),
-        "seconds": round(going.seconds, 4),
-        "tokens_per_second": round(going.tokens_per_second, 2),
-        "cache_bytes": going.cache_bytes,
-    }
+        raise typer.BadParameter(str(error), param_hint=_option(str(error))) from error
+    if beams is None:
+        _told.tell(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
+        told = _told.figures(batch)
+    elif not json:
+        typer.echo(texts[0] + told["text"])
     if json:
-        told = {"prompt": prompt, "text": going.text, "ids": going.ids, **figures}
         typer.echo(json_format.dumps(told))
         return
-    typer.echo("" if at_once else prompt + going.text)
     sys.stdout.flush()  # before what follows on standard error
-    typer.echo(
-        f"{len(going.ids)} tokens, {going.tokens_per_second:.1f} tokens/s, cache {going.cache_bytes:,} bytes",
-        err=True,
-    )
+    _told.sum_up(told)
+
+
+def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
+    """The prompts, from the command line or from a file."""
+    if bool(prompts) == (file is not None):
+        raise typer.BadParameter("give a prompt, or --prompt-file", param_hint="PROMPT")
+    if file is None:
+        return prompts or []
+    try:
+        raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        return [raw.decode("utf-8")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file}: {error}", param_hint="--prompt-file") from error
+
+
+def _option(message: str) -> str | None:
+    """The option that an error speaks of first."""
+    names = "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|chunk|max_context|cache"
+    found = re.search(rf"\b({names})\b", message)
+    return None if found is None else f"--{found[1].replace('_', '-')}"

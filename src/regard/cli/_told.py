@@ -1,0 +1,117 @@
+"""What `regard generate` prints: texts as they come, and what they cost."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from regard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from regard.models import Batch, Model, Seq2Seq, TextEncoder
+
+
+def answer(
+    model: TextEncoder | Seq2Seq,
+    texts: list[str],
+    max_tokens: int,
+    beams: int,
+    length_penalty: float,
+    json: bool,
+) -> None:
+    """What an encoder-decoder makes of the texts: by beam search, or token by token where there is one beam."""
+    from regard.models import Seq2Seq
+
+    if not isinstance(model, Seq2Seq):
+        raise ArgumentError(
+            "the model is an encoder, which continues nothing; use regard.load(...).embed"
+        )
+    start = time.perf_counter()
+    said = model.generate(texts, max_tokens=max_tokens, beams=beams, length_penalty=length_penalty)
+    seconds = round(time.perf_counter() - start, 4)
+    if json:
+        rows = [{"prompt": a, "text": b} for a, b in zip(texts, said, strict=True)]
+        typer.echo(json_format.dumps({"rows": rows, "seconds": seconds, "beams": beams}))
+        return
+    typer.echo("\n---\n".join(said))
+    sys.stdout.flush()
+    typer.echo(f"{len(said)} texts in {seconds} s", err=True)
+
+
+def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
+    """Run to the end, printing words as they come, or each text when it and all before it are finished."""
+    if at_once:
+        typer.echo(batch.rows[0].prompt, nl=False)
+    shown = 0
+    for _, piece in batch:
+        if at_once:
+            typer.echo(piece, nl=False)
+            sys.stdout.flush()
+        elif not quiet:
+            shown = _finished(batch, shown)
+    if at_once:
+        typer.echo("")
+    elif not quiet:
+        _finished(batch, shown)
+
+
+def _finished(batch: Batch, shown: int) -> int:
+    """Print the texts from `shown` on that are finished, up to the first that is not; how many are printed now."""
+    for row in batch.rows[shown:]:
+        if row.finished is None:
+            break
+        if shown:
+            typer.echo("---")
+        typer.echo(row.prompt + row.text)
+        shown += 1
+    return shown
+
+
+def figures(batch: Batch) -> dict[str, Any]:
+    """One text and its figures, or several under "rows"."""
+    rows = [
+        {"prompt": row.prompt, "text": row.text, "ids": row.ids, "finished": row.finished}
+        for row in batch.rows
+    ]
+    return {
+        **(rows[0] if len(rows) == 1 else {"rows": rows}),
+        "tokens": sum(len(row.ids) for row in batch.rows),
+        "seconds": round(batch.seconds, 4),
+        "prefill_seconds": round(batch.prefill_seconds, 4),
+        "tokens_per_second": round(batch.tokens_per_second, 2),
+        "cache_bytes": batch.cache_bytes,
+        "cache": batch.cache,
+    }
+
+
+def search(
+    model: Model, texts: list[str], options: Any, beams: int, length_penalty: float
+) -> dict[str, Any]:
+    """The best text of a beam search and its figures; all of them under "beams"."""
+    from regard.models.generation import search as run
+
+    if len(texts) > 1:
+        raise ArgumentError(f"beams takes one prompt, and there are {len(texts)}")
+    done = run(model, texts[0], options, beams=beams, length_penalty=length_penalty)
+    best = done.found[0]
+    return {
+        "prompt": texts[0], "text": best.text, "ids": list(best.ids),
+        "finished": "end" if best.ended else "length", "score": best.score,
+        "beams": [found._asdict() for found in done.found],
+        "tokens": len(best.ids), "seconds": round(done.seconds, 4),
+        "tokens_per_second": round(len(best.ids) / done.seconds, 2),
+        "cache_bytes": done.cache_bytes, "cache": options.room.cache,
+    }  # fmt: skip
+
+
+def sum_up(told: dict[str, Any]) -> None:
+    score = f"score {told['score']:.3f}, " if "score" in told else ""
+    typer.echo(
+        f"{told['tokens']} tokens, {score}{told['tokens_per_second']:.1f} tokens/s, "
+        f"{told['cache']} cache {told['cache_bytes']:,} bytes",
+        err=True,
+    )

@@ -1,0 +1,231 @@
+"""`regard bench`: ours against what else is installed, checked for equal outputs and timed in turns, in one process."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from regard.bench.case import Case, Sizes
+    from regard.bench.ceilings import Ceilings
+    from regard.bench.result import Measured
+    from regard.bench.runner import Budget
+
+EPILOG = "For example: regard bench decode causal-prefill --size small --json -"
+
+Names = Annotated[
+    list[str] | None, typer.Argument(metavar="CASE", help="Cases.", show_default="all of them")
+]
+Size = Annotated[str, typer.Option(help="small, default or paper.")]
+Length = Annotated[
+    int | None, typer.Option(help="Tokens, in place of the size's.", min=1, show_default=False)
+]
+Batch = Annotated[
+    int | None, typer.Option(help="Batch rows, in place of the size's.", min=1, show_default=False)
+]
+Dtype = Annotated[
+    list[str] | None,
+    typer.Option(help="float32, bfloat16 or float16; repeatable.", show_default="the case's"),
+]
+Rounds = Annotated[int, typer.Option(help="Rounds; each times every peer once.", min=1)]
+Seconds = Annotated[float, typer.Option(help="Of rounds, for each case and dtype.", min=0.01)]
+Threads = Annotated[int | None, typer.Option(help="Threads.", min=1, show_default="torch's")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--peer", help="A peer beside ours; repeatable.", show_default="all that are there"
+    ),
+]
+List = Annotated[bool, typer.Option("--list", help="List cases, sizes and peers, and stop.")]
+Json = Annotated[
+    str | None, typer.Option(metavar="FILE|-", help="Write the figures as JSON; - is stdout.")
+]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the ratios.")]
+
+
+def bench(
+    names: Names = None,
+    size: Size = "default",
+    length: Length = None,
+    batch: Batch = None,
+    dtype: Dtype = None,
+    rounds: Rounds = 15,
+    seconds: Seconds = 30.0,
+    threads: Threads = None,
+    device: Device = "cpu",
+    peer: Only = None,
+    list_: List = False,
+    json: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Time attention against the implementations that are installed, each checked against fp64 before.
+
+    Medians, quartiles and ratios round by round; shares of the memory bandwidth and of the matrix products that the same
+    run measures. A wrong answer, a failure or a case that does not fit makes the exit code 1; a peer that is not
+    installed is listed with the reason.
+    """
+    from regard.bench import plot as drawing
+    from regard.bench.runner import Budget
+    from regard.bench.runner import threads as use
+
+    cases = _cases(names, peer)
+    if list_:
+        from regard.bench.table import listing
+
+        typer.echo(listing(cases))
+        return
+    where, dtypes = _device(device), _dtypes(dtype)
+    jobs = _jobs(cases, size, length, batch, dtypes)
+    _check_files(json, plot)
+    if plot is not None:
+        drawing.require()
+    with use(threads):
+        code = _run(jobs, where, Budget(rounds, seconds), json, plot)
+    raise typer.Exit(code)
+
+
+def _run(
+    jobs: list[tuple[Case, Sizes, torch.dtype]],
+    device: torch.device,
+    budget: Budget,
+    json: str | None,
+    plot: Path | None,
+) -> int:
+    """Measure, print, write; the exit code."""
+    from regard.bench import Ceilings, measure
+    from regard.bench.machine import machine
+    from regard.bench.result import as_json
+    from regard.bench.table import header, table
+
+    def echo(text: str) -> None:  # stdout is the JSON's alone where it goes there
+        typer.echo(text, err=json == "-")
+
+    about, interrupted, found = machine(device), False, []
+    ceilings = None
+    try:
+        _say("what the machine does at most")
+        ceilings = Ceilings.measure(dict.fromkeys(dtype for *_, dtype in jobs), device)
+        echo(header(about, ceilings))
+        for case, sizes, dtype in jobs:
+            found.append(
+                measure(case, sizes, dtype, device, budget=budget, ceilings=ceilings, say=_say)
+            )
+            echo("\n" + table(found[-1]))
+            if found[-1].interrupted:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        interrupted = True
+        if ceilings is None:
+            return 130
+    _write(as_json(about, ceilings, found, interrupted=interrupted), json)
+    if plot is not None and found:
+        _draw(found, plot, about, ceilings)
+    if interrupted:
+        return 130
+    return int(any(one.failed for one in found))
+
+
+def _write(figures: dict[str, Any], json: str | None) -> None:
+    text = json_format.dumps(figures, indent=1, allow_nan=False)
+    if json == "-":
+        typer.echo(text)
+    elif json is not None:
+        Path(json).write_text(text + "\n", "utf-8")
+
+
+def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
+    from regard.bench.plot import draw
+
+    where = f"{about['processor']}, {about['threads']} threads, torch {about['torch']}"
+    draw(found, path, f"{where}, reading {ceilings.read / 1e9:.1f} GB/s")
+
+
+def _say(line: str) -> None:
+    typer.echo(f"... {line}", err=True)
+
+
+def _cases(names: list[str] | None, peers: list[str] | None) -> list[Case]:
+    """The cases, with the peers that were asked for, or all."""
+    from dataclasses import replace
+
+    from regard.bench import CASES
+
+    for name in names or []:
+        _check(name, CASES, "cases", "CASE")
+    cases = [CASES[name] for name in dict.fromkeys(names or CASES)]
+    if not peers:
+        return cases
+    known = {one.name for case in cases for one in case.peers}
+    for name in peers:
+        _check(name, known, "peers of these cases", "--peer")
+    kept = []
+    for case in cases:
+        ours, *others = case.peers
+        kept.append(replace(case, peers=(ours, *(one for one in others if one.name in peers))))
+    return kept
+
+
+def _jobs(
+    cases: list[Case],
+    size: str,
+    length: int | None,
+    batch: int | None,
+    dtypes: tuple[torch.dtype, ...] | None,
+) -> list[tuple[Case, Sizes, torch.dtype]]:
+    from regard.bench.cases import SIZES
+
+    _check(size, SIZES, "sizes", "--size")
+    return [
+        (case, case.sizes[size].resized(length=length, batch=batch), dtype)
+        for case in cases
+        for dtype in dtypes or case.dtypes
+    ]
+
+
+def _dtypes(names: list[str] | None) -> tuple[torch.dtype, ...] | None:
+    import torch
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    for name in names or []:
+        _check(name, known, "dtypes", "--dtype")
+    return tuple(known[name] for name in dict.fromkeys(names)) if names else None
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    _check(name, ("cpu", "cuda"), "devices", "--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch sees no CUDA device; use cpu", param_hint="--device")
+    return torch.device(name)
+
+
+def _check_files(json: str | None, plot: Path | None) -> None:
+    """Refuse what could not be written, before minutes are spent."""
+    if plot is not None and plot.suffix != ".svg":
+        raise typer.BadParameter(f"{plot} is no .svg file", param_hint="--plot")
+    for hint, name in (("--json", json), ("--plot", plot)):
+        if name in (None, "-"):
+            continue
+        folder = Path(str(name)).parent
+        if not folder.is_dir():
+            raise typer.BadParameter(f"there is no folder {folder}", param_hint=hint)
+
+
+def _check(name: str, known: Any, what: str, hint: str) -> None:
+    """Refuse a name that is not known."""
+    import difflib
+
+    if name in known:
+        return
+    close = difflib.get_close_matches(name, list(known), 1)
+    better = f"; did you mean {close[0]!r}?" if close else ""
+    raise typer.BadParameter(
+        f"{name!r} is none of the {what} {', '.join(known)}{better}", param_hint=hint
+    )

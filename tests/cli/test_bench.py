@@ -1,0 +1,190 @@
+"""`regard bench`: a whole run at small sizes, its JSON and its chart, the list, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regard.bench import CASES, Case, Ceilings, Peer, Way
+from regard.bench import plot as drawing
+from regard.bench.peers import ours
+from regard.bench.result import Measured, Row
+from regard.cli import main
+from regard.errors import RegardError
+from tests.bench.small import SMALL
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every size is small, the compiled peer is left out, and ceilings are quick."""
+    for name, case in list(CASES.items()):
+        peers = tuple(one for one in case.peers if one.name != "torch FlexAttention")
+        sizes = dict.fromkeys(case.sizes, SMALL[name])
+        monkeypatch.setitem(
+            CASES, name, Case(case.name, case.about, sizes, (torch.float32,), peers)
+        )
+    quick = Ceilings(4e10, {torch.float32: 2e11})
+    monkeypatch.setattr(Ceilings, "measure", lambda dtypes, device: quick)
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *arguments])
+    found = capsys.readouterr()
+    assert end.value.code == code, found.err
+    return found.out, found.err
+
+
+QUICK = ("--rounds", "2", "--seconds", "0.05")
+
+
+def test_all_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, chart = tmp_path / "found.json", tmp_path / "found.svg"
+    out, err = run(capsys, *QUICK, "--json", str(file), "--plot", str(chart))
+    assert "ceilings: reading 40.0 GB/s, float32 products 200 GFLOP/s" in out
+    told = json.loads(file.read_text("utf-8"))
+    assert [case["case"] for case in told["cases"]] == list(CASES)
+    for case in told["cases"]:
+        status = {row["peer"]: row["status"] for row in case["rows"]}
+        assert status["regard"] == "timed"
+        assert set(status.values()) <= {"timed", "missing", "unable"}
+        assert f"{case['case']}: " in out
+        assert f"... {case['case']}, " in err
+    assert told["machine"]["torch"] == torch.__version__
+    assert not told["interrupted"]
+    svg = chart.read_text("utf-8")
+    assert svg.lstrip().startswith("<?xml")
+    assert "mla-decode, float32" in svg
+    assert "transformers eager" in svg
+
+
+def test_the_same_results_give_the_same_chart(tmp_path: Path) -> None:
+    rows = [
+        Row("regard", "timed", seconds=0.01, ratio=1.0),
+        Row("x", "timed", seconds=0.1, ratio=10.0),
+    ]
+    found = Measured("demo", "", "B1", torch.float32, "cpu").with_rows([*rows, Row("y", "missing")])
+    for name in ("a.svg", "b.svg"):
+        drawing.draw([found], tmp_path / name, "A title")
+    first, second = ((tmp_path / name).read_text("utf-8") for name in ("a.svg", "b.svg"))
+    assert first == second
+    for words in ("A title", "demo, float32   regard", "10.00x, 100 ms"):
+        assert words in first
+    assert ">y<" not in first
+
+
+def test_json_on_stdout_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (
+        "decode",
+        "--dtype",
+        "float32",
+        "--dtype",
+        "bfloat16",
+        "--length",
+        "9",
+        "--batch",
+        "1",
+    )
+    out, err = run(capsys, *arguments, *QUICK, "--peer", "torch SDPA", "--json", "-")
+    told = json.loads(out)
+    assert [case["dtype"] for case in told["cases"]] == ["float32", "bfloat16"]
+    assert {case["sizes"] for case in told["cases"]} == {"B1 H4 G2 D8 S9 T1"}
+    assert [row["peer"] for row in told["cases"][0]["rows"]] == ["regard", "torch SDPA"]
+    assert "ceilings:" in err
+
+
+def test_the_list_names_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent: Peer[Any] = Peer("elsewhere", "Not here.", ours.attention, needs=("no_such_module",))
+    case = CASES["decode"]
+    with_absent = Case(case.name, case.about, case.sizes, case.dtypes, (*case.peers, absent))
+    monkeypatch.setitem(CASES, "decode", with_absent)
+    out, _ = run(capsys, "--list")
+    for name, one in CASES.items():
+        assert name in out
+        assert all(peer.name in out for peer in one.peers)
+    (line,) = [line for line in out.splitlines() if "elsewhere" in line]
+    assert "missing: no module no_such_module" in line
+    assert line.endswith("decode")
+
+
+def wrong(problem: Any) -> Way:
+    way = ours.attention(problem)
+    return Way(way.step, lambda found: {"out": -way.read(found)["out"]})
+
+
+def test_a_wrong_answer_is_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["decode"]
+    peers = (case.peers[0], Peer("wrong", "", wrong))
+    monkeypatch.setitem(CASES, "decode", Case(case.name, "", case.sizes, case.dtypes, peers))
+    out, _ = run(capsys, "decode", *QUICK, code=1)
+    assert "wrong: out is off by" in out
+
+
+def test_a_case_that_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "decode", *QUICK, "--length", str(1 << 40), code=1)
+    assert "refused: decode needs" in out
+
+
+def test_an_interrupt_prints_what_there_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(problem: Any) -> Way:
+        raise KeyboardInterrupt
+
+    case = CASES["alibi"]
+    peers = (Peer("regard", "", stopped),)
+    monkeypatch.setitem(CASES, "alibi", Case(case.name, "", case.sizes, case.dtypes, peers))
+    out, _ = run(capsys, "decode", "alibi", *QUICK, "--peer", "regard", "--json", "-", code=130)
+    told = json.loads(out)
+    assert told["interrupted"]
+    assert [one["case"] for one in told["cases"]] == ["decode"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("decoding",), "did you mean 'decode'?"),
+        (("--size", "smal"), "did you mean 'small'?"),
+        (("--dtype", "fp8"), "'fp8' is none of the dtypes float32, bfloat16, float16"),
+        (("--peer", "torch SDP"), "did you mean 'torch SDPA'?"),
+        (("--device", "tpu"), "'tpu' is none of the devices cpu, cuda"),
+        (("--rounds", "0"), "--rounds"),
+        (("--length", "0"), "--length"),
+        (("--threads", "0"), "--threads"),
+        (("--plot", "chart.png"), "chart.png is no .svg file"),
+        (("--plot", "no/folder/chart.svg"), "there is no folder no/folder"),
+        (("--json", "no/folder/found.json"), "there is no folder no/folder"),
+    ],
+)
+def test_wrong_usage(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in run(capsys, *arguments, code=2)[1]
+
+
+def test_no_gpu_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no CUDA device" in run(capsys, "--device", "cuda", code=2)[1]
+
+
+def test_a_chart_needs_matplotlib_and_something_to_draw(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    empty = Measured("demo", "", "B1", torch.float32, "cpu")
+    with pytest.raises(RegardError, match="nothing was timed"):
+        drawing.draw([empty], tmp_path / "x.svg", "nothing")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RegardError, match=r"pip install 'regard\[plot\]'"):
+        drawing.require()

@@ -1,0 +1,108 @@
+"""The options with which commands load a model, and models that are no decoders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from regard.cli.app import run
+from regard.models.families import bert, t5
+from regard.models.save import save
+from tests.models import small
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return small.write(tmp_path, small.model())
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def change(folder: Path, **tensors: Any) -> None:
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    for name, value in tensors.items():
+        name = name.replace("__", ".")
+        held = {n: t for n, t in held.items() if n != name}
+        if value is not None:
+            held[name] = value
+    path.unlink()
+    save_file(held, path)
+
+
+def generate(folder: Path, *options: str) -> tuple[str, ...]:
+    return ("generate", "the key", "--model", str(folder), "--max-tokens", "3", *options)
+
+
+def test_weights_that_are_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(folder, model__norm__weight=None)
+    code, _, err = command(capsys, *generate(folder))
+    assert code == 1
+    assert "1 missing ['model.norm.weight']" in err
+    assert "--allow-missing PATTERN" in err
+    code, out, err = command(capsys, *generate(folder, "--allow-missing", "*norm*"))
+    assert code == 0
+    assert out.startswith("the key")
+    assert "1 weights are random, not trained: model.norm.weight" in err
+
+
+def test_weights_that_are_not_finite(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(folder, model__norm__weight=torch.full((24,), float("inf")))
+    code, _, err = command(capsys, *generate(folder, "--finite"))
+    assert code == 1
+    assert "'model.norm.weight' holds 0 NaN and 24 infinite values" in err
+
+
+def test_the_dtype(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {}
+    for dtype in ("float32", "float16"):
+        code, out, _ = command(capsys, *generate(folder, "--dtype", dtype, "--json"))
+        assert code == 0
+        figures[dtype] = json.loads(out)["cache_bytes"]
+    assert figures["float32"] == 2 * figures["float16"]
+    code, _, err = command(capsys, *generate(folder, "--dtype", "int8"))
+    assert code == 2
+    assert "'int8' is not float32, float16, bfloat16, float64" in err
+    code, out, _ = command(
+        capsys, "explain", "the key", "--model", folder, "--dtype", "float64", "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["sizes"]["T"] == small.model().encode("the key").shape[1]
+
+
+def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = t5.Config(300, 8, 4, 16, 2, 2)
+    network = t5.build(config)
+    small.randomise(network)
+    save(network, config, tmp_path)
+    small.model().tokenizer.save(tmp_path)
+    code, out, err = command(
+        capsys, "generate", "the key", "a value", "--model", tmp_path, "--max-tokens", "4",
+        "--beams", "2",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "\n---\n" in out
+    assert "2 texts in " in err
+    code, out, _ = command(
+        capsys, "generate", "the key", "--model", tmp_path, "--max-tokens", "4", "--json"
+    )
+    assert code == 0
+    assert json.loads(out)["rows"][0]["prompt"] == "the key"
+
+
+def test_an_encoder_continues_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = bert.Config(300, 8, 1, 2, 16, 32)
+    save(bert.build(config), config, tmp_path)
+    small.model().tokenizer.save(tmp_path)
+    code, _, err = command(capsys, "generate", "the key", "--model", tmp_path)
+    assert code == 2
+    assert "the model is an encoder, which continues nothing" in err.replace("\n", " ")
