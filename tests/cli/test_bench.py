@@ -45,6 +45,7 @@ QUICK = ("--rounds", "2", "--seconds", "0.05")
 
 
 def test_all_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a chart needs the plot extra")
     file, chart = tmp_path / "found.json", tmp_path / "found.svg"
     out, err = run(capsys, *QUICK, "--json", str(file), "--plot", str(chart))
     assert "ceilings: reading 40.0 GB/s, float32 products 200 GFLOP/s" in out
@@ -65,6 +66,7 @@ def test_all_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_the_same_results_give_the_same_chart(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a chart needs the plot extra")
     rows = [
         Row("regard", "timed", seconds=0.01, ratio=1.0),
         Row("x", "timed", seconds=0.1, ratio=10.0),
@@ -182,6 +184,7 @@ def test_no_gpu_is_wrong_usage(
 def test_a_chart_needs_matplotlib_and_something_to_draw(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    pytest.importorskip("matplotlib", reason="a chart needs the plot extra")
     empty = Measured("demo", "", "B1", torch.float32, "cpu")
     with pytest.raises(RegardError, match="nothing was timed"):
         drawing.draw([empty], tmp_path / "x.svg", "nothing")

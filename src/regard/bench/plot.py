@@ -20,7 +20,8 @@ def require() -> None:
     Raises:
         RegardError: there is none.
 
-    >>> require()
+    >>> if importlib.util.find_spec("matplotlib"):
+    ...     require()
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise RegardError("--plot needs matplotlib: pip install 'regard[plot]'")

@@ -5,7 +5,17 @@ from __future__ import annotations
 from regard.train.tasks import TASKS
 
 UNITS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-TEENS = ["eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
+TEENS = [
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
 TENS = ["ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 DIGITS = "一二三四五六七八九"
 WORDS = {
