@@ -83,7 +83,7 @@ def load(
         source: `"tiny"`, a Llama-shaped decoder that comes with the package; or a folder.
         kind: one of these three, for who can use no other; None is what the folder holds.
         dtype: of the weights, and so of the computation; None is the one that config.json names, else that of the stored
-            weights. On a CPU, float16 decodes fastest (LOG.md), and bfloat16 slowest.
+            weights. On a CPU, float16 decodes fastest, and bfloat16 reads prompts fastest (LOG.md).
         allow_missing: patterns (`*`, `?`) of stored names that may be absent; such weights are fresh, not trained.
         finite: whether to refuse weights that are NaN or infinite; it takes about as long again as reading them.
 

@@ -18,8 +18,8 @@ def linear(
 ) -> Float[Tensor, "*L N"]:
     """y = W x + b.
 
-    Torch's CPU product of fp16 matrices reads memory at full speed for a few rows, and is some six times slower than
-    fp32 for many (LOG.md). So from `FEW` rows on the weight is converted to fp32 block by block, and the result is rounded
+    Torch's CPU product of an fp16 matrix with a few rows reads memory nearly at full speed; with many rows it is three times
+    slower than in fp32 (LOG.md). So from `FEW` rows on the weight is converted to fp32 block by block, and the result is rounded
     once.
 
     >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype

@@ -61,6 +61,15 @@ def rows(*ours: str) -> Rule:
     )
 
 
+def both(theirs: str, ours: str) -> dict[str, str]:
+    """The lines of a table for a module's weight and bias.
+
+    >>> both("ln_f", "norm")
+    {'ln_f.weight': 'norm.weight', 'ln_f.bias': 'norm.bias'}
+    """
+    return {f"{theirs}.{end}": f"{ours}.{end}" for end in ("weight", "bias")}
+
+
 @dataclass(frozen=True)
 class Binding:
     """One line of a table with its numbers filled in: the parameters that a stored tensor holds."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from regard.models.assembly.activations import activation
 from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.models.checkpoint.names import both
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, Embed, FeedForward, PostNorm
 from regard.nn.linear import Linear
@@ -105,30 +106,25 @@ def _chain(**steps: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(steps))
 
 
-def _both(theirs: str, ours: str) -> dict[str, str]:
-    """A module's weight and bias."""
-    return {f"{theirs}.{end}": f"{ours}.{end}" for end in ("weight", "bias")}
-
-
 LAYER, OURS = "bert.encoder.layer.{}.", "encoder.layers.{}."
 NAMES = {
     "bert.embeddings.word_embeddings.weight": "encoder.embed.embedding.weight",
     "bert.embeddings.position_embeddings.weight": "encoder.embed.positional.weight",
     "bert.embeddings.token_type_embeddings.weight": "encoder.embed.segments.weight",
-    **_both("bert.embeddings.LayerNorm", "encoder.embed.norm"),
-    **_both(LAYER + "attention.self.query", OURS + "attention.project.q.linear"),
-    **_both(LAYER + "attention.self.key", OURS + "attention.project.k.linear"),
-    **_both(LAYER + "attention.self.value", OURS + "attention.project.v.linear"),
-    **_both(LAYER + "attention.output.dense", OURS + "attention.output"),
-    **_both(LAYER + "attention.output.LayerNorm", OURS + "around_attention.norm"),
-    **_both(LAYER + "intermediate.dense", OURS + "feed_forward.up"),
-    **_both(LAYER + "output.dense", OURS + "feed_forward.down"),
-    **_both(LAYER + "output.LayerNorm", OURS + "around_feed_forward.norm"),
-    **_both("bert.pooler.dense", "pooler.dense"),
-    **_both("cls.predictions.transform.dense", "head.dense"),
-    **_both("cls.predictions.transform.LayerNorm", "head.norm"),
+    **both("bert.embeddings.LayerNorm", "encoder.embed.norm"),
+    **both(LAYER + "attention.self.query", OURS + "attention.project.q.linear"),
+    **both(LAYER + "attention.self.key", OURS + "attention.project.k.linear"),
+    **both(LAYER + "attention.self.value", OURS + "attention.project.v.linear"),
+    **both(LAYER + "attention.output.dense", OURS + "attention.output"),
+    **both(LAYER + "attention.output.LayerNorm", OURS + "around_attention.norm"),
+    **both(LAYER + "intermediate.dense", OURS + "feed_forward.up"),
+    **both(LAYER + "output.dense", OURS + "feed_forward.down"),
+    **both(LAYER + "output.LayerNorm", OURS + "around_feed_forward.norm"),
+    **both("bert.pooler.dense", "pooler.dense"),
+    **both("cls.predictions.transform.dense", "head.dense"),
+    **both("cls.predictions.transform.LayerNorm", "head.norm"),
     "cls.predictions.bias": "head.words.bias",
-    **_both("cls.predictions.decoder", "head.words"),
+    **both("cls.predictions.decoder", "head.words"),
 }
 """Checkpoint name -> name here; {} is the layer."""
 

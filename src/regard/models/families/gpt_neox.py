@@ -19,6 +19,7 @@ from regard.models.assembly.init import ready_for_training
 from regard.models.assembly.spellings import respelled
 from regard.models.assembly.vocabulary import embedding_and_head
 from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, ParallelBlock, PreNorm
 from regard.nn.linear import Linear
@@ -113,9 +114,9 @@ NAMES = {
     "gpt_neox.final_layer_norm.bias": "norm.bias",
     "embed_out.weight": "head.weight",
 } | {
-    f"{LAYER}{theirs}.{end}": f"{OURS}{ours}.{end}"
+    name: parameter
     for theirs, ours in PARTS.items()
-    for end in ("weight", "bias")
+    for name, parameter in both(LAYER + theirs, OURS + ours).items()
 }
 """Checkpoint name -> name here; {} is the layer."""
 
