@@ -14,15 +14,13 @@ b, h and t are B, H and T, or 1.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from regard.ops.jit.pack import compiled, narrow, taken
 from regard.ops.jit.product import PANEL, STEP, add_product, product
 from regard.ops.jit.rows import NONE, ONE, ZERO, adjust, exact, hide, line, soften
 
-BUILT_UPON = "c81b9f5dd077b895"
+BUILT_UPON = "bfe904a6dce3674f"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 PANELS = 256 // PANEL
@@ -49,19 +47,19 @@ def _sees(ranges, bounds):
 
 
 @exact
-def _place(block, r):
+def place(block, r):
     """The head and the query of a row."""
     _, g, r0, _, n = block
     return g * n + (r0 + r) % n, (r0 + r) // n
 
 
 @exact
-def _reach(block, mask, hull):
+def reach(block, mask, hull):
     """Of each of the ranges, the least start and the largest stop of all rows: where a tile cannot be seen otherwise."""
     b, _, _, rows, _ = block
     hull[:, 0], hull[:, 1] = FAR, 0
     for r in range(rows):
-        h, t = _place(block, r)
+        h, t = place(block, r)
         lo, hi = line(mask[2], b, h, t), line(mask[3], b, h, t)
         for i in range(lo.shape[0]):
             if lo[i] < hi[i]:
@@ -69,7 +67,7 @@ def _reach(block, mask, hull):
 
 
 @exact
-def _meets(block, first, mask, hull):
+def meets(block, first, mask, hull):
     """Whether some panel of a tile can be seen."""
     bounds = mask[1][min(block[0], mask[1].shape[0] - 1)]
     for p in range(first, min(first + PANELS, bounds.shape[0])):
@@ -79,8 +77,8 @@ def _meets(block, first, mask, hull):
 
 
 @exact
-def _survey(block, first, mask, spans, hidden):
-    """What each group sees of the tile whose first panel is `first`: panels spans[group], and which of them in part.
+def survey(block, first, mask, spans, hidden):
+    """What each group sees of the tile whose first panel is `first`: panels spans[group], 1 of hidden[group] if in part, 2 if nothing.
 
     Returns whether any group sees any of it.
     """
@@ -93,13 +91,13 @@ def _survey(block, first, mask, spans, hidden):
         for p in range(panels):
             least, most, before = 2, 0, -1
             for r in range(group * STEP, min(rows, (group + 1) * STEP)):
-                h, t = _place(block, r)
+                h, t = place(block, r)
                 if t == before and starts.shape[1] == 1:
                     continue
                 before = t
                 state = _sees((line(starts, b, h, t), line(stops, b, h, t)), bound[first + p])
                 least, most = min(least, state), max(most, state)
-            hidden[group, p] = least != 2
+            hidden[group, p] = 2 if most == 0 else least != 2
             if most:
                 spans[group, 0], spans[group, 1] = min(spans[group, 0], p), p + 1
         any_at_all |= spans[group, 1] > 0
@@ -116,11 +114,11 @@ def _tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
     for panel in range(PANELS):
         at = k_at + (first + panel) * PANEL * depth
         for group in range(spans.shape[0]):
-            if spans[group, 0] <= panel < spans[group, 1]:
+            if hidden[group, panel] < 2:
                 r = group * STEP
                 product(q, r * depth, depth, k, at, depth, s, r * TILE + panel * PANEL, TILE)
     for r in range(rows):
-        group, (h, t) = r // STEP, _place(block, r)
+        group, (h, t) = r // STEP, place(block, r)
         start, stop = spans[group, 0], spans[group, 1]
         if start >= stop:
             continue
@@ -144,11 +142,11 @@ def _tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
 
 
 @exact
-def _fetch(queries, block, q, depth):
+def fetch(queries, block, q, depth):
     """The rows of a block, side by side, as the product reads them; rows and dims that are missing stay 0."""
     flat, b_step, h_step, t_step, tag, D = queries
     for r in range(block[3]):
-        h, t = _place(block, r)
+        h, t = place(block, r)
         start = block[0] * b_step + h * h_step + t * t_step
         row, numbers = q[r * depth : r * depth + D], flat[start : start + D]
         for d in range(D):
@@ -156,9 +154,10 @@ def _fetch(queries, block, q, depth):
 
 
 @exact
-def run_tasks(queries, packed, sizes, mask, extra, scratch, out, lse, first, stride):
-    """Blocks first, first + stride, ... of all rows and heads, the last queries first: out [B,H,T,E], lse [B,H,T].
+def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stride):
+    """Blocks first, first + stride, ... of all rows and heads, the last queries first.
 
+    results: out [B,H,T,E]; the largest score and the sum of exp(score - largest) of each row, [B,H,T].
     queries: (flat memory, steps of B, H and T, tag, D). packed: of `pack`, and the steps of a head and of a panel of
     values. sizes: B, H, G, T, E, rows of a block, D as it is packed. scratch: q, scores, weights, sums, lanes.
     """
@@ -168,33 +167,34 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, out, lse, first, str
     n, width, groups = H // G, acc.shape[0] // step, step // STEP
     blocks = (T * n + step - 1) // step
     top, total = np.empty(groups * STEP, np.float32), np.empty(groups * STEP, np.float32)
-    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, PANELS), np.bool_)
+    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, PANELS), np.int8)
     hull, sums = np.empty((mask[2].shape[3], 2), np.int64), (acc, width, top, total)
     for task in range(first, B * G * blocks, stride):
         number, pair = blocks - 1 - task // (B * G), task % (B * G)
         block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
         head = (depth, k, pair * k_head, v, pair * v_head, v_panel, queries[4])
-        _fetch(queries, block, q, depth)
-        _reach(block, mask, hull)
+        fetch(queries, block, q, depth)
+        reach(block, mask, hull)
         acc[:] = 0
         top[:] = NONE
         total[:] = 0
         for panel in range(0, mask[1].shape[1], PANELS):
-            if _meets(block, panel, mask, hull) and _survey(block, panel, mask, spans, hidden):
+            if meets(block, panel, mask, hull) and survey(block, panel, mask, spans, hidden):
                 _tile(block, panel, q, head, spans, hidden, (s, p, lanes), mask, extra, sums)
-        _finish(block, T, H, E, sums, queries[4], out, lse)
+        _finish(block, T, H, E, sums, queries[4], results)
 
 
 @compiled
-def _finish(block, T, H, E, sums, tag, out, lse):
-    """The rows of a block, divided by their totals; a row that saw nothing is 0 and -inf."""
+def _finish(block, T, H, E, sums, tag, results):
+    """The rows of a block, divided by their totals; a row that saw nothing is 0, and so is its total."""
     acc, width, top, total = sums
+    out, tops, totals = results
     for r in range(block[3]):
-        h, t = _place(block, r)
+        h, t = place(block, r)
         at = (block[0] * H + h) * T + t
         blind = total[r] == 0
         share = ZERO if blind else ONE / total[r]
-        lse[at] = NONE if blind else np.float64(top[r]) + math.log(np.float64(total[r]))
+        tops[at], totals[at] = ZERO if blind else top[r], total[r]
         row, sums_of_row = out[at * E : (at + 1) * E], acc[r * width : r * width + E]
         for e in range(E):
             row[e] = narrow(ZERO if blind else sums_of_row[e] * share, tag, out)

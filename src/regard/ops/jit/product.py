@@ -120,8 +120,7 @@ def _code(kind: _Kind, *, adds: bool) -> Callable[..., Any]:
             for r in range(STEP)
             for v in range(VECTORS)
         ]
-        zero = ir.Constant(_SUMS, [0.0] * LANES)
-        sums = [emit.load(spot, _SUMS) if adds else zero for spot in spots]
+        sums = [ir.Constant(_SUMS, [0.0] * LANES) for _ in spots]
         times = builder.lshr(k, _I64(1)) if kind.each == 2 else k
         with emit.loop(times, sums) as (i, so_far, after):
             across, along = builder.mul(i, _I64(PANEL * kind.each)), builder.mul(i, _I64(kind.each))
@@ -134,6 +133,8 @@ def _code(kind: _Kind, *, adds: bool) -> Callable[..., Any]:
                 for v in range(VECTORS):
                     after[r * VECTORS + v] = emit.add(so_far[r * VECTORS + v], x, ys[v])
         for spot, total in zip(spots, sums, strict=True):
+            if adds:  # at the end: sums of sums round less than one long chain
+                total = builder.fadd(emit.load(spot, _SUMS), total)
             builder.store(total, builder.bitcast(spot, ir.PointerType(_SUMS)), align=4)
         return context.get_dummy_value()
 

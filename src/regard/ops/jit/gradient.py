@@ -1,0 +1,195 @@
+"""The gradient of many queries, compiled: blocks and panels as in `prefill`, the weights computed again.
+
+    p = e^(s - m) / l        dp = dO v^T        ds = p (dp - shift) slope        shift = dO O - dlse
+    dv += p^T dO             dk += ds^T q       dq += ds k
+
+A block of rows meets one panel of keys after the other. Its weights [rows, PANEL] lie as the right factor of a product:
+dv^T = dO^T p and dk^T = q^T ds are summed transposed, so that only q and dO are turned, once a block, and never scores.
+A bfloat16 product wants neighbours along its sum together: of p and ds two rows in a word, and ds once more by rows.
+
+What the functions pass on, beside what `prefill` and `gradient_rows` name; slope is that of the softcap:
+    left: (q, q turned, dO, dO turned), [rows,dims] and [dims,rows]
+    factors: (p, its words, ds, its words, ds by rows, tag); without bfloat16 products these are the scores themselves
+    sums: (dq of the block, dk, where in it, dv, where in it)
+
+Source: Dao et al. 2022 (arXiv 2205.14135), algorithm 4; Dao 2023 (arXiv 2307.08691), section 3.1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from regard.ops.jit.bits import widen
+from regard.ops.jit.gradient_rows import in_rows, in_words, turn, weigh
+from regard.ops.jit.pack import compiled, narrow, pack_keys, pack_values
+from regard.ops.jit.prefill import PANELS, fetch, meets, place, reach, survey
+from regard.ops.jit.product import PANEL, STEP, add_product, product
+from regard.ops.jit.rows import ONE, ZERO, exact
+
+BUILT_UPON = "40134c8208b52a26"
+"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+
+RUN = 10 * STEP
+"""Rows that are summed in one go: sums of sums round less than one long chain, and so much of a panel stays in the first cache."""
+
+
+@compiled
+def pack(keys, values, sizes, packed, first, stride):
+    """Panels first, first + stride, ... of all rows and heads: keys and values [dims,PANEL], and keys [S,PANEL].
+
+    keys, values: (flat memory, steps of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers that stand together.
+    packed: keys by dims, values by dims, keys by tokens, flat, and zero where something is missing.
+    """
+    B, G, S, D, E, each = sizes
+    by_dims, values_by_dims, by_tokens = packed
+    heads, count = B * G, (S + PANEL - 1) // PANEL
+    k_size, v_size = by_dims.size // (heads * count), values_by_dims.size // (heads * count)
+    for task in range(first, heads * count, stride):
+        head, panel = task // count, task % count
+        tokens = (panel * PANEL, min(S, (panel + 1) * PANEL))
+        source = (keys[0], head // G * keys[1] + head % G * keys[2], keys[3], keys[4])
+        pack_keys(source, tokens, D, each, by_dims, task * k_size)
+        at = head * (by_tokens.size // heads)
+        pack_values(source, tokens, D, each, by_tokens, at, count * PANEL * PANEL)
+        source = (values[0], head // G * values[1] + head % G * values[2], values[3], values[4])
+        pack_keys(source, tokens, E, each, values_by_dims, task * v_size)
+
+
+@compiled
+def _dot(x, y, b, h, t):
+    """The product of two rows."""
+    i, j = b * x[1] + h * x[2] + t * x[3], b * y[1] + h * y[2] + t * y[3]
+    a, c, total = x[0][i : i + x[5]], y[0][j : j + x[5]], ZERO
+    for e in range(x[5]):
+        total += widen(a[e], x[4]) * widen(c[e], y[4])
+    return total
+
+
+@exact
+def _begin(block, given, T, H, saved, left, rows):
+    """What is kept of a block: its queries and their gradients, as they are and turned, and the numbers of its rows."""
+    (queries, changes, outs), (q, q_turned, d_out, d_out_turned) = given, left
+    top, share, shift = rows
+    step = top.size
+    width = d_out.size // step
+    fetch(queries, block, q, q.size // step)
+    fetch(changes, block, d_out, width)
+    for r in range(block[3]):
+        h, t = place(block, r)
+        at = (block[0] * H + h) * T + t
+        blind = saved[1][at] == 0
+        top[r] = saved[0][at]
+        share[r] = ZERO if blind else ONE / saved[1][at]
+        shift[r] = ZERO if blind else _dot(changes, outs, block[0], h, t) - saved[2][at]
+        if blind:  # nothing depends on it, whatever its gradient is
+            d_out[r * width : (r + 1) * width] = 0
+    turn(q, block[3], step, queries[5], q_turned)
+    turn(d_out, block[3], step, changes[5], d_out_turned)
+
+
+@compiled
+def _weigh_panel(block, where, seen, head, left, rows, scores, factors, mask, extra):
+    """The weights of a block in a panel, and their gradients: the first and one past the last group that see some of it."""
+    (panel, p), (_, hidden), (k, k_at, v, v_at) = where, seen, head
+    (q, _, d_out, _), (s, d, _), (weights, words, _, d_words, d_rows, tag) = left, scores, factors
+    depth, width = q.size // rows[0].size, d_out.size // rows[0].size
+    low, high = hidden.shape[0], 0
+    for group in range(hidden.shape[0]):
+        if hidden[group, p] < 2:
+            low, high = min(low, group), group + 1
+    for group in range(low, high):
+        r, at = group * STEP, group * STEP * PANEL
+        if hidden[group, p] < 2:
+            product(q, r * depth, depth, k, k_at, depth, s, at, PANEL)
+            product(d_out, r * width, width, v, v_at, width, d, at, PANEL)
+            weigh(block, panel, group, hidden[group, p], rows, scores, mask, extra)
+        else:
+            s[at : at + STEP * PANEL], d[at : at + STEP * PANEL] = ZERO, ZERO
+        if weights.itemsize < s.itemsize:  # else the factors are s and d
+            in_words(s, group, tag, weights, words)
+            in_words(d, group, tag, weights, d_words)
+            in_rows(d, group, tag, d_rows)
+    return low, high
+
+
+@compiled
+def _sum_panel(low, high, step, left, factors, keys, sums):
+    """Groups low to high - 1 of a block, to the gradients of a panel of keys and values, and of the queries."""
+    (_, q_turned, _, d_out_turned), (weights, _, slopes, _, d_rows, _) = left, factors
+    w, w_at, w_panel = keys
+    d_q, d_k, k_at, d_v, v_at = sums
+    first, last, width = low * STEP, high * STEP, d_q.size // step
+    for r in range(first, last, RUN):
+        n = min(RUN, last - r)
+        for e in range(0, d_out_turned.size // step, STEP):
+            x, to = e * step + r, v_at + e * PANEL
+            add_product(d_out_turned, x, step, weights, r * PANEL, n, d_v, to, PANEL)
+        for e in range(0, q_turned.size // step, STEP):
+            x, to = e * step + r, k_at + e * PANEL
+            add_product(q_turned, x, step, slopes, r * PANEL, n, d_k, to, PANEL)
+    for e in range(0, width, PANEL):
+        y = w_at + e // PANEL * w_panel
+        for r in range(first, last, STEP):
+            add_product(d_rows, r * PANEL, PANEL, w, y, PANEL, d_q, r * width + e, width)
+
+
+@compiled
+def _visit(block, where, seen, keys, kept, held, rules, sums):
+    """All rows of a block against one panel of keys: two products, weights, and three products more."""
+    (left, rows), (scores, factors), (mask, extra) = kept, held, rules
+    given = left, rows, scores, factors, mask, extra
+    low, high = _weigh_panel(block, where, seen, keys[:4], *given)
+    if low < high:
+        _sum_panel(low, high, rows[0].size, left, factors, keys[4:], sums)
+
+
+@exact
+def run_tasks(given, packed, sizes, mask, extra, saved, scratch, results, first, stride):
+    """Tasks first, first + stride, ...: all blocks of a row, a key/value head and a split, one after the other.
+
+    given: queries, the gradient of the output, and the output, each (flat memory, steps of B, H and T, tag, D). packed: of
+    `pack`. sizes: B, H, G, T, rows of a block, splits. saved: of each row m, l and the gradient of its lse. results: dq [B,H,T,D];
+    without the scale, dk, and dv [splits,B,G,panels,D,PANEL] in fp32, D and E rounded up to STEP.
+    """
+    B, H, G, T, step, splits = sizes
+    left, scores, factors, d_q = scratch
+    (k, v, w), (_, d_k, d_v), n = packed, results, H // G
+    heads, count, blocks = B * G, mask[1].shape[1], (T * n + step - 1) // step
+    panels, square = heads * count, PANEL * PANEL
+    k_size, v_size, w_size = k.size // panels, v.size // panels, w.size // heads
+    dk_size, dv_size = d_k.size // (splits * panels), d_v.size // (splits * panels)
+    rows = (np.empty(step, np.float32), np.empty(step, np.float32), np.empty(step, np.float32))
+    seen = (np.empty((step // STEP, 2), np.int64), np.empty((step // STEP, PANELS), np.int8))
+    hull = np.empty((mask[2].shape[3], 2), np.int64)
+    kept, held, rules = (left, rows), (scores, factors), (mask, extra)
+    for task in range(first, heads * splits, stride):
+        pair, split = task // splits, task % splits
+        for number in range(split, blocks, splits):
+            block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
+            _begin(block, given, T, H, saved, left, rows)
+            reach(block, mask, hull)
+            d_q[:] = 0
+            for tile in range(0, count, PANELS):
+                if not meets(block, tile, mask, hull) or not survey(block, tile, mask, *seen):
+                    continue
+                for panel in range(tile, min(tile + PANELS, count)):
+                    at = pair * count + panel
+                    w_at = pair * w_size + panel * square
+                    keys = (k, at * k_size, v, at * v_size, w, w_at, count * square)
+                    to = split * panels + at
+                    sums = (d_q, d_k, to * dk_size, d_v, to * dv_size)
+                    where = (panel, panel - tile)
+                    _visit(block, where, seen, keys, kept, held, rules, sums)
+            _finish(block, T, H, given[0], d_q, step, extra[0], results[0])
+
+
+@compiled
+def _finish(block, T, H, queries, d_q, step, scale, out):
+    """The sums of a block, to the gradient of the queries: scores are scaled products."""
+    D, width = queries[5], d_q.size // step
+    for r in range(block[3]):
+        h, t = place(block, r)
+        at = ((block[0] * H + h) * T + t) * D
+        row, sums = out[at : at + D], d_q[r * width : r * width + D]
+        for d in range(D):
+            row[d] = narrow(sums[d] * scale, queries[4], out)
