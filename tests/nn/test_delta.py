@@ -203,7 +203,7 @@ def test_copies_compile_and_names() -> None:
         out = module(x)
         assert set(module.state_dict()) == {name for name, _ in module.named_parameters()}
         twin = copy.deepcopy(module)
-        again = make(12, 4, **SIZES)
+        again = make(12, 4, **SIZES).requires_grad_(False)  # with a gradient other kernels run
         again.load_state_dict(module.state_dict())
         twin.output.weight.data.zero_()
         assert torch.equal(module(x), out)
@@ -214,7 +214,11 @@ def test_copies_compile_and_names() -> None:
     step = torch.compile(module, fullgraph=True, backend="eager")
     for i in range(4):
         token = x[:, i : i + 1]
-        assert float((step(token, None, cache) - module(token, None, plain)).abs().max()) < 1e-6
+        graph, usual = step(token, None, cache), module(token, None, plain)
+        bound = (
+            4 * torch.finfo(torch.float32).eps * usual.abs().max()
+        )  # other kernels, other roundings
+        assert (graph - usual).abs().max() <= bound
 
 
 def test_gated_delta_net_is_the_layer_of_qwen3_next_without_its_convolution() -> None:

@@ -7,6 +7,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from regard.caches.buffers import put
+from regard.pages import empty_like
 
 
 class Appended:
@@ -63,5 +64,5 @@ class Appended:
     def _empty(self, slots: int) -> Tensor:
         B, n, _, *rest = self._memory.shape
         if self._inner:
-            return self._memory.new_empty((B, n, rest[0], slots, *rest[1:])).transpose(2, 3)
-        return self._memory.new_empty((B, n, slots, *rest))
+            return empty_like(self._memory, (B, n, rest[0], slots, *rest[1:])).transpose(2, 3)
+        return empty_like(self._memory, (B, n, slots, *rest))

@@ -22,6 +22,7 @@ from regard.caches.base import (
 from regard.caches.buffers import put
 from regard.caches.growing import written
 from regard.errors import ArgumentError
+from regard.pages import empty_like
 from regard.span import Positions, Span, as_tensor, count, part
 
 
@@ -122,7 +123,7 @@ class Fixed(Cache):
         return count(self._positions)
 
     def _allocate(self, memory: Parts) -> Parts:
-        return tuple(m.new_empty((*m.shape[:2], self.capacity, m.shape[3])) for m in memory)
+        return tuple(empty_like(m, (*m.shape[:2], self.capacity, m.shape[3])) for m in memory)
 
     def _visible(self) -> Parts:
         n = len(self)

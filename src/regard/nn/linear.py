@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.ops.gemv import gemv, suits
+
 FEW = 16
 """Rows from which on fp16 matrices are multiplied in fp32 on a CPU."""
 BLOCK = 1 << 23
@@ -18,13 +20,15 @@ def linear(
 ) -> Float[Tensor, "*L N"]:
     """y = W x + b.
 
-    Torch's CPU product of an fp16 matrix with a few rows reads memory nearly at full speed; with many rows it is three times
-    slower than in fp32 (LOG.md). So from `FEW` rows on the weight is converted to fp32 block by block, and the result is rounded
-    once.
+    A few rows on a CPU are `regard.ops.gemv`, which reads weights at the memory's speed in every dtype. Torch's product of an
+    fp16 matrix with many rows is three times slower than in fp32 (LOG.md): from `FEW` rows on the weight is converted block by
+    block, and the result is rounded once.
 
     >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
     torch.float16
     """
+    if suits(x, weight, bias):
+        return gemv(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
         return F.linear(x, weight, bias)

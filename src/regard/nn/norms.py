@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.ops.norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -39,9 +40,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored: a norm may stand among the steps of a head."""
-        if x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         """The size and eps."""
@@ -71,9 +70,7 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight = 1 + self.weight.to(wide)
-        return F.rms_norm(x.to(wide), x.shape[-1:], weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, 1.0)
 
 
 class HeadNorm(nn.Module):

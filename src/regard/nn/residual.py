@@ -27,6 +27,10 @@ class Residual(nn.Module, ABC):
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.norm, self.dropout = norm, nn.Dropout(dropout)
 
+    def kept(self, x: Tensor) -> Tensor:
+        """What of the sublayer's output is added: all of it, but for dropout in training."""
+        return self.dropout(x) if self.training else x
+
     @abstractmethod
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
@@ -50,7 +54,7 @@ class PreNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + sublayer(norm(x))."""
-        return x + self.dropout(sublayer(self.norm(x)))
+        return x + self.kept(sublayer(self.norm(x)))
 
 
 class PostNorm(Residual):
@@ -67,7 +71,7 @@ class PostNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """norm(x + sublayer(x))."""
-        return self.norm(x + self.dropout(sublayer(x)))
+        return self.norm(x + self.kept(sublayer(x)))
 
 
 class NormedPath(Residual):
@@ -85,7 +89,7 @@ class NormedPath(Residual):
     ) -> Float[Tensor, "B T M"]:
         """norm(x) + sublayer(norm(x))."""
         normed = self.norm(x)
-        return normed + self.dropout(sublayer(normed))
+        return normed + self.kept(sublayer(normed))
 
 
 class OutputNorm(Residual):
@@ -102,7 +106,7 @@ class OutputNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + norm(sublayer(x))."""
-        return x + self.dropout(self.norm(sublayer(x)))
+        return x + self.kept(self.norm(sublayer(x)))
 
 
 class Sandwich(Residual):
@@ -129,4 +133,4 @@ class Sandwich(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + after(sublayer(norm(x)))."""
-        return x + self.dropout(self.after(sublayer(self.norm(x))))
+        return x + self.kept(self.after(sublayer(self.norm(x))))

@@ -78,7 +78,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     n = cos.shape[-1]
     if layout == "half":
         a, b = x[..., :n], x[..., n : 2 * n]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., 2 * n :]), dim=-1)
+        both = a * cos - b * sin, b * cos + a * sin
+        return torch.cat(both if 2 * n == x.shape[-1] else (*both, x[..., 2 * n :]), dim=-1)
     a, b = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
     turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     return torch.cat((turned, x[..., 2 * n :]), dim=-1)

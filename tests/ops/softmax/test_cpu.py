@@ -18,14 +18,14 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.ops.softmax import cpu
+from regard.ops.softmax import cpu, entry
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Span
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
 pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
-from regard.ops.jit import pool, tile
+from regard.ops.jit import pool, team, tile
 from regard.ops.jit.bits import exp
 
 KERNEL = cpu.Cpu()
@@ -145,10 +145,10 @@ def test_parts_and_threads_change_roundings_only(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "threads", lambda: workers)
-    monkeypatch.setattr(cpu, "PART", 1000)
+    monkeypatch.setattr(entry, "PART", 1000)
     q, k, v = inputs(64 * 70 + 5, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert cpu._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
+    assert entry._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
     check(call, f"{workers} workers")
 
 
@@ -157,9 +157,8 @@ def test_memory_is_read_where_it_lies() -> None:
     q, _, _ = inputs(1)
     buffer = torch.randn(2, 2, 500, 64)
     k, v = buffer[:, :, 100:300, :40], buffer[:, :, 100:300, 40:]
-    flat, *steps, _, S = cpu._memory(k, 200)
-    assert (steps, S) == ([2 * 500 * 64, 500 * 64, 64], 200)
-    assert flat.ctypes.data == k.data_ptr()
+    assert entry.near(k).data_ptr() == k.data_ptr()
+    assert entry.lines(k) == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
     call = make_call(q, k, v, wants_lse=True)
     check(call, "a view")
     turned = torch.randn(2, 2, 40, 200).transpose(2, 3)
@@ -187,7 +186,7 @@ def test_many_threads_of_python_at_once() -> None:
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.set_num_threads(1)
     pool.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
-    cpu.PART = 1000
+    entry.PART = 1000
     queue.put(regard.attend(q, k, v, backend="cpu").numpy())
 
 
@@ -195,7 +194,7 @@ def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "threads", lambda: 2)
-    monkeypatch.setattr(cpu, "PART", 1000)
+    monkeypatch.setattr(entry, "PART", 1000)
     q, k, v = inputs(3000, B=1)
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
@@ -205,6 +204,15 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(queue.get(timeout=60), here.numpy())
     child.join(60)
     assert child.exitcode == 0
+
+
+def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "threads", lambda: 3)
+    monkeypatch.setattr(entry, "PART", 1000)
+    q, k, v = inputs(3000, B=1)
+    with_team = regard.attend(q, k, v, backend="cpu")
+    monkeypatch.setattr(team, "_parallel", lambda: None)
+    assert torch.equal(regard.attend(q, k, v, backend="cpu"), with_team)
 
 
 def test_an_exception_of_a_part_is_raised() -> None:
@@ -260,7 +268,7 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     q, k, v = inputs(640, H=4, G=2)
     call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
     assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
-    assert tile.TILE == cpu._TILE
+    assert tile.TILE == entry.TILE
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 

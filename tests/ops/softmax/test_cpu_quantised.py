@@ -13,7 +13,7 @@ import regard
 from regard import biases, masks
 from regard.caches import Growing, Quantised, packed
 from regard.nn import Attention, Heads, Separate
-from regard.ops.softmax import cpu
+from regard.ops.softmax import cpu, entry
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.coded import older
 from regard.span import Positions, Span
@@ -23,7 +23,7 @@ from tests.rules import assert_close_rule
 pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
 import numpy as np
 
-from regard.ops.jit import pool, quantised, tile_quantised
+from regard.ops.jit import pool, quantised, tile_quantised, tile_words
 from regard.ops.jit.bits import BF16
 
 KERNEL = cpu.Cpu()
@@ -162,7 +162,7 @@ def test_scales(dtype: torch.dtype, scale: float) -> None:
     keys, values, _ = filled(cache, k, v)
     check(
         meant(cache),
-        make_call(query(2, dtype=dtype), keys, values, wants_lse=True),
+        make_call(query(8, dtype=dtype), keys, values, wants_lse=True),
         f"scale {scale}",
     )
 
@@ -207,7 +207,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     none = tuple(x[:, :, :0] for x in (k, v))
     (keys, values), _ = cache.update(none, Span(1500, 0))
     given = make_call(query(1, B=1, D=64), keys, values, wants_lse=True)
-    monkeypatch.setattr(cpu, "PART", 1000)
+    monkeypatch.setattr(entry, "PART", 1000)
     wide, out = meant(cache), []
     for workers in (3, 1):
         monkeypatch.setattr(pool, "threads", lambda n=workers: n)
@@ -290,14 +290,55 @@ def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
     x = wide[1][:, None] + code.reshape(n, columns) * wide[0][:, None]
     flat = [y.view(torch.uint16).numpy().ravel() for y in (scales, zeros)]
     memory = (codes.ravel(), codes.shape[1], (*flat, 3, BF16), columns, bits, n)
-    scratch = (np.empty(n, np.float32), np.empty(n, np.float32))
     out = np.full((rows, columns + 9), np.nan, np.float32)
+    scratch = scratch_of(rows, n, rounded=False)
     for times, fresh in ((1, True), (2, False)):
-        tile_quantised.sum_lines(rows, memory, (2, 1), w, scratch, (out, 5, fresh))
+        tile_quantised.sum_lines(rows, memory, (2, 1, 2), w, scratch, (out, 5, fresh))
         bound = 2e-6 * times * (np.abs(w) @ np.abs(x)).max()
         assert np.abs(out[:, 5:-4] - times * (w @ x)).max() < bound
     assert np.isnan(out[:, :5]).all()
     assert np.isnan(out[:, -4:]).all()
+
+
+def scratch_of(rows: int, n: int, *, rounded: bool) -> tuple[Any, ...]:
+    """What a call works in, full of NaN."""
+    lines = [np.full(shape, np.nan, np.float32) for shape in ((rows, n), (n,), (n,), (rows,))]
+    short = (np.zeros((rows, n), np.int16), np.full(rows, np.nan, np.float32))
+    return (*lines, short, rounded)
+
+
+@pytest.mark.skipif(not tile_words.THERE, reason="the processor has no AVX-512BW")
+@pytest.mark.parametrize("rows, columns, n", [(4, 32, 2), (4, 64, 128), (8, 96, 38)])
+@pytest.mark.parametrize("fresh", [True, False])
+def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) -> None:
+    """Weights are off by half of what a whole number of 16 bits is worth, and no more; one that is not finite shows."""
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 256, (n, columns + 3)).astype(np.uint8)
+    scales, zeros = (torch.randn(n).bfloat16() for _ in range(2))
+    scale, zero = (x.double().numpy() for x in (scales, zeros))
+    w = (rng.standard_normal((rows, n)) * np.logspace(-6, 0, n)).astype(np.float32)
+    x = zero[:, None] + codes[:, 2:-1] * scale[:, None]
+    flat = [y.view(torch.uint16).numpy() for y in (scales, zeros)]
+    memory = (codes.ravel(), codes.shape[1], (*flat, 1, BF16), columns, 8, n)
+    old = rng.standard_normal((rows, columns)).astype(np.float32)
+
+    def summed(w: Any) -> Any:
+        out = old.copy()
+        scratch = scratch_of(rows, n, rounded=True)
+        tile_quantised.sum_lines(rows, memory, (2, 0, 2), w, scratch, (out, 0, fresh))
+        return out
+
+    half = np.abs(w * scale).max(1) / 32767 / 2
+    bound = half[:, None] * np.abs(codes[:, 2:-1].astype(float) - 128).sum(0)
+    rounding = 2e-6 * (np.abs(w) @ np.abs(x) + np.abs(old))
+    error = np.abs(summed(w) - (w @ x + (0 if fresh else old)))
+    assert (error <= bound + rounding).all()
+    assert (error > rounding).any(), "it did round the weights"
+    w[1, n // 2] = np.nan
+    assert np.isnan(summed(w)[1]).all()
+    assert np.isfinite(summed(w)[[0, 2, 3]]).all()
+    w[1, n // 2] = np.inf
+    assert not np.isfinite(summed(w)[1]).any()
 
 
 def test_rows_begin_at_lines_of_the_cache() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from regard import pages
 from regard.errors import FileError
 from regard.models.checkpoint.advice import shown
 from regard.models.checkpoint.folder import Mark, fill, mark_of, opened
@@ -84,8 +85,8 @@ def _read(
 
 def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor | None) -> _Coming:
     try:
-        tensor = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-    except RuntimeError as e:
+        tensor = pages.empty(stored.shape, dtype=stored.dtype)
+    except (RuntimeError, MemoryError) as e:
         raise FileError(
             f"{stored.file}: {shown(stored.name)} needs {stored.bytes} bytes of memory, which are not to be had"
         ) from e

@@ -34,13 +34,23 @@ def widen(context: Any, x: Any, tag: Any) -> Any:
 
 
 @intrinsic
-def _as_float(context: Any, x: Any) -> Any:
+def float_of(context: Any, x: Any) -> Any:
     """The 32 bits of an int32, read as a float32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), code
+
+
+@intrinsic
+def bits_of(context: Any, x: Any) -> Any:
+    """The 32 bits of a float32, read as an int32."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), code
 
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = (
@@ -64,7 +74,7 @@ def exp(x: np.float32) -> np.float32:
     n = np.floor(y * _LOG2E + _HALF)
     r = y - n * _LN2_HIGH - n * _LN2_LOW
     p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-    e = (p * r * r + r + _ONE) * _as_float((np.int32(n) + np.int32(127)) << np.int32(23))
+    e = (p * r * r + r + _ONE) * float_of((np.int32(n) + np.int32(127)) << np.int32(23))
     if x >= _LEAST:
         return e
     return _ZERO if x < _LEAST else x

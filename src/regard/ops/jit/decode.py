@@ -20,9 +20,10 @@ import math
 import numpy as np
 from numba import njit
 
-from regard.ops.jit.tile import NONE, TILE, ZERO, mix_1, mix_4, scores_1, scores_4, soften
+from regard.ops.jit.tasks import done, take
+from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften
 
-BUILT_UPON = "a53994e8c0669837"
+BUILT_UPON = "a6ee2790d282d7f6"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
@@ -115,26 +116,6 @@ def adjust(s, b, g, rows, T, n, index, mask, extra):
 
 
 @exact
-def _score(q, rows, keys, index, n, s):
-    """All rows, by fours; a single one that is left by itself."""
-    fours = rows // 4 * 4 if rows % 4 < 2 else q.shape[0]
-    for r in range(0, fours, 4):
-        scores_4(q, r, keys, index, n, s)
-    if fours < rows:
-        scores_1(q, rows - 1, keys, index, n, s)
-
-
-@exact
-def _mix(s, rows, values, index, n, acc, full):
-    """All rows; one by one where not every row sees every key."""
-    fours = 0 if not full else rows // 4 * 4 if rows % 4 < 2 else acc.shape[0]
-    for r in range(0, fours, 4):
-        mix_4(s, r, values, index, n, acc)
-    for r in range(fours, rows):
-        mix_1(s, r, values, index, n, acc)
-
-
-@exact
 def finish(acc, top, total, out, lse):
     """Weighted sums of a task's rows become its part of the output [R,E], and its lse [R]."""
     for r in range(out.shape[0]):
@@ -144,55 +125,6 @@ def finish(acc, top, total, out, lse):
         )  # rounded once
         for e in range(out.shape[1]):
             out[r, e] = acc[r, e] / total[r] if some else ZERO
-
-
-@exact
-def run_tasks(queries, keys, values, mask, extra, out, lse, first, stride):
-    """Tasks first, first + stride, ... of the B G P of a call: out [B,G,P,R,E] and lse [B,G,P,R] are theirs to write.
-
-    queries: (q [B,G,R,D], scaled; T). keys, values: (flat memory, steps of B, G and the tokens, tag, tokens S).
-    """
-    q_all, T = queries
-    B, G, P, R, E = out.shape
-    padded = R if R % 4 < 2 else (R + 3) // 4 * 4
-    q, acc = np.zeros((padded, q_all.shape[3]), np.float32), np.empty((padded, E), np.float32)
-    top, total = np.empty(padded, np.float32), np.empty(padded, np.float32)
-    s, vis = np.zeros((padded, TILE), np.float32), np.empty((R, TILE), np.bool_)
-    index = np.empty(TILE, np.int64)
-    S = keys[5]
-    tiles = (S + TILE - 1) // TILE
-    share = (tiles + P - 1) // P
-    contiguous = mask[0].shape[1] == 0 and mask[4].shape[3] == 0
-    plain = extra[0] == 0 and extra[2].shape[0] == 0 and extra[3].shape[3] == 0
-    for task in range(first, B * G * P, stride):
-        b, g, p = task // (G * P), task // P % G, task % P
-        q[:R] = q_all[b, g]
-        acc[:] = 0
-        top[:] = NONE
-        total[:] = 0
-        head_k = (keys[0], b * keys[1] + g * keys[2], keys[3], keys[4])
-        head_v = (values[0], b * values[1] + g * values[2], values[3], values[4])
-        for number in range(p * share, min(tiles, (p + 1) * share)):
-            tile = (number * TILE, min(S, (number + 1) * TILE))
-            cover = covers(b, g, tile, R, T, mask) if contiguous else 1
-            n, full = tile[1] - tile[0], True
-            if cover == 2:
-                for c in range(n):
-                    index[c] = tile[0] + c
-            elif cover == 1:
-                n, full = _look(b, g, tile, R, T, mask, vis, index)
-            if cover == 0 or n == 0:
-                continue
-            _score(q, R, head_k, index, n, s)
-            if not plain:
-                adjust(s, b, g, R, T, n, index, mask, extra)
-            for r in range(R):
-                for c in range(0 if full else n):
-                    if not vis[r, c]:
-                        s[r, c] = NONE
-                soften(s, r, n, acc, top, total)
-            _mix(s, R, head_v, index, n, acc, full)
-        finish(acc, top, total, out[b, g, p], lse[b, g, p])
 
 
 @exact
@@ -224,3 +156,61 @@ def join(out, lse):
         for g in range(G):
             for r in range(R):
                 _join(out[b, g, :, r], lse[b, g, :, r])
+
+
+@exact
+def run_tasks(given, call, keys, values):
+    """Tasks of the B G P of a call, while there are any: out [B,G,P,R,E] and lse [B,G,P,R] are theirs to write.
+
+    call: (q [B,G,R,D], scaled; T; mask; extra; out; lse). keys, values: (flat memory, steps of B, G and the tokens, tag,
+    tokens S).
+    """
+    q_all, T, mask, extra, out, lse = call
+    B, G, P, R, E = out.shape
+    padded = R if R % 4 < 2 else (R + 3) // 4 * 4
+    q, acc = np.zeros((padded, q_all.shape[3]), np.float32), np.empty((padded, E), np.float32)
+    top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
+    s, vis = np.zeros((padded, TILE), np.float32), np.empty((R, TILE), np.bool_)
+    index = np.empty(TILE, np.int64)
+    S = keys[5]
+    tiles = (S + TILE - 1) // TILE
+    share = (tiles + P - 1) // P
+    contiguous = mask[0].shape[1] == 0 and mask[4].shape[3] == 0
+    plain = extra[0] == 0 and extra[2].shape[0] == 0 and extra[3].shape[3] == 0
+    while True:
+        task = take(given)
+        if task >= B * G * P:
+            break
+        b, g, p = task // (G * P), task // P % G, task % P
+        q[:R] = q_all[b, g]
+        acc[:] = 0
+        top[:] = NONE
+        total[:] = 0
+        head_k = (keys[0], b * keys[1] + g * keys[2], keys[3], keys[4])
+        head_v = (values[0], b * values[1] + g * values[2], values[3], values[4])
+        for number in range(p * share, min(tiles, (p + 1) * share)):
+            tile = (number * TILE, min(S, (number + 1) * TILE))
+            cover = covers(b, g, tile, R, T, mask) if contiguous else 1
+            n, full = tile[1] - tile[0], True
+            if cover == 2:
+                for c in range(n):
+                    index[c] = tile[0] + c
+            elif cover == 1:
+                n, full = _look(b, g, tile, R, T, mask, vis, index)
+            if cover == 0 or n == 0:
+                continue
+            score(q, R, head_k, index, n, s)
+            if not plain:
+                adjust(s, b, g, R, T, n, index, mask, extra)
+            for r in range(R):
+                for c in range(0 if full else n):
+                    if not vis[r, c]:
+                        s[r, c] = NONE
+                soften(s, r, n, acc, top, total)
+            if full:
+                mix(s, R, head_v, index, n, acc)
+            else:
+                mix_seen(s, R, head_v, index, n, acc)
+        finish(acc, top, total, out[b, g, p], lse[b, g, p])
+        if done(given) == B * G * P - 1 and P > 1:
+            join(out, lse)

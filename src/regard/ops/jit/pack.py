@@ -14,29 +14,19 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from regard.ops.jit.bits import widen
+from regard.ops.jit.bits import bits_of, widen
 from regard.ops.jit.product import PANEL
 
-BUILT_UPON = "984727413546b174"
+BUILT_UPON = "c13516c17917fde2"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})  # fmt: skip
 
 
-@intrinsic
-def _bits(context: Any, x: Any) -> Any:
-    """The 32 bits of a float32, read as an int32."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.int32(types.float32), code
-
-
 @njit(nogil=True, cache=True)
 def _bfloat(x):
     """A float32 as the 16 bits of a bfloat16, to nearest, ties to even; NaN stays NaN."""
-    u = _bits(x)
+    u = bits_of(x)
     rounded = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) >> np.int32(16)
     return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from regard.ops.jit.decode import adjust, covers, finish, see
+from regard.ops.jit.decode import adjust, covers, finish, join, see
+from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, soften
 from regard.ops.jit.tile_quantised import sum_lines
 
-BUILT_UPON = "e78def195231f775"
+BUILT_UPON = "861708edf5b7123c"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 LENGTH = 128
@@ -44,7 +45,8 @@ def _score(q, rows, keys, b, g, tile, s, scratch):
         n = j // group
         at = b * steps[0] + g * steps[1] + n * steps[2]
         at_scale = b * scale_steps[0] + g * scale_steps[1] + n * scale_steps[2]
-        sum_lines(rows, memory, (at, at_scale), q, scratch, (s, j - tile[0], True))
+        later = at + (tile[1] - tile[0]) // group * steps[2]
+        sum_lines(rows, memory, (at, at_scale, later), q, scratch, (s, j - tile[0], True))
 
 
 @exact
@@ -55,8 +57,11 @@ def _mix(s, rows, values, b, g, tile, acc, scratch):
     memory = (codes, steps[2], scales, group, bits, tile[1] - tile[0])
     at = b * steps[0] + g * steps[1] + tile[0] * steps[2]
     at_scale = b * scale_steps[0] + g * scale_steps[1] + tile[0] * scale_steps[2]
-    for i in range(acc.shape[1] // group):
-        where = (at + i * steps[3], at_scale + i * scale_steps[3])
+    groups = acc.shape[1] // group
+    whole = (tile[1] - tile[0]) * steps[2]
+    for i in range(groups):
+        later = at + whole + whole // groups * i  # a share of the next tile
+        where = (at + i * steps[3], at_scale + i * scale_steps[3], later)
         sum_lines(rows, memory, where, s, scratch, (acc, i * group, False))
 
 
@@ -72,27 +77,29 @@ def _look(b, g, tile, rows, T, mask, seen):
 
 
 @exact
-def run_tasks(queries, keys, values, mask, extra, out, lse, first, stride):
-    """Tasks first, first + stride, ... of the B G P of a call: out [B,G,P,R,E] and lse [B,G,P,R] are theirs to write.
-
-    queries: (q [B,G,R,D], scaled; T).
-    """
-    q_all, T = queries
+def run_tasks(given, call, keys, values):
+    """As `regard.ops.jit.decode.run_tasks`, of keys and values in codes."""
+    q_all, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
     D, group, S = q_all.shape[3], keys[6], keys[8]
     length = group * max(1, LENGTH // group)
     padded = R if R % 4 < 2 else (R + 3) // 4 * 4
     q, acc = _lines(padded, D), _lines(padded, E)
-    top, total = np.empty(padded, np.float32), np.empty(padded, np.float32)
+    top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
     s, seen = _lines(padded, length), np.empty((R, length), np.bool_)
     n = (max(D, length) + 15) // 16 * 16
-    scratch = _lines(1, n)[0], _lines(1, n)[0]
+    short = (np.empty((padded, n), np.int16), np.empty(padded, np.float32))
+    line, more, added = _lines(1, n)[0], _lines(1, n)[0], np.zeros(padded, np.float32)
+    scratch = (_lines(padded, n), line, more, added, short, keys[2].itemsize == 2)
     index = np.empty(length, np.int64)
     tiles = (S + length - 1) // length
     share = (tiles + P - 1) // P
     contiguous = mask[0].shape[1] == 0 and mask[4].shape[3] == 0
     plain = extra[0] == 0 and extra[2].shape[0] == 0 and extra[3].shape[3] == 0
-    for task in range(first, B * G * P, stride):
+    while True:
+        task = take(given)
+        if task >= B * G * P:
+            break
         b, g, p = task // (G * P), task // P % G, task % P
         q[:R] = q_all[b, g]
         acc[:] = 0
@@ -116,3 +123,5 @@ def run_tasks(queries, keys, values, mask, extra, out, lse, first, stride):
                 soften(s, r, n, acc, top, total)
             _mix(s, R, values, b, g, tile, acc, scratch)
         finish(acc, top, total, out[b, g, p], lse[b, g, p])
+        if done(given) == B * G * P - 1 and P > 1:
+            join(out, lse)

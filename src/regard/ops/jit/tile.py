@@ -1,125 +1,189 @@
 """The compiled loops over one tile of keys: scores, the softmax so far, and the weighted values.
 
 `keys` and `values` are (flat memory, where the head begins in it, step from one token to the next, tag of its bits);
-`index[:n]` are the numbers of the tokens that take part. Nothing here knows of masks: a score of -inf is one.
+`index[:n]` are the numbers of the tokens that take part, with room up to a multiple of eight. Nothing here knows of masks: a
+score of -inf is one. While a tile is computed, the lines of the next are asked for in the order in which they lie: a core that
+waits for every line reads at half the memory's speed (LOG.md).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from regard.ops.jit.bits import exp, widen
+from regard.ops.jit.vectors import (
+    LANES,
+    NOTHING,
+    Loop,
+    data,
+    everywhere,
+    fetch,
+    fma,
+    line,
+    number,
+    numbers,
+    parts,
+    put,
+    sums,
+)
 
-BUILT_UPON = "4caf7994b9dfd79a"
+BUILT_UPON = "46503cb9de6f28b3"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 TILE = 64
 """Keys that are scored together: with their values they fit the first cache."""
 
+TOGETHER = {4: 4, 1: 8}
+"""Rows that are scored together -> keys that are scored with them: their sums stay in registers."""
+
 ZERO, NONE = np.float32(0), np.float32(-np.inf)
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
 compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath=_FAST)
+plain = njit(nogil=True, cache=True, error_model="numpy")
+
+
+def _score(rows: int) -> Any:
+    """The loop over keys for so many rows of q."""
+
+    def loop(context: Any, q: Any, r: Any, keys: Any, index: Any, n: Any, s: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            q_array, first, (flat, base, step, _), listed, count, s_array = (
+                cgutils.unpack_tuple(builder, x) if i == 2 else x for i, x in enumerate(args)
+            )
+            where = [builder.add(first, number(r)) for r in range(rows)]
+            queries = [line(context, builder, q, q_array, r) for r in where]
+            found = [line(context, builder, s, s_array, r) for r in where]
+            memory, chosen = data(context, builder, keys[0], flat), data(context, builder, index, listed)  # fmt: skip
+            made = context.make_array(q)(context, builder, value=q_array)
+            D, tag = cgutils.unpack_tuple(builder, made.shape)[1], keys[3]
+            whole = builder.and_(D, number(-LANES))
+            tile = Loop(builder, number(0), count, TOGETHER[rows])
+            places = []
+            for j in range(TOGETHER[rows]):
+                token = builder.load(builder.gep(chosen, [builder.add(tile.i, number(j))]))
+                places.append(builder.gep(memory, [builder.add(base, builder.mul(token, step))]))
+                later = builder.gep(places[-1], [builder.mul(step, number(TILE))])
+                fetch(builder, later, D)
+            total = [NOTHING] * (rows * len(places))
+            for start, stop, lanes in ((number(0), whole, LANES), (whole, D, 1)):
+                dims = Loop(builder, start, stop, lanes, total)
+                k = [numbers(builder, builder.gep(x, [dims.i]), tag, lanes) for x in places]
+                x = [numbers(builder, builder.gep(y, [dims.i]), tag, lanes) for y in queries]
+                pairs = [(a, b) for a in x for b in k]
+                total = dims.close(
+                    [fma(builder, a, b, z) for (a, b), z in zip(pairs, dims.now, strict=True)]
+                )
+            dots = parts(builder, sums(builder, total), len(places))
+            for row, x in zip(found, dots, strict=True):
+                put(builder, x, builder.gep(row, [tile.i]), len(places))
+            tile.close()
+            return context.get_dummy_value()
+
+        return types.void(q, r, keys, index, n, s), code
+
+    return intrinsic(loop)
+
+
+def _mix(rows: int, columns: int) -> Any:
+    """The loop over values for so many rows of weights, and columns of the sums."""
+    lanes, steps = min(LANES, columns), [number(i) for i in range(0, columns, LANES)]
+
+    def loop(context: Any, s: Any, r: Any, values: Any, index: Any, n: Any, out: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            s_array, first, (flat, base, step, _), listed, count, (acc, column, ahead) = (
+                cgutils.unpack_tuple(builder, x) if i in (2, 5) else x for i, x in enumerate(args)
+            )
+            where = [builder.add(first, number(r)) for r in range(rows)]
+            weights = [line(context, builder, s, s_array, r) for r in where]
+            memory, chosen = data(context, builder, values[0], flat), data(context, builder, index, listed)  # fmt: skip
+            sums_of = [builder.gep(line(context, builder, out[0], acc, r), [column]) for r in where]
+            kept = [builder.gep(x, [i]) for x in sums_of for i in steps]
+            so_far = [numbers(builder, x, types.none, lanes) for x in kept]
+            tile = Loop(builder, number(0), count, 1, so_far)
+            token = builder.load(builder.gep(chosen, [tile.i]))
+            value = builder.gep(memory, [builder.add(base, builder.mul(token, step))])
+            fetch(builder, builder.gep(value, [builder.mul(step, number(TILE))]), ahead)
+            value = builder.gep(value, [column])
+            v = [numbers(builder, builder.gep(value, [i]), values[3], lanes) for i in steps]
+            w = [everywhere(builder, builder.load(builder.gep(x, [tile.i]))) for x in weights]
+            terms = zip([(a, b) for a in w for b in v], tile.now, strict=True)
+            after = tile.close([fma(builder, a, b, z) for (a, b), z in terms])
+            for x, place in zip(after, kept, strict=True):
+                put(builder, x, place, lanes)
+            return context.get_dummy_value()
+
+        return types.void(s, r, values, index, n, out), code
+
+    return intrinsic(loop)
+
+
+_score_4, _score_1 = _score(4), _score(1)
+_mix_4_64, _mix_4_16, _mix_4_1 = _mix(4, 64), _mix(4, 16), _mix(4, 1)
+_mix_1_128, _mix_1_16, _mix_1_1 = _mix(1, 128), _mix(1, 16), _mix(1, 1)
+
+
+@plain
+def score(q, rows, keys, index, n, s):
+    """Rows of q [R,D] with n keys, by fours; a single one that is left by itself."""
+    for c in range(n, (n + 7) // 8 * 8):
+        index[c] = index[n - 1]
+    fours = rows // 4 * 4 if rows % 4 < 2 else q.shape[0]
+    for r in range(0, fours, 4):
+        _score_4(q, r, keys, index, n, s)
+    if fours < rows:
+        _score_1(q, rows - 1, keys, index, n, s)
+
+
+@plain
+def mix(s, rows, values, index, n, acc):
+    """acc [R,E] += weights times values, by fours; a single one that is left by itself."""
+    E, r, e = acc.shape[1], 0, 0
+    while r < rows:
+        four = rows - r > 1
+        ahead = E if r == 0 and e == 0 else 0  # the next tile's lines are asked for once
+        left, out = E - e, (acc, e, ahead)
+        if four and left >= 64:
+            _mix_4_64(s, r, values, index, n, out)
+            e += 64
+        elif four and left >= 16:
+            _mix_4_16(s, r, values, index, n, out)
+            e += 16
+        elif four:
+            _mix_4_1(s, r, values, index, n, out)
+            e += 1
+        elif left >= 128:
+            _mix_1_128(s, r, values, index, n, out)
+            e += 128
+        elif left >= 16:
+            _mix_1_16(s, r, values, index, n, out)
+            e += 16
+        else:
+            _mix_1_1(s, r, values, index, n, out)
+            e += 1
+        if e == E:
+            r, e = r + (4 if four else 1), 0
 
 
 @compiled
-def scores_4(q, r, keys, index, n, s):
-    """Rows r to r + 3 of q [R,D] with n keys, two at a time, so that a number of q is loaded for two keys."""
-    flat, base, step, tag = keys
-    D = q.shape[1]
-    q0, q1, q2, q3 = q[r], q[r + 1], q[r + 2], q[r + 3]
-    c = 0
-    while c + 2 <= n:
-        at, to = base + index[c] * step, base + index[c + 1] * step
-        ka, kb = flat[at : at + D], flat[to : to + D]
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = ZERO
-        for d in range(D):
-            x, y = widen(ka[d], tag), widen(kb[d], tag)
-            a0 += q0[d] * x
-            a1 += q1[d] * x
-            a2 += q2[d] * x
-            a3 += q3[d] * x
-            b0 += q0[d] * y
-            b1 += q1[d] * y
-            b2 += q2[d] * y
-            b3 += q3[d] * y
-        s[r, c], s[r + 1, c], s[r + 2, c], s[r + 3, c] = a0, a1, a2, a3
-        s[r, c + 1], s[r + 1, c + 1], s[r + 2, c + 1], s[r + 3, c + 1] = b0, b1, b2, b3
-        c += 2
-    if c < n:
-        at = base + index[c] * step
-        ka = flat[at : at + D]
-        a0 = a1 = a2 = a3 = ZERO
-        for d in range(D):
-            x = widen(ka[d], tag)
-            a0 += q0[d] * x
-            a1 += q1[d] * x
-            a2 += q2[d] * x
-            a3 += q3[d] * x
-        s[r, c], s[r + 1, c], s[r + 2, c], s[r + 3, c] = a0, a1, a2, a3
-
-
-@compiled
-def scores_1(q, r, keys, index, n, s):
-    """One row."""
-    flat, base, step, tag = keys
-    D, row = q.shape[1], q[r]
-    for c in range(n):
-        at = base + index[c] * step
-        key, a = flat[at : at + D], ZERO
-        for d in range(D):
-            a += row[d] * widen(key[d], tag)
-        s[r, c] = a
-
-
-@compiled
-def mix_4(s, r, values, index, n, acc):
-    """acc rows r to r + 3 += weights times values, four keys at a time, so that a sum is loaded for four."""
+def mix_seen(s, rows, values, index, n, acc):
+    """As `mix`, row by row. A weight of 0 leaves its value alone: behind a mask it may be NaN."""
     flat, base, step, tag = values
     E = acc.shape[1]
-    z0, z1, z2, z3 = acc[r], acc[r + 1], acc[r + 2], acc[r + 3]
-    c = 0
-    while c + 4 <= n:
-        at0, at1 = base + index[c] * step, base + index[c + 1] * step
-        at2, at3 = base + index[c + 2] * step, base + index[c + 3] * step
-        v0, v1, v2, v3 = flat[at0 : at0 + E], flat[at1 : at1 + E], flat[at2 : at2 + E], flat[at3 : at3 + E]  # fmt: skip
-        a0, a1, a2, a3 = s[r, c], s[r, c + 1], s[r, c + 2], s[r, c + 3]
-        b0, b1, b2, b3 = s[r + 1, c], s[r + 1, c + 1], s[r + 1, c + 2], s[r + 1, c + 3]
-        c0, c1, c2, c3 = s[r + 2, c], s[r + 2, c + 1], s[r + 2, c + 2], s[r + 2, c + 3]
-        d0, d1, d2, d3 = s[r + 3, c], s[r + 3, c + 1], s[r + 3, c + 2], s[r + 3, c + 3]
-        for e in range(E):
-            w, x, y, z = widen(v0[e], tag), widen(v1[e], tag), widen(v2[e], tag), widen(v3[e], tag)
-            z0[e] += a0 * w + a1 * x + a2 * y + a3 * z
-            z1[e] += b0 * w + b1 * x + b2 * y + b3 * z
-            z2[e] += c0 * w + c1 * x + c2 * y + c3 * z
-            z3[e] += d0 * w + d1 * x + d2 * y + d3 * z
-        c += 4
-    while c < n:
-        at = base + index[c] * step
-        value = flat[at : at + E]
-        a0, b0, c0, d0 = s[r, c], s[r + 1, c], s[r + 2, c], s[r + 3, c]
-        for e in range(E):
-            x = widen(value[e], tag)
-            z0[e] += a0 * x
-            z1[e] += b0 * x
-            z2[e] += c0 * x
-            z3[e] += d0 * x
-        c += 1
-
-
-@compiled
-def mix_1(s, r, values, index, n, acc):
-    """One row. A weight of 0 leaves its value alone: behind a mask it may be NaN."""
-    flat, base, step, tag = values
-    E, row = acc.shape[1], acc[r]
-    for c in range(n):
-        weight = s[r, c]
-        if weight == ZERO:
-            continue
-        at = base + index[c] * step
-        value = flat[at : at + E]
-        for e in range(E):
-            row[e] += weight * widen(value[e], tag)
+    for r in range(rows):
+        row = acc[r]
+        for c in range(n):
+            weight = s[r, c]
+            if weight == ZERO:
+                continue
+            at = base + index[c] * step
+            value = flat[at : at + E]
+            for e in range(E):
+                row[e] += weight * widen(value[e], tag)
 
 
 @compiled

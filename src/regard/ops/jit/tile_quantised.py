@@ -5,10 +5,10 @@ one channel over tokens, values with a scale per token are lines of one token ov
 weighted values are one loop:
 
     out[r, :] (+)= sum_i w[r, i] (zero[i] + code[i, :] scale[i])
+               = sum_i (w[r, i] scale[i]) (code[i, :] - half) + sum_i w[r, i] (zero[i] + half scale[i])
 
-Each code is read once for four rows, and becomes its number before it is weighed: apart, the sums of zeros and of codes are
-larger than what they add up to, and fp32 is off by several times as much. The loop is written in LLVM's vectors, which every processor has in some width: left to
-itself, the compiler keeps the sums in memory.
+Each code is read once for four rows, and weighed as it is: its scale is in the weight. Codes count from the middle of their
+range: from its lower end the two sums would be larger than what they add up to, and fp32 off by several times as much.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from regard.ops.jit.bits import widen
+from regard.ops.jit.tile_words import THERE, sum_words
+from regard.ops.jit.vectors import fetch_bytes
 
-BUILT_UPON = "4caf7994b9dfd79a"
+BUILT_UPON = "bd7cee1b7044e63d"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 WIDE = 32
@@ -54,6 +57,7 @@ def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[An
                 code = builder.lshr(code, ir.Constant(code.type, [bits * i] * lanes))
             if i < per - 1:
                 code = builder.and_(code, ir.Constant(code.type, [2**bits - 1] * lanes))
+            code = builder.sub(code, ir.Constant(code.type, [2 ** (bits - 1)] * lanes))
             found.append(builder.sitofp(code, ir.VectorType(_FLOAT, lanes)))
     return found
 
@@ -74,18 +78,18 @@ def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
     """`sum_lines` for rows and columns of a variant: one loop for each, chosen when it runs.
 
     variant: (rows, columns, bits). lines: (bytes of the codes, byte of the first line, step to the next, how many).
-    weights: (array [R,n], from column 0; scales [n], zeros [n]). out: (array [R,n], first row here and of the weights, first
-    column, whether it is written anew).
+    weights: (array [R,n], from column 0; what is added to every number of a row [R]). out: (array [R,n], first row here and of
+    the weights, first column, whether it is written anew).
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         flat, at, step, count = cgutils.unpack_tuple(builder, args[1])
         array, row, column, fresh = cgutils.unpack_tuple(builder, args[3])
-        weigh, *meant = cgutils.unpack_tuple(builder, args[2])
-        data = [
+        weigh, more = cgutils.unpack_tuple(builder, args[2])
+        data, added = (
             context.make_array(kind)(context, builder, x).data
-            for kind, x in zip((lines[0], *weights[1:]), (flat, *meant), strict=True)
-        ]
+            for kind, x in ((lines[0], flat), (weights[1], more))
+        )
         end, none = builder.append_basic_block("end"), builder.append_basic_block("none")
         choice = builder.switch(_key(builder, cgutils.unpack_tuple(builder, args[0])), none)
         builder.position_at_end(none)
@@ -100,7 +104,8 @@ def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
             sums = _loop(builder, (columns, bits), (data, at, step, count), w)
             for r, line in zip(where, sums, strict=True):
                 place = _place(context, builder, out[0], array, (r, column))
-                _put(builder, line, place, 8 // bits, fresh)
+                plus = builder.load(builder.gep(added, [r]))
+                _put(builder, line, place, 8 // bits, fresh, plus)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -150,12 +155,10 @@ def _loop(builder: Any, form: tuple[int, int], lines: tuple[Any, ...], w: list[A
         x.add_incoming(ir.Constant(vector, [0.0] * lanes), before)
     builder.cbranch(builder.icmp_signed("<", i, count), body, end)
     builder.position_at_end(body)
-    scale, zero = (_all(builder, builder.load(builder.gep(x, [i])), lanes) for x in data[1:])
-    codes = _codes(builder, data[0], at, columns, bits)
-    numbers = [builder.call(fma, [x, scale, zero]) for x in codes]
+    codes = _codes(builder, data, at, columns, bits)
     for place, row in zip(w, sums, strict=True):
         weight = _all(builder, builder.load(builder.gep(place, [i])), lanes)
-        for x, now in zip(numbers, row, strict=True):
+        for x, now in zip(codes, row, strict=True):
             now.add_incoming(builder.call(fma, [x, weight, now]), builder.block)
     i.add_incoming(builder.add(i, ir.Constant(_I64, 1)), builder.block)
     at.add_incoming(builder.add(at, step), builder.block)
@@ -164,11 +167,12 @@ def _loop(builder: Any, form: tuple[int, int], lines: tuple[Any, ...], w: list[A
     return sums
 
 
-def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any) -> None:
-    """Sums of a row, added to what is there, or in its place."""
+def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: Any) -> None:
+    """Sums of a row and one more number, added to what is there, or in its place."""
     fresh = builder.trunc(fresh, ir.IntType(1))
     for v in range(0, len(sums), per):
         (whole,) = _in_order(builder, sums[v : v + per])
+        whole = builder.fadd(whole, _all(builder, plus, whole.type.count))
         at = builder.gep(place, [ir.Constant(_I64, v * sums[0].type.count)])
         at = builder.bitcast(at, whole.type.as_pointer())
         nothing = ir.Constant(whole.type, [0.0] * whole.type.count)
@@ -176,22 +180,32 @@ def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any) -> Non
         builder.store(builder.fadd(before, whole), at, align=4)
 
 
-compiled = njit(nogil=True, cache=True, error_model="numpy")
+compiled = njit(
+    nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}
+)
 
 
 @compiled
-def _meant(scales, at, count, wide, low):
-    """Scales and zeros of lines as float32; side by side where they lie so."""
+def _weigh(scales, at, count, w, rows, half, scratch):
+    """Weights [R,n] with the scales of their lines in them, and what each row has of the middles of all lines [R]."""
     scale, zero, step, tag = scales
+    weighed, wide, middle, added, _, _ = scratch
     if step == 1:
         near, zeros = scale[at : at + count], zero[at : at + count]
         for i in range(count):
             wide[i] = widen(near[i], tag)
         for i in range(count):
-            low[i] = widen(zeros[i], tag)
-        return
-    for i in range(count):
-        wide[i], low[i] = widen(scale[at + i * step], tag), widen(zero[at + i * step], tag)
+            middle[i] = widen(zeros[i], tag) + half * wide[i]
+    else:
+        for i in range(count):
+            wide[i] = widen(scale[at + i * step], tag)
+            middle[i] = widen(zero[at + i * step], tag) + half * wide[i]
+    for r in range(rows):
+        line, given, total = weighed[r], w[r], np.float32(0)
+        for i in range(count):
+            line[i] = given[i] * wide[i]
+            total += given[i] * middle[i]
+        added[r] = total
 
 
 @compiled
@@ -199,15 +213,29 @@ def sum_lines(rows, memory, at, w, scratch, out):
     """out[r, c] (+)= sum_i w[r, i] x[i, c] for the lines i of a group, all its columns c and all rows r.
 
     memory: (codes, step of the lines in bytes, (scales, zeros, step from one line to the next, tag of their bits), columns,
-    bits, lines). at: (byte of the first line, number of its scale). w: [R,n]. scratch: two lines [n]. out: (array [R,n],
-    first column, whether it is written anew). Rows beyond those that are asked for, up to a multiple of four, may be
-    written, too.
+    bits, lines). at: (byte of the first line, number of its scale, byte from which as
+    much is read next). w: [R,n]. scratch: (weights [R,n], two lines [n], [R], (int16 [R,n], [R]), whether
+    weights may be rounded to 16 bits). out:
+    (array [R,n], first column, whether it is written anew). Rows beyond those that are asked for, up to a multiple of four, may
+    be written, too.
     """
     codes, step, scales, group, bits, count = memory
     z, first, fresh = out
     padded = rows if rows % 4 < 2 else z.shape[0]
-    _meant(scales, at[1], count, scratch[0], scratch[1])
-    weights = (w, scratch[0], scratch[1])
+    _weigh(scales, at[1], count, w, padded, np.float32(1 << (bits - 1)), scratch)
+    if (
+        THERE
+        and scratch[5]
+        and bits == 8
+        and padded % 4 == 0
+        and group % 32 == 0
+        and count % 2 == 0
+    ):
+        lines = (codes, at[0], step, count, at[2])
+        sum_words(padded, lines, group, scratch[0], scratch[3], scratch[4], out)
+        return
+    fetch_bytes(codes, at[2], count * group * bits // 8)
+    weights = (scratch[0], scratch[3])
     wide, c = group // WIDE * WIDE, 0
     while c < group:
         columns, r = WIDE if c < wide else 8 // bits, 0

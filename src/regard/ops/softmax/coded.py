@@ -5,7 +5,7 @@ Nothing here knows of caches: any tensor with an attribute `coded` will do (`reg
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,22 +48,29 @@ class Coded(Protocol):
 
 
 class Older(NamedTuple):
-    """Keys and values in codes as compiled loops take them, how many slots they are, and what stands behind them."""
+    """Keys and values in codes, and what stands behind them.
 
-    keys: tuple[Any, ...]
-    values: tuple[Any, ...]
+    memory: as a compiled entry takes it: for keys and for values the address of their codes and its steps of B, G, rows and
+    lines, the addresses of scales and zeros and their steps, columns of a group, bits. dtype: of the scales. slots: how many.
+    held: what must live as long as the addresses are used.
+    """
+
+    memory: tuple[int, ...]
+    dtype: torch.dtype
     slots: int
     recent: tuple[Tensor, Tensor]
+    held: tuple[Tensor, ...]
 
 
 def older(k: Tensor, v: Tensor) -> Older | None:
     """The older slots of keys with a scale per channel and values with one per token; None for any other tensors."""
     keys, values = (_coded(x, axis) for x, axis in ((k, "channel"), (v, "token")))
-    if keys is None or values is None:
+    if keys is None or values is None or keys.made.scale.dtype != values.made.scale.dtype:
         return None
     slots = k.shape[2] - keys.recent.shape[2]
+    (first, held), (second, more) = _memory(keys), _memory(values)
     recent = keys.recent, values.recent
-    return Older(_memory(keys, slots), _memory(values, slots), slots, recent)
+    return Older((*first, *second), keys.made.scale.dtype, slots, recent, (*held, *more))
 
 
 def _coded(x: Tensor, axis: str) -> Coded | None:
@@ -71,22 +78,12 @@ def _coded(x: Tensor, axis: str) -> Coded | None:
     return found if found is not None and found.axis == axis else None
 
 
-def _memory(x: Coded, slots: int) -> tuple[Any, ...]:
-    """Codes and scales as flat memory and steps, as `regard.ops.jit.quantised` says."""
-    from regard.ops.jit.bits import BF16, FP16
-
+def _memory(x: Coded) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """Addresses and steps of codes, scales and zeros; and what they are of."""
     codes, scale, zero = x.made.codes, x.made.scale, x.made.zero
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
     if zero.stride() != scale.stride():  # filled in by hand
         scale, zero = scale.contiguous(), zero.contiguous()
-    tag = FP16 if scale.dtype == torch.float16 else BF16
     group = codes.shape[-1] * 8 // x.bits
-    flat = tuple(_flat(y) for y in (codes, scale, zero))
-    return (flat[0], codes.stride()[:4], *flat[1:], scale.stride()[:4], tag, group, x.bits, slots)
-
-
-def _flat(x: Tensor) -> Any:
-    """All memory that a tensor [B,G,R,lines,n] reaches, as one line; 16 bits of a number as they are."""
-    last = sum((n - 1) * step for n, step in zip(x.shape[:-1], x.stride()[:-1], strict=True))
-    flat = x.as_strided((last + x.shape[-1],), (1,))
-    return (flat.view(torch.uint16) if x.element_size() == 2 else flat).numpy()
+    at = (codes.data_ptr(), *codes.stride()[:4], scale.data_ptr(), zero.data_ptr(), *scale.stride()[:4])  # fmt: skip
+    return (*at, group, x.bits), (codes, scale, zero)

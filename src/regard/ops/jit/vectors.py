@@ -1,0 +1,205 @@
+"""Loops written in LLVM's vectors, which every processor has in some width: left to itself, the compiler keeps sums in memory.
+
+A vector here is `LANES` float32. What follows builds code; nothing of it runs when a kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+LINE = 64
+"""Bytes of a cache line."""
+
+_I8, _I16, _I32, I64, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()  # fmt: skip
+VECTOR = ir.VectorType(FLOAT, LANES)
+NOTHING = ir.Constant(VECTOR, [0.0] * LANES)
+
+
+def number(n: int) -> Any:
+    """A constant."""
+    return ir.Constant(I64, n)
+
+
+def turns(order: Sequence[int]) -> Any:
+    """The mask of a shuffle."""
+    return ir.Constant(ir.VectorType(_I32, len(order)), list(order))
+
+
+def everywhere(builder: Any, x: Any) -> Any:
+    """A number in every lane."""
+    empty = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
+    one = builder.insert_element(empty, x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, empty, turns([0] * LANES))
+
+
+def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z, rounded once."""
+    name = f"llvm.fma.v{LANES}f32"
+    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x, y, z])
+
+
+def numbers(builder: Any, place: Any, tag: Any, lanes: int) -> Any:
+    """As many numbers as lanes from a place on, as floats: 16, or one, with zeros behind it.
+
+    place: a pointer to float32, or to 16 bits that the tag (a Numba type: int8 bfloat16, int16 float16) gives a meaning.
+    """
+    stored = place.type.pointee
+    if lanes == 1:
+        wide = _widen(builder, builder.load(place), tag, 0)
+        return builder.insert_element(NOTHING, wide, ir.Constant(_I32, 0))
+    kind = ir.VectorType(stored, lanes)
+    x = builder.load(builder.bitcast(place, kind.as_pointer()), align=_size(stored))
+    return _widen(builder, x, tag, lanes)
+
+
+def _widen(builder: Any, x: Any, tag: Any, lanes: int) -> Any:
+    """Numbers as they are stored -> as float32; lanes 0 is no vector."""
+
+    def of(kind: Any) -> Any:
+        return ir.VectorType(kind, lanes) if lanes else kind
+
+    if x.type == of(FLOAT):
+        return x
+    if tag == types.int16:
+        return builder.fpext(builder.bitcast(x, of(ir.HalfType())), of(FLOAT))
+    bits = builder.zext(x, of(_I32))
+    upper = ir.Constant(of(_I32), [16] * lanes if lanes else 16)
+    return builder.bitcast(builder.shl(bits, upper), of(FLOAT))
+
+
+def _size(kind: Any) -> int:
+    return 4 if kind == FLOAT else 1 if kind == _I8 else 2
+
+
+def size_of(place: Any) -> int:
+    """Bytes of what a pointer points to."""
+    return _size(place.type.pointee)
+
+
+def put(builder: Any, x: Any, place: Any, lanes: int = LANES) -> None:
+    """Store the first lanes of a vector at a float's place."""
+    if lanes == 1:
+        builder.store(builder.extract_element(x, ir.Constant(_I32, 0)), place)
+        return
+    if lanes < x.type.count:
+        x = builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), turns(range(lanes)))
+    builder.store(x, builder.bitcast(place, x.type.as_pointer()), align=4)
+
+
+def sums(builder: Any, vectors: Sequence[Any]) -> Any:
+    """The sum of each vector's lanes, 2^n vectors -> one vector of 2^n numbers, by halves: an add serves several sums."""
+    found, width = list(vectors), LANES
+    while len(found) > 1:
+        half, low = len(found) // 2, []
+        for group in range(LANES // width):
+            for source in (0, LANES):
+                low += [source + group * width + i for i in range(width // 2)]
+        high = turns([i + width // 2 for i in low])
+        pairs = zip(found[:half], found[half:], strict=True)
+        found = [
+            builder.fadd(
+                builder.shuffle_vector(x, y, turns(low)), builder.shuffle_vector(x, y, high)
+            )
+            for x, y in pairs
+        ]
+        width //= 2
+    (x,) = found
+    while width > 1:
+        low = [
+            group * width + i for group in range(x.type.count // width) for i in range(width // 2)
+        ]
+        empty, high = ir.Constant(x.type, ir.Undefined), turns([i + width // 2 for i in low])
+        x = builder.fadd(
+            builder.shuffle_vector(x, empty, turns(low)), builder.shuffle_vector(x, empty, high)
+        )
+        width //= 2
+    return x
+
+
+def parts(builder: Any, x: Any, size: int) -> list[Any]:
+    """A vector cut into vectors of a size."""
+    empty = ir.Constant(x.type, ir.Undefined)
+    cuts = range(0, x.type.count, size)
+    return [builder.shuffle_vector(x, empty, turns(range(i, i + size))) for i in cuts]
+
+
+def fetch(builder: Any, place: Any, length: Any) -> None:
+    """Ask for the cache lines of so many numbers from a place on, for the second cache, in order; past an end it does no harm."""
+    step = number(LINE // size_of(place))
+    with cgutils.for_range_slice(builder, number(0), length, step, intp=I64) as (i, _):
+        ask(builder, builder.gep(place, [i]), 0, LINE)
+
+
+def ask(builder: Any, place: Any, ahead: int, size: int) -> None:
+    """Ask for the lines of so many bytes, so many bytes ahead of a place."""
+    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    start = builder.bitcast(place, _I8.as_pointer())
+    for at in range(ahead, ahead + size, LINE):
+        line = builder.gep(start, [number(at)])
+        builder.call(function, [line, *(ir.Constant(_I32, x) for x in (0, 2, 1))])
+
+
+@intrinsic
+def fetch_bytes(context: Any, memory: Any, at: Any, size: Any) -> Any:
+    """Ask for the lines of so many bytes from a place of a flat array on."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.gep(data(context, builder, memory, args[0]), [args[1]])
+        fetch(builder, place, args[2])
+        return context.get_dummy_value()
+
+    return types.void(memory, at, size), code
+
+
+class Loop:
+    """for i in range(start, stop, step), with values carried from turn to turn.
+
+    Between making and `close` the builder stands in the body; `now` are the carried values there, and after `close` those of
+    the end.
+    """
+
+    def __init__(self, builder: Any, start: Any, stop: Any, step: int, carried: Sequence[Any] = ()) -> None:  # fmt: skip
+        self._builder, self._step, before = builder, step, builder.block
+        self._head, body, self._end = (
+            builder.append_basic_block(x) for x in ("head", "body", "end")
+        )
+        builder.branch(self._head)
+        builder.position_at_end(self._head)
+        self.i = builder.phi(I64)
+        self.i.add_incoming(start, before)
+        self.now = [builder.phi(x.type) for x in carried]
+        for phi, x in zip(self.now, carried, strict=True):
+            phi.add_incoming(x, before)
+        builder.cbranch(builder.icmp_signed("<", self.i, stop), body, self._end)
+        builder.position_at_end(body)
+
+    def close(self, carried: Sequence[Any] = ()) -> list[Any]:
+        """End the body with the values for the next turn; gives those of the end."""
+        builder = self._builder
+        self.i.add_incoming(builder.add(self.i, number(self._step)), builder.block)
+        for phi, x in zip(self.now, carried, strict=True):
+            phi.add_incoming(x, builder.block)
+        builder.branch(self._head)
+        builder.position_at_end(self._end)
+        return self.now
+
+
+def data(context: Any, builder: Any, kind: Any, array: Any) -> Any:
+    """Where the memory of an array begins."""
+    return context.make_array(kind)(context, builder, array).data
+
+
+def line(context: Any, builder: Any, kind: Any, array: Any, row: Any) -> Any:
+    """Where a row of an array [R,n] begins."""
+    made = context.make_array(kind)(context, builder, value=array)
+    width = cgutils.unpack_tuple(builder, made.shape)[1]
+    return builder.gep(made.data, [builder.mul(row, width)])

@@ -1,0 +1,139 @@
+"""Linear maps and norms of a few rows: the compiled ones against fp64, and when they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from regard import pages
+from regard.ops import gemv as module
+from regard.ops import norm
+from regard.ops.gemv import gemv, suits
+from regard.ops.norm import rms_norm
+from tests.rules import assert_close_rule
+
+pytest.importorskip("numba", reason="gemv is compiled by Numba")
+from regard.ops.jit import pool
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 4, 7])
+@pytest.mark.parametrize("M, N", [(1, 5), (15, 300), (16, 7), (64, 33), (131, 257), (896, 129)])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_gemv(
+    dtype: torch.dtype, rows: int, M: int, N: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "threads", lambda: workers)
+    monkeypatch.setattr(module, "SHARE", 1)
+    module._compiled.cache_clear()
+    make = torch.Generator().manual_seed(rows * M)
+    x, w, b = (torch.randn(s, generator=make).to(dtype) for s in ((rows, M), (N, M), (N,)))
+    for bias in (None, b):
+        exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+        found = gemv(x, w, bias)
+        assert found.dtype == dtype
+        assert_close_rule(found, F.linear(x, w, bias), exact)
+    module._compiled.cache_clear()
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    x, w = torch.randn(2, 40), torch.randn(6, 40)
+    w[2, 3], w[4, 39], x[1, 5] = NAN, INF, NAN
+    found = gemv(x, w)
+    assert found[0].isnan().tolist() == [False, False, True, False, False, False]
+    assert found[0, 4].isinf()
+    assert found[1].isnan().all()
+
+
+def test_a_view_of_rows_and_more_dims() -> None:
+    x, w = torch.randn(3, 4, 50)[:, 1:2, :32], torch.randn(9, 32)
+    assert gemv(x, w).shape == (3, 1, 9)
+    torch.testing.assert_close(gemv(x, w), F.linear(x, w))
+
+
+def test_a_wrong_weight_is_noticed() -> None:
+    """Negative control: the rule sees one weight of 2,000 that is off by a hundredth."""
+    x, w = torch.randn(1, 40), torch.randn(50, 40)
+    wrong = w.clone()
+    wrong[17, 39] *= 1.01
+    with pytest.raises(AssertionError, match="above"):
+        assert_close_rule(gemv(x, wrong), F.linear(x, w), F.linear(x.double(), w.double()))
+
+
+def test_when_it_runs() -> None:
+    x, w = torch.randn(1, 256), torch.randn(256, 256)
+    assert suits(x, w, None)
+    assert suits(x, w, torch.zeros(256))
+    many = torch.randn(5, 256)
+    refused = {
+        "many rows": suits(many, w, None),
+        "a small weight": suits(x, w[:8], None),
+        "no rows": suits(x[:0], w, None),
+        "a view": suits(x, w.T, None),
+        "dtypes": suits(x.half(), w, None),
+        "fp64": suits(x.double(), w.double(), None),
+        "a gradient": suits(x, w.clone().requires_grad_(), None),
+        "a subclass": suits(x.as_subclass(_Other), w, None),
+    }
+    assert not any(refused.values()), refused
+    assert suits(many.half(), w.half(), None), "torch is slow there"
+    with torch.no_grad():
+        assert suits(x, w.clone().requires_grad_(), None)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not suits(x, w, None)
+
+
+class _Other(torch.Tensor):
+    """A tensor whose numbers need not be its memory."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm(dtype: torch.dtype, scale: float, offset: float) -> None:
+    make = torch.Generator().manual_seed(3)
+    x = (scale * torch.randn(2, 3, 77, generator=make)).to(dtype)
+    w = torch.randn(77, generator=make).to(dtype)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (w.double() + offset)
+    few = rms_norm(x, w, 1e-6, offset)
+    many = rms_norm(x.repeat(1, norm.FEW // 77, 1), w, 1e-6, offset)
+    single = x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    plain = (single * (w.float() + offset)).to(dtype)
+    assert few.shape == x.shape
+    assert_close_rule(few, plain, exact)
+    assert_close_rule(many[:, :3], plain, exact)
+
+
+def test_norms_with_gradients_and_in_fp64() -> None:
+    x, w = torch.randn(2, 5, dtype=torch.float64, requires_grad=True), torch.ones(5).double()
+    assert torch.autograd.gradcheck(lambda y: rms_norm(y, w, 1e-3), x)
+
+
+@pytest.mark.parametrize("size", [(3, 5), (1 << 20, 5)])
+def test_pages(size: tuple[int, int]) -> None:
+    """Writable, aligned to a line, and of the shape and dtype asked for; large or not."""
+    for dtype in (*DTYPES, torch.uint8):
+        x = pages.empty(size, dtype=dtype)
+        assert (x.shape, x.dtype, x.is_contiguous()) == (torch.Size(size), dtype, True)
+        assert x.data_ptr() % 16 == 0
+        x.fill_(1)
+        assert x.sum(dtype=torch.float64) == size[0] * size[1]
+    assert pages.empty((2,), dtype=torch.float32, device="meta").is_meta
+
+
+def test_parameters_settle() -> None:
+    """Values, sharing and identity stay; small ones stay where they are."""
+    large, small = torch.nn.Linear(1100, 1024), torch.nn.Linear(4, 4)
+    both = torch.nn.ModuleList([large, torch.nn.Linear(1100, 1024, bias=False), small])
+    both[1].weight = large.weight
+    weight, values, at = large.weight, large.weight.detach().clone(), small.weight.data_ptr()
+    pages.settle(both)
+    assert both[1].weight is large.weight is weight
+    assert torch.equal(weight, values)
+    assert weight.data_ptr() % 64 == 0
+    assert small.weight.data_ptr() == at
