@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from regard.errors import ArgumentError
 
@@ -44,6 +44,9 @@ class Trace:
     >>> trace["pattern"].shape
     torch.Size([1, 1, 3, 3])
     """
+
+    watches: ClassVar[bool] = False
+    """Whether it is shown every call of attention with its result: `saw`."""
 
     def __init__(
         self, *names: str, edit: Mapping[str, Callable[[Tensor], Tensor]] | None = None
@@ -97,6 +100,14 @@ class Trace:
             heard = x.detach().clone() if name in ("k", "v") else x.detach()
             self._heard.setdefault(full, []).append(heard)
         return x
+
+    def saw(self, call: Any, result: Any, kernel: str) -> None:
+        """A kernel has run a call at the current place; a trace that `watches` is told so."""
+
+    @property
+    def where(self) -> str:
+        """The current place: `layers.3`, say; empty outside of any."""
+        return ".".join(self._places)
 
     def needs(self) -> frozenset[str]:
         """The bare names that are captured or edited."""
@@ -154,6 +165,14 @@ def needed() -> frozenset[str]:
         return frozenset()
     trace = _here()
     return frozenset() if trace is None else trace.needs()
+
+
+def watcher() -> Trace | None:
+    """The trace of this thread, if it wants to see whole calls; never in a compiled graph."""
+    if not _listening:
+        return None
+    trace = _listening.get(threading.get_ident())
+    return trace if trace is not None and trace.watches else None
 
 
 def _here() -> Trace | None:

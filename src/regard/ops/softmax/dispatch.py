@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from regard import tap
 from regard.errors import ArgumentError, KernelRefusal
 from regard.ops.softmax.call import Call, Kernel, Result
 from regard.ops.softmax.cpu import Cpu, much
@@ -42,10 +43,32 @@ def run(call: Call, backend: str = "auto") -> Result:
         call = without_garbage(call)
         kernel = choose(call, backend)
     device = call.q.device.type
+    if _watched():
+        return _shown(kernel, call)
     if not torch.is_autocast_enabled(device):
         return kernel.run(call)
     with torch.autocast(device, enabled=False):
         return kernel.run(call)
+
+
+def _watched() -> bool:
+    return not torch.compiler.is_compiling() and tap.watcher() is not None
+
+
+def _shown(kernel: Kernel, call: Call) -> Result:
+    """Run the kernel that was chosen for the call without an observer, with its lse, and show both to the observer."""
+    watcher = tap.watcher()
+    assert watcher is not None, "_watched has looked"
+    asked, name = replace(call, wants_lse=True), kernel.name
+    with torch.autocast(call.q.device.type, enabled=False):
+        if kernel.why_not(asked):  # it gives no lse here: its output stays, the lse is another's
+            other = choose(asked)
+            name = f"{name}, lse by {other.name}"
+            result = Result(kernel.run(call).out, other.run(asked).lse)
+        else:
+            result = kernel.run(asked)
+    watcher.saw(call, result, name)
+    return result
 
 
 def _that_selects(call: Call, backend: str) -> Kernel | None:
