@@ -1,0 +1,219 @@
+"""`regard audit`: attention code that is not ours, held against what attention is."""
+
+from __future__ import annotations
+
+import ast
+import json as json_format
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regard.cli._findings import show, table
+from regard.errors import ArgumentError, RegardError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from regard.inspect import Audit
+
+EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
+SIZES, CLAIMS, CALL = "Sizes", "What it says it is", "How it is called"
+
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        help="package.module:name of a class, a function that builds a module, a module, or attend(q, k, v, ...).",
+        show_default="--model",
+    ),
+]  # fmt: skip
+Folder = Annotated[
+    str | None, typer.Option(help='Audit a model instead: "tiny", or a Hugging Face folder.', show_default="none")
+]  # fmt: skip
+Dim = Annotated[int | None, typer.Option(help="The model dim.", rich_help_panel=SIZES)]
+Heads = Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=SIZES)]
+KvHeads = Annotated[int | None, typer.Option(help="Key/value heads.", rich_help_panel=SIZES)]
+HeadDim = Annotated[int | None, typer.Option(help="The size of a head.", rich_help_panel=SIZES)]
+Causal = Annotated[
+    bool | None,
+    typer.Option("--causal/--bidirectional", help="Whether later tokens are hidden.", show_default="what it does", rich_help_panel=CLAIMS),
+]  # fmt: skip
+Window = Annotated[
+    int | None,
+    typer.Option(help="Keys that a query sees, its own included.", rich_help_panel=CLAIMS),
+]
+Scale = Annotated[
+    float | None,
+    typer.Option(help="Of scores.", show_default="1/sqrt(head dim)", rich_help_panel=CLAIMS),
+]
+Mask = Annotated[
+    str | None,
+    typer.Option(help="What True in a mask means: keep or block; or additive.", show_default="what works", rich_help_panel=CLAIMS),
+]  # fmt: skip
+Layout = Annotated[
+    str, typer.Option(help="Of a function's arguments: BHTD or BTHD.", rich_help_panel=CALL)
+]
+Rotary = Annotated[
+    bool,
+    typer.Option("--rotary", help="It is rotate(x) or rotate(x, positions).", rich_help_panel=CALL),
+]
+Adapter = Annotated[
+    str | None,
+    typer.Option(help="package.module:function of your own: adapter(target, x, ...) -> output.", rich_help_panel=CALL),
+]  # fmt: skip
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="name=value for the constructor. Repeatable.", rich_help_panel=CALL),
+]
+Dtype = Annotated[
+    str, typer.Option(help="float32, float16, bfloat16 or float64.", rich_help_panel=CALL)
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="NaN behind a mask may reach nobody, and an empty row must give 0."
+    ),
+]
+Accept = Annotated[
+    list[str] | None, typer.Option(help="A fault that is known, and does not count. Repeatable.")
+]
+Seed = Annotated[int, typer.Option(help="Of every random number.")]
+List = Annotated[bool, typer.Option("--list", help="List the faults that can be named, and stop.")]
+Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+Color = Annotated[
+    bool | None, typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal")
+]
+
+
+def audit(
+    target: Target = None,
+    model: Folder = None,
+    dim: Dim = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    causal: Causal = None,
+    window: Window = None,
+    scale: Scale = None,
+    mask: Mask = None,
+    layout: Layout = "BHTD",
+    rotary: Rotary = False,
+    adapter: Adapter = None,
+    settings: Set = None,
+    dtype: Dtype = "float32",
+    strict: Strict = False,
+    accept: Accept = None,
+    seed: Seed = 0,
+    list_faults: List = False,
+    json: Json = False,
+    color: Color = None,
+) -> None:
+    """Find what is wrong with attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
+
+    Each fault comes with the smallest input that shows it. Exit code 0: nothing was found, 1: faults, 2: it could not
+    be audited. What this code gives no way to try is listed, and counts for nothing.
+    """
+    if list_faults:
+        _list(color, json)
+        return
+    if (target is None) == (model is None):
+        raise typer.BadParameter(
+            "give package.module:name, or --model and a folder", param_hint="target"
+        )
+    claims = {
+        "dim": dim, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": causal,
+        "window": window, "scale": scale, "mask": mask, "layout": layout,
+    }  # fmt: skip
+    try:
+        if rotary and adapter:
+            raise ArgumentError("--rotary and --adapter are two ways to call it; give one")
+        found = _audited(target, model, dtype, adapter="rotary" if rotary else adapter, options=_options(settings), strict=strict, accept=accept or (), seed=seed, **claims)  # fmt: skip
+    except RegardError as error:  # 1 means faults
+        raise typer.BadParameter(str(error)) from error
+    if json:
+        typer.echo(json_format.dumps(found.as_dict(), default=str))
+    else:
+        show(found, _console(color))
+    if not found.clean:
+        raise typer.Exit(1)
+
+
+def _audited(target: str | None, model: str | None, dtype: str, **given: Any) -> Audit:
+    import torch
+
+    import regard
+    from regard.inspect import audit as run
+
+    names = ("float32", "float16", "bfloat16", "float64")
+    if dtype not in names:
+        raise ArgumentError(f"--dtype is {dtype!r}; it must be {', '.join(names)}")
+    chosen = getattr(torch, dtype)
+    what = target if model is None else regard.load(model, dtype=chosen)
+    with _progress() as tell:
+        found = run(what, dtype=chosen, tell=tell, **given)
+    if model is not None:
+        from dataclasses import replace
+
+        found = replace(found, target=model)
+    return found
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A line on standard error, on a terminal only."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def tell(name: str, n: int, total: int) -> None:
+            bar.update(task, description=name, completed=n / total)
+
+        yield tell
+
+
+def _options(settings: list[str] | None) -> dict[str, Any]:
+    """name=value, the value as Python writes it, or else a text."""
+    found: dict[str, Any] = {}
+    for setting in settings or ():
+        name, equals, value = setting.partition("=")
+        if not equals or not name.isidentifier():
+            raise ArgumentError(f"--set {setting!r} must be name=value")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def _list(color: bool | None, json: bool) -> None:
+    """The table of faults."""
+    from dataclasses import asdict
+
+    from regard.inspect.audit import FAULTS
+
+    if json:
+        typer.echo(json_format.dumps({name: asdict(fault) for name, fault in FAULTS.items()}))
+        return
+    table(_console(color))
+
+
+def _console(color: bool | None) -> Console:
+    """A console of 100 columns; colours as asked, else on a terminal that wants them."""
+    from rich.console import Console
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a glyph shows "?"
+    if color is None:
+        return Console(width=100)
+    return Console(
+        width=100,
+        force_terminal=color,
+        no_color=not color,
+        color_system="truecolor" if color else None,
+    )

@@ -1,0 +1,1 @@
+"""Ways to call code that is not ours."""

@@ -1,0 +1,159 @@
+"""Functions attend(q, k, v, ...): put between random projections, so that they mix tokens as a module does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.caches import Growing
+from regard.inspect.audit.adapters.keywords import Keywords
+from regard.inspect.audit.adapters.names import SIZES, first, parameters
+from regard.inspect.audit.adapters.replies import Reading
+from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Subject
+from regard.span import Span
+
+
+class Function(Subject):
+    """attend(q [B,H,T,D], k [B,G,S,D], v [B,G,S,D], ...) -> [B,H,T,D], between projections whose weights are known.
+
+    q, k, v = x Wq, x Wk, x Wv, split into heads;  out = attend(q, k, v), heads joined
+
+    Args:
+        function: the code; a module without parameters is one, too.
+        claim: what it says it is; sizes default to 4 heads of 4.
+        flag: whether its own causal flag is set.
+        flat: whether it takes one head, [B,T,D].
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        claim: Claim,
+        *,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        keywords: Keywords | None = None,
+        reading: Reading | None = None,
+        flag: bool = False,
+        flat: bool = False,
+    ) -> None:
+        heads = 1 if flat else claim.heads or 4
+        D = claim.head_dim or (claim.dim // heads if claim.dim else 4) or 1
+        self.claim = replace(
+            claim, heads=heads, kv_heads=claim.kv_heads or heads, head_dim=D, dim=heads * D
+        )
+        self.function, self.name, self.dtype = _ready(function, dtype), name, dtype
+        self.original, self.width, self.flag, self.flat = function, heads * D, flag, flat
+        known = parameters(getattr(function, "forward", function))
+        self.keywords = keywords or _known(known, claim)
+        self.reading = reading or Reading()
+        extra = {"weights"} if self.reading.weights is not None else set()
+        self.takes = self.keywords.takes | extra | {"memory"}
+
+    @property
+    def called(self) -> str:  # type: ignore[override]
+        """attend(q, k, v, mask=...)."""
+        layout = "B,T,D" if self.flat else ",".join(self.claim.layout)
+        words = [f"q [{layout}], k, v"]
+        if self.keywords.mask and self.keywords.mask_form:
+            words.append(f"{self.keywords.mask}={self.keywords.mask_form}")
+        if self.flag:
+            words.append(f"{self.keywords.causal}=True")
+        return f"({', '.join(words)})"
+
+    def ask(self, x: Tensor, ask: Ask = Ask()) -> Reply:  # noqa: B008
+        """Project, call, join."""
+        heads = self._heads(x.to(self.dtype))
+        memory = ask.memory
+        q, k, v = heads
+        if memory is not None:
+            memory = Growing() if memory is NEW else memory
+            (k, v), _ = memory.update((k, v), Span(len(memory), x.shape[1]))
+        reply = self.between(q, k, v, ask._replace(memory=None))
+        return reply._replace(memory=memory)
+
+    def between(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Reply:
+        """The function itself on q [B,H,T,D], k and v [B,G,S,D]; its output with heads joined, [B,T,H*D]."""
+        given = self.keywords.arguments(ask, q, self.dtype)
+        if self.keywords.causal:
+            given[self.keywords.causal] = self.flag and ask.keep is None
+        with torch.no_grad():
+            reply = self.reading.read(
+                self.function(self._lay(q), self._lay(k), self._lay(v), **given)
+            )
+        out = reply.out if self.flat else self._lay(reply.out).transpose(1, 2).flatten(2)
+        return reply._replace(out=out)
+
+    def _lay(self, x: Tensor) -> Tensor:
+        if self.flat:
+            return x[:, 0]
+        return x.transpose(1, 2) if self.claim.layout == "BTHD" else x
+
+    def _heads(self, x: Tensor) -> list[Tensor]:
+        known = self.projections()
+        D = known.head_dim
+        maps = [weight.to(self.dtype) for weight, _ in (known.q, known.k, known.v)]
+        return [(x @ w.T).unflatten(-1, (-1, D)).transpose(1, 2) for w in maps]
+
+    def projections(self) -> Projections:
+        """Random maps, the same for any dtype."""
+        make = torch.Generator().manual_seed(0)
+        H, G, D = (
+            int(n or 1) for n in (self.claim.heads, self.claim.kv_heads, self.claim.head_dim)
+        )
+        q, k, v = (
+            torch.randn(n * D, self.width, generator=make, dtype=torch.float64) * self.width**-0.5
+            for n in (H, G, G)
+        )
+        eye = torch.eye(H * D, dtype=torch.float64)
+        return Projections((q, None), (k, None), (v, None), (eye, None), H, G)
+
+    def at(self, dtype: torch.dtype) -> Function:
+        """The same function, on numbers of another dtype."""
+        return self._with(dtype=dtype)
+
+    def told(self, keywords: Keywords, reading: Reading) -> Function:
+        """The same, with what was found out about its arguments and replies."""
+        return self._with(keywords=keywords, reading=reading)
+
+    def flagged(self) -> Function:
+        """The same, with its causal flag set."""
+        return self._with(flag=True)
+
+    def _with(self, **changes: Any) -> Function:
+        given: dict[str, Any] = {
+            "claim": self.claim, "name": self.name, "dtype": self.dtype, "keywords": self.keywords,
+            "reading": self.reading, "flag": self.flag, "flat": self.flat, **changes,
+        }  # fmt: skip
+        return Function(self.original, given.pop("claim"), **given)
+
+    def smaller(self) -> Iterator[Subject]:
+        """The same function on fewer heads and dims, smallest first."""
+        H, G = self.claim.heads or 1, self.claim.kv_heads or 1
+        sizes = [(1, 1), (2, 2)] if G == H else [(2, 1), (4, 2), (H, G)]
+        for heads, groups in dict.fromkeys(sizes):
+            for D in (1, 2, 4):
+                if heads * D < self.width and heads <= H:
+                    claim = replace(self.claim, heads=heads, kv_heads=groups, head_dim=D, dim=None)
+                    yield self._with(claim=claim)
+
+
+def _ready(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """A module in evaluation mode and in this dtype; a function as it is."""
+    if isinstance(function, nn.Module):
+        return copy.deepcopy(function).to("cpu", dtype).eval()
+    return function
+
+
+def _known(known: Any, claim: Claim) -> Keywords:
+    found = Keywords.of(known)
+    name = first(SIZES["window"], known)
+    fixed = {name: claim.window} if name and claim.window else {}
+    if "enable_gqa" in known and claim.kv_heads and claim.kv_heads != claim.heads:
+        fixed["enable_gqa"] = True
+    return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None)

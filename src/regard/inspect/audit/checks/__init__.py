@@ -1,0 +1,1 @@
+"""Checks, one matter a file: `table.py` lists them all."""

@@ -1,0 +1,116 @@
+"""Padding: what stands in it reaches nobody, and where it stands does not matter. Rows that see nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.inspect.audit.faults import finding
+from regard.inspect.audit.influence import influence
+from regard.inspect.audit.probe import Probe
+from regard.inspect.audit.result import Finding
+from regard.inspect.audit.subject import Ask, CannotTry, Subject
+
+PADS = 3
+
+
+def _need_padding(probe: Probe) -> None:
+    if not probe.subject.takes & {"padding", "rows", "mask"}:
+        raise CannotTry("it takes no mask that could mark padding")
+
+
+def content(probe: Probe, T: int = 6) -> list[Finding]:
+    """Changing a padded token, in front or behind, changes no token."""
+    _need_padding(probe)
+    subject = probe.wide or probe.subject
+    x = probe.inputs(1, T)
+    for pad in (0, T - 1):
+        tokens = torch.ones(1, T, dtype=torch.bool)
+        tokens[0, pad] = False
+
+        def run(x: Tensor, tokens: Tensor = tokens) -> Tensor:
+            return probe.ask(x, tokens=tokens, subject=subject).out
+
+        got = influence(run, x, probe.changed)
+        hit = got.seen[:, pad].clone()
+        hit[pad] = False
+        if bool(hit.any()):
+            i = int(hit.to(torch.int64).argmax())
+            amount = float(got.amount[i, pad])
+            return [finding("padding-leak", f"Token {i} changes with what stands in the padding at {pad}.", {"T": T, "padding": pad, "query": i}, 0.0, amount)]  # fmt: skip
+    return []
+
+
+def garbage(probe: Probe, T: int = 4) -> list[Finding]:
+    """NaN in a padded slot reaches no token."""
+    if not probe.strict:
+        raise CannotTry(
+            "it is asked for by --strict: plain softmax code multiplies 0 by what is hidden"
+        )
+    _need_padding(probe)
+    x = probe.inputs(1, T)
+    if not x.is_floating_point():
+        raise CannotTry("tokens are ids, which cannot be NaN")
+    tokens = torch.ones(1, T, dtype=torch.bool)
+    tokens[0, 0] = False
+    x[0, 0] = float("nan")
+    out = probe.ask(x, tokens=tokens).out[0, 1:]
+    if bool(out.isfinite().all()):
+        return []
+    i = int((~out.isfinite()).any(-1).to(torch.int64).argmax()) + 1
+    return [finding("garbage-leak", f"NaN in the padded slot 0 makes token {i} NaN.", {"T": T, "padding": 0, "query": i}, "finite", "nan")]  # fmt: skip
+
+
+def left(probe: Probe, T: int = 4) -> list[Finding]:
+    """A row behind padding gives what it gives alone, beside a longer row in the batch."""
+    takes = probe.subject.takes
+    if not takes & {"padding", "rows"}:
+        raise CannotTry("it takes no mask for each row of a batch that could mark padding")
+    n = T + PADS
+    x = probe.inputs(2, n)
+    tokens = torch.ones(2, n, dtype=torch.bool)
+    tokens[0, :PADS] = False
+
+    def padded(subject: Subject, x: Tensor) -> Tensor:
+        return probe.ask(x, tokens=tokens, subject=subject).out[:1, PADS:]
+
+    def alone(subject: Subject, x: Tensor) -> Tensor:
+        return probe.ask(x[:1, PADS:], subject=subject).out
+
+    off = probe.differs(x, padded, alone)
+    if off is None:
+        return []
+    t = off.at[1] if off.at else 0
+    sentence = (
+        f"Token {t} of a row of {T} differs from the same row without {PADS} padded slots in front."
+    )
+    return [finding("left-padding-shift", sentence, {"B": 2, "T": n, "padding": PADS, "token": t}, off.expected, off.got)]  # fmt: skip
+
+
+def empty(probe: Probe, T: int = 3) -> list[Finding]:
+    """A query that may see nothing gives numbers; with --strict, what no weight at all gives."""
+    takes, subject = probe.subject.takes, probe.subject
+    if not takes & {"mask", "padding"}:
+        raise CannotTry("it takes no mask that could hide every key")
+    x = probe.inputs(1, T)
+    tokens = keep = None
+    if "mask" in takes:
+        keep = probe.pattern(T, T)[None].clone()
+        keep[0, 0] = False
+    else:
+        tokens = torch.ones(1, T, dtype=torch.bool)
+        tokens[0, 0] = False
+    out = subject.ask(x, Ask(keep=keep, tokens=tokens)).out[0]
+    if not bool(out.isfinite().all()):
+        i = int((~out.isfinite()).any(-1).to(torch.int64).argmax())
+        return [finding("empty-row", f"Query {i} is NaN in a call in which query 0 may see nothing.", {"T": T, "query": i}, "finite", "nan")]  # fmt: skip
+    maps = subject.projections()
+    if not probe.strict or maps is None or probe.causal is False:
+        return []
+    bias = maps.o[1]
+    expected = torch.zeros_like(out[0]) if bias is None else bias.to(out)
+    off = (out[0] - expected).abs()
+    if float(off.max()) <= torch.finfo(out.dtype).eps ** 0.5:
+        return []
+    at = int(off.argmax())
+    return [finding("empty-row", "Query 0 may see nothing, and gives an average of all values.", {"T": T, "query": 0}, float(expected[at]), float(out[0, at]))]  # fmt: skip

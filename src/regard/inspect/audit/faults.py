@@ -1,0 +1,100 @@
+"""Every fault that an audit can name: how bad it is, what it is, where to look, and what else it brings about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from regard.inspect.audit.result import Finding, Severity
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table.
+
+    Attributes:
+        what: a sentence.
+        look: where to look.
+        severity: as in `Finding`.
+        brings: faults that follow from this one, and are not told beside it.
+    """
+
+    what: str
+    look: str
+    severity: Severity = "error"
+    brings: tuple[str, ...] = ()
+
+
+_LEAKS = ("future-leak", "padding-leak", "window-off-by-one", "window-ignored")
+_RUNS = ("cache-differs", "left-padding-shift")
+_PLACES = ("left-padding-shift", "position-shift")
+
+FAULTS: dict[str, Fault] = {
+    "not-repeatable": Fault("Two equal calls give different results.", "random numbers, or memory that is read before it is written"),
+    "dropout-in-eval": Fault("Dropout is active in evaluation mode.", "dropout_p=... of scaled_dot_product_attention, F.dropout without training=self.training"),
+    "state-kept": Fault("A call changes what later calls give.", "buffers and attributes written in forward, a cache that is not reset", brings=_RUNS),
+    "input-changed": Fault("The call changes its input in place.", "operations with a trailing underscore, +=, out=, slices that are assigned"),
+    "batch-mixing": Fault("A row of the batch depends on other rows.", "reshapes and transposes that move the batch, a softmax or a norm over it", brings=(*_RUNS, "padding-leak")),
+    "mask-polarity": Fault("The mask hides what it should show.", "masked_fill(mask == 0) against masked_fill(mask), ~mask", brings=(*_LEAKS, *_RUNS, "mask-zeroed")),
+    "mask-ignored": Fault("A mask that is given changes nothing.", "the path on which the mask is not passed on", brings=_LEAKS),
+    "mask-added": Fault("A mask of 0 and 1 is added to the scores: it hides nothing.", "scores + mask where masked_fill is meant", brings=_LEAKS),
+    "mask-rows": Fault("One row's mask is used for another row of the batch.", "mask[0], masks broadcast over the batch, reshapes to [B*H,T,S]", brings=("padding-leak", "left-padding-shift")),
+    "mask-zeroed": Fault("Hidden scores are set to about 0 instead of -inf.", "masked_fill(mask, 0) or 1e-9 for -1e9, scores * mask", brings=(*_LEAKS, *_RUNS)),
+    "mask-after-softmax": Fault("The mask is applied behind the softmax, and rows do not sum to 1.", "the order of softmax and mask", brings=(*_LEAKS, *_RUNS, "weights-sum")),
+    "own-key-hidden": Fault("A token does not see itself.", "tril(-1) for tril(), < for <=", brings=("future-leak",)),
+    "future-leak": Fault("A token sees later tokens.", "triu and tril, their diagonal, the path that drops the mask", brings=_RUNS),
+    "padding-leak": Fault("What stands in padding reaches tokens.", "whether the padding mask is applied to keys", brings=("left-padding-shift",)),
+    "garbage-leak": Fault("NaN in a hidden slot reaches the output.", "0 * NaN: select with torch.where, and zero hidden values first", "warning"),
+    "empty-row": Fault("A row that may see nothing is not defined.", "softmax of a row that is all -inf"),
+    "window-off-by-one": Fault("The window has one key too many or too few.", "< against <=: a window of W counts the token itself"),
+    "window-ignored": Fault("Keys outside of the window are seen.", "the mask of the layer"),
+    "scale-missing": Fault("Scores are not scaled.", "1/sqrt(head dim)"),
+    "scale-twice": Fault("Scores are scaled twice.", "a scaled query before a scaled product, or scaled_dot_product_attention"),
+    "scale-wrong-dim": Fault("Scores are scaled by the model dim instead of the head dim.", "d_model ** -0.5"),
+    "scale-inverted": Fault("Scores are multiplied by sqrt(head dim) instead of divided.", "* against /"),
+    "softmax-axis": Fault("The softmax runs over another axis than the keys.", "dim=-1", brings=(*_LEAKS, *_RUNS, "weights-sum")),
+    "softmax-missing": Fault("The scores are used without a softmax.", "softmax", brings=("weights-sum",)),
+    "softmax-overflow": Fault("Large scores overflow.", "exp() without subtracting the maximum, scores in float16 before they are scaled"),
+    "gqa-head-order": Fault("Query heads use the wrong key/value heads.", "repeat for repeat_interleave: head h uses h // (H/G)"),
+    "heads-split": Fault("Heads are split without moving the token axis: they mix tokens.", "view(B, T, H, D).transpose(1, 2)", brings=(*_LEAKS, *_RUNS)),
+    "heads-joined": Fault("Heads are joined without moving the token axis: they mix tokens.", "transpose(1, 2) before reshape(B, T, H*D)", brings=(*_LEAKS, *_RUNS)),
+    "rotary-mixed": Fault("Rotary mixes its two layouts: scores depend on absolute positions, and norms change.", "rotate_half against repeat_interleave of cos and sin", brings=_PLACES),
+    "rotary-axis": Fault("Rotary turns by the head's number instead of the token's position.", "[B,T,H,D] against [B,H,T,D]", brings=_PLACES),
+    "rotary-values": Fault("Values are rotated, and not turned back.", "apply_rotary to q and k only", brings=_PLACES),
+    "rotary-one-sided": Fault("Only queries are rotated.", "apply_rotary to q and k", brings=(*_PLACES, "cache-differs")),
+    "rotary-not-relative": Fault("Products of rotated queries and keys depend on more than their distance.", "layouts, positions that count something else", brings=_PLACES),
+    "rotary-precision": Fault("Far positions are rotated by rounded angles.", "positions or angles in half precision: use float32"),
+    "position-shift": Fault("The output changes when all positions are shifted.", "rotary, and masks that count slots for positions"),
+    "left-padding-shift": Fault("A row with padding in front gives other results than alone.", "positions that count padding, a mask offset"),
+    "weights-sum": Fault("Returned weights do not sum to 1 in each row.", "dropout, or a mask, between softmax and return"),
+    "cache-differs": Fault("Cached steps give other results than one pass.", "positions that begin again, a causal mask aligned to the top left, a window trimmed before it is used"),
+    "cache-output-length": Fault("A cached chunk gives fewer tokens than it was given.", "x[:, -1:] when there is a cache", brings=("cache-differs",)),
+    "cache-grows": Fault("The cache of a windowed layer grows without bound.", "trimming what no later query can see", "warning"),
+    "parameters-not-finite": Fault("A weight is NaN or infinite.", "the checkpoint, or what made it"),
+    "cache-in-state-dict": Fault("A mask or a cache is saved with the weights.", "register_buffer(..., persistent=False)", "warning"),
+}  # fmt: skip
+
+
+def finding(
+    name: str, sentence: str, example: dict[str, Any], expected: float | str, got: float | str
+) -> Finding:
+    """A finding of this name, with what the table says of it.
+
+    >>> finding("scale-missing", "Scores are not scaled.", {"T": 2}, 0.1, 0.3).look
+    '1/sqrt(head dim)'
+    """
+    fault = FAULTS[name]
+    return Finding(name, fault.severity, sentence, example, expected, got, fault.look)
+
+
+def causes(found: list[Finding]) -> list[Finding]:
+    """Findings without those that another one brings about, each name once, errors first.
+
+    >>> leak = finding("future-leak", "", {}, 0.0, 1.0)
+    >>> [f.name for f in causes([leak, finding("mask-polarity", "", {}, 0.0, 1.0)])]
+    ['mask-polarity']
+    """
+    unique = {f.name: f for f in reversed(found)}
+    brought = {name for f in unique for name in FAULTS[f].brings}
+    kept = [f for name, f in reversed(unique.items()) if name not in brought]
+    return sorted(kept, key=lambda f: f.severity != "error")

@@ -1,0 +1,157 @@
+"""A subject, and the one right way to ask it for what it claims: with a mask, a flag, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from regard.inspect.audit.rule import Gap, gap
+from regard.inspect.audit.subject import NEW, Ask, CannotTry, Reply, Subject
+
+Run: TypeAlias = "Callable[[Subject, Tensor], Tensor]"
+"""From a subject, in one dtype or another, and tokens to an output."""
+
+
+@dataclass
+class Probe:
+    """What checks work with.
+
+    Attributes:
+        subject: the code.
+        causal: whether a query may see later tokens.
+        masked: whether the causal mask must be given with each call.
+        seed: of every random number.
+        strict: whether it is held to what `regard` itself promises, too.
+        notes: what calibration found: (verdict on masks, and so on).
+        wide: the same code in float64, or None where it cannot run there.
+    """
+
+    subject: Subject
+    causal: bool
+    masked: bool
+    seed: int = 0
+    strict: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wide = widened(self.subject)
+
+    def pattern(self, T: int, S: int) -> Tensor:
+        """What the claim lets the last T of S tokens see: bool [T,S]."""
+        i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+        seen = torch.ones(T, S, dtype=torch.bool)
+        if self.causal:
+            seen = seen & (j <= i)
+        window = self.subject.claim.window
+        if window and self.causal:
+            seen = seen & (j > i - window)
+        return seen
+
+    def inputs(self, B: int, T: int, turn: int = 0) -> Tensor:
+        """Tokens, others for each turn."""
+        return self.subject.inputs(B, T, self.seed * 101 + turn)
+
+    def changed(self, x: Tensor, j: int) -> Tensor:
+        """x with another token at j."""
+        other = x.clone()
+        if x.is_floating_point():
+            make = torch.Generator().manual_seed(self.seed * 101 + 7 + j)
+            noise = torch.randn(x[:, j].shape, generator=make, dtype=torch.float64)
+            other[:, j] = noise - x[:, j]
+        else:
+            other[:, j] = (x[:, j] + 1 + self.seed % 3) % self.subject.width
+        return other
+
+    def ask(
+        self,
+        x: Tensor,
+        *,
+        tokens: Tensor | None = None,
+        start: int = 0,
+        memory: Any = None,
+        weights: bool = False,
+        subject: Subject | None = None,
+    ) -> Reply:
+        """Call it on tokens x that begin at `start`, with the mask that its claim needs."""
+        subject = subject or self.subject
+        B, T = x.shape[:2]
+        S = start + T if memory is not None else T
+        keep = self.pattern(T, S)[None] if self.masked else None
+        padding = None
+        if tokens is not None:
+            if "padding" in subject.takes:
+                padding = tokens
+            else:
+                keep = self.pattern(T, S)[None] & tokens[:, None, :]
+        positions = None
+        if memory is not None:
+            positions = torch.arange(start, start + T).expand(B, -1)
+        return subject.ask(x, Ask(keep, padding, positions, memory, weights))
+
+    def differs(self, x: Tensor, run: Run, reference: Run) -> Gap | None:
+        """Where `run` differs from `reference` by the error rule, both on this code; float64 is the definition.
+
+        The plain errors are those of the reference itself, on x and on what is x up to rounding: no single run's luck
+        counts.
+        """
+        plains, ref = self.standard(x, reference)
+        return gap(run(self.subject, x), plains, ref)
+
+    def standard(self, x: Tensor, reference: Run) -> tuple[list[Tensor], Tensor]:
+        """What an output on x is held against: plain computations, and float64."""
+        plain = reference(self.subject, x)
+        ref = plain.double() if self.wide is None else reference(self.wide, x).double()
+        return [plain, *self._others(x, ref, reference)], ref
+
+    def _others(self, x: Tensor, ref: Tensor, reference: Run) -> list[Tensor]:
+        """Plain computations of equal standing: on x up to rounding, or, of ids, with the errors on other ids."""
+        made = [torch.Generator().manual_seed(turn) for turn in range(2)]
+        if x.is_floating_point():
+            eps = torch.finfo(self.subject.dtype).eps
+            signs = [torch.randn(x.shape, generator=g).sign().double() for g in made]
+            return [reference(self.subject, x * (1 + eps * sign)) for sign in signs]
+        if self.wide is None:
+            return []
+        like = [self.inputs(x.shape[0], x.shape[1], turn=50 + turn) for turn in range(2)]
+        errors = [reference(self.subject, y).double() - reference(self.wide, y) for y in like]
+        return [(ref + error).to(self.subject.dtype) for error in errors]
+
+    def steps(self, x: Tensor, chunks: Sequence[int], subject: Subject) -> tuple[Tensor, Any]:
+        """The output over cached chunks of these lengths, and the cache at the end.
+
+        Raises:
+            CannotTry: no cache is to be had.
+        """
+        if "memory" not in subject.takes:
+            raise CannotTry("it takes no cache")
+        memory: Any = NEW
+        outs, start = [], 0
+        for n in chunks:
+            reply = self.ask(x[:, start : start + n], start=start, memory=memory, subject=subject)
+            memory = reply.memory
+            if memory is NEW or memory is None:
+                raise CannotTry("it gives no cache back: give an adapter")
+            outs.append(reply.out)
+            start += n
+        return torch.cat(outs, 1), memory
+
+
+MOST_NUMBERS = 500_000_000
+"""Parameters of which no second copy in float64 is made."""
+
+
+def widened(subject: Subject) -> Subject | None:
+    """The subject in float64, or None where it does not run there, or is too large."""
+    state = subject.state()
+    if state and sum(x.numel() for x in state.values()) > MOST_NUMBERS:
+        return None
+    try:
+        wide = subject.at(torch.float64)
+        out = wide.ask(subject.inputs(1, 3, 0)).out
+    except Exception:  # its own limits are no finding
+        return None
+    return wide if out.dtype == torch.float64 else None

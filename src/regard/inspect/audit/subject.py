@@ -1,0 +1,200 @@
+"""Code under audit, behind one way to call it: tokens in, mixed tokens out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the code says it is; what is None is found out, or not judged.
+
+    Attributes:
+        dim, heads, kv_heads, head_dim: M, H, G, D.
+        causal: whether a token may see the future; None: whatever it does without a mask.
+        window: how many keys a query sees, its own included.
+        scale: of the scores; None is 1/sqrt(D).
+        mask: what True in a mask means, "keep" or "block", or "additive"; None is what works, "block" for
+            `nn.MultiheadAttention` and its like.
+        layout: of a function's arguments: "BHTD" or "BTHD".
+
+    >>> Claim(heads=4).groups
+    4
+    """
+
+    dim: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    causal: bool | None = None
+    window: int | None = None
+    scale: float | None = None
+    mask: str | None = None
+    layout: str = "BHTD"
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "heads", "kv_heads", "head_dim", "window"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1")
+        for name, allowed in (
+            ("mask", (None, "keep", "block", "additive")),
+            ("layout", ("BHTD", "BTHD")),
+        ):
+            if getattr(self, name) not in allowed:
+                words = ", ".join(str(a) for a in allowed)
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {words}")
+        if self.heads and self.kv_heads and self.heads % self.kv_heads:
+            raise ArgumentError(
+                f"{self.heads} query heads are not divisible by {self.kv_heads} key/value heads"
+            )
+
+    @property
+    def groups(self) -> int | None:
+        """G, which is H unless something else is claimed."""
+        return self.kv_heads or self.heads
+
+
+class Ask(NamedTuple):
+    """What one call is given besides tokens.
+
+    Attributes:
+        keep: bool [B or 1, T, S], True = may attend, or None.
+        tokens: bool [B, S], False = padding, or None.
+        positions: [B, T] int, or None: the code's own.
+        memory: a cache that holds what came before, or None; NEW asks for an empty one.
+        weights: whether the weights are wanted.
+    """
+
+    keep: Tensor | None = None
+    tokens: Tensor | None = None
+    positions: Tensor | None = None
+    memory: Any = None
+    weights: bool = False
+
+
+NEW = object()
+"""As `Ask.memory`: begin a new cache."""
+
+
+class Reply(NamedTuple):
+    """What one call gave: out [B,T,N], weights [B,H or 1,T,S] or None, and the cache to go on with."""
+
+    out: Tensor
+    weights: Tensor | None = None
+    memory: Any = None
+
+
+class CannotTry(Exception):
+    """This code gives no way to make a check; the message says why."""
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The linear maps of a module, read from it: what a definition needs besides its mask.
+
+    Attributes:
+        q, k, v, o: weight [out, in] and bias [out] or None.
+        heads, groups: H and G.
+        bases: rotary bases that it may use.
+    """
+
+    q: tuple[Tensor, Tensor | None]
+    k: tuple[Tensor, Tensor | None]
+    v: tuple[Tensor, Tensor | None]
+    o: tuple[Tensor, Tensor | None]
+    heads: int
+    groups: int
+    bases: tuple[float, ...] = (10000.0,)
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.q[0].shape[0] // self.heads
+
+
+class Subject(ABC):
+    """Code under audit.
+
+    Attributes:
+        name: what it is called.
+        called: how it is called, for the reader.
+        claim: what it says it is.
+        takes: of "mask", "rows" (a mask for each row of the batch), "padding", "positions", "memory", "weights".
+        dtype: that it computes in.
+        width: M, or the size of a vocabulary.
+        relative: whether its positions should count by their differences alone.
+    """
+
+    name: str
+    called: str
+    claim: Claim
+    takes: frozenset[str]
+    dtype: torch.dtype
+    width: int
+    relative = False
+
+    @abstractmethod
+    def ask(self, x: Tensor, ask: Ask = Ask()) -> Reply:  # noqa: B008  # a NamedTuple does not change
+        """Call it on tokens x [B,T,M] (or ids [B,T])."""
+
+    @abstractmethod
+    def at(self, dtype: torch.dtype) -> Subject:
+        """The same code and weights in another dtype."""
+
+    def inputs(self, B: int, T: int, seed: int) -> Tensor:
+        """Tokens [B,T,M] in float64: randn, a seed for each row."""
+        rows = []
+        for b in range(B):
+            make = torch.Generator().manual_seed(seed * 1000 + b)
+            rows.append(torch.randn(T, self.width, generator=make, dtype=torch.float64))
+        return torch.stack(rows)
+
+    def projections(self) -> Projections | None:
+        """Its linear maps, where they are known."""
+        return None
+
+    def smaller(self) -> Iterator[Subject]:
+        """The same code with fewer heads and dims, smallest first; nothing where sizes are fixed."""
+        yield from ()
+
+    @property
+    def reach(self) -> int | None:
+        """The window that caches are tried beyond: the claimed one."""
+        return self.claim.window
+
+    def state(self) -> dict[str, Tensor] | None:
+        """Tensors that it would save, or None where it saves nothing."""
+        return None
+
+    def held(self, memory: Any) -> int:
+        """How many numbers a cache holds."""
+        return numbers(memory)
+
+
+def numbers(x: Any, seen: set[int] | None = None) -> int:
+    """How many numbers tensors hold, anywhere inside x.
+
+    >>> numbers({"k": [torch.ones(2, 3)], "v": torch.ones(4)})
+    10
+    """
+    seen = set() if seen is None else seen
+    if id(x) in seen or isinstance(x, (str, bytes, int, float, torch.nn.Parameter)):
+        return 0
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        return x.numel()
+    if isinstance(x, dict):
+        return sum(numbers(value, seen) for value in x.values())
+    if isinstance(x, (list, tuple, set)):
+        return sum(numbers(value, seen) for value in x)
+    inside = getattr(x, "__dict__", None)
+    return numbers(inside, seen) if isinstance(inside, dict) else 0

@@ -1,0 +1,130 @@
+"""`regard audit`: exit codes, the table, JSON, wrong usage."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from regard.cli.app import run
+from regard.cli.audit import audit
+from regard.inspect.audit import FAULTS
+from tests.models import small
+
+ZOO = "tests.inspect.audit.zoo"
+SIZES = ("--dim", "16", "--heads", "4")
+
+
+def call(*arguments: str) -> Result:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(audit)
+    return CliRunner(env={"NO_COLOR": None, "FORCE_COLOR": None}).invoke(app, list(arguments))
+
+
+def told(*arguments: str) -> dict[str, Any]:
+    result = call(*arguments, "--json")
+    assert result.exit_code in (0, 1), result.output
+    found = json.loads(result.stdout)
+    assert found["clean"] == (result.exit_code == 0)
+    return found
+
+
+def names(found: dict[str, Any]) -> list[str]:
+    return [finding["name"] for finding in found["findings"]]
+
+
+def test_right_code_exits_with_0() -> None:
+    result = call("torch.nn:MultiheadAttention", *SIZES)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("torch.nn:MultiheadAttention, called forward(query, key, value")
+    assert re.search(r"^0 faults, 15 checks held, 5 not tried$", result.stdout, re.MULTILINE)
+    assert re.search(r"cache size +no window is claimed", result.stdout)
+
+
+def test_faults_exit_with_1_and_are_shown() -> None:
+    result = call(f"{ZOO}.steps:OneMore", *SIZES, "--causal", "--window", "4")
+    assert result.exit_code == 1
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "error window-off-by-one" in lines
+    assert "Query 4 sees key 0: 5 keys with its own; the window is 4, its own included." in lines
+    assert "smallest T 5, query 4, heads 1, head_dim 1" in lines
+    assert "expected 4" in lines
+    assert "got 5" in lines
+    assert any(line.startswith("look at < against <=") for line in lines)
+    assert lines[-1].startswith("1 fault, ")
+
+
+def test_json() -> None:
+    found = told(f"{ZOO}.masks:SeedOne", *SIZES)
+    assert names(found) == ["mask-polarity"]
+    assert found["target"] == f"{ZOO}.masks:SeedOne"
+    assert found["seed"] == 0
+    first = found["findings"][0]
+    assert set(first) == {"name", "severity", "sentence", "example", "expected", "got", "look"}
+    assert {entry["name"] for entry in found["not_tried"]} >= {"masks", "cache"}
+    assert all(entry["why"] for entry in found["not_tried"])
+
+
+def test_options_reach_the_audit() -> None:
+    assert names(told(f"{ZOO}.steps:Tiled", *SIZES, "--kv-heads", "2")) == ["gqa-head-order"]
+    assert names(told(f"{ZOO}.masks:added", "--mask", "keep")) == ["mask-added"]
+    assert names(told(f"{ZOO}.base:attend", "--strict")) == ["garbage-leak"]
+    assert names(told(f"{ZOO}.steps:half_precision", "--rotary")) == ["rotary-precision"]
+    assert names(told(f"{ZOO}.calls:Saved", *SIZES, "--accept", "cache-in-state-dict")) == []
+    found = told(
+        f"{ZOO}.steps:late_scale", "--heads", "2", "--head-dim", "16", "--dtype", "float16"
+    )
+    assert names(found) == ["softmax-overflow"]
+    sized = told(
+        "torch.nn:MultiheadAttention", "--set", "embed_dim=8", "--set", "num_heads=2", "--seed", "3"
+    )
+    assert (names(sized), sized["seed"]) == ([], 3)
+
+
+def test_a_model(tmp_path: Path) -> None:
+    folder = small.write(tmp_path, small.model(num_hidden_layers=1))
+    found = told("--model", str(folder))
+    assert names(found) == []
+    assert found["target"] == str(folder)
+    assert {"cache", "future", "left padding"} <= {check["name"] for check in found["held"]}
+
+
+def test_the_list_of_faults() -> None:
+    assert set(json.loads(call("--list", "--json").stdout)) == set(FAULTS)
+    shown = call("--list")
+    assert shown.exit_code == 0
+    assert all(name in shown.stdout for name in FAULTS)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), "give package.module:name, or --model and a folder"),
+        (("a:b", "--model", "tiny"), "give package.module:name, or --model and a folder"),
+        (("no_such_module_here:F",), "cannot be imported"),
+        (("torch.nn:MultiheadAttention",), "needs embed_dim"),
+        (("torch.nn:MultiheadAttention", *SIZES, "--set", "bias"), "must be name=value"),
+        (("torch.nn:MultiheadAttention", *SIZES, "--dtype", "int8"), "it must be float32, float16"),
+        ((f"{ZOO}.base:attend", "--mask", "yes"), "it must be one of"),
+        ((f"{ZOO}.base:halves", "--rotary", "--adapter", "a:b"), "are two ways to call it"),
+        (("--model", "no-such-folder"), "no-such-folder"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2, result.output
+    plain = " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.output).split())
+    assert message in plain
+
+
+def test_it_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["audit", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "For example: regard audit torch.nn:MultiheadAttention" in shown
+    assert run(["audit", "torch.nn:MultiheadAttention", *SIZES]) == 0
+    assert run(["audit", f"{ZOO}.steps:Unscaled", *SIZES]) == 1

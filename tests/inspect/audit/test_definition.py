@@ -1,0 +1,131 @@
+"""The definition against loops in float64, and each of its faults told from the right one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.inspect.audit.definition import WRONG, Steps, attend
+from regard.inspect.audit.explain import candidates
+from regard.inspect.audit.rule import allowance, gap
+from regard.inspect.audit.subject import Projections
+
+H, G, D, M, T = 4, 2, 4, 12, 5
+W = 3
+
+
+def maps(heads: int = H, groups: int = G) -> Projections:
+    make = torch.Generator().manual_seed(0)
+    q, k, v, o = (
+        torch.randn(n, m, generator=make, dtype=torch.float64) * m**-0.5
+        for n, m in ((heads * D, M), (groups * D, M), (groups * D, M), (M, heads * D))
+    )
+    bias = torch.randn(M, generator=make, dtype=torch.float64)
+    return Projections((q, None), (k, None), (v, None), (o, bias), heads, groups)
+
+
+def turned(x: list[float], position: int, layout: str) -> list[float]:
+    """x rotated pair by pair."""
+    out = list(x)
+    for i in range(D // 2):
+        a, b = (i, i + D // 2) if layout == "half" else (2 * i, 2 * i + 1)
+        angle = position * 10000.0 ** (-2 * i / D)
+        out[a] = x[a] * math.cos(angle) - x[b] * math.sin(angle)
+        out[b] = x[b] * math.cos(angle) + x[a] * math.sin(angle)
+    return out
+
+
+def by_loops(x: Tensor, m: Projections, layout: str, window: int | None) -> Tensor:
+    out = torch.zeros(x.shape[0], T, M, dtype=torch.float64)
+    for b in range(x.shape[0]):
+        q, k, v = ((x[b] @ w.T).tolist() for w, _ in (m.q, m.k, m.v))
+        for i in range(T):
+            joined: list[float] = []
+            for h in range(H):
+                g = h // (H // G)
+                mine = q[i][h * D : (h + 1) * D]
+                mine = mine if layout == "none" else turned(mine, i, layout)
+                weights = {}
+                for j in range(i + 1):
+                    if window is not None and i - j >= window:
+                        continue
+                    other = k[j][g * D : (g + 1) * D]
+                    other = other if layout == "none" else turned(other, j, layout)
+                    weights[j] = math.exp(
+                        sum(a * c for a, c in zip(mine, other, strict=True)) / math.sqrt(D)
+                    )
+                total = sum(weights.values())
+                joined += [
+                    sum(w * v[j][g * D + d] for j, w in weights.items()) / total for d in range(D)
+                ]
+            out[b, i] = m.o[0] @ torch.tensor(joined, dtype=torch.float64) + m.o[1]
+    return out
+
+
+def tokens() -> Tensor:
+    return (
+        torch.randn(2, T, M, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1.5
+    )
+
+
+def keep(window: int | None = None) -> Tensor:
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    return (j <= i) & (i - j < (window or T))
+
+
+@pytest.mark.parametrize("window", [None, W])
+@pytest.mark.parametrize("layout", ["none", "half", "interleaved"])
+def test_the_right_steps_are_the_definition(layout: str, window: int | None) -> None:
+    x, m = tokens(), maps()
+    out = attend(x, m, Steps(rotary=layout), keep(window), None, window)
+    expected = by_loops(x, m, layout, window)
+    assert float((out - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+
+
+FAULTS = [(name, value) for name, values in WRONG.items() for value in values]
+
+
+@pytest.mark.parametrize("field, value", FAULTS)
+def test_each_fault_is_another_function(field: str, value: str) -> None:
+    """Beyond the error rule in float32: from the right steps, and from every other single fault."""
+    x, m = tokens(), maps()
+
+    def run(steps: Steps, dtype: torch.dtype) -> Tensor:
+        return attend(x.to(dtype), m, steps, keep(W), None, W)
+
+    wrong = Steps(**{field: value})
+    assert wrong.wrong == (field,)
+    mine = run(wrong, torch.float32)
+    rights = [Steps(), Steps(rotary="half"), Steps(rotary="interleaved")]
+    others = [replace(Steps(), **{f: v}) for f, v in FAULTS if (f, v) != (field, value)]
+    for other in (*rights, *others):
+        assert gap(mine, [run(other, torch.float32)], run(other, torch.float64)) is not None, other
+    assert gap(mine, [mine], run(wrong, torch.float64)) is None
+
+
+def test_candidates_begin_with_the_fewest_faults() -> None:
+    found = [len(steps.wrong) for steps in candidates(maps(), None)]
+    assert found[:3] == [0, 0, 0]
+    assert found == sorted(found)
+    assert max(found) == 2
+    # one key/value head for all: their order says nothing
+    assert all(s.groups == "adjacent" for s in candidates(maps(groups=1), None))
+    assert not any(s.mask in ("one-more", "one-less") for s in candidates(maps(), None))
+
+
+def test_the_rule() -> None:
+    ref = torch.tensor([1.0, float("inf"), float("nan")], dtype=torch.float64)
+    x = ref.float()
+    assert gap(x, [x], ref) is None
+    assert gap(torch.tensor([1.0, 2.0, float("nan")]), [x], ref).at == (1,)
+    assert gap(torch.tensor([float("nan"), float("inf"), float("nan")]), [x], ref).at == (0,)
+    assert gap(torch.ones(2), [x], ref) is not None
+    plain = torch.tensor([1.25, float("inf"), float("nan")])
+    rounding = 2 * abs(float((torch.ones(1) + 0.3 - 0.3 - 1).double()))
+    assert allowance([x, plain], ref) == 0.5 + rounding
+    assert gap(torch.tensor([1.5, float("inf"), float("nan")]), [plain], ref) is None
+    assert gap(torch.tensor([1.6, float("inf"), float("nan")]), [plain], ref).expected == 1.0
