@@ -26,6 +26,33 @@ def compressed_tokens(context: int, compress: int, stride: int) -> int:
     return (context - compress) // stride + 1 if context >= compress else 0
 
 
+def block_pairs(context: int, size: int, blocks: int) -> int:
+    """Query-key pairs of selected blocks over the first `context` tokens: the sum of `block_tokens`, in closed form.
+
+    >>> block_pairs(100, 8, 3) == sum(block_tokens(t, 8, 3) for t in range(1, 101))
+    True
+    """
+    whole, rest = divmod(context, size)
+    own = whole * (size * (size + 1) // 2) + rest * (rest + 1) // 2
+    most = blocks - 1
+    full = min(most, whole)
+    # the sum of min(most, b) over whole blocks b, and what the last, open one adds
+    others = size * (full * (full - 1) // 2 + (whole - full) * most) + rest * full
+    return own + size * others
+
+
+def compressed_pairs(context: int, compress: int, stride: int) -> int:
+    """Query-key pairs of compressed tokens over the first `context` tokens: the sum of `compressed_tokens`.
+
+    n (s - l + 1) - d n (n - 1) / 2, n = `compressed_tokens`: number j is seen from the token l + j d on
+
+    >>> compressed_pairs(100, 8, 4) == sum(compressed_tokens(t, 8, 4) for t in range(1, 101))
+    True
+    """
+    n = compressed_tokens(context, compress, stride)
+    return n * (context - compress + 1) - stride * n * (n - 1) // 2
+
+
 def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) -> int:
     """Tokens that one decoding step of native sparse attention reads, as the paper counts them: s / d + n l' + w.
 

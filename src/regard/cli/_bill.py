@@ -1,0 +1,218 @@
+"""What `regard cost` prints: parameters by part, what a context costs, and bounds on a machine."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Sequence
+from typing import Any
+
+from regard.cost import Bill
+from regard.cost.known import KNOWN
+from regard.cost.machines import MACHINES, Machine
+from regard.cost.mixers import Heads
+from regard.cost.roofline import bounds, intensity
+from regard.cost.source import model_of
+from regard.cost.sweep import FIGURES
+
+SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+BYTES = tuple(name for name in FIGURES if "bytes" in name)
+
+
+def flops(n: float, unit: str = "FLOP") -> str:
+    """1.5e12 as 1.50 TFLOP."""
+    for scale, letter in SCALES:
+        if n >= scale:
+            return f"{n / scale:.4g} {letter}{unit}"
+    return f"{n:g} {unit}"
+
+
+def size(n: int) -> str:
+    """Bytes in the unit that suits."""
+    return next((f"{n / scale:.4g} {unit}" for scale, unit in BINARY if n >= scale), f"{n} bytes")
+
+
+def seconds(t: float) -> str:
+    """Seconds in the unit that suits."""
+    scales = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+    return next(
+        (f"{t / scale:.3g} {unit}" for scale, unit in scales if t >= scale), f"{t * 1e9:.3g} ns"
+    )
+
+
+def grid(rows: Sequence[Sequence[str]]) -> str:
+    """Columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [
+            first.ljust(widths[0]),
+            *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True)),
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def page(bill: Bill, machine: Machine | None) -> str:
+    """All of one model."""
+    blocks = [_head(bill), _parts(bill), _costs(bill)]
+    if machine is not None:
+        blocks.append(_bounds(bill, machine))
+    if bill.model.notes:
+        blocks.append("\n".join(f"- {note}" for note in bill.model.notes))
+    return "\n\n".join(blocks)
+
+
+def _head(bill: Bill) -> str:
+    model = bill.model
+    kinds = [f"  {n} x {kind}" for kind, n in model.kinds.items()]
+    return "\n".join(
+        [
+            f"{model.name}: {model.parameters:,} parameters, of which one token meets {model.active:,}",
+            *kinds,
+        ]
+    )
+
+
+def _parts(bill: Bill) -> str:
+    model = bill.model
+    rows = [("part", "parameters", "share", "met by a token")]
+    rows += [
+        (p.name, f"{p.parameters:,}", f"{p.parameters / model.parameters:.1%}", f"{p.active:,}")
+        for p in model.parts
+    ]
+    rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active:,}"))
+    lines, layers = [grid(rows)], model.layers
+    first = layers[0].mixer
+    if isinstance(first, Heads) and not model.reader:
+        one = first.weights.matrices
+        lines.append(
+            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} layers: "
+            f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} of all"
+        )
+    if model.tied:
+        lines.append(
+            "the head is the embedding: it has no numbers of its own, and a token meets it whole"
+        )
+    return "\n".join(lines)
+
+
+def _costs(bill: Bill) -> str:
+    at, model = bill.setting, bill.model
+    rows = [("weights", f"{bill.weight_bytes:,} bytes", size(bill.weight_bytes))]
+    if model.decodes:
+        rows += [
+            ("cache, for each token", f"{bill.kv_bytes_per_token:,} bytes", size(bill.kv_bytes_per_token)),
+            ("cache, all", f"{bill.kv_bytes:,} bytes", size(bill.kv_bytes)),
+        ]  # fmt: skip
+        if bill.kv_growth != bill.kv_bytes_per_token:
+            grows = f"{bill.kv_growth:,} bytes"
+            rows.insert(2, ("  in layers that forget nothing", grows, size(bill.kv_growth)))
+        if bill.state_bytes:
+            rows.append(
+                ("  of which states", f"{bill.state_bytes:,} bytes", size(bill.state_bytes))
+            )
+    rows.append(
+        ("prompt", flops(bill.prefill_flops), _moved(bill.prefill_flops, bill.prefill_bytes))
+    )
+    if model.decodes:
+        rows.append(
+            ("one token", flops(bill.decode_flops), _moved(bill.decode_flops, bill.decode_bytes))
+        )
+    for form, count in bill.decode_forms.items():
+        rows.append((f"  latents, {form}", flops(count), ""))
+    title = f"context {at.context:,}, batch {at.batch}, weights {at.dtype}, cache {at.format.name}"
+    return f"{title}\n{grid(rows)}"
+
+
+def _moved(count: int, moved: int) -> str:
+    return f"{size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
+
+
+def _bounds(bill: Bill, machine: Machine) -> str:
+    rate = machine.rate(bill.setting.dtype)
+    lines = [
+        f"on {machine.name} at best: {machine.bandwidth / 1e9:,.4g} GB/s, {flops(rate, 'FLOP/s')}",
+        f"  ({machine.source})",
+    ]
+    for what, bound in bounds(bill, machine).items():
+        many = f", {bill.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
+        lines.append(f"  {what}: {seconds(bound.seconds)}, bound by {bound.by}{many}")
+    need = bill.weight_bytes + bill.kv_bytes
+    if machine.memory and need > machine.memory:
+        lines.append(
+            f"  weights and cache are {size(need)}; its memory is {size(machine.memory)}: they do not fit"
+        )
+    return "\n".join(lines)
+
+
+def side_by_side(first: Bill, second: Bill, machine: Machine | None) -> str:
+    """Figures of two models, and ratios."""
+    a, b = first.as_json(), second.as_json()
+    rows = [("", first.model.name, second.model.name, "ratio")]
+    for name in FIGURES:
+        ratio = f"{a[name] / b[name]:.4g}" if b[name] else "-"
+        rows.append((name.replace("_", " "), f"{a[name]:,}", f"{b[name]:,}", ratio))
+    if machine is not None:
+        ours, theirs = bounds(first, machine), bounds(second, machine)
+        for what in ours.keys() & theirs.keys():
+            x, y = ours[what], theirs[what]
+            label = f"{what} on {machine.name}"
+            rows.append(
+                (label, seconds(x.seconds), seconds(y.seconds), f"{x.seconds / y.seconds:.4g}")
+            )
+    at = first.setting
+    return f"context {at.context:,}, batch {at.batch}\n{grid(rows)}"
+
+
+def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """A row for each context."""
+    timed = "decode_seconds" in rows[0]
+    table = [
+        (
+            "context",
+            "cache",
+            "prompt",
+            "one token",
+            "moved",
+            *(("prompt", "one token") if timed else ()),
+        )
+    ]
+    for row in rows:
+        times = (seconds(row["prefill_seconds"]), seconds(row["decode_seconds"])) if timed else ()
+        table.append(
+            (
+                f"{row['context']:,}", size(row["kv_bytes"]), flops(row["prefill_flops"]),
+                flops(row["decode_flops"]), size(row["decode_bytes"]), *times,
+            )
+        )  # fmt: skip
+    return f"{name}\n{grid(table)}"
+
+
+def listing(*, json: bool) -> str:
+    """Known models with their parameters, and machines with their sources."""
+    sizes = {name: model_of(name).parameters for name in KNOWN}
+    if json:
+        models = {
+            name: {"parameters": n, "source": KNOWN[name].source} for name, n in sizes.items()
+        }
+        machines = {
+            name: {"bandwidth": m.bandwidth, "flops": dict(m.flops), "source": m.source}
+            for name, m in MACHINES.items()
+        }
+        return json_format.dumps({"models": models, "machines": machines}, indent=1)
+    rates = [
+        (
+            name,
+            f"{m.bandwidth / 1e9:,.4g} GB/s",
+            *(f"{k} {flops(v, 'FLOP/s')}" for k, v in m.flops.items()),
+        )
+        for name, m in MACHINES.items()
+    ]
+    most = max(map(len, rates))
+    rates = [(*row, *[""] * (most - len(row))) for row in rates]
+    return "\n\n".join([
+        "models, with their parameters\n" + grid([(name, f"{n:,}") for name, n in sizes.items()]),
+        "machines, at most\n" + grid(rates),
+        "where from\n" + "\n".join(f"{name}: {m.source}" for name, m in MACHINES.items()),
+    ])  # fmt: skip

@@ -1,0 +1,223 @@
+"""`regard cost`: parameters, FLOPs, cache bytes and the least time of a model, from its sizes alone."""
+
+from __future__ import annotations
+
+import json as json_format
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from regard.cli import _sizes as flag
+from regard.cost.bill import Bill, Setting
+from regard.cost.flags import Sizes
+from regard.cost.machines import Machine, machine_of
+from regard.cost.model import Model
+from regard.cost.source import model_of
+from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
+from regard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+EPILOG = "For example: regard cost llama-3-8b --context 32k --machine h100-sxm --vs deepseek-v3"
+CONTEXT, RANGE = 4096, "context=1k..128k"
+"""What is told of unless asked otherwise; and what is drawn."""
+Rows = dict[str, list[dict[str, Any]]]
+
+
+def cost(
+    source: flag.Source = None,
+    context: flag.Context = None,
+    batch: flag.Batch = 1,
+    dtype: flag.Dtype = None,
+    kv_dtype: flag.KvDtype = None,
+    machine: flag.Machine = None,
+    bandwidth: flag.Bandwidth = None,
+    flops: flag.Flops = None,
+    vs: flag.Versus = None,
+    sweep: flag.Sweep = None,
+    plot: flag.Plot = None,
+    json: flag.Json = False,
+    list_: flag.List = False,
+    layers: flag.Layers = None,
+    dim: flag.Dim = None,
+    heads: flag.Heads = None,
+    kv_heads: flag.KvHeads = None,
+    head_dim: flag.HeadDim = None,
+    attention: flag.Attention = None,
+    option: flag.Set = None,
+    window: flag.Window = None,
+    global_every: flag.GlobalEvery = None,
+    ff: flag.FF = None,
+    gated: flag.Gated = None,
+    vocab: flag.Vocab = None,
+    tied: flag.Tied = None,
+    experts: flag.Experts = None,
+    active: flag.Active = None,
+    expert_ff: flag.ExpertFF = None,
+    shared: flag.Shared = None,
+    dense_layers: flag.DenseLayers = None,
+) -> None:
+    """Parameters by part, FLOPs of a prompt and of a token, bytes of cache, and the least time on a machine.
+
+    A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last token. Times are lower
+    bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever takes longer.
+    """
+    if list_:
+        from regard.cli._bill import listing
+
+        typer.echo(listing(json=json))
+        return
+    sizes = {
+        "layers": layers, "dim": dim, "heads": heads, "attention": attention, "global_every": global_every, "ff": ff,
+        "gated": gated, "vocab": vocab, "tied": tied, "experts": experts, "active": active, "expert_ff": expert_ff,
+        "shared": shared, "dense_layers": dense_layers,
+    }  # fmt: skip
+    own = {"groups": kv_heads, "head_dim": head_dim, "window": window}
+    try:
+        models = [_model(source, sizes, _joined(own, option or []))]
+        models += [] if vs is None else [model_of(vs)]
+        base = Setting(1, batch, dtype or "bf16", kv_dtype)
+        where = _machine(machine, bandwidth, flops)
+        settings = [replace(base, dtype=dtype or model.dtype) for model in models]
+        if sweep is not None or plot is not None:
+            if context is not None:
+                raise ArgumentError(
+                    "--context is one length, and --sweep and --plot take a range: leave one out"
+                )
+            _range(models, settings, where, sweep or RANGE, plot, json=json)
+            return
+        at = _context(context, models)
+        bills = [Bill(m, replace(s, context=at)) for m, s in zip(models, settings, strict=True)]
+        _show(bills, where, json=json)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _model(source: str | None, sizes: dict[str, Any], own: dict[str, Any]) -> Model:
+    """The model that is named, or that the sizes make."""
+    given = {name: value for name, value in sizes.items() if value is not None}
+    if source is not None:
+        if extra := [*given, *own]:
+            names = ", ".join(_spelled(name) for name in extra)
+            raise ArgumentError(
+                f"{source} says all sizes, and {names} too; leave them out, or leave out the name and give all sizes"
+            )
+        return model_of(source)
+    if missing := [name for name in ("layers", "dim", "heads") if name not in given]:
+        names = ", ".join(map(_spelled, missing))
+        raise ArgumentError(
+            f"give a model, or its sizes: {names} missing. regard cost --list names what is known"
+        )
+    return Sizes(**given, options=own).model()
+
+
+def _spelled(name: str) -> str:
+    known = {"groups": "--kv-heads", "head_dim": "--head-dim", "window": "--window"}
+    return known.get(name, f"--{name.replace('_', '-')}")
+
+
+def _joined(own: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+    """Sizes of the mechanism: flags of their own, and those of --set."""
+    found = {name: value for name, value in own.items() if value is not None}
+    for setting in settings:
+        name, sign, value = setting.partition("=")
+        if not sign or not (value.isdecimal() or name == "form"):
+            raise ArgumentError(
+                f"--set {setting!r}: give name=value, a whole number, such as kv_rank=512"
+            )
+        if name in found:
+            raise ArgumentError(f"{name} is given twice; keep one")
+        found[name] = value if name == "form" else int(value)
+    return found
+
+
+def _context(text: str | None, models: list[Model]) -> int:
+    """What is asked for; else 4096, or less where learned positions end before."""
+    if text is not None:
+        return tokens(text)
+    return min([CONTEXT, *(m.longest for m in models if m.longest is not None)])
+
+
+def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> Machine | None:
+    """The machine that is named, described, or measured."""
+    if (bandwidth is None) != (flops is None):
+        raise ArgumentError("--bandwidth and --flops belong together: give both, or a --machine")
+    if bandwidth is not None and flops is not None:
+        if name is not None:
+            raise ArgumentError(
+                "--machine says bandwidth and FLOPs: leave out --bandwidth and --flops, or --machine"
+            )
+        if not (0 < bandwidth < float("inf") and 0 < flops < float("inf")):
+            raise ArgumentError(
+                "--bandwidth and --flops must be above 0, per second, such as 5e10 and 1e12"
+            )
+        return Machine(
+            "the given machine", bandwidth, {"fp32": flops}, 0, "--bandwidth and --flops"
+        )
+    if name is None:
+        return None
+    return _here() if name == "here" else machine_of(name)
+
+
+def _here() -> Machine:
+    """This machine: reading, and products of matrices, measured as `regard bench` does it."""
+    import torch
+
+    from regard.bench.ceilings import Ceilings
+    from regard.bench.machine import machine as about
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+    typer.echo("... what this machine does at most", err=True)
+    top, found = Ceilings.measure(names, device), about(device)
+    threads = f"{found['threads']} threads" if device.type == "cpu" else "GPU"
+    said = f"measured now, the best of several: {found.get('gpu', found['processor'])}, {threads}, torch {found['torch']}"
+    return Machine("here", top.read, {names[d]: rate for d, rate in top.gemm.items()}, 0, said)
+
+
+def _show(bills: list[Bill], machine: Machine | None, *, json: bool) -> None:
+    from regard.cli import _bill
+
+    if json:
+        found = (
+            figures(bills[0], machine) if len(bills) == 1 else versus(bills[0], bills[1], machine)
+        )
+        typer.echo(json_format.dumps(found, indent=1, allow_nan=False))
+    elif len(bills) == 1:
+        typer.echo(_bill.page(bills[0], machine))
+    else:
+        typer.echo(_bill.side_by_side(bills[0], bills[1], machine))
+
+
+def _range(
+    models: list[Model],
+    settings: list[Setting],
+    machine: Machine | None,
+    span: str,
+    plot: Any,
+    *,
+    json: bool,
+) -> None:
+    """A row for each context, and a chart of them."""
+    from regard.cli import _bill
+
+    asked = doubling(span)
+    contexts = fitting(asked, *models)
+    if len(contexts) < len(asked):
+        typer.echo(f"learned positions end: contexts above {contexts[-1]:,} are left out", err=True)
+    if plot is not None:
+        from regard.cost.plot import check, draw
+
+        check(plot)
+    rows: Rows = {}
+    for i, (model, setting) in enumerate(zip(models, settings, strict=True)):
+        name = model.name if model.name not in rows else f"{model.name} ({i + 1})"
+        rows[name] = sweep(model, setting, contexts, machine)
+    if plot is not None:
+        draw(rows, plot, f"batch {settings[0].batch}" + (f", {machine.name}" if machine else ""))
+    if json:
+        typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
+    else:
+        typer.echo("\n\n".join(_bill.swept(name, found) for name, found in rows.items()))

@@ -1,0 +1,113 @@
+"""A model of given sizes: a decoder with RMS norms, any mechanism that can be counted, and gated feed-forward layers or experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from regard.cost.mechanisms import MECHANISMS, mechanism
+from regard.cost.mixers import Dense, Experts, FeedForward, Mixer, Weights
+from regard.cost.model import Layer, Model
+from regard.errors import ArgumentError
+
+WINDOWED = tuple(
+    name for name, made in MECHANISMS.items() if "window" in made.takes and name != "nsa"
+)
+"""Mechanisms of which some layers may have a window and others none."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model is made of.
+
+    Attributes:
+        layers, dim, heads: how many layers, M, H.
+        attention: a name in `MECHANISMS`; None is MHA, GQA or MQA, as the key/value heads say.
+        options: of the mechanism: groups, head_dim, window, kv_rank and so on.
+        global_every: with a window, every n-th layer has none.
+        ff: F of the feed-forward layers; None is 4 M.
+        gated: whether these have a gate (SwiGLU).
+        vocab: V.
+        tied: whether the head is the embedding.
+        experts, active, expert_ff: how many there are, how many a token uses, and their F (None: ff).
+        shared: how many experts all tokens use.
+        dense_layers: how many first layers have no experts.
+
+    Raises:
+        ArgumentError: a size is less than 1, or two of them contradict each other; the message names the flags.
+
+    >>> Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=128256).model().parameters  # Llama-3-8B
+    8030261248
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    attention: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    global_every: int | None = None
+    ff: int | None = None
+    gated: bool = True
+    vocab: int = 32000
+    tied: bool = False
+    experts: int | None = None
+    active: int | None = None
+    expert_ff: int | None = None
+    shared: int | None = None
+    dense_layers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "dim", "heads", "vocab", "ff", "experts", "active", "expert_ff", "shared", "global_every"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ArgumentError(f"{name} is {value}; it must be at least 1")
+        if self.dense_layers is not None and self.dense_layers < 0:
+            raise ArgumentError(f"dense_layers is {self.dense_layers}; it must be at least 0")
+        if self.global_every is not None and self.options.get("window") is None:
+            raise ArgumentError(
+                "--global-every says which layers have no window: give --window, too"
+            )
+        if (self.experts is None) != (self.active is None):
+            raise ArgumentError("--experts and --active belong together: give both, or neither")
+        if self.experts is None and any((self.expert_ff, self.shared, self.dense_layers)):
+            raise ArgumentError(
+                "--expert-ff, --shared and --dense-layers speak of experts: give --experts and --active, too"
+            )
+        if self.experts is not None and self.active is not None and self.active > self.experts:
+            raise ArgumentError(
+                f"--active is {self.active}, and --experts {self.experts}: a token cannot use more than there are"
+            )
+
+    def model(self, name: str = "flags") -> Model:
+        """The model."""
+        everywhere = self._mixer(self.options)
+        unbounded = everywhere
+        if self.global_every is not None:
+            unbounded = self._mixer({**self.options, "window": None})
+        norms, layers = Weights(norms=2 * self.dim), []
+        for i in range(self.layers):
+            far = self.global_every is not None and (i + 1) % self.global_every == 0
+            layers.append(Layer(unbounded if far else everywhere, self._feed_forward(i), norms))
+        return Model(
+            name, self.vocab, self.dim, tuple(layers), norms=Weights(norms=self.dim), tied=self.tied
+        )  # fmt: skip
+
+    def _mixer(self, options: dict[str, Any]) -> Mixer:
+        name = self.attention
+        if name is None:
+            groups = options.get("groups")
+            name = "mha" if groups in (None, self.heads) else "gqa"
+            options = {k: v for k, v in options.items() if k != "groups" or name == "gqa"}
+        if self.global_every is not None and name not in WINDOWED:
+            raise ArgumentError(
+                f"--global-every goes with {', '.join(WINDOWED)}; --attention is {name!r}"
+            )
+        return mechanism(name, self.dim, self.heads, options)
+
+    def _feed_forward(self, layer: int) -> FeedForward:
+        ff = 4 * self.dim if self.ff is None else self.ff
+        if self.experts is None or self.active is None or layer < (self.dense_layers or 0):
+            return Dense(self.dim, ff, self.gated)
+        width = self.expert_ff or ff
+        shared = None if self.shared is None else Dense(self.dim, width * self.shared, self.gated)
+        return Experts(Dense(self.dim, width, self.gated), self.experts, self.active, shared)

@@ -1,0 +1,154 @@
+"""A model as sizes: layers, and what stands around them; its parameters by part."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from regard.cost.mixers import Cross, FeedForward, Mixer, Weights
+
+PARTS = (
+    "embedding", "positions", "attention", "feed-forward", "experts", "shared expert", "router",
+    "biases", "norms", "head",
+)  # fmt: skip
+"""The rows of a table of parameters. Biases are of all layers, sinks and gates' offsets included."""
+
+NOTHING = Weights()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: attention, attention to another text, and a feed-forward layer, with the numbers of its norms."""
+
+    mixer: Mixer
+    feed_forward: FeedForward | None = None
+    norms: Weights = NOTHING
+    cross: Cross | None = None
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        """Both attentions, or one."""
+        return (self.mixer,) if self.cross is None else (self.mixer, self.cross)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row of the table: all numbers of a part, and those that one token meets.
+
+    Of an embedding or a table of positions, a token meets one row. A tied head has no numbers of its own, and is met whole.
+    """
+
+    name: str
+    parameters: int
+    active: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """The sizes of a decoder, an encoder, or both.
+
+    Attributes:
+        name: what it is called.
+        vocab, dim: V and M.
+        layers: those that decode; of an encoder, all.
+        reader: layers of an encoder in front, which read another text.
+        positions: numbers of learned tables of positions and segments, and `rows` of M of them that a token meets.
+        norms: outside layers.
+        head: whether there is a matrix to logits; `tied`: whether it is the embedding.
+        top: other parameters on top, as a pooler has.
+        decodes: whether it writes token by token.
+        longest: the longest text, where learned positions end; None is no bound.
+        dtype: the format that its file names, as in `regard.cost.kept.BITS`.
+        notes: what a reader should know.
+
+    >>> from regard.cost import model_of
+    >>> gpt2 = model_of("gpt2")
+    >>> gpt2.parameters, gpt2.layers[0].mixer.name
+    (124439808, 'MHA 12/12 heads of 64')
+    """
+
+    name: str
+    vocab: int
+    dim: int
+    layers: tuple[Layer, ...]
+    reader: tuple[Layer, ...] = ()
+    positions: int = 0
+    rows: int = 0
+    norms: Weights = NOTHING
+    head: bool = True
+    tied: bool = False
+    top: Weights = NOTHING
+    decodes: bool = True
+    longest: int | None = None
+    dtype: str = "bf16"
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parameters by part, and those that one token meets; parts that the model lacks are left out."""
+        return self.table(1)
+
+    def table(self, tokens: int) -> tuple[Part, ...]:
+        """The same, met by so many tokens together: experts are met by more of them."""
+        whole, met = self._sums(None), self._sums(tokens)
+        head = self.vocab * self.dim if self.head else 0
+        own = {"embedding": self.vocab * self.dim, "positions": self.positions}
+        own["head"] = 0 if self.tied else head
+        used = {
+            "embedding": min(tokens, self.vocab) * self.dim,
+            "positions": min(tokens * self.rows * self.dim, self.positions), "head": head,
+        }  # fmt: skip
+        return tuple(
+            Part(name, whole[name] + own.get(name, 0), met[name] + used.get(name, 0))
+            for name in PARTS
+            if whole[name] + own.get(name, 0) + used.get(name, 0)
+        )
+
+    @property
+    def parameters(self) -> int:
+        """All numbers that training changes."""
+        return sum(part.parameters for part in self.parts)
+
+    @property
+    def active(self) -> int:
+        """Those that one token meets."""
+        return sum(part.active for part in self.parts)
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of the matrices of attention, all layers."""
+        return self._sums(None)["attention"]
+
+    @property
+    def mixers(self) -> Iterator[Mixer]:
+        """Every attention that decodes."""
+        return (mixer for layer in self.layers for mixer in layer.mixers)
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many layers have each kind of attention."""
+        return dict(Counter(m.name for layer in self._all for m in layer.mixers))
+
+    @property
+    def _all(self) -> tuple[Layer, ...]:
+        return (*self.reader, *self.layers)
+
+    def _sums(self, tokens: int | None) -> Counter[str]:
+        """Numbers of layers and of what is on top, by part; those that so many tokens meet, or all."""
+        sums: Counter[str] = Counter()
+        for layer, times in Counter(self._all).items():
+            own = [("attention", mixer.weights) for mixer in layer.mixers]
+            if (feed := layer.feed_forward) is not None:
+                own += (feed.weights if tokens is None else feed.met(tokens)).items()
+            for name, weights in (*own, ("norms", layer.norms)):
+                sums.update(_split(name, weights, times))
+        for weights in (self.norms, self.top):
+            sums.update(_split("head", weights, 1))
+        return sums
+
+
+def _split(name: str, weights: Weights, times: int) -> dict[str, int]:
+    """Matrices go to the part, biases and norms to their own."""
+    found = {"biases": times * weights.biases, "norms": times * weights.norms}
+    return {**found, name: found.get(name, 0) + times * weights.matrices}

@@ -1,0 +1,122 @@
+"""The same model over a range of contexts, and two models side by side."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from regard.cost.bill import Bill, Setting
+from regard.cost.machines import Machine
+from regard.cost.model import Model
+from regard.cost.roofline import as_json, bounds
+from regard.errors import ArgumentError
+
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+LONGEST = 1 << 40
+"""The longest context that makes sense."""
+FIGURES = (
+    "parameters", "active_parameters", "attention_parameters", "weight_bytes", "kv_bytes_per_token", "kv_bytes",
+    "prefill_flops", "prefill_bytes", "decode_flops", "decode_bytes",
+)  # fmt: skip
+"""What two models are compared by."""
+
+
+def tokens(text: str) -> int:
+    """A number of tokens; k is 1024 and M is 1024^2.
+
+    Raises:
+        ArgumentError: it is no number, less than 1, or beyond all sense.
+
+    >>> tokens("8k"), tokens("1M"), tokens("4096")
+    (8192, 1048576, 4096)
+    """
+    found = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
+    value = int(found[1]) * UNITS[found[2].lower()] if found else 0
+    if not 1 <= value <= LONGEST:
+        raise ArgumentError(f"{text!r} is no number of tokens; write such as 4096, 8k or 1M")
+    return value
+
+
+def doubling(text: str) -> list[int]:
+    """The contexts of `context=1k..1M`: doubled from the first on, and the last in any case.
+
+    Raises:
+        ArgumentError: it has another form, or ends before it begins.
+
+    >>> doubling("context=1k..5k")
+    [1024, 2048, 4096, 5120]
+    """
+    name, _, span = text.partition("=")
+    first, dots, last = span.partition("..")
+    if name.strip() != "context" or not dots:
+        raise ArgumentError(f"{text!r} is no range; write such as context=1k..1M")
+    start, stop = tokens(first), tokens(last)
+    if stop < start:
+        raise ArgumentError(f"{text!r} ends before it begins; write such as context=1k..1M")
+    found = []
+    while start < stop:
+        found.append(start)
+        start *= 2
+    return [*found, stop]
+
+
+def fitting(contexts: list[int], *models: Model) -> list[int]:
+    """Those that the learned positions of all models reach.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    least = min((m.longest for m in models if m.longest is not None), default=LONGEST)
+    found = [context for context in contexts if context <= least]
+    if not found:
+        raise ArgumentError(f"learned positions end at {least:,} tokens; begin the range below")
+    return found
+
+
+def sweep(
+    model: Model, setting: Setting, contexts: list[int], machine: Machine | None = None
+) -> list[dict[str, Any]]:
+    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds at best.
+
+    >>> from regard.cost import model_of
+    >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
+    >>> [row["kv_bytes"] for row in rows]  # 4 layers of 26 keep everything
+    [15728640, 19922944]
+    """
+    rows = []
+    for context in contexts:
+        bill = Bill(model, replace(setting, context=context))
+        row: dict[str, Any] = {"context": context}
+        row |= {name: bill.as_json()[name] for name in FIGURES[5:]}
+        if machine is not None:
+            row |= {f"{what}_seconds": one.seconds for what, one in bounds(bill, machine).items()}
+        rows.append(row)
+    return rows
+
+
+def versus(first: Bill, second: Bill, machine: Machine | None = None) -> dict[str, Any]:
+    """Two models, and the first's figures by the second's; null where those are 0.
+
+    >>> from regard.cost import Bill, Setting, model_of
+    >>> both = [Bill(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
+    >>> versus(*both)["ratios"]["kv_bytes"]
+    4.0
+    """
+    models = [figures(bill, machine) for bill in (first, second)]
+    a, b = models
+    return {
+        "models": models,
+        "ratios": {name: a[name] / b[name] if b[name] else None for name in FIGURES},
+    }
+
+
+def figures(bill: Bill, machine: Machine | None = None) -> dict[str, Any]:
+    """All figures of one model; with a machine, the bounds there.
+
+    >>> from regard.cost import Bill, Setting, model_of
+    >>> figures(Bill(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
+    36864
+    """
+    found = bill.as_json()
+    return found if machine is None else {**found, "roofline": as_json(bill, machine)}

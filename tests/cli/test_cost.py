@@ -1,0 +1,311 @@
+"""`regard cost`: known models, configs and sizes; JSON, ranges, two models, machines, charts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard
+from regard.cli import main
+from regard.cost.bill import Bill, Setting
+from regard.cost.known import KNOWN
+from regard.cost.machines import MACHINES
+from regard.cost.source import model_of
+
+KEYS = {
+    "parameters", "attention_parameters", "kv_bytes_per_token", "kv_bytes", "prefill_flops", "decode_flops",
+    "decode_bytes", "parts",
+}  # fmt: skip
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["cost", *arguments])
+    assert end.value.code == code
+    found = capsys.readouterr()
+    return found.out if code == 0 else found.err
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found = json.loads(said(capsys, *arguments, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt3", "llama-3-8b", "gemma-3-1b", "deepseek-v3", "gpt-oss-20b"])
+def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, name, "--context", "2k")
+    assert set(told) >= KEYS
+    bill = Bill(model_of(name), Setting(2048, dtype=model_of(name).dtype))
+    for key in KEYS - {"parts"}:
+        source = bill if hasattr(bill, key) else bill.model
+        assert told[key] == getattr(source, key), key
+    assert sum(part["parameters"] for part in told["parts"].values()) == told["parameters"]
+    assert sum(part["active"] for part in told["parts"].values()) == told["active_parameters"]
+    assert told["parts"]["attention"]["parameters"] == told["attention_parameters"]
+
+
+def test_gpt3_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "gpt3")
+    assert (
+        "attention of one layer: 603,979,776 = M (H D + G D + G E + H E); of 96 layers: 57,982,058,496, 33.2% of all"
+        in out
+    )
+    assert "57,982,058,496: a third of 175 billion" in out
+    assert "5.95 billion of 17.5 billion call one layer's 96 heads the whole model" in out
+
+
+def test_gemma_keeps_139_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "gemma-3-1b", "--context", "32k", "--machine", "l4")
+    assert "145,752,064 bytes" in out
+    assert "139 MiB" in out
+    assert "22 x MQA 4/1 heads of 256, window 512" in out
+    assert "on l4 at best: 300 GB/s, 121 TFLOP/s" in out
+
+
+def test_latents_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, "deepseek-v3", "--context", "8192")
+    forms = told["decode_flops_by_form"]
+    assert forms["expand"] - forms["absorb"] == 61 * (275_548_995_584 - 2_315_255_808)
+    out = said(capsys, "deepseek-v3", "--context", "8192")
+    assert "latents, expand" in out
+    assert "latents, absorb" in out
+
+
+@pytest.mark.parametrize(
+    ("dtype", "each"), [("int8", 9 / 8), ("int4", 5 / 8), ("fp8", 1), ("fp32", 4)]
+)
+def test_formats_of_the_cache(dtype: str, each: float, capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, "llama-3-8b", "--kv-dtype", dtype, "--context", "8k")
+    assert told["kv_bytes_per_token"] == 65536 * each
+    assert told["kv_dtype"] == dtype
+    recent = 128 * 65536 * (2 - each) if dtype.startswith("int") else 0
+    assert told["kv_bytes"] == 8192 * 65536 * each + recent
+
+
+def test_a_config_and_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = {**KNOWN["qwen3-0.6b"].config, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert figures(capsys, str(source))["parameters"] == 596_049_920
+    tiny = Path(regard.__file__).parent / "assets" / "tiny"
+    model = regard.load("tiny")
+    counted = sum(p.numel() for p in model.decoder.parameters())
+    assert figures(capsys, str(tiny), "--context", "64")["parameters"] == counted
+
+
+def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--layers", "32", "--dim", "4096", "--heads", "32")
+    told = figures(capsys, *sizes, "--kv-heads", "8", "--ff", "14336", "--vocab", "128256")
+    assert told["parameters"] == 8_030_261_248
+    local = figures(capsys, *sizes, "--window", "1024", "--global-every", "6", "--context", "32k")
+    assert local["kv_bytes"] == 3_137_339_392
+    latent = [
+        f"--set={x}"
+        for x in ("kv_rank=512", "nope_dim=128", "rope_dim=64", "value_dim=128", "q_rank=1536")
+    ]
+    experts = (
+        "--experts",
+        "160",
+        "--active",
+        "6",
+        "--expert-ff",
+        "1536",
+        "--shared",
+        "2",
+        "--dense-layers",
+        "1",
+    )
+    v2 = ("--layers", "60", "--dim", "5120", "--heads", "128", "--ff", "12288", "--vocab", "102400")
+    assert (
+        figures(capsys, *v2, "--attention", "mla", *latent, *experts)["parameters"]
+        == 235_741_434_880
+    )
+    small = figures(
+        capsys,
+        "--layers",
+        "1",
+        "--dim",
+        "32",
+        "--heads",
+        "4",
+        "--plain",
+        "--tied",
+        "--vocab",
+        "100",
+    )
+    assert small["parameters"] == 4 * 32 * 32 + 2 * 32 * 128 + 100 * 32 + 3 * 32
+    memory = figures(capsys, *sizes, "--attention", "infini", "--context", "1M")
+    assert memory["state_bytes"] == memory["kv_bytes"] == 4 * 32 * 32 * 128 * 129
+
+
+def test_a_range(capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, "llama-3-8b", "--sweep", "context=1k..1M", "--machine", "h100-sxm")
+    rows = told["sweep"]["llama-3-8b"]
+    assert [row["context"] for row in rows] == [2**n for n in range(10, 21)]
+    assert [row["kv_bytes"] for row in rows] == [131_072 * 2**n for n in range(10, 21)]
+    assert all(row["decode_seconds"] >= row["decode_bytes"] / 3350e9 for row in rows)
+    out = said(capsys, "gpt2", "--sweep", "context=256..2k", "--vs", "mistral-7b")
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["256", "512", "1,024"]
+    assert "mistral-7b" in out
+
+
+def test_two_models(capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, "llama-2-7b", "--vs", "llama-3-8b", "--machine", "l4")
+    assert [one["model"] for one in told["models"]] == ["llama-2-7b", "llama-3-8b"]
+    assert told["ratios"]["kv_bytes"] == 4
+    assert told["models"][0]["roofline"]["machine"] == "l4"
+    row = next(
+        line
+        for line in said(capsys, "llama-2-7b", "--vs", "llama-3-8b").splitlines()
+        if "per token" in line
+    )
+    assert row.split() == ["kv", "bytes", "per", "token", "524,288", "131,072", "4"]
+
+
+def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    told = figures(capsys, "llama-3-8b", "--bandwidth", "5e10", "--flops", "1e12")
+    assert told["roofline"]["decode"] == {
+        "seconds": told["decode_bytes"] / 5e10,
+        "bound_by": "memory",
+    }
+    assert told["roofline"]["prefill"]["seconds"] == told["prefill_flops"] / 1e12
+
+
+def test_this_machine_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regard.bench import ceilings
+
+    real = ceilings.Ceilings.measure
+
+    def small(dtypes: Any, device: Any) -> ceilings.Ceilings:
+        return real(dtypes, device, rounds=1, read_bytes=1 << 20, side=32)
+
+    monkeypatch.setattr(ceilings.Ceilings, "measure", staticmethod(small))
+    told = figures(capsys, "gpt2", "--machine", "here")["roofline"]
+    assert told["machine"] == "here"
+    assert told["bandwidth"] > 0
+    assert told["source"].startswith("measured now")
+    assert told["decode"]["seconds"] > 0
+
+
+def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "they do not fit" in said(capsys, "llama-3-70b", "--machine", "h100-sxm")
+    assert "they do not fit" not in said(capsys, "llama-3-70b", "--machine", "mi300x")
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
+def test_a_chart(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
+    for path in (first, second):
+        said(capsys, "gemma-3-1b", "--vs", "llama-3.2-1b", "--plot", str(path), "--machine", "l4")
+    assert first.read_bytes() == second.read_bytes()
+    if kind == "svg":
+        text = first.read_text("utf-8")
+        for words in ("gemma-3-1b", "llama-3.2-1b", "cache, bytes", "one token, seconds at best"):
+            assert words in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"a.{kind}", f"b.{kind}"]
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "--list")
+    for name in (*KNOWN, *MACHINES):
+        assert any(line.split()[:1] == [name] for line in out.splitlines())
+    assert all(machine.source in out for machine in MACHINES.values())
+    told = json.loads(said(capsys, "--list", "--json"))
+    assert set(told["models"]) == set(KNOWN)
+    assert told["machines"]["l4"]["bandwidth"] == 300e9
+
+
+SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("llama3-8b",), "did you mean 'llama-3-8b'"),
+        (("gpt2", "--vs", "gpt4"), "'gpt4' is neither a known model nor a path"),
+        ((), "give a model, or its sizes: --layers, --dim, --heads missing"),
+        (("--layers", "2"), "--dim, --heads missing. regard cost --list names what is known"),
+        (("gpt2", "--layers", "2", "--window", "4"), "gpt2 says all sizes, and --layers, --window too; leave them out"),
+        ((*SIZES, "--attention", "mla", "--window", "4"), "attention 'mla' needs kv_rank"),
+        ((*SIZES, "--attention", "linear_attention", "--window", "4"), "'linear_attention' has no window"),
+        ((*SIZES, "--set", "groups"), "give name=value"),
+        ((*SIZES, "--set", "groups=\u00b2"), "give name=value"),
+        ((*SIZES, "--kv-heads", "2", "--set", "groups=2"), "groups is given twice; keep one"),
+        ((*SIZES, "--kv-heads", "3"), "4 query heads are not divisible by 3 key/value heads"),
+        ((*SIZES, "--experts", "8"), "--experts and --active belong together"),
+        (("gpt2", "--machine", "h100"), "did you mean 'h100-sxm'"),
+        (("gpt2", "--bandwidth", "1e9"), "--bandwidth and --flops belong together"),
+        (("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"), "--machine says bandwidth and FLOPs"),
+        (("gpt2", "--bandwidth", "0", "--flops", "1e9"), "must be above 0, per second"),
+        (("gpt2", "--context", "2k"), "gpt2 has learned positions for 1,024 tokens"),
+        (("gpt2", "--context", "many"), "'many' is no number of tokens"),
+        (("gpt2", "--context", "1k", "--sweep", "context=1..2"), "--context is one length, and --sweep and --plot take a range"),
+        (("gpt2", "--sweep", "heads=1..2"), "is no range; write such as context=1k..1M"),
+        (("gpt2", "--dtype", "fp4"), "dtype is 'fp4'"),
+        (("gpt2", "--kv-dtype", "fp4"), "'fp4' is no format of numbers"),
+        (("gpt2", "--plot", "a.gif"), "a.gif is no picture; its name must end in .svg, .png, .pdf"),
+        (("gpt2", "--plot", "nowhere/a.svg"), "there is no folder nowhere"),
+        (("gpt2", "--batch", "0"), "--batch"),
+    ],
+)  # fmt: skip
+def test_wrong_usage(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert message in said(capsys, *arguments, code=2)
+
+
+def test_a_broken_file_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert "is no JSON" in said(capsys, str(tmp_path), code=1)
+
+
+def test_no_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    from regard.cost.plot import check
+    from regard.errors import RegardError
+
+    with pytest.raises(
+        RegardError, match="--plot needs matplotlib: pip install 'regard\\[plot\\]'"
+    ):
+        check(tmp_path / "a.svg")
+
+
+CODE = """
+import contextlib, sys
+from regard.cli import main
+with contextlib.suppress(SystemExit):
+    main(["cost", "gpt3", "--json"])
+heavy = {"torch", "numpy", "numba", "matplotlib", "transformers", "tokenizers", "safetensors"} & set(sys.modules)
+print(sorted(heavy), file=sys.stderr)
+"""
+
+
+def test_it_starts_without_torch_and_numpy_and_is_quick() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
+    taken = []
+    for _ in range(4):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True, timeout=60
+        )  # fmt: skip
+        taken.append(time.perf_counter() - start)
+        assert done.stderr.strip() == "[]"
+        assert json.loads(done.stdout)["attention_parameters"] == 57_982_058_496
+    assert (
+        min(taken) < 0.6
+    )  # with the start of Python; the rest of the four is what else the machine was doing

@@ -1,0 +1,147 @@
+"""Counted against built models: every family's parameters, windows, and what is met by a token."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from regard.cost import config, model_of
+from regard.cost.known import KNOWN
+from regard.cost.mixers import Heads
+from regard.models.checkpoint.config import parse
+from regard.models.families import FAMILIES, family
+from regard.nn import Attention
+from tests.cost.tiny import TINY
+
+
+def built(raw: dict[str, Any]) -> nn.Module:
+    """The network of a config, without memory."""
+    found = family(raw["model_type"])
+    assert found is not None
+    with torch.device("meta"):
+        network: nn.Module = found.build(parse(found, raw))
+    return network
+
+
+@cache
+def network_of(name: str) -> nn.Module:
+    """A small one, built once: nothing here changes it."""
+    return built(TINY[name])
+
+
+def parameters(network: nn.Module) -> int:
+    return sum(p.numel() for p in network.parameters())
+
+
+def of_kinds(network: nn.Module) -> tuple[int, int, int]:
+    """Numbers of matrices and tables, of biases, and of norms, told apart by the modules that own them."""
+    norms = {
+        id(p)
+        for m in network.modules()
+        if "Norm" in type(m).__name__
+        for p in m.parameters(recurse=False)
+    }
+    matrices = {
+        id(m.weight): m.weight.numel() for m in network.modules() if isinstance(m, (nn.Linear, nn.Embedding))
+    }  # fmt: skip
+    sizes = {id(p): p.numel() for p in network.parameters()}
+    assert not norms & matrices.keys()
+    in_norms = sum(sizes[i] for i in norms)
+    return sum(matrices.values()), sum(sizes.values()) - in_norms - sum(matrices.values()), in_norms
+
+
+def test_every_family_has_a_small_config() -> None:
+    assert {raw["model_type"] for raw in TINY.values()} == set(FAMILIES)
+    assert set(FAMILIES) - {"gemma3"} <= set(config.READERS)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_parameters_of_every_family(name: str) -> None:
+    network, model = network_of(name), config.read(TINY[name], name)
+    assert model.parameters == parameters(network)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if TINY[name]["model_type"] != "t5"])
+def test_biases_and_norms_of_every_family(name: str) -> None:
+    """A learned table of positions is a matrix here; T5's table of distances is a bias there."""
+    parts = {part.name: part.parameters for part in config.read(TINY[name], name).parts}
+    matrices, biases, norms = of_kinds(network_of(name))
+    learned = parts.get("positions", 0) if TINY[name].get("model_type") != "bert" else 2 * 24
+    if name in ("gpt2", "regard, learned"):
+        biases -= learned  # `Learned` holds its table itself, not in an Embedding
+        matrices += learned
+    if name == "bert":
+        biases, matrices = biases - 64 * 24, matrices + 64 * 24
+    assert (parts.get("biases", 0), parts["norms"]) == (biases, norms)
+    assert sum(parts.values()) - parts.get("biases", 0) - parts["norms"] == matrices
+
+
+HEADED = [
+    name
+    for name, raw in TINY.items()
+    if raw["model_type"] not in ("bert", "t5")
+    and all(isinstance(layer.mixer, Heads) for layer in config.read(raw, name).layers)
+]
+
+
+def test_most_families_have_heads() -> None:
+    assert (
+        len({TINY[name]["model_type"] for name in HEADED}) == len(FAMILIES) - 4
+    )  # bert, t5, and two of latents
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_windows_of_every_family(name: str) -> None:
+    """A mask that is built shows as many keys to the last of 12 tokens as are counted."""
+    layers = [m for m in network_of(name).modules() if isinstance(m, Attention)]
+    model = config.read(TINY[name], name)
+    told = [m.seen(12) for layer in model.layers for m in layer.mixers if isinstance(m, Heads)]
+    positions = torch.arange(12)[None]
+    seen = []
+    for layer in layers:
+        mask = layer.mask
+        assert mask is not None
+        seen.append(int(mask.allows(positions[:, -1:, None], positions[:, None]).sum()))
+    assert told == seen
+
+
+SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_local_experts": 8}
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN if KNOWN[n].config["model_type"] in FAMILIES])
+def test_known_models_with_few_layers_and_experts(name: str) -> None:
+    """The real widths; four layers and few experts, so that a built network stays small."""
+    raw = {**KNOWN[name].config}
+    raw |= {key: value for key, value in SMALL.items() if key in raw}
+    if raw["model_type"] == "deepseek_v3":
+        raw |= {"n_group": 4, "topk_group": 2}
+    assert config.read(raw, name).parameters == parameters(built(raw))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("qwen2", {"model_type": "llama"}),  # no biases
+        ("gpt_oss", {"num_local_experts": 7}),
+        ("gemma2", {"model_type": "gemma"}),  # half the norms
+        ("deepseek_v3", {"model_type": "deepseek_v2"}),  # no correction
+        ("llama", {"num_key_value_heads": 3}),
+        ("olmo2", {"model_type": "llama"}),
+        ("llama", {"tie_word_embeddings": True}),
+    ],
+)
+def test_another_model_has_another_count(name: str, changed: dict[str, Any]) -> None:
+    """Negative control."""
+    network = network_of(name)
+    assert config.read({**TINY[name], **changed}, name).parameters != parameters(network)
+
+
+def test_a_token_meets_its_experts_only() -> None:
+    model = config.read(TINY["gpt_oss"], "gpt_oss")
+    rows = {part.name: part for part in model.parts}
+    assert rows["experts"].parameters == 4 * rows["experts"].active
+    assert model_of("mixtral-8x7b").active * 2 < model_of("mixtral-8x7b").parameters

@@ -1,0 +1,172 @@
+"""Mechanisms as sizes against the catalogue's modules, and prompts against the sum over their tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from regard.cost.mechanisms import MECHANISMS, mechanism
+from regard.cost.mixers import NSA, Cross, Heads, Infini, Latent, Mixer
+from regard.errors import ArgumentError
+from regard.nn.variants import VARIANTS
+
+SIZES = {"compress": 4, "stride": 2, "select": 4, "count": 4, "window": 6}
+LATENT = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 6}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("mha", {}),
+    ("mha", {"head_dim": 6}),
+    ("gqa", {"groups": 2}),
+    ("gqa", {"groups": 4, "head_dim": 6}),
+    ("mqa", {}),
+    ("sliding_window", {"groups": 2, "window": 7}),
+    ("mla", LATENT),
+    ("mla", {**LATENT, "q_rank": 24}),
+    ("mla", {**LATENT, "q_rank": 24, "form": "expand"}),
+    ("mla", {**LATENT, "form": "absorb"}),
+    ("linear_attention", {"groups": 2, "value_dim": 10}),
+    ("retention", {}),
+    ("retention", {"groups": 2, "head_dim": 4}),
+    ("gated_linear", {"rank": 3}),
+    ("gated_linear", {"groups": 2, "value_dim": 6}),
+    ("delta_net", {"groups": 2}),
+    ("gated_delta_net", {"groups": 2, "value_dim": 16}),
+    ("infini", {"segment": 8, "groups": 2}),
+    ("infini_delta", {"segment": 8}),
+    ("nsa", {"groups": 2, **SIZES}),
+    ("nsa", {"groups": 1, "head_dim": 6, **SIZES}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("context", [1, 5, 16, 100])
+def test_one_layer_as_the_catalogue_builds_and_describes_it(
+    name: str, options: dict[str, Any], context: int
+) -> None:
+    ours = mechanism(name, 32, 4, options)
+    entry = VARIANTS[name]
+    with torch.device("meta"):
+        layer = entry.build(32, 4, **options)
+    told = layer.describe(context)
+    memory = ours.memory(context)
+    assert ours.weights.total == sum(p.numel() for p in layer.parameters())
+    if name != "mha":  # the catalogue's looks ahead, and so do its figures
+        assert (memory.per_token, memory.state) == (told.kv_per_token.value, told.state.value)
+        assert memory.tokens == told.kv_tokens.value
+    flops = 2 * ours.mapped + ours.decode_flops(context)
+    assert flops == told.flops_per_token.value - _again(ours, context)
+
+
+def _again(mixer: Mixer, context: int) -> int:
+    """What regard's own NSA computes beyond the mechanism: every block is compressed anew for each token, not once."""
+    if not isinstance(mixer, NSA):
+        return 0
+    D, l, groups = mixer.heads.head_dim, mixer.compress, mixer.heads.groups
+    blocks = (context - l) // mixer.stride + 1 if context >= l else 0
+    each = 2 * groups * 2 * (l * D * D + D * D)
+    return blocks * each - each // mixer.stride
+
+
+def test_every_mechanism_is_compared() -> None:
+    assert {name for name, _ in CASES} == set(MECHANISMS) <= set(VARIANTS)
+
+
+HEADS = Heads(32, 4, 2, 8, 6)
+SUMMED: list[Mixer] = [
+    HEADS,
+    Heads(32, 4, 2, 8, 6, window=7),
+    Infini(HEADS, 8),
+    Infini(HEADS, 8, delta=True),
+    mechanism("linear_attention", 32, 4, {}),
+    mechanism("gated_delta_net", 32, 4, {}),
+]
+
+
+@pytest.mark.parametrize("mixer", SUMMED, ids=lambda m: m.name)
+@pytest.mark.parametrize("context", [1, 6, 7, 8, 9, 40])
+def test_a_prompt_is_the_sum_of_its_tokens(mixer: Mixer, context: int) -> None:
+    """Causal mechanisms compute for a prompt what its tokens cost one after another."""
+    tokens = sum(mixer.decode_flops(t) for t in range(1, context + 1))
+    assert mixer.prefill_flops(context) == tokens
+
+
+@pytest.mark.parametrize("context", [1, 3, 4, 5, 6, 7, 8, 33, 100])
+def test_a_prompt_of_nsa(context: int) -> None:
+    """Pairs counted one by one from the definition; blocks are compressed once each."""
+    l, d, size, count, window = SIZES.values()
+    mixer = NSA(HEADS, l, d, size, count, window)
+    pairs, compressed = 0, 0
+    for t in range(context):
+        ready = sum(1 for start in range(0, context, d) if start + l - 1 <= t)
+        own = t // size
+        chosen = sum(
+            1 for j in range(t + 1) if own - (count - 1) <= j // size
+        )  # as many as any choice has
+        pairs += ready + chosen + min(window, t + 1)
+        compressed += ready
+    blocks = sum(1 for start in range(0, context, d) if start + l <= context)
+    D, E, H, G = HEADS.head_dim, HEADS.value_dim, HEADS.heads, HEADS.groups
+    network = sum(2 * G * blocks * (l * w * w + w * w) for w in (D, E))
+    assert (
+        mixer.prefill_flops(context) == 2 * H * pairs * (D + E) + 2 * H * compressed * D + network
+    )
+
+
+def test_pairs_of_an_encoder_and_across() -> None:
+    both = Heads(32, 4, 4, 8, 8, causal=False)
+    assert both.prefill_flops(10) == 2 * 4 * 100 * 16
+    assert both.memory(10).numbers == 0
+    across = Cross(HEADS)
+    assert across.memory(10).numbers == 10 * 2 * (8 + 6)
+    assert across.memory(10).given
+    assert across.prefill_flops(10) == 2 * 10 * 32 * 2 * (8 + 6)
+    assert across.mapped + 32 * 2 * (8 + 6) == HEADS.mapped
+
+
+def test_latents_absorb_few_queries_and_expand_many() -> None:
+    layer = Latent(7168, 128, 512, 128, 64, 128, 1536)
+    assert (
+        layer.decode_flops(8192) == layer.flops(1, 8192, "absorb") < layer.flops(1, 8192, "expand")
+    )
+    assert layer.prefill_flops(8192) == layer.flops(8192, 8192, "expand")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "gqaa",
+            {"groups": 2},
+            "attention 'gqaa' is not counted; did you mean 'gqa'\\? Known are mha",
+        ),
+        ("moba", {"groups": 2}, "regard describe NAME tells one layer of every mechanism"),
+        ("gqa", {}, "attention 'gqa' needs groups: give it"),
+        ("mla", {"kv_rank": 4}, "needs nope_dim, rope_dim, value_dim"),
+        (
+            "linear_attention",
+            {"window": 4},
+            "'linear_attention' has no window; it takes groups, head_dim, value_dim",
+        ),
+        (
+            "gqa",
+            {"groups": 3},
+            "4 query heads are not divisible by 3 key/value heads; allowed are 1, 2, 4",
+        ),
+        ("gqa", {"groups": 0}, "groups is 0; it must be an integer of at least 1"),
+        (
+            "mla",
+            {**LATENT, "form": "naive"},
+            "form is 'naive'; counted are auto, expand and absorb",
+        ),
+    ],
+)
+def test_what_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        mechanism(name, 32, 4, options)
+
+
+def test_a_width_that_heads_do_not_divide() -> None:
+    with pytest.raises(ArgumentError, match="dim 34 is not divisible by 4, 4 heads; give head_dim"):
+        mechanism("mha", 34, 4, {})
+    assert mechanism("mha", 34, 4, {"head_dim": 8}).weights.total == 4 * 34 * 32

@@ -1,0 +1,295 @@
+"""Formats of caches, machines, bounds, ranges and sizes given by hand: values worked out here, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.cost import Bill, Setting, config, machine_of, model_of
+from regard.cost.flags import Sizes
+from regard.cost.kept import Format, bits_per_number
+from regard.cost.machines import MACHINES, Machine
+from regard.cost.mixers import Dense, Experts, Memory
+from regard.cost.roofline import as_json, bounds
+from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
+from regard.errors import ArgumentError, FileError
+from tests.cost.tiny import DEEPSEEK, LLAMA, TINY
+
+
+@pytest.mark.parametrize(("bits", "group", "each"), [(2, 32, 3), (2, 128, 2.25), (4, 64, 4.5)])
+def test_bits_of_kivi(bits: int, group: int, each: float) -> None:
+    assert bits_per_number(bits, group) == Fraction(each)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
+@pytest.mark.parametrize("count", [0, 128, 159, 160, 1000])
+def test_bytes_of_codes(name: str, bits: int, count: int) -> None:
+    """Keys and values of 2 heads of 48: groups of 24 channels, and of as many tokens, behind the last 128."""
+    memory = Memory(((2, 48), (2, 48)), count)
+    coded = max(0, count - 128) // 24 * 24
+    codes = 2 * 2 * 48 * coded * bits / 8
+    scales = 2 * (2 * 48 * coded / 24) * 2 * 2
+    rest = 2 * 2 * 48 * (count - coded) * 2
+    assert Format(name).all(memory) == math.ceil(codes + scales + rest)
+
+
+def test_windows_and_states_stay_as_they_are() -> None:
+    held = Memory(((2, 48), (2, 48)), 1000, bounded=True)
+    assert Format("int4").all(held) == Format("bf16").all(held) == 1000 * 192 * 2
+    assert Format("fp8").all(held) == 1000 * 192
+    assert Format("int4").all(Memory(state=10)) == 40
+
+
+def test_wrong_settings() -> None:
+    for given, message in (
+        ({"context": 0}, "context is 0; it must be at least 1"),
+        ({"batch": -1}, "batch is -1; it must be at least 1"),
+        ({"dtype": "fp4"}, "dtype is 'fp4'; known are fp32, bf16"),
+        ({"kv_dtype": "bf8"}, "'bf8' is no format of numbers; known are fp32, bf16"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            Setting(**given)
+    with pytest.raises(
+        ArgumentError, match="context is 1,025, and gpt2 has learned positions for 1,024 tokens"
+    ):
+        Bill(model_of("gpt2"), Setting(1025))
+
+
+def test_a_batch_reads_weights_once_and_experts_as_they_are_met() -> None:
+    experts = Experts(Dense(8, 4), 4, 2)
+    assert experts.met(1)["experts"].matrices == 2 * 96
+    assert experts.met(2)["experts"].matrices == 3 * 96  # 4 (1 - 1/4)
+    assert experts.met(10**6)["experts"].matrices == 4 * 96
+    model = model_of("llama-3-8b")
+    one, many = Bill(model, Setting(1000)), Bill(model, Setting(1000, batch=8))
+    assert many.decode_flops == 8 * one.decode_flops
+    assert many.kv_bytes == 8 * one.kv_bytes
+    tables = 7 * 4096 * 2  # seven more rows of the embedding
+    assert (
+        many.decode_bytes - one.decode_bytes == 7 * (one.kv_bytes + one.kv_bytes_per_token) + tables
+    )
+
+
+def test_bytes_of_one_token_by_hand() -> None:
+    """Weights but for the embedding, of which one row is read; the cache, and the new token's part of it."""
+    bill = Bill(model_of("llama-3-8b"), Setting(8192))
+    weights = 2 * (8_030_261_248 - 128256 * 4096 + 4096)
+    assert bill.decode_bytes == weights + 8192 * 131_072 + 131_072
+    flops = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096) + 4 * 32 * 32 * 128 * 8192
+    assert bill.decode_flops == flops
+
+
+def test_an_encoder_decodes_nothing() -> None:
+    bill = Bill(config.read(TINY["bert"], "bert"), Setting(10))
+    assert (bill.kv_bytes, bill.decode_flops, bill.decode_bytes, bill.kv_bytes_per_token) == (
+        0,
+        0,
+        0,
+        0,
+    )
+    layer = 4 * 24 * 24 + 2 * 24 * 40
+    assert bill.prefill_flops == 2 * (2 * 10 * layer + 2 * 100 * 2 * 24) + 2 * 24 * 24
+    assert set(bounds(bill, machine_of("l4"))) == {"prefill"}
+
+
+def test_an_encoder_decoder_reads_one_text_and_writes_another() -> None:
+    bill = Bill(config.read(TINY["t5"], "t5"), Setting(10, dtype="fp32"))
+    each = 2 * 4 * 8  # keys and values of a token
+    assert bill.kv_bytes_per_token == 3 * each * 4
+    assert bill.kv_bytes == 3 * 2 * 10 * each * 4  # own text and source
+    half = Bill(bill.model, Setting(10))
+    assert (half.kv_bytes_per_token, half.kv_bytes) == (
+        bill.kv_bytes_per_token / 2,
+        bill.kv_bytes / 2,
+    )
+    matrix, feed, head = 24 * 32, 2 * 24 * 40, 97 * 24
+    one = 2 * (3 * (4 * matrix + 2 * matrix + feed) + head)
+    assert bill.decode_flops == one + 3 * 2 * (4 * 4 * 8 * 10)
+    reading = 2 * (2 * 10 * (4 * matrix + feed) + 4 * 4 * 8 * 100)
+    across = 3 * 2 * 10 * 2 * matrix
+    assert bill.prefill_flops == reading + across + one + 3 * (4 * 4 * 8 * (10 + 1))
+
+
+def test_every_machine_says_where_from() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.name == name
+        assert machine.bandwidth > 1e10
+        assert min(machine.flops.values()) > 1e11
+        assert machine.source.startswith(("NVIDIA", "AMD", "Intel"))
+    assert MACHINES["epyc-9654"].bandwidth == 12 * 4800e6 * 8
+    assert MACHINES["epyc-9654"].flops["fp32"] == pytest.approx(96 * 32 * 2.4e9)
+
+
+def test_a_rate_falls_back_to_what_codes_are_computed_in() -> None:
+    h100, cpu = machine_of("h100-sxm"), machine_of("xeon-8380")
+    assert h100.rate("int4") == h100.rate("fp16") == h100.flops["bf16"]
+    assert h100.rate("fp8") == 2 * h100.rate("bf16")
+    assert cpu.rate("int8") == cpu.rate("bf16") == cpu.flops["fp32"]
+    assert machine_of("t4").rate("bf16") == machine_of("t4").flops["fp32"]  # it has no bf16
+    assert Machine("x", 1.0, {"bf16": 2.0}, 0, "").rate("fp32") == 2.0
+
+
+def test_bounds_by_hand() -> None:
+    bill, machine = Bill(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm")
+    found = bounds(bill, machine)
+    assert found["decode"].seconds == bill.decode_bytes / 3350e9
+    assert found["prefill"].seconds == bill.prefill_flops / 989.5e12
+    assert as_json(bill, machine)["fits"] is True
+    assert as_json(Bill(model_of("llama-3-70b"), Setting()), machine)["fits"] is False
+    assert as_json(bill, machine_of("xeon-8380"))["fits"] is None
+
+
+def test_an_unknown_machine() -> None:
+    with pytest.raises(
+        ArgumentError, match="machine 'h100' is not known; did you mean 'h100-sxm' or 'h100-pcie'"
+    ):
+        machine_of("h100")
+
+
+def test_ranges() -> None:
+    assert doubling("context=1k..1M") == [1024 * 2**i for i in range(11)]
+    assert doubling("context=3..3") == [3]
+    assert fitting([512, 1024, 2048], model_of("gpt2"), model_of("llama-3-8b")) == [512, 1024]
+    for call, text, message in (
+        (doubling, "heads=1..4", "is no range; write such as context=1k..1M"),
+        (doubling, "context=1k", "is no range"),
+        (doubling, "context=4k..1k", "ends before it begins"),
+        (tokens, "1G", "'1G' is no number of tokens"),
+        (tokens, "0", "'0' is no number of tokens"),
+        (tokens, "9" * 18, "is no number of tokens"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            call(text)
+    with pytest.raises(
+        ArgumentError, match="learned positions end at 1,024 tokens; begin the range below"
+    ):
+        fitting([2048], model_of("gpt2"))
+
+
+def test_a_sweep_and_two_models() -> None:
+    model, machine = model_of("llama-3-8b"), machine_of("l4")
+    rows = sweep(model, Setting(), [1000, 2000], machine)
+    assert [row["kv_bytes"] for row in rows] == [1000 * 131_072, 2000 * 131_072]
+    assert rows[0]["decode_seconds"] == rows[0]["decode_bytes"] / 300e9
+    both = versus(Bill(model_of("llama-2-7b"), Setting()), Bill(model, Setting()), machine)
+    assert both["ratios"]["kv_bytes"] == 4
+    assert both["models"][1] == figures(Bill(model, Setting()), machine)
+    nothing = versus(Bill(model, Setting(9)), Bill(config.read(TINY["bert"], "bert"), Setting(9)))
+    assert nothing["ratios"]["kv_bytes"] is None
+    json.dumps(both, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 0}, "layers is 0; it must be at least 1"),
+        (
+            {"global_every": 6},
+            "--global-every says which layers have no window: give --window, too",
+        ),
+        ({"experts": 8}, "--experts and --active belong together"),
+        ({"experts": 8, "active": 9}, "--active is 9, and --experts 8"),
+        ({"dense_layers": -1}, "dense_layers is -1; it must be at least 0"),
+        ({"shared": 1}, "speak of experts: give --experts and --active, too"),
+    ],
+)
+def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        replace(Sizes(2, 32, 4), **changes)
+
+
+def test_windows_of_a_mechanism_that_has_none() -> None:
+    sizes = Sizes(2, 32, 4, attention="nsa", options={"groups": 2, "window": 6}, global_every=2)
+    with pytest.raises(
+        ArgumentError, match="--global-every goes with mha, gqa, mqa; --attention is 'nsa'"
+    ):
+        sizes.model()
+
+
+def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
+    mixtral = Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=32000, experts=8, active=2)
+    assert mixtral.model().parameters == model_of("mixtral-8x7b").parameters
+    latent = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
+    v2 = Sizes(
+        60, 5120, 128, "mla", latent, ff=12288, vocab=102400, experts=160, active=6, expert_ff=1536, shared=2,
+        dense_layers=1,
+    )  # fmt: skip
+    assert v2.model().parameters == model_of("deepseek-v2").parameters
+    plain = Sizes(1, 32, 4, ff=64, gated=False, vocab=100, tied=True).model()
+    assert plain.parameters == 4 * 32 * 32 + 2 * 32 * 64 + 100 * 32 + 3 * 32
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "lama"}, "model_type 'lama' is not known; did you mean 'llama'\\? Known are bert"),
+        ({}, "model_type None is not known"),
+        ({"model_type": "llama"}, "config.json: hidden_size is missing; it is needed to count parameters"),
+        ({**LLAMA, "model_type": "llama", "hidden_size": "24"}, "hidden_size is '24'; it must be an integer"),
+        ({**LLAMA, "model_type": "llama", "num_hidden_layers": True}, "num_hidden_layers is True"),
+        ({**LLAMA, "model_type": "llama", "num_key_value_heads": 4}, "6 query heads are not divisible by 4 key/value"),
+        ({**LLAMA, "model_type": "llama", "tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true"),
+        ({**LLAMA, "model_type": "llama", "head_dim": None, "hidden_size": 25}, "25 is not divisible by 6 heads"),
+        ({**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]}, "has 1 entries for 3 layers"),
+        ({**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3}, "layer_types has 'full'; known are full_att"),
+        (
+            {**LLAMA, "model_type": "gemma2", "sliding_window": None, "layer_types": ["sliding_attention"] * 3},
+            "layer_types has 'sliding_attention', and sliding_window is null",
+        ),
+        ({**DEEPSEEK, "model_type": "deepseek_v2", "n_routed_experts": None}, "n_routed_experts is missing"),
+        ({**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is counted"),
+        ({**TINY["regard"], "attention": "moba"}, "attention 'moba' is not counted"),
+        ({**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}}, "mha with bias is not counted"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        config.read(raw, "x")
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with pytest.raises(
+        FileError, match=r"config\.json is no file; give a config.json, or the folder"
+    ):
+        config.read_file(tmp_path)
+    path.write_text("{")
+    with pytest.raises(FileError, match="is no JSON"):
+        config.read_file(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(FileError, match="is no JSON"):
+        config.read_file(path)
+    path.write_text("[]")
+    with pytest.raises(FileError, match=r"holds list; a config\.json is an object"):
+        config.read_file(path)
+    path.write_text(json.dumps({**TINY["llama"], "torch_dtype": "float16"}))
+    found = config.read_file(tmp_path)
+    assert (found.name, found.dtype) == (tmp_path.name, "fp16")
+    assert found == config.read_file(path) == model_of(str(tmp_path))
+    with path.open("wb") as file:
+        file.truncate((16 << 20) + 1)
+    with pytest.raises(FileError, match=r"a config\.json has at most"):
+        config.read_file(path)
+
+
+def test_names_in_any_case_and_near_ones() -> None:
+    assert model_of("LLaMA-3-8B") == model_of("llama-3-8b")
+    with pytest.raises(
+        ArgumentError,
+        match="'llama3-8b' is neither a known model nor a path; did you mean 'llama-3-8b'",
+    ):
+        model_of("llama3-8b")
+
+
+def test_names_that_are_imported_when_used() -> None:
+    import regard.cost
+
+    assert regard.cost.Bill is Bill
+    with pytest.raises(AttributeError, match="no attribute 'Bil'"):
+        _ = regard.cost.Bil
