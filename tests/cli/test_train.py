@@ -157,7 +157,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         ),
         (
             ["--attention", "gqa", "--set", "bass=3"],
-            "gqa has groups, head_dim, base; did you mean base?",
+            "gqa has groups, head_dim, base, layout; did you mean base?",
         ),
         (["--nonsense"], "No such option"),
     ],

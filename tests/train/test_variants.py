@@ -363,7 +363,7 @@ def test_flags_become_a_config() -> None:
         ({"attention": "mha", "kv_heads": 2}, "--kv-heads does not go with mha, whose key/value heads are fixed; it goes with delta_net, "),
         ({"attention": "gqa", "kv_heads": 2, "set": ["groups=1"]}, "--kv-heads is 2 and --set groups=1; keep one"),
         ({"attention": "mla"}, "mla needs kv_rank, nope_dim, rope_dim, value_dim: give --set kv_rank=... --set nope_dim="),
-        ({"attention": "gqa", "set": ["bass=3"]}, "--set bass=3: give name=value; gqa has groups, head_dim, base; did you mean base?"),
+        ({"attention": "gqa", "set": ["bass=3"]}, "--set bass=3: give name=value; gqa has groups, head_dim, base, layout; did you mean base?"),
         ({"attention": "gqa", "set": ["base"]}, None),
         ({"attention": "gqa", "position": "rotary"}, "position is 'rotary'; it is one of catalogue, rope"),
         ({"attention": "delta_net", "window": 4}, "Recurrent takes no window"),

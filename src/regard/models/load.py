@@ -19,6 +19,7 @@ from regard.models.checkpoint.folder import inside
 from regard.models.checkpoint.store import Store
 from regard.models.checkpoint.unpacked import unpacked
 from regard.models.decoder import Decoder
+from regard.models.demo import minilm
 from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family
@@ -80,7 +81,8 @@ def load(
     checked before anything is allocated. A folder without tokenizer.json gives a model that takes ids only.
 
     Args:
-        source: `"tiny"`, a Llama-shaped decoder that comes with the package; or a folder.
+        source: `"tiny"`, a Llama-shaped decoder that comes with the package; `"minilm"`, a trained BERT, if the extra `demo`
+            is installed; or a folder.
         kind: one of these three, for who can use no other; None is what the folder holds.
         dtype: of the weights, and so of the computation; None is the one that config.json names, else that of the stored
             weights. On a CPU, float16 decodes fastest, and bfloat16 reads prompts fastest (LOG.md).
@@ -97,7 +99,7 @@ def load(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError(f"dtype is {dtype}; weights are float32, float16, bfloat16 or float64")
-    folder = _folder(source)
+    folder = folder_of(source)
     found, raw = read_raw(folder, family)
     held = KINDS[found.text]
     if kind not in (None, held):
@@ -165,10 +167,17 @@ def _dtype(folder: Path, raw: Raw, store: Store) -> torch.dtype:
     return max(bytes_of, key=lambda d: bytes_of[d], default=torch.float32)
 
 
-def _folder(source: str | Path) -> Path:
+def folder_of(source: str | Path) -> Path:
+    """The folder that a source names.
+
+    Raises:
+        FileError: it names none.
+    """
     if source in EMBEDDED:
         config = Path(str(resources.files("regard") / "assets" / str(source) / "config.json"))
         return config.resolve().parent  # an installer may have linked each file
+    if source == "minilm" and not Path(source).is_dir():
+        return minilm()
     folder = Path(source)
     if not folder.is_dir():
         raise FileError(

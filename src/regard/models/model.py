@@ -48,6 +48,11 @@ class Model:
         self.ends, self.fresh = frozenset(ends), tuple(fresh)
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder had a tokenizer.json."""
+        return self._tokenizer is not None
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Text <-> ids.
 

@@ -19,7 +19,7 @@ def names(entry: Variant) -> tuple[str, ...]:
 
     >>> from regard.nn.variants import VARIANTS
     >>> names(VARIANTS["gqa"])
-    ('groups', 'head_dim', 'base')
+    ('groups', 'head_dim', 'base', 'layout')
     """
     return tuple(inspect.signature(entry.build).parameters)[2:]
 

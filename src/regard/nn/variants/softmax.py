@@ -7,6 +7,7 @@ from regard.nn.attention import Attention
 from regard.nn.variants.parts import head_size, join, separate
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary
+from regard.positions.rotary import Layout
 
 
 @variant(
@@ -16,7 +17,13 @@ from regard.positions import Rotary
     groups=2,
 )
 def gqa(
-    dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+    layout: Layout = "half",
 ) -> Attention:
     """Grouped-query attention: H/G query heads share each key/value head.
 
@@ -27,9 +34,11 @@ def gqa(
         groups: the key/value heads G; G divides H.
         head_dim: D; None is M / H.
         base: of the rotary positions.
+        layout: which dims make a rotary pair.
 
     Raises:
-        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and M / H is not whole.
+        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and M / H is not whole; or
+            layout is unknown.
 
     >>> import torch
     >>> gqa(32, 4, groups=2)(torch.zeros(1, 5, 32)).shape
@@ -38,7 +47,7 @@ def gqa(
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.2.
     """
     D = head_size(dim, heads, head_dim)
-    project = separate(dim, heads, groups, D, Rotary(D, base))
+    project = separate(dim, heads, groups, D, Rotary(D, base, layout=layout))
     return Attention(project, join(dim, heads, D), mask=Causal())
 
 

@@ -1,0 +1,133 @@
+"""`regard convert`: one checkpoint folder into another, and what that costs."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from regard.cli import _converted
+from regard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from regard.models.convert.run import Heal
+
+EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
+
+HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measuring", "Healing"
+
+Source = Annotated[str, typer.Argument(help='A Hugging Face folder, or "tiny".', metavar="FOLDER")]
+Out = Annotated[
+    Path, typer.Argument(help="The folder to write; it must be new, or empty.", metavar="OUT")
+]
+To = Annotated[
+    str | None,
+    typer.Option(help="mha, gqa (with --kv-heads), mqa, or mla (with --rank).", rich_help_panel=HEADS, show_default="as it is"),
+]  # fmt: skip
+KvHeads = Annotated[
+    int | None, typer.Option(help="Key/value heads: fewer are pooled, more are repeated.", min=1, rich_help_panel=HEADS)
+]  # fmt: skip
+Groups = Annotated[
+    str, typer.Option(help="How heads are pooled: mean, or svd (queries and outputs take the differences).", rich_help_panel=HEADS)
+]  # fmt: skip
+Rank = Annotated[
+    int | None,
+    typer.Option(help="Size of the latent, kv_lora_rank.", min=2, rich_help_panel=HEADS, show_default="full: nothing is cut"),
+]  # fmt: skip
+RotaryLayout = Annotated[
+    str | None, typer.Option(help="half or interleaved: which dims make a rotary pair.", rich_help_panel=POSITIONS)
+]  # fmt: skip
+StoredLayout = Annotated[
+    str | None,
+    typer.Option(help="The layout that the weights have, where config.json says the other.", rich_help_panel=POSITIONS),
+]  # fmt: skip
+Context = Annotated[int | None, typer.Option(help="Tokens to reach by scaled rotary positions.", min=1, rich_help_panel=POSITIONS)]  # fmt: skip
+Scaling = Annotated[str, typer.Option(help="linear, ntk, dynamic, yarn or llama3.", rich_help_panel=POSITIONS)]  # fmt: skip
+Dtype = Annotated[str | None, typer.Option(help="Of the weights: float32, float16, bfloat16 or float64.", show_default="as it is")]  # fmt: skip
+Text = Annotated[Path | None, typer.Option(help="A text file to measure on.", show_default="a built-in text", rich_help_panel=MEASURING)]  # fmt: skip
+Tokens = Annotated[int, typer.Option(help="Measure on at most so many tokens.", min=2, rich_help_panel=MEASURING)]  # fmt: skip
+Length = Annotated[
+    int | None,
+    typer.Option(help="Tokens of a window.", min=2, show_default="the trained length, at most 512", rich_help_panel=MEASURING),
+]  # fmt: skip
+HealSteps = Annotated[
+    int | None, typer.Option("--heal", help="Train so many steps on the text, all weights.", min=1, rich_help_panel=HEALING)
+]  # fmt: skip
+Lr = Annotated[float, typer.Option(help="Peak learning rate of --heal.", rich_help_panel=HEALING)]
+Batch = Annotated[int, typer.Option(help="Windows of a step of --heal.", min=1, rich_help_panel=HEALING)]  # fmt: skip
+Seed = Annotated[int, typer.Option(help="Of the order of --heal.", rich_help_panel=HEALING)]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+def convert(
+    folder: Source,
+    out: Out,
+    to: To = None,
+    kv_heads: KvHeads = None,
+    groups: Groups = "mean",
+    rank: Rank = None,
+    rotary_layout: RotaryLayout = None,
+    stored_layout: StoredLayout = None,
+    context: Context = None,
+    scaling: Scaling = "yarn",
+    dtype: Dtype = None,
+    text: Text = None,
+    tokens: Tokens = 4096,
+    length: Length = None,
+    heal: HealSteps = None,
+    lr: Lr = 3e-4,
+    batch: Batch = 4,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Write a checkpoint with other heads, latents, positions or dtype, and say what it lost.
+
+    The input is never changed, and nothing is written over: OUT is whole, or not there.
+    """
+    from regard.models.convert import Wanted
+    from regard.models.convert import convert as run
+
+    given: dict[str, Any] = {
+        "pooling": groups, "rotary_layout": rotary_layout, "stored_layout": stored_layout, "scaling": scaling,
+    }  # fmt: skip
+    try:
+        wanted = Wanted(to, kv_heads, rank=rank, context=context, dtype=dtype, **given)
+        report = run(
+            folder, out, wanted, text=_read(text), tokens=tokens, length=length,
+            heal=_healing(heal, lr=lr, batch=batch, seed=seed), tell=_tell,
+        )  # fmt: skip
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json:
+        typer.echo(json_format.dumps(report.figures()))
+    else:
+        _converted.show(report)
+
+
+def _healing(steps: int | None, **how: Any) -> Heal | None:
+    """What trains the converted model, or None."""
+    if steps is None:
+        return None
+    from regard.train.healing import heal
+    from regard.train.progress import show
+
+    return cast("Heal", partial(heal, steps=steps, progress=show(steps), **how))
+
+
+def _tell(line: str) -> None:
+    """Where the work stands, for somebody who waits."""
+    if sys.stderr.isatty():
+        typer.echo(f"{line} ...", err=True)
+
+
+def _read(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{file}: {error}", param_hint="--text") from error

@@ -1,0 +1,211 @@
+"""Other numbers of key/value heads: fewer by pooling neighbours, more by repeating them.
+
+Key/value head g serves the query heads g H/G to (g+1) H/G - 1, so that a new head takes the place of neighbours: h // (H/G), never
+h % G.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError
+from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
+from regard.models.convert.layer import PROJECT, Errors, Layer, layers_of, separate, stored
+from regard.models.convert.roots import both_roots
+from regard.nn import Heads
+from regard.positions import Rotary
+
+Pooling: TypeAlias = Literal["mean", "svd"]
+"""How one head is made of several."""
+
+
+def to_groups(held: Checkpoint, groups: int, pooling: Pooling = "mean") -> tuple[Checkpoint, Step]:
+    """A model with another number G of key/value heads; queries and what they cost are as before.
+
+    More heads: each is repeated, k_h = k_{h // (G'/G)}; exact.
+    Fewer, "mean": k = mean of the neighbours' maps, v the same (Ainslie et al.).
+    Fewer, "svd": k_j ~ C_j k with the factor taken into the queries, v_j ~ C_j v with the factor taken into the output, by
+    which sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h' W_v'|^2 are least. A map of keys must
+    commute with the rotation, so that C_j is one complex number for each rotary pair, and any matrix where nothing turns.
+
+    Args:
+        held: a decoder whose attention has separate maps.
+        groups: key/value heads afterwards: a divisor of those before, or a multiple of them that divides the query heads.
+        pooling: how fewer are made.
+
+    Raises:
+        ArgumentError: the number does not fit, nothing would change, a norm stands in the way of "svd", or the family has no
+            such heads.
+
+    >>> import regard
+    >>> tiny = regard.load("tiny")
+    >>> after, step = to_groups(Checkpoint(tiny.decoder, tiny.config), 8)
+    >>> after.config.num_key_value_heads, step.layers[0]
+    (8, Errors(keys=0.0, values=0.0))
+
+    Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.1; "svd": Eckart and Young 1936.
+    """
+    if pooling not in get_args(Pooling):
+        raise ArgumentError(f"groups are pooled by {pooling!r}; it is mean or svd")
+    before = separate(held.network.layers[0]).project.shape
+    _check(before.H, before.G, groups)
+    config = _regrouped(held.config, groups)
+    weights, found = held.weights(), []
+    for prefix, block in layers_of(held.network):
+        project = separate(block).project
+        layer = Layer.of(block)
+        if groups > before.G:
+            after, errors = repeated(layer, groups), Errors(0.0, 0.0)
+        elif pooling == "mean":
+            after, errors = mean(layer, groups)
+        else:
+            _check_plain(project.q, project.k)
+            after, errors = svd(layer, groups)
+        weights |= _changed(prefix, block, after) | _flat(prefix, project.k, groups)
+        found.append(errors)
+    how = "repeated" if groups > before.G else f"pooled by {pooling}"
+    return rebuilt(config, weights), Step(
+        f"{before.G} key/value heads {how} to {groups}, for {before.H} query heads", tuple(found)
+    )
+
+
+def repeated(layer: Layer, groups: int) -> Layer:
+    """Each key/value head in several copies, side by side."""
+    times = groups // len(layer.k)
+    return replace(
+        layer, k=layer.k.repeat_interleave(times, 0), v=layer.v.repeat_interleave(times, 0)
+    )
+
+
+def mean(layer: Layer, groups: int) -> tuple[Layer, Errors]:
+    """Each key/value head the mean of neighbours."""
+    k, v = (x.unflatten(0, (groups, -1)).mean(1) for x in (layer.k, layer.v))
+    after = replace(layer, k=k, v=v)
+    back = repeated(after, len(layer.k))
+    return after, layer.errors(layer.k - back.k, layer.v - back.v)
+
+
+def svd(layer: Layer, groups: int) -> tuple[Layer, Errors]:
+    """Each key/value head what neighbours have in common, their differences taken into queries and outputs."""
+    q, rest_q = layer.split(layer.q)
+    k, rest_k = layer.split(layer.k)
+    z, c = common_pairs(k, layer.pair_weights(), layer.gain, groups)
+    rest, C = common_rows(rest_k, layer.rest_gram(), layer.gain, groups)
+    v, V = common_rows(layer.v, layer.value_gram(), layer.gain, groups)
+    times, share = len(layer.k) // groups, layer.share
+    copy = [x.repeat_interleave(times, 0) for x in (z, rest, v)]
+    residual_k = layer.join(k - c[..., None] * copy[0], rest_k - C @ copy[1])
+    own = [x.repeat_interleave(share, 0) for x in (c, C, V)]
+    after = replace(
+        layer,
+        q=layer.join(own[0].conj()[..., None] * q, own[1].mT @ rest_q),
+        k=layer.join(z, rest), v=v, o=layer.o @ own[2],
+    )  # fmt: skip
+    return after, layer.errors(residual_k, layer.v - V @ copy[2])
+
+
+def common_pairs(
+    k: Complex[Tensor, "G p m"],
+    weight: Float[Tensor, "G p"],
+    gain: Float[Tensor, " m"],
+    groups: int,
+) -> tuple[Complex[Tensor, "g p m"], Complex[Tensor, "G p"]]:
+    """One complex row for each pair of each group, and the factor of each head: k_j ~ c_j k, least in sum_j |w_j (k_j - c_j k)|^2.
+
+    The best row is the first singular vector of the heads' rows below one another. Its scale is free: the factors have
+    a mean square of 1, so that heads that are equal have 1.
+    """
+    heads = (weight[..., None] * k).unflatten(0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
+    u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
+    w = weight.unflatten(0, (groups, -1)).movedim(1, 2)
+    c = torch.where(w > 0, u / torch.where(w > 0, w, 1), 0)
+    size = c.abs().square().mean(-1).sqrt()
+    turn = u.sum(-1)
+    scale = size * torch.where(turn.abs() > 1e-6, turn / turn.abs().clamp(min=1e-6), 1)
+    scale = torch.where(size > 0, scale, 1)
+    row = (u.conj()[..., None] * heads).sum(-2) * scale[..., None]
+    return row, (c / scale[..., None]).movedim(2, 1).flatten(0, 1)
+
+
+def common_rows(
+    x: Float[Tensor, "G d m"], gram: Float[Tensor, "G d d"], gain: Float[Tensor, " m"], groups: int
+) -> tuple[Float[Tensor, "g d m"], Float[Tensor, "G d d"]]:
+    """d rows for each group, and a matrix for each head: x_j ~ C_j x, least in sum_j |S_j (x_j - C_j x)|^2, S_j^2 = gram_j."""
+    root, inverse = both_roots(gram)
+    times, d = len(x) // groups, x.shape[1]
+    if not d:
+        return x[:groups], gram
+    heads = (root @ x).unflatten(0, (groups, times)).flatten(1, 2)  # [g, n d, m]
+    u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., :d]
+    rows = u.mT @ heads
+    lacking = d - rows.shape[1]  # fewer columns than rows: the others are 0
+    rows = nn.functional.pad(rows, (0, 0, 0, lacking))
+    u = nn.functional.pad(u, (0, lacking))
+    return rows, inverse @ u.unflatten(1, (times, d)).flatten(0, 1)
+
+
+def _check(H: int, before: int, after: int) -> None:
+    allowed = [g for g in range(1, H + 1) if H % g == 0 and (before % g == 0 or g % before == 0)]
+    if after == before:
+        raise ArgumentError(
+            f"the model has {before} key/value heads for {H} query heads already; nothing is to be converted: "
+            f"other numbers are {', '.join(str(g) for g in allowed if g != before)}"
+        )
+    if after not in allowed:
+        raise ArgumentError(
+            f"{before} key/value heads cannot become {after} for {H} query heads; possible are "
+            f"{', '.join(str(g) for g in allowed if g != before)}"
+        )
+
+
+def _check_plain(*parts: Heads) -> None:
+    """Nothing but a rotation stands between a map and its score."""
+    for heads in parts:
+        plain = all(isinstance(step, Rotary) for step in heads.steps)
+        if not plain or not isinstance(heads.flat, nn.Identity):
+            raise ArgumentError(
+                "a norm stands behind the maps of queries and keys, and a factor of a key cannot be taken into the "
+                "queries through it; use groups by mean"
+            )
+
+
+def _regrouped(config: Any, groups: int) -> Any:
+    """The config with another number of key/value heads."""
+    if hasattr(config, "num_key_value_heads"):
+        return replace(config, num_key_value_heads=groups)
+    if getattr(config, "attention", None) in ("gqa", "mqa"):
+        options = {**config.attention_options, "groups": groups}
+        return replace(config, attention="gqa", attention_options=options)
+    raise ArgumentError(
+        f"the config {type(config).__module__.rpartition('.')[2]} has no number of key/value heads to write; "
+        "it can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and regard's gqa and mqa"
+    )
+
+
+def _changed(prefix: str, block: nn.Module, after: Layer) -> dict[str, Tensor]:
+    """The parameters of a block's attention, with the maps of `after`."""
+    attention = separate(block)
+    project = attention.project
+    o = after.o.permute(1, 0, 2).flatten(1).to(attention.output.weight.dtype)
+    found = {prefix + "attention.output.weight": o}
+    for name, maps in (("q", after.q), ("k", after.k), ("v", after.v)):
+        found |= stored(f"{prefix}{PROJECT}{name}.", maps, getattr(project, name))
+    return found
+
+
+def _flat(prefix: str, heads: Heads, groups: int) -> dict[str, Tensor]:
+    """The weight of a norm over all key heads at once (OLMo 2), pooled as the heads are."""
+    if isinstance(heads.flat, nn.Identity):
+        return {}
+    own = cast("Tensor", heads.flat.weight)
+    weight = own.detach().double().unflatten(0, (heads.heads, -1))
+    if groups > heads.heads:
+        after = weight.repeat_interleave(groups // heads.heads, 0)
+    else:
+        after = weight.unflatten(0, (groups, -1)).mean(1)
+    return {f"{prefix}{PROJECT}k.flat.weight": after.flatten().to(own.dtype)}

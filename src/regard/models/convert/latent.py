@@ -1,0 +1,216 @@
+"""Grouped queries into multi-head latent attention: one latent and one rotary key per token, in DeepSeek-V2's layout.
+
+What a head of a Llama needs of a token is k_g, which turns with the position, and v_g, which does not; DeepSeek's attention
+has one key that turns, the same for all heads, and a latent that does not turn, from which each head takes the rest.
+Each rotary pair of each head is a complex row k_gi; three steps take it there:
+
+1. the rotary key: k_gi = c_gi k_i + r_gi, the best common row and one complex factor, which goes into the queries (`heads.svd`);
+2. the rest r_gi loses its turning: the least loss is its mean turn m_i = mean_d exp(-i theta_i d) times r_gi, and the share
+   1 - |m_i|^2 stays lost. Slow pairs hardly turn (m_i near 1), fast ones are nearly dropped. The mean is over the
+   distances d below the trained length, each doubling of the distance counted alike;
+3. the keys without position and the values, below one another, are cut to a rank by their singular values, weighted by the
+   queries that read the keys and the output maps that read the values.
+
+Nothing is lost in 1 and 2 where there is one key/value head, or no rotation; nothing in 3 at full rank.
+
+DeepSeek's latent stands behind an RMS norm, which no linear map undoes. One number of the latent is therefore a constant C, far
+larger than the others together: the norm divides by C / sqrt(r), up to a relative |c|^2 / 2 C^2, and its weights
+multiply by that again; that of the constant is 0. C is 2^14 to 2^15, so that it fits float16, and |c|^2 at most M + 1, a few tens
+as a rule: the norm is undone to the rounding of float32. So a latent of rank r carries r - 1 numbers of the model's.
+
+The result is a `deepseek_v2` folder without experts: it loads here, decodes in the absorbed form from a cache of r + d_rope
+numbers per token, and transformers knows it.
+
+Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1; a rotary key by principal components across heads: Meng et al. 2025
+(arXiv 2502.07864), section 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from regard import masks
+from regard.errors import ArgumentError
+from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
+from regard.models.convert.cut import Cut, Split, curve, cut_to_rank, mean_turn, split_rotary
+from regard.models.convert.layer import PROJECT, Layer, layers_of, separate
+from regard.models.families import deepseek_v2
+from regard.nn import Attention, Embed, Latent, PreNorm, RMSNorm, SwiGLU
+from regard.positions import Rotary
+
+LARGEST = 2.0**15
+"""Of the constant: float16 ends at 65504."""
+
+
+def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, Step]:
+    """A model whose attention keeps one latent of `rank` numbers and one rotary key per token.
+
+    [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
+
+    Args:
+        held: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama, mistral without a window, regard's gqa.
+        rank: kv_lora_rank, at least 2: one number of it is a constant. None is the full rank, which cuts nothing.
+
+    Raises:
+        ArgumentError: the rank is out of range, the model has latents already, or DeepSeek's layers cannot express it.
+
+    >>> import regard
+    >>> tiny = regard.load("tiny")
+    >>> after, step = to_latent(Checkpoint(tiny.decoder, tiny.config), 64)
+    >>> after.model_type, after.network.layers[0].attention.project.shape.memory
+    ('deepseek_v2', (96,))
+    """
+    for _, block in layers_of(held.network):
+        _check(block, held.network.embed)
+    first = Layer.of(held.network.layers[0])
+    G, D, columns = first.k.shape
+    # the rotary key takes one row of each pair
+    full = min(G * (D + first.v.shape[1]) - 2 * first.pairs, columns) + 1
+    if rank is None:
+        rank = full
+    if not 2 <= rank <= full:
+        raise ArgumentError(
+            f"rank is {rank}; it must be 2 to {full}, at which nothing is cut (one number of the latent is a constant)"
+        )
+    config = _config(held, first, rank)
+    # every layer of these families turns alike
+    turn = _turn(held.network.layers[0], held.config.max_position_embeddings)
+    weights, cuts = held.weights(), []
+    for prefix, block in layers_of(held.network):
+        layer = Layer.of(block)
+        split = split_rotary(layer, turn)
+        cut = cut_to_rank(layer, split, rank - 1)
+        cuts.append(cut)
+        for name in [n for n in weights if n.startswith(prefix + "attention.")]:
+            del weights[name]
+        weights |= _stored(prefix, block, layer, split, cut)
+    return rebuilt(config, weights), Step(
+        f"{len(first.k)} key/value heads of {first.k.shape[1]} + {first.v.shape[1]} to a latent of {rank} and a rotary key of "
+        f"{config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} numbers per token and layer in place of "
+        f"{len(first.k) * (first.k.shape[1] + first.v.shape[1])}",
+        tuple(cut.errors for cut in cuts), {n + 1: error for n, error in curve(cuts, full - 1).items()},
+    )  # fmt: skip
+
+
+def _turn(block: nn.Module, length: int) -> Tensor:
+    """The mean turn of each rotary pair over the distances up to the trained length."""
+    rotary = next((m for m in block.modules() if isinstance(m, Rotary)), None)
+    return mean_turn(torch.zeros(0) if rotary is None else rotary.inv_freq, length)
+
+
+def _stored(
+    prefix: str, block: nn.Module, layer: Layer, split: Split, cut: Cut
+) -> dict[str, Tensor]:
+    """The parameters of a `Latent` and of the output behind it."""
+    attention = separate(block)
+    dtype, bias = attention.output.weight.dtype, attention.output.bias
+    own = replace(layer, layout="interleaved")
+    q, _ = layer.split(layer.q)
+    turned_q = split.factor.repeat_interleave(layer.share, 0).conj()[..., None] * q
+    H, D, columns = layer.q.shape
+    nothing = layer.q.new_zeros(1, 0, columns)
+    rotary_k = own.join(split.turned[None], nothing)[0]
+    rotary_q = own.join(turned_q, nothing.expand(H, 0, columns))
+    if not layer.pairs:  # a rotary key that is 0
+        rotary_k, rotary_q = rotary_k.new_zeros(2, columns), rotary_q.new_zeros(H, 2, columns)
+    factor = _score_factor(attention, D, rotary_k.shape[0])
+    rank = len(cut.down) + 1
+    constant, weight = _constant(rank)
+    gap = cut.down.new_zeros(1, columns)
+    gap[0, -1] = constant
+    down = torch.cat((cut.down, gap, rotary_k))
+    norm = cut.down.new_full((rank,), weight)
+    norm[-1] = 0
+    up = torch.cat((cut.up_k, cut.up_v), 1).repeat_interleave(layer.share, 0).flatten(0, 1)
+    up = up * (constant / rank**0.5 / weight)
+    queries = torch.cat((layer.q * factor[0], rotary_q * factor[1]), 1).flatten(0, 1)
+    name = prefix + PROJECT
+    found = {
+        name + "q.linear.weight": queries[:, :-1],
+        name + "kv_down.weight": down[:, :-1],
+        name + "kv_down.bias": down[:, -1],
+        name + "kv_norm.weight": norm,
+        name + "kv_up.linear.weight": nn.functional.pad(up, (0, 1)),
+        prefix + "attention.output.weight": attention.output.weight.detach(),
+        prefix + "attention.output.bias": up.new_zeros(len(attention.output.weight))
+        if bias is None
+        else bias.detach(),
+    }
+    return {key: value.to(dtype) for key, value in found.items()}
+
+
+def _score_factor(attention: Attention, D: int, turned: int) -> tuple[float, float]:
+    """What queries are times, without and with position, so that scores keep their scale."""
+    rotary = next((m for m in attention.modules() if isinstance(m, Rotary)), None)
+    scale = D**-0.5 if attention.scale is None else attention.scale
+    theirs = (D + turned) ** -0.5 * (1.0 if rotary is None else rotary.softmax_factor)
+    # the factor on cos and sin of queries and keys goes with the rotation
+    square = 1.0 if rotary is None else rotary.rotary_factor**2
+    return scale / theirs * square, scale / theirs
+
+
+def _constant(rank: int) -> tuple[float, float]:
+    """C, and a weight near C / sqrt(rank), which bfloat16 and float16 have exactly: no cast makes them disagree."""
+    constants = (LARGEST * torch.linspace(0.5, 1, 129)).double()
+    wanted = constants / rank**0.5
+    weights = wanted.bfloat16().double()
+    best = int((weights / wanted - 1).abs().argmin())
+    return float(constants[best]), float(weights[best])
+
+
+def _config(held: Checkpoint, layer: Layer, rank: int) -> deepseek_v2.Config:
+    c = held.config
+    options = getattr(c, "attention_options", {})
+    return deepseek_v2.Config(
+        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        # every layer is dense: of the keys that speak of experts, none is used
+        moe_intermediate_size=c.intermediate_size, n_routed_experts=1, num_experts_per_tok=1, n_shared_experts=1,
+        first_k_dense_replace=c.num_hidden_layers, num_hidden_layers=c.num_hidden_layers,
+        num_attention_heads=len(layer.q), num_key_value_heads=len(layer.q),
+        kv_lora_rank=rank, q_lora_rank=None,
+        qk_nope_head_dim=layer.k.shape[1], qk_rope_head_dim=max(2, 2 * layer.pairs), v_head_dim=layer.v.shape[1],
+        rms_norm_eps=c.rms_norm_eps, rope_theta=getattr(c, "rope_theta", options.get("base", 10000.0)),
+        rope_scaling=getattr(c, "rope_scaling", None), max_position_embeddings=c.max_position_embeddings,
+        attention_bias=True, tie_word_embeddings=c.tie_word_embeddings,
+    )  # fmt: skip
+
+
+def _check(block: nn.Module, embed: Embed) -> None:
+    """DeepSeek's block can express this one.
+
+    Raises:
+        ArgumentError: with what stands in the way.
+    """
+    attention = getattr(block, "attention", None)
+    if isinstance(getattr(attention, "project", None), Latent):
+        raise ArgumentError("the model has latent attention already; nothing is to be converted")
+    found = separate(block)
+    project = found.project
+    steps = [step for heads in (project.q, project.k, project.v) for step in heads.steps]
+    flat = [heads.flat for heads in (project.q, project.k, project.v)]
+    norms = (cast("Any", block).around_attention, cast("Any", block).around_feed_forward)
+    feed_forward = cast("Any", block).feed_forward
+    rotary = [step for step in steps if isinstance(step, Rotary)]
+    reasons = {
+        "positions in its embedding": embed.positional is not None,
+        "a scaled embedding": embed.scale != 1,
+        f"a mask of {found.mask}": found.mask != masks.Causal(),
+        "a softcap": found.softcap is not None,
+        "a bias on scores": found.bias is not None,
+        "a sink": found.sink is not None,
+        "norms or other steps on heads": any(not isinstance(s, Rotary) for s in steps) or any(not isinstance(f, nn.Identity) for f in flat),
+        "a bias on queries": project.q.linear.bias is not None,
+        "rotary positions that follow the length": project.late is not None,
+        "a rotary that turns a part of each head": any(2 * len(r.inv_freq) < r.dim for r in rotary),
+        "norms of another kind": any(not isinstance(p, PreNorm) or type(p.norm) is not RMSNorm for p in norms),
+        "another feed-forward layer": not isinstance(feed_forward, SwiGLU) or feed_forward.gate.bias is not None,
+    }  # fmt: skip
+    if said := [name for name, present in reasons.items() if present]:
+        raise ArgumentError(
+            f"this model has {' and '.join(said)}, which DeepSeek's layers do not have; "
+            "latents can be made of llama, mistral without a window, and regard's gqa"
+        )

@@ -1,0 +1,187 @@
+"""Rotary relayout: which dims of a head make a pair, told by the order of the rows of queries and keys.
+
+"half" pairs (i, i + d/2), as in Hugging Face's Llama; "interleaved" pairs (2i, 2i + 1), as in Meta's files and GPT-J. Both turn
+pair i by the same angle, so that a permutation of rows, the same for queries and keys, takes one to the other exactly. Values
+and outputs have no part in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError
+from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
+from regard.models.convert.layer import PROJECT, Errors, layers_of, separate
+from regard.models.families import deepseek_v3, llama, mistral
+from regard.models.families import regard as own
+from regard.nn import Heads, Latent
+from regard.nn.low_rank import LowRank
+from regard.positions import Rotary
+from regard.positions.rotary import Layout
+
+
+def to_layout(
+    held: Checkpoint, layout: Layout, *, stored: Layout | None = None
+) -> tuple[Checkpoint, Step]:
+    """A model with the other rotary layout, and the same function.
+
+    A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama` in halves, and would compute
+    something else without a word. It is written as `model_type: "regard"`, which only this package knows, and turned
+    back it is a `llama` again. DeepSeek-V3 has a key for it.
+
+    Args:
+        held: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary; any family of separate
+            queries and keys with `stored`.
+        layout: afterwards.
+        stored: the layout that the weights really have, where config.json cannot say it: `layout="half",
+            stored="interleaved"` makes an ordinary folder of Meta's weights under Hugging Face's names.
+
+    Raises:
+        ArgumentError: the layout is the present one, a word is unknown, or the family cannot say what would come out.
+
+    >>> import regard
+    >>> tiny = regard.load("tiny")
+    >>> after, _ = to_layout(Checkpoint(tiny.decoder, tiny.config), "interleaved")
+    >>> back, _ = to_layout(after, "half")
+    >>> after.model_type, back.model_type, back.config == tiny.config
+    ('regard', 'llama', True)
+
+    Source: Su et al. 2021 (arXiv 2104.09864), equation 34; in halves: GPT-NeoX.
+    """
+    for word in (layout, stored):
+        if word is not None and word not in get_args(Layout):
+            raise ArgumentError(f"the rotary layout is {word!r}; it is half or interleaved")
+    said = _layout(held)
+    if layout == (stored or said):
+        raise ArgumentError(
+            f"the rotary layout is {layout} already; nothing is to be converted, unless the weights were stored in the other "
+            "one (stored layout)"
+        )
+    if stored is None:
+        config = _renamed(held.config, layout)
+    elif layout == said:
+        config = held.config
+    else:
+        raise ArgumentError(
+            f"weights stored as {stored} cannot become {layout} where the config says {said}; convert them to {said}"
+        )
+    weights = held.weights()
+    for prefix, block in layers_of(held.network):
+        weights |= _permuted(prefix, block, layout)
+    errors = (Errors(0.0, 0.0),) * len(held.network.layers)
+    said_by = "" if stored is None else ", as the weights were stored,"
+    return rebuilt(config, weights), Step(
+        f"rotary pairs from {stored or said}{said_by} to {layout}: rows of queries and keys in another order",
+        errors,
+    )
+
+
+def order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
+    """Which row of the other layout stands in each row of this one.
+
+    >>> order(2, "interleaved").tolist(), order(2, "half").tolist()
+    ([0, 2, 1, 3], [0, 2, 1, 3])
+    >>> order(3, "interleaved").tolist(), order(3, "half").tolist()
+    ([0, 3, 1, 4, 2, 5], [0, 2, 4, 1, 3, 5])
+    """
+    shape = (2, pairs) if layout == "interleaved" else (pairs, 2)
+    return torch.arange(2 * pairs).view(shape).T.flatten()
+
+
+def _layout(held: Checkpoint) -> Layout:
+    """The layout that the network computes with."""
+    rotary = next((m for m in held.network.modules() if isinstance(m, Rotary)), None)
+    if rotary is None:
+        raise ArgumentError("the model has no rotary positions; nothing is to be converted")
+    return rotary.layout
+
+
+def _renamed(config: Any, layout: Layout) -> Any:
+    """The config of a family that can say this layout."""
+    if isinstance(config, deepseek_v3.Config):
+        return replace(config, rope_interleave=layout == "interleaved")
+    if isinstance(config, own.Config):
+        return _as_llama(config)
+    plain = isinstance(config, (llama.Config, mistral.Config))
+    reasons = {
+        f"config keys of {type(config).__module__.rpartition('.')[2]}": not plain,
+        "other rotary frequencies": plain and config.rope_scaling is not None,
+        "biases": isinstance(config, llama.Config) and (config.attention_bias or config.mlp_bias),
+        "a window": plain and any(config.windows()),
+    }
+    if found := [name for name, present in reasons.items() if present]:
+        raise ArgumentError(
+            f"the model has {' and '.join(found)}, and no family here can say that beside rotary pairs that are {layout}; "
+            "possible are llama and mistral without scaling, bias and window, and deepseek_v3"
+        )
+    return own.Config(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers, num_attention_heads=config.num_attention_heads,
+        attention="gqa",
+        attention_options={
+            "groups": config.num_key_value_heads, "head_dim": config.head_dim, "base": config.rope_theta, "layout": layout,
+        },
+        max_position_embeddings=config.max_position_embeddings, rms_norm_eps=config.rms_norm_eps,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )  # fmt: skip
+
+
+def _as_llama(config: own.Config) -> Any:
+    """The Llama that regard's grouped queries in halves are."""
+    options = config.attention_options
+    if config.attention != "gqa" or config.position not in ("catalogue", "rope") or config.window:
+        raise ArgumentError(
+            f"the model is regard's {config.attention} with position {config.position!r}; only its gqa with rotary and without "
+            "a window can have another layout"
+        )
+    H = config.num_attention_heads
+    return llama.Config(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers, num_attention_heads=H, num_key_value_heads=options["groups"],
+        head_dim=options.get("head_dim") or config.hidden_size // H, rms_norm_eps=config.rms_norm_eps,
+        rope_theta=options.get("base", 10000.0), max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
+    )  # fmt: skip
+
+
+def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor]:
+    """Every parameter of a block whose rows are dims of queries or keys, in the new order."""
+    project = getattr(getattr(block, "attention", None), "project", None)
+    name = prefix + PROJECT
+    if isinstance(project, Latent):
+        rows = order(len(project.rotary.inv_freq), layout)
+        up = project.q.up if isinstance(project.q, LowRank) else project.q
+        path = "q.up." if isinstance(project.q, LowRank) else "q."
+        down = dict(project.kv_down.named_parameters())
+        found = {
+            f"{name}kv_down.{n}": _turned(p, 1, project.kv_rank, rows) for n, p in down.items()
+        }
+        return found | _heads(f"{name}{path}", up, project.nope_dim, rows)
+    project = separate(block).project
+    rotary = next(m for m in block.modules() if isinstance(m, Rotary))
+    rows = order(len(rotary.inv_freq), layout)
+    return _heads(name + "q.", project.q, 0, rows) | _heads(name + "k.", project.k, 0, rows)
+
+
+def _heads(path: str, heads: Heads, start: int, rows: Tensor) -> dict[str, Tensor]:
+    """The map of heads, and the norms behind it: over all of them at once, or over each."""
+    found = {
+        f"{path}{n}": _turned(p, heads.heads, start, rows)
+        for n, p in heads.named_parameters()
+        if not n.startswith("steps.")
+    }
+    for n, p in heads.steps.named_parameters():
+        found[f"{path}steps.{n}"] = _turned(p, 1, start, rows)
+    return found
+
+
+def _turned(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
+    """Rows start to start + len(rows) of each head, in another order."""
+    each = x.detach().unflatten(0, (heads, -1)).clone()
+    each[:, start : start + len(rows)] = each[:, start + rows]
+    return each.flatten(0, 1)

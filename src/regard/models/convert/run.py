@@ -1,0 +1,227 @@
+"""A folder in, another folder out, and a report of what lies between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.errors import ArgumentError
+from regard.models.checkpoint.config import read_json
+from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
+from regard.models.convert.context import Extension, to_context
+from regard.models.convert.dtype import DTYPES, to_dtype
+from regard.models.convert.heads import Pooling, to_groups
+from regard.models.convert.latent import to_latent
+from regard.models.convert.layout import to_layout
+from regard.models.convert.measure import measure, windows
+from regard.models.convert.report import Healing, Report, Sizes
+from regard.models.convert.write import check_out, written
+from regard.models.load import folder_of, load
+from regard.models.model import Model
+from regard.nn.project import Projection
+from regard.positions.rotary import Layout
+
+TARGETS = ("mha", "gqa", "mqa", "mla")
+"""What attention can become."""
+WORDS: dict[str, tuple[str, ...]] = {
+    "to": TARGETS,
+    "pooling": get_args(Pooling),
+    "rotary_layout": get_args(Layout),
+    "stored_layout": get_args(Layout),
+    "scaling": get_args(Extension),
+    "dtype": tuple(DTYPES),
+}
+"""What the options that are words may be."""
+Heal: TypeAlias = Callable[[torch.nn.Module, Int[Tensor, "N T"]], Healing]
+"""Trains a network in place on rows of ids: the loop is not this package's matter."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a checkpoint is to become; what is None stays.
+
+    Attributes:
+        to: "mha", "gqa" (with kv_heads), "mqa" or "mla" (with rank).
+        kv_heads: key/value heads; alone it means gqa.
+        pooling: how fewer of them are made.
+        rank: of the latent; None with "mla" is the full one.
+        rotary_layout: "half" or "interleaved".
+        stored_layout: the layout that the weights really have, where it is not what config.json says.
+        context, scaling: tokens, and how rotary positions reach so far.
+        dtype: of the weights.
+
+    Raises:
+        ArgumentError: nothing is asked for, a word is unknown, or what is asked for does not go together.
+
+    >>> Wanted(to="mqa", dtype="bfloat16").kv_heads
+    1
+    """
+
+    to: str | None = None
+    kv_heads: int | None = None
+    pooling: Pooling = "mean"
+    rank: int | None = None
+    rotary_layout: Layout | None = None
+    stored_layout: Layout | None = None
+    context: int | None = None
+    scaling: Extension = "yarn"
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        asked = (self.to, self.kv_heads, self.rotary_layout, self.context, self.dtype)
+        if all(value is None for value in asked):
+            raise ArgumentError(
+                "nothing is asked for: give to, kv_heads, rotary_layout, context or dtype"
+            )
+        for name, known in WORDS.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ArgumentError(f"{name} is {value!r}; it is one of {', '.join(known)}")
+        if reason := self._contradiction():
+            raise ArgumentError(reason)
+        if self.to == "mqa":
+            object.__setattr__(self, "kv_heads", 1)
+
+    def _contradiction(self) -> str | None:
+        """What does not go together, or None."""
+        heads, fewer = self.kv_heads is not None, self.to == "mqa" or self.kv_heads is not None
+        reasons = {
+            "rank is given, and belongs to mla: give to mla": self.rank is not None and self.to != "mla",
+            "kv_heads is given, and mla has none: leave it out": heads and self.to == "mla",
+            "kv_heads is given, and mha has as many as queries: leave it out": heads and self.to == "mha",
+            f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out": self.to == "mqa" and self.kv_heads not in (None, 1),
+            "gqa is asked for, and kv_heads is missing": self.to == "gqa" and not heads,
+            f"groups by {self.pooling} are for fewer key/value heads: give kv_heads": self.pooling != "mean" and not fewer,
+            f"scaling {self.scaling} is given without a context": self.scaling != "yarn" and self.context is None,
+            "stored_layout is given without rotary_layout, the one that comes out": self.stored_layout is not None and self.rotary_layout is None,
+            "rotary_layout is given, and the rotary key of mla is always interleaved: leave it out": self.to == "mla" and self.rotary_layout is not None and self.stored_layout is None,
+        }  # fmt: skip
+        return next((reason for reason, wrong in reasons.items() if wrong), None)
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    wanted: Wanted,
+    *,
+    text: str | None = None,
+    tokens: int = 4096,
+    length: int | None = None,
+    heal: Heal | None = None,
+    tell: Callable[[str], None] | None = None,
+) -> Report:
+    """Convert a checkpoint folder, measure what that did, and write another folder.
+
+    The result is written beside `out` under another name, loaded again, measured as it was loaded, and only then renamed:
+    `out` is whole or not there. The order is: layout of stored weights, heads or latents, context, layout, dtype.
+
+    Args:
+        source: a folder, or "tiny".
+        out: a folder that does not exist, or is empty; never the source.
+        wanted: what it is to become.
+        text: to measure on; None is a built-in one.
+        tokens: at most so many of it.
+        length: tokens of a window; None is the trained length, at most 512.
+        heal: trains the converted network in place on the windows, before it is written.
+        tell: is called with a line at the beginning of each part of the work.
+
+    Raises:
+        ArgumentError: what is wanted cannot be made of this model.
+        FileError: a folder cannot be read or written.
+
+    >>> report = convert("tiny", "one-head", Wanted(to="mqa"), tokens=256)
+    >>> report.before.kept, report.after.kept
+    (1024, 256)
+    >>> import regard
+    >>> regard.load("one-head").config.num_key_value_heads
+    1
+    """
+    folder, target = folder_of(source), Path(out)
+    tell = tell or _silent
+    check_out(folder, target)
+    tell(f"reading {source}")
+    before = load(folder, kind=Model)
+    first = Checkpoint(before.decoder, before.config)
+    limit = min(512, before.config.max_position_embeddings) if length is None else length
+    ids, is_text = windows(before, text, limit, tokens)
+    tell(f"converting {len(before.decoder.layers)} layers")
+    after, steps = converted(first, wanted)
+    healing = None
+    if heal is not None:
+        if not is_text:
+            raise ArgumentError("healing needs a text, and the model has no tokenizer to read one")
+        tell(f"healing on {ids.numel():,} tokens")
+        after, healing = _healed(after, heal, ids)
+    tell(f"writing {out}")
+    with written(after, folder, read_json(folder, "config.json"), target) as whole:
+        again = load(whole, kind=Model)
+        tell(f"measuring on {ids.numel():,} tokens")
+        measured = measure(before.decoder, again.decoder, ids, is_text=is_text)
+    return Report(
+        str(source), str(out), steps, sizes(first), sizes(Checkpoint(again.decoder, again.config)),
+        measured, healing,
+    )  # fmt: skip
+
+
+def converted(held: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tuple[Step, ...]]:
+    """All conversions that are wanted, one after the other; the given model is as before.
+
+    Raises:
+        ArgumentError: one of them cannot be made.
+    """
+    todo: list[Callable[[Checkpoint], tuple[Checkpoint, Step]]] = []
+    relayout = None
+    if wanted.rotary_layout is not None:
+        relayout = partial(to_layout, layout=wanted.rotary_layout, stored=wanted.stored_layout)
+    if relayout is not None and wanted.stored_layout is not None:
+        todo.append(relayout)
+    if wanted.to == "mla":
+        todo.append(partial(to_latent, rank=wanted.rank))
+    elif wanted.to == "mha":
+        todo.append(_to_mha)
+    elif wanted.kv_heads is not None:
+        todo.append(partial(to_groups, groups=wanted.kv_heads, pooling=wanted.pooling))
+    if wanted.context is not None:
+        todo.append(partial(to_context, length=wanted.context, extension=wanted.scaling))
+    if relayout is not None and wanted.stored_layout is None:
+        todo.append(relayout)
+    if wanted.dtype is not None:
+        todo.append(partial(to_dtype, dtype=wanted.dtype))
+    steps = []
+    for step in todo:
+        held, done = step(held)
+        steps.append(done)
+    return held, tuple(steps)
+
+
+def sizes(held: Checkpoint) -> Sizes:
+    """What a model has and keeps."""
+    unique = {id(p): p for p in held.network.parameters()}.values()
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in unique]
+    projections = [m for m in held.network.modules() if isinstance(m, Projection)]
+    kept = sum(sum(project.shape.memory) for project in projections)
+    return Sizes(
+        held.model_type, max(set(dtypes), key=dtypes.count), sum(p.numel() for p in unique), kept
+    )
+
+
+def _silent(line: str) -> None:
+    """Nobody waits."""
+
+
+def _to_mha(held: Checkpoint) -> tuple[Checkpoint, Step]:
+    return to_groups(held, held.config.num_attention_heads)
+
+
+def _healed(held: Checkpoint, heal: Heal, ids: Tensor) -> tuple[Checkpoint, Healing]:
+    """A trained copy: conversions share weights with the model that they were made of."""
+    copy = rebuilt(held.config, {name: x.clone() for name, x in held.weights().items()})
+    done = heal(copy.network.requires_grad_(True), ids)
+    return Checkpoint(copy.network.eval().requires_grad_(False), held.config), done

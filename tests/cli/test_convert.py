@@ -1,0 +1,151 @@
+"""`regard convert`: what it prints, writes, and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import regard
+from regard.cli import main
+from regard.models.model import Model
+from tests.models import small
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    return small.write(tmp_path / "source", small.model(num_key_value_heads=4))
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["convert", *map(str, arguments)])
+    found = capsys.readouterr()
+    assert end.value.code == code, found.err
+    return found.out if code == 0 else found.err
+
+
+def test_a_table(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, source, tmp_path / "out", "--to", "mla", "--rank", 16, "--dtype", "bfloat16")
+    rows = {row[:24].strip(): row[24:].split() for row in out.splitlines()}
+    assert rows["family"] == ["llama", "deepseek_v2"]
+    assert rows["dtype"] == ["float32", "bfloat16"]
+    assert rows["numbers per token kept"] == ["160", "52"]
+    assert len(rows["perplexity"]) == 2
+    assert "4 key/value heads of 10 + 10 to a latent of 16 and a rotary key of 10" in out
+    assert "text, n = " in out
+    assert "layer 1    scores 0." in out
+    assert "error of what a latent carries, by its rank" in out
+
+
+def test_json_and_healing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    text.write_text(" ".join(small.TEXT) * 4)
+    how = (
+        "--kv-heads",
+        2,
+        "--groups",
+        "svd",
+        "--context",
+        4096,
+        "--scaling",
+        "ntk",
+        "--text",
+        text,
+        "--length",
+        16,
+    )
+    healing = ("--heal", 3, "--lr", "0.001", "--batch", 2, "--seed", 5)
+    told = json.loads(said(capsys, source, tmp_path / "out", *how, *healing, "--json"))
+    assert [len(step["weight_error"]) for step in told["steps"]] == [2, 0]
+    assert told["measured"]["length"] <= 16
+    assert (told["healing"]["steps"], told["healing"]["lr"], told["healing"]["seed"]) == (
+        3,
+        0.001,
+        5,
+    )
+    config = regard.load(tmp_path / "out", kind=Model).config
+    assert (config.num_key_value_heads, config.max_position_embeddings) == (2, 4096)
+    out = said(capsys, source, tmp_path / "again", *how, *healing)
+    assert "healing: 3 steps of 2 x " in out
+    assert "peak learning rate 0.001, seed 5" in out
+    assert "held back, " in out
+    few = said(
+        capsys, source, tmp_path / "few", "--to", "mqa", "--text", text, "--tokens", 32, "--heal", 1
+    )
+    assert "nothing was held back" in few
+
+
+def test_every_target(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, source, tmp_path / "gqa", "--to", "gqa", "--kv-heads", 2)
+    exact = said(capsys, tmp_path / "gqa", tmp_path / "mha", "--to", "mha")
+    assert "logits differ by 0 at most" in exact
+    assert "weight error" not in exact
+    said(capsys, source, tmp_path / "there", "--rotary-layout", "interleaved")
+    back = said(capsys, tmp_path / "there", tmp_path / "back", "--rotary-layout", "half")
+    assert "rotary pairs from interleaved to half" in back
+    fixed = said(
+        capsys,
+        source,
+        tmp_path / "fixed",
+        "--rotary-layout",
+        "half",
+        "--stored-layout",
+        "interleaved",
+    )
+    assert "rotary pairs from interleaved, as the weights were stored, to half" in fixed
+
+
+def test_without_a_tokenizer(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source / "tokenizer.json").unlink()
+    out = said(capsys, source, tmp_path / "out", "--to", "mqa", "--tokens", 64)
+    assert "drawn ids (seed 0): there is no tokenizer, n = " in out
+    assert "perplexity" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nothing is asked for"),
+        (("--to", "gqa"), "gqa is asked for, and kv_heads is missing"),
+        (
+            ("--to", "gqa", "--kv-heads", "3"),
+            "4 key/value heads cannot become 3 for 4 query heads; possible are 1, 2",
+        ),
+        (("--to", "mha"), "the model has 4 key/value heads for 4 query heads already"),
+        (("--to", "moe"), "to is 'moe'; it is one of mha, gqa, mqa, mla"),
+        (("--to", "mla", "--rank", "99"), "rank is 99; it must be 2 to 26"),
+        (("--kv-heads", "2", "--groups", "median"), "pooling is 'median'; it is one of mean, svd"),
+        (
+            ("--context", "9000", "--scaling", "longrope"),
+            "scaling is 'longrope'; it is one of linear, ntk, dynamic",
+        ),
+        (("--rotary-layout", "gptj"), "rotary_layout is 'gptj'; it is one of half, interleaved"),
+        (("--dtype", "fp8"), "dtype is 'fp8'; it is one of float32"),
+        (("--to", "mqa", "--text", "nowhere"), "nowhere: [Errno 2]"),
+        (("--to", "mqa", "--heal", "0"), "--heal"),
+        (("--to", "mqa", "--heal", "1", "--lr", "-1"), "lr is -1.0; it must be positive"),
+    ],
+)
+def test_wrong_usage(
+    arguments: tuple[str, ...], message: str, source: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert message in said(capsys, source, tmp_path / "out", *arguments, code=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_are_not_fit(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no model" in said(capsys, tmp_path / "none", tmp_path / "out", "--to", "mqa", code=1)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("precious")
+    err = said(capsys, source, tmp_path / "full", "--to", "mqa", code=1)
+    assert "is not empty; nothing is written over" in err

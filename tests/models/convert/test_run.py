@@ -1,0 +1,291 @@
+"""A folder into a folder: whole or not there, never over anything, loadable, with what belongs to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import regard
+from regard.errors import ArgumentError, FileError
+from regard.models.convert import Wanted, convert, measure
+from regard.models.convert import run as subject
+from regard.models.convert import write as writing
+from regard.models.convert.measure import windows
+from regard.models.model import Model
+from regard.train.healing import heal
+from tests.models import small
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+TEXT = " ".join(small.TEXT) * 6
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    small.write(folder, small.model(num_key_value_heads=4))
+    config = json.loads((folder / "config.json").read_text())
+    more = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "initializer_range": 0.02,
+    }
+    (folder / "config.json").write_text(json.dumps(config | more))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 3], "do_sample": True})
+    )
+    (folder / "notes.txt").write_text("nobody's business")
+    return folder
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+EVERY: dict[str, tuple[Wanted, str]] = {
+    "gqa": (Wanted(kv_heads=2), "llama"),
+    "mqa, svd": (Wanted(to="mqa", pooling="svd"), "llama"),
+    "mla": (Wanted(to="mla", rank=20), "deepseek_v2"),
+    "mla, narrow, long": (Wanted(to="mla", context=8192, dtype="float16"), "deepseek_v2"),
+    "layout and heads": (Wanted(rotary_layout="interleaved", kv_heads=2), "regard"),
+    "stored layout into latents": (Wanted(to="mla", rotary_layout="half", stored_layout="interleaved"), "deepseek_v2"),
+    "context": (Wanted(context=4096, scaling="linear"), "llama"),
+    "dtype": (Wanted(dtype="bfloat16"), "llama"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_comes_out_loads_and_is_what_was_measured(
+    name: str, source: Path, tmp_path: Path
+) -> None:
+    wanted, model_type = EVERY[name]
+    before, out = state(source), tmp_path / "deep" / "out"
+    report = convert(source, out, wanted, text=TEXT, length=32)
+    assert state(source) == before
+    assert report.after.model_type == model_type
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+    assert {p.name for p in out.iterdir()} == {
+        "config.json", "model.safetensors", "tokenizer.json", "generation_config.json",
+    }  # fmt: skip
+    raw = json.loads((out / "config.json").read_text())
+    assert (raw["eos_token_id"], raw["bos_token_id"]) == ([2, 3], 1)
+    first, again = regard.load(source, kind=Model), regard.load(out, kind=Model)
+    assert again.ends == {2, 3}
+    ids, _ = windows(first, TEXT, 32, 4096)
+    assert report.measured == measure(first.decoder, again.decoder, ids)
+    assert report.measured.tokens == ids.numel() - len(ids)
+    assert math.isfinite(report.measured.perplexity_after)
+    json.dumps(report.figures(), allow_nan=False)
+
+
+def test_transformers_loads_what_it_knows(source: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")
+    for name, architecture in (("gqa", "LlamaForCausalLM"), ("mla", "DeepseekV2ForCausalLM")):
+        convert(source, tmp_path / name, EVERY[name][0], text=TEXT)
+        assert json.loads((tmp_path / name / "config.json").read_text())["architectures"] == [
+            architecture
+        ]
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        assert type(theirs).__name__ == architecture
+        ids = torch.arange(3, 30)[None]
+        with torch.no_grad():
+            exact = theirs(ids).logits
+        mine = regard.load(tmp_path / name, kind=Model)(ids)
+        assert float((mine - exact).abs().max()) < 1e-5 * float(exact.abs().max())
+
+
+def test_an_exact_conversion_is_told_as_exact(tmp_path: Path) -> None:
+    report = convert("tiny", tmp_path / "out", Wanted(to="mha"), tokens=256)
+    assert report.measured.largest == 0
+    assert report.measured.perplexity_before == report.measured.perplexity_after
+    assert (report.before.kept, report.after.kept) == (1024, 2048)
+
+
+def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path) -> None:
+    """`tiny`, 128 numbers per token and layer in place of 256: the latent is nearer than pooled heads, by svd or by mean."""
+    tries = {
+        "mla": Wanted(to="mla", rank=96),
+        "svd": Wanted(kv_heads=2, pooling="svd"),
+        "mean": Wanted(kv_heads=2),
+    }
+    found = {
+        name: convert("tiny", tmp_path / name, wanted, tokens=300) for name, wanted in tries.items()
+    }
+    assert {report.after.kept for report in found.values()} == {4 * 128}
+    loss = {name: report.measured.loss_after for name, report in found.items()}
+    assert loss["mla"] < loss["svd"] < loss["mean"]
+
+
+def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
+    before = state(source)
+    how = partial(heal, steps=30, lr=3e-3, batch=4)
+    report = convert(
+        source, tmp_path / "out", Wanted(to="mla", rank=12), text=TEXT, length=16, heal=how
+    )
+    plain = convert(source, tmp_path / "plain", Wanted(to="mla", rank=12), text=TEXT, length=16)
+    assert report.healing is not None
+    assert report.healing.loss_after < report.healing.loss_before
+    assert report.measured.loss_after < plain.measured.loss_after
+    assert report.measured.loss_before == plain.measured.loss_before
+    assert state(source) == before
+    # the constant of the latent is not trained away: the norm is still undone
+    weight = (
+        regard.load(tmp_path / "out", kind=Model).decoder.layers[0].attention.project.kv_norm.weight
+    )
+    assert float(weight[-1]) == 0
+    assert float(weight[:-1].std() / weight[0]) < 1e-3
+    again = convert(
+        source, tmp_path / "again", Wanted(to="mla", rank=12), text=TEXT, length=16, heal=how
+    )
+    assert again.healing == report.healing
+
+
+def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
+    ids, _ = windows(regard.load(source, kind=Model), TEXT, 16, 4096)
+    how, told = partial(heal, steps=2), list[str]()
+    wanted = Wanted(kv_heads=2)
+    done = convert(
+        source, tmp_path / "a", wanted, text=TEXT, length=16, heal=how, tell=told.append
+    ).healing
+    assert [line.split()[0] for line in told] == [
+        "reading", "converting", "healing", "writing", "measuring",
+    ]  # fmt: skip
+    assert done is not None
+    assert done.held_tokens == len(ids) // 10 * (ids.shape[1] - 1)
+    assert done.tokens == (len(ids) - len(ids) // 10) * ids.shape[1]
+    few = convert(
+        source, tmp_path / "b", Wanted(kv_heads=2), text=TEXT, tokens=64, length=16, heal=how
+    )
+    assert few.healing is not None
+    assert few.healing.held_tokens == 0
+    assert math.isnan(few.healing.held_before)
+
+
+def test_narrow_weights_are_not_trained(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"the weights are torch\.bfloat16, in which a small step is lost"
+    ):
+        convert(
+            source,
+            tmp_path / "out",
+            Wanted(dtype="bfloat16"),
+            text=TEXT,
+            heal=partial(heal, steps=1),
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_tokenizer(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    report = convert(source, tmp_path / "out", Wanted(kv_heads=2), tokens=64)
+    assert math.isnan(report.measured.loss_after)
+    assert report.measured.relative > 0
+    with pytest.raises(ArgumentError, match="healing needs a text, and the model has no tokenizer"):
+        convert(source, tmp_path / "other", Wanted(kv_heads=2), heal=partial(heal, steps=1))
+
+
+def test_nothing_is_written_over(source: Path, tmp_path: Path) -> None:
+    before = state(source)
+    for out in (source, source / "inside", tmp_path / "source" / ".." / "source"):
+        with pytest.raises(ArgumentError, match="which is the source or lies in it"):
+            convert(source, out, Wanted(kv_heads=2))
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    with pytest.raises(ArgumentError, match="which is the source"):
+        convert(source, link, Wanted(kv_heads=2))
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine").write_text("precious")
+    with pytest.raises(FileError, match="is not empty; nothing is written over"):
+        convert(source, full, Wanted(kv_heads=2))
+    with pytest.raises(FileError, match="is there and is no folder"):
+        convert(source, full / "mine", Wanted(kv_heads=2))
+    assert state(source) == before
+    assert (full / "mine").read_text() == "precious"
+
+
+def test_an_empty_folder_will_do(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)
+    assert regard.load(tmp_path / "out", kind=Model).config.num_key_value_heads == 2
+
+
+@pytest.mark.parametrize("where", ["load", "save", "disk", "rename"])
+def test_a_failure_leaves_nothing(where: str, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    breaks: dict[str, Any] = {
+        "load": patch.object(subject, "measure", side_effect=ZeroDivisionError),
+        "save": patch.object(writing, "save", side_effect=KeyboardInterrupt),
+        "disk": patch.object(writing, "_sync", side_effect=OSError(28, "No space left on device")),
+        "rename": patch.object(Path, "rename", side_effect=OSError(5, "Input/output error")),
+    }
+    with breaks[where], pytest.raises((ZeroDivisionError, KeyboardInterrupt, FileError)) as caught:
+        convert(source, out, Wanted(kv_heads=2), text=TEXT)
+    if where in ("disk", "rename"):
+        assert str(caught.value).startswith(f"{out}: cannot write the folder: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["source"]
+
+
+def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
+    """The folder was empty when it was looked at, and is not when it is to be replaced."""
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def late(*arguments: Any, **named: Any) -> Any:
+        (out / "theirs").write_text("precious")
+        return measure(*arguments, **named)
+
+    with (
+        patch.object(subject, "measure", late),
+        pytest.raises(FileError, match="cannot write the folder"),
+    ):
+        convert(source, out, Wanted(kv_heads=2), text=TEXT)
+    assert state(out) == {"theirs": b"precious"}
+    assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({}, "nothing is asked for: give to, kv_heads, rotary_layout, context or dtype"),
+        ({"scaling": "linear"}, "nothing is asked for"),
+        ({"to": "mlaa"}, "to is 'mlaa'; it is one of mha, gqa, mqa, mla"),
+        ({"to": "gqa", "kv_heads": 2, "rank": 3}, "rank is given, and belongs to mla: give to mla"),
+        ({"to": "mla", "kv_heads": 2}, "kv_heads is given, and mla has none: leave it out"),
+        ({"to": "mha", "kv_heads": 2}, "kv_heads is given, and mha has as many as queries"),
+        ({"to": "mqa", "kv_heads": 2}, "kv_heads is 2, and mqa has 1: leave it out"),
+        ({"to": "gqa"}, "gqa is asked for, and kv_heads is missing"),
+        ({"to": "mla", "pooling": "svd"}, "groups by svd are for fewer key/value heads: give kv_heads"),
+        ({"to": "mqa", "scaling": "ntk"}, "scaling ntk is given without a context"),
+        ({"to": "mqa", "stored_layout": "half"}, "stored_layout is given without rotary_layout"),
+        ({"to": "mla", "rotary_layout": "half"}, "the rotary key of mla is always interleaved"),
+    ],
+)  # fmt: skip
+def test_wishes_that_contradict(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        Wanted(**change)
+    assert dataclasses.is_dataclass(Wanted)
+
+
+def test_an_encoder_is_refused(tmp_path: Path) -> None:
+    from regard.models.families import bert
+
+    config = bert.Config(300, 24, 2, 4, 40, 64)
+    network = bert.build(config)
+    from regard.models.save import save
+
+    (tmp_path / "bert").mkdir()
+    save(network, config, tmp_path / "bert")
+    with pytest.raises(FileError, match="a Model is asked for"):
+        convert(tmp_path / "bert", tmp_path / "out", Wanted(kv_heads=2))
