@@ -152,19 +152,24 @@ def _line(series: Series, role: str, mark: str, x: Scale) -> Iterator[str]:
     yield f'<polyline class="{role}" points="{joined}"/>'
     for left, y, p in places:
         text = f"{series.name}, {p.low} to {p.high} tokens: {100 * p.share:.1f} % of {p.examples}"
-        yield _mark(mark, role, left, y, html.escape(inert(text)))
+        yield symbol(mark, role, left, y, html.escape(inert(text)))
 
 
 def _names(series: Sequence[Series]) -> Iterator[str]:
     """Which mark is which series, under the title."""
     left = float(LEFT)
     for i, line in enumerate(series):
-        yield _mark(MARKS[i % len(MARKS)], ROLES[i % len(ROLES)], left + 6, 34, "")
+        yield symbol(MARKS[i % len(MARKS)], ROLES[i % len(ROLES)], left + 6, 34, "")
         yield f'<text x="{left + 17:.1f}" y="38">{html.escape(inert(line.name))}</text>'
         left += 40 + 7.4 * len(line.name)
 
 
-def _mark(mark: str, role: str, x: float, y: float, title: str) -> str:
+def symbol(mark: str, role: str, x: float, y: float, title: str) -> str:
+    """One mark of `MARKS` at a place, with a title (escaped already) for whoever points at it.
+
+    >>> symbol("circle", "q", 1, 2, "")
+    '<circle class="q" cx="1.0" cy="2.0" r="4.5"></circle>'
+    """
     said = f"<title>{title}</title>" if title else ""
     if mark == "circle":
         return f'<circle class="{role}" cx="{x:.1f}" cy="{y:.1f}" r="4.5">{said}</circle>'

@@ -1,0 +1,204 @@
+"""`regard compare`: attention mechanisms side by side on this machine, and with --quality how well each learns."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from regard.cli import _claims
+from regard.cli import _contest as flag
+from regard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from regard.compare.compared import Plan
+    from regard.compare.run import Comparison
+
+EPILOG = "For example: regard compare mha mqa window linear --quality --out compared --html compared.html"
+
+
+def compare(
+    names: flag.Names = None,
+    dim: flag.Dim = 128,
+    layers: flag.Layers = 2,
+    heads: flag.Heads = 4,
+    hidden: flag.Hidden = None,
+    window: flag.Window = 16,
+    same: flag.Same = "sizes",
+    context: flag.Context = None,
+    length: flag.Length = 256,
+    batch: flag.Batch = 8,
+    rounds: flag.Rounds = 7,
+    seconds: flag.Seconds = 20.0,
+    memory: flag.Memory = True,
+    threads: flag.Threads = None,
+    quality: flag.Quality = False,
+    lesson: flag.Lessons = None,
+    text: flag.Text = "python-docs",
+    minutes: flag.Minutes = 30.0,
+    steps: flag.Steps = None,
+    lr: flag.Rates = None,
+    seeds: flag.Seeds = 1,
+    claim: _claims.Names = None,
+    budget: _claims.Budget = 1.0,
+    seed: _claims.Seed = 0,
+    out: flag.Out = None,
+    json: flag.Json = False,
+    csv: flag.Csv = None,
+    html: flag.Html = None,
+    list_: flag.List = False,
+) -> None:
+    """Measure attention mechanisms as decoders of one shape: cache, prompt,
+    token, training step, peak memory.
+
+    Each is built at the same sizes, or with the same number of parameters,
+    and timed in turns with the kernels that it really runs. With --quality
+    each is trained on the same tokens. Ctrl-C prints what is done; with --out
+    the same command goes on from there. With --claim, what is said of
+    attention is measured instead, each with a verdict.
+    """
+    options = dict(locals())
+    if list_:
+        typer.echo(f"{_listing()}\n{_claims.listing()}")
+        return
+    try:
+        _claims.check(options)
+        _check_files(csv, html)
+        if claim:
+            _claims.run(options, _command(sys.argv[1:]))
+        plan = _plan(options)
+        comparison, command = _comparison(plan, options), _command(sys.argv[1:])
+        interrupted = _run(comparison)
+        _show(comparison, command, options, interrupted=interrupted)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    if interrupted:
+        if out is not None:
+            typer.echo("interrupted; the same command goes on with what is kept", err=True)
+        raise typer.Exit(130)
+
+
+def _plan(o: dict[str, Any]) -> Plan:
+    """What is compared, from the command's options by name."""
+    import torch
+
+    from regard.compare.compared import Plan
+    from regard.compare.lessons import RECALL, lessons
+    from regard.compare.mechanisms import Shape, contestants
+    from regard.compare.quality import Training
+    from regard.compare.same import configs
+    from regard.compare.speed import Timing
+
+    _check_quality(o)
+    if o["threads"]:
+        torch.set_num_threads(o["threads"])
+    shape = Shape(o["dim"], o["layers"], o["heads"], o["hidden"], window=o["window"])
+    contexts = tuple(sorted(set(o["context"]))) if o["context"] else Timing().contexts
+    timing = Timing(contexts, o["length"], o["batch"], o["rounds"], o["seconds"])
+    training = Training(tuple(range(o["seeds"])), tuple(o["lr"]) if o["lr"] else None)
+    found = contestants(o["names"], shape)
+    taught = []
+    if o["quality"]:
+        wanted = o["lesson"] or ["text", *RECALL]
+        taught = lessons(wanted, source=o["text"], length=o["length"], batch=o["batch"])
+    return Plan(found, configs(found, shape, o["same"]), shape, o["same"], timing, taught, training)
+
+
+def _check_quality(o: dict[str, Any]) -> None:
+    """What is for training is refused without it."""
+    given = {"--lesson": o["lesson"], "--steps": o["steps"], "--lr": o["lr"], "--seeds": o["seeds"] > 1,
+             "--text": o["text"] != "python-docs"}  # fmt: skip
+    for name, value in given.items():
+        if value and not o["quality"]:
+            raise ArgumentError(f"{name} is for training: give --quality too, or leave it out")
+
+
+def _comparison(plan: Plan, o: dict[str, Any]) -> Comparison:
+    import torch
+
+    from regard.bench.machine import machine
+    from regard.compare.experiment import Session, Store
+    from regard.compare.run import Comparison
+
+    about = machine(torch.device("cpu"))
+    session = Session(Store(o["out"], {"machine": about}), _say)
+    return Comparison(
+        plan, session, about, minutes=o["minutes"], steps=o["steps"], with_memory=o["memory"]
+    )
+
+
+def _run(comparison: Comparison) -> bool:
+    """Whether it was interrupted."""
+    from regard.compare.experiment import clock
+
+    interrupted, session = False, comparison.session
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    _say(
+        f"{clock(session.elapsed)}: {session.measured} measured, {session.reused} as they were kept"
+    )
+    return interrupted
+
+
+def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupted: bool) -> None:
+    """Print and write what there is."""
+    from regard.compare.compared import as_csv, as_json
+    from regard.compare.page import page
+    from regard.compare.table import table
+    from regard.view.html import write
+
+    plan, done = comparison.plan, comparison.session.done
+    told = as_json(
+        plan, done, comparison.machine, command, interrupted=interrupted, notes=comparison.notes
+    )
+    typer.echo(json_format.dumps(told, indent=1, allow_nan=False) if o["json"] else table(told))
+    if o["csv"] is not None:
+        write(o["csv"], as_csv(plan, done))
+    if o["html"] is not None:
+        write(o["html"], page(told))
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Refuse what could not be written, before minutes are spent."""
+    from regard.view.html import check_target
+
+    for path in paths:
+        if path is not None:
+            check_target(path)
+
+
+def _listing() -> str:
+    from regard.compare.lessons import RECALL
+    from regard.compare.mechanisms import Shape, contestants
+    from regard.nn.variants import VARIANTS
+    from regard.train.tasks import TASKS
+
+    lines = ["mechanisms"]
+    for one in contestants(None, Shape()):
+        options = ", ".join(f"{k}={v}" for k, v in one.options.items())
+        lines.append(f"  {one.name:<12} {VARIANTS[one.attention].sentence}")
+        lines.append(f"  {'':<12} {one.attention}({options})")
+    lines.append("lessons")
+    lines.append(f"  {'text':<12} The next byte of a text.")
+    lines += [f"  {name:<12} {TASKS[name].sentence}" for name in RECALL]
+    return "\n".join(lines)
+
+
+def _command(arguments: list[str]) -> str:
+    import shlex
+
+    return shlex.join(["regard", *arguments])
+
+
+def _say(line: str) -> None:
+    """On a terminal, where a training run stands replaces itself; elsewhere it is left out."""
+    within = line.startswith(" ")
+    if sys.stderr.isatty():
+        typer.echo(f"\r\x1b[K... {line.strip()}", err=True, nl=not within)
+    elif not within:
+        typer.echo(f"... {line}", err=True)

@@ -1,0 +1,86 @@
+"""Dropout on weights: rows no longer sum to 1, the mean over draws is the undropped output, and in evaluation there is none.
+
+d_ij ~ Bernoulli(1 - p) / (1 - p):  E[sum_j d_ij w_ij v_j] = sum_j w_ij v_j,  Var[sum_j d_ij w_ij] = p / (1 - p) sum_j w_ij^2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from regard import attend, attention_weights
+from regard.compare.claims.base import Check, Claim, steps
+from regard.compare.experiment import Numbers
+from regard.nn.variants import mha
+from regard.view.curves import Line, Picture
+
+RATES = (0.1, 0.3, 0.5, 0.8)
+T, D = 16, 8
+
+
+def _measure(budget: float, seed: int) -> Numbers:
+    draws = steps(budget, 2000, least=200)
+    make = torch.Generator().manual_seed(seed)
+    q, k = (torch.randn(1, 1, T, D, generator=make).expand(draws, 1, T, D) for _ in range(2))
+    eye = torch.eye(T).expand(draws, 1, T, T)  # values that show the weights themselves
+    w = attention_weights(q[:1], k[:1])[0, 0].double()
+    found = []
+    for rate in RATES:
+        dropped = attend(q, k, eye, dropout=rate)[:, 0].double()
+        sums = dropped.sum(-1)
+        expected = (rate / (1 - rate) * w.square().sum(-1)).sqrt()
+        off = (dropped.mean(0) - w).abs() / (w * math.sqrt(rate / (1 - rate) / draws))
+        found.append({
+            "rate": rate,
+            "row_sum_std": float(sums.std(0).mean()),
+            "row_sum_std_expected": float(expected.mean()),
+            "mean_off_in_deviations": float(off.max()),
+            "dropped_share": float((dropped == 0).double().mean()),
+        })  # fmt: skip
+    module = mha(32, 4, dropout=0.5)
+    x = torch.randn(2, 9, 32, generator=make)
+    with torch.no_grad():
+        eval_change = float((module.eval()(x) - module(x)).abs().max())
+        train_change = float((module.train()(x) - module(x)).abs().max())
+    return {"draws": draws, "weights": T, "by_rate": found, "eval_change": eval_change, "train_change": train_change}  # fmt: skip
+
+
+def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+    rows, draws = numbers["by_rate"], numbers["draws"]
+    count = draws * T * T
+    spread = max(abs(r["row_sum_std"] / r["row_sum_std_expected"] - 1) for r in rows)
+    share = max(abs(r["dropped_share"] - r["rate"]) / math.sqrt(r["rate"] * (1 - r["rate"]) / count) for r in rows)  # fmt: skip
+    half = next(r for r in rows if r["rate"] == 0.5)
+    return [
+        Check("row sums scatter as p / (1 - p) sum w^2 says: largest relative distance", spread, high=5 / math.sqrt(draws)),
+        Check("the mean over draws is the weight without dropout: largest distance, in standard errors", max(r["mean_off_in_deviations"] for r in rows), high=6.0),
+        Check("the share that is dropped is p: largest distance, in standard errors", share, high=5.0),
+        Check("in training two passes differ", numbers["train_change"], low=1e-3),
+        Check("in evaluation they are the same to the last bit", numbers["eval_change"], high=0.0),
+        Check("the weights of a row are still a distribution: deviation of their sum at p = 0.5", half["row_sum_std"], high=1e-6, essential=False),
+    ]  # fmt: skip
+
+
+def _picture(numbers: Mapping[str, Any]) -> Picture:
+    lines = tuple(
+        Line(name, tuple((r["rate"], r[key]) for r in numbers["by_rate"]))
+        for name, key in (("measured", "row_sum_std"), ("sqrt(p/(1-p) sum w^2)", "row_sum_std_expected"))
+    )  # fmt: skip
+    return Picture("How far row sums of dropped weights scatter around 1", "p", "standard deviation", lines)  # fmt: skip
+
+
+CLAIM = Claim(
+    id="dropout",
+    seeds=("S2.8", "S3.26", "S3.27", "E2.3", "E3.2", "X5"),
+    says="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), and does nothing in evaluation.",
+    predicts="The mean is kept, a single row is not: its weights sum to 1 only on average. Two evaluations agree to the bit.",
+    scale="Statistics of one small layer. Whether dropout on weights helps a language model needs a large one that overfits, and is not shown here.",
+    measure=_measure,
+    checks=_checks,
+    picture=_picture,
+    lesson="'Weights are a distribution' holds for what is shown and evaluated, not behind dropout (E2.3); it takes half only in expectation (E3.2).",
+)
+"""S2.8."""

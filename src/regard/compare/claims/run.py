@@ -1,0 +1,66 @@
+"""Claims as experiments of a session: kept, found again, told in the order of the list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from regard import __version__
+from regard.compare.claims.base import Claim, Outcome
+from regard.compare.experiment import Experiment, Numbers, Session
+from regard.errors import ArgumentError
+
+
+def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
+    """An experiment for each claim, under the name claim/<id>.
+
+    Args:
+        claims: which.
+        budget: 1 is at most about two minutes for each on two cores; 2 is twice the steps and rounds.
+        seed: of weights, data and order.
+
+    Raises:
+        ArgumentError: the budget is not above 0 and finite.
+
+    >>> from regard.compare.claims import find_claim
+    >>> [one.name for one in experiments([find_claim("scale")], budget=0.01)]
+    ['claim/scale']
+    """
+    if not (budget > 0 and math.isfinite(budget)):
+        raise ArgumentError(f"budget is {budget}; it must be above 0, and 1 is the default")
+    return [_experiment(claim, budget, seed) for claim in claims]
+
+
+def run(session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Outcome]:  # fmt: skip
+    """Run claims, or find what an earlier run of the same budget and seed has kept.
+
+    Args:
+        session: with its store.
+        claims, budget, seed: as `experiments`.
+
+    Raises:
+        ArgumentError: as `experiments`.
+
+    >>> from regard.compare import Session, Store
+    >>> from regard.compare.claims import find_claim
+    >>> [one.verdict for one in run(Session(Store(None)), [find_claim("minus-infinity")])]
+    ['holds with limits']
+    """
+    found = []
+    for claim, one in zip(claims, experiments(claims, budget, seed), strict=True):
+        before = session.measured
+        numbers = session.run([one])[one.name]
+        found.append(Outcome(claim, numbers, budget, seed, reused=session.measured == before))
+    return found
+
+
+def _experiment(claim: Claim, budget: float, seed: int) -> Experiment:
+    def measure() -> Numbers:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return claim.measure(budget, seed)
+
+    settings = {"budget": budget, "seed": seed, "torch": torch.__version__, "regard": __version__}
+    return Experiment(f"claim/{claim.id}", settings, measure)

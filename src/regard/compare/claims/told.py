@@ -1,0 +1,99 @@
+"""What came of claims, as text for a terminal, as lines of CSV, and as sections of a page."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from regard.compare.claims.base import VERDICTS, Check, Claim, Outcome
+from regard.view.findings import Section
+
+COLUMNS = ("claim", "verdict", "check", "value", "low", "high", "passed", "essential")
+
+
+def listing(claims: Sequence[Claim]) -> str:
+    """Each claim with what it says and the lines of the seed notes that it belongs to.
+
+    >>> from regard.compare.claims import find_claim
+    >>> listing([find_claim("scale")]).splitlines()[0]
+    '  scale           S1.10, S2.3, S3.18, E2.1, X3'
+    """
+    return "\n".join(f"  {c.id:<16}{', '.join(c.seeds)}\n  {'':<16}{c.says}" for c in claims)
+
+
+def text(outcome: Outcome) -> str:
+    """A claim, its verdict, and every number with the bounds that decided.
+
+    >>> from regard.compare.claims import find_claim
+    >>> claim = find_claim("minus-infinity")
+    >>> text(Outcome(claim, claim.measure(1.0, 0))).splitlines()[0]
+    'minus-infinity: holds with limits'
+    """
+    claim = outcome.claim
+    kept = " (kept from an earlier run)" if outcome.reused else ""
+    lines = [f"{claim.id}: {outcome.verdict}{kept}", f"  says      {claim.says}", f"  predicts  {claim.predicts}"]  # fmt: skip
+    lines += [
+        f"  {_mark(check):<10}{value(check):>10}  {check.bounds:<16}  {check.says}"
+        for check in outcome.checks
+    ]
+    lines += [f"  scale     {claim.scale}", f"  lesson    {claim.lesson}"]
+    return "\n".join(lines)
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """How many of each verdict.
+
+    >>> summary([])
+    '0 claims: 0 hold, 0 hold with limits, 0 do not hold'
+    """
+    words = [outcome.verdict for outcome in outcomes]
+    counts = [words.count(word) for word in VERDICTS]
+    return f"{len(words)} claims: {counts[0]} hold, {counts[1]} hold with limits, {counts[2]} do not hold"
+
+
+def as_csv(outcomes: Sequence[Outcome]) -> str:
+    """A line for each check.
+
+    >>> as_csv([]).strip()
+    'claim,verdict,check,value,low,high,passed,essential'
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for outcome in outcomes:
+        for check in outcome.checks:
+            told = check.as_dict()
+            writer.writerow([outcome.claim.id, outcome.verdict, *(told[name] for name in ("says", "value", "low", "high", "passed", "essential"))])  # fmt: skip
+    return out.getvalue()
+
+
+def section(outcome: Outcome) -> Section:
+    """A claim as a section of a page.
+
+    >>> from regard.compare.claims import find_claim
+    >>> claim = find_claim("minus-infinity")
+    >>> section(Outcome(claim, claim.measure(1.0, 0))).badge
+    'holds with limits'
+    """
+    claim = outcome.claim
+    good = {VERDICTS[0]: True, VERDICTS[1]: None, VERDICTS[2]: False}[outcome.verdict]
+    rows = [(_mark(check), value(check), check.bounds, check.says) for check in outcome.checks]
+    texts = {"says": claim.says, "predicts": claim.predicts, "scale": claim.scale, "lesson": claim.lesson,
+             "seeds": ", ".join(claim.seeds)}  # fmt: skip
+    return Section(claim.id, outcome.verdict, good, texts, ("", "measured", "predicted", "what"), rows, (outcome.picture,))  # fmt: skip
+
+
+def value(check: Check) -> str:
+    """What was measured, in four digits.
+
+    >>> value(Check("", 0.000123456))
+    '0.0001235'
+    """
+    return f"{check.value:.4g}"
+
+
+def _mark(check: Check) -> str:
+    if check.passed:
+        return "yes"
+    return "no" if check.essential else "limit"

@@ -1,0 +1,203 @@
+"""What is compared: mechanisms with their options, as decoders of one shape."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from regard.errors import ArgumentError
+from regard.models.assembly.mechanism import decoders, entry_of
+from regard.models.decoder import Decoder
+from regard.models.families.regard import Config, build
+from regard.nn.variants.options import parse
+
+SINKS = 4
+"""First tokens that "sinks" never forgets (arXiv 2309.17453, section 3.2)."""
+
+RECURRENT = ("linear", "memory")
+"""Families of the catalogue whose memory is a state: several learning rates are tried for each."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that all mechanisms share.
+
+    Attributes:
+        dim, layers, heads: M, blocks, and query heads H.
+        hidden: the width of the feed-forward layers; None is 8/3 of dim, up to a multiple of 32.
+        vocabulary: ids; 256 is enough for bytes and for the words of the recall tasks.
+        window: the tokens that a window, a segment or a stream of recent tokens has.
+
+    Raises:
+        ArgumentError: dim / heads is no even number: it is the width of a head, and rotary turns pairs; window is too small.
+
+    >>> Shape(dim=64, heads=4).head_dim
+    16
+    """
+
+    dim: int = 128
+    layers: int = 2
+    heads: int = 4
+    hidden: int | None = None
+    vocabulary: int = 256
+    window: int = 16
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.dim % (2 * self.heads):
+            raise ArgumentError(
+                f"dim {self.dim} / heads {self.heads} must be even: it is a head's width; change one of them"
+            )
+        if self.window < 2 * SINKS:
+            raise ArgumentError(
+                f"window is {self.window}; it must be at least {2 * SINKS}: {SINKS} are sinks in one of the mechanisms"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.dim // self.heads
+
+    @property
+    def width(self) -> int:
+        """Of the feed-forward layers."""
+        return self.hidden or -(-self.dim * 8 // 3 // 32) * 32
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A mechanism of the catalogue with its options, under the name that tables show.
+
+    Attributes:
+        name: what it is called here.
+        attention: the name in the catalogue.
+        options: its own, as plain values.
+
+    >>> Contestant("mha", "gqa", {"groups": 4}).config(Shape(dim=32)).attention_options
+    {'groups': 4}
+    """
+
+    name: str
+    attention: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether its memory is a state of fixed size."""
+        return entry_of(self.attention).family in RECURRENT
+
+    def config(self, shape: Shape) -> Config:
+        """A decoder with this mechanism in every layer.
+
+        Raises:
+            ArgumentError: the mechanism does not take these options or sizes.
+        """
+        return Config(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.dim,
+            intermediate_size=shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            attention=self.attention,
+            attention_options=dict(self.options),
+        )
+
+
+def _mla(shape: Shape) -> dict[str, Any]:
+    """As in DeepSeek-V2, D for nope and value and D/2 for rotary; the latent has 2 D, as few heads as there are here."""
+    D = shape.head_dim
+    rope = max(2, D // 4 * 2)
+    return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": rope, "value_dim": D}
+
+
+def _nsa(shape: Shape) -> dict[str, Any]:
+    """Small blocks, so that a token reads S/d compressed tokens, a window's worth of selected ones, and half a window."""
+    stride = max(2, shape.window // 8)
+    return {
+        "groups": _groups(shape), "compress": 2 * stride, "stride": stride, "select": 2 * stride,
+        "count": 4, "window": shape.window // 2,
+    }  # fmt: skip
+
+
+def _groups(shape: Shape) -> int:
+    """Half as many key/value heads as query heads, or one."""
+    return shape.heads // 2 if shape.heads % 2 == 0 else 1
+
+
+_DEFAULT: dict[str, Callable[[Shape], tuple[str, dict[str, Any]]]] = {
+    "mha": lambda s: ("gqa", {"groups": s.heads}),
+    "gqa": lambda s: ("gqa", {"groups": _groups(s)}),
+    "mqa": lambda s: ("mqa", {}),
+    "mla": lambda s: ("mla", _mla(s)),
+    "window": lambda s: ("sliding_window", {"groups": s.heads, "window": s.window}),
+    "sinks": lambda s: ("streaming", {"sinks": SINKS, "recent": s.window - SINKS}),
+    "linear": lambda s: ("linear_attention", {}),
+    "gated-delta": lambda s: ("gated_delta_net", {}),
+    "infini": lambda s: ("infini", {"segment": s.window}),
+    "nsa": lambda s: ("nsa", _nsa(s)),
+}
+
+NAMES = tuple(_DEFAULT)
+"""The mechanisms that are compared when none is named: each of all heads, rotary where it has positions."""
+
+
+def contestants(names: Sequence[str] | None, shape: Shape) -> list[Contestant]:
+    """The mechanisms of these names.
+
+    Args:
+        names: of `NAMES`; or of the catalogue, with options behind a colon: "gqa:groups=1", "retention". None is `NAMES`.
+        shape: the sizes that their options follow.
+
+    Raises:
+        ArgumentError: a name is not known or comes twice, an option is not its own, or a size does not fit.
+
+    >>> [c.options for c in contestants(["mqa", "gqa:groups=4"], Shape(dim=64))]
+    [{}, {'groups': 4}]
+    """
+    found = [_contestant(name, shape) for name in names or NAMES]
+    known = [one.name for one in found]
+    if twice := sorted({name for name in known if known.count(name) > 1}):
+        raise ArgumentError(f"{', '.join(twice)} stands there twice; name each mechanism once")
+    for one in found:
+        one.config(shape)  # refuses what does not fit, before anything is measured
+    return found
+
+
+def _contestant(name: str, shape: Shape) -> Contestant:
+    if name in _DEFAULT:
+        attention, options = _DEFAULT[name](shape)
+        return Contestant(name, attention, options)
+    attention, _, settings = name.partition(":")
+    if attention not in decoders():
+        known = (*NAMES, *decoders())
+        close = difflib.get_close_matches(attention, known, 1)
+        better = f"; did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(
+            f"{name!r} is no mechanism that a decoder can have{better} The default set is {', '.join(NAMES)}; "
+            "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
+        )
+    parts = [part for part in settings.split(",") if part]
+    return Contestant(name, attention, parse(parts, entry_of(attention)))
+
+
+def parameters(config: Config) -> int:
+    """How many numbers a model trains, without building it.
+
+    >>> parameters(Contestant("mqa", "mqa").config(Shape(dim=32, layers=1)))
+    28256
+    """
+    with torch.device("meta"):
+        return sum(p.numel() for p in build(config).parameters())
+
+
+def decoder(config: Config, seed: int = 0) -> Decoder:
+    """A fresh model; the global random state is set to the seed.
+
+    >>> len(decoder(Contestant("mqa", "mqa").config(Shape(dim=32, layers=3))).layers)
+    3
+    """
+    torch.manual_seed(seed)
+    return build(config)

@@ -1,0 +1,163 @@
+"""How fast each mechanism is: prompts, decoding and training steps, all mechanisms in turns within one experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from regard.bench.machine import free
+from regard.bench.timing import interleaved, median, quartiles, ratio
+from regard.compare.experiment import Experiment, Numbers
+from regard.compare.mechanisms import decoder
+from regard.compare.work import (
+    ITEM,
+    Step,
+    cache_bytes,
+    decode,
+    described_bytes,
+    kernels,
+    prefill,
+    training,
+)
+from regard.errors import ArgumentError, RegardError
+from regard.models.families.regard import Config
+
+KINDS = ("prefill", "decode", "training")
+"""What is timed."""
+
+MACHINE = ("processor", "cores", "threads", "capability", "torch", "regard")
+"""What of a machine a time depends on: a kept one counts on the same only."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long is measured, and on what.
+
+    Attributes:
+        contexts: tokens of prompts, and of texts in which a token is decoded, its own included.
+        length, batch: tokens and rows of a training step.
+        rounds: each times every mechanism once.
+        seconds: of rounds per experiment; no new round begins behind them.
+        sample: seconds of one timing: short calls are repeated.
+
+    Raises:
+        ArgumentError: there is no context, or a number is less than 1.
+
+    >>> Timing(contexts=(512,)).rounds
+    7
+    """
+
+    contexts: tuple[int, ...] = (512, 2048, 8192)
+    length: int = 256
+    batch: int = 8
+    rounds: int = 7
+    seconds: float = 20.0
+    sample: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.contexts:
+            raise ArgumentError("contexts is empty; give at least one")
+        for name in ("length", "batch", "rounds"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if min(self.contexts) < 1:
+            raise ArgumentError(f"contexts are {self.contexts}; each must be 1 or more")
+
+
+def experiments(
+    configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
+) -> list[Experiment]:
+    """Prompts and decoding at every context, and training steps: all mechanisms in turns within each, so that a drift of the
+    machine hits all; so one more mechanism is a new measurement of all.
+
+    Args:
+        configs: name -> model.
+        timing: how long, and at which sizes.
+        machine: `regard.bench.machine.machine`.
+
+    >>> from regard.compare.mechanisms import Contestant, Shape
+    >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> [one.name for one in experiments(made, Timing(contexts=(4, 8)), {})]
+    ['prefill/4', 'decode/4', 'prefill/8', 'decode/8', 'training/256']
+    """
+    on = {name: machine.get(name) for name in MACHINE}
+    shared = {"models": {name: asdict(config) for name, config in configs.items()}, "machine": on}
+    jobs = [(kind, context) for context in timing.contexts for kind in KINDS[:2]]
+    jobs.append(("training", timing.length))
+    found = []
+    for kind, length in jobs:
+        own = {"kind": kind, "length": length, "batch": timing.batch if kind == "training" else 1}
+        limits = {"rounds": timing.rounds, "seconds": timing.seconds, "sample": timing.sample}
+        found.append(
+            Experiment(
+                f"{kind}/{length}", {**shared, **own, **limits},
+                lambda kind=kind, length=length: measure(configs, kind, length, timing),  # type: ignore[misc]
+                timing.seconds,
+            )
+        )  # fmt: skip
+    return found
+
+
+def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
+    """Time one kind of work of all mechanisms in turns.
+
+    Returns:
+        {"rows": name -> row}; a row has `seconds` (median of a call), `quartiles`, `ratio` (the median over rounds of its
+        time by the first mechanism's), `rounds`, `kernels`; of decoding, `kv_bytes` and `kv_bytes_formula` too; or,
+        where it cannot be run, `why`.
+
+    Raises:
+        ArgumentError: the kind is not of `KINDS`; or caches need more memory than is free.
+
+    >>> from regard.compare.mechanisms import Contestant, Shape
+    >>> made = {"mqa": Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))}
+    >>> measure(made, "decode", 10, Timing(rounds=2, sample=0.0))["rows"]["mqa"]["kv_bytes"]
+    640
+    """
+    if kind not in KINDS:
+        raise ArgumentError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    rows: dict[str, Numbers] = {}
+    steps: dict[str, Step] = {}
+    for name, config in configs.items():
+        try:
+            rows[name], steps[name] = _ready(config, kind, length, timing.batch)
+        except RegardError as error:
+            rows[name] = {"why": str(error)}
+    times = interleaved(steps, rounds=timing.rounds, sample=timing.sample, limit=timing.seconds)
+    first = next(iter(times), "")
+    for name, found in times.items():
+        rows[name] |= {
+            "seconds": median(found), "quartiles": list(quartiles(found)),
+            "ratio": ratio(times, name, first), "rounds": len(found),
+        }  # fmt: skip
+    return {"rows": rows}
+
+
+def _ready(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
+    """What is known of the work before it is timed, and the work."""
+    model = decoder(config)
+    row: Numbers = {}
+    if kind == "training":
+        step = training(model, config, length, batch)
+    else:
+        model.eval().requires_grad_(False)
+        _check_room(described_bytes(model, length), length)
+        make: Callable[..., Step] = prefill if kind == "prefill" else decode
+        step = make(model, config, length)
+        if kind == "decode":
+            row["kv_bytes"] = cache_bytes(model, config, length)
+            row["kv_bytes_formula"] = described_bytes(model, length)
+    return {**row, "kernels": kernels(step)}, step
+
+
+def _check_room(needed: int, length: int) -> None:
+    """See that the caches of one mechanism fit twice: held, and being made."""
+    there = free(torch.device("cpu"))
+    if there and 2 * needed > there:
+        raise ArgumentError(
+            f"caches of {length:,} tokens need {needed / 2**30:.1f} GiB ({ITEM} bytes a number), "
+            f"{there / 2**30:.1f} GiB are free: choose shorter contexts"
+        )

@@ -1,0 +1,96 @@
+"""`regard compare --claim`: the list, a run in every form, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from regard.cli import main
+from regard.compare.claims import CLAIMS
+
+QUICK = ("--claim", "minus-infinity", "--claim", "decode-mask")
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["compare", *arguments])
+    found = capsys.readouterr()
+    assert end.value.code == code, found.err
+    return found.out, found.err
+
+
+def test_the_list_has_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "--list")
+    below = out.partition("\nclaims\n")[2]
+    for name, claim in CLAIMS.items():
+        assert f"  {name} " in below
+        assert claim.says in below
+
+
+def test_claims_are_run_told_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:  # fmt: skip
+    page, table = tmp_path / "claims.html", tmp_path / "claims.csv"
+    out, err = run(capsys, *QUICK, "--html", str(page), "--csv", str(table), "--out", str(tmp_path / "kept"))  # fmt: skip
+    assert "minus-infinity: holds with limits\n" in out
+    assert "2 claims: 0 hold, 2 hold with limits, 0 do not hold; " in out
+    assert "budget 1, seed 0" in out
+    assert "... claim decode-mask (2/2)" in err
+    text = page.read_text("utf-8")
+    assert text.count("<section>") == 2
+    assert text.count("<svg") == 2
+    assert "<script" not in text
+    lines = list(csv.DictReader(table.read_text("utf-8").splitlines()))
+    assert {line["claim"] for line in lines} == {"minus-infinity", "decode-mask"}
+    assert {line["passed"] for line in lines if line["essential"] == "True"} == {"True"}
+    again, _ = run(capsys, *QUICK, "--out", str(tmp_path / "kept"))
+    assert again.count("(kept from an earlier run)") == 2
+
+
+def test_json_has_the_numbers_and_the_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, *QUICK, "--json", "--seed", "3")
+    told = json.loads(out)
+    assert told["seed"] == 3
+    assert [one["id"] for one in told["claims"]] == ["minus-infinity", "decode-mask"]
+    for one in told["claims"]:
+        assert one["verdict"] == "holds with limits"
+        assert all(check["passed"] for check in one["checks"] if check["essential"])
+        assert one["numbers"]
+    assert told["machine"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--claim", "nothing"), "there is no claim 'nothing'"),
+        (("mha", "--claim", "scale"), "MECHANISM is for a comparison"),
+        (("--claim", "scale", "--quality"), "--quality is for a comparison"),
+        (("--budget", "2"), "--budget and --seed are for claims"),
+        (("--claim", "scale", "--budget", "0"), "budget is 0.0; it must be above 0"),
+        (("--claim", "scale", "--html", "nowhere/page.html"), "there is no folder"),
+    ],
+)
+def test_refusals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as end:
+        main(["compare", *arguments])
+    assert end.value.code in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_an_interrupt_tells_what_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    def stop(budget: float, seed: int) -> dict[str, float]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(CLAIMS, "decode-mask", replace(CLAIMS["decode-mask"], measure=stop))
+    out, _ = run(capsys, *QUICK, "--json", code=130)
+    told = json.loads(out)
+    assert told["interrupted"] is True
+    assert [one["id"] for one in told["claims"]] == ["minus-infinity"]

@@ -1,0 +1,174 @@
+"""`regard compare`: a small comparison from the command to its files, resumed, interrupted, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regard.cli import main
+from regard.compare import experiment, lessons
+from regard.compare.mechanisms import NAMES
+
+SMALL = (
+    "--dim", "32", "--layers", "1", "--window", "8", "--context", "6", "--context", "12", "--length", "64",
+    "--batch", "1", "--rounds", "1", "--no-memory",
+)  # fmt: skip
+TAUGHT = ("--quality", "--lesson", "mqar", "--steps", "2", "--lr", "0.01")
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """Who runs the tests in the background may have them ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen examples to choose by, and as many to judge by."""
+    monkeypatch.setattr(lessons, "SELECT", 4)
+    monkeypatch.setattr(lessons, "JUDGE", 4)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["compare", *arguments])
+    found = capsys.readouterr()
+    assert end.value.code == code, found.err
+    return found.out if code in (0, 130) else found.err
+
+
+def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = (
+        "--csv",
+        str(tmp_path / "c.csv"),
+        "--html",
+        str(tmp_path / "c.html"),
+        "--out",
+        str(tmp_path / "kept"),
+    )
+    text = said(capsys, "mha", "linear", *SMALL, *TAUGHT, *files)
+    assert "1 layers, dim 32, 4 heads, feed-forward 96 everywhere" in text
+    assert "mqar against cache bytes: " in text
+    kept = sorted((tmp_path / "kept").iterdir())
+    # prompts and tokens at two contexts, training, the pilot, the steps, and two runs
+    assert len(kept) == 4 + 1 + 1 + 1 + 2
+    rows = {
+        row["name"]: row for row in csv.DictReader((tmp_path / "c.csv").read_text().splitlines())
+    }
+    assert [rows[name]["kv_bytes_12"] for name in ("mha", "linear")] == [
+        str(4 * 64 * 12),
+        str(4 * 4 * 8 * 9),
+    ]
+    assert (tmp_path / "c.html").read_text("utf-8").count("<svg") == 2
+    before = {path.name: path.stat().st_mtime_ns for path in kept}
+    told = json.loads(said(capsys, "mha", "linear", *SMALL, *TAUGHT, *files, "--json"))
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == before
+    assert [e["name"] for e in told["mechanisms"]] == ["mha", "linear"]
+    assert told["command"].startswith("regard")
+    assert told["mechanisms"][1]["quality"]["mqar"]["rate"] == 0.01
+    assert (
+        float(rows["linear"]["mqar_accuracy"]) == told["mechanisms"][1]["quality"]["mqar"]["mean"]
+    )
+
+
+def test_ctrl_c_prints_and_writes_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = experiment.Store.write
+
+    def write(self: Any, one: Any, numbers: Any, seconds: float) -> None:
+        real(self, one, numbers, seconds)
+        if one.name == "decode/6":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(experiment.Store, "write", write)
+    out = ("--out", str(tmp_path / "kept"), "--csv", str(tmp_path / "c.csv"), "--json")
+    told = json.loads(said(capsys, "mqa", *SMALL, *out, code=130))
+    assert told["interrupted"] is True
+    (entry,) = told["mechanisms"]
+    assert list(entry["decode"]) == ["6"]
+    assert entry["training"] is None
+    (row,) = csv.DictReader((tmp_path / "c.csv").read_text().splitlines())
+    assert (row["kv_bytes_6"], row["kv_bytes_12"]) == (str(4 * 16 * 6), "")
+    monkeypatch.setattr(experiment.Store, "write", real)
+    told = json.loads(said(capsys, "mqa", *SMALL, *out))
+    assert told["interrupted"] is False
+    assert list(told["mechanisms"][0]["decode"]) == ["6", "12"]
+    assert len(list((tmp_path / "kept").iterdir())) == 5
+
+
+def test_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(said(capsys, "mha", "mqa", *SMALL, "--same", "parameters", "--json"))
+    a, b = (e["parameters"] for e in told["mechanisms"])
+    assert abs(b / a - 1) <= 0.01
+    assert (
+        told["mechanisms"][1]["hidden"] > told["mechanisms"][0]["hidden"] == told["shape"]["hidden"]
+    )
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "--list")
+    for name in (*NAMES, "text", "mqar", "passkey"):
+        assert any(row.startswith(f"  {name} ") for row in out.splitlines()), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("mhaa",), "did you mean 'mha'"),
+        (("--dim", "30"), "dim 30 / heads 4 must be even"),
+        (("--same", "flops"), "same is 'flops'"),
+        (("--steps", "3"), "--steps is for training: give --quality too"),
+        (("--seeds", "2"), "--seeds is for training"),
+        (("--quality", "--lesson", "copy"), "there is no lesson 'copy'"),
+        (("--quality", "--lr", "0.1", "--lr", "0.1"), "give at least one, each once"),
+        (("--rounds", "0"), "--rounds"),
+    ],
+)
+def test_wrong_usage(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    assert message in said(capsys, *arguments, code=2)
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--html"])
+def test_files_that_cannot_be_written_are_refused_first(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    err = said(capsys, "mha", flag, str(tmp_path / "none" / "x"), code=1)
+    assert "there is no folder" in err
+    assert "..." not in err
+    (tmp_path / "file").write_text("")
+    assert "is a file; give a folder" in said(
+        capsys, "mha", "--out", str(tmp_path / "file"), code=1
+    )
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_on_a_terminal_replaces_itself(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regard.cli import compare
+
+    monkeypatch.setattr(compare.sys.stderr, "isatty", lambda: terminal, raising=False)
+    for line in ("text/mha (1/2)", "  step 1/2, loss 3", "text/mqa (2/2, about 0:05 left)"):
+        compare._say(line)
+    err = capsys.readouterr().err
+    if terminal:
+        assert err.split("\r\x1b[K") == [
+            "", "... text/mha (1/2)\n", "... step 1/2, loss 3", "... text/mqa (2/2, about 0:05 left)\n",
+        ]  # fmt: skip
+    else:
+        assert err == "... text/mha (1/2)\n... text/mqa (2/2, about 0:05 left)\n"

@@ -1,0 +1,79 @@
+"""`regard extend`: a small checkpoint in every form, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from regard.cli import main
+from tests.models import small
+
+TEXT = "the key of a query and the value of the key: né, 你好, over the lazy dog. " * 12
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return small.write(tmp_path / "model", small.model(max_position_embeddings=32))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["extend", *arguments])
+    found = capsys.readouterr()
+    assert end.value.code == code, found.err
+    return found.out, found.err
+
+
+def test_a_checkpoint_is_read_in_every_form(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    text, page, chart = tmp_path / "text.txt", tmp_path / "page.html", tmp_path / "chart.svg"
+    text.write_text(TEXT, "utf-8")
+    options = [str(folder), "--text", str(text), "--length", "64", "--windows", "2", "--trials", "2", "--steps", "6"]  # fmt: skip
+    out, err = run(capsys, *options, "--method", "yarn", "--method", "dynamic", "--html", str(page), "--plot", str(chart))  # fmt: skip
+    assert "trained on 32 tokens" in out
+    assert out.index("\nunscaled ") < out.index("\nyarn ") < out.index("\ndynamic ")
+    assert "re_rotate" in out
+    assert "... yarn: 16, 32, 64 tokens, and a cache" in err
+    assert page.read_text("utf-8").count("<svg") == 5
+    assert chart.read_text("utf-8").startswith("<svg")
+    told = json.loads(run(capsys, *options, "--method", "linear", "--json")[0])
+    assert list(told["methods"]) == ["unscaled", "linear"]
+    assert told["lengths"] == [16, 32, 64]
+    assert told["text"] == str(text)
+    plain, scaled = (told["methods"][name]["theta"] for name in ("unscaled", "linear"))
+    assert scaled == pytest.approx([theta / 2 for theta in plain], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--method", "alibi"), "the method is 'alibi'"),
+        (("--length", "16"), "max_position_embeddings is 32 already"),
+        (("--length", "4096"), "give a longer text, or a smaller length"),
+        (("--plot", "chart.png"), "chart.png is no .svg file"),
+        (("--html", "nowhere/page.html"), "there is no folder"),
+        (("--text", "nowhere.txt"), "nowhere.txt"),
+    ],
+)
+def test_refusals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path,
+    arguments: tuple[str, ...], message: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "300")
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, "utf-8")
+    given = arguments if "--text" in arguments else (*arguments, "--text", str(text))
+    with pytest.raises(SystemExit) as end:
+        main(["extend", str(folder), *given])
+    assert end.value.code in (1, 2)
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_tokenizer_a_text_cannot_be_read(capsys: pytest.CaptureFixture[str], folder: Path) -> None:  # fmt: skip
+    (folder / "tokenizer.json").unlink()
+    _, err = run(capsys, str(folder), "--text", str(folder / "config.json"), code=1)
+    assert "the model has no tokenizer" in err

@@ -1,0 +1,26 @@
+"""A comparison that takes a second: tiny models, short texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regard.compare.compared import Plan
+from regard.compare.lessons import Recall
+from regard.compare.mechanisms import Shape, contestants
+from regard.compare.quality import Training
+from regard.compare.same import configs
+from regard.compare.speed import Timing
+
+SHAPE = Shape(dim=32, layers=1, heads=4, window=8)
+TIMING = Timing(contexts=(6, 20), length=12, batch=2, rounds=2, seconds=5.0, sample=0.0)
+MACHINE = {"processor": "CPU", "cores": 2, "threads": 1, "torch": "2", "regard": "0"}
+
+
+def plan(*names: str, same: str = "sizes", **more: Any) -> Plan:
+    found = contestants(names or None, SHAPE)
+    return Plan(found, configs(found, SHAPE, same), SHAPE, same, more.pop("timing", TIMING), **more)
+
+
+def taught(*names: str, seeds: tuple[int, ...] = (0,), **more: Any) -> Plan:
+    """With one lesson of short rows."""
+    return plan(*names, lessons=[Recall("mqar", 8, 4)], training=Training(seeds, **more))

@@ -1,0 +1,192 @@
+"""One comparison told in four ways: JSON, CSV, a table and a page say the same numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+
+from regard.compare.compared import as_csv, as_json, cost_of, gather, on_front
+from regard.compare.page import charts, page
+from regard.compare.table import table
+from tests.compare.small import MACHINE, taught
+
+NAMES = ("mha", "mqa", "linear")
+PLAN = taught(*NAMES, seeds=(0, 1), rates=(0.003,))
+COST = {"mha": (4096, 0.003), "mqa": (1024, 0.002), "linear": (2048, 0.001)}
+"""Cache bytes, and seconds of a token."""
+RIGHT = {"mha": (0.9, 0.7), "mqa": (0.5, 0.7), "linear": (0.25, 0.75)}
+"""Of each seed: means 0.8, 0.6 and 0.5."""
+
+
+def done(*, without: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for context in PLAN.timing.contexts:
+        rows = {
+            n: {
+                "seconds": t,
+                "quartiles": [t, t],
+                "ratio": 1.0,
+                "rounds": 2,
+                "kernels": ["sdpa"],
+                "kv_bytes": b,
+                "kv_bytes_formula": b,
+            }
+            for n, (b, t) in COST.items()
+        }
+        found[f"decode/{context}"] = {"rows": rows}
+        found[f"prefill/{context}"] = {
+            "rows": {
+                n: {
+                    "seconds": 10 * t,
+                    "quartiles": [t, t],
+                    "ratio": 1.0,
+                    "rounds": 2,
+                    "kernels": [],
+                }
+                for n, (_, t) in COST.items()
+            },
+            "rounds": 2,
+        }
+    found["training/12"] = {
+        "rows": {n: {"seconds": 0.25, "kernels": []} for n in NAMES},
+        "rounds": 2,
+    }
+    for n in NAMES:
+        found[f"memory/{n}"] = {"prefill": 3 << 20, "training": None}
+        for seed, right in enumerate(RIGHT[n]):
+            found[f"mqar/{n}/lr 0.003/seed {seed}"] = {
+                "validation": 1.0, "accuracy": right, "steps": 9, "tokens": 90,
+            }  # fmt: skip
+    return {
+        name: numbers
+        for name, numbers in found.items()
+        if not (without and name.startswith(without))
+    }
+
+
+def told(**more: Any) -> dict[str, Any]:
+    return json.loads(
+        json.dumps(as_json(PLAN, done(), MACHINE, "regard compare mha", **more), allow_nan=False)
+    )
+
+
+def test_json_has_every_number_and_where_it_comes_from() -> None:
+    found = told(notes=["steps: 9"])
+    assert (found["command"], found["machine"], found["training"]["seeds"]) == (
+        "regard compare mha",
+        MACHINE,
+        [0, 1],
+    )
+    assert found["shape"]["hidden"] == 96
+    entry = {e["name"]: e for e in found["mechanisms"]}["linear"]
+    assert entry["decode"]["20"]["kv_bytes"] == 2048
+    assert entry["quality"]["mqar"]["mean"] == 0.5
+    assert (entry["quality"]["mqar"]["low"], entry["quality"]["mqar"]["high"]) == (0.25, 0.75)
+    assert entry["memory"] == {"prefill": 3 << 20, "training": None}
+    assert (
+        entry["parameters"]
+        == PLAN.configs["linear"].vocab_size * 64 + 3 * 32 + 4 * 32 * 32 + 3 * 32 * 96
+    )
+
+
+def test_fronts_weigh_less_cost_against_more_right_answers() -> None:
+    # cache: mqa 1024/0.6, linear 2048/0.5 (beaten by mqa), mha 4096/0.8; time: linear 1/0.5, mqa 2/0.6, mha 3/0.8
+    assert told()["fronts"] == {
+        "mqar against kv_bytes": ["mha", "mqa"],
+        "mqar against decode_seconds": ["mha", "mqa", "linear"],
+    }
+    entries = gather(PLAN, done(without="mqar/mha"))
+    assert on_front(entries, PLAN.lessons[0], "kv_bytes", 20) == ["mqa"]
+    assert cost_of(entries[0], "decode_seconds", 999) is None
+
+
+def test_csv_is_the_json_flat() -> None:
+    rows = {row["name"]: row for row in csv.DictReader(io.StringIO(as_csv(PLAN, done())))}
+    assert list(rows) == list(NAMES)
+    for name, row in rows.items():
+        assert float(row["kv_bytes_6"]) == COST[name][0]
+        assert float(row["decode_seconds_20"]) == COST[name][1]
+        assert float(row["prefill_seconds_20"]) == 10 * COST[name][1]
+        assert float(row["training_seconds"]) == 0.25
+        assert float(row["mqar_accuracy"]) == pytest.approx(sum(RIGHT[name]) / 2)
+        assert (float(row["mqar_low"]), float(row["mqar_high"])) == (
+            min(RIGHT[name]),
+            max(RIGHT[name]),
+        )
+        assert (row["prefill_peak_bytes"], row["training_peak_bytes"]) == (str(3 << 20), "")
+
+
+def line(text: str, name: str, part: int = 0) -> list[str]:
+    return re.split(r"  +", [row for row in text.splitlines() if row.startswith(f"{name} ")][part])
+
+
+def test_the_table_says_machine_n_and_seeds() -> None:
+    text = table(told(notes=["steps: mqar 9"]))
+    assert "CPU, 2 cores, 1 threads, torch 2, regard 0" in text
+    assert "medians of 2 rounds in turns" in text
+    assert "seeds 0, 1" in text
+    assert "note: steps: mqar 9" in text
+    assert "(0.003 for mha mqa linear), judged on other data" in text
+    parameters = f"{told()['mechanisms'][2]['parameters']:,}"
+    assert line(text, "linear") == ["linear", parameters, "2.00 KiB", "2.00 KiB", "3.00 MiB", "-"]
+    assert line(text, "linear", 1) == [
+        "linear", "10.0 ms", "10.0 ms", "1.00 ms", "1.00 ms", "250 ms", "state / sdpa",
+    ]  # fmt: skip
+    assert line(text, "linear", 2) == ["linear", "50.0 %", "25.0 % .. 75.0 %", "0.003", "9"]
+    assert "mqar against cache bytes: mha, mqa" in text
+
+
+def test_what_is_missing_is_shown_as_missing() -> None:
+    partial = {
+        name: numbers
+        for name, numbers in done(without="mqar/linear").items()
+        if not name.startswith(("memory", "training"))
+    }
+    partial["decode/20"]["rows"]["mha"] = {"why": "no room"}
+    found = as_json(PLAN, partial, MACHINE, "regard compare", interrupted=True)
+    text = table(found)
+    assert line(text, "linear", 2) == ["linear", "-", "-", "-", "-"]
+    assert "not run: mha, decode @20: no room" in text
+    assert text.endswith("interrupted: what is missing was not measured")
+    nothing = as_json(PLAN, {}, MACHINE, "regard compare", interrupted=True)
+    assert line(table(nothing), "mha")[2:5] == ["-", "-", "-"]
+    assert nothing["fronts"] == {"mqar against kv_bytes": [], "mqar against decode_seconds": []}
+    assert "interrupted" in page(nothing)
+
+
+def test_a_mechanism_that_diverged_is_told() -> None:
+    numbers = done()
+    numbers["mqar/mha/lr 0.003/seed 1"] = {"diverged": True, "seconds": 1.0}
+    found = as_json(PLAN, numbers, MACHINE, "regard compare")
+    assert line(table(found), "mha", 2)[1] == "diverged"
+    assert "mha" not in found["fronts"]["mqar against kv_bytes"]
+
+
+def test_the_page_draws_each_lesson_against_each_cost() -> None:
+    found = told(notes=["steps <b>"])
+    drawn = list(charts(found))
+    assert [chart.title for chart in drawn] == [
+        "mqar against cache",
+        "mqar against time of a decoded token",
+    ]
+    marks = {mark.name: mark for mark in drawn[0].marks}
+    assert (marks["mqa"].x, marks["mqa"].y, marks["mqa"].span, marks["mqa"].front) == (
+        1024,
+        0.6,
+        (0.5, 0.7),
+        True,
+    )
+    assert not marks["linear"].front
+    html = page(found)
+    assert html.count("<svg") == 2
+    assert "regard compare mha" in html
+    assert "steps &lt;b&gt;" in html
+    assert "<b>0, 1</b>" in html
+    for foreign in ("<script", "http://", "https://", "src=", "url("):
+        assert foreign not in html.replace("http://www.w3.org/2000/svg", ""), foreign
+    assert "default-src 'none'" in html

@@ -1,0 +1,160 @@
+"""A decoder under each extension: spectra by loops, the policies of a cache, the report, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.compare.cached import POLICIES, Keeping, consistency, policies, under
+from regard.compare.extended import Asked, Extended, extend_all, heads, page, pictures, rows, table
+from regard.compare.extension import METHODS, about, extended, lengths_for, rotary_of, spectrum
+from regard.errors import ArgumentError
+from regard.models.model import Model
+from regard.view.curves import svg
+from tests.models import small
+
+TRAINED, TARGET, START, STEPS = 16, 48, 12, 12
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return small.model(max_position_embeddings=TRAINED)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(300, (200,))
+
+
+def test_methods_scale_the_angles_and_nothing_else(model: Model) -> None:
+    D, base, s = 10, 10000.0, TARGET / TRAINED
+    plain = [base ** (-2 * i / D) for i in range(D // 2)]
+    ntk = base * s ** (D / (D - 2))
+    wanted = {
+        "unscaled": plain, "linear": [theta / s for theta in plain],
+        "ntk": [ntk ** (-2 * i / D) for i in range(D // 2)],
+        "dynamic": [(base * (s * s - (s - 1)) ** (D / (D - 2))) ** (-2 * i / D) for i in range(D // 2)],
+    }  # fmt: skip
+    for method in METHODS:
+        network = extended(model, method, TARGET)
+        found = spectrum(network, TARGET)
+        if method in wanted:
+            assert found["theta"] == pytest.approx(wanted[method], rel=1e-12)
+        factor = 0.1 * math.log(s) + 1 if method == "yarn" else 1.0
+        assert found["rotary_factor"] == pytest.approx(factor, rel=1e-12)
+        for m, share in found["decay"]:
+            by_hand = factor**2 * sum(math.cos(m * theta) for theta in found["theta"]) / (D // 2)
+            assert share == pytest.approx(by_hand, abs=1e-12)
+        shared = {p.data_ptr() for p in model.decoder.parameters()}
+        assert {p.data_ptr() for p in network.parameters()} == shared, "no weight is another's"
+    assert about(model) == {"trained": 16, "rotary_dim": 10, "base": base, "critical_dimension": 2}
+    assert math.ceil(5 * math.log(16 / (2 * math.pi)) / math.log(base)) == 1
+
+
+def test_policies_keep_what_they_promise(model: Model, ids: Tensor) -> None:
+    network = extended(model, "dynamic", TARGET)
+    found = policies(network, ids[None, : START + STEPS], START, TARGET)
+    assert tuple(found) == POLICIES
+    for exact in ("frozen", "recompute"):
+        assert found[exact]["difference"] < 1e-4
+        assert found[exact]["agreement"] == 1.0
+    for close in ("pre_rope", "re_rotate"):  # right in one layer, and here are two
+        assert 1e-3 < found[close]["difference"] < found["stale"]["difference"]
+    assert found["pre_rope"]["difference"] == pytest.approx(found["re_rotate"]["difference"], rel=1e-2)  # fmt: skip
+    assert found["stale"]["difference"] > 0.05, "the negative control"
+    assert {p: found[p]["reruns"] for p in POLICIES} == {
+        "stale": 0, "pre_rope": 0, "re_rotate": 0, "frozen": 0, "recompute": START + STEPS - TRAINED,
+    }  # fmt: skip
+    assert {one["steps"] for one in found.values()} == {STEPS}
+
+
+def test_within_the_trained_length_no_policy_matters(model: Model, ids: Tensor) -> None:
+    network = extended(model, "dynamic", TARGET)
+    for policy in ("stale", "pre_rope", "re_rotate", "recompute"):
+        assert consistency(under(network, policy, TARGET), ids[None, :15], 8)["difference"] < 1e-4
+
+
+def test_one_layer_is_right_where_keys_are_turned_anew(ids: Tensor) -> None:
+    network = extended(small.model(num_hidden_layers=1, max_position_embeddings=TRAINED), "dynamic", TARGET)  # fmt: skip
+    found = policies(network, ids[None, : START + STEPS], START, TARGET)
+    assert found["pre_rope"]["difference"] < 1e-4
+    assert found["re_rotate"]["difference"] < 1e-4
+    assert found["stale"]["difference"] > 0.05
+
+
+@pytest.mark.parametrize("method", ["unscaled", "linear", "yarn"])
+def test_a_fixed_scaling_suits_any_cache(model: Model, ids: Tensor, method: str) -> None:
+    network = extended(model, method, TARGET)
+    found = policies(network, ids[None, : START + STEPS], START, TARGET)
+    assert tuple(found) == ("as it is",)
+    assert found["as it is"]["difference"] < 1e-4
+    with pytest.raises(ArgumentError, match="do not follow the length, and any cache suits it"):
+        under(network, "frozen", TARGET)
+
+
+def test_policies_share_the_parameters(model: Model) -> None:
+    network = extended(model, "dynamic", TARGET)
+    names: list[Keeping] = ["stale", "frozen", "re_rotate"]
+    for policy in names:
+        made = under(network, policy, TARGET)
+        assert {p.data_ptr() for p in made.parameters()} == {p.data_ptr() for p in network.parameters()}  # fmt: skip
+    assert rotary_of(network).follows, "what it was made from is as before"
+
+
+@pytest.fixture(scope="module")
+def found(model: Model) -> Extended:
+    ids = torch.arange(400) * 37 % 300
+    asked = Asked(128, ("yarn", "dynamic"), windows=2, trials=2, steps=6)
+    return extend_all(small.model(max_position_embeddings=64 * 2 - 64), ids, asked, {"model": "small", "text": "numbers"})  # fmt: skip
+
+
+def test_the_report_has_every_number(found: Extended) -> None:
+    assert found.start["lengths"] == [32, 64, 128]
+    assert tuple(found.methods) == ("unscaled", "yarn", "dynamic")
+    cells = rows(found)
+    assert [len(row) for row in cells] == [len(heads(found))] * 3
+    for row, numbers in zip(cells, found.methods.values(), strict=True):
+        assert row[1:4] == [f"{one['perplexity']:.4g}" for one in numbers["by_length"]]
+    text = table(found)
+    assert "trained on 64 tokens, base 10000" in text
+    assert "dynamic follows the length: cached decoding of 6 tokens across 64" in text
+    assert re.search(r"stale +[\d.e-]+ +\d+% +0", text)
+    told = found.as_dict("regard extend")
+    assert json.loads(json.dumps(told, allow_nan=False))["methods"].keys() == found.methods.keys()
+
+
+def test_the_page_draws_five_pictures_and_runs_nothing(found: Extended) -> None:
+    drawn = pictures(found)
+    assert len(drawn) == 5
+    for picture in drawn:
+        assert svg(picture).count("<polyline") == 3
+    text = page(found, "regard extend <small>")
+    assert text.count("<svg") == 5
+    assert "regard extend &lt;small&gt;" in text
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+
+
+def test_lengths() -> None:
+    assert lengths_for(100, 150) == (50, 100, 150)
+    assert lengths_for(100, 200) == (50, 100, 200)
+    assert lengths_for(100, 900) == (50, 100, 200, 400, 800, 900)
+
+
+def test_refusals(model: Model, ids: Tensor) -> None:
+    with pytest.raises(ArgumentError, match="the method is 'alibi'; it is one of unscaled, linear"):
+        extended(model, "alibi", TARGET)
+    with pytest.raises(ArgumentError, match="the context is 8, and max_position_embeddings is 16 already"):  # fmt: skip
+        extended(model, "yarn", 8)
+    with pytest.raises(ArgumentError, match="no rotary positions"):
+        rotary_of(torch.nn.Linear(1, 1))
+    for start in (0, 12):
+        with pytest.raises(ArgumentError, match=rf"start is {start}; it must be 1 to 11, of 12 tokens"):  # fmt: skip
+            consistency(model.decoder, ids[None, :12], start)
+    with pytest.raises(ArgumentError, match="the text has 40 tokens, and 65 are needed for a length of 64"):  # fmt: skip
+        extend_all(model, ids[:40], Asked(64), {"model": "small", "text": "short"})

@@ -1,0 +1,39 @@
+"""The block diagram: steps in their order, several heads joined, the file in the documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from regard.view.blocks import svg
+
+IMAGE = Path(__file__).parents[2] / "docs" / "images" / "blocks.svg"
+
+
+def words(text: str) -> list[tuple[str, float, float]]:
+    """Each word with where it stands."""
+    return [(name, float(x), float(y)) for x, y, name in re.findall(r'<text class="\w+" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]+)<', text)]  # fmt: skip
+
+
+def test_one_head_has_every_step_in_order() -> None:
+    found = [(name, y) for name, x, y in words(svg()) if x < 240]
+    wanted = ["one head", "weights times v", "softmax", "mask", "/ sqrt(d)", "q · k", "q", "k", "v", "three maps of x"]  # fmt: skip
+    assert [name for name, _ in sorted(found, key=lambda one: one[1])] == wanted
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4])
+def test_several_heads_are_joined(heads: int) -> None:
+    text = svg(heads)
+    ET.fromstring(text)
+    found = words(text)
+    for step in ("weights times v", "softmax", "mask", "/ sqrt(d)", "q · k", "q", "k", "v"):
+        assert len([1 for name, *_ in found if name == step]) == heads + 1
+    (top,) = [y for name, _, y in found if name == "joined, output map"]
+    assert all(y > top for name, _, y in found if "head" not in name and name != "joined, output map")  # fmt: skip
+
+
+def test_the_image_of_the_documentation_is_what_is_drawn() -> None:
+    assert IMAGE.read_text("utf-8") == svg()
