@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import regard
 from regard.cli.app import run
 from regard.inspect import strongest_head
+from regard.view.figure import draw, recipe
 from tests.inspect.stand_in import TEXT, model
 
 
@@ -70,7 +72,7 @@ def test_html_is_written_where_it_was_asked_for_and_nowhere_else(
     assert text.startswith("<!doctype html>")
     assert run(["explain", TEXT, "--html", "b.html", "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["schema"] == 1
+    assert json.loads(captured.out)["schema"] == 2
     assert captured.err.startswith("b.html: ")
 
 
@@ -105,7 +107,26 @@ def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["xy", "--layer", "0", "--head", "4"], "head is 4; there are 4 heads: it must be 0 to 3"),
         (["xy", "--query", "9"], "query is 9; there are 2 tokens: it must be 0 to 1"),
         (["xy", "--query", "owl"], "query is 'owl', which does not occur in the text"),
-        (["x" * 600], "the text has 600 tokens; at most 512 are explained in one piece"),
+        (["xy", "--key", "owl"], "key is 'owl', which does not occur in the text"),
+        (
+            ["xy", "--place", "layers.7"],
+            "place is 'layers.7', where no attention is; there are layers.0",
+        ),
+        (["xy", "--place", "layers.0", "--layer", "0"], "names the layer too; leave --layer out"),
+        (["xy", "--call", "far"], "call is 'far'; the calls for this query are call 0"),
+        (["xy", "--target", "z"], "target is given, and a Model reads one text; leave it out"),
+        (
+            ["xy", "--set", "groups=1"],
+            "is for a mechanism with random weights; name one: --attention gqa",
+        ),
+        (["xy", "--attention", "gqq"], "no mechanism is named 'gqq'; did you mean 'gqa'?"),
+        (["xy", "--attention", "gqa", "--set", "widow=1"], "--set widow=1: give name=value"),
+        (
+            ["xy", "--attention", "gqa", "--model", "other"],
+            "makes a network of its own; leave --model out",
+        ),
+        (["xy", "--attention", "retention", "--list"], "Recurrent ran no softmax for query 1"),
+        (["xy", "--figure", "a.jpg"], "a figure is .png or .svg; give it one of these endings"),
         (["xy", "--layer", "one"], "Invalid value for '--layer'"),
         (["xy", "--html", "."], "is a folder; give the name of a file"),
         (["xy", "--html", "no/page.html"], "there is no folder 'no'; make it first"),
@@ -140,3 +161,153 @@ def test_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> No
         in " ".join(out.split())
     )
     assert run(["explain", TEXT, "--query", "creature"]) == 0
+
+
+def test_the_key_is_chosen_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--layer", "1", "--head", "0", "--query", "forest", "--json"]
+    assert run(["explain", TEXT, *asked, "--key", "fluffy"]) == 0
+    named = json.loads(capsys.readouterr().out)
+    assert named["key_chosen_by"] == ""
+    assert named["pieces"][named["key"]].endswith("y")
+    assert run(["explain", TEXT, *asked]) == 0
+    chosen = json.loads(capsys.readouterr().out)
+    others = {j: p for j, p in enumerate(chosen["weights"]) if j not in (0, chosen["query"])}
+    assert chosen["key"] == max(others, key=lambda j: others[j])
+    assert "neither the query nor the first token" in chosen["key_chosen_by"]
+    assert [link["name"] for link in chosen["chain"]] == ["dot", "scaled", "masked"]
+    assert chosen["chain"][-1]["value"] == chosen["scores"][-1]["values"][chosen["key"]]
+
+
+def test_a_key_alone_chooses_the_head(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", TEXT, "--key", "blue", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (
+        found["chosen_by"]
+        == "the head that looks hardest at the key: the largest weight of the query on it"
+    )
+    with torch.inference_mode(), regard.Trace("pattern") as trace:
+        model().forward(model().encode(TEXT), backend="reference")
+    weights = [trace[f"layers.{n}.pattern"][0, :, -1, found["key"]].max().item() for n in range(3)]
+    assert found["weights"][found["key"]] == pytest.approx(max(weights), rel=1e-4)
+
+
+def test_a_mechanism_with_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--attention", "sliding_window", "--set", "window=3", "--seed", "4", "--json"]
+    assert run(["explain", TEXT, *asked]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "sliding_window (random)"
+    assert sum(not why for why in found["masked"]) == 3
+    assert set(found["masked"]) == {"", "outside window 3"}
+    assert any("from seed 4" in note for note in found["notes"])
+    assert (
+        run(["explain", TEXT, "--attention", "nsa", "--call", "window", "--place", "layers.1"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "call 'window' of compressed, selected, window" in " ".join(out.split())
+    assert "layers.1: NSA" in out
+    assert run(["explain", TEXT, "--attention", "retention", "--head", "2", "--layer", "1"]) == 0
+    assert "no softmax: the row above is unnormalised" in capsys.readouterr().out
+
+
+def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(["explain", TEXT, "--attention", "retention", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["layer"], found["head"]) == (0, 0)
+    assert found["chosen_by"] == "the first one: this mechanism has no softmax to compare heads by"
+
+
+def test_a_page_is_over_recorded_softmax_attention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "a.html"
+    assert run(["explain", TEXT, "--attention", "retention", "--html", str(target)]) == 2
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "the page is over recorded softmax attention, and Recurrent ran none" in said
+    assert not target.exists()
+    for mechanism in ("nsa", "cross_attention", "streaming", "mla"):
+        assert run(["explain", TEXT, "--attention", mechanism, "--html", str(target)]) == 0
+        assert target.read_text("utf-8").startswith("<!doctype html>")
+
+
+def test_the_page_speaks_the_language_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "a.html"
+    assert run(["explain", TEXT, "--html", str(target), "--lang", "zh"]) == 0
+    assert 'lang="zh' in target.read_text("utf-8")
+    assert run(["explain", TEXT, "--html", str(target), "--lang", "en"]) == 0
+    assert 'lang="en' in target.read_text("utf-8")
+    capsys.readouterr()
+    assert run(["explain", TEXT, "--html", str(target), "--lang", "fr"]) == 2
+    assert "lang is 'fr'; the page is written in en (English), zh" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+@pytest.mark.parametrize("ending", [".png", ".svg"])
+def test_a_figure_is_drawn_with_its_recipe(
+    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    target = tmp_path / f"a{ending}"
+    assert run(["explain", TEXT, "--layer", "1", "--head", "2", "--figure", str(target)]) == 0
+    assert capsys.readouterr().out.startswith(f"{target}: ")
+    content = target.read_bytes()
+    assert content.startswith(b"\x89PNG" if ending == ".png" else b"<?xml")
+    assert [file.name for file in tmp_path.iterdir()] == [target.name]
+
+
+def test_the_recipe_says_what_was_reduced() -> None:
+    found = regard.inspect.explain(
+        model(), TEXT, layer=1, head=2, query="creature", key=0
+    ).as_dict()
+    said = recipe(found)
+    for part in (
+        "layers.1, head 2",
+        "key 0 a",
+        "rows are queries (8)",
+        "every weight",
+        "scale 0.353553",
+    ):
+        assert part in said
+    assert "the largest weight of 3 x 3" in recipe({**found, "pool": 3})
+    assert "‹202E›" in recipe({**found, "model": "a\u202eb"})
+
+
+def test_a_figure_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("regard.view.figure.find_spec", lambda name: None)
+    assert run(["explain", TEXT, "--figure", "a.png"]) == 2
+    assert "pip install 'regard[plot]'" in capsys.readouterr().err
+
+
+def test_a_figure_of_hostile_tokens_is_drawn(tmp_path: Path) -> None:
+    """Dollar signs are no mathematics, and control characters show by number."""
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    found = regard.inspect.explain(model(), TEXT, layer=0, head=0).as_dict()
+    names = ["$x_{", "</svg>", "\x00\x1b[31m", "\u202e", "&", "'", '"', "a$b$"][
+        : len(found["pieces"])
+    ]
+    hostile = {**found, "pieces": names, "row_pieces": names, "query_piece": "$\\frac{"}
+    target = tmp_path / "a.svg"
+    assert draw(hostile, target) == target.stat().st_size > 1000
+    text = target.read_text("utf-8")
+    assert text.count("</svg>") == 1
+    assert "\x1b" not in text
+
+
+def test_another_text_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page carries both runs and opens at their comparison; without a page there is nothing to compare on."""
+    file = tmp_path / "two.html"
+    assert run(["explain", TEXT, "--beside", "to be or not", "--html", str(file)]) == 0
+    text = file.read_text("utf-8")
+    meta = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    meta = meta.get("meta", meta)
+    assert meta["start"]["view"] == "compare"
+    assert len(meta["places"]) == 2 * len(model().decoder.layers)
+    capsys.readouterr()
+    assert run(["explain", TEXT, "--beside", "to be"]) == 2
+    assert "add --html FILE" in capsys.readouterr().err

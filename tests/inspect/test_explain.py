@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,11 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.capture import capture
-from regard.inspect.explain import check_length
+from regard.inspect.capture import Watch
+from regard.inspect.readers import reading
 from regard.inspect.reasons import why_masked
-from regard.inspect.steps import Place, mixed, pool_largest, projected, scored, softmax
+from regard.inspect.row import finish_online, online, softmax
+from regard.inspect.steps import pool_largest
 from regard.nn import Attention, Heads, RMSNorm, Separate
 from regard.positions import Rotary
 from regard.span import Span
@@ -155,16 +158,18 @@ def test_the_whole_pattern_and_predictions_are_the_models() -> None:
     found = explain(m, TEXT, layer=2, head=1, query=4)
     T = found.sizes["T"]
     assert found.pattern.shape == (T, T)
-    assert np.array_equal(found.visible, np.tri(T, dtype=bool))
-    assert np.all(found.pattern[~found.visible] == 0)
+    visible = np.tri(T, dtype=bool)
+    assert np.array_equal(~np.isnan(found.pattern), visible)
     unit = np.finfo(np.float32).eps / 2
     largest = max(abs(s) for s in found.scores[1].values) + abs(found.lse)
-    assert np.abs(found.pattern.sum(1) - 1).max() < (8 * largest + T) * unit, "roundings of s - lse"
+    assert np.abs(np.nansum(found.pattern, 1) - 1).max() < (8 * largest + T) * unit, (
+        "roundings of s - lse"
+    )
     assert found.group == 0
-    assert np.allclose(found.pattern[4], found.weights, atol=1e-6)
+    assert np.allclose(found.pattern[4, :5], found.weights[:5], atol=1e-6)
     assert found.pool == 1
-    assert np.array_equal(found.patterns[1][found.visible], found.pattern[found.visible])
-    assert np.isnan(found.patterns[:, ~found.visible]).all()
+    assert np.array_equal(found.patterns[1], found.pattern, equal_nan=True)
+    assert np.isnan(found.patterns[:, ~visible]).all()
     logits = m.forward(m.encode(TEXT))[0, 4].double().softmax(-1)
     best = logits.topk(5)
     assert [i for _, i, _ in found.predictions] == best.indices.tolist()
@@ -178,27 +183,64 @@ def test_checks_are_small_and_the_largest_is_shown() -> None:
     assert found.head == 3
     assert found.query == found.sizes["T"] - 1
     assert set(found.checks) == {
-        "q", "k", "v", "angles", "scores", "weights", "row sum", "z", "out", "residual", "logits of the usual kernel",
+        "q", "k", "v", "angles", "weights against exp(s - lse) of the kernel",
+        "row sum of exp(s - lse) of the kernel against 1", "lse of the kernel", "output of the kernel",
+        "online softmax", "out", "residual", "the network without an observer",
     }  # fmt: skip
     assert found.check == max(found.checks.values()) < 1e-4
     assert found.checks["q"] == found.checks["k"] == found.checks["v"] == 0
+    assert found.checks["the network without an observer"] == 0
 
 
-def test_checks_fire_on_each_injected_fault() -> None:
-    """Negative controls: what is recomputed from a model that changed since is told apart from what it computed."""
-    m = model()
-    at = Place(capture(m, m.encode(TEXT), 1), 2, 5)
-    attention = at.attention
-    sound = projected(at)[1] | scored(at)[1]
-    attention.scale = 0.3
-    wrong_scale = scored(at)[1]["scores"]
-    attention.scale = None
-    attention.project.q.linear.weight.mul_(1.01)
-    wrong_q = projected(at)[1]["q"]
-    attention.output.weight.mul_(1.01)
-    wrong_out = mixed(at, scored(at)[0]["weights"])[1]["out"]
-    assert max(sound.values()) < 1e-5
-    assert min(wrong_scale, wrong_q, wrong_out) > 1e-4
+LIES: dict[str, tuple[Any, set[str]]] = {
+    "lse in log2": (lambda call, result: (call, result._replace(lse=result.lse / math.log(2))), {"lse", "weights", "row sum"}),
+    "lse + ln 2": (lambda call, result: (call, result._replace(lse=result.lse + math.log(2))), {"lse", "weights", "row sum"}),
+    "lse 0": (lambda call, result: (call, result._replace(lse=0 * result.lse)), {"lse", "weights", "row sum"}),
+    "output of another scale": (lambda call, result: (call, result._replace(out=1.01 * result.out)), {"output"}),
+    "a mask that the kernel did not use": (
+        lambda call, result: (replace(call, mask=masks.Causal() & masks.Window(2)), result), {"lse", "weights", "row sum", "output"},
+    ),
+    "a scale that the kernel did not use": (
+        lambda call, result: (replace(call, scale=0.9 * call.scale), result), {"lse", "weights", "row sum", "output"},
+    ),
+    "keys of another time": (lambda call, result: (replace(call, k=1.01 * call.k), result), {"k", "lse"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls: a kernel that says another thing than it did is told apart, and by which number."""
+    change, wrong = LIES[lie]
+    honest = Watch.saw
+    monkeypatch.setattr(
+        Watch, "saw", lambda self, call, result, name: honest(self, *change(call, result), name)
+    )
+    found = explain(model(), TEXT, layer=1, head=2, query=5)
+    told = {
+        name.split(" of")[0].split(" against")[0]
+        for name, off in found.checks.items()
+        if off > 1e-3
+    }
+    assert wrong <= told
+    assert not {"q", "v", "out", "residual"} & told
+
+
+def test_a_projection_that_is_not_the_models_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control for q, k, v and the output projection: the weights change behind the run's back."""
+    explained = sys.modules["regard.inspect.explain"]  # the package has a function of this name
+    honest = explained.capture
+
+    def then_changed(read: Any, site: Any) -> Any:
+        found = honest(read, site)
+        for heads in (site.attention.project.q, site.attention.project.k, site.attention.project.v):
+            heads.linear.weight.mul_(1.01)
+        site.attention.output.weight.mul_(1.01)
+        return found
+
+    monkeypatch.setattr(explained, "capture", then_changed)
+    found = explain(model(), TEXT, layer=1, head=2, query=5)
+    assert min(found.checks[name] for name in ("q", "k", "v", "out")) > 1e-4
+    assert found.checks["output of the kernel"] < 1e-5
 
 
 def test_other_parts_of_attention_are_steps_of_the_chain() -> None:
@@ -230,7 +272,7 @@ def test_other_parts_of_attention_are_steps_of_the_chain() -> None:
     exps = np.exp(capped[seen])
     assert np.allclose(found.weights[seen], exps / (exps.sum() + math.exp(2.0)), atol=1e-12)
     assert sum(seen) == 4
-    assert set(found.masked) == {"", "outside window(4)"}
+    assert set(found.masked) == {"", "outside window 4"}
     assert found.shares.sum() != pytest.approx(1, abs=1e-6), (
         "the bias of the output has a share too"
     )
@@ -241,11 +283,11 @@ def test_reasons_name_the_term_that_says_no() -> None:
     positions, i = Span(0, 6), 4
     visible = mask.block(positions, positions)[0, 0, i].numpy()
     said = why_masked(mask, positions, i, visible)
-    both = "outside sinks(1) and outside window(2)"
+    both = "behind the first 1 and outside window 2"
     assert said == ("", both, both, "", "", "future")
     assert why_masked(None, positions, 0, np.array([True, False] + [True] * 4))[1] == "the kernel"
     nothing = why_masked(masks.Window(2), positions, 5, np.array([False] * 4 + [True] * 2))
-    assert nothing == ("outside window(2)",) * 4 + ("", "")
+    assert nothing == ("outside window 2",) * 4 + ("", "")
 
 
 def test_a_row_that_sees_nothing_has_weights_of_zero() -> None:
@@ -258,12 +300,12 @@ def test_a_row_that_sees_nothing_has_weights_of_zero() -> None:
 def test_small_patterns_keep_the_largest_weight() -> None:
     pattern = np.where(np.tri(70, dtype=bool), 0.0, np.nan)[None]
     pattern[0, 69, 3] = 0.9
-    n, small = pool_largest(pattern)
-    assert n == 3
+    small = pool_largest(pattern, 3)
     assert small.shape == (1, 24, 24)
     assert small[0, 23, 1] == 0.9
     assert np.isnan(small[0, 0, 1])
     assert small[0, 0, 0] == 0.0
+    assert pool_largest(pattern[:, :, :5], 3).shape == (1, 24, 2)
 
 
 @pytest.mark.parametrize("text", ["x", "ab", "né 你好 🎉"])
@@ -291,7 +333,12 @@ def test_a_text_longer_than_the_training_is_noted() -> None:
         ({"query": 2}, "query is 2; there are 2 tokens: it must be 0 to 1, or -2 to -1 from the end"),
         ({"query": "owl"}, "query is 'owl', which does not occur in the text; give a token index, or one of its words: xy"),
         ({"text": ""}, "the text '' has no tokens; give at least one character"),
-        ({"text": "x" * 513}, "the text has 513 tokens; at most 512 are explained in one piece: shorten it"),
+        ({"key": 2}, "key is 2; there are 2 tokens: it must be 0 to 1, or -2 to -1 from the end"),
+        ({"key": "owl"}, "key is 'owl', which does not occur in the text; give a token index, or one of its words: xy"),
+        ({"place": "layers.9"}, "place is 'layers.9', where no attention is; there are layers.0, layers.1, layers.2"),
+        ({"call": 1}, "call is 1; there are 1 call: it must be 0 to 0, or -1 to -1 from the end"),
+        ({"call": "window"}, "call is 'window'; the calls for this query are call 0"),
+        ({"target": "z"}, "target is given, and a Model reads one text; leave it out"),
     ],
 )  # fmt: skip
 def test_what_does_not_exist_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -317,14 +364,122 @@ def test_wrong_types_are_refused(arguments: dict[str, Any], message: str) -> Non
     assert str(caught.value) == message
 
 
-def test_a_layer_without_separate_projections_is_refused() -> None:
+def test_a_block_without_attention_is_no_layer() -> None:
     m = model()
     m.decoder.layers[1] = torch.nn.Linear(2, 2)
-    with pytest.raises(
-        ArgumentError, match="layer 1 projects with Linear; explain shows layers with separate"
-    ):
-        explain(m, TEXT, layer=1)
+    assert [site.place for site in reading(m, TEXT).sites] == ["layers.0", "layers.2"]
 
 
-def test_the_longest_text_passes() -> None:
-    assert check_length(torch.zeros(1, 512, dtype=torch.long)).shape == (1, 512)
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (masks.Window(2, ahead=1), {"outside window 2, 1 ahead"}),
+        (masks.Chunk(3), {"other chunk of 3"}),
+        (masks.Dilated(2, 2), {"between the steps of dilated(2, 2)"}),
+        (~masks.Window(2), {"inside window 2"}),
+        (~masks.Sinks(3), {"inside sinks(3)"}),
+        (masks.Document.from_lengths([3, 3]), {"other document"}),
+        (masks.Padding.right([4]), {"padding"}),
+        (masks.Global((1,)), {"not global"}),
+        (masks.Dense(torch.eye(6, dtype=torch.bool)), {"the given matrix says no"}),
+        (masks.Strided(2), {f"outside {masks.Strided(2)}"}),
+    ],
+)
+def test_every_mask_has_its_words(mask: masks.Mask, words: set[str]) -> None:
+    positions = Span(0, 6)
+    visible = mask.block(positions, positions)[0, 0, 4].numpy()
+    said = why_masked(mask, positions, 4, visible)
+    assert set(said) - {""} == words
+    assert [not why for why in said] == visible.tolist()
+
+
+def test_an_empty_slot_is_padding_whatever_the_mask_says() -> None:
+    keys = torch.tensor([[-1, 0, 1, 2]])
+    visible = masks.Causal().block(Span(1, 1), keys)[0, 0, 0].numpy()
+    said = why_masked(masks.Causal(), Span(1, 1), 0, visible, k_positions=keys)
+    assert said == ("padding", "", "", "future")
+
+
+@pytest.mark.parametrize("sink", [None, 2.5, 5000.0])
+@pytest.mark.parametrize("size", [1, 3, 8, 64])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_block_by_block_is_the_same_softmax(size: int, sink: float | None, scale: float) -> None:
+    """Any block size, blocks that see nothing, and scores that would overflow alone."""
+    rng = np.random.default_rng(size)
+    s, v = scale * rng.standard_normal(20), rng.standard_normal((20, 3))
+    s[:5] = s[11] = -np.inf
+    v[2] = np.nan  # behind the mask
+    seen = np.where(np.isneginf(s)[:, None], 0.0, v)
+    blocks = online(s, seen, size)
+    assert [(block.start, block.stop) for block in blocks][-1][1] == 20
+    lse, z = finish_online(blocks, sink)
+    top = max(x for x in s if x > -np.inf)
+    total = sum(math.exp(x - top) for x in s if x > -np.inf)
+    assert lse == pytest.approx(top + math.log(total), rel=1e-12)
+    largest = top if sink is None else max(top, sink)
+    below = sum(
+        math.exp(x - largest) for x in [*s, *([] if sink is None else [sink])] if x > -np.inf
+    )
+    expected = sum(math.exp(s[j] - largest) / below * v[j] for j in range(20) if s[j] > -np.inf)
+    assert z == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    nothing = online(np.full(4, -np.inf), np.ones((4, 2)), size)
+    assert finish_online(nothing, sink)[0] == -math.inf
+    assert finish_online(nothing, sink)[1].tolist() == [0.0, 0.0]
+
+
+def test_the_same_row_elsewhere_is_what_the_definitions_say() -> None:
+    """Each other mechanism by a loop over the keys, from q, k and v of the explanation."""
+    f = explain(model(), TEXT, layer=1, head=1, query=6, key=2)
+    q, k, i = f.q[-1].values, f.k[-1].values, f.query
+    s = [float(q @ k[j]) for j in range(i + 1)]
+    D, wide = len(q), 3  # half of the 7 keys
+    slope = 2.0 ** (-8 * 2 / 4)
+
+    def weights(scores: list[float]) -> list[float]:
+        top = max(scores)
+        e = [math.exp(x - top) for x in scores]
+        return [x / sum(e) for x in e]
+
+    scaled = [x / math.sqrt(D) for x in s]
+    best = sorted(range(i + 1), key=lambda j: -scaled[j])[:4]
+    phi = [[x + 1 if x > 0 else math.exp(x) for x in row] for row in (q, *k)]
+    linear = [sum(a * b for a, b in zip(phi[0], phi[1 + j], strict=True)) for j in range(i + 1)]
+    expected = {
+        f"window {wide}": weights([x if i - j < wide else -math.inf for j, x in enumerate(scaled)]),
+        "top 4": weights([x if j in best else -math.inf for j, x in enumerate(scaled)]),
+        "ALiBi": weights([x - slope * (i - j) for j, x in enumerate(scaled)]),
+        "softcap 5": weights([5 * math.tanh(x / 5) for x in scaled]),
+        "temperature 2": weights([x / 2 for x in scaled]),
+        "no scaling": weights(s),
+        "linear": [x / sum(linear) for x in linear],
+    }
+    assert {other.name for other in f.elsewhere} == set(expected)
+    for other in f.elsewhere:
+        p = expected[other.name]
+        assert other.row[: i + 1] == pytest.approx(p, rel=1e-9, abs=1e-15), other.name
+        assert other.p == pytest.approx(p[2])
+        assert other.p_top == pytest.approx(max(p))
+        assert other.effective == pytest.approx(math.exp(-sum(x * math.log(x) for x in p if x)))
+        assert other.moved == pytest.approx(
+            sum(abs(a - b) for a, b in zip(p, f.weights, strict=False)) / 2
+        )
+        z = sum(x * f.v[j] for j, x in enumerate(p))
+        assert other.apart == pytest.approx(np.linalg.norm(z - f.mixed) / np.linalg.norm(f.mixed))
+
+
+def test_the_cost_is_that_of_the_formulas() -> None:
+    f = explain(model(), TEXT, layer=1, head=1, query=5)
+    cost, T = f.cost, f.sizes["T"]
+    assert cost is not None
+    assert cost.flops == 6 * (2 * 8 + 2 * 8)
+    assert cost.bytes == 4 * (1 + 6) * (8 + 8)
+    kept = {each.name: each.bytes for each in cost.kept}
+    assert kept == {
+        "MHA": 4 * T * 4 * 16, "GQA, G = 2": 4 * T * 2 * 16, "MQA": 4 * T * 16, "MLA": 4 * T * (4 * 8 + 4),
+        "window 4": 4 * 4 * 2 * 16, "this layer": 4 * T * 2 * 16,
+    }  # fmt: skip
+    assert [each.here for each in cost.kept] == [False] * 5 + [True]
+    cache = model().decoder.layers[1].new_cache()
+    x = torch.zeros(1, T, 32)
+    model().decoder.layers[1](x, cache=cache)
+    assert cache.bytes == kept["this layer"]

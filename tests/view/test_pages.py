@@ -1,15 +1,13 @@
-"""The terminal page and the HTML page: what they say, how wide they are, and that hostile text stays text."""
+"""The terminal page: what it says, how wide it is, that hostile text stays text; colours; and writing pages."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import stat
 import subprocess
 import sys
-from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -130,99 +128,6 @@ def test_the_list_of_heads_marks_the_chosen_one() -> None:
     assert [line[0] for line in lines[2:]] == [" ", " ", "▶", " "]
     assert "0.5000 ████████████             " in lines[4]
     assert max(cell_len(line) for line in lines) <= 80
-
-
-class Page(HTMLParser):
-    """What an HTML parser sees."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def of(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-
-def carried(text: str) -> dict[str, Any]:
-    """The data that the page carries."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found is not None
-    content: dict[str, Any] = json.loads(found[1])
-    return content
-
-
-def test_the_page_is_one_offline_file(data: dict[str, Any]) -> None:
-    text = html.page(data)
-    page = Page(text)
-    assert "http" not in text.replace("http-equiv", "")
-    assert not page.of("link")
-    assert not page.of("img")
-    assert all("src" not in attributes for attributes in page.of("script"))
-    assert [a.get("type") for a in page.of("script")] == ["application/json", None]
-    assert not re.search(
-        r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|import\(|sendBeacon", text
-    )
-    assert len(text) < 200_000 + 14 * 300
-    assert "$" not in re.sub(r"\$\{", "", text.split("<script>")[0].split('id="data"')[0])
-
-
-def test_the_page_parses_no_markup_from_data(data: dict[str, Any]) -> None:
-    text = html.page(data)
-    for way in (
-        "innerHTML",
-        "outerHTML",
-        "insertAdjacentHTML",
-        "document.write",
-        "DOMParser",
-        "eval(",
-        "Function(",
-    ):
-        assert way not in text
-
-
-def test_the_policy_knows_the_script_and_the_style_by_hash(data: dict[str, Any]) -> None:
-    text = html.page(data)
-    policy = next(a["content"] for a in Page(text).of("meta") if a.get("http-equiv"))
-    assert policy is not None
-    assert policy.startswith("default-src 'none'")
-    assert "unsafe" not in policy
-    script = text.split("<script>")[1].split("</script>")[0]
-    style = text.split("<style>")[1].split("</style>")[0]
-    for kind, content in (("script", script), ("style", style)):
-        assert f"{kind}-src '{html.content_hash(content)}'" in policy
-    assert html.content_hash(script + " ") not in policy
-
-
-def test_the_page_carries_every_number(data: dict[str, Any]) -> None:
-    content = carried(html.page(data))
-    assert content["explanation"] == data
-    assert content["weights"]["light"] == [list(stop) for stop in palette.WEIGHTS["light"]]
-
-
-def test_hostile_text_is_inert(hostile: dict[str, Any], data: dict[str, Any]) -> None:
-    text = html.page(hostile)
-    page, sound = Page(text), Page(html.page(data))
-    assert [tag for tag, _ in page.tags] == [tag for tag, _ in sound.tags]
-    assert [a for _, a in page.tags if "onerror" in a] == []
-    raw = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
-    assert raw is not None
-    assert not re.search(r"[<>&\u2028\u2029\u202e\x00-\x1f\x7f]", raw[1])
-    assert raw[1].isascii()
-    shown = carried(text)["explanation"]
-    assert shown["pieces"][0] == HOSTILE[0], "the letters themselves arrive, to be shown as text"
-    joined = "".join([*shown["pieces"], *(p["piece"] for p in shown["predictions"])])
-    assert not re.search("[\x00-\x1f\u200b\u2028\u2029\u202e\u2066\ufe0f\U000e0041]", joined)
-    assert "‹202E›RTL‹2066›" in shown["pieces"]
-    assert "${data}$style" in shown["pieces"], "a template is not filled twice"
-    assert "<title>regard explain: &lt;/script&gt;" in text
 
 
 @pytest.mark.parametrize("role", ["q", "k", "v", "s", "z", "soft", "ink", "good", "bad"])

@@ -1,56 +1,115 @@
-"""`regard explain`: one query token of a text, step by step, in the numbers that the model computed."""
+"""`regard explain`: one query and one key of a text, step by step, in the numbers that the kernel computed."""
 
 from __future__ import annotations
 
 import json as json_format
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli._model import AllowMissing, Dtype, Finite, Source, load
+from regard.cli._explained import Beside, BesideModel
+from regard.cli._model import AllowMissing, Dtype, Finite, Source
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from regard.inspect import Choice, Explanation
-    from regard.models.model import Model
+    from regard.inspect import Explanation
+    from regard.inspect.reading import Reading
 
 EPILOG = 'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query creature'
+WHERE, OUT, MECHANISM = "Where to look", "What to write", "A mechanism with random weights"
 
-Text = Annotated[str, typer.Argument(help="The text, 1 to 512 tokens.")]
+Text = Annotated[str, typer.Argument(help="The text, at least one token.")]
 Layer = Annotated[
     int | None,
-    typer.Option(help="The layer, from 0; negative counts from the end.", show_default="chosen"),
-]
+    typer.Option(
+        help="The layer, from 0; negative counts from the end.", show_default="chosen", rich_help_panel=WHERE
+    ),
+]  # fmt: skip
 Head = Annotated[
     int | None,
     typer.Option(
-        help="The query head, from 0; negative counts from the end.", show_default="chosen"
+        help="The query head, from 0; negative counts from the end.", show_default="chosen", rich_help_panel=WHERE
     ),
-]
+]  # fmt: skip
 Query = Annotated[
     str,
     typer.Option(
-        help="The query token: its index (-1 is the last), or a word of the text: its last token."
+        help="The query token: its index (-1 is the last), or a word of the text: its last token.", rich_help_panel=WHERE
     ),
-]
+]  # fmt: skip
+Key = Annotated[
+    str | None,
+    typer.Option(help="The key, likewise.", show_default="the strongest other one", rich_help_panel=WHERE),
+]  # fmt: skip
+Place = Annotated[
+    str | None,
+    typer.Option(
+        help="The attention by its place, such as decoder.layers.0.cross, instead of --layer.",
+        show_default="by --layer", rich_help_panel=WHERE,
+    ),
+]  # fmt: skip
+Call = Annotated[
+    str | None,
+    typer.Option(
+        help="Of several calls at a place (branches, passes), which: a name or a number.",
+        show_default="the sharpest", rich_help_panel=WHERE,
+    ),
+]  # fmt: skip
+Target = Annotated[
+    str | None,
+    typer.Option(
+        help="Of an encoder-decoder: what it is to have said.", show_default="its answer", rich_help_panel=WHERE
+    ),
+]  # fmt: skip
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        help="Look at this mechanism of the catalogue (regard describe) instead of a model.",
+        show_default="a model", rich_help_panel=MECHANISM,
+    ),
+]  # fmt: skip
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Its options as name=value. Repeatable.", show_default="a small example's", rich_help_panel=MECHANISM
+    ),
+]  # fmt: skip
+Seed = Annotated[int, typer.Option(help="Of the random weights.", rich_help_panel=MECHANISM)]
 Html = Annotated[
     Path | None,
     typer.Option(
-        help="Write one self-contained page to this file instead.", show_default="no page"
+        help="Write one self-contained page to this file instead.", show_default="no page", rich_help_panel=OUT
     ),
+]  # fmt: skip
+Figure = Annotated[
+    Path | None,
+    typer.Option(
+        help="Draw the head's pattern and the row to this .png or .svg.", show_default="no figure", rich_help_panel=OUT
+    ),
+]  # fmt: skip
+Lang = Annotated[
+    str | None,
+    typer.Option(
+        help="The language of the page: en or zh.", show_default="the locale's", rich_help_panel=OUT
+    ),
+]  # fmt: skip
+Json = Annotated[
+    bool, typer.Option("--json", help="Print every number as JSON.", rich_help_panel=OUT)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print every number as JSON.")]
 List = Annotated[
-    bool, typer.Option("--list", help="List what every head looks at from the query, and stop.")
-]
+    bool,
+    typer.Option(
+        "--list", help="List what every head looks at from the query, and stop.", rich_help_panel=OUT
+    ),
+]  # fmt: skip
 Color = Annotated[
-    bool | None, typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal")
-]
+    bool | None,
+    typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal", rich_help_panel=OUT),
+]  # fmt: skip
 
 
 def explain(
@@ -58,8 +117,19 @@ def explain(
     layer: Layer = None,
     head: Head = None,
     query: Query = "-1",
+    key: Key = None,
+    place: Place = None,
+    call: Call = None,
+    target: Target = None,
     model: Source = "tiny",
+    attention: Attention = None,
+    settings: Set = None,
+    seed: Seed = 0,
     html: Html = None,
+    lang: Lang = None,
+    beside: Beside = None,
+    beside_model: BesideModel = None,
+    figure: Figure = None,
     json: Json = False,
     list_heads: List = False,
     color: Color = None,
@@ -67,98 +137,92 @@ def explain(
     allow_missing: AllowMissing = None,
     finite: Finite = False,
 ) -> None:
-    """Follow one query token through one attention head, number by number: embedding, q, k, v, scores, softmax, output.
+    """Follow one query and one key through one attention head, number by number: inputs, scores, softmax, values, output.
 
-    A layer or head that is not given is chosen: the head that looks hardest at one other token than the first.
+    A layer or head that is not given is chosen: the head that looks hardest at the key, or at one other token than the first.
     """
-    try:
-        if html is not None:
-            from regard.view.html import check_target
+    _check_targets(html, figure)
+    _check_lang(lang)
+    if html is None and (beside or beside_model):
+        raise typer.BadParameter("compares on the page; add --html FILE", param_hint="--beside")
+    from regard.cli._explained import Look, check, mechanism, print_heads, read
 
-            check_target(html)
-    except FileError as error:
-        raise typer.BadParameter(str(error), param_hint="--html") from error
-    from regard.models.model import Model
-
-    loaded = load(model, dtype, allow_missing, finite, Model)
+    check(attention, model, {"--set": settings, "--seed": seed})
     try:
-        i, choice = _choose(loaded, text, layer, head, query)
+        if attention is not None:
+            found = mechanism(attention, text, settings, seed, target)
+        else:
+            found = read(
+                text, model, dtype=dtype, allow_missing=allow_missing, finite=finite, target=target
+            )
+        look = Look(found, query, key, layer, head, place)
         if list_heads:
-            _print_heads(loaded, text, i, choice, json, _console(color))
+            print_heads(look, json, _console(color))
             return
-        found = _explained(loaded, text, i, choice, model)
+        told = look.explained(call)
+        other = None
+        if beside or beside_model:
+            other = read(beside or text, beside_model or model, dtype=dtype, target=target)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    _give(found, html, json, color)
+    _give(told, (found, other), html, figure, lang, json, color)
 
 
-def _choose(
-    model: Model, text: str, layer: int | None, head: int | None, query: str
-) -> tuple[int, Choice]:
-    """The query's index, and the layer and head: those that were asked for, or those that the rule gives."""
-    from regard.inspect import Choice, check_index, find_query, strongest_head
-    from regard.inspect.explain import check_length
+def _check_targets(html: Path | None, figure: Path | None) -> None:
+    """Refuse files that cannot be written, before anything is computed."""
+    for flag, path in (("--html", html), ("--figure", figure)):
+        try:
+            if path is not None:
+                from regard.view.html import check_target
 
-    ids = check_length(model.encode(text))
-    i = find_query(model, text, _index_or_word(query))
-    if layer is not None:
-        layer = check_index("layer", layer, len(model.decoder.layers), "layer", "layers")
-    if layer is not None and head is not None:
-        return i, Choice(layer, head, "")
-    return i, strongest_head(model, ids, i, layer=layer, head=head)
+                check_target(path)
+            if path is not None and flag == "--figure":
+                from regard.view.figure import check_format
 
-
-def _explained(model: Model, text: str, i: int, choice: Choice, source: str) -> Explanation:
-    from regard.inspect import explain as explain_text
-
-    found = explain_text(model, text, layer=choice.layer, head=choice.head, query=i)
-    return replace(found, model=Path(source).name or source, chosen_by=choice.rule)
+                check_format(path)
+        except FileError as error:
+            raise typer.BadParameter(str(error), param_hint=flag) from error
 
 
-def _give(found: Explanation, html: Path | None, json: bool, color: bool | None) -> None:
-    """Write the page where one was asked for; print JSON, or the terminal page."""
+def _check_lang(lang: str | None) -> None:
+    if lang is not None:
+        from regard.view.report.lang import check_language
+
+        try:
+            check_language(lang)
+        except ArgumentError as error:
+            raise typer.BadParameter(str(error), param_hint="--lang") from error
+
+
+def _give(
+    found: Explanation,
+    reads: tuple[Reading, Reading | None],
+    html: Path | None,
+    figure: Path | None,
+    lang: str | None,
+    json: bool,
+    color: bool | None,
+) -> None:
+    """Write the page and the figure where they were asked for; print JSON, or the terminal page."""
     data = found.as_dict()
     if html is not None:
-        from regard.view.html import page, write
+        from regard.cli._explained import page
+        from regard.view.html import write
 
-        size = write(html, page(data))
+        size = write(html, page(found, reads[0], data, lang, reads[1]))
         typer.echo(
             f"{html}: {size / 1000:,.0f} kB, layer {found.layer}, head {found.head}", err=json
         )
+    if figure is not None:
+        from regard.view.figure import draw
+
+        typer.echo(f"{figure}: {draw(data, figure) / 1000:,.0f} kB", err=json)
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
-    elif html is None:
+    elif html is None and figure is None:
         from regard.view.ansi import show
 
         show(data, _console(color))
-
-
-def _print_heads(
-    model: Model, text: str, i: int, choice: Choice, json: bool, console: Console
-) -> None:
-    """What every head looks at from the query."""
-    from regard.inspect import strongest_keys
-    from regard.view.ansi import show_heads
-
-    ids = model.encode(text)
-    weights, keys = (found.tolist() for found in strongest_keys(model, ids, i))
-    pieces = model.tokenizer.pieces(ids[0].tolist())
-    rows: list[dict[str, Any]] = [
-        {"layer": n, "head": h, "key": key, "piece": pieces[key], "weight": weight}
-        for n, layer in enumerate(zip(weights, keys, strict=True))
-        for h, (weight, key) in enumerate(zip(*layer, strict=True))
-    ]
-    if json:
-        typer.echo(json_format.dumps({"query": i, "piece": pieces[i], "heads": rows}))
-    else:
-        show_heads(f"{i} {pieces[i]}", rows, (choice.layer, choice.head), console)
-
-
-def _index_or_word(query: str) -> int | str:
-    try:
-        return int(query)
-    except ValueError:
-        return query
 
 
 def _console(color: bool | None) -> Console:

@@ -1,96 +1,142 @@
-"""One run of a model on a text, with everything that one layer computed kept."""
+"""One run of a network on its own kernels, with what its attention computed recorded, and what surrounds one of them kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.models.model import Model
-from regard.nn import Block
-from regard.span import Span
-from regard.tap import Trace
+from regard.inspect.reading import Reading, Site
+from regard.inspect.record import Recorder
+from regard.inspect.recording import Recording
 
-TAPS = ("q", "k", "v", "scores", "pattern", "z", "out")
+TAPS = ("q", "k", "v", "z", "out")
+"""What is kept at the site that is looked at; none of these makes a fused kernel refuse."""
 
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """What one layer computed on ids [1,T], each without its batch dimension.
+    """What one run computed.
 
-    q [H,T,D], k [G,T,D], v [G,T,E], scores and pattern [H,T,T], z [H,T,E], out [T,M]: the taps. embedding, entering, normed,
-    residual [T,M]: the hidden state embedded, entering the layer, after its norm, and with attention added. logits [T,V].
-    kernel: the largest difference of the logits to those of the kernel that the model uses when nobody looks.
+    recording: the calls of attention at the sites that were asked for.
+    taps: at the site that is looked at, by name, without their batch dimension: q, z [H,T,.], k, v [G,S,.], out [T,M].
+    hidden: `x` [T,M], what the attention was given, and where there is one, `memory` [S,M3]; `entering` and `residual`
+        [T,M], in front of its residual path and behind it; `embedding`; `last`, behind the last block.
+    rule: of a recurrence, the arguments of its rule and what came out.
+    apart: the largest difference of the network's output to that of a run that nobody looked at.
     """
 
-    ids: Tensor
-    positions: Span
-    layer: int
-    block: Block
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scores: Tensor
-    pattern: Tensor
-    z: Tensor
-    out: Tensor
-    embedding: Tensor
-    entering: Tensor
-    normed: Tensor
-    residual: Tensor
-    logits: Tensor
-    kernel: float
+    recording: Recording
+    taps: dict[str, Tensor] = field(default_factory=dict)
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    rule: tuple[tuple[Any, ...], Any] | None = None
+    apart: float = 0.0
 
 
-def capture(model: Model, ids: Tensor, layer: int) -> Capture:
-    """Run ids [1,T] through the model on the reference kernel, and listen to one layer."""
-    block = model.decoder.layers[layer]
-    assert isinstance(block, Block)
-    kept: dict[str, Tensor] = {}
-    names = [f"layers.{layer}.{name}" for name in TAPS]
-    with torch.inference_mode(), ExitStack() as hooks:
-        for module, keep in _keepers(model, block, kept):
-            hooks.callback(module.register_forward_hook(keep).remove)
-        with Trace(*names) as trace:
-            logits = model.forward(ids, backend="reference")
-        hooks.close()  # the second run is the one that nobody looks at
-        usual = model.forward(ids)
-        kernel = float((usual.double() - logits.double()).abs().max())
-    tapped = {name: trace[full][0] for name, full in zip(TAPS, names, strict=True)}
-    hidden = {name: x[0] for name, x in kept.items()}
-    return Capture(
-        ids[0],
-        Span(0, ids.shape[1]),
-        layer,
-        block,
-        logits=logits[0],
-        kernel=kernel,
-        **tapped,
-        **hidden,
+class Watch(Recorder):
+    """A recorder of some sites, which also keeps the taps of one."""
+
+    def __init__(self, sites: Sequence[Site], site: Site | None = None) -> None:
+        super().__init__()
+        self._prefixes = tuple(s.place for s in sites)
+        if site is not None:
+            self.wants = frozenset(f"{site.place}.{name}" for name in TAPS)
+
+    def saw(self, call: Any, result: Any, kernel: str) -> None:
+        """One call more, if it is at one of the sites, or at a branch of one."""
+        here = self.where
+        if any(here == place or here.startswith(place + ".") for place in self._prefixes):
+            super().saw(call, result, kernel)
+
+
+def look(read: Reading, sites: Sequence[Site]) -> Capture:
+    """Run once, and record the calls of attention at some sites."""
+    with torch.inference_mode(), Watch(sites) as watch:
+        read.run()
+    return Capture(watch.recording())
+
+
+def recorded(read: Reading) -> Recording:
+    """Run once, and record every softmax attention: what pages and files are made of.
+
+    >>> import regard
+    >>> from regard.inspect.readers import reading
+    >>> list(recorded(reading(regard.load("tiny"), "to be")).places)[0]
+    'layers.0'
+    """
+    with torch.inference_mode(), Recorder() as recorder:
+        read.run()
+    own, source = read.sides[read.predicts], read.sides.get("source")
+    found = recorder.recording(
+        ids=torch.tensor([own.ids]), pieces=own.pieces, model=read.name, text=read.text
     )
+    if source is None:
+        return found
+    ids = torch.tensor([source.ids])
+    return replace(found, source_ids=ids, source_pieces=source.pieces)
 
 
-Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
+def capture(read: Reading, site: Site) -> Capture:
+    """Run twice, once with everything at one site kept, and once as when nobody looks."""
+    kept: dict[str, list[Tensor]] = {}
+    rule: list[tuple[tuple[Any, ...], Any]] = []
+    with torch.inference_mode(), ExitStack() as hooks:
+        for handle in _hooks(read, site, kept, rule):
+            hooks.callback(handle.remove)
+        with Watch((site,), site) as watch:
+            seen = read.run()
+        hooks.close()
+        apart = float((read.run().double() - seen.double()).abs().max())
+    hidden = {name: torch.cat(parts, 1)[0] for name, parts in kept.items()}
+    taps = {name: _joined(watch, f"{site.place}.{name}") for name in TAPS}
+    return Capture(
+        watch.recording(model=read.name), {n: x for n, x in taps.items() if x is not None}, hidden,
+        rule[-1] if rule else None, apart,
+    )  # fmt: skip
 
 
-def _keepers(model: Model, block: Block, kept: dict[str, Tensor]) -> list[tuple[nn.Module, Hook]]:
-    """Modules, and the hooks that keep what enters or leaves them."""
+def _joined(watch: Watch, name: str) -> Tensor | None:
+    """A tap of all calls: one behind the other where each had some rows, the last where each had all keys."""
+    if name not in list(watch):
+        return None
+    parts = watch.every(name)
+    letter = name.rpartition(".")[2]
+    if letter in ("k", "v") or len(parts) == 1:
+        return parts[-1][0]
+    return torch.cat(parts, 1 if letter == "out" else 2)[0]
 
-    def keep(entering: str | None, leaving: str | None) -> Hook:
-        def hook(_module: nn.Module, given: tuple[Any, ...], found: Any) -> None:
-            if entering is not None:
-                kept[entering] = given[0].detach()
-            if leaving is not None:
-                kept[leaving] = found.detach()
 
-        return hook
+def _hooks(read: Reading, site: Site, kept: dict[str, list[Tensor]], rule: list[Any]) -> list[Any]:
+    """Hooks that keep what enters and leaves the modules around a site."""
+    attention, hooks = site.attention, []
 
-    return [
-        (model.decoder.embed, keep(None, "embedding")),
-        (block.around_attention.norm, keep("entering", "normed")),
-        (block.around_feed_forward.norm, keep("residual", None)),
-    ]
+    def keep(name: str, x: Any) -> None:
+        x = x[0] if isinstance(x, tuple) else x
+        if isinstance(x, Tensor):
+            kept.setdefault(name, []).append(x.detach())
+
+    def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keep("x", args[0])
+        keep("memory", kwargs.get("memory"))
+
+    hooks.append(attention.register_forward_pre_hook(given, with_kwargs=True))
+    hooks.append(read.last.register_forward_hook(_after(keep, "last")))
+    if read.embed is not None:
+        hooks.append(read.embed.register_forward_hook(_after(keep, "embedding")))
+    if site.around is not None:
+        hooks.append(
+            site.around.register_forward_pre_hook(lambda _, args: keep("entering", args[0]))
+        )
+        hooks.append(site.around.register_forward_hook(_after(keep, "residual")))
+    own = getattr(attention, "rule", None)
+    if isinstance(own, nn.Module):
+        hooks.append(own.register_forward_hook(lambda _, args, out: rule.append((args, out))))
+    return hooks
+
+
+def _after(keep: Callable[[str, Any], None], name: str) -> Callable[..., None]:
+    return lambda _module, _args, out: keep(name, out)

@@ -1,4 +1,4 @@
-"""Why a query may not see a key, in words."""
+"""Why a query may not see a key, in words: which terms of its mask say no."""
 
 from __future__ import annotations
 
@@ -8,35 +8,84 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard import masks
-from regard.span import Span
+from regard.span import Positions, as_tensor
 
 Bools = NDArray[np.bool_]
 
+EMPTY = "padding"
+"""Of a slot whose position is -1: it holds no token."""
+
 
 def why_masked(
-    mask: masks.Mask | None, positions: Span, i: int, visible: Bools, head: int = 0
-) -> tuple[str, ...]:
+    mask: masks.Mask | None, positions: Positions, i: int, visible: Bools, head: int = 0,
+    k_positions: Positions | None = None,
+) -> tuple[str, ...]:  # fmt: skip
     """For each key, the terms of the mask that keep query i from it; "" where the kernel let it see the key.
 
+    Args:
+        mask: of the call; None is none.
+        positions: of the queries; i is a row of them. k_positions: of the keys, the same if None.
+        visible: what the query sees.
+        head: the query head.
+
+    >>> from regard.span import Span
     >>> why_masked(masks.Causal(), Span(0, 3), 1, np.array([True, True, False]))
     ('', '', 'future')
     """
-    said = [set[str]() for _ in visible] if mask is None else _reasons(mask, positions, i, head)
-    words = (" and ".join(sorted(terms)) or "the kernel" for terms in said)
+    keys = positions if k_positions is None else k_positions
+    said = (
+        [set[str]() for _ in visible] if mask is None else _reasons(mask, positions, keys, i, head)
+    )
+    held = (as_tensor(keys)[0] >= 0).tolist()
+    words = (
+        (" and ".join(sorted(terms)) or "the kernel") if real else EMPTY
+        for terms, real in zip(said, held, strict=True)
+    )
     return tuple("" if seen else word for seen, word in zip(visible, words, strict=True))
 
 
-def _reasons(mask: masks.Mask, positions: Span, i: int, head: int) -> list[set[str]]:
+def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) -> list[set[str]]:
     """The terms that say no, per key; empty where the mask as a whole says yes."""
-    rows = mask.block(positions, positions, slice(i, i + 1))[0]
+    rows = mask.block(q, k, slice(i, i + 1))[0]
     allowed = rows[head if rows.shape[0] > 1 else 0, 0].tolist()
     if isinstance(mask, (masks.All, masks.Any)):
-        terms = [_reasons(term, positions, i, head) for term in _terms(mask)]
+        terms = [_reasons(term, q, k, i, head) for term in _terms(mask)]
         said = [set[str]().union(*each) for each in zip(*terms, strict=True)]
     else:
-        word = "future" if isinstance(mask, masks.Causal) else f"outside {mask}"
-        said = [{word} for _ in allowed]
+        said = [{word(mask)} for _ in allowed]
     return [set() if yes else words for yes, words in zip(allowed, said, strict=True)]
+
+
+def word(mask: masks.Mask) -> str:
+    """Why a mask that is no combination says no.
+
+    >>> word(masks.Window(512)), word(masks.Sinks(4)), word(~masks.Window(3))
+    ('outside window 512', 'behind the first 4', 'inside window 3')
+    """
+    if isinstance(mask, masks.Window):
+        ahead = "" if mask.ahead is None else f", {mask.ahead} ahead"
+        return f"outside window {mask.size}{ahead}"
+    if isinstance(mask, masks.Not):
+        return _word_inside(mask)
+    if isinstance(mask, masks.Dilated):
+        return f"between the steps of {mask}"
+    if isinstance(mask, masks.Sinks):
+        return f"behind the first {getattr(mask, fields(mask)[0].name)}"
+    known = {
+        "Causal": "future", "Padding": "padding", "Document": "other document", "Selected": "not selected",
+        "Global": "not global", "Dense": "the given matrix says no", "Fn": "the given function says no",
+    }  # fmt: skip
+    name = type(mask).__name__
+    if name == "Chunk":
+        return f"other chunk of {getattr(mask, fields(mask)[0].name)}"
+    return known.get(name, f"outside {mask}")
+
+
+def _word_inside(mask: masks.Mask) -> str:
+    inner: masks.Mask = getattr(mask, fields(mask)[0].name)
+    if isinstance(inner, masks.Window):
+        return f"inside window {inner.size}"
+    return f"inside {inner}"
 
 
 def _terms(mask: masks.All | masks.Any) -> tuple[masks.Mask, ...]:

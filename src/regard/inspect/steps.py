@@ -1,224 +1,168 @@
-"""The steps between the taps, computed by the model's own modules on captured inputs, and compared with what followed."""
+"""From weights to what the layer writes: values mixed, the head finished, its slice of the output, and whole patterns."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.errors import ArgumentError
+from regard.inspect.calls import Call, scores_of
 from regard.inspect.capture import Capture
-from regard.inspect.equations import EQUATIONS
-from regard.inspect.explanation import Array, Step
-from regard.nn import Attention, Block, Heads, Separate
+from regard.inspect.inputs import Ask, Inputs, inputs
+from regard.inspect.parts import Array, Step
+from regard.inspect.reading import Site
+from regard.inspect.row import Checks, Fields, apart, array
 from regard.positions import Rotary
-from regard.span import as_tensor
-
-Fields: TypeAlias = dict[str, Any]
-"""Some attributes of an `Explanation`."""
-Checks: TypeAlias = dict[str, float]
-"""What was compared -> the largest difference."""
+from regard.span import Positions, as_tensor
 
 MOST_CELLS = 32  # a side of a small pattern
+ROWS = 256
+"""Queries whose weights are computed together."""
+MOST_PAIRS = 2**25
+"""Query-key pairs of a pattern, over all its heads, up to which it is drawn."""
 
 
-@dataclass(frozen=True, eq=False)
-class Place:
-    """What was captured, and which query i of which head to look at; the head reads key/value head `group`."""
-
-    c: Capture
-    head: int
-    i: int
-
-    @property
-    def group(self) -> int:
-        """h // (H/G)."""
-        return self.head // (self.c.q.shape[0] // self.c.k.shape[0])
-
-    @property
-    def attention(self) -> Attention:
-        """The layer's attention."""
-        found = self.c.block.attention
-        assert isinstance(found, Attention), "projection_of has looked"
-        return found
-
-
-def projection_of(block: nn.Module, layer: int) -> Separate:
-    """The projection of a layer, if it makes queries, keys and values from heads of their own."""
-    project = getattr(getattr(block, "attention", None), "project", None)
-    if not isinstance(block, Block) or not isinstance(project, Separate):
-        kind = type(project or block).__name__
-        raise ArgumentError(
-            f"layer {layer} projects with {kind}; explain shows layers with separate queries, keys and values"
+def projected(ask: Ask, q: Array, k: Array, v: Array) -> tuple[Fields, Checks]:
+    """The steps of q, k and v, the last of each compared with what attention was given, q [D], k [n,D], v [n,E]."""
+    found = inputs(ask)
+    given = {"q": q, "k": k, "v": v}
+    steps, checks = {}, {}
+    for name, made in (("q", found.q), ("k", found.k), ("v", found.v)):
+        if name != "q" and made and len(made[-1].values) > len(k) and int(ask.held.min()) >= 0:
+            made = tuple(
+                s._replace(values=s.values[ask.held]) for s in made
+            )  # the call had some keys only
+        fits = bool(made) and made[-1].values.shape == given[name].shape
+        if fits:
+            checks[name] = apart(made[-1].values, given[name])
+        index = "i" if name == "q" else "j"
+        steps[name] = (
+            made if fits else (Step("given", f"{name}_{index}, as attention got it", given[name]),)
         )
-    return project
+    angles, turned = _angles(found, ask, q.shape[0])
+    fields = {"q": steps["q"], "k": steps["k"], "values": steps["v"], "v": v, **angles}
+    return fields, checks | ({"angles": turned} if angles["layout"] else {})
 
 
-def projected(at: Place) -> tuple[Fields, Checks]:
-    """q, k and v, step by step, and the angles of the rotation."""
-    c, project = at.c, projection_of(at.c.block, at.c.layer)
-    q = _head(project.q, c, at.head, "q_i = W_Q x_i")
-    k = _head(project.k, c, at.group, "k_j = W_K x_j")
-    v = _head(project.v, c, at.group, "v_j = W_V x_j")
-    layout, angles, turned = _angles(project.q, c)
-    found = {
-        "q": tuple(step._replace(values=step.values[at.i]) for step in q),
-        "k": k, "v": array(c.v[at.group]), "layout": layout, "angles": angles,
-    }  # fmt: skip
-    checks = {
-        "q": apart(q[-1].values, c.q[at.head]),
-        "k": apart(k[-1].values, c.k[at.group]),
-        "v": apart(v[-1].values, c.v[at.group]),
-    }
-    return found, checks | ({"angles": turned} if layout else {})
-
-
-def _head(heads: Heads, c: Capture, n: int, equation: str) -> tuple[Step, ...]:
-    """Head n of a projection: the linear map, then each of its steps; values [T,d]."""
-    x = heads.flat(heads.linear(c.normed[None])).unflatten(-1, (heads.heads, heads.head_dim))
-    x = x.transpose(1, 2)
-    found = [Step("projected", equation, array(x[0, n]))]
-    letter = equation[:3]
-    for step in heads.steps:
-        x = step(x, c.positions)
-        name, how = (
-            ("rotated", "R(p)") if isinstance(step, Rotary) else (_lower(step), _lower(step))
-        )
-        found.append(Step(name, f"{letter} ← {how} {letter}", array(x[0, n])))
-    return tuple(found)
-
-
-def _angles(heads: Heads, c: Capture) -> tuple[str, Array, float]:
-    """The pairs' layout, their angles [T,n], and how far the module's own rotation is from them."""
-    rotary = next((step for step in heads.steps if isinstance(step, Rotary)), None)
+def _angles(found: Inputs, ask: Ask, D: int) -> tuple[Fields, float]:
+    """The pairs' layout and angles, and how far the module's own rotation is from them."""
+    rotary = found.rotary
+    n = len(as_tensor(ask.k_positions)[0])
     if rotary is None:
-        return "", np.zeros((len(c.ids), 0)), 0.0
-    n = rotary.inv_freq.shape[0]
-    unit = c.q.new_zeros(1, 1, len(c.ids), heads.head_dim)
+        return {
+            "layout": "",
+            "angles": np.zeros((n, 0)),
+            "angle": np.zeros(0),
+            "pairs": (-1,) * D,
+        }, 0.0
+    at, off = array(as_tensor(ask.k_positions)[0]), 0.0
+    mine = float(as_tensor(ask.positions)[0, ask.i])
+    if rotary.follows:  # the frequencies are those of the call, which only the module knows
+        frequencies, _ = _turned(rotary, ask.positions, ask.i)
+        angle = frequencies
+        angles = np.zeros((n, 0))
+    else:
+        inv_freq = array(rotary.inv_freq)
+        angle, angles = mine * inv_freq, at[:, None] * inv_freq
+        turned, factor = _turned(rotary, ask.positions, ask.i)
+        off = float(np.abs(np.exp(1j * turned) - np.exp(1j * angle)).max(initial=0.0))
+        off = max(off, abs(factor - rotary.rotary_factor))
+    pairs = [-1] * D
+    count = len(angle)
+    for pair in range(count):
+        both = (pair, pair + count) if rotary.layout == "half" else (2 * pair, 2 * pair + 1)
+        for dim in both:
+            if found.first + dim < D:
+                pairs[found.first + dim] = pair
+    return {"layout": rotary.layout, "angles": angles, "angle": angle, "pairs": tuple(pairs)}, off
+
+
+def _turned(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]:
+    """What the module does to the pairs (1, 0) of query i: the angles by which they turn, and the factor."""
+    n, T = rotary.inv_freq.shape[0], as_tensor(positions).shape[1]
+    unit = torch.zeros(1, 1, T, rotary.dim, dtype=torch.float32, device=rotary.inv_freq.device)
     first = slice(0, n) if rotary.layout == "half" else slice(0, 2 * n, 2)
     second = slice(n, 2 * n) if rotary.layout == "half" else slice(1, 2 * n, 2)
-    unit[..., first] = 1  # the pair (1, 0) turns into (cos, sin)
-    turned = array(rotary(unit, c.positions)[0, 0])
-    cos, sin = turned[:, first], turned[:, second]
-    if rotary.follows:  # the frequencies are those of the call, which only the module knows
-        return rotary.layout, np.arctan2(sin, cos), 0.0
-    angles = array(as_tensor(c.positions)[0, :, None] * rotary.inv_freq.cpu())
-    factor = rotary.rotary_factor
-    off = max(apart(cos, factor * np.cos(angles)), apart(sin, factor * np.sin(angles)))
-    return rotary.layout, angles, off
+    unit[..., first] = 1
+    turned = array(rotary(unit, positions)[0, 0, i])
+    pairs = turned[first] + 1j * turned[second]
+    return np.angle(pairs), float(np.abs(pairs).max(initial=1.0))
 
 
-def scored(at: Place) -> tuple[Fields, Checks]:
-    """The chain of scores of the query, dot -> scale -> softcap -> bias -> mask, and the softmax of the row."""
-    c, a = at.c, at.attention
-    scale = c.q.shape[-1] ** -0.5 if a.scale is None else a.scale
-    s: Array = array(c.k[at.group]) @ array(c.q[at.head, at.i])
-    steps = [Step("dot", EQUATIONS["dot"], s)]
-
-    def then(name: str, s: Array) -> Array:
-        steps.append(Step(name, EQUATIONS[name], s))
-        return s
-
-    s = then("scaled", scale * s)
-    if a.softcap is not None:
-        s = then("capped", a.softcap * np.tanh(s / a.softcap))
-    if a.bias is not None:
-        query = slice(at.i, at.i + 1)
-        bias = a.bias.block(c.positions, c.positions, query, dtype=torch.float64)[0]
-        s = then("biased", s + array(bias[at.head if bias.shape[0] > 1 else 0, 0]))
-    visible = ~np.isneginf(array(c.scores[at.head, at.i]))
-    s = then("masked", np.where(visible, s, -np.inf))
-    sink = None if a.sink is None else float(a.sink[at.head])
-    row = softmax(s, sink)
-    checks = {
-        "scores": apart(s, c.scores[at.head, at.i]),
-        "weights": apart(row["weights"], c.pattern[at.head, at.i]),
-        "row sum": abs(float(array(c.pattern[at.head, at.i]).sum()) - float(row["weights"].sum())),
-    }
-    return {"scale": scale, "sink": sink, "scores": tuple(steps), **row}, checks
-
-
-def softmax(s: Array, sink: float | None = None) -> Fields:
-    """Each part of the softmax of a row of scores: m, exp(s - m), their sum, ln sum exp(s), and the weights.
-
-    The sink is one more term of the denominator of the weights; it is not in the sum, nor in the lse.
-
-    >>> found = softmax(np.array([0.0, 0.0, -np.inf]))
-    >>> found["row_max"], found["total"], found["weights"].tolist()
-    (0.0, 2.0, [0.5, 0.5, 0.0])
-    """
-    top = float(s.max(initial=-np.inf))
-    if top == -np.inf:  # it sees nothing
-        none = np.zeros_like(s)
-        return {"row_max": top, "exps": none, "total": 0.0, "lse": top, "weights": none}
-    exps = np.exp(s - top)
-    total = float(exps.sum())
-    below = total if sink is None else total + float(np.exp(sink - top))
-    weights, lse = exps / below, top + float(np.log(total))
-    return {"row_max": top, "exps": exps, "total": total, "lse": lse, "weights": weights}
-
-
-def mixed(at: Place, weights: Array) -> tuple[Fields, Checks]:
-    """The weighted values, their sum, and what the head writes through its slice of the output projection."""
-    c, i = at.c, at.i
-    contributions = weights[:, None] * array(c.v[at.group])
-    z, out = contributions.sum(0), array(c.out[i])
-    written, bias = _written(at)
-    found = {
-        "contributions": contributions, "z": array(c.z[at.head, i]),
-        "joined": array(c.z[:, i]).reshape(-1), "head_out": written[at.head],
-        "shares": written @ out / max(float(out @ out), np.finfo(float).tiny),
-        "out": out, "residual": array(c.residual[i]),
+def mixed(
+    weights: Array, v: Array, found: Capture, site: Site, head: int, i: int
+) -> tuple[Fields, Checks]:
+    """The weighted values, their sum, the finished head, and what it writes through its slice of the output projection."""
+    contributions = np.where(weights[:, None] != 0, weights[:, None] * v, 0.0)
+    joined, taps = found.taps["z"][:, i], found.taps
+    slot = head % joined.shape[0]
+    out = array(taps["out"][i])
+    written, bias = _written(site.attention, joined)
+    fields: Fields = {
+        "contributions": contributions, "mixed": contributions.sum(0), "z": array(joined[slot]),
+        "joined": array(joined).reshape(-1), "head_out": written[slot],
+        "shares": written @ out / max(float(out @ out), np.finfo(float).tiny), "out": out,
     }  # fmt: skip
-    checks = {
-        "z": apart(z, c.z[at.head, i]),
-        "out": apart(written.sum(0) + bias, c.out[i]),
-        "residual": apart(array(c.entering[i]) + out, c.residual[i]),
-    }
-    return found, checks
+    checks = {"out": apart(written.sum(0) + bias, out)}
+    if site.around is not None and "entering" in found.hidden:
+        entering, residual = (found.hidden[name][i] for name in ("entering", "residual"))
+        around = site.around(found.hidden["entering"][None], lambda _: taps["out"][None])[0, i]
+        checks["residual"] = apart(array(around), residual)
+        fields |= {"entering": array(entering), "residual": array(residual)}
+    for name in ("embedding", "x"):
+        if name in found.hidden and found.hidden[name].shape[0] > i:
+            fields["normed" if name == "x" else name] = array(found.hidden[name][i])
+    return fields, checks
 
 
-def _written(at: Place) -> tuple[Array, Array]:
+def _written(attention: Any, joined: Tensor) -> tuple[Array, Array]:
     """What each head alone writes [H,M], through the output module, and what it writes for nothing (its bias) [M]."""
-    z = at.c.z[:, at.i]
+    output: nn.Module = attention.output
     alone = (
-        torch.diag_embed(z.T).permute(1, 2, 0).flatten(1)
+        torch.diag_embed(joined.T).permute(1, 2, 0).flatten(1)
     )  # [H, H*E]: row h has head h, the rest 0
     rows = torch.cat([alone, torch.zeros_like(alone[:1])])
-    found = array(at.attention.output(rows[:, None])[:, 0])
+    found = array(output(rows[:, None])[:, 0])
     return found[:-1] - found[-1], found[-1]
 
 
-def pool_largest(patterns: Array, most: int = MOST_CELLS) -> tuple[int, Array]:
-    """Patterns [H,T,T] with NaN where masked -> (n, [H,t,t]): each cell the largest of n x n; NaN where all are masked.
+def patterns(call: Call, head: int, whole: int) -> Fields:
+    """The pattern of the head, if it has at most `whole` queries and keys, and small ones of every head.
 
-    >>> n, small = pool_largest(np.eye(4)[None], most=2)
-    >>> n, small.tolist()
-    (2, [[[1.0, 0.0], [0.0, 1.0]]])
+    Of a long text only the small one of the head is made, some rows at a time; of a very long one none.
     """
-    H, T, _ = patterns.shape
-    n = max(1, -(-T // most))
-    t = -(-T // n)
-    padded = np.full((H, t * n, t * n), np.nan)
-    padded[:, :T, :T] = patterns
-    filled = np.where(np.isnan(padded), -np.inf, padded).reshape(H, t, n, t, n).max((2, 4))
-    return n, np.where(np.isneginf(filled), np.nan, filled)
+    step = call.step
+    H, T, S = len(call.weights), step.T, len(call.keys)
+    short = max(T, S) <= whole
+    heads = range(H) if short else range(head, head + 1)
+    if len(heads) * T * S > MOST_PAIRS:
+        return {"pattern": np.zeros((0, 0)), "pool": 0, "patterns": np.zeros((0, 0, 0))}
+    n = max(1, -(-max(T, S) // MOST_CELLS))
+    shape = (H, -(-T // n), -(-S // n))
+    small, full = np.full(shape, np.nan), np.zeros((T if short else 0, S))
+    for start in range(0, T, ROWS // n * n or n):
+        rows = slice(start, min(start + (ROWS // n * n or n), T))
+        s = scores_of(call, rows, tuple(heads))
+        lse = step.denominator[0, list(heads), rows, None].numpy()
+        with np.errstate(invalid="ignore"):
+            part = np.where(np.isneginf(s), np.nan, np.exp(s - lse))
+        small[list(heads), rows.start // n : -(-rows.stop // n)] = pool_largest(part, n)
+        if short:
+            full[rows] = part[head]
+    return {"pattern": full, "pool": n, "patterns": small}
 
 
-def array(x: Tensor) -> Array:
-    """A tensor as float64."""
-    return x.detach().double().cpu().numpy()
+def pool_largest(blocks: Array, n: int) -> Array:
+    """Patterns [H,T,S] with NaN where masked -> [H,t,s]: each cell the largest of n x n; NaN where all are masked.
 
-
-def apart(x: Array, y: Tensor | Array) -> float:
-    """The largest difference; 0 where both are the same infinity."""
-    other = array(y) if isinstance(y, Tensor) else y
-    same = x == other
-    return float(np.abs(np.where(same, 0, x) - np.where(same, 0, other)).max(initial=0.0))
-
-
-def _lower(module: nn.Module) -> str:
-    return type(module).__name__.lower()
+    >>> pool_largest(np.eye(4)[None], 2).tolist()
+    [[[1.0, 0.0], [0.0, 1.0]]]
+    """
+    H, T, S = blocks.shape
+    t, s = -(-T // n), -(-S // n)
+    padded = np.full((H, t * n, s * n), np.nan)
+    padded[:, :T, :S] = blocks
+    filled = np.where(np.isnan(padded), -np.inf, padded).reshape(H, t, n, s, n).max((2, 4))
+    return np.where(np.isneginf(filled), np.nan, filled)

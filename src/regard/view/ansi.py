@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from regard.view import glyphs, sections
+from regard.view import beside, glyphs, scores, sections
 from regard.view.lines import (
     Data,
     Lines,
@@ -36,24 +36,46 @@ def show(data: Data, console: Console) -> None:
 
 def page(data: Data) -> list[Text]:
     """The lines of the page; none is wider than 80 cells."""
-    steps: tuple[tuple[str, str, Callable[[Data], Lines]], ...] = (
-        ("tokens", "tokens", sections.tokens),
-        ("hidden state", "hidden", sections.hidden),
-        ("query, key, value", "project", sections.projected),
-        ("scores", "scaled", sections.scores),
-        ("softmax", "softmax", sections.softmax),
-        ("weighted values", "mix", sections.mix),
-        ("heads joined, output projection", "output", sections.output),
-        ("the whole pattern", "pattern", sections.pattern),
-        ("next token", "predict", sections.predictions),
-    )
     lines = list(_title(data))
-    for i, (title, name, draw) in enumerate(steps, 1):
-        lines += [Text(), heading(f"{i} {title}"), equation(data["equations"][name]), *draw(data)]
+    for i, (title, name, draw) in enumerate(_steps(data), 1):
+        lines += [Text(), heading(f"{i} {title}")]
+        if name:
+            lines.append(equation(data["equations"][name]))
+        lines += draw(data)
     lines += [Text(), *_check(data)]
     for line in lines:
         line.rstrip()
     return lines
+
+
+def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
+    """What the page shows of this mechanism: title, equation, and who draws it."""
+    kind = data["kind"]
+    score = {"softmax": "scaled", "additive": "additive", "linear": "effective"}[kind]
+    steps: list[tuple[str, str, Callable[[Data], Lines]]] = [("tokens", "tokens", sections.tokens)]
+    if data["normed"]:
+        steps.append(("hidden state", "hidden", sections.hidden))
+    steps += [
+        ("query, key, value", "project", sections.projected),
+        ("scores", score, scores.scores),
+    ]
+    if kind == "linear":
+        steps.append(("state", "", beside.state))
+    else:
+        steps.append(("softmax", "softmax", scores.softmax))
+    steps.append(("weighted values", "mix", sections.mix))
+    if data["mixture"]:
+        steps.append(("a mix of patterns", "", beside.mixture))
+    steps.append(("heads joined, output projection", "output", sections.output))
+    if data["patterns"]:
+        steps.append(("the whole pattern", "pattern", sections.pattern))
+    if data["predictions"]:
+        steps.append(("next token", "predict", sections.predictions))
+    if data["cost"]:
+        steps.append(("cost", "cost", beside.cost))
+    if data["elsewhere"]:
+        steps.append(("the same q and k elsewhere", "elsewhere", beside.elsewhere))
+    return steps
 
 
 def show_heads(
@@ -103,12 +125,30 @@ def _title(data: Data) -> Lines:
     yield Text.assemble(
         "layer ", (f"{data['layer']}", "bold"), ", head ", (f"{data['head']}", "bold"),
         f" (reads key/value head {data['group']}), query token ", (f"{i} ", "bold"),
-        (glyphs.cell(data["pieces"][i], 12).rstrip(), style("q", bold=True)), f", position {data['positions'][i]}",
+        (glyphs.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)), f", position {data['query_position']}",
     )  # fmt: skip
-    if data["chosen_by"]:
-        yield from wrapped(f"chosen: {data['chosen_by']}")
+    j = data["key"]
+    yield Text.assemble(
+        "key ", (f"{j} ", "bold"), (glyphs.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
+        f", position {data['positions'][j]}; {glyphs.cell(data['place'], 28).rstrip()}: "
+        f"{glyphs.cell(data['mechanism'], 18).rstrip()}",
+    )  # fmt: skip
+    yield from wrapped(_ran(data))
+    for name in ("chosen_by", "key_chosen_by"):
+        if data[name]:
+            yield from wrapped(f"{'chosen' if name == 'chosen_by' else 'key chosen'}: {data[name]}")
     for note in data["notes"]:
         yield from wrapped(f"note: {note}")
+
+
+def _ran(data: Data) -> str:
+    """What ran, in words."""
+    n, calls = data["sizes"], data["calls"]
+    own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
+    text = f"one pass (prefill), {own}, {data['dtype']}, {n['T']} queries, {n['S']} {data['keys_are']}; rows are queries, columns are keys"
+    if len(calls) > 1:
+        text += f"; call {calls[data['call']]!r} of {', '.join(calls)}"
+    return text
 
 
 def _check(data: Data) -> Lines:
@@ -118,3 +158,5 @@ def _check(data: Data) -> Lines:
         f"{len(data['checks'])} steps recomputed and compared with what the model computed: "
         f"at most {data['check']:.1e} apart ({worst})"
     )
+    for name, off in data["checks"].items():
+        yield Text(f"{'  '}{off:>8.1e}  {name}", "dim")

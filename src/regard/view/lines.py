@@ -88,15 +88,16 @@ def large_pattern(data: Data) -> Lines:
     """The pattern of the head, at most 32 cells a side: two characters a cell, a name before each row."""
     n, cells = data["pool"], data["patterns"][data["head"]]
     yield Text.assemble(
-        f"{INDENT}rows are queries, columns are keys 0 .. {len(data['ids']) - 1}",
+        f"{INDENT}rows are queries, columns are keys 0 .. {len(data['pieces']) - 1}",
         f"; cells: largest weight of {n} x {n}" if n > 1 else "",
     )
-    ruler = "".join(f"{column * n:<10}" for column in range(0, len(cells), 5))
-    yield Text(f"{' ' * 14}{ruler[: 2 * len(cells)].rstrip()}", "dim")
+    wide = len(cells[0])
+    ruler = "".join(f"{column * n:<10}" for column in range(0, wide, 5))
+    yield Text(f"{' ' * 14}{ruler[: 2 * wide].rstrip()}", "dim")
     for row, values in enumerate(cells):
         i = row * n
         here = i <= data["query"] < i + n
-        name = glyphs.cell(data["pieces"][i], 7)
+        name = glyphs.cell(data["row_pieces"][i], 7)
         yield Text.assemble(
             ("▶" if here else " ", style("q")), (f"{i:>3} ", "dim"),
             (name, style("q", bold=True) if here else ""), (" │", "dim"),
@@ -107,7 +108,14 @@ def large_pattern(data: Data) -> Lines:
 def small_patterns(data: Data) -> Lines:
     """The pattern of every head of the layer, small: the heads differ at a glance."""
     patterns = [_smaller(cells) for cells in data["patterns"]]
-    side = data["pool"] * max(1, -(-len(data["patterns"][0]) // SMALL))
+    heads = [
+        h for h, cells in enumerate(patterns) if any(p is not None for row in cells for p in row)
+    ]
+    if heads == [data["head"]] and len(patterns) > 1:
+        yield Text(f"{INDENT}the other heads are not drawn: the text is long", "dim")
+        return
+    longest = max(len(data["patterns"][0]), len(data["patterns"][0][0]))
+    side = data["pool"] * max(1, -(-longest // SMALL))
     pooled = f"; each cell is the largest weight of {side} x {side}" if side > 1 else ""
     yield Text(f"{INDENT}every head of the layer{pooled}")
     for first in range(0, len(patterns), ABREAST):
@@ -139,12 +147,13 @@ def _cells(values: Sequence[float | None]) -> Text:
 
 def _smaller(cells: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     """At most 8 cells a side: the largest of each square, None where all are masked."""
-    t = len(cells)
-    n = max(1, -(-t // SMALL))
+    t, s = len(cells), len(cells[0]) if cells else 0
+    n = max(1, -(-max(t, s) // SMALL))
 
     def largest(rows: range, columns: range) -> float | None:
         found = [cells[i][j] for i in rows for j in columns]
         return max((p for p in found if p is not None), default=None)
 
-    blocks = [range(i, min(i + n, t)) for i in range(0, t, n)]
-    return [[largest(rows, columns) for columns in blocks] for rows in blocks]
+    across = [range(j, min(j + n, s)) for j in range(0, s, n)]
+    down = [range(i, min(i + n, t)) for i in range(0, t, n)]
+    return [[largest(rows, columns) for columns in across] for rows in down]

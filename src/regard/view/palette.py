@@ -51,13 +51,23 @@ def ramp(stops: Sequence[Rgb], t: float) -> Rgb:
     return r, g, b
 
 
-def css() -> str:
+def css(*, switch: bool = False) -> str:
     """The page's colours as CSS variables, light, and dark where the reader prefers it.
+
+    Args:
+        switch: the page says which by `data-theme` on its root; until it does, the reader's preference counts.
 
     >>> "--q:#0063a8" in css()
     True
     """
     light, dark = (";".join(f"--{n}:{c}" for n, c in names.items()) for names in (LIGHT, DARK))
+    if switch:
+        dark = f"color-scheme:dark;{dark}"
+        return (
+            f":root{{color-scheme:light;{light}}}\n"
+            f"@media (prefers-color-scheme:dark){{:root:not([data-theme]){{{dark}}}}}\n"
+            f':root[data-theme="dark"]{{{dark}}}\n'
+        )
     return (
         f":root{{color-scheme:light dark;{light}}}\n"
         f"@media (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from regard.view import glyphs
 from regard.view.glyphs import number
+from regard.view.keys import TOP, ordered, piece_of
 from regard.view.lines import (
     INDENT,
     WIDTH,
@@ -20,110 +21,91 @@ from regard.view.lines import (
     small_patterns,
     strip,
     style,
-    wrapped,
 )
 
-TOP = 8  # keys that are named; the others are counted
+MOST_LISTED = 128  # tokens
+MOST_HEADS = 16  # bars of shares
 
 
 def tokens(data: Data) -> Lines:
-    """Every token with its index, and before it its weight; the query in its colour."""
-    line = Text(INDENT)
-    for j in range(len(data["pieces"])):
-        masked, here = bool(data["masked"][j]), j == data["query"]
-        mark = "▶" if here else glyphs.shade(None if masked else data["weights"][j])
-        name = (piece_of(data, j), style("q", bold=True) if here else "dim" if masked else "")
-        token = Text.assemble((f"{j}", "dim"), (mark, style("q" if here else "s")), name, "  ")
+    """Every key with its index, and before it its weight; the query and the key in their colours; of many those near them."""
+    line, before = Text(INDENT), -1
+    own = data["query"] if data["row_pieces"] == data["pieces"] else -1
+    for j in _shown(data, own):
+        masked, here, key = bool(data["masked"][j]), j == own, j == data["key"]
+        mark = "▶" if here else "◆" if key else glyphs.shade(None if masked else data["weights"][j])
+        role = (
+            style("q", bold=True)
+            if here
+            else style("k", bold=True)
+            if key
+            else "dim"
+            if masked
+            else ""
+        )
+        token = Text.assemble(
+            (f"… {j - before - 1} more …  " if j > before + 1 else "", "dim"), (f"{j}", "dim"),
+            (mark, style("q" if here else "k" if key else "s")), (piece_of(data, j), role), "  ",
+        )  # fmt: skip
         if line.cell_len + token.cell_len > WIDTH:
             yield line
             line = Text(INDENT)
         line.append_text(token)
-    yield line
-    yield legend("▶ query; weight:")
+        before = j
+    rest = len(data["pieces"]) - before - 1
+    yield line.append(f"… {rest} more …" if rest else "", "dim")
+    if own < 0:
+        yield Text.assemble(
+            INDENT,
+            "query ",
+            (f"{data['query']} ", "dim"),
+            (glyphs.cell(data["query_piece"], 16).rstrip(), style("q", bold=True)),
+        )
+    yield Text(f"{INDENT}▶ query, ◆ key", "dim")
+    yield legend("weight:")
+
+
+def _shown(data: Data, query: int) -> Sequence[int]:
+    """The keys that are listed: all of a short text, else the first, those near query and key, and the heaviest."""
+    n = len(data["pieces"])
+    if n <= MOST_LISTED:
+        return range(n)
+    near = [range(at - 5, at + 6) for at in (data["key"], query if query >= 0 else data["key"])]
+    chosen = {j for group in near for j in group if 0 <= j < n} | set(range(4))
+    return sorted(chosen | set(ordered(data)[:TOP]))
 
 
 def hidden(data: Data) -> Lines:
     """The hidden state of the query, embedded, entering the layer, and normed."""
-    yield from strip("embedding of the token", data["embedding"], "")
-    yield from strip(f"h: entering layer {data['layer']}", data["entering"], "")
-    yield from strip("x: after the layer's norm", data["normed"], "")
+    for name, title in (
+        ("embedding", "embedding of the token"), ("entering", f"h: entering layer {data['layer']}"),
+        ("normed", "x: what attention is given"),
+    ):  # fmt: skip
+        if data[name]:
+            yield from strip(title, data[name], "")
 
 
 def projected(data: Data) -> Lines:
-    """q of the query, and k and v of the key with the largest weight."""
-    j = _order(data)[0]
+    """q of the query, and k and v of the key."""
+    j = data["key"]
+    named = f"{j} {piece_of(data, j)}"
     for step in data["q"]:
         yield from strip(f"q, {step['name']}", step["values"], "q")
     for step in data["k"]:
-        yield from strip(f"k of {j} {piece_of(data, j)}, {step['name']}", step["values"][j], "k")
-    yield from strip(f"v of {j} {piece_of(data, j)}", data["v"][j], "v")
-    angles = data["angles"][data["query"]]
+        yield from strip(f"k of {named}, {step['name']}", step["values"][j], "k")
+    for step in data["values"]:
+        yield from strip(f"v of {named}, {step['name']}", step["values"][j], "v")
+    for step in (*data["q"], *data["k"]):
+        if step["name"] not in ("projected", "rotated", "given"):
+            yield equation(f"{step['name']}: {step['equation']}")
+    angles = data["angle"]
     if angles:
-        position, shown = data["positions"][data["query"]], ", ".join(number(a) for a in angles[:5])
+        position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])
         yield equation(data["equations"]["rotate"])
         yield Text(
             f"{INDENT}{len(angles)} pairs, layout {data['layout']}; of the query, position {position}:"
         )
         yield Text(f"{INDENT}φ = {shown} ... {number(angles[-1])} rad")
-
-
-def scores(data: Data) -> Lines:
-    """How the largest score comes about; a row per key, the largest weights first; the others counted."""
-    order = _order(data)
-    yield equation(data["equations"]["dot"])
-    yield _products(data, order[0])
-    names = "".join(f"{step['name']:>9}" for step in data["scores"][:-1])
-    yield Text(f"{INDENT} key {'token':<10}{names} exp(s-m)  weight", "dim")
-    room = WIDTH - 37 - 9 * (len(data["scores"]) - 1)
-    for j in order[:TOP]:
-        values = "".join(number(step["values"][j], 9) for step in data["scores"][:-1])
-        p = data["weights"][j]
-        yield Text.assemble(
-            f"{INDENT}{j:>4} ", glyphs.cell(data["pieces"][j], 10), (values, style("s")),
-            number(data["exps"][j], 9), (f"  {glyphs.weight(p)} ", "bold"),
-            (glyphs.bar(p, room).rstrip(), style("s")),
-        )  # fmt: skip
-    if order[TOP:]:
-        rest = sum(data["weights"][j] for j in order[TOP:])
-        yield Text(f"{INDENT}... {len(order) - TOP} others share {glyphs.weight(rest)}", "dim")
-    yield from _masked(data)
-
-
-def _masked(data: Data) -> Lines:
-    """How many keys are masked, and why."""
-    reasons = [reason for reason in data["masked"] if reason]
-    for reason in dict.fromkeys(reasons):
-        count, first = reasons.count(reason), data["masked"].index(reason)
-        keys = f"key {first}" if count == 1 else f"{count} keys, the first is {first}"
-        yield from wrapped(f"masked: {keys}: s = -∞, so the weight is 0; why: {reason}")
-
-
-def _products(data: Data, j: int) -> Text:
-    """The largest products of q_i . k_j, by dim."""
-    q, k = data["q"][-1]["values"], data["k"][-1]["values"][j]
-    products = [a * b for a, b in zip(q, k, strict=True)]
-    largest = sorted(range(len(q)), key=lambda d: -abs(products[d]))[:3]
-    rest = sum(products) - sum(products[d] for d in largest)
-    terms = "".join(f"{number(products[d])} (d {d}) + " for d in largest)
-    others = f"{number(rest)} ({len(q) - len(largest)} others)"
-    return Text(f"{INDENT}key {j}: {terms}{others} = {number(sum(products))}")
-
-
-def softmax(data: Data) -> Lines:
-    """The parts of the softmax, and one weight computed both ways."""
-    total = number(data["total"])
-    sink = "" if data["sink"] is None else f",  sink {number(data['sink'])}"
-    yield Text(
-        f"{INDENT}m = {number(data['row_max'])},  Σ exp(s-m) = {total}{sink},  "
-        f"lse = {number(data['lse'])},  Σ p = {sum(data['weights']):.6f}"
-    )
-    j = _order(data)[0]
-    s, p = data["scores"][-1]["values"][j], glyphs.weight(data["weights"][j])
-    if s is not None and data["sink"] is None:
-        yield Text(
-            f"{INDENT}key {j}: exp({number(s)} - {number(data['row_max'])}) / {total} = "
-            f"exp({number(s)} - {number(data['lse'])}) = {p}"
-        )
 
 
 def mix(data: Data) -> Lines:
@@ -133,30 +115,51 @@ def mix(data: Data) -> Lines:
     order = [j for j in sorted(range(len(sizes)), key=lambda j: -sizes[j]) if sizes[j] > 0]
     top = max((abs(x) for row in rows for x in row), default=0.0)
     for j in order[:3]:
-        p = glyphs.weight(data["weights"][j])
+        p = (
+            number(data["weights"][j])
+            if data["kind"] == "linear"
+            else glyphs.weight(data["weights"][j])
+        )
         yield from strip(f"{p} v of {j} {piece_of(data, j)}", rows[j], "v", top)
     if order[3:]:
         rest = norm([sum(rows[j][d] for j in order[3:]) for d in range(len(rows[0]))])
         yield Text(
             f"{INDENT}... {len(order) - 3} others add a vector of norm {number(rest)}", "dim"
         )
-    yield from strip("z: the sum of all", data["z"], "z", max(top, max(map(abs, data["z"]))))
+    mixed, z = data["mixed"], data["z"]
+    yield from strip("z: the sum of all", mixed, "z", max(top, max(map(abs, mixed), default=0.0)))
+    if len(mixed) != len(z) or norm([a - b for a, b in zip(mixed, z, strict=True)]) > 1e-4 * (
+        norm(z) or 1.0
+    ):
+        yield from strip("z, finished (gate, norm, map or mix)", z, "z")
 
 
 def output(data: Data) -> Lines:
     """What each head writes into out, and the sums."""
-    n, largest = data["sizes"], max(map(abs, data["shares"])) or 1.0
+    largest, count, E = max(map(abs, data["shares"])) or 1.0, len(data["shares"]), len(data["z"])
     yield Text(
-        f"{INDENT}joined: {n['H']} heads x {n['E']} = {n['H'] * n['E']} numbers; what each writes into out:"
+        f"{INDENT}joined: {count} heads x {E} = {count * E} numbers; what each writes into out:"
     )
+    slot = data["head"] % count
     for h, share in enumerate(data["shares"]):
-        here = h == data["head"]
+        if count > MOST_HEADS and h not in _large(data["shares"], slot):
+            continue
+        here = h == slot
         bar = glyphs.bar(abs(share) / largest, 44).rstrip()
         line = f"{INDENT}{'▶' if here else ' '} head {h:>2}  {share:>+8.1%}  {bar}"
         yield Text(line, style("z", bold=here) if here else "")
     yield from strip("this head writes W_O z", data["head_out"], "z")
     yield from strip("out: attention writes", data["out"], "z")
-    yield from strip("h + out: the hidden state", data["residual"], "")
+    if data["residual"]:
+        size = norm(data["out"]) / (norm(data["entering"]) or 1.0)
+        yield from strip("h: the hidden state behind it", data["residual"], "")
+        yield Text(f"{INDENT}|out| is {number(size)} of |h| in front of it", "dim")
+
+
+def _large(shares: Sequence[float], slot: int) -> set[int]:
+    """The heads that are shown of many: the largest shares, and the one that is explained."""
+    order = sorted(range(len(shares)), key=lambda h: -abs(shares[h]))
+    return {slot, *order[: MOST_HEADS - 1]}
 
 
 def pattern(data: Data) -> Lines:
@@ -174,14 +177,3 @@ def predictions(data: Data) -> Lines:
             f"{INDENT}{glyphs.cell(guess['piece'], 16)} {p:>7.2%}  ",
             (glyphs.bar(p, 48).rstrip(), style("z")),
         )
-
-
-def _order(data: Data) -> Sequence[int]:
-    """Visible keys, the largest weight first; the query itself where it sees nothing."""
-    seen = [j for j, reason in enumerate(data["masked"]) if not reason]
-    return sorted(seen, key=lambda j: -data["weights"][j]) or [data["query"]]
-
-
-def piece_of(data: Data, j: int) -> str:
-    """Token j, cut to fit a line."""
-    return glyphs.cell(data["pieces"][j], 16).rstrip()

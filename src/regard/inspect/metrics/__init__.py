@@ -1,0 +1,37 @@
+"""Metrics of heads: of dense patterns, and streamed over recordings of any length."""
+
+from regard.inspect.metrics.heads import head_scores
+from regard.inspect.metrics.made_ids import repeated_ids
+from regard.inspect.metrics.measure import (
+    Measures,
+    Sampled,
+    keys_for,
+    measure,
+    redundancy,
+    retrieval_score,
+)
+from regard.inspect.metrics.patterns import (
+    SINKS,
+    duplicate_score,
+    entropy,
+    induction_score,
+    previous_token_score,
+    sink_share,
+)
+
+__all__ = [
+    "SINKS",
+    "Measures",
+    "Sampled",
+    "duplicate_score",
+    "entropy",
+    "head_scores",
+    "induction_score",
+    "keys_for",
+    "measure",
+    "previous_token_score",
+    "redundancy",
+    "repeated_ids",
+    "retrieval_score",
+    "sink_share",
+]

@@ -1,0 +1,246 @@
+"""What heads look at, gathered from one stream of tiles: nothing of size T x N is held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from regard.inspect.metrics.lists import after_copies, copies
+from regard.inspect.place import Place
+from regard.inspect.tiles import Tile
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """A place that is measured. ids: [N] of its columns, or None; batch: which row of the batch.
+
+    sinks: how many first positions count as sinks; near: a distance below it is local.
+    """
+
+    place: Place
+    ids: Tensor | None
+    batch: int = 0
+    sinks: int = 4
+    near: int = 32
+    padding: Tensor | None = None
+
+    @property
+    def h(self) -> int:
+        """Heads."""
+        return len(self.place.heads)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Positions [T] of the rows."""
+        return self.place.row_positions[self.batch]
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """Positions [N] of the columns."""
+        return self.place.column_positions[self.batch]
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """The numbers [T] of the rows among the queries of the run."""
+        return torch.tensor([i for step in self.place.steps for i in step.tokens()])
+
+    def share_of_sink(self) -> Tensor:
+        """P_sink = exp(sink - ln denominator) [h,T]; 0 without a sink."""
+        parts = [
+            torch.zeros(self.h, step.T, dtype=torch.float64) if step.sink is None
+            else torch.exp(step.sink.double()[:, None] - step.denominator[self.batch])
+            for step in self.place.steps
+        ]  # fmt: skip
+        return torch.cat(parts, 1)
+
+    def sinks_at(self) -> Tensor:
+        """The sink of each row [h,T]; -inf without one."""
+        parts = [
+            torch.full((self.h, step.T), -math.inf, dtype=torch.float64) if step.sink is None
+            else step.sink.double()[:, None].expand(-1, step.T)
+            for step in self.place.steps
+        ]  # fmt: skip
+        return torch.cat(parts, 1)
+
+    def denominators(self) -> Tensor:
+        """ln of the softmax's denominators [h,T]."""
+        return torch.cat([step.denominator[self.batch] for step in self.place.steps], 1)
+
+    def mean(self, x: Tensor, over: Tensor) -> Tensor:
+        """The mean [h] of x [h,T] over some rows, bool [T] or [h,T]; NaN where there are none."""
+        over = over.expand(x.shape)
+        return torch.where(over, x, 0).sum(1) / over.sum(1)
+
+
+class Accumulator(Protocol):
+    """Tiles in, numbers of heads out."""
+
+    def add(self, tile: Tile) -> None:
+        """One tile more."""
+
+    def result(self) -> Mapping[str, Tensor]:
+        """Name -> [h], or [h,n] for curves."""
+
+
+class Sharpness:
+    """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), over ln n_i; effective keys exp(H_i); the largest score.
+
+    That is -sum_j p_ij ln p_ij; a sink is one key more. The lse's rounding is not left in it, as in lse - sum_j p_ij s_ij.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        shape = (scene.h, scene.place.T)
+        self._entropy = torch.zeros(shape, dtype=torch.float64)
+        self._whole = scene.denominators()
+        self._seen = torch.zeros(shape, dtype=torch.int64)
+        self._most = torch.full((scene.h,), -math.inf, dtype=torch.float64)
+
+    def add(self, tile: Tile) -> None:
+        """Sums of -p ln p, visible keys, the largest score."""
+        hidden = tile.scores.isneginf()
+        less = (self._whole[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
+        self._entropy[:, tile.rows] += (tile.weights * less).sum(2)
+        self._seen[:, tile.rows] += (~hidden).sum(2)
+        self._most = torch.maximum(self._most, tile.scores.amax((1, 2)))
+
+    def result(self) -> Mapping[str, Tensor]:
+        """entropy (0 to 1, over rows that see more than one key), effective_keys, max_logit."""
+        scene = self._scene
+        share, sink = scene.share_of_sink(), scene.sinks_at()
+        h = self._entropy + torch.where(share > 0, share * (self._whole - sink), 0)
+        n, h = self._seen + (~sink.isneginf()), h.clamp(min=0)
+        return {
+            "entropy": scene.mean(h / n.clamp(min=2).log(), n > 1),
+            "effective_keys": scene.mean(h.exp(), self._seen > 0),
+            "max_logit": self._most,
+        }
+
+
+class Distances:
+    """The offset profile D(d) = mean_i p_{i,i-d}, the mean distance sum_j p_ij (p_i - p_j), and what is near."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        longest = int(scene.rows.max() - torch.where(scene.columns >= 0, scene.columns, 1 << 40).min()) + 1  # fmt: skip
+        self._sums = torch.zeros(
+            scene.h, max(1, longest) + 1, dtype=torch.float64
+        )  # the last: ahead, or not real
+        self._far, self._near = (torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fn")  # fmt: skip
+
+    def add(self, tile: Tile) -> None:
+        """Weights by distance."""
+        q, k = self._scene.rows[tile.rows], self._scene.columns[tile.columns]
+        d = q[:, None] - k
+        real = (q >= 0)[:, None] & (k >= 0)
+        last = self._sums.shape[1] - 1
+        bins = torch.where(real & (d >= 0), d, last).clamp(max=last)
+        self._sums.index_add_(1, bins.flatten(), tile.weights.flatten(1))
+        self._far[:, tile.rows] += (tile.weights * d).masked_fill(~real, 0).sum(2)
+        local = real & (d.abs() < self._scene.near)
+        self._near[:, tile.rows] += (tile.weights * local).sum(2)
+
+    def result(self) -> Mapping[str, Tensor]:
+        """distance, local, and the curve offsets [h,longest distance + 1]."""
+        scene = self._scene
+        real = scene.rows >= 0
+        have = torch.bincount(scene.rows[real], minlength=self._sums.shape[1] - 1)
+        held = torch.zeros(int(max(scene.columns.max(), scene.rows.max())) + 1, dtype=torch.int64)
+        held[scene.columns[scene.columns >= 0]] = 1
+        pairs = torch.stack([
+            (have[d:] * held[: len(have) - d]).sum() for d in range(self._sums.shape[1] - 1)
+        ])  # fmt: skip
+        return {
+            "distance": scene.mean(self._far, real),
+            "local": scene.mean(self._near, real),
+            "offsets": self._sums[:, :-1] / pairs.clamp(min=1),
+        }
+
+
+class Targets:
+    """Mean weights on listed pairs: the previous token, earlier copies of a row's token, and what followed them."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._lists = {name: pairs for name, pairs in _lists(scene).items() if len(pairs)}
+        self._sums = {name: torch.zeros(scene.h, dtype=torch.float64) for name in self._lists}
+
+    def add(self, tile: Tile) -> None:
+        """Weights of the pairs that lie in the tile."""
+        for name, pairs in self._lists.items():
+            ends = torch.tensor([tile.rows.start, tile.rows.stop])
+            start, stop = torch.searchsorted(pairs[:, 0].contiguous(), ends).tolist()
+            some = pairs[start:stop]
+            inside = (some[:, 1] >= tile.columns.start) & (some[:, 1] < tile.columns.stop)
+            i, j = (some[inside] - torch.tensor([tile.rows.start, tile.columns.start])).T
+            self._sums[name] += tile.weights[:, i, j].sum(1)
+
+    def result(self) -> Mapping[str, Tensor]:
+        """previous_token, duplicate, induction: those that the tokens allow."""
+        return {
+            name: total / len(self._lists[name][:, 0].unique())
+            for name, total in self._sums.items()
+        }
+
+
+def _lists(scene: Scene) -> dict[str, Tensor]:
+    """Pairs (row, column) of the place, by the row."""
+    where = {int(p): c for c, p in enumerate(scene.columns.tolist()) if p >= 0}
+    before = [(r, where[p - 1]) for r, p in enumerate(scene.rows.tolist()) if p - 1 in where]
+    found = {"previous_token": torch.tensor(before, dtype=torch.int64).reshape(-1, 2)}
+    if scene.ids is None:
+        return found
+    real = (scene.columns >= 0).nonzero()[:, 0]
+    row_of = torch.full((max(scene.place.N, int(scene.tokens.max()) + 1),), -1)
+    row_of[scene.tokens] = torch.arange(len(scene.tokens))
+    for name, make in (("duplicate", copies), ("induction", after_copies)):
+        pairs = real[make(scene.ids[real])]
+        rows = row_of[pairs[:, 0]]
+        pairs = torch.stack([rows, pairs[:, 1]], 1)[rows >= 0]
+        found[name] = pairs[pairs[:, 0].argsort(stable=True)]
+    return found
+
+
+class Received:
+    """Where the mass goes: to the first keys, to each column, and to where none may go."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._first, self._sum = (torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fs")  # fmt: skip
+        self._columns = torch.zeros(scene.h, scene.place.N, dtype=torch.float64)
+        self._leaks = {name: torch.zeros(scene.h, dtype=torch.float64) for name in ("future", "empty", "padding")}  # fmt: skip
+
+    def add(self, tile: Tile) -> None:
+        """Sums over rows and columns."""
+        scene, w = self._scene, tile.weights
+        q, k = scene.rows[tile.rows], scene.columns[tile.columns]
+        self._sum[:, tile.rows] += w.sum(2)
+        self._columns[:, tile.columns] += w.sum(1)
+        self._first[:, tile.rows] += (w * ((k >= 0) & (k < scene.sinks))).sum(2)
+        wrong = {"future": k > q[:, None], "empty": (k < 0).expand(len(q), -1)}
+        if scene.padding is not None:
+            wrong["padding"] = scene.padding[tile.columns].expand(len(q), -1)
+        for name, cells in wrong.items():
+            self._leaks[name] += (w * cells).sum((1, 2))
+
+    def result(self) -> Mapping[str, Tensor]:
+        """sink, learned_sink, missing, future, empty, padding, and the curve received [h,N]."""
+        scene = self._scene
+        share = scene.share_of_sink()
+        sees = self._sum > 0
+        return {
+            "sink": scene.mean(self._first, scene.rows >= scene.sinks),
+            "learned_sink": scene.mean(share, sees),
+            "missing": torch.where(sees, 1 - self._sum - share, 0).abs().amax(1),
+            **self._leaks,
+            "received": self._columns,
+        }
+
+
+EVERY = (Sharpness, Distances, Targets, Received)

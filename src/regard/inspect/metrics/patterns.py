@@ -1,0 +1,124 @@
+"""Scores of heads, from dense patterns [*H,T,T]: of what they look at, and how sharply."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.errors import ArgumentError
+from regard.inspect.metrics.lists import after_copies, copies
+
+SINKS = 4
+"""How many first keys count as sinks."""
+
+
+def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"]:
+    """The mean weight on the key just before the query.
+
+    mean over i >= 1 of p_{i,i-1}
+
+    Raises:
+        ArgumentError: the pattern is not square, or has fewer than 2 rows.
+
+    >>> previous_token_score(torch.eye(4).roll(-1, 1)[None]).tolist()
+    [1.0]
+
+    Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
+    """
+    _check(pattern, least=2)
+    return pattern.diagonal(-1, -2, -1).mean(-1)
+
+
+def induction_score(
+    pattern: Float[Tensor, "*H T T"], ids: Int[Tensor, " T"]
+) -> Float[Tensor, "*H"]:
+    """The mean weight on what followed an earlier copy of the query's token.
+
+    mean over i of sum_j p_{i,j+1}, over all j < i - 1 with id_j = id_i; rows i without such a j are left out
+
+    It works by lists of indices: T ids, not T x T cells, are compared.
+
+    Raises:
+        ArgumentError: no token occurs twice, at least two apart, or ids and pattern differ in length.
+
+    >>> pattern = torch.zeros(4, 4)
+    >>> pattern[2, 1], pattern[3, 2] = 0.75, 0.25  # a b a b: the second a looks at the first b
+    >>> induction_score(pattern, torch.tensor([7, 8, 7, 8])).item()
+    0.5
+
+    Source: Olsson et al. 2022 (arXiv 2209.11895), section "definition: prefix matching".
+    """
+    _check(pattern, least=1, ids=ids)
+    return _mass(pattern, after_copies(ids))
+
+
+def duplicate_score(
+    pattern: Float[Tensor, "*H T T"], ids: Int[Tensor, " T"]
+) -> Float[Tensor, "*H"]:
+    """The mean weight on earlier copies of the query's token.
+
+    mean over i of sum_j p_ij, over all j < i with id_j = id_i; rows i without such a j are left out
+
+    Raises:
+        ArgumentError: no token occurs twice, or ids and pattern differ in length.
+
+    >>> duplicate_score(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([3, 3])).item()
+    0.5
+
+    Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1.
+    """
+    _check(pattern, least=1, ids=ids)
+    return _mass(pattern, copies(ids))
+
+
+def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
+    """The entropy of each row, in nats: 0 for one key, ln n for n keys alike.
+
+    H_i = - sum_j p_ij ln p_ij
+
+    >>> entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).exp().tolist()
+    [1.0, 2.0]
+    """
+    return torch.special.entr(pattern).sum(-1)
+
+
+def sink_share(pattern: Float[Tensor, "*H T T"], first: int = SINKS) -> Float[Tensor, "*H"]:
+    """The mean weight on the first keys, over the queries behind them.
+
+    mean over i >= first of sum over j < first of p_ij
+
+    Raises:
+        ArgumentError: there is no query behind the first keys, or first is less than 1.
+
+    >>> sink_share(torch.tensor([[1.0, 0.0], [0.5, 0.5]]), first=1).item()
+    0.5
+
+    Source: Xiao et al. 2023 (arXiv 2309.17453), section 3.1.
+    """
+    if first < 1:
+        raise ArgumentError(f"first is {first}; it must be at least 1")
+    _check(pattern, least=first + 1)
+    return pattern[..., first:, :first].sum(-1).mean(-1)
+
+
+def _mass(pattern: Tensor, pairs: Tensor) -> Tensor:
+    if not len(pairs):
+        raise ArgumentError(
+            "no token occurs twice, far enough apart, in ids; give a text that repeats itself, such as repeated_ids(...)"
+        )
+    rows, keys = pairs.T
+    return pattern[..., rows, keys].sum(-1) / len(rows.unique())
+
+
+def _check(pattern: Tensor, least: int, ids: Tensor | None = None) -> None:
+    if pattern.ndim < 2 or pattern.shape[-1] != pattern.shape[-2]:
+        raise ArgumentError(f"pattern is {tuple(pattern.shape)}; it must be [..., T, T]")
+    if pattern.shape[-1] < least:
+        raise ArgumentError(
+            f"pattern has {pattern.shape[-1]} rows; this score needs at least {least}"
+        )
+    if ids is not None and tuple(ids.shape) != (pattern.shape[-1],):
+        raise ArgumentError(
+            f"ids are {tuple(ids.shape)}; the pattern has {pattern.shape[-1]} rows, one per id"
+        )

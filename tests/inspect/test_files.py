@@ -1,0 +1,264 @@
+"""Recordings on disk: what is read back is bit for bit what was saved, and hostile files are refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import regard
+from regard import biases, masks
+from regard.caches import Quantised, Ring
+from regard.errors import ArgumentError, FileError
+from regard.inspect import Recorder, Recording, load, record, save
+from regard.inspect.rules import bias_from, mask_from
+from regard.nn.variants import VARIANTS
+from regard.span import Span
+from tests.nn.catalogue import example, tokens
+
+TABLE = torch.rand(6, 9, generator=torch.Generator().manual_seed(0)) < 0.7
+MASKS: dict[str, Any] = {
+    "none": None,
+    "text": masks.Causal() & masks.Window(4) | masks.Sinks(1),
+    "padding": masks.Causal() & masks.Padding((((0, 9),), ((2, 9),))),
+    "dense": masks.Dense(TABLE),
+    "tree": (masks.Causal() & ~masks.Dense(TABLE)) | masks.Window(2),
+    "blocks": masks.Causal() & masks.Blocks(torch.ones(5, 5).tril().bool(), 2),
+    "selected": masks.Selected(torch.ones(1, 1, 6, 5).bool(), 2, torch.zeros(1, dtype=torch.int64)),
+    "heads": masks.Heads((masks.Causal(), masks.Full(), masks.Dense(TABLE), masks.Window(3))),
+    "function": masks.Fn(lambda q, k: (k % 2 == 0) & (k <= q), "even keys"),
+}
+BIASES: dict[str, Any] = {
+    "none": None,
+    "alibi": biases.ALiBi(4),
+    "learned alibi": biases.ALiBi(slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]), symmetric=True),
+    "t5": biases.T5Relative(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), bidirectional=False),
+    "dense": biases.Dense(torch.randn(1, 1, 6, 9, generator=torch.Generator().manual_seed(2))),
+    "sum": biases.ALiBi(4) + biases.Dense(torch.ones(6, 9)),
+    "function": biases.Fn(lambda q, k: -0.1 * (q - k).abs().double()),
+}  # fmt: skip
+
+
+def there_and_back(found: Recording, folder: Path) -> Recording:
+    save(found, folder / "run.safetensors")
+    assert [path.name for path in folder.iterdir()] == [
+        "run.safetensors"
+    ]  # nothing is left beside it
+    return load(folder / "run.safetensors")
+
+
+def same(a: Recording, b: Recording) -> None:
+    """Every number and word."""
+    assert list(a.places) == list(b.places)
+    assert (a.pieces, a.about, a.source_pieces) == (b.pieces, b.about, b.source_pieces)
+    for name, place in a.places.items():
+        other = b[name]
+        assert (place.H, place.heads, place.N, place.held) == (other.H, other.heads, other.N, other.held)  # fmt: skip
+        for h in place.heads:
+            for batch in range(place.B):
+                assert torch.equal(a.weights(name, h, batch=batch), b.weights(name, h, batch=batch))
+                assert torch.equal(a.scores(name, h, batch=batch), b.scores(name, h, batch=batch))
+        for x, y in zip(place.steps, other.steps, strict=True):
+            assert (x.kernel, x.first, x.token, x.dropout, x.pool) == (y.kernel, y.first, y.token, y.dropout, y.pool)  # fmt: skip
+            assert torch.equal(x.q, y.q)
+            assert (x.out is None) == (y.out is None)
+    assert a.sound == b.sound
+
+
+def call(mask: Any = None, bias: Any = None, **options: Any) -> Recording:
+    make = torch.Generator().manual_seed(3)
+    q, k = torch.randn(2, 4, 6, 8, generator=make), torch.randn(2, 2, 9, 8, generator=make)
+    with Recorder() as recorder:
+        regard.attend(q, k, k, mask=mask, bias=bias, **options)
+    return recorder.recording(pieces=("a", "b"), note="by hand")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name: str, tmp_path: Path) -> None:
+    found = call(MASKS[name])
+    again = there_and_back(found, tmp_path)
+    same(found, again)
+    mask = again[0].steps[0].mask
+    if name in ("none", "text", "padding"):
+        assert mask == found[0].steps[0].mask  # as a rule, not as a table
+    elif (
+        name != "function"
+    ):  # a function of the caller's is written out: nobody runs code out of a file
+        assert str(mask) == str(found[0].steps[0].mask)
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_every_bias(name: str, tmp_path: Path) -> None:
+    found = call(masks.Causal(), BIASES[name], softcap=3.0, sink=torch.randn(4), scale=0.3)
+    same(found, there_and_back(found, tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    q = torch.randn(1, 2, 5, 4).to(dtype)
+    with Recorder() as recorder:
+        regard.attend(q, q, q)
+    found = recorder.recording()
+    again = there_and_back(found, tmp_path)
+    same(found, again)
+    assert again[0].k.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "mla", "gqa"])
+def test_steps_rings_latents_and_quantised_caches(name: str, tmp_path: Path) -> None:
+    kinds = {"sliding_window": Ring(6), "gqa": Quantised(4, group=4, residual=4)}
+    module, x = example(VARIANTS[name], dtype=torch.float32), tokens(12, dtype=torch.float32)
+    cache = kinds.get(name, module.new_cache())
+    with torch.no_grad(), Recorder(heads=[1, 2], keep=("out",)) as recorder:
+        for start, stop in [(0, 7), *((i, i + 1) for i in range(7, 12))]:
+            module(x[:, start:stop], cache=cache)
+    found = recorder.recording()
+    again = there_and_back(found, tmp_path)
+    same(found, again)
+    assert torch.equal(again[0].row_positions, found[0].row_positions)
+
+
+def test_a_run_of_a_model_with_its_tokens(tmp_path: Path) -> None:
+    found = record(regard.load("tiny"), "to be or not to be", tokens=3, rows=2)
+    again = there_and_back(found, tmp_path)
+    same(found, again)
+    assert again.ids is not None
+    assert torch.equal(again.ids, found.ids)
+    assert again.labels(0) == found.labels(0)
+
+
+def test_masks_that_all_steps_share_are_written_once(tmp_path: Path) -> None:
+    table = masks.Dense(torch.ones(1, 1, 1, 999).bool())
+    k = torch.randn(1, 1, 999, 2)
+    with Recorder() as recorder:
+        for i in range(30):
+            regard.attend(k[:, :, :1], k, k, mask=table, q_positions=Span(999 + i, 1))
+    save(recorder.recording(), tmp_path / "x")
+    with safe_open(tmp_path / "x", framework="pt") as file:
+        bools = [n for n in file.keys() if file.get_tensor(n).dtype == torch.bool]  # noqa: SIM118
+    assert len(bools) == 1
+
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
+
+
+def step(data: dict[str, Any]) -> dict[str, Any]:
+    return data["places"][0]["steps"][0]
+
+
+def pool(data: dict[str, Any]) -> dict[str, Any]:
+    return data["places"][0]["pools"][0]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    mask: dict[str, Any] = {"text": "causal"}
+    for _ in range(depth):
+        mask = {"not": mask}
+    return mask
+
+
+HOSTILE: dict[str, tuple[Change, str]] = {
+    "format": (lambda d, t: d.update(format=9), "has format 9; this version reads 1"),
+    "no places": (lambda d, t: d.pop("places"), "'places'"),
+    "places no list": (lambda d, t: d.update(places=3), "do not make a recording"),
+    "two of a name": (lambda d, t: d["places"].append(d["places"][0]), "two places have one name"),
+    "no steps": (lambda d, t: d["places"][0].update(steps=[]), "has no steps, pools or heads"),
+    "heads": (lambda d, t: d["places"][0].update(heads=[0, 9]), "heads of  are (0, 9); they must rise, from 0 to 3"),
+    "H": (lambda d, t: d["places"][0].update(H="4"), "'4' stands where an integer must"),
+    "no heads": (lambda d, t: d["places"][0].update(H=0), "has 0 heads and 9 columns"),
+    "G": (lambda d, t: pool(d).update(G=3), "has 4 heads, and keys of 3"),
+    "groups": (lambda d, t: pool(d).update(groups=[0]), "other groups than its heads read"),
+    "N": (lambda d, t: d["places"][0].update(N=10**9), "has 1000000000 columns, and fewer keys"),
+    "k": (lambda d, t: t.update({pool(d)["k"]: torch.zeros(2, 2, 3, 8)}), "k of  is torch.float32 (2, 2, 3, 8)"),
+    "ints": (lambda d, t: t.update({step(d)["q"]: torch.zeros(2, 4, 6, 8, dtype=torch.int64)}), "q of step 0 of  is torch.int64"),
+    "q": (lambda d, t: t.update({step(d)["q"]: torch.zeros(2, 4, 6)}), "q of step 0"),
+    "lse": (lambda d, t: t.update({step(d)["lse"]: torch.zeros(2, 4, 5)}), "lse of step 0"),
+    "no tensor": (lambda d, t: step(d).update(q="999"), "'999'"),
+    "columns": (lambda d, t: step(d).update(columns=[3, 9]), "columns of step 0 of  go from 3 to 11, out of 0 to 8"),
+    "pool": (lambda d, t: step(d).update(pool=1), "has the pool 1 of 1"),
+    "first": (lambda d, t: step(d).update(first=-1), "first of step 0 of  is -1"),
+    "token": (lambda d, t: step(d).update(token=True), "True stands where an integer must"),
+    "positions": (lambda d, t: step(d).update(q_positions=[0, 5]), "6 queries behind 0 and 9 keys, and positions of 5 and 9"),
+    "long": (lambda d, t: step(d).update(q_positions=[0, 2**60]), "a span of 1152921504606846976 positions"),
+    "span": (lambda d, t: step(d).update(k_positions=[0.5, 9]), "0.5 stands where an integer must"),
+    "scale": (lambda d, t: step(d).update(scale="1e999"), "scale, softcap or dropout of step 0"),
+    "softcap": (lambda d, t: step(d).update(softcap=-1), "scale, softcap or dropout of step 0"),
+    "mask code": (lambda d, t: step(d).update(mask={"text": "__import__('os')"}), "unknown mask"),
+    "mask deep": (lambda d, t: step(d).update(mask=nested(60)), "a mask is nested deeper than 50"),
+    "mask shape": (lambda d, t: step(d).update(mask={"text": "padding((((0, 3),),))"}) or step(d).update(mask={"heads": [{"text": "causal"}]}), "Heads holds 1 masks, but the call has 4"),
+    "mask none": (lambda d, t: step(d).update(mask={}), "'dense'"),
+    "bias": (lambda d, t: step(d).update(bias={"sum": []}), "a sum of biases has a term that is none"),
+    "bias heads": (lambda d, t: (t.update(z=torch.ones(3)), step(d).update(bias={"alibi": "z", "symmetric": False})), "has 3 heads and the query has 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_whose_parts_do_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    change, message = HOSTILE[name]
+    path = tmp_path / "run.safetensors"
+    save(call(masks.Causal()), path)
+    with safe_open(path, framework="pt") as file:
+        data = json.loads(file.metadata()["regard.recording"])
+        held = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    change(data, held)
+    save_file(held, path, metadata={"regard.recording": json.dumps(data)})
+    with pytest.raises(FileError) as caught:
+        load(path)
+    assert message in str(caught.value), str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_files_that_are_no_recordings(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(1)}, path)
+    with pytest.raises(
+        FileError, match=r"holds no recording: its header has no 'regard\.recording'"
+    ):
+        load(path)
+    save_file({"a": torch.zeros(1)}, path, metadata={"regard.recording": '{"format": 1, "format": 1}'})  # fmt: skip
+    with pytest.raises(FileError, match="has the key 'format' twice"):
+        load(path)
+    save(call(), path)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(FileError, match="partial download"):
+        load(path)
+    path.write_bytes(b"\x80\x04pickle")
+    with pytest.raises(FileError, match="pickle"):
+        load(path)
+    with pytest.raises(FileError, match="missing"):
+        load(tmp_path / "none")
+
+
+def test_what_cannot_be_written_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save(call(), path)
+    before = path.read_bytes()
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("regard.inspect.files.save_file", full)
+    with pytest.raises(FileError, match="cannot write the recording: no space left"):
+        save(call(), path)
+    assert path.read_bytes() == before
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(FileError, match="cannot write the recording"):
+        save(call(), tmp_path / "no" / "such" / "folder")
+
+
+def test_rules_nested_too_deep_are_refused() -> None:
+    bias: dict[str, Any] = {"sum": [None]}
+    for _ in range(60):
+        bias = {"sum": [bias]}
+    with pytest.raises(ArgumentError, match="a bias is nested deeper than 50"):
+        bias_from(bias, {})
+    with pytest.raises(ArgumentError, match="a mask is nested deeper than 50"):
+        mask_from(nested(60), {})

@@ -1,0 +1,134 @@
+"""Pooled patterns against sums and maxima over the whole pattern, in loops; and what composes, composes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import masks
+from regard.inspect import Pooled, Recorder, Recording, pooled
+
+AT = torch.tensor([[*[-1] * 5, *range(18)], [*range(23)]])
+
+
+def some(T: int = 23, **options: Any) -> Recording:
+    make = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 4, T, 8, generator=make), torch.randn(2, 2, 23, 8, generator=make)
+    given = {"mask": masks.Causal(), **options}
+    with Recorder() as recorder:
+        regard.attend(q, k, k, **given)
+    return recorder.recording()
+
+
+def by_loops(p: Tensor, seen: Tensor, tall: int, wide: int) -> tuple[Tensor, ...]:
+    """mass, max, rows that see, visible pairs and all pairs of each block."""
+    rows, columns = range(0, p.shape[0], tall), range(0, p.shape[1], wide)
+    found = [[], [], [], [], []]  # type: ignore[var-annotated]
+    for i in rows:
+        who = [r for r in range(i, min(i + tall, p.shape[0])) if bool(seen[r].any())]
+        found[2].append(len(who))
+        for j in columns:
+            here = range(j, min(j + wide, p.shape[1]))
+            mass = [sum(float(p[r, c]) for c in here) for r in who]
+            found[0].append(sum(mass) / len(who) if who else 0.0)
+            found[1].append(max(float(p[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here))  # fmt: skip
+            found[3].append(sum(int(seen[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here))  # fmt: skip
+            found[4].append(min(tall, p.shape[0] - i) * len(here))
+    shape = (len(rows), len(columns))
+    mass_, most, seeing, visible, pairs = (torch.tensor(x) for x in found)
+    return mass_.view(shape), most.view(shape), seeing, visible.view(shape), pairs.view(shape)
+
+
+def check(x: Pooled, recording: Recording, head: int, batch: int) -> None:
+    seen = recording.scores(0, head, batch=batch).isfinite()
+    mass, most, seeing, visible, pairs = by_loops(recording.weights(0, head, batch=batch), seen, *x.size)  # fmt: skip
+    assert (x.mass - mass).abs().max() < 1e-6  # the loops sum in fp32
+    assert torch.equal(x.max.float(), most.float())
+    assert torch.equal(x.seeing, seeing)
+    assert torch.equal(x.visible, visible)
+    assert torch.equal(x.pairs, pairs)
+    assert torch.allclose(x.density * visible, mass.double() * seeing[:, None], atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, (3, 7), (7, 2), 23, 64])
+def test_blocks_are_sums_and_maxima(size: int | tuple[int, int]) -> None:
+    found = some(q_positions=AT, k_positions=AT)
+    for batch in (0, 1):
+        check(found.pooled(0, 3, size, batch=batch), found, 3, batch)
+
+
+def test_fewer_queries_than_keys_and_a_sink() -> None:
+    sink = torch.tensor([0.0, 1.0, -1.0, 2.0])
+    found = some(T=9, mask=None, sink=sink)
+    check(found.pooled(0, 1, 4), found, 1, 0)
+    share = 1 - found.sums(0, 1)
+    assert float(share.min()) > 0
+    for size in (1, 3, 9):
+        x = found.pooled(0, 1, size)
+        expected = torch.stack([part.mean() for part in (1 - share).split(size)])
+        assert (x.mass.sum(1) - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("times", [1, 2, (2, 3), (5, 1), 99])
+def test_coarser_blocks_are_those_of_the_pattern(times: int | tuple[int, int]) -> None:
+    """Ragged at every level: 23 = 7 * 3 + 2 = 11 * 2 + 1."""
+    found = some(q_positions=AT, k_positions=AT)
+    down, across = times if isinstance(times, tuple) else (times, times)
+    for batch in (0, 1):
+        x = found.pooled(0, 2, (3, 2), batch=batch).coarser(times)
+        y = found.pooled(0, 2, (3 * down, 2 * across), batch=batch)
+        assert (x.mass - y.mass).abs().max() < 1e-12
+        for a, b in (
+            (x.max, y.max),
+            (x.seeing, y.seeing),
+            (x.visible, y.visible),
+            (x.pairs, y.pairs),
+        ):
+            assert torch.equal(a, b)
+
+
+def test_rows_of_blocks_sum_to_one_at_every_level() -> None:
+    found = some(q_positions=AT, k_positions=AT)
+    x = pooled(found[0], 1)
+    for _ in range(6):
+        sums = x.mass.sum(2)
+        assert (sums[x.seeing > 0] - 1).abs().max() < 1e-5
+        assert bool((sums[x.seeing == 0] == 0).all())
+        x = x.coarser(2)
+    assert x.mass.shape == (4, 1, 1)
+
+
+def test_all_heads_at_once_or_one() -> None:
+    found = some()
+    every, one = pooled(found[0], 4), pooled(found[0], 4, heads=slice(2, 3))
+    assert every.mass.shape == (4, 6, 6)
+    assert torch.equal(every.head(2).mass, one.head(0).mass)
+    assert torch.equal(found.pooled(0, 2, 4).max, one.max[0])
+
+
+def test_a_needle_is_seen_from_afar() -> None:
+    """One key in 4096 gets all of one row: the mean of its block hides it, the max of the coarsest block does not."""
+    q, k = torch.zeros(1, 1, 4096, 4), torch.zeros(1, 1, 4096, 4)
+    q[0, 0, 3000, 0], k[0, 0, 1234, 0] = 100.0, 100.0
+    with Recorder() as recorder:
+        regard.attend(q, k, k, mask=masks.Causal())
+    x = recorder.recording().pooled(0, 0, 512)
+    assert x.max[3000 // 512, 1234 // 512] > 0.999
+    assert x.mass[3000 // 512, 1234 // 512] < 0.2
+    assert float(x.coarser(8).max) > 0.999
+
+
+def test_padding_that_asks_is_nobody() -> None:
+    """Without a causal mask a padded query sees every key; it is no token, and no part of a mean."""
+    found = some(mask=None, q_positions=AT, k_positions=AT)
+    x = found.pooled(0, 0, 4, batch=0)
+    assert x.seeing.tolist() == [0, 3, 4, 4, 4, 3]
+    rows = found.weights(0, 0, slice(5, 8), batch=0)
+    expected = torch.stack([part.sum(1).mean() for part in rows.split(4, 1)])
+    assert (x.mass[1] - expected).abs().max() < 1e-12
+    assert x.coarser(6).mass.sum().item() == pytest.approx(1, abs=1e-6)
+    assert x.coarser(6).visible.item() == 18 * 18

@@ -1,0 +1,260 @@
+"""Recording runs of models: ours of every kind, and transformers' under the registered attention."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.inspect import Recording, record
+from regard.models import Model, Seq2Seq, TextEncoder, recurrent
+from regard.models.families import bert, t5
+from tests.inspect.stand_in import TEXT, model, tokenizer
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Model:
+    return model()
+
+
+@pytest.fixture(scope="module")
+def encoder() -> TextEncoder:
+    torch.manual_seed(0)
+    config = bert.Config(tokenizer().vocab_size, 16, 2, 4, 24, 64)
+    return TextEncoder(bert.build(config).eval(), tokenizer(), config)
+
+
+@pytest.fixture(scope="module")
+def translator() -> Seq2Seq:
+    torch.manual_seed(0)
+    config = t5.Config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
+    return Seq2Seq(t5.build(config).eval(), tokenizer(), config, start=0, ends=[1])
+
+
+def right_sums(found: Recording, *, ahead: bool = False) -> None:
+    """Every token's row of every head sums to 1; padding sees nothing, unless all may look at all."""
+    for name, place in found.places.items():
+        for h in place.heads:
+            for b in range(place.B):
+                sums = found.sums(name, h, batch=b)
+                blind = found.positions(name, batch=b) < 0
+                assert ahead or bool((sums[blind] == 0).all())
+                assert bool(((sums[~blind] - 1).abs() < 1e-5).all()), (name, h, b)
+
+
+def test_a_text(stand_in: Model) -> None:
+    found = record(stand_in, TEXT)
+    ids = stand_in.encode(TEXT)
+    assert found.ids is not None
+    assert torch.equal(found.ids, ids)
+    assert found.pieces == tuple(stand_in.tokenizer.pieces(ids[0].tolist()))
+    assert list(found.places) == ["layers.0", "layers.1", "layers.2"]
+    assert len(found) == 3
+    assert found.labels(1) == (found.pieces, found.pieces)
+    assert found.about == {
+        "model": "llama",
+        "dtype": "float32",
+        "device": "cpu",
+        "training": "False",
+    }
+    assert found.sound
+    right_sums(found)
+
+
+def test_ids_and_positions_and_several_texts(stand_in: Model) -> None:
+    texts = [TEXT, "the blue forest"]
+    found = record(stand_in, texts)
+    short = stand_in.encode(texts[1]).shape[1]
+    T = found[0].T
+    assert found.positions(0, batch=1).tolist() == [-1] * (T - short) + list(range(short))
+    right_sums(found)
+    assert found.sound
+    alone = record(stand_in, texts[1])
+    for h in range(4):
+        part = found.weights(1, h, slice(T - short, T), slice(T - short, T), batch=1)
+        assert (part - alone.weights(1, h)).abs().max() < 1e-4  # a padded batch rounds otherwise
+    again = record(stand_in, found.ids, positions=found[0].row_positions)
+    assert torch.equal(again.weights(2, 1, batch=1), found.weights(2, 1, batch=1))
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_a_prompt_in_pieces(stand_in: Model, chunk: int | None) -> None:
+    whole, found = record(stand_in, TEXT), record(stand_in, TEXT, chunk=chunk)
+    T = whole[0].T
+    assert len(found[0].steps) == (1 if chunk is None else -(-T // chunk))
+    for layer in range(3):
+        assert (found[layer].T, found[layer].N) == (T, T)
+        for h in range(4):
+            assert (found.weights(layer, h) - whole.weights(layer, h)).abs().max() < 1e-4
+    assert found.sound
+
+
+@pytest.mark.parametrize(
+    "cache", [None, "growing", "fixed", "paged", "quantised", "ring", "streaming"]
+)
+def test_going_on_by_some_tokens(stand_in: Model, cache: str | None) -> None:
+    forgets = cache in ("ring", "streaming")
+    n = stand_in.encode(TEXT).shape[1]
+    room = n + 4 if forgets else None
+    said = "".join(stand_in.generate(TEXT, max_tokens=8, cache=cache, max_context=room))
+    found = record(stand_in, TEXT, tokens=8, cache=cache, max_context=room)
+    assert found.ids is not None
+    assert stand_in.tokenizer.decode(found.ids[0].tolist()) == stand_in.tokenizer.decode(stand_in.encode(TEXT)[0].tolist()) + said  # fmt: skip
+    place = found[0]
+    assert [step.T for step in place.steps] == [n, *[1] * 7]
+    assert found.sound
+    assert found.labels(0)[0] == found.pieces[: n + 7]
+    if cache != "streaming":
+        assert place.T == place.N == n + 7
+        right_sums(found)
+    if forgets:
+        return
+    whole = record(stand_in, found.ids[:, :-1])  # the last token is said, not read
+    for h in range(4):
+        assert (found.weights(2, h) - whole.weights(2, h)).abs().max() < 1e-4
+
+
+def test_an_encoder(encoder: TextEncoder) -> None:
+    found = record(encoder, [TEXT, "the blue forest"])
+    assert list(found.places) == ["layers.0", "layers.1"]
+    assert found.sound
+    right_sums(found, ahead=True)
+    ids, positions, _ = encoder.encode([TEXT, "the blue forest"])
+    again = record(encoder, ids, positions=positions)
+    assert torch.equal(again.weights(1, 3, batch=1), found.weights(1, 3, batch=1))
+    n = int((positions[1] >= 0).sum())
+    assert found.weights(0, 0, 0, slice(n, None), batch=1).abs().max() == 0  # padding behind
+    assert found.weights(0, 0, 0, slice(1, n), batch=1).min() > 0  # both ways
+
+
+@pytest.mark.parametrize("target", [None, "the blue forest"])
+def test_an_encoder_and_a_decoder(translator: Seq2Seq, target: str | None) -> None:
+    found = record(translator, TEXT, target, **({} if target else {"tokens": 5}))
+    source = translator.tokenizer.pieces(translator.encode(TEXT)[0][0].tolist())
+    assert list(found.places) == [
+        "encoder.layers.0", "encoder.layers.1", "decoder.layers.0.attention", "decoder.layers.0.cross",
+        "decoder.layers.1.attention", "decoder.layers.1.cross",
+    ]  # fmt: skip
+    assert found.sound
+    right_sums(found)
+    assert list(found.source_pieces) == source
+    rows, columns = found.labels("decoder.layers.1.cross")
+    assert list(columns) == source
+    assert rows == found.pieces[: found["decoder.layers.1.cross"].T]
+    assert found.labels("encoder.layers.0")[0] == found.labels("encoder.layers.0")[1] == columns
+    place = found["decoder.layers.1.cross"]
+    assert place.column_positions.shape[1] == len(
+        source
+    )  # the memory is kept once, however many tokens read it
+    assert place.pools[0].k.shape[2] == place.N
+    assert len(place.steps) == (1 if target else place.T)
+
+
+def test_what_is_not_named_is_not_run_differently(stand_in: Model) -> None:
+    found = record(stand_in, TEXT, places=[1], heads=[2], rows=1, keep=())
+    assert list(found.places) == ["layers.1"]
+    assert found[0].heads == (2,)
+    assert found[0].T == 1
+    assert found.labels(0)[0] == found.pieces[-1:]
+
+
+@pytest.mark.parametrize(
+    "arguments, options, kind, message",
+    [
+        ((TEXT,), {"places": [9]}, ArgumentError, "no attention was recorded: the run of Model called no softmax"),
+        ((TEXT, "x"), {}, ArgumentError, "target does not go with a Model; leave it out"),
+        ((TEXT,), {"cache": "ring"}, ArgumentError, "cache is 'ring', and no tokens are to follow; give tokens=..."),
+        ((TEXT,), {"chunk": 0}, ArgumentError, "chunk is 0; it must be at least 1"),
+        (([TEXT, TEXT],), {"tokens": 2}, ArgumentError, "tokens are to follow: give one text"),
+        ((TEXT,), {"positions": regard.Span(0, 3)}, ArgumentError, "positions go with ids; a text has its own"),
+        (([3],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
+        (([],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused(
+    stand_in: Model, arguments: Any, options: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        record(stand_in, *arguments, **options)
+
+
+def test_other_models_and_other_texts_are_refused(
+    translator: Seq2Seq, encoder: TextEncoder
+) -> None:
+    with pytest.raises(ArgumentTypeError, match="model is str; it must be a Model, a TextEncoder"):
+        record("tiny", TEXT)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="tokens does not go with a TextEncoder"):
+        record(encoder, TEXT, tokens=3)
+    with pytest.raises(ArgumentTypeError, match="text must be a str, or several, for a Seq2Seq"):
+        record(translator, torch.tensor([[1]]))
+    network = recurrent(9, 8, 8, attention="luong")
+    with pytest.raises(ArgumentError, match="computes its attention by None"):
+        record(network, torch.tensor([[1]]))
+
+
+@pytest.fixture(scope="module")
+def families() -> Any:
+    pytest.importorskip("transformers", reason="needs the extra `transformers`")
+    from tests.integrations import families
+
+    return families
+
+
+class TestTransformers:
+    """Under the registered attention implementation; q, k and lse are the kernel's there, too."""
+
+    @pytest.mark.parametrize(
+        "name", ["Llama", "Mistral", "Gemma2", "GptOss", "DeepseekV3", "Llama4"]
+    )
+    def test_decoders_and_generation_with_padding(self, families: Any, name: str) -> None:
+        network, ids = families.decoder(name, "regard"), families.tokens(2, 9)
+        mask = families.keep([9, 6], 9, "left")
+        given = {"input_ids": ids, "attention_mask": mask}
+        found = record(network, given, tokens=4)
+        assert torch.equal(found.ids, network.generate(**given, max_new_tokens=4, do_sample=False))
+        assert list(found.places) == ["layers.0", "layers.1"]
+        place = found[0]
+        assert [step.T for step in place.steps] == [9, 1, 1, 1]
+        assert place.T == place.N == 12
+        assert place.plain
+        assert found.sound, [str(x) for x in found.row_sums.values()]
+        one = record(network, given)
+        assert (one.weights(1, 3, batch=1) - found.weights(1, 3, slice(0, 9), slice(0, 9), batch=1)).abs().max() < 1e-5  # fmt: skip
+        for row in range(3, 12):  # nobody looks at padding
+            assert found.weights(1, 0, row, slice(0, 3), batch=1).abs().max() == 0
+
+    @pytest.mark.parametrize("name", ["T5", "Bart"])
+    def test_encoders_and_decoders_have_names_in_full(self, families: Any, name: str) -> None:
+        given = {"input_ids": families.tokens(2, 9), "decoder_input_ids": families.tokens(2, 5)}
+        found = record(families.other(name, "regard"), given)
+        assert len(found) == 6
+        assert all("coder." in place for place in found.places)
+        assert sorted((place.T, place.N) for place in found.places.values()) == [(5, 5)] * 2 + [(5, 9)] * 2 + [(9, 9)] * 2  # fmt: skip
+        assert found.sound
+        assert found.about["model"] == name.lower()
+
+    def test_the_weights_are_those_that_eager_attention_returns(self, families: Any) -> None:
+        network, ids = families.decoder("Llama", "regard"), families.tokens(1, 9)
+        found = record(network, ids)
+        eager = families.decoder("Llama", "eager")
+        with torch.no_grad():
+            theirs: tuple[Tensor, ...] = eager(ids, output_attentions=True).attentions
+        for layer in range(2):
+            for h in range(4):
+                assert (found.weights(layer, h) - theirs[layer][0, h]).abs().max() < 1e-5
+
+    def test_another_attention_and_a_text_are_refused(self, families: Any) -> None:
+        with pytest.raises(ArgumentError, match=re.escape('call model.set_attn_implementation("regard")')):  # fmt: skip
+            record(families.decoder("Llama", "eager"), families.tokens(1, 9))
+        with pytest.raises(ArgumentTypeError, match=r"text must be ids \[B,T\], or a mapping"):
+            record(families.decoder("Llama", "regard"), "to be")
+
+
+def test_a_module_is_no_model() -> None:
+    with pytest.raises(ArgumentError, match="Linear computes its attention by None"):
+        record(nn.Linear(2, 2), torch.zeros(1, 2, dtype=torch.long))

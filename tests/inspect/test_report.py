@@ -1,0 +1,283 @@
+"""A recording as a page's data: thumbnails and numbers against loops, rules, what is embedded, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import regard
+from regard import biases, masks
+from regard.errors import ArgumentError
+from regard.inspect import Choice, Recorder, Recording, record
+from regard.inspect.page_heads import METRICS, as_bytes, glance
+from regard.inspect.page_rules import parted
+from regard.inspect.report import report
+from regard.tap import place
+from tests.view.report.cases import CASES, Case, defined, recorded
+
+
+def run(*, layers: int = 2, H: int = 4, T: int = 24, D: int = 8, G: int | None = None, seed: int = 0) -> Recording:  # fmt: skip
+    """A recording of several places, of random q, k and v."""
+    make = torch.Generator().manual_seed(seed)
+    with torch.no_grad(), Recorder() as recorder:
+        for n in range(layers):
+            q, k, v = (torch.randn(1, heads, T, D, generator=make) for heads in (H, G or H, G or H))
+            with place("layers"), place(str(n)):
+                regard.attend(2 * q, k, v, mask=masks.Causal())
+    return recorder.recording(pieces=tuple(f"t{i}" for i in range(T)), model="made")
+
+
+def pattern(case: Case, h: int) -> list[list[float]]:
+    return [defined(case, h, i)[1] for i in range(case.T)]
+
+
+LONG = Case("seventy", 2, 1, 70, 70, lambda h, p, r: r <= p and p - r < 40, {"mask": masks.Causal() & masks.Window(40)})  # fmt: skip
+
+
+def edges(length: int) -> list[int]:
+    size = -(-length // 64)
+    return [*range(0, length, size), length]
+
+
+@pytest.mark.parametrize("case", [*CASES[:2], *CASES[4:], LONG], ids=lambda case: case.name)
+def test_thumbnails_are_block_sums_and_maxima(case: Case) -> None:
+    """Mass: over the keys of a block, mean over its rows that see any."""
+    found = glance(recorded(case)[0]).blocks
+    rows, columns = (list(itertools.pairwise(edges(n))) for n in (case.T, case.S))
+    assert found.mass.shape == (case.H, len(rows), len(columns))
+    assert max(found.mass.shape[1:]) <= 64
+    for h in range(case.H):
+        p = pattern(case, h)
+        sees = [any(s != -math.inf for s in defined(case, h, i)[0]) for i in range(case.T)]
+        for I, (a, b) in enumerate(rows):
+            for J, (c, d) in enumerate(columns):
+                cells = [[p[i][j] for j in range(c, d)] for i in range(a, b)]
+                mass = sum(map(sum, cells)) / max(1, sum(sees[a:b]))
+                assert found.mass[h, I, J].item() == pytest.approx(mass, abs=1e-12)
+                assert found.max[h, I, J].item() == pytest.approx(max(map(max, cells)), abs=1e-12)
+
+
+def test_metrics_are_those_of_measure_by_head() -> None:
+    recording = record(regard.load("tiny"), "to be or not to be")
+    metrics = report(recording)["meta"]["metrics"]
+    assert set(metrics) <= set(METRICS)
+    assert {"entropy", "induction", "duplicate", "missing"} <= set(metrics)
+    assert "learned_sink" not in metrics, "nobody has one"
+    assert recording.ids is not None
+    for p, each in enumerate(recording.places.values()):
+        measured = regard.inspect.measure(each, recording.ids[0])
+        for name in metrics:
+            assert metrics[name]["of"][p] == measured.values[name].tolist()
+
+
+def test_a_metric_that_is_not_finite_or_not_defined_is_null() -> None:
+    recording = run(layers=1, H=2)
+    recording[0].steps[0].lse[0, 1] = math.nan
+    metrics = report(recording)["meta"]["metrics"]
+    assert metrics["entropy"]["of"][0][1] is None
+    assert metrics["entropy"]["of"][0][0] is not None
+    assert "induction" not in metrics, "there are no ids"
+
+
+def test_a_byte_is_a_step_of_the_logarithm() -> None:
+    weights = torch.tensor([1.0, 0.5, 1e-3, 2.0**-24, 2.0**-60, 0.0, math.nan], dtype=torch.float64)
+    found = as_bytes(weights).tolist()
+    assert found[0] == 255
+    assert found[3:] == [1, 1, 0, 255]
+    for byte, w in zip(found[:3], weights[:3].tolist(), strict=True):
+        assert 2 ** (24 * ((byte - 1) / 254 - 1)) == pytest.approx(w, rel=2 ** (12 / 254) - 1)
+
+
+def test_where_the_page_opens() -> None:
+    recording = run()
+    data = report(recording, choice=Choice(1, 2, ""), query=-1)
+    weights = recording.weights(1, 2, -1)[0]
+    assert data["meta"]["start"] == {"place": 1, "head": 2, "i": 23, "j": int(weights.argmax())}
+    assert report(recording, choice=("layers.1", 3), query=5, key=-21)["meta"]["start"] == {"place": 1, "head": 3, "i": 5, "j": 3}  # fmt: skip
+    assert "induction" not in data["meta"]["metrics"]
+    steady = data["meta"]["metrics"]["previous_token"]["of"]
+    best = max((x, p, h) for p, of in enumerate(steady) for h, x in enumerate(of))
+    start = report(recording)["meta"]["start"]
+    assert (start["place"], start["head"]) == best[1:], "the first leader that there is"
+
+
+def heads(data: dict[str, Any]) -> set[tuple[int, int]]:
+    """The heads that are embedded exactly."""
+    found = [name.split(".q") for name in data["arrays"] if ".q" in name and "position" not in name]
+    return {(int(p[1:]), int(h)) for p, h in found}
+
+
+def test_what_is_embedded_follows_the_budget_and_the_chosen_head_is_always_there() -> None:
+    recording = run(layers=3, H=4, T=64, D=16)
+    assert len(heads(report(recording))) == 12
+    small = report(recording, choice=(2, 3), budget=1)
+    assert heads(small) == {(2, 3)}
+    assert all(f"p{p}.{name}" in small["arrays"] for p in range(3) for name in ("mass", "max"))
+    some = report(recording, choice=(2, 3), budget=600_000)
+    assert 1 < len(heads(some)) < 12
+    assert (2, 3) in heads(some)
+
+
+def test_groups_share_their_keys() -> None:
+    arrays = report(run(layers=1, H=4, G=2))["arrays"]
+    assert {name for name in arrays if name[:4] in ("p0.k", "p0.v")} == {"p0.k0", "p0.k1", "p0.v0", "p0.v1"}  # fmt: skip
+
+
+def test_numbers_travel_as_the_kernel_got_them() -> None:
+    recording = run(layers=1, H=2)
+    arrays, step = report(recording)["arrays"], recording[0].steps[0]
+    assert np.array_equal(arrays["p0.q1"], step.q[0, 1].numpy())
+    assert np.array_equal(arrays["p0.lse1"], step.lse[0, 1].numpy())
+    low = recorded(CASES[3])
+    bits = report(low)["arrays"]["p0.q0"].astype(np.uint32) << 16
+    assert np.array_equal(bits.view(np.float32), low[0].steps[0].q[0, 0].float().numpy())
+
+
+def test_two_recordings_stand_side_by_side() -> None:
+    data = report(run(seed=1), run(seed=2), choice=(1, 2), budget=1)
+    places = data["meta"]["places"]
+    assert [x["source"] for x in places] == [0, 0, 1, 1]
+    assert heads(data) == {(1, 2), (3, 2)}
+    assert len(data["meta"]["sources"]) == 2
+    assert places[0]["q_text"] == places[3]["q_text"], "equal texts travel once"
+
+
+def test_equal_masks_travel_once() -> None:
+    data = report(run(layers=3))
+    bits = {place["rules"][0]["mask"]["bits"] for place in data["meta"]["places"]}
+    assert len(bits) == 1
+    assert sum(name.startswith("bits") for name in data["arrays"]) == 1
+
+
+@pytest.mark.parametrize(
+    "bias, kind",
+    [
+        (biases.ALiBi(2), "offset"),
+        (biases.T5Relative(torch.randn(8, 2), bidirectional=False), "offset"),
+        (biases.ALiBi(2) + biases.Dense(torch.randn(1, 2, 12, 12)), "dense"),
+    ],
+)
+def test_a_bias_of_distances_is_a_table_of_distances(bias: biases.Bias, kind: str) -> None:
+    q, k, v = (torch.randn(1, 2, 12, 4) for _ in range(3))
+    with torch.inference_mode(), Recorder() as recorder:
+        regard.attend(q, k, v, mask=masks.Causal(), bias=bias)
+    recording = recorder.recording()
+    data = report(recording)
+    found, exact = data["meta"]["places"][0]["rules"][0]["bias"], bias.block(regard.span.Span(0, 12), regard.span.Span(0, 12), dtype=torch.float64)  # fmt: skip
+    assert found["kind"] == kind
+    for h in range(2):
+        for i in range(12):
+            for j in range(12):
+                if kind == "offset":
+                    table = data["arrays"][found["array"]].reshape(found["heads"], -1)
+                    value = table[h % found["heads"], i - j - found["low"]]
+                else:
+                    value = data["arrays"][found["arrays"][str(h)]][i, j]
+                assert value == pytest.approx(exact[0, h, i, j].item(), abs=1e-12)
+
+
+def test_steps_of_other_keys_are_places_of_their_own() -> None:
+    layer = regard.nn.variants.build(
+        "mla", 64, 4, kv_rank=24, nope_dim=12, rope_dim=4, value_dim=10
+    ).eval()
+    cache = layer.new_cache()
+    with torch.inference_mode(), Recorder() as recorder:
+        layer(torch.randn(1, 9, 64), cache=cache)
+        for _ in range(2):
+            layer(torch.randn(1, 1, 64), cache=cache)
+    recording = recorder.recording(pieces=tuple(f"t{i}" for i in range(11)))
+    whole = recording[0]
+    parts = parted(whole)
+    assert sum(part.T for part in parts) == whole.T
+    assert all(part.plain for part in parts)
+    first = 0
+    for part in parts:
+        block = part.block(slice(0, part.T), slice(0, part.N)).weights
+        assert torch.equal(
+            block, whole.block(slice(first, first + part.T), slice(0, whole.N)).weights
+        )
+        first += part.T
+    data = report(recording)
+    assert len(data["meta"]["places"]) == len(parts)
+    assert sum(place["T"] for place in data["meta"]["places"]) == whole.T
+    texts = [data["meta"]["texts"][place["q_text"]] for place in data["meta"]["places"]]
+    assert texts == [[f"t{i}" for i in range(9)], ["t9", "t10"]]
+
+
+def test_selected_heads_keep_their_numbers() -> None:
+    recording = record(regard.load("tiny"), "to be or not to be", heads=[1, 5])
+    data = report(recording, choice=(0, 5))
+    assert data["meta"]["places"][0]["heads"] == [1, 5]
+    assert data["meta"]["start"]["head"] == 5
+    assert heads(data) == {(p, h) for p in range(4) for h in (1, 5)}
+    assert len(data["meta"]["metrics"]["entropy"]["of"][0]) == 2
+    with pytest.raises(
+        ArgumentError, match=r"head 2 of layers\.0 was not recorded; recorded: 1, 5 of 8"
+    ):
+        report(recording, choice=(0, 2))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"row": 1}, "row is 1; layers.0 holds a batch of 1: 0 to 0"),
+        ({"choice": (2, 0)}, "layer is 2; it must be -2 to 1"),
+        ({"choice": (0, 4)}, "head is 4; it must be -4 to 3"),
+        ({"choice": ("x", 0)}, "'x' was not recorded; recorded: layers.0, layers.1"),
+        ({"query": 24}, "query is 24; it must be -24 to 23"),
+        ({"key": -25}, "key is -25; it must be -24 to 23"),
+    ],
+)
+def test_refusals(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        report(run(), **options)
+    assert str(caught.value) == message
+
+
+def test_nothing_recorded() -> None:
+    with pytest.raises(
+        ArgumentError, match="the recording holds no place; record a call of attention first"
+    ):
+        report(Recording({}))
+
+
+def test_the_models_rotary_travels_with_its_places() -> None:
+    model = regard.load("tiny")
+    data = report(record(model, "to be"), model=model)
+    rotary = data["meta"]["places"][0]["rotary"]
+    assert rotary["layout"] == "half"
+    assert rotary["dims"] == 32
+    assert rotary["inv_freq"] == pytest.approx([10000.0 ** (-2 * i / 32) for i in range(16)])
+    assert report(record(model, "to be"))["meta"]["places"][0]["rotary"] is None
+
+
+def test_what_the_rotary_says_turns_the_queries_back() -> None:
+    """Against the projection without its step, not against another rotation."""
+    model = regard.load("tiny")
+    recording = record(model, "to be or not")
+    found = report(recording, model=model)["meta"]["places"][0]["rotary"]
+    heads = model.decoder.layers[0].attention.project.q
+    heard: list[torch.Tensor] = []
+    handle = heads.linear.register_forward_hook(
+        lambda module, given, out: heard.append(out.detach())
+    )
+    record(model, "to be or not")
+    handle.remove()
+    q = recording[0].steps[0].q[0, 3].double()
+    plain = heard[0][0].unflatten(-1, (8, 32))[:, 3].double()
+    n = len(found["inv_freq"])
+    for i in range(recording[0].T):
+        for m, f in enumerate(found["inv_freq"]):
+            cos, sin = math.cos(i * f), math.sin(i * f)
+            a, b = q[i, m].item(), q[i, m + n].item()
+            assert (a * cos + b * sin) / found["factor"] == pytest.approx(
+                plain[i, m].item(), abs=1e-5
+            )
+            assert (b * cos - a * sin) / found["factor"] == pytest.approx(
+                plain[i, m + n].item(), abs=1e-5
+            )

@@ -1,0 +1,266 @@
+"""The audit of recordings: it finds and names what was planted, and says nothing of what is sound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import biases, masks
+from regard.inspect import Recorder, Recording, row_sums
+from regard.inspect.kept import Step
+from regard.inspect.place import Place
+from regard.ops.softmax import dispatch
+from regard.ops.softmax.call import Call, Result, Work, make_call
+from regard.ops.softmax.dispatch import KERNELS
+from regard.span import Span
+
+C = masks.Causal()
+LN2 = math.log(2)
+SIZES = [
+    (1, 40, 4, 2, 16),
+    (33, 33, 4, 4, 24),
+    (1, 200, 2, 1, 32),
+    (1, 1, 1, 1, 4),
+    (3, 3, 1, 1, 64),
+]
+RULES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "window": {"mask": C & masks.Window(20)},
+    "alibi": {"mask": C, "bias": True},
+    "softcap": {"mask": C, "softcap": 3.0},
+    "sink": {"mask": C, "sink": True},
+}
+
+
+def given(H: int, dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+    """Options with a bias and a sink for so many heads."""
+    made = {"bias": lambda: biases.ALiBi(H), "sink": lambda: torch.randn(H).to(dtype)}
+    return {name: made[name]() if x is True else x for name, x in options.items()}
+
+
+def place(dtype: torch.dtype = torch.float32, T: int = 40, S: int = 40, **options: Any) -> Place:
+    q, k = torch.randn(2, 4, T, 16).to(dtype), torch.randn(2, 2, S, 16).to(dtype)
+    v = torch.randn(2, 2, S, 12).to(dtype)
+    with Recorder() as recorder:
+        regard.attend(q, k, v, **given(4, dtype, **options))
+    return recorder.recording()[0]
+
+
+def changed(x: Place, **change: Any) -> Place:
+    """The place with something else said of its step."""
+    return replace(x, steps=(replace(x.steps[0], **change),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", RULES)
+def test_a_sound_record_is_never_flagged(name: str, dtype: torch.dtype) -> None:
+    for T, S, H, G, D in SIZES:
+        for spread in (0.3, 4.0):
+            options = given(H, dtype, **RULES[name])
+            q = (spread * torch.randn(2, H, T, D)).to(dtype)
+            k, v = (spread * torch.randn(2, 2, G, S, D)).to(dtype).unbind(0)
+            call = replace(make_call(q, k, v, **options), wants_lse=True)
+            for kernel in KERNELS:
+                if kernel.name == "flex" or kernel.why_not(call):
+                    continue  # flex is slow to start: the test of all kernels has it
+                with Recorder() as recorder:
+                    regard.attend(q, k, v, backend=kernel.name, **options)
+                found = row_sums(recorder.recording()[0])
+                assert found.sound, f"{kernel.name} {(T, S, H, G, D)} x{spread}: {found}"
+                assert found.rows == found.of == T
+
+
+Fault = Callable[[Place, Step], Place]
+EVERYTHING = {"mask": C & masks.Window(8), "softcap": 2.0, "bias": True, "sink": True}
+FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
+    "zero lse": (EVERYTHING, lambda p, s: changed(p, lse=s.lse * 0), "the lse is 0 everywhere"),
+    "log2": (EVERYTHING, lambda p, s: changed(p, lse=s.lse / LN2), "1.443 times the natural one: a log of base 2"),
+    "times ln 2": (EVERYTHING, lambda p, s: changed(p, lse=s.lse * LN2), "0.6931 times the natural one: multiplied by ln 2"),
+    "plus ln 2": (EVERYTHING, lambda p, s: changed(p, lse=s.lse + LN2), "off by the constant 0.6931, which is ln 2"),
+    "a constant": (EVERYTHING, lambda p, s: changed(p, lse=s.lse - 0.25), "off by the constant -0.25:"),
+    "sink in lse": (EVERYTHING, lambda p, s: changed(p, lse=s.denominator.float()), "the sink is counted in the lse"),
+    "scale of 1/sqrt(D)": ({"mask": C}, lambda p, s: changed(p, scale=1.0), "the scale was 1/sqrt(D) (0.25, not 1)"),
+    "scale left out": ({"mask": C, "scale": 1.0}, lambda p, s: changed(p, scale=0.25), "the scale was not applied (1, not 0.25)"),
+    "scale twice": ({"mask": C, "scale": 0.04}, lambda p, s: changed(p, scale=0.2), "the scale was applied twice (0.04, not 0.2)"),
+    "another scale": ({"mask": C, "scale": 0.33}, lambda p, s: changed(p, scale=0.2), "the scale was 0.33, not 0.2"),
+    "no softcap": ({"mask": C}, lambda p, s: changed(p, softcap=5.0), "the softcap was not applied"),
+    "no bias": ({"mask": C}, lambda p, s: changed(p, bias=biases.ALiBi(4)), "the bias was not added"),
+    "no sink": ({"mask": C}, lambda p, s: changed(p, sink=torch.tensor([0.5, 1.0, 2.0, -1.0])), "the sink took no part in the output"),
+    "no mask": ({}, lambda p, s: changed(p, mask=C), "the mask was not applied: masked keys have mass"),
+    "no window": ({"mask": C}, lambda p, s: changed(p, mask=C & masks.Window(5)), "the mask window(5) was not applied"),
+    "window one off": ({"mask": C & masks.Window(9)}, lambda p, s: changed(p, mask=C & masks.Window(8)), "window(8) was taken as window(9)"),
+    "wrong v": (EVERYTHING, lambda p, s: replace(p, pools=(replace(p.pools[0], v=p.pools[0].v.roll(1, 2)),)), "not the weighted sum of the values recorded"),
+    "no output": ({"mask": C}, lambda p, s: changed(p, out=torch.zeros_like(s.out)), "the output is zero everywhere"),
+    "one stale key": (EVERYTHING, lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])),)), "not what the kernel used, first in row 30"),
+    "wrong group": ({"mask": C}, lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.flip(1)),)), "not what the kernel used, first in row 0"),
+    "nan": ({"mask": C}, lambda p, s: changed(p, lse=s.lse.index_fill(2, torch.tensor([7]), math.nan)), "the lse is NaN where nothing visible is (row 7)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_planted_fault_is_found_and_named(name: str, dtype: torch.dtype) -> None:
+    options, fault, words = FAULTS[name]
+    sound = place(dtype, **options)
+    assert row_sums(sound).sound
+    found = row_sums(fault(sound, sound.steps[0]))
+    assert not found.sound, name
+    assert any(words in said for said in found.findings), (name, found.findings)
+
+
+def test_a_mistake_that_explains_lse_and_output_is_said_once() -> None:
+    found = row_sums(changed(place(mask=C), softcap=5.0))
+    assert len(found.findings) == 1
+    assert "factor e^" in found.findings[0]
+
+
+def test_a_row_that_sees_nothing() -> None:
+    """torch's own kernel says lse 0 there; such an lse, and any output but 0, are found."""
+    keep = torch.ones(2, 1, 40, 40).bool()
+    keep[:, :, 3] = False
+    sound = place(mask=masks.Dense(keep))
+    assert row_sums(sound).sound
+    step = sound.steps[0]
+    lse = step.lse.masked_fill(step.lse.isneginf(), 0)
+    found = row_sums(changed(sound, lse=lse))
+    assert found.findings[0] == "a row that sees nothing has the lse 0 (row 3); it must be -inf"
+    out = step.out.index_fill(2, torch.tensor([3]), 1.0)
+    assert row_sums(changed(sound, out=out)).findings == (
+        "a row that sees nothing has an output other than 0",
+    )
+
+
+class Faulty:
+    """The reference, but for one mistake: the recorder sees a call, and a kernel that does something else."""
+
+    name, selects = "faulty", False
+
+    def __init__(self, mistake: Callable[[Call], Call]) -> None:
+        self.mistake = mistake
+
+    def why_not(self, call: Call) -> list[str]:
+        return []
+
+    def run(self, call: Call) -> Result:
+        return KERNELS[-1].run(self.mistake(call))
+
+    def work(self, call: Call) -> Work:
+        return KERNELS[-1].work(call)
+
+
+def only(kernel: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no other kernel be asked."""
+    for name in ("KERNELS", "_SHORT", "_LONG"):
+        monkeypatch.setattr(dispatch, name, (kernel,))
+
+
+KERNEL_FAULTS: dict[str, tuple[Callable[[Call], Call], str]] = {
+    "mask dropped": (lambda c: replace(c, mask=masks.Full()), "the mask was not applied"),
+    "sink forgotten": (lambda c: replace(c, sink=None), "the sink took no part in the output"),
+    "softcap forgotten": (lambda c: replace(c, softcap=None), "the softcap was not applied"),
+    "bias forgotten": (lambda c: replace(c, bias=None), "the bias was not added"),
+    "scale twice": (lambda c: replace(c, scale=c.scale**2), "the scale was applied twice"),
+    "heads in another order": (lambda c: replace(c, k=c.k.flip(1)), "not what the kernel used"),
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_FAULTS)
+def test_a_faulty_kernel_is_found_by_recording_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake, words = KERNEL_FAULTS[name]
+    only(Faulty(mistake), monkeypatch)
+    found = row_sums(place(mask=C, softcap=4.0, bias=True, sink=True))
+    assert any(words in said for said in found.findings), found.findings
+
+
+def test_a_stale_cache_while_tokens_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that does not see the newest key, as with a cache that is written too late."""
+
+    def late(call: Call) -> Call:
+        last = call.S - call.T
+        return call if not last else replace(
+            call, k=call.k[:, :, :last], v=call.v[:, :, :last], k_positions=Span(0, last))  # fmt: skip
+
+    only(Faulty(late), monkeypatch)
+    k = torch.randn(1, 2, 12, 8)
+    with Recorder() as recorder:
+        for stop in range(6, 13):
+            start = 0 if stop == 6 else stop - 1
+            regard.attend(k[:, :, start:stop], k[:, :, :stop], k[:, :, :stop], mask=C)  # fmt: skip
+    found = row_sums(recorder.recording()[0])
+    assert any("not what the kernel used, first in row 6" in x or "newest keys were not seen" in x for x in found.findings), found.findings  # fmt: skip
+    with Recorder() as recorder:
+        regard.attend(k[:, :, 6:], k, k, mask=C)
+    (said,) = row_sums(recorder.recording()[0]).findings
+    assert said.startswith("the newest keys were not seen: the cache is stale")
+
+
+def test_long_runs_are_sampled_and_the_report_says_so() -> None:
+    x = place(T=300, S=300, mask=C)
+    found = row_sums(x, cells=2**15)
+    assert 1 < found.rows < found.of == 300
+    assert f"({found.rows} of 300 rows): sound" in str(found)
+    last = x.steps[0].lse.clone()
+    last[:, :, -1] += 0.1
+    assert not row_sums(
+        changed(x, lse=last), cells=2**15
+    ).sound  # the last row is always among them
+
+
+def test_without_values_or_output_only_the_sums_are_judged() -> None:
+    q = torch.randn(1, 2, 20, 8)
+    for keep in ((), ("v",), ("out",)):
+        with Recorder(keep=keep) as recorder:
+            regard.attend(q, q, q)
+        found = row_sums(recorder.recording()[0])
+        assert (found.output, found.output_allowed) == (None, None)
+        assert found.sound
+        assert "outputs" not in str(found)
+
+
+def test_numbers_behind_a_mask_do_not_matter() -> None:
+    q, k = torch.randn(2, 2, 2, 20, 8).unbind(0)
+    k[0, :, 15:] = torch.inf
+    v = k.clone()
+    v[1, :, 4] = torch.nan  # this one is seen: nothing is asked of the outputs that it reaches
+    at = torch.tensor([[*range(15), *[-1] * 5], [*range(20)]])
+    with Recorder() as recorder:
+        regard.attend(q, k.masked_fill(~k.isfinite(), 1e30), v, mask=C, q_positions=at, k_positions=at)  # fmt: skip
+    found = row_sums(recorder.recording()[0])
+    assert found.sound, str(found)
+
+
+def test_every_part_of_a_recording_is_audited() -> None:
+    found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    assert list(found.row_sums) == list(found.places)
+    assert found.sound
+    broken = {**found.places, "layers.1": changed(found["layers.1"], scale=1.0)}
+    assert not replace(found, places=broken).sound
+    assert Recording({}).sound
+
+
+def test_the_rule_is_that_of_the_tests() -> None:
+    """The bound is no looser than twice plain math, two roundings of the result, and two of the summed terms."""
+    x = place(mask=C)
+    found, step = row_sums(x), x.steps[0]
+    keys = x.keys(step).repeat_interleave(2, 1)
+    seen = torch.ones(40, 40).tril().bool()
+
+    def lse(dtype: torch.dtype) -> Tensor:
+        s = (step.q.to(dtype) * step.scale) @ keys.to(dtype).mT
+        return s.masked_fill(~seen, -math.inf).logsumexp(-1)
+
+    true = lse(torch.float64)
+    size = (step.scale * step.q.abs() @ keys.abs().mT).masked_fill(~seen, 0).max() + true.abs().max()  # fmt: skip
+    eps = torch.finfo(torch.float32).eps
+    assert found.residual == pytest.approx(float((step.lse - true).abs().max()), abs=1e-12)
+    assert found.allowed <= 2 * 6 * eps * true.abs().max() + 4 * eps * size
+    assert found.residual <= found.allowed < 1e-4
