@@ -14,6 +14,7 @@ HEADS: dict[str, Any] = {"B": 2, "H": 4, "G": 2, "D": 8}
 
 SMALL: dict[str, Sizes] = {
     "decode": AttentionSizes(**HEADS, S=40, T=1),
+    "decode-int8": AttentionSizes(**HEADS, S=40, T=1, bits=8),
     "mla-decode": LatentSizes(S=21, B=2, H=4, rank=16, rope=4, nope=8, value=6),
     "causal-prefill": AttentionSizes(**HEADS, S=19),
     "window-prefill": AttentionSizes(**HEADS, S=19, window=5),

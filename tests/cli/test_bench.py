@@ -155,7 +155,7 @@ def test_an_interrupt_prints_what_there_is(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("decoding",), "did you mean 'decode'?"),
+        (("decod",), "did you mean 'decode'?"),
         (("--size", "smal"), "did you mean 'small'?"),
         (("--dtype", "fp8"), "'fp8' is none of the dtypes float32, bfloat16, float16"),
         (("--peer", "torch SDP"), "did you mean 'torch SDPA'?"),

@@ -48,6 +48,10 @@ _CASES = (
         _lengths(2048, 32768, 131_072, T=1), (FP32, BF16, FP16), ATTENTION,
     ),
     Case(
+        "decode-int8", "The same against a cache in codes of 8 bits; others read the numbers that they mean.",
+        _lengths(2048, 32768, 131_072, T=1, bits=8), (BF16,), (ATTENTION[0], ours.CODES, *ATTENTION[1:]),
+    ),
+    Case(
         "mla-decode", "One query against DeepSeek-V3's latents, heads included.",
         {size: LatentSizes(S) for size, S in zip(SIZES, (256, 8192, 32768), strict=True)},
         (FP32, BF16), LATENT,

@@ -13,6 +13,7 @@ from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem
 from regard.biases import ALiBi
 from regard.masks import Causal, Window
 from regard.ops.softmax import attend, plan
+from regard.pages import settle
 
 
 def attention(problem: AttentionProblem) -> Way:
@@ -28,6 +29,18 @@ def attention(problem: AttentionProblem) -> Way:
         options |= {"k_positions": positions, "q_positions": positions[:, -sizes.queries :]}
     kernel = plan(problem.q, problem.k, problem.v, **options).kernel
     return way(problem, lambda: attend(problem.q, problem.k, problem.v, **options), kernel=kernel)
+
+
+def codes(problem: AttentionProblem) -> Way:
+    """`regard.attend` over keys and values as a `Quantised` cache gives them."""
+    assert problem.coded is not None, "`no_codes` has looked"
+    keys, values = problem.coded
+    return Way(lambda: attend(problem.q, keys, values), lambda out: {"out": out}, "cpu")
+
+
+def no_codes(problem: AttentionProblem) -> str | None:
+    """Only where a cache holds codes."""
+    return "nothing is in codes" if problem.coded is None else None
 
 
 def _positions(problem: AttentionProblem) -> Tensor:
@@ -58,6 +71,7 @@ def model(problem: ModelProblem) -> Way:
     """A decoder of ours, one token behind a `Fixed` cache, which is cropped to where it was."""
     caches, S = problem.caches(problem.dtype), problem.sizes.S
     decoder = problem.decoder
+    settle(decoder)
 
     def step() -> Tensor:
         with torch.no_grad():
@@ -76,5 +90,6 @@ def model(problem: ModelProblem) -> Way:
 
 
 ATTENTION = Peer("regard", "regard.attend, backend auto.", attention)
+CODES = Peer("regard, codes", "regard.attend over a Quantised cache.", codes, why_not=no_codes)
 LATENT = Peer("regard", "regard.attend over the latents, absorbed.", latent)
 MODEL = Peer("regard", "A model of regard's with a Fixed cache.", model)

@@ -12,9 +12,12 @@ from torch import Tensor
 
 from regard.bench.case import Outputs, Problem, Sizes, Work
 from regard.bench.problems.straight import BLOCK_BYTES, straight
+from regard.caches import Quantised
+from regard.caches.base import Parts
 from regard.cost import attention_flops
 from regard.cost.latent import causal_pairs
 from regard.cost.traffic import attention_bytes, training_bytes, training_flops, window_pairs
+from regard.span import Span
 
 PAIRS = 1 << 29
 """Query-key pairs that are computed in fp64 for a check: as many key/value heads as fit, one at least."""
@@ -29,6 +32,7 @@ class AttentionSizes(Sizes):
         S, T: keys and queries; T None is as many queries as keys.
         window: how many keys a query sees, its own included; None is all.
         alibi: scores are less by slope times distance.
+        bits: keys and values are what a cache of so many bits gives back; None is any numbers.
         padded: row b has b S / (2 B) slots on the left that hold nothing.
         train: with the gradient.
 
@@ -46,6 +50,7 @@ class AttentionSizes(Sizes):
     alibi: bool = False
     padded: bool = False
     train: bool = False
+    bits: int | None = None
 
     def resized(self, *, length: int | None = None, batch: int | None = None) -> AttentionSizes:
         """The same with another S, or B."""
@@ -70,6 +75,7 @@ class AttentionSizes(Sizes):
         rest = [
             *([f"T{self.T}"] if self.T is not None else []),
             *([f"W{self.window}"] if self.window is not None else []),
+            *([f"{self.bits} bits"] if self.bits is not None else []),
         ]
         return " ".join([f"B{self.B} H{self.H} G{self.G} D{self.D} S{self.S}", *rest])
 
@@ -77,6 +83,7 @@ class AttentionSizes(Sizes):
 class AttentionProblem(Problem):
     """q [B,H,T,D], k and v [B,G,S,D]; the answer is "out" [B,H,T,D] and in training "dq", "dk" and "dv".
 
+    coded: keys and values as the cache holds them, where there is one.
     pads: how many slots hold nothing, for each row; queries in such slots have no right answer.
 
     >>> problem = AttentionSizes(B=1, H=2, G=1, D=4, S=3).problem(torch.float32, torch.device("cpu"))
@@ -88,6 +95,7 @@ class AttentionProblem(Problem):
 
     def __init__(self, sizes: AttentionSizes, dtype: torch.dtype, device: torch.device) -> None:
         self.sizes, self.dtype, self.device, self.train = sizes, dtype, device, sizes.train
+        self.coded: Parts | None = None
         generator = torch.Generator().manual_seed(0)
         B, H, G, D, S, T = sizes.B, sizes.H, sizes.G, sizes.D, sizes.S, sizes.queries
         shapes = {"q": (B, H, T, D), "k": (B, G, S, D), "v": (B, G, S, D), "d": (B, H, T, D)}
@@ -96,6 +104,8 @@ class AttentionProblem(Problem):
             for name, shape in shapes.items()
             if name != "d" or sizes.train
         }
+        if sizes.bits is not None:
+            self.coded, (made["k"], made["v"]) = _coded(made["k"], made["v"], sizes.bits)
         self.q, self.k, self.v = (made[name].requires_grad_(sizes.train) for name in "qkv")
         self.d_out = made.get("d")
         self.pads = [b * S // (2 * B) if sizes.padded else 0 for b in range(B)]
@@ -188,3 +198,12 @@ class AttentionProblem(Problem):
         real = torch.arange(self.sizes.S - self.sizes.queries, self.sizes.S, device=self.device)
         real = real >= torch.tensor(self.pads, device=self.device)[:, None]
         return {name: torch.where(real[:, None, :, None], x, 0) for name, x in found.items()}
+
+
+def _coded(k: Tensor, v: Tensor, bits: int) -> tuple[Parts, Parts]:
+    """Keys and values in codes, all of them, and as the numbers that the codes mean."""
+    S, channels = k.shape[2], k.shape[3]
+    cache = Quantised(bits, group=min(128, channels) if bits == 8 else 32, residual=0)
+    coded, _ = cache.update((k, v), Span(0, S))
+    again, _ = cache.update((k[:, :, :0], v[:, :, :0]), Span(S, 0))
+    return coded, tuple(x.clone() for x in again)
