@@ -154,6 +154,10 @@ def test_every_id_is_there_once_and_is_shown_or_open() -> None:
     assert list(complaints(TEXT, IDS)) == []
 
 
+def test_nothing_is_open() -> None:
+    assert [row.id for row in rows(TEXT) if OPEN.search(row.text)] == []
+
+
 @pytest.mark.parametrize(
     ("names", "exists"),
     [
@@ -239,4 +243,4 @@ def test_what_does_not_exist_is_found() -> None:
     assert not is_page("nowhere.md")
     assert is_command('regard show "causal | sinks(1)" --queries 12')
     assert not is_command("regard show causal --rows 12")
-    assert not is_command("regard compare mha")
+    assert not is_command("regard teach mha")

@@ -19,11 +19,17 @@ LONGER_FILES: dict[str, str] = {
 LONGER_FUNCTIONS: dict[str, str] = {
     "cli/train.py:train": "a command's signature is its table of options",
     "ops/jit/decode.py:run_tasks": "the loop over tiles, compiled as one",
+    "ops/jit/quantised.py:run_tasks": "the loop over tiles, compiled as one",
 }
 MORE_PARAMETERS: dict[str, str] = {
+    "cli/audit.py:audit": "a command's options",
     "cli/bench.py:bench": "a command's options",
+    "cli/compare.py:compare": "a command's options",
+    "cli/convert.py:convert": "a command's options",
+    "cli/cost.py:cost": "a command's options",
     "cli/train.py:train": "a command's options",
     "cli/explain.py:explain": "a command's options",
+    "cli/extend.py:extend": "a command's options",
     "cli/generate.py:generate": "a command's options",
     "cli/show.py:show": "a command's options",
     "ops/memory/infini.py:infini_attention": "a public signature: the equation's inputs, by keyword",

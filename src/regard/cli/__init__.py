@@ -10,9 +10,14 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
+    "audit": "Find what is wrong with attention code that is not ours.",
     "bench": "Time attention against what else is installed, outputs checked.",
+    "compare": "Measure mechanisms side by side: cost, and what each loses.",
+    "convert": "Write a checkpoint with other heads, latents, positions, dtype.",
+    "cost": "What a model costs: parameters, FLOPs, cache bytes, least time.",
     "describe": "List the mechanisms, or tell what one of them keeps and computes.",
     "explain": "Follow one token of a text through attention, number by number.",
+    "extend": "Read beyond the trained length, under each context extension.",
     "generate": "Continue a prompt, streaming, and say what it cost.",
     "show": "Draw any mask: what each query may see, with the counts.",
     "train": "Train a small model and its tokenizer on any text.",

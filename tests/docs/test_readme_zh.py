@@ -1,0 +1,62 @@
+"""README.zh-CN.md says what README.md says: the same code, commands, links and tables, in Chinese."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EN, ZH = ((ROOT / name).read_text("utf-8") for name in ("README.md", "README.zh-CN.md"))
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+def code(text: str) -> list[tuple[str, str]]:
+    """The blocks, without the comments behind their lines."""
+    return [(kind, re.sub(r"  # .*", "", block)) for kind, block in FENCE.findall(text)]
+
+
+def links(text: str) -> list[str]:
+    return [x for x in re.findall(r"\]\(([^)]+)\)", text) if not x.startswith("README")]
+
+
+def table(text: str) -> list[str]:
+    """What stands in the first column of each table, as code."""
+    return list(re.findall(r"^\| (`[^|]*?(?:\\\|[^|]*?)*`) \|", text, re.MULTILINE))
+
+
+def test_the_code_is_the_same() -> None:
+    assert code(ZH) == code(EN)
+    assert len(code(EN)) > 5
+
+
+def test_headings_tables_and_links_are_the_same() -> None:
+    assert [len(x) for x in re.findall("^#+", FENCE.sub("", ZH), re.MULTILINE)] == [
+        len(x) for x in re.findall("^#+", FENCE.sub("", EN), re.MULTILINE)
+    ]
+    assert table(ZH) == table(EN)
+    assert links(ZH) == links(EN)
+
+
+def test_each_names_the_other_in_its_first_lines() -> None:
+    assert "](README.zh-CN.md)" in EN[:80]
+    assert "](README.md)" in ZH[:80]
+
+
+def test_every_paragraph_is_translated() -> None:
+    """A paragraph of prose has Chinese; one that has none was forgotten."""
+    prose = [x for x in FENCE.sub("", ZH).split("\n\n") if re.search("[A-Za-z]{3,} [a-z]{3,} [a-z]{2,}", x)]  # fmt: skip
+    assert [x for x in prose if not CHINESE.search(x)] == []
+
+
+@pytest.mark.parametrize("mark", list(",;?"))
+def test_chinese_marks_are_full_width(mark: str) -> None:
+    text = re.sub(r"`[^`]*`", "x", FENCE.sub("", ZH))
+    assert re.findall(rf"[\u4e00-\u9fff]{re.escape(mark)}", text) == []
+
+
+def test_a_forgotten_command_would_be_found() -> None:
+    less = ZH.replace("| `regard describe [NAME]` |", "| ... |")
+    assert table(less) != table(EN)
