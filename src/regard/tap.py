@@ -171,6 +171,10 @@ def watcher() -> Trace | None:
     """The trace of this thread, if it wants to see whole calls; never in a compiled graph."""
     if not _listening:
         return None
+    import torch
+
+    if torch.compiler.is_compiling():
+        return None
     trace = _listening.get(threading.get_ident())
     return trace if trace is not None and trace.watches else None
 

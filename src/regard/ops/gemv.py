@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.ops.softmax.cpu import has_numba
+from regard.ops.jit import has_numba
 
 ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
 """Most vectors, by dtype: beyond, torch's products of matrices are faster."""
@@ -52,7 +52,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = W x + b for x [..., M] of a few vectors: summed in fp32, rounded once.
+    """y = W x + b for a few vectors x [..., M], W [N,M] and b [N] -> [..., N]: summed in fp32, rounded once.
 
     >>> gemv(torch.ones(2, 3), torch.eye(3)).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]

@@ -17,7 +17,7 @@ FEW = 1 << 14
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * (weight + offset), over the last dimension, rounded once.
+    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) for x [..., M] and weight [M] -> [..., M], rounded once.
 
     >>> rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), 0.0).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]

@@ -25,7 +25,7 @@ from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
 pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
-from regard.ops.jit import pool, team, tile
+from regard.ops.jit import entries, pool, team, tile
 from regard.ops.jit.bits import exp
 
 KERNEL = cpu.Cpu()
@@ -269,6 +269,7 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
     assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
     assert tile.TILE == entry.TILE
+    assert entries.MEMORY + entry.MEMORY + 2 == entries.LENGTH
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 

@@ -23,7 +23,7 @@ from numba import njit
 from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften
 
-BUILT_UPON = "a6ee2790d282d7f6"
+BUILT_UPON = "965b33aa752351d0"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 exact = njit(nogil=True, cache=True, error_model="numpy")

@@ -32,7 +32,7 @@ from regard.ops.jit.vectors import (
     sums,
 )
 
-BUILT_UPON = "46503cb9de6f28b3"
+BUILT_UPON = "88d17110907f6de4"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 TILE = 64

@@ -24,22 +24,15 @@ from numba.extending import intrinsic
 
 from regard.ops.jit.bits import widen
 from regard.ops.jit.tile_words import THERE, sum_words
-from regard.ops.jit.vectors import fetch_bytes
+from regard.ops.jit.vectors import FLOAT, Loop, data, everywhere, fetch_bytes, fma, line, number
 
-BUILT_UPON = "bd7cee1b7044e63d"
+BUILT_UPON = "df6e85d462f4b42f"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 WIDE = 32
 """Numbers of a line that are summed together: their sums for four rows stay in registers."""
 
-_I8, _I32, _I64, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-
-
-def _all(builder: Any, x: Any, lanes: int) -> Any:
-    """A number in every lane."""
-    empty = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
-    one = builder.insert_element(empty, x, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+_I8, _I32 = ir.IntType(8), ir.IntType(32)
 
 
 def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[Any]:
@@ -48,7 +41,7 @@ def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[An
     lanes = min(16, size)
     found = []
     for first in range(0, size, lanes):
-        place = builder.gep(flat, [builder.add(at, ir.Constant(_I64, first))])
+        place = builder.gep(flat, [builder.add(at, number(first))])
         line = builder.load(builder.bitcast(place, ir.VectorType(_I8, lanes).as_pointer()), align=1)
         wide = builder.zext(line, ir.VectorType(_I32, lanes))
         for i in range(per):
@@ -58,7 +51,7 @@ def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[An
             if i < per - 1:
                 code = builder.and_(code, ir.Constant(code.type, [2**bits - 1] * lanes))
             code = builder.sub(code, ir.Constant(code.type, [2 ** (bits - 1)] * lanes))
-            found.append(builder.sitofp(code, ir.VectorType(_FLOAT, lanes)))
+            found.append(builder.sitofp(code, ir.VectorType(FLOAT, lanes)))
     return found
 
 
@@ -86,9 +79,8 @@ def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
         flat, at, step, count = cgutils.unpack_tuple(builder, args[1])
         array, row, column, fresh = cgutils.unpack_tuple(builder, args[3])
         weigh, more = cgutils.unpack_tuple(builder, args[2])
-        data, added = (
-            context.make_array(kind)(context, builder, x).data
-            for kind, x in ((lines[0], flat), (weights[1], more))
+        codes, added = (
+            data(context, builder, kind, x) for kind, x in ((lines[0], flat), (weights[1], more))
         )
         end, none = builder.append_basic_block("end"), builder.append_basic_block("none")
         choice = builder.switch(_key(builder, cgutils.unpack_tuple(builder, args[0])), none)
@@ -96,16 +88,15 @@ def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
         builder.unreachable()
         for rows, columns, bits in VARIANTS:
             block = builder.append_basic_block("variant")
-            choice.add_case(ir.Constant(_I64, _number(rows, columns, bits)), block)
+            choice.add_case(number(_number(rows, columns, bits)), block)
             builder.position_at_end(block)
-            where = [builder.add(row, ir.Constant(_I64, r)) for r in range(rows)]
-            zero = ir.Constant(_I64, 0)
-            w = [_place(context, builder, weights[0], weigh, (r, zero)) for r in where]
-            sums = _loop(builder, (columns, bits), (data, at, step, count), w)
-            for r, line in zip(where, sums, strict=True):
-                place = _place(context, builder, out[0], array, (r, column))
+            where = [builder.add(row, number(r)) for r in range(rows)]
+            w = [line(context, builder, weights[0], weigh, r) for r in where]
+            sums = _loop(builder, (columns, bits), (codes, at, step, count), w)
+            for r, found in zip(where, sums, strict=True):
+                place = builder.gep(line(context, builder, out[0], array, r), [column])
                 plus = builder.load(builder.gep(added, [r]))
-                _put(builder, line, place, 8 // bits, fresh, plus)
+                _put(builder, found, place, 8 // bits, fresh, plus)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -124,47 +115,23 @@ def _number(rows: int, columns: int, bits: int) -> int:
 
 def _key(builder: Any, variant: list[Any]) -> Any:
     """`_number`, when it runs."""
-    key = builder.add(builder.mul(variant[0], ir.Constant(_I64, 64)), variant[1])
-    return builder.add(builder.mul(key, ir.Constant(_I64, 16)), variant[2])
-
-
-def _place(context: Any, builder: Any, kind: Any, array: Any, at: tuple[Any, Any]) -> Any:
-    """Where a row and column of an array [R,n] stand in memory."""
-    made = context.make_array(kind)(context, builder, value=array)
-    width = cgutils.unpack_tuple(builder, made.shape)[1]
-    return builder.gep(made.data, [builder.add(builder.mul(at[0], width), at[1])])
+    key = builder.add(builder.mul(variant[0], number(64)), variant[1])
+    return builder.add(builder.mul(key, number(16)), variant[2])
 
 
 def _loop(builder: Any, form: tuple[int, int], lines: tuple[Any, ...], w: list[Any]) -> list[Any]:
     """The loop over lines; the sums of each row, vector by vector."""
-    (columns, bits), (data, start, step, count) = form, lines
+    (columns, bits), (codes, start, step, count) = form, lines
     lanes = min(16, columns * bits // 8)
-    vector, n = ir.VectorType(_FLOAT, lanes), columns // lanes
-    fma = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fmuladd.v{lanes}f32"
-    )
-    head, body, end = (builder.append_basic_block(x) for x in ("lines", "line", "summed"))
-    before = builder.block
-    builder.branch(head)
-    builder.position_at_end(head)
-    i, at = builder.phi(_I64), builder.phi(_I64)
-    i.add_incoming(ir.Constant(_I64, 0), before)
-    at.add_incoming(start, before)
-    sums = [[builder.phi(vector) for _ in range(n)] for _ in w]
-    for x in (x for row in sums for x in row):
-        x.add_incoming(ir.Constant(vector, [0.0] * lanes), before)
-    builder.cbranch(builder.icmp_signed("<", i, count), body, end)
-    builder.position_at_end(body)
-    codes = _codes(builder, data, at, columns, bits)
-    for place, row in zip(w, sums, strict=True):
-        weight = _all(builder, builder.load(builder.gep(place, [i])), lanes)
-        for x, now in zip(codes, row, strict=True):
-            now.add_incoming(builder.call(fma, [x, weight, now]), builder.block)
-    i.add_incoming(builder.add(i, ir.Constant(_I64, 1)), builder.block)
-    at.add_incoming(builder.add(at, step), builder.block)
-    builder.branch(head)
-    builder.position_at_end(end)
-    return sums
+    n = columns // lanes
+    nothing = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
+    loop = Loop(builder, number(0), count, 1, [nothing] * (n * len(w)))
+    at = builder.add(start, builder.mul(loop.i, step))
+    x = _codes(builder, codes, at, columns, bits)
+    weights = [builder.load(builder.gep(place, [loop.i])) for place in w]
+    terms = [(y, everywhere(builder, weight, lanes)) for weight in weights for y in x]
+    found = loop.close([fma(builder, *pair, z) for pair, z in zip(terms, loop.now, strict=True)])
+    return [found[i : i + n] for i in range(0, len(found), n)]
 
 
 def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: Any) -> None:
@@ -172,8 +139,8 @@ def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: 
     fresh = builder.trunc(fresh, ir.IntType(1))
     for v in range(0, len(sums), per):
         (whole,) = _in_order(builder, sums[v : v + per])
-        whole = builder.fadd(whole, _all(builder, plus, whole.type.count))
-        at = builder.gep(place, [ir.Constant(_I64, v * sums[0].type.count)])
+        whole = builder.fadd(whole, everywhere(builder, plus, whole.type.count))
+        at = builder.gep(place, [number(v * sums[0].type.count)])
         at = builder.bitcast(at, whole.type.as_pointer())
         nothing = ir.Constant(whole.type, [0.0] * whole.type.count)
         before = builder.select(fresh, nothing, builder.load(at, align=4))

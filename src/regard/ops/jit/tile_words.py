@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 from regard.ops.jit.bits import bits_of, float_of
 from regard.ops.jit.vectors import LANES, Loop, ask, data, everywhere, line, number, put, turns
 
-BUILT_UPON = "46503cb9de6f28b3"
+BUILT_UPON = "88d17110907f6de4"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 THERE = bool(binding.get_host_cpu_features().get("avx512bw"))
@@ -102,17 +102,12 @@ def _sum(context: Any, lines: Any, weights: Any, out: Any) -> Any:
 def _give(builder: Any, found: Any, worth: Any, plus: Any, place: Any, fresh: Any) -> None:
     """Whole numbers times what one is worth, and one more number: added to what is there, or in its place."""
     wide = ir.VectorType(ir.FloatType(), COLUMNS)
-    x = builder.fmul(builder.sitofp(found, wide), _all(builder, worth))
-    x = builder.fadd(x, _all(builder, plus))
+    x = builder.fmul(builder.sitofp(found, wide), everywhere(builder, worth, COLUMNS))
+    x = builder.fadd(x, everywhere(builder, plus, COLUMNS))
     old = builder.load(builder.bitcast(place, wide.as_pointer()), align=4)
     nothing = ir.Constant(wide, [0.0] * COLUMNS)
     before = builder.select(builder.trunc(fresh, ir.IntType(1)), nothing, old)
     put(builder, builder.fadd(before, x), place, COLUMNS)
-
-
-def _all(builder: Any, x: Any) -> Any:
-    half = everywhere(builder, x)
-    return builder.shuffle_vector(half, half, turns([0] * COLUMNS))
 
 
 compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz"})

@@ -32,17 +32,17 @@ def turns(order: Sequence[int]) -> Any:
     return ir.Constant(ir.VectorType(_I32, len(order)), list(order))
 
 
-def everywhere(builder: Any, x: Any) -> Any:
+def everywhere(builder: Any, x: Any, lanes: int = LANES) -> Any:
     """A number in every lane."""
-    empty = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
+    empty = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
     one = builder.insert_element(empty, x, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, empty, turns([0] * LANES))
+    return builder.shuffle_vector(one, empty, turns([0] * lanes))
 
 
 def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     """x y + z, rounded once."""
-    name = f"llvm.fma.v{LANES}f32"
-    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    kind = ir.FunctionType(x.type, [x.type] * 3)
+    name = f"llvm.fma.v{x.type.count}f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x, y, z])
 
 

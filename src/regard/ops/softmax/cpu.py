@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import torch
 
+from regard.ops.jit import has_numba
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.coded import older
 from regard.ops.softmax.entry import TILE, Given, joined, lines, near
@@ -79,9 +77,3 @@ class Cpu:
 def much(call: Call) -> bool:
     """Whether the keys and values are so many that reading them once pays."""
     return call.k.numel() + call.v.numel() >= MUCH
-
-
-@cache
-def has_numba() -> bool:
-    """Whether Numba can be imported; nothing is imported to know it."""
-    return importlib.util.find_spec("numba") is not None

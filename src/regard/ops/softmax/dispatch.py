@@ -43,22 +43,16 @@ def run(call: Call, backend: str = "auto") -> Result:
         call = without_garbage(call)
         kernel = choose(call, backend)
     device = call.q.device.type
-    if _watched():
-        return _shown(kernel, call)
+    if (watcher := tap.watcher()) is not None:
+        return _shown(kernel, call, watcher)
     if not torch.is_autocast_enabled(device):
         return kernel.run(call)
     with torch.autocast(device, enabled=False):
         return kernel.run(call)
 
 
-def _watched() -> bool:
-    return not torch.compiler.is_compiling() and tap.watcher() is not None
-
-
-def _shown(kernel: Kernel, call: Call) -> Result:
+def _shown(kernel: Kernel, call: Call, watcher: tap.Trace) -> Result:
     """Run the kernel that was chosen for the call without an observer, with its lse, and show both to the observer."""
-    watcher = tap.watcher()
-    assert watcher is not None, "_watched has looked"
     asked, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
         if kernel.why_not(asked):  # it gives no lse here: its output stays, the lse is another's

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from functools import cache
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
+from regard.ops.jit import has_numba
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.gemm_gradient import WithGradient
 from regard.ops.softmax.merge import with_sink
@@ -138,12 +138,6 @@ def _multiplied(call: Call) -> str:
 def _suits() -> bool:
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and not amx()
-
-
-@cache
-def has_numba() -> bool:
-    """Whether Numba can be imported; nothing is imported to know it."""
-    return importlib.util.find_spec("numba") is not None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
