@@ -41,6 +41,16 @@ def empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
     return empty(shape, dtype=x.dtype, device=x.device)
 
 
+def settled(x: Tensor) -> Tensor:
+    """A tensor's numbers in large pages; the tensor itself where it is small, or not on a CPU.
+
+    >>> x = torch.randn(2, 3)
+    >>> settled(x) is x
+    True
+    """
+    return empty_like(x, x.shape).copy_(x) if x.is_cpu and x.nbytes >= LARGE else x
+
+
 def settle(module: nn.Module) -> None:
     """Move the large parameters of a module on a CPU into large pages; nothing else about them changes. `regard.load` has done so.
 
@@ -51,6 +61,4 @@ def settle(module: nn.Module) -> None:
     True
     """
     for parameter in module.parameters():  # each once, shared or not
-        x = parameter.data
-        if x.is_cpu and x.nbytes >= LARGE:
-            parameter.data = empty_like(x, x.shape).copy_(x)
+        parameter.data = settled(parameter.data)

@@ -6,6 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import regard
@@ -26,3 +27,31 @@ def test_what_is_compiled_in_is_part_of_the_file(name: str) -> None:
 
 def test_all_that_take_something_are_known() -> None:
     assert {"decode", "prefill", "tile", "tile_quantised"} <= set(NAMES)
+
+
+def test_nothing_is_taken_in_another_way() -> None:
+    """A module that is taken whole, and its functions from there, would be compiled in without being part of a stamp."""
+    for file in FOLDER.glob("*.py"):
+        other = re.findall(r"^(?:from regard\.ops\.jit import|import regard\.ops\.jit).*", file.read_text("utf-8"), re.MULTILINE)  # fmt: skip
+        assert not other, f"{file.name}: {other}"
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 48, 61])
+def test_the_largest_of_a_line(count: int) -> None:
+    numba = pytest.importorskip("numba")
+    from regard.ops.jit.vectors import largest, largest_size
+
+    @numba.njit
+    def both(x, at, n):  # type: ignore[no-untyped-def]
+        return largest(x, at, n), largest_size(x, at, n)
+
+    x = np.random.default_rng(count).standard_normal((2, 64)).astype(np.float32) - 2
+    x[:, :3] = 99, np.inf, -np.inf  # in front of where it begins
+    for odd in (None, np.nan, -np.inf):
+        if odd is not None and count:
+            x[1, 3 + count // 2] = odd
+        line = x[1, 3 : 3 + count]
+        seen = line[~np.isnan(line)]
+        found = both(x, 64 + 3, count)
+        assert found[0] == max(seen, default=-np.inf)
+        assert found[1] == max(abs(seen), default=0)

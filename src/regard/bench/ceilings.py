@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from regard.bench.timing import interleaved, median
+from regard.pages import settled
 
 READ_BYTES = 1 << 28
 """More than any cache of a CPU holds."""
@@ -48,7 +49,7 @@ class Ceilings:
         >>> top.read > 0 and top.gemm[torch.float32] > 0
         True
         """
-        x = torch.ones(read_bytes // 4, device=device)
+        x = settled(torch.ones(read_bytes // 4, device=device))
         ways: dict[str, Callable[[], object]] = {
             "sum": x.sum, "max": x.amax, "dot": lambda: torch.dot(x, x),
             "whole": x.view(torch.int32).sum,

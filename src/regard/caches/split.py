@@ -64,9 +64,7 @@ class Split:
         x, rest = recent[:, :, :leave], recent[:, :, leave:]
         new = quantise(x, seen, self.axis, bits=self.bits, group=self.group, start=start)
         pairs = zip(self.rows, _rows(new, self.axis), strict=True)
-        rows = tuple(old.append(x.view) for old, x in pairs)
-        if not self.rows[0].length:
-            rows = _rows(new, self.axis)
+        rows = tuple(old.append(x.view, room=None if old.length else 0) for old, x in pairs)
         odd_at, odd = (
             torch.cat(both, 1) for both in ((self.odd_at, new.odd_at), (self.odd, new.odd))
         )

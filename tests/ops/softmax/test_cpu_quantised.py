@@ -303,12 +303,16 @@ def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
 def scratch_of(rows: int, n: int, *, rounded: bool) -> tuple[Any, ...]:
     """What a call works in, full of NaN."""
     lines = [np.full(shape, np.nan, np.float32) for shape in ((rows, n), (n,), (n,), (rows,))]
-    short = (np.zeros((rows, n), np.int16), np.full(rows, np.nan, np.float32))
+    short = (
+        np.zeros((rows, n), np.int16),
+        np.full(rows, np.nan, np.float32),
+        np.full(rows, -7, np.int32),
+    )
     return (*lines, short, rounded)
 
 
 @pytest.mark.skipif(not tile_words.THERE, reason="the processor has no AVX-512BW")
-@pytest.mark.parametrize("rows, columns, n", [(4, 32, 2), (4, 64, 128), (8, 96, 38)])
+@pytest.mark.parametrize("rows, columns, n", [(4, 32, 2), (4, 64, 128), (8, 96, 38), (4, 128, 256)])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) -> None:
     """Weights are off by half of what a whole number of 16 bits is worth, and no more; one that is not finite shows."""

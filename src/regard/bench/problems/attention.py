@@ -17,6 +17,7 @@ from regard.caches.base import Parts
 from regard.cost import attention_flops
 from regard.cost.latent import causal_pairs
 from regard.cost.traffic import attention_bytes, training_bytes, training_flops, window_pairs
+from regard.pages import settled
 from regard.span import Span
 
 PAIRS = 1 << 29
@@ -100,7 +101,7 @@ class AttentionProblem(Problem):
         B, H, G, D, S, T = sizes.B, sizes.H, sizes.G, sizes.D, sizes.S, sizes.queries
         shapes = {"q": (B, H, T, D), "k": (B, G, S, D), "v": (B, G, S, D), "d": (B, H, T, D)}
         made = {
-            name: torch.randn(shape, generator=generator).to(device, dtype)
+            name: settled(torch.randn(shape, generator=generator).to(device, dtype))
             for name, shape in shapes.items()
             if name != "d" or sizes.train
         }
@@ -206,4 +207,4 @@ def _coded(k: Tensor, v: Tensor, bits: int) -> tuple[Parts, Parts]:
     cache = Quantised(bits, group=min(128, channels) if bits == 8 else 32, residual=0)
     coded, _ = cache.update((k, v), Span(0, S))
     again, _ = cache.update((k[:, :, :0], v[:, :, :0]), Span(S, 0))
-    return coded, tuple(x.clone() for x in again)
+    return coded, tuple(settled(x.clone()) for x in again)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regard.bench.case import Outputs, Problem, Sizes, Work
 from regard.cost.latent import absorb_flops, latent_numbers
+from regard.pages import settled
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class LatentProblem(Problem):
         s = sizes
 
         def made(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
+            return settled(torch.randn(shape, generator=generator).to(device, dtype))
 
         self.q_nope, self.q_rope = made(s.B, s.H, 1, s.nope), made(s.B, s.H, 1, s.rope)
         self.memory = made(s.B, 1, s.S, s.rank + s.rope)

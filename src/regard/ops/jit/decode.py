@@ -23,7 +23,7 @@ from numba import njit
 from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften
 
-BUILT_UPON = "965b33aa752351d0"
+BUILT_UPON = "af3e888b4cac3e81"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
@@ -206,7 +206,7 @@ def run_tasks(given, call, keys, values):
                 for c in range(0 if full else n):
                     if not vis[r, c]:
                         s[r, c] = NONE
-                soften(s, r, n, acc, top, total)
+            soften(s, R, n, acc, top, total)
             if full:
                 mix(s, R, head_v, index, n, acc)
             else:

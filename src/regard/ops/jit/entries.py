@@ -14,17 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.ops.jit import decode, quantised
+from regard.ops.jit.decode import run_tasks as _decode
+from regard.ops.jit.quantised import run_tasks as _quantised
 from regard.ops.jit.tasks import FIELD, KINDS, address_of, inlined, line_at, memory, numbers, real
 
-BUILT_UPON = "04609683b4884ef4"
+BUILT_UPON = "7a8676c099ece151"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 ARRAYS = 5
 MEMORY = ARRAYS + 10 * FIELD
 LENGTH = MEMORY + 29
-
-_decode, _quantised = decode.run_tasks, quantised.run_tasks
 
 
 @inlined

@@ -33,7 +33,7 @@ from regard.ops.jit.vectors import (
 from regard.ops.jit.vectors import fma as multiply_add
 from regard.ops.jit.vectors import numbers as load
 
-BUILT_UPON = "24c6b99b63b40861"
+BUILT_UPON = "ac450628f8e6ba9d"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 TOGETHER = 4

@@ -19,7 +19,7 @@ from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, soften
 from regard.ops.jit.tile_quantised import sum_lines
 
-BUILT_UPON = "17701719e25be57d"
+BUILT_UPON = "420a62af57d21674"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 LENGTH = 128
@@ -88,7 +88,11 @@ def run_tasks(given, call, keys, values):
     top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
     s, seen = _lines(padded, length), np.empty((R, length), np.bool_)
     n = (max(D, length) + 15) // 16 * 16
-    short = (np.empty((padded, n), np.int16), np.empty(padded, np.float32))
+    short = (
+        np.empty((padded, n), np.int16),
+        np.empty(padded, np.float32),
+        np.empty(padded, np.int32),
+    )
     line, more, added = _lines(1, n)[0], _lines(1, n)[0], np.zeros(padded, np.float32)
     scratch = (_lines(padded, n), line, more, added, short, keys[2].itemsize == 2)
     index = np.empty(length, np.int64)
@@ -120,7 +124,7 @@ def run_tasks(given, call, keys, values):
                 for c in range(n if cover == 1 else 0):
                     if not seen[r, c]:
                         s[r, c] = NONE
-                soften(s, r, n, acc, top, total)
+            soften(s, R, n, acc, top, total)
             _mix(s, R, values, b, g, tile, acc, scratch)
         finish(acc, top, total, out[b, g, p], lse[b, g, p])
         if done(given) == B * G * P - 1 and P > 1:

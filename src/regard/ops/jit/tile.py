@@ -24,6 +24,7 @@ from regard.ops.jit.vectors import (
     everywhere,
     fetch,
     fma,
+    largest,
     line,
     number,
     numbers,
@@ -32,7 +33,7 @@ from regard.ops.jit.vectors import (
     sums,
 )
 
-BUILT_UPON = "88d17110907f6de4"
+BUILT_UPON = "e51c65fe48007d79"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 TILE = 64
@@ -43,8 +44,8 @@ TOGETHER = {4: 4, 1: 8}
 
 ZERO, NONE = np.float32(0), np.float32(-np.inf)
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
-compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath=_FAST)
-plain = njit(nogil=True, cache=True, error_model="numpy")
+compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath=_FAST, _nrt=False)
+plain = njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
 
 
 def _score(rows: int) -> Any:
@@ -187,25 +188,25 @@ def mix_seen(s, rows, values, index, n, acc):
 
 
 @compiled
-def soften(s, r, n, acc, top, total):
-    """Scores of a row become weights relative to its maximum so far; what was summed before is scaled to it."""
-    largest = top[r]
-    for c in range(n):
-        largest = max(largest, s[r, c])
-    if largest > top[r]:
-        shrink, row = exp(top[r] - largest), acc[r]
-        total[r] *= shrink
-        for e in range(row.shape[0]):
-            row[e] *= shrink
-        top[r] = largest
-    if largest == NONE:  # nothing was visible yet
-        for c in range(n):
-            s[r, c] = s[r, c] * ZERO if s[r, c] != s[r, c] else ZERO
-            total[r] += s[r, c]
-        return
-    added = ZERO
-    for c in range(n):
-        weight = exp(s[r, c] - largest)
-        s[r, c] = weight
-        added += weight
-    total[r] += added
+def soften(s, rows, n, acc, top, total):
+    """Scores of all rows become weights relative to each row's maximum so far; what was summed before is scaled to it."""
+    for r in range(rows):
+        line = s[r, :n]
+        most = max(top[r], largest(s, r * s.shape[1], n))
+        if most > top[r]:
+            shrink, row = exp(top[r] - most), acc[r]
+            total[r] *= shrink
+            for e in range(row.shape[0]):
+                row[e] *= shrink
+            top[r] = most
+        added = ZERO
+        if most == NONE:  # nothing was visible yet
+            for c in range(n):
+                line[c] = line[c] * ZERO if line[c] != line[c] else ZERO
+                added += line[c]
+        else:
+            for c in range(n):
+                weight = exp(line[c] - most)
+                line[c] = weight
+                added += weight
+        total[r] += added

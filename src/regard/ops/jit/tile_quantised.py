@@ -26,7 +26,7 @@ from regard.ops.jit.bits import widen
 from regard.ops.jit.tile_words import THERE, sum_words
 from regard.ops.jit.vectors import FLOAT, Loop, data, everywhere, fetch_bytes, fma, line, number
 
-BUILT_UPON = "df6e85d462f4b42f"
+BUILT_UPON = "0cbe85f4b427015d"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 WIDE = 32
@@ -148,7 +148,7 @@ def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: 
 
 
 compiled = njit(
-    nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}
+    nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}, _nrt=False
 )
 
 
