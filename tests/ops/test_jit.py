@@ -39,7 +39,7 @@ def test_nothing_is_taken_in_another_way() -> None:
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 48, 61])
 def test_the_largest_of_a_line(count: int) -> None:
     numba = pytest.importorskip("numba")
-    from regard.ops.jit.vectors import largest, largest_size
+    from regard.ops.jit.largest import largest, largest_size
 
     @numba.njit
     def both(x, at, n):  # type: ignore[no-untyped-def]

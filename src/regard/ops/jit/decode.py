@@ -21,9 +21,9 @@ import numpy as np
 from numba import njit
 
 from regard.ops.jit.tasks import done, take
-from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften
+from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften, upper_halves
 
-BUILT_UPON = "af3e888b4cac3e81"
+BUILT_UPON = "93bbc51087cfa330"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
@@ -162,13 +162,14 @@ def join(out, lse):
 def run_tasks(given, call, keys, values):
     """Tasks of the B G P of a call, while there are any: out [B,G,P,R,E] and lse [B,G,P,R] are theirs to write.
 
-    call: (q [B,G,R,D], scaled; T; mask; extra; out; lse). keys, values: (flat memory, steps of B, G and the tokens, tag,
+    call: (q [B,G,R,D]; the scale; T; mask; extra; out; lse). keys, values: (flat memory, steps of B, G and the tokens, tag,
     tokens S).
     """
-    q_all, T, mask, extra, out, lse = call
+    q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
     padded = R if R % 4 < 2 else (R + 3) // 4 * 4
     q, acc = np.zeros((padded, q_all.shape[3]), np.float32), np.empty((padded, E), np.float32)
+    words = np.zeros(q.shape, np.int16)
     top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
     s, vis = np.zeros((padded, TILE), np.float32), np.empty((R, TILE), np.bool_)
     index = np.empty(TILE, np.int64)
@@ -183,6 +184,7 @@ def run_tasks(given, call, keys, values):
             break
         b, g, p = task // (G * P), task // P % G, task % P
         q[:R] = q_all[b, g]
+        upper_halves(q, words)
         acc[:] = 0
         top[:] = NONE
         total[:] = 0
@@ -199,7 +201,7 @@ def run_tasks(given, call, keys, values):
                 n, full = _look(b, g, tile, R, T, mask, vis, index)
             if cover == 0 or n == 0:
                 continue
-            score(q, R, head_k, index, n, s)
+            score((q, words, scale), R, head_k, index, n, s)
             if not plain:
                 adjust(s, b, g, R, T, n, index, mask, extra)
             for r in range(R):

@@ -1,7 +1,7 @@
 """The compiled entries of decoding, by address: one for each dtype of keys and values, and of the scales of codes.
 
-The line of numbers that an entry is given (`Given` of `regard.ops.softmax.cpu` writes it): 0 the counter, 1 T, 2 position of key 0,
-3 softcap, 4 whether ALiBi is symmetric; from `ARRAYS` on fields of 5: q, out, lse, positions of the keys, starts, stops, dense,
+The line of numbers that an entry is given (`Given` of `regard.ops.softmax.entry` writes it): 0 the counter, 1 T, 2 position of key 0,
+3 softcap, 4 whether ALiBi is symmetric, 5 the scale; from `ARRAYS` on fields of 5: q, out, lse, positions of the keys, starts, stops, dense,
 slopes, bias, positions of the queries; from `MEMORY` on keys and values, their number, and how many tasks are done.
 """
 
@@ -18,17 +18,17 @@ from regard.ops.jit.decode import run_tasks as _decode
 from regard.ops.jit.quantised import run_tasks as _quantised
 from regard.ops.jit.tasks import FIELD, KINDS, address_of, inlined, line_at, memory, numbers, real
 
-BUILT_UPON = "7a8676c099ece151"
+BUILT_UPON = "c43d0eb4db585f1e"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
-ARRAYS = 5
+ARRAYS = 6
 MEMORY = ARRAYS + 10 * FIELD
 LENGTH = MEMORY + 29
 
 
 @inlined
 def call_of(given):
-    """q [B,G,R,D], T, mask, extra, out [B,G,P,R,E], lse [B,G,P,R], as `decode` says."""
+    """q [B,G,R,D], the scale, T, mask, extra, out [B,G,P,R,E], lse [B,G,P,R], as `decode` says."""
     q = memory(given, ARRAYS, np.float32)
     out, lse = memory(given, ARRAYS + FIELD, np.float32), memory(given, ARRAYS + 2 * FIELD, np.float32)  # fmt: skip
     B, G, R = q.shape[0], q.shape[1], q.shape[2]
@@ -47,7 +47,8 @@ def call_of(given):
         memory(given, ARRAYS + 8 * FIELD, np.float32),
         memory(given, ARRAYS + 9 * FIELD, np.int64)[0, 0],
     )
-    return q, given[1], mask, extra, out.reshape(B, G, P, R, E), lse.reshape(B, G, P, R)
+    scale = np.float32(real(given[5]))
+    return q, scale, given[1], mask, extra, out.reshape(B, G, P, R, E), lse.reshape(B, G, P, R)
 
 
 def _plain(dtype: Any, tag: Any) -> Callable[[int], None]:

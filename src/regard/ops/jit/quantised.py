@@ -19,7 +19,7 @@ from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, soften
 from regard.ops.jit.tile_quantised import sum_lines
 
-BUILT_UPON = "420a62af57d21674"
+BUILT_UPON = "a161e1f802a32418"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 LENGTH = 128
@@ -79,7 +79,7 @@ def _look(b, g, tile, rows, T, mask, seen):
 @exact
 def run_tasks(given, call, keys, values):
     """As `regard.ops.jit.decode.run_tasks`, of keys and values in codes."""
-    q_all, T, mask, extra, out, lse = call
+    q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
     D, group, S = q_all.shape[3], keys[6], keys[8]
     length = group * max(1, LENGTH // group)
@@ -105,7 +105,7 @@ def run_tasks(given, call, keys, values):
         if task >= B * G * P:
             break
         b, g, p = task // (G * P), task // P % G, task % P
-        q[:R] = q_all[b, g]
+        q[:R] = q_all[b, g] * scale
         acc[:] = 0
         top[:] = NONE
         total[:] = 0

@@ -11,29 +11,33 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.bits import exp, widen
+from regard.ops.jit.bits import bits_of, exp, widen
+from regard.ops.jit.largest import largest
 from regard.ops.jit.vectors import (
     LANES,
     NOTHING,
+    PAIRED,
     Loop,
+    add_pairs,
     data,
     everywhere,
     fetch,
     fma,
-    largest,
+    leaf,
     line,
     number,
     numbers,
+    pairs,
     parts,
     put,
     sums,
 )
 
-BUILT_UPON = "e51c65fe48007d79"
+BUILT_UPON = "95c97b522192c3b6"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 TILE = 64
@@ -44,25 +48,27 @@ TOGETHER = {4: 4, 1: 8}
 
 ZERO, NONE = np.float32(0), np.float32(-np.inf)
 _FAST = {"contract", "reassoc", "nsz", "arcp"}
-compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath=_FAST, _nrt=False)
-plain = njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+compiled = leaf(fastmath=_FAST)
+plain = leaf()
 
 
 def _score(rows: int) -> Any:
-    """The loop over keys for so many rows of q."""
+    """The loop over keys for so many rows of q: scale times their products, summed over D."""
 
     def loop(context: Any, q: Any, r: Any, keys: Any, index: Any, n: Any, s: Any) -> Any:
+        paired = PAIRED and keys[0].dtype != types.float32 and keys[3] == types.int8
+
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            q_array, first, (flat, base, step, _), listed, count, s_array = (
-                cgutils.unpack_tuple(builder, x) if i == 2 else x for i, x in enumerate(args)
+            (queries, words, scale), first, (flat, base, step, _), listed, count, s_array = (
+                cgutils.unpack_tuple(builder, x) if i in (0, 2) else x for i, x in enumerate(args)
             )
             where = [builder.add(first, number(r)) for r in range(rows)]
-            queries = [line(context, builder, q, q_array, r) for r in where]
+            wide = [line(context, builder, q[0], queries, r) for r in where]
+            short = [line(context, builder, q[1], words, r) for r in where]
             found = [line(context, builder, s, s_array, r) for r in where]
             memory, chosen = data(context, builder, keys[0], flat), data(context, builder, index, listed)  # fmt: skip
-            made = context.make_array(q)(context, builder, value=q_array)
+            made = context.make_array(q[0])(context, builder, value=queries)
             D, tag = cgutils.unpack_tuple(builder, made.shape)[1], keys[3]
-            whole = builder.and_(D, number(-LANES))
             tile = Loop(builder, number(0), count, TOGETHER[rows])
             places = []
             for j in range(TOGETHER[rows]):
@@ -71,16 +77,22 @@ def _score(rows: int) -> Any:
                 later = builder.gep(places[-1], [builder.mul(step, number(TILE))])
                 fetch(builder, later, D)
             total = [NOTHING] * (rows * len(places))
-            for start, stop, lanes in ((number(0), whole, LANES), (whole, D, 1)):
+            sizes = (*((2 * LANES,) if paired else ()), LANES, 1)
+            ends = [number(0), *(builder.and_(D, number(-x)) for x in sizes)]
+            for start, stop, lanes in zip(ends, ends[1:], sizes, strict=False):
                 dims = Loop(builder, start, stop, lanes, total)
-                k = [numbers(builder, builder.gep(x, [dims.i]), tag, lanes) for x in places]
-                x = [numbers(builder, builder.gep(y, [dims.i]), tag, lanes) for y in queries]
-                pairs = [(a, b) for a in x for b in k]
-                total = dims.close(
-                    [fma(builder, a, b, z) for (a, b), z in zip(pairs, dims.now, strict=True)]
-                )
-            dots = parts(builder, sums(builder, total), len(places))
-            for row, x in zip(found, dots, strict=True):
+                k = [builder.gep(x, [dims.i]) for x in places]
+                x = [builder.gep(y, [dims.i]) for y in (short if lanes > LANES else wide)]
+                if lanes > LANES:
+                    k, x = [pairs(builder, y) for y in k], [pairs(builder, y) for y in x]
+                else:
+                    k, x = ([numbers(builder, y, tag, lanes) for y in z] for z in (k, x))
+                add = add_pairs if lanes > LANES else fma
+                terms = zip([(a, b) for a in x for b in k], dims.now, strict=True)
+                total = dims.close([add(builder, a, b, z) for (a, b), z in terms])
+            dots = sums(builder, total)
+            dots = builder.fmul(dots, everywhere(builder, scale, dots.type.count))
+            for row, x in zip(found, parts(builder, dots, len(places)), strict=True):
                 put(builder, x, builder.gep(row, [tile.i]), len(places))
             tile.close()
             return context.get_dummy_value()
@@ -129,11 +141,19 @@ _mix_1_128, _mix_1_16, _mix_1_1 = _mix(1, 128), _mix(1, 16), _mix(1, 1)
 
 
 @plain
+def upper_halves(x, words):
+    """Numbers [R,D] as bfloat16, which numbers that came as such are exactly."""
+    for r in range(x.shape[0]):
+        for d in range(x.shape[1]):
+            words[r, d] = np.int16(bits_of(x[r, d]) >> np.int32(16))
+
+
+@plain
 def score(q, rows, keys, index, n, s):
-    """Rows of q [R,D] with n keys, by fours; a single one that is left by itself."""
+    """Rows of q with n keys, by fours; a single one that is left by itself. q: ([R,D], as bfloat16 [R,D], the scale)."""
     for c in range(n, (n + 7) // 8 * 8):
         index[c] = index[n - 1]
-    fours = rows // 4 * 4 if rows % 4 < 2 else q.shape[0]
+    fours = rows // 4 * 4 if rows % 4 < 2 else q[0].shape[0]
     for r in range(0, fours, 4):
         _score_4(q, r, keys, index, n, s)
     if fours < rows:

@@ -18,15 +18,25 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from regard.ops.jit.bits import widen
 from regard.ops.jit.tile_words import THERE, sum_words
-from regard.ops.jit.vectors import FLOAT, Loop, data, everywhere, fetch_bytes, fma, line, number
+from regard.ops.jit.vectors import (
+    FLOAT,
+    Loop,
+    data,
+    everywhere,
+    fetch_bytes,
+    fma,
+    leaf,
+    line,
+    number,
+)
 
-BUILT_UPON = "0cbe85f4b427015d"
+BUILT_UPON = "fce8161878840192"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 WIDE = 32
@@ -147,9 +157,7 @@ def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: 
         builder.store(builder.fadd(before, whole), at, align=4)
 
 
-compiled = njit(
-    nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}, _nrt=False
-)
+compiled = leaf(fastmath={"contract", "reassoc", "nsz"})
 
 
 @compiled

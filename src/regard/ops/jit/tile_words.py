@@ -13,24 +13,25 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from regard.ops.jit.largest import largest_size
 from regard.ops.jit.vectors import (
     LANES,
     Loop,
     ask,
     data,
     everywhere,
-    largest_size,
+    leaf,
     line,
     number,
     put,
     turns,
 )
 
-BUILT_UPON = "76cf2e4822362372"
+BUILT_UPON = "601b1dbea3bfa492"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 THERE = bool(binding.get_host_cpu_features().get("avx512bw"))
@@ -159,9 +160,7 @@ def _give(builder: Any, found: Any, given: list[Any], place: Any, fresh: Any) ->
 
 
 _sum_64, _sum_32 = _sum(WIDE), _sum(WIDE // 2)
-compiled = njit(
-    nogil=True, cache=True, error_model="numpy", fastmath={"contract", "nsz"}, _nrt=False
-)
+compiled = leaf(fastmath={"contract", "nsz"})
 
 
 @compiled

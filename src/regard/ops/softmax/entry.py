@@ -30,12 +30,13 @@ MEMORY = 27
 class Given:
     """What a query sees, and what is added to its scores; tensors are contiguous.
 
-    q: [B,G,R,D] fp32, scaled. where: positions of the keys [b,S], or [1,0] for a run from `origin` on. starts, stops: the ranges
+    q: [B,G,R,D] fp32. where: positions of the keys [b,S], or [1,0] for a run from `origin` on. starts, stops: the ranges
     of positions that a query sees [b,h,t,n], or `dense` [b,h,t,S]; the others have no numbers. slopes: [H] of ALiBi, bias: any
     other [b,h,t,S]. at: positions of the queries [b,T].
     """
 
     q: Tensor
+    scale: float
     T: int
     where: Tensor
     origin: int
@@ -54,11 +55,21 @@ class Given:
         B, H, T, D = call.q.shape
         at, k = _where(call.q_positions), call.k_positions
         where, origin = (_NO_POSITIONS, k.start) if isinstance(k, Span) else (_where(k), 0)
-        q = call.q.float() * call.scale
+        q = call.q.float()
         if not isinstance(call.q_positions, Span):  # a slot that holds no token may hold NaN
             q = q.masked_fill((at < 0)[:, None, :, None], 0)
         q = q.reshape(B, call.G, H // call.G * T, D).contiguous()
-        return cls(q, T, where, origin, *_seen(call, at), call.softcap or 0.0, *_added(call), at)
+        return cls(
+            q,
+            call.scale,
+            T,
+            where,
+            origin,
+            *_seen(call, at),
+            call.softcap or 0.0,
+            *_added(call),
+            at,
+        )
 
     def behind(self, slots: int) -> Given:
         """The same for the keys behind so many slots."""
@@ -76,9 +87,9 @@ class Given:
         workers = min(pool.threads(), max(1, B * G * S * (D + E) // PART))
         P = _parts(B * G, S, workers)
         out, lse = torch.empty(B * G, P, R, E), torch.empty(B, G, P, R)
-        cap = struct.unpack("q", struct.pack("d", self.softcap))[0]
+        cap, scale = struct.unpack("2q", struct.pack("2d", self.softcap, self.scale))
         arrays = (self.q, out, lse, self.where, self.starts, self.stops, self.dense, self.slopes, self.bias, self.at)  # fmt: skip
-        given = [0, self.T, self.origin, cap, int(self.symmetric)]
+        given = [0, self.T, self.origin, cap, int(self.symmetric), scale]
         for x in arrays:
             given += (x.data_ptr(), *(1,) * (4 - x.ndim), *x.shape)
         given += memory
