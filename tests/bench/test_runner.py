@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from regard.bench import Budget, Case, Ceilings, Peer, Way, measure
-from regard.bench.case import Outputs
+from regard.bench.case import Outputs, Work
+from regard.bench.ceilings import Reading
 from regard.bench.peers import ours
 from regard.bench.problems import AttentionProblem
-from regard.bench.result import Measured, as_json
+from regard.bench.result import Measured, Times, as_json, timed
+from regard.bench.rule import Verdict
 from regard.bench.runner import threads
 from regard.bench.table import header, table
 from tests.bench.small import CPU, SMALL
@@ -54,12 +56,14 @@ class Clock:
         return Peer(name, "Takes its time.", prepare)
 
 
-def run(*peers: Peer[Any], dtype: torch.dtype = torch.float32, **budget: Any) -> Measured:
+def run(
+    *peers: Peer[Any], dtype: torch.dtype = torch.float32, top: Ceilings = TOP, **budget: Any
+) -> Measured:
     case = Case("test", "A test.", {}, (), peers)
     said: list[str] = []
     found = measure(
         case, SIZES, dtype, CPU, budget=Budget(**{"rounds": 3, "sample": 0.0, **budget}),
-        ceilings=TOP, say=said.append,
+        ceilings=top, say=said.append,
     )  # fmt: skip
     assert all(any(one.name in line for line in said) for one in peers)
     return found
@@ -190,6 +194,29 @@ def test_the_json_of_a_run() -> None:
     assert (right["kernel"], right["ratio"]) == ("some kernel", 1.0)
     assert wrong["error"] is None  # NaN is no JSON
     assert case["flops"] == found.work.flops if found.work else False
+
+
+def test_shares_are_of_reading_in_the_same_rounds() -> None:
+    """A machine that reads half as fast in one round, and a kernel that then takes twice as long: the share stays."""
+    about = Measured("demo", "", "", torch.float32, "cpu", Work(flops=8, bytes=300))
+    top = Ceilings(1e9, {}, Reading(100, lambda: None))
+    verdict = Verdict(right=True, error=0.0, allowed=1.0, why="")
+    row = timed(
+        "one", "", verdict, Times([8.0, 4.0, 8.0], [4.0, 4.0, 2.0], [2.0, 1.0, 2.0]), about, top
+    )
+    assert row.of_read == 300 / 8 / (100 / 2)
+    assert (row.seconds, row.ratio, row.bytes_per_second) == (8.0, 2.0, 300 / 8)
+    row = timed("one", "", verdict, Times([8.0]), about, top)
+    assert row.of_read == 300 / 8 / 1e9
+    assert row.ratio is None
+
+
+def test_reading_is_timed_in_turns_and_no_peer() -> None:
+    calls: list[int] = []
+    top = Ceilings(1e9, {}, Reading(100, lambda: calls.append(1)))
+    found = run(peer("a"), peer("b"), top=top)
+    assert len(calls) > 2
+    assert [row.peer for row in found.rows] == ["a", "b"]
 
 
 def test_ceilings_are_measured_and_shown() -> None:

@@ -22,8 +22,23 @@ LIMIT = 0.1
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Reading memory once more, in turns with what is measured: some machines read at half the speed for seconds.
+
+    Attributes:
+        bytes: how many are read.
+        step: reads them.
+    """
+
+    bytes: int
+    step: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class Ceilings:
     """Bytes per second that all threads read from memory, and FLOPs per second of a matrix product, by dtype.
+
+    `reading` is the way to read that was the fastest; None where shares are of `read`.
 
     >>> top = Ceilings(4e10, {torch.float32: 2e11})
     >>> top.of_read(2e10), top.of_gemm(1e11, torch.float32), top.of_gemm(1e11, torch.float16)
@@ -32,6 +47,7 @@ class Ceilings:
 
     read: float
     gemm: dict[torch.dtype, float] = field(default_factory=dict)
+    reading: Reading | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def measure(
@@ -55,8 +71,9 @@ class Ceilings:
             "whole": x.view(torch.int32).sum,
         }  # fmt: skip
         times = interleaved(ways, rounds=rounds, synchronise=synchroniser(device))
-        read = read_bytes / min(map(median, times.values()))
-        return cls(read, {dtype: _gemm(dtype, device, rounds, side) for dtype in dtypes})
+        best = min(ways, key=lambda name: median(times[name]))
+        gemm = {dtype: _gemm(dtype, device, rounds, side) for dtype in dtypes}
+        return cls(read_bytes / median(times[best]), gemm, Reading(read_bytes, ways[best]))
 
     def of_read(self, bytes_per_second: float) -> float:
         """The share of the reading speed."""

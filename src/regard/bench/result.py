@@ -31,7 +31,7 @@ class Row:
         seconds, quartiles, rounds: the median time of a call, its spread, and how many rounds.
         ratio: the median over rounds of its time by ours in that round: 2 is twice as slow as ours.
         bytes_per_second, flops_per_second: the least that the problem takes, by the median time.
-        of_read, of_gemm: these as shares of what the machine does at most.
+        of_read, of_gemm: these as shares of what the machine does at most: reads in the same rounds, multiplied before them.
         error, allowed: the largest error of its answer, and the rule's bound.
     """
 
@@ -93,26 +93,37 @@ class Measured:
         return replace(self, rows=tuple(rows), interrupted=interrupted)
 
 
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a peer, round by round; of ours, and of reading memory, in the same rounds."""
+
+    own: Sequence[float]
+    ours: Sequence[float] | None = None
+    reading: Sequence[float] | None = None
+
+    def by(self, others: Sequence[float] | None) -> float | None:
+        """The median of the ratios to others."""
+        if not others:
+            return None
+        return median([a / b for a, b in zip(self.own, others, strict=True)])
+
+
 def timed(
-    name: str,
-    kernel: str,
-    verdict: Verdict,
-    times: Sequence[float],
-    ours: Sequence[float] | None,
-    about: Measured,
-    ceilings: Ceilings,
+    name: str, kernel: str, verdict: Verdict, times: Times, about: Measured, ceilings: Ceilings
 ) -> Row:
     """The row of a peer that was right."""
     right = {"kernel": kernel, "error": verdict.error, "allowed": verdict.allowed}
-    if not times:
+    if not times.own:
         return Row(name, "interrupted", "no round was complete", **right)  # type: ignore[arg-type]
     assert about.work is not None
-    seconds = median(times)
+    seconds, slower = median(times.own), times.by(times.reading)
     read, gemm = about.work.bytes / seconds, about.work.flops / seconds
+    share = ceilings.of_read(read)
+    if ceilings.reading is not None and slower is not None:
+        share = about.work.bytes / ceilings.reading.bytes / slower
     return Row(
-        name, "timed", "", kernel, seconds, quartiles(times), len(times),
-        None if not ours else median([a / b for a, b in zip(times, ours, strict=True)]),
-        read, gemm, ceilings.of_read(read), ceilings.of_gemm(gemm, about.dtype),
+        name, "timed", "", kernel, seconds, quartiles(times.own), len(times.own), times.by(times.ours),
+        read, gemm, share, ceilings.of_gemm(gemm, about.dtype),
         verdict.error, verdict.allowed,
     )  # fmt: skip
 

@@ -13,11 +13,14 @@ import torch
 from regard.bench.case import Case, Peer, Problem, Sizes, Way
 from regard.bench.ceilings import Ceilings, synchroniser
 from regard.bench.machine import free
-from regard.bench.result import Measured, Row, timed
+from regard.bench.result import Measured, Row, Times, timed
 from regard.bench.rule import Verdict, compare
 from regard.bench.timing import interleaved
 
 Say = Callable[[str], None]
+
+READING = "reading memory"
+"""What is timed beside the peers: the ceiling of this very moment."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ def measure(
     interrupted = False
     try:
         steps = {name: one.way.step for name, one in ready.items()}
+        if ceilings.reading is not None:
+            steps[READING] = ceilings.reading.step
         interleaved(
             steps, rounds=budget.rounds, sample=budget.sample, limit=budget.seconds, into=times,
             synchronise=synchroniser(device),
@@ -105,8 +110,9 @@ def measure(
     ours = case.peers[0].name
     for name, one in ready.items():
         rows[name] = timed(
-            name, one.way.kernel, one.verdict, times.get(name, []), times.get(ours), about, ceilings
-        )
+            name, one.way.kernel, one.verdict, Times(times.get(name, []), times.get(ours), times.get(READING)),
+            about, ceilings,
+        )  # fmt: skip
     return about.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
 
 

@@ -13,7 +13,7 @@ COLUMNS = (
     f"{'':22}{'median':>10}{'quartiles':>19}{'x ours':>8}{'GB/s':>8}{'read':>6}"
     f"{'GFLOP/s':>9}{'gemm':>6}{'error':>10}{'allowed':>9}  kernel"
 )
-"""`read` and `gemm` are shares of the ceilings in the header; `x ours` is a peer's time by ours, round by round."""
+"""`read` is the share of reading memory in the same turns, `gemm` of the ceiling in the header; `x ours` is a peer's time by ours, round by round."""
 
 
 def header(machine: dict[str, Any], ceilings: Ceilings) -> str:

@@ -627,3 +627,27 @@ def test_runs_by_brute_force(state: list[int], long: int) -> None:
     assert found == sorted(found)
     for (_, stop, a), (start, _, b) in itertools.pairwise(found):
         assert stop < start or a or b, "neighbours under a mask are one piece"
+
+
+def test_values_that_begin_their_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As absorbed MLA has them; the same bits as from a copy. Others, and those with a gradient, are padded."""
+    padded: list[Tensor] = []
+    pad = sdpa.F.pad
+    monkeypatch.setattr(sdpa.F, "pad", lambda x, by: padded.append(x) or pad(x, by))
+    memory, q = torch.randn(2, 1, 70, 24), torch.randn(2, 6, 3, 24)
+    values = memory[..., :16]
+    found = regard.attend(q, memory, values, mask=masks.Causal(), backend="sdpa")
+    assert padded == []
+    assert torch.equal(found, regard.attend(q, memory, values.clone(), mask=masks.Causal(), backend="sdpa"))  # fmt: skip
+    assert len(padded) == 1
+    for others in (memory[..., 8:], memory.flip(2)[..., :16], memory[:, :, :, :16] + 0):
+        right = regard.attend(q, memory, others, mask=masks.Causal(), backend="reference")
+        assert torch.allclose(regard.attend(q, memory, others, mask=masks.Causal(), backend="sdpa"), right, atol=1e-5)  # fmt: skip
+    assert len(padded) == 4
+    learned = memory.clone().requires_grad_()
+    regard.attend(q, learned, learned[..., :16].detach(), backend="sdpa").sum().backward()
+    assert len(padded) == 5
+    assert learned.grad is not None
+    other = memory.clone().requires_grad_()
+    regard.attend(q, other, values.clone(), backend="reference").sum().backward()
+    assert torch.allclose(learned.grad, other.grad, atol=1e-4)

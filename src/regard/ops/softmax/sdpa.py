@@ -203,8 +203,21 @@ def same_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if missing > 0:
         q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
     elif missing < 0:
-        v = F.pad(v, (0, -missing))
+        v = k if _begins(v, k) else F.pad(v, (0, -missing))
     return q, k, v
+
+
+def _begins(v: Tensor, k: Tensor) -> bool:
+    """Whether values are the first numbers of their keys, in the same memory, as those of absorbed MLA: no copy is needed."""
+    learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
+    return (
+        not learns
+        and type(k) is type(v) is Tensor
+        and not torch.compiler.is_compiling()
+        and v.data_ptr() == k.data_ptr()
+        and v.shape[:3] == k.shape[:3]
+        and v.stride() == k.stride()
+    )
 
 
 def last_contiguous(x: Tensor) -> Tensor:
