@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -284,3 +285,35 @@ regard.attend(q, k, k)
 assert "numba" in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_a_rule_of_numbers_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer of a model asks for the same; a rule with a tensor or a function may change, and is asked each time."""
+    asked: list[masks.Mask] = []
+    intervals = masks.Mask.intervals
+
+    def counted(mask: masks.Mask, q: Tensor) -> Any:
+        asked.append(mask)
+        return intervals(mask, q)
+
+    monkeypatch.setattr(masks.Mask, "intervals", counted)
+    entry._ranges.cache_clear()
+    q, (k, v) = torch.randn(1, 2, 1, 8), torch.randn(2, 1, 2, 30, 8)
+    where = torch.arange(30).flip(0)[None]
+
+    def layers(make: Callable[[], masks.Mask], at: int) -> int:
+        asked.clear()
+        options = {"q_positions": Span(at, 1), "k_positions": where}
+        found = [regard.attend(q, k, v, mask=make(), backend="cpu", **options) for _ in range(3)]  # type: ignore[arg-type]
+        count = sum(str(mask) == str(make()) for mask in asked)
+        right = regard.attend(q, k, v, mask=make(), backend="reference", **options)  # type: ignore[arg-type]
+        assert all(torch.allclose(x, right, atol=1e-5) for x in found)
+        return count
+
+    assert layers(lambda: masks.Causal() & (masks.Window(5) | masks.Sinks(2)), 20) == 1
+    assert layers(lambda: masks.Causal() & (masks.Window(5) | masks.Sinks(2)), 20) == 0
+    assert layers(lambda: masks.Causal() & (masks.Window(5) | masks.Sinks(2)), 21) == 1
+    assert layers(lambda: masks.Causal() & masks.Heads([masks.Window(3), masks.Window(9)]), 21) == 1
+    blocks = masks.Causal() & masks.Blocks(torch.ones(10, 10, dtype=torch.bool).tril(), 4)
+    assert layers(lambda: blocks, 21) == 3
+    assert layers(lambda: masks.Causal() & masks.Fn(lambda q, k: (q - k) % 3 == 0), 21) == 3

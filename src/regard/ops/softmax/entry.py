@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import torch
@@ -140,6 +140,27 @@ def _run(positions: Span) -> tuple[Tensor, Tensor]:
         return at, (at[:, None, :, None] + 1).contiguous()
 
 
+@lru_cache(maxsize=16)
+def _ranges(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] | None:
+    """The intervals of a mask that only numbers say, likewise the same for every layer."""
+    with torch.inference_mode(mode=False):
+        found = mask.intervals(_run(positions)[0])
+        return None if found is None else tuple(x.contiguous() for x in found)
+
+
+@lru_cache(maxsize=64)
+def _of_numbers(mask: masks.Mask) -> bool:
+    """Whether a mask is one of ours and has no field that could change: a tensor, or a function."""
+    ours = type(mask).__module__.startswith(f"{masks.__name__}.")
+    return ours and all(_is_number(getattr(mask, x.name)) for x in fields(mask))
+
+
+def _is_number(x: object) -> bool:
+    if isinstance(x, tuple):
+        return all(map(_is_number, x))
+    return _of_numbers(x) if isinstance(x, masks.Mask) else isinstance(x, int | None)
+
+
 def _seen(call: Call, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ranges of positions, or a dense block where a rule has none."""
     if isinstance(call.mask, masks.Full):
@@ -148,7 +169,10 @@ def _seen(call: Call, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(call.q_positions, Span):
             return _FIRST, _run(call.q_positions)[1], _NO_DENSE
         return _FIRST, (at[:, None, :, None] + 1).contiguous(), _NO_DENSE
-    found = call.mask.intervals(at)
+    if isinstance(call.q_positions, Span) and _of_numbers(call.mask):
+        found = _ranges(call.mask, call.q_positions)
+    else:
+        found = call.mask.intervals(at)
     if found is None:
         dense = call.mask.block(call.q_positions, call.k_positions, device="cpu")
         return _NO_RANGES, _NO_RANGES, dense.contiguous()
