@@ -55,3 +55,23 @@ def test_the_largest_of_a_line(count: int) -> None:
         found = both(x, 64 + 3, count)
         assert found[0] == max(seen, default=-np.inf)
         assert found[1] == max(abs(seen), default=0)
+
+
+def test_no_instruction_is_named_for_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLVM ends the process where code names an instruction that it must not use."""
+    config = pytest.importorskip("numba").core.config
+    from llvmlite import binding
+
+    from regard.ops.jit.features import has
+
+    monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx2": True, "avx512f": False})
+    assert has("avx2")
+    assert not has("avx512f")
+    for name in ("CPU_NAME", "CPU_FEATURES"):
+        with monkeypatch.context() as told:
+            told.setattr(config, name, "generic")
+            assert not has("avx2")
+            told.setattr(config, name, "host")
+            assert has("avx2")
+    monkeypatch.setattr(config, "ENABLE_AVX", 0)
+    assert not has("avx2")

@@ -345,6 +345,20 @@ def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) 
     assert not np.isfinite(summed(w)[1]).any()
 
 
+@pytest.mark.parametrize("n", [510, 576])
+def test_the_largest_sums_of_whole_numbers_do_not_wrap(n: int) -> None:
+    """Every weight and every code at its end: 576 such lines would leave 32 bits, and are summed another way."""
+    codes = np.zeros((n, 67), np.uint8)
+    scales, zeros = (torch.full((n,), x).bfloat16() for x in (1.0, 0.0))
+    flat = [y.view(torch.uint16).numpy() for y in (scales, zeros)]
+    out, w = np.zeros((4, 64), np.float32), np.ones((4, n), np.float32)
+    memory = (codes.ravel(), codes.shape[1], (*flat, 1, BF16), 64, 8, n)
+    for code in (0, 255):
+        codes[:] = code
+        tile_quantised.sum_lines(4, memory, (2, 0, 2), w, scratch_of(4, n, rounded=True), (out, 0, True))  # fmt: skip
+        assert np.allclose(out, code * n, atol=0.02 * n)
+
+
 def test_rows_begin_at_lines_of_the_cache() -> None:
     made = quantised._lines(3, 32)
     assert made.shape == (3, 32)

@@ -33,7 +33,7 @@ from regard.ops.jit.vectors import (
 from regard.ops.jit.vectors import fma as multiply_add
 from regard.ops.jit.vectors import numbers as load
 
-BUILT_UPON = "21f61d1e95be536b"
+BUILT_UPON = "d171df921d607244"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 TOGETHER = 4

@@ -26,7 +26,7 @@ from regard.ops.jit.prefill import PANELS, fetch, meets, place, reach, survey
 from regard.ops.jit.product import PANEL, STEP, add_product, product
 from regard.ops.jit.rows import ONE, ZERO, exact
 
-BUILT_UPON = "40134c8208b52a26"
+BUILT_UPON = "2658f0538ff99cb4"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 RUN = 10 * STEP

@@ -16,7 +16,7 @@ from regard.ops.jit.prefill import place
 from regard.ops.jit.product import PANEL, STEP
 from regard.ops.jit.rows import ONE, ZERO, adjust, hide
 
-BUILT_UPON = "8eb0aaccb8884e55"
+BUILT_UPON = "2d17343db3f0310a"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 

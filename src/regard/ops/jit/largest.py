@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 from regard.ops.jit.vectors import FLOAT, LANES, VECTOR, Loop, data, number, parts
 
-BUILT_UPON = "58d33b14336ee5a7"
+BUILT_UPON = "fd4d7c41c11f9bc4"
 """As for every file here that takes something from another (tests/ops/test_jit.py)."""
 
 

@@ -14,7 +14,7 @@ from regard.ops.jit.bits import widen
 from regard.ops.jit.pack import compiled, narrow
 from regard.ops.jit.tasks import KINDS, address_of, line_at, numbers, real
 
-BUILT_UPON = "a09ab47428ad1d14"
+BUILT_UPON = "6d77e3833c5c7658"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 LENGTH = 8

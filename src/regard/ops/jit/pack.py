@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from regard.ops.jit.bits import bits_of, widen
 from regard.ops.jit.product import PANEL
 
-BUILT_UPON = "c13516c17917fde2"
+BUILT_UPON = "1843ecb3720907e4"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})  # fmt: skip

@@ -20,7 +20,7 @@ from regard.ops.jit.pack import compiled, narrow, taken
 from regard.ops.jit.product import PANEL, STEP, add_product, product
 from regard.ops.jit.rows import NONE, ONE, ZERO, adjust, exact, hide, line, soften
 
-BUILT_UPON = "bfe904a6dce3674f"
+BUILT_UPON = "fae352f86e6b41bb"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 PANELS = 256 // PANEL

@@ -17,20 +17,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_FEATURES = llvm.get_host_cpu_features()
-WIDE = bool(_FEATURES.get("avx512f"))
+from regard.ops.jit.features import has
+
+BUILT_UPON = "f1c6f033c0398334"
+"""As for every file here that takes something from another (tests/ops/test_jit.py)."""
+
+WIDE = has("avx512f")
 """Whether registers hold 16 numbers and there are 32 of them."""
 
-PAIRS = WIDE and bool(_FEATURES.get("avx512bf16"))
+PAIRS = WIDE and has("avx512bf16")
 """Whether products of bfloat16s are to be had; else they are widened to fp32."""
 
-LANES = 16 if WIDE else 8 if _FEATURES.get("avx2") else 4
+LANES = 16 if WIDE else 8 if has("avx2") else 4
 VECTORS = 4 if WIDE else 2
 STEP, PANEL = 6, LANES * VECTORS
 

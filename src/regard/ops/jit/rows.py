@@ -15,7 +15,7 @@ from regard.ops.jit.bits import exp
 from regard.ops.jit.pack import compiled, narrow
 from regard.ops.jit.product import PANEL
 
-BUILT_UPON = "60e65049661f8279"
+BUILT_UPON = "dd119707da86f448"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 ZERO, ONE, NONE = np.float32(0), np.float32(1), np.float32(-np.inf)

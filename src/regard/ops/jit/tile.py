@@ -37,7 +37,7 @@ from regard.ops.jit.vectors import (
     sums,
 )
 
-BUILT_UPON = "95c97b522192c3b6"
+BUILT_UPON = "37c7f72002086d8c"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 TILE = 64

@@ -3,8 +3,8 @@
     sum_i w[r, i] x[i, c] = f_r (sum_i W[r, i] code[i, c] - 128 sum_i W[r, i]) + sum_i w[r, i] (zero[i] + 128 scale[i])
     W[r, i] = round(w[r, i] scale[i] / f_r),   f_r = max_i |w[r, i] scale[i]| / 32767
 
-The sum of the whole numbers is exact: fewer than 2^16 lines of less than 2^22 each would be needed to leave 32 bits, and a tile
-has fewer. A weight is off by 2^-16 of the largest of its row, which numbers of 16 bits do not notice; fp32 would.
+Sums of 32 bits wrap around, and so does what is subtracted: what is left is exact where it is less than 2^31, up to `MOST` lines
+of at most 2^22 each. A weight is off by 2^-16 of the largest of its row, which numbers of 16 bits do not notice; fp32 would.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from regard.ops.jit.features import has
 from regard.ops.jit.largest import largest_size
 from regard.ops.jit.vectors import (
     LANES,
@@ -31,13 +32,13 @@ from regard.ops.jit.vectors import (
     turns,
 )
 
-BUILT_UPON = "601b1dbea3bfa492"
+BUILT_UPON = "8407759f2f30f0c3"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
-THERE = bool(binding.get_host_cpu_features().get("avx512bw"))
+THERE = has("avx512bw")
 """Whether the processor multiplies pairs of 16 bits in long registers."""
 
-ROWS = 4
+ROWS, MOST = 4, 511
 WIDE = 64
 """Columns that are summed together: whole lines of the cache, of two lines of codes, so that sums stay in registers."""
 

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from regard.ops.jit.features import has
+
+BUILT_UPON = "f1c6f033c0398334"
+"""As for every file here that takes something from another (tests/ops/test_jit.py)."""
 
 leaf: Any = partial(njit, nogil=True, cache=True, error_model="numpy", _nrt=False)
 """`njit` for loops that make no array: they count no references to those they are given, which took a tenth of the time."""
@@ -50,24 +55,11 @@ def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x, y, z])
 
 
-PAIRED = bool(binding.get_host_cpu_features().get("avx512bf16"))
+PAIRED = has("avx512bf16")
 """Whether the processor multiplies pairs of bfloat16, and adds both products to a float32 with the rounding of two fma."""
 
-
-class _BFloat(ir.Type):
-    """LLVM's type of a bfloat16, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_WORDS = ir.VectorType(_BFloat(), 2 * LANES)
+_WORDS = ir.VectorType(_I32, LANES)
+"""Pairs of bfloat16: newer LLVM has a type for them, which llvmlite cannot name, and makes it of these by itself."""
 
 
 def pairs(builder: Any, place: Any) -> Any:
