@@ -174,7 +174,7 @@ class Llama:
 
     def __init__(self, path: str, **options: Any) -> None:
         assert Path(path).exists()
-        assert options["flash_attn"]
+        assert options["flash_attn"] == (options["type_k"] == 1)  # it rounds to fp16
         assert options["type_k"] == options["type_v"]
         self.file, self.n_ctx, self.ctx = Writer.kept[path], options["n_ctx"], self
         self.tokens: list[int] = []

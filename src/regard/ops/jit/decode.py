@@ -23,7 +23,7 @@ from numba import njit
 from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften, upper_halves
 
-BUILT_UPON = "ea497a99a65e7476"
+BUILT_UPON = "fdf31044f3d91618"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 exact = njit(nogil=True, cache=True, error_model="numpy")

@@ -18,7 +18,7 @@ from regard.ops.jit.decode import run_tasks as _decode
 from regard.ops.jit.quantised import run_tasks as _quantised
 from regard.ops.jit.tasks import FIELD, KINDS, address_of, inlined, line_at, memory, numbers, real
 
-BUILT_UPON = "e2d540dc31ae9d22"
+BUILT_UPON = "b4fbdcda7e4a42ef"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 ARRAYS = 6

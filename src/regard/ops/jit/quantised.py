@@ -19,7 +19,7 @@ from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, soften
 from regard.ops.jit.tile_quantised import sum_lines
 
-BUILT_UPON = "adf3812ac67b18cf"
+BUILT_UPON = "bece963a813fb612"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 LENGTH = 128

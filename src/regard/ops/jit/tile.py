@@ -76,20 +76,7 @@ def _score(rows: int) -> Any:
                 places.append(builder.gep(memory, [builder.add(base, builder.mul(token, step))]))
                 later = builder.gep(places[-1], [builder.mul(step, number(TILE))])
                 fetch(builder, later, D)
-            total = [NOTHING] * (rows * len(places))
-            sizes = (*((2 * LANES,) if paired else ()), LANES, 1)
-            ends = [number(0), *(builder.and_(D, number(-x)) for x in sizes)]
-            for start, stop, lanes in zip(ends, ends[1:], sizes, strict=False):
-                dims = Loop(builder, start, stop, lanes, total)
-                k = [builder.gep(x, [dims.i]) for x in places]
-                x = [builder.gep(y, [dims.i]) for y in (short if lanes > LANES else wide)]
-                if lanes > LANES:
-                    k, x = [pairs(builder, y) for y in k], [pairs(builder, y) for y in x]
-                else:
-                    k, x = ([numbers(builder, y, tag, lanes) for y in z] for z in (k, x))
-                add = add_pairs if lanes > LANES else fma
-                terms = zip([(a, b) for a in x for b in k], dims.now, strict=True)
-                total = dims.close([add(builder, a, b, z) for (a, b), z in terms])
+            total = _dims(builder, D, places, (wide, short if paired else None), tag)
             dots = sums(builder, total)
             dots = builder.fmul(dots, everywhere(builder, scale, dots.type.count))
             for row, x in zip(found, parts(builder, dots, len(places)), strict=True):
@@ -100,6 +87,26 @@ def _score(rows: int) -> Any:
         return types.void(q, r, keys, index, n, s), code
 
     return intrinsic(loop)
+
+
+def _dims(builder: Any, D: Any, keys: list[Any], queries: tuple[Any, Any], tag: Any) -> list[Any]:
+    """Sums over D of each row with each key: of pairs of bfloat16 first, where queries stand in it too."""
+    wide, short = queries
+    sizes = (*((2 * LANES,) if short else ()), LANES, 1)
+    ends = [number(0), *(builder.and_(D, number(-x)) for x in sizes)]
+    total = [NOTHING] * (len(wide) * len(keys))
+    for start, stop, lanes in zip(ends, ends[1:], sizes, strict=False):
+        dims = Loop(builder, start, stop, lanes, total)
+        k = [builder.gep(x, [dims.i]) for x in keys]
+        x = [builder.gep(y, [dims.i]) for y in (short if lanes > LANES else wide)]
+        if lanes > LANES:
+            k, x = ([pairs(builder, y) for y in z] for z in (k, x))
+        else:
+            k, x = ([numbers(builder, y, tag, lanes) for y in z] for z in (k, x))
+        add = add_pairs if lanes > LANES else fma
+        terms = zip([(a, b) for a in x for b in k], dims.now, strict=True)
+        total = dims.close([add(builder, a, b, z) for (a, b), z in terms])
+    return total
 
 
 def _mix(rows: int, columns: int) -> Any:
