@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from regard.compare.claims.base import Check, Claim
-from regard.compare.claims.timed import fastest, ratios, seconds, setting
+from regard.compare.claims.timed import by_length, fastest, ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.nn import Attention, Fused, Separate
 from regard.nn.variants import gpt, mha
-from regard.view.curves import Line, Picture
+from regard.view.curves import Picture
 
 DIM, HEADS = 512, 8
 LENGTHS = (1, 16, 128, 512)
@@ -75,10 +75,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
-    lines = tuple(
-        Line(name, tuple((float(r["length"]), 1e3 * r["seconds"][name]) for r in numbers["by_length"]))
-        for name in ("fused", "separate", "separate, no mask")
-    )  # fmt: skip
+    lines = by_length(numbers, "fused", "separate", "separate, no mask")
     return Picture("GPT's attention and multi-head attention, width 512, the same weights", "tokens", "milliseconds", lines, "xy")  # fmt: skip
 
 

@@ -10,13 +10,13 @@ import torch
 
 from regard import attend, plan
 from regard.compare.claims.base import Check, Claim
-from regard.compare.claims.timed import exponent, fastest, seconds, setting
+from regard.compare.claims.timed import by_length, exponent, fastest, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.linear import linear_attention
 from regard.masks import Causal, Mask, Strided, Window
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha
-from regard.view.curves import Line, Picture
+from regard.view.curves import Picture
 
 LENGTHS = (1024, 2048, 4096, 8192)
 H, D, WINDOW = 2, 64, 128
@@ -70,10 +70,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
-    lines = tuple(
-        Line(name, tuple((float(r["length"]), 1e3 * r["seconds"][name]) for r in numbers["by_length"]))
-        for name in ("full", "window", "strided", "linear")
-    )  # fmt: skip
+    lines = by_length(numbers, "full", "window", "strided", "linear")
     return Picture("A prompt of n tokens, 2 heads of 64", "n", "milliseconds", lines, "xy")
 
 
@@ -117,10 +114,7 @@ def _checks_order(numbers: Mapping[str, Any]) -> list[Check]:
 
 
 def _picture_order(numbers: Mapping[str, Any]) -> Picture:
-    lines = tuple(
-        Line(name, tuple((float(r["length"]), 1e3 * r["seconds"][name]) for r in numbers["by_length"]))
-        for name in ("attention", "lstm")
-    )  # fmt: skip
+    lines = by_length(numbers, "attention", "lstm")
     return Picture("Reading n tokens of width 64, 4 rows", "n", "milliseconds", lines, "xy")
 
 

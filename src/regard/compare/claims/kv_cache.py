@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from regard.compare.claims.base import Check, Claim
-from regard.compare.claims.timed import exponent, fastest, ratios, seconds, setting
+from regard.compare.claims.timed import by_length, exponent, fastest, ratios, seconds, setting
 from regard.compare.claims.training import decoder
 from regard.compare.experiment import Numbers
 from regard.compare.work import decode
-from regard.view.curves import Line, Picture
+from regard.view.curves import Picture
 
 LENGTHS = (32, 128, 512, 1024)
 
@@ -55,10 +55,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
-    lines = tuple(
-        Line(name, tuple((float(r["length"]), 1e3 * r["seconds"][name]) for r in numbers["by_length"]))
-        for name in ("cache", "no cache")
-    )  # fmt: skip
+    lines = by_length(numbers, "cache", "no cache")
     return Picture("One more token, 4 layers of width 256", "tokens so far", "milliseconds", lines, "xy")  # fmt: skip
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from regard import attend
 from regard.compare.claims.base import Check, Claim
-from regard.compare.claims.timed import fastest, ratios, seconds, setting
+from regard.compare.claims.timed import by_length, fastest, ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.project import facing
 from regard.nn.variants import gpt, mha, mla
 from regard.span import Span
-from regard.view.curves import Line, Picture
+from regard.view.curves import Picture
 
 DIM, HEADS = 512, 8
 RANK, TURNED = 128, 32
@@ -91,10 +91,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
-    lines = tuple(
-        Line(name, tuple((float(r["length"]), 1e3 * r["seconds"][name]) for r in numbers["by_length"]))
-        for name in ("MHA", "MLA, naive", "MLA, absorbed")
-    )  # fmt: skip
+    lines = by_length(numbers, "MHA", "MLA, naive", "MLA, absorbed")
     return Picture("One token behind a full cache, width 512, 8 heads", "tokens in the cache", "milliseconds", lines, "xy")  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import torch
 
 from regard.bench.timing import interleaved
 from regard.compare.claims.base import steps
+from regard.view.curves import Line
 
 
 def seconds(
@@ -68,3 +69,16 @@ def setting() -> dict[str, Any]:
     0.0
     """
     return {"threads": torch.get_num_threads(), "dropout": 0.0, "dtype": "float32", "mode": "evaluation, no gradients"}  # fmt: skip
+
+
+def by_length(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
+    """A curve for each way that was timed: milliseconds by length.
+
+    >>> by_length({"by_length": [{"length": 8, "seconds": {"a": 0.5}}]}, "a")
+    (Line(name='a', points=((8.0, 500.0),)),)
+    """
+    rows = numbers["by_length"]
+    return tuple(
+        Line(name, tuple((float(row["length"]), 1e3 * row["seconds"][name]) for row in rows))
+        for name in names
+    )
