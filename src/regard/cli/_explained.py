@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli._model import load
+from regard.cli._model import How, load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,15 +34,7 @@ BesideModel = Annotated[
 ]  # fmt: skip
 
 
-def read(
-    text: str,
-    source: str,
-    *,
-    dtype: str | None = None,
-    allow_missing: list[str] | None = None,
-    finite: bool = False,
-    target: str | None = None,
-) -> Reading:
+def read(text: str, source: str, how: How | None = None, *, target: str | None = None) -> Reading:
     """A reading of the text by the model of a folder or a name, or by the model of a trained task."""
     from dataclasses import replace
 
@@ -50,7 +42,7 @@ def read(
 
     if (Path(source) / "task.json").is_file():
         return _task(text, source, target)
-    found = reading(load(source, dtype, allow_missing, finite), text, target)
+    found = reading(load(source, How() if how is None else how), text, target)
     return replace(found, name=Path(source).name or source)
 
 

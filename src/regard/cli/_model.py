@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 import typer
@@ -15,7 +17,8 @@ PANEL = "The model"
 Source = Annotated[
     str,
     typer.Option(
-        help='"tiny", which comes with the package, or a Hugging Face folder.', rich_help_panel=PANEL
+        help='"tiny", which comes with the package, a Hugging Face folder, or org/name on the hub.',
+        rich_help_panel=PANEL,
     ),
 ]  # fmt: skip
 Dtype = Annotated[
@@ -38,35 +41,70 @@ Finite = Annotated[
 ]  # fmt: skip
 
 
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Unknown keys of config.json, and stored tensors (*, ?), that change nothing and are passed over. Repeatable.",
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a repository of the hub: a branch, a tag or a commit.", show_default="its main branch",
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class How:
+    """How a command loads a model: its options, as `regard.load` takes them.
+
+    Attributes:
+        dtype: the name of a floating-point dtype, or None.
+        allow_missing, ignore: patterns, or None.
+        finite: whether NaN and infinity are refused.
+        revision: of a repository of the hub.
+    """
+
+    dtype: str | None = None
+    allow_missing: Sequence[str] | None = None
+    ignore: Sequence[str] | None = None
+    finite: bool = False
+    revision: str | None = None
+
+
 @overload
-def load(
-    source: str, dtype: str | None, allow_missing: list[str] | None, finite: bool, kind: type[Held]
-) -> Held: ...
+def load(source: str, how: How, kind: type[Held]) -> Held: ...
 @overload
-def load(
-    source: str, dtype: str | None, allow_missing: list[str] | None, finite: bool
-) -> Model | TextEncoder | Seq2Seq: ...
-def load(
-    source: str,
-    dtype: str | None,
-    allow_missing: list[str] | None,
-    finite: bool,
-    kind: type[Any] | None = None,
-) -> Any:
-    """The model that the options name; weights that are not trained are told of on standard error."""
+def load(source: str, how: How) -> Model | TextEncoder | Seq2Seq: ...
+def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
+    """The model that the options name; weights that are not trained, and what was passed over, are told on standard error."""
     import torch
 
     import regard
 
     names = ("float32", "float16", "bfloat16", "float64")
-    if dtype is not None and dtype not in names:
-        raise typer.BadParameter(f"{dtype!r} is not {', '.join(names)}", param_hint="--dtype")
-    chosen = None if dtype is None else getattr(torch, dtype)
+    if how.dtype is not None and how.dtype not in names:
+        raise typer.BadParameter(f"{how.dtype!r} is not {', '.join(names)}", param_hint="--dtype")
+    chosen = None if how.dtype is None else getattr(torch, how.dtype)
     given: dict[str, Any] = {} if kind is None else {"kind": kind}
     model = regard.load(
-        source, dtype=chosen, allow_missing=allow_missing or (), finite=finite, **given
-    )
+        source, dtype=chosen, revision=how.revision, allow_missing=how.allow_missing or (),
+        ignore=how.ignore or (), finite=how.finite, **given,
+    )  # fmt: skip
     if model.fresh:
         some = ", ".join(model.fresh[:3]) + (", ..." if len(model.fresh) > 3 else "")
         typer.echo(f"{len(model.fresh)} weights are random, not trained: {some}", err=True)
+    tell_ignored(model.ignored)
     return model
+
+
+def tell_ignored(names: Sequence[str]) -> None:
+    """Say on standard error what of a model's folder was passed over."""
+    from regard.models.checkpoint.advice import shown
+
+    if names:
+        some = ", ".join(shown(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
+        typer.echo(f"passed over in the model's folder: {some}", err=True)

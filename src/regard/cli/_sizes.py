@@ -11,8 +11,14 @@ Source = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A known name, a config.json or its folder.",
+        help="A known name, a config.json or its folder, or org/name on the hub.",
         show_default="sizes as flags",
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        help="Of MODEL on the hub: a branch, a tag or a commit.", show_default="its main branch"
     ),
 ]
 Context = Annotated[str | None, typer.Option(help="Tokens: 4096, 8k, 1M.", show_default="4096")]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli._findings import show, table
+from regard.cli._model import How, Ignore, Revision, load
 from regard.errors import ArgumentError, RegardError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Target = Annotated[
     ),
 ]  # fmt: skip
 Folder = Annotated[
-    str | None, typer.Option(help='Audit a model instead: "tiny", or a Hugging Face folder.', show_default="none")
+    str | None, typer.Option(help='Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.', show_default="none")
 ]  # fmt: skip
 Dim = Annotated[int | None, typer.Option(help="The model dim.", rich_help_panel=SIZES)]
 Heads = Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=SIZES)]
@@ -103,6 +104,8 @@ def audit(
     adapter: Adapter = None,
     settings: Set = None,
     dtype: Dtype = "float32",
+    revision: Revision = None,
+    ignore: Ignore = None,
     strict: Strict = False,
     accept: Accept = None,
     seed: Seed = 0,
@@ -129,7 +132,7 @@ def audit(
     try:
         if rotary and adapter:
             raise ArgumentError("--rotary and --adapter are two ways to call it; give one")
-        found = _audited(target, model, dtype, adapter="rotary" if rotary else adapter, options=_options(settings), strict=strict, accept=accept or (), seed=seed, **claims)  # fmt: skip
+        found = _audited(target, model, How(dtype, ignore=ignore, revision=revision), adapter="rotary" if rotary else adapter, options=_options(settings), strict=strict, accept=accept or (), seed=seed, **claims)  # fmt: skip
     except RegardError as error:  # 1 means faults
         raise typer.BadParameter(str(error)) from error
     if json:
@@ -140,17 +143,16 @@ def audit(
         raise typer.Exit(1)
 
 
-def _audited(target: str | None, model: str | None, dtype: str, **given: Any) -> Audit:
+def _audited(target: str | None, model: str | None, how: How, **given: Any) -> Audit:
     import torch
 
-    import regard
     from regard.inspect import audit as run
 
     names = ("float32", "float16", "bfloat16", "float64")
-    if dtype not in names:
-        raise ArgumentError(f"--dtype is {dtype!r}; it must be {', '.join(names)}")
-    chosen = getattr(torch, dtype)
-    what = target if model is None else regard.load(model, dtype=chosen)
+    if how.dtype not in names:
+        raise ArgumentError(f"--dtype is {how.dtype!r}; it must be {', '.join(names)}")
+    chosen = getattr(torch, how.dtype)
+    what = target if model is None else load(model, how)
     with _progress() as tell:
         found = run(what, dtype=chosen, tell=tell, **given)
     if model is not None:

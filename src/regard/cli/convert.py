@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from regard.cli import _converted
+from regard.cli._model import Ignore, Revision, tell_ignored
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
 
 HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measuring", "Healing"
 
-Source = Annotated[str, typer.Argument(help='A Hugging Face folder, or "tiny".', metavar="FOLDER")]
+Source = Annotated[
+    str,
+    typer.Argument(help='A Hugging Face folder, "tiny", or org/name on the hub.', metavar="FOLDER"),
+]
 Out = Annotated[
     Path, typer.Argument(help="The folder to write; it must be new, or empty.", metavar="OUT")
 ]
@@ -75,6 +79,8 @@ def convert(
     context: Context = None,
     scaling: Scaling = "yarn",
     dtype: Dtype = None,
+    revision: Revision = None,
+    ignore: Ignore = None,
     text: Text = None,
     tokens: Tokens = 4096,
     length: Length = None,
@@ -97,11 +103,13 @@ def convert(
     try:
         wanted = Wanted(to, kv_heads, rank=rank, context=context, dtype=dtype, **given)
         report = run(
-            folder, out, wanted, text=_read(text), tokens=tokens, length=length,
+            folder, out, wanted, text=_read(text), tokens=tokens, length=length, revision=revision,
+            ignore=ignore or (),
             heal=_healing(heal, lr=lr, batch=batch, seed=seed), tell=_tell,
         )  # fmt: skip
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
+    tell_ignored(report.ignored)
     if json:
         typer.echo(json_format.dumps(report.figures()))
     else:

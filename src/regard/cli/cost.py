@@ -11,6 +11,7 @@ import typer
 from regard.cli import _sizes as flag
 from regard.cost.bill import Bill, Setting
 from regard.cost.flags import Sizes
+from regard.cost.known import KNOWN
 from regard.cost.machines import Machine, machine_of
 from regard.cost.model import Model
 from regard.cost.source import model_of
@@ -28,6 +29,7 @@ Rows = dict[str, list[dict[str, Any]]]
 
 def cost(
     source: flag.Source = None,
+    revision: flag.Revision = None,
     context: flag.Context = None,
     batch: flag.Batch = 1,
     dtype: flag.Dtype = None,
@@ -76,8 +78,8 @@ def cost(
     }  # fmt: skip
     own = {"groups": kv_heads, "head_dim": head_dim, "window": window}
     try:
-        models = [_model(source, sizes, _joined(own, option or []))]
-        models += [] if vs is None else [model_of(vs)]
+        models = [_model(source, revision, sizes, _joined(own, option or []))]
+        models += [] if vs is None else [_named(vs, None)]
         base = Setting(1, batch, dtype or "bf16", kv_dtype)
         where = _machine(machine, bandwidth, flops)
         settings = [replace(base, dtype=dtype or model.dtype) for model in models]
@@ -95,7 +97,24 @@ def cost(
         raise typer.BadParameter(str(error)) from error
 
 
-def _model(source: str | None, sizes: dict[str, Any], own: dict[str, Any]) -> Model:
+def _named(source: str, revision: str | None) -> Model:
+    """The model of a known name, a path, or a repository of the hub, of which config.json alone is downloaded."""
+    if "/" in source and source.lower() not in KNOWN:
+        # the package of models imports torch, which no other source of sizes waits for
+        from regard.models import hub
+
+        repository = hub.repository_of(source)
+        if repository is not None:
+            folder = hub.download(repository, revision, weights=False)
+            return replace(model_of(str(folder)), name=repository)
+    if revision is not None:
+        raise ArgumentError(f"--revision is for a repository of the hub, and {source!r} is none")
+    return model_of(source)
+
+
+def _model(
+    source: str | None, revision: str | None, sizes: dict[str, Any], own: dict[str, Any]
+) -> Model:
     """The model that is named, or that the sizes make."""
     given = {name: value for name, value in sizes.items() if value is not None}
     if source is not None:
@@ -104,7 +123,7 @@ def _model(source: str | None, sizes: dict[str, Any], own: dict[str, Any]) -> Mo
             raise ArgumentError(
                 f"{source} says all sizes, and {names} too; leave them out, or leave out the name and give all sizes"
             )
-        return model_of(source)
+        return _named(source, revision)
     if missing := [name for name in ("layers", "dim", "heads") if name not in given]:
         names = ", ".join(map(_spelled, missing))
         raise ArgumentError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.cli._explained import Beside, BesideModel
-from regard.cli._model import AllowMissing, Dtype, Finite, Source
+from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -134,7 +134,9 @@ def explain(
     list_heads: List = False,
     color: Color = None,
     dtype: Dtype = None,
+    revision: Revision = None,
     allow_missing: AllowMissing = None,
+    ignore: Ignore = None,
     finite: Finite = False,
 ) -> None:
     """Follow one query and one key through one attention head, number by number: inputs, scores, softmax, values, output.
@@ -152,9 +154,8 @@ def explain(
         if attention is not None:
             found = mechanism(attention, text, settings, seed, target)
         else:
-            found = read(
-                text, model, dtype=dtype, allow_missing=allow_missing, finite=finite, target=target
-            )
+            how = How(dtype, allow_missing, ignore, finite, revision)
+            found = read(text, model, how, target=target)
         look = Look(found, query, key, layer, head, place)
         if list_heads:
             print_heads(look, json, _console(color))
@@ -162,7 +163,11 @@ def explain(
         told = look.explained(call)
         other = None
         if beside or beside_model:
-            other = read(beside or text, beside_model or model, dtype=dtype, target=target)
+            # options that speak of one folder are that folder's; another model has its own dtype only
+            how = (
+                How(dtype) if beside_model else How(dtype, allow_missing, ignore, finite, revision)
+            )
+            other = read(beside or text, beside_model or model, how, target=target)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     _give(told, (found, other), html, figure, lang, json, color)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli._model import Dtype
+from regard.cli._model import Dtype, Ignore, Revision
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EPILOG = "For example: regard extend tiny --method yarn --method linear --length 512 --html extended.html"
 
 Source = Annotated[
-    str, typer.Argument(metavar="MODEL", help='"tiny", or a Hugging Face folder.')
+    str, typer.Argument(metavar="MODEL", help='"tiny", a Hugging Face folder, or org/name on the hub.')
 ]  # fmt: skip
 Length = Annotated[
     int | None, typer.Option(help="Tokens to reach.", min=2, show_default="four times the trained length")
@@ -52,6 +52,8 @@ def extend(
     steps: Steps = 24,
     seed: Seed = 0,
     dtype: Dtype = None,
+    revision: Revision = None,
+    ignore: Ignore = None,
     threads: Threads = None,
     json: Json = False,
     html: Html = None,
@@ -75,13 +77,13 @@ def _run(o: dict[str, Any]) -> Extended:
     """Load, read, measure."""
     import torch
 
-    from regard.cli._model import load
+    from regard.cli._model import How, load
     from regard.compare.extended import Asked, extend_all
     from regard.models import Model
 
     if o["threads"]:
         torch.set_num_threads(o["threads"])
-    model = load(o["source"], o["dtype"], None, False, Model)
+    model = load(o["source"], How(o["dtype"], ignore=o["ignore"], revision=o["revision"]), Model)
     ids, told = _ids(model, o["text"])
     asked = Asked(o["length"], tuple(o["method"] or ()), o["windows"], o["trials"], o["steps"], o["seed"])  # fmt: skip
     return extend_all(model, ids, asked, {"model": o["source"], "text": told}, _say)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from regard.cli import _told
-from regard.cli._model import AllowMissing, Dtype, Finite, Source, load
+from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
 from regard.errors import ArgumentError
 
 EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1'
@@ -110,7 +110,9 @@ def generate(
     max_context: MaxContext = None,
     cache: CacheKind = None,
     dtype: Dtype = None,
+    revision: Revision = None,
     allow_missing: AllowMissing = None,
+    ignore: Ignore = None,
     finite: Finite = False,
     stream: Stream = True,
     json: Json = False,
@@ -128,7 +130,7 @@ def generate(
             Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             Room(cache or "growing", max_context),
         )  # fmt: skip
-        loaded = load(model, dtype, allow_missing, finite)
+        loaded = load(model, How(dtype, allow_missing, ignore, finite, revision))
         if not isinstance(loaded, Model):
             _told.answer(loaded, texts, max_tokens, beams or 1, length_penalty, json)
             return

@@ -49,11 +49,13 @@ def reading(model: Source, text: str | None = None, target: str | None = None) -
 
 def _decoder(model: Model, text: str) -> Reading:
     ids, decoder = model.encode(text), model.decoder
+    head, run = decoder.head, decoder if model.has_head else decoder.hidden
+    predict = None if head is None else lambda x: head(decoder.norm(x))
     return Reading(
         _family(model), text, decoder, {"text": tokens(model, ids, text)},
-        tuple(_own(decoder.layers, "", "text")), lambda: decoder(ids, last=1),
-        decoder.embed, decoder.layers[-1], lambda x: decoder.head(decoder.norm(x)), "text",
-        model.tokenizer.pieces, getattr(model.config, "max_position_embeddings", None),
+        tuple(_own(decoder.layers, "", "text")), lambda: run(ids, last=1),
+        decoder.embed, decoder.layers[-1], predict, "text", model.tokenizer.pieces,
+        getattr(model.config, "max_position_embeddings", None),
     )  # fmt: skip
 
 

@@ -23,10 +23,12 @@ class Decoder(nn.Module):
         embed: an `Embed`: called as embed(ids, positions).
         layers: blocks, called as block(x, positions, cache).
         norm: behind the last block: a norm, or an `nn.Identity` for post-norm blocks.
-        head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them.
+        head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them. None, as in a base model that was
+            saved alone: there are states, and no logits.
 
     Raises:
-        ArgumentError: ids are not [B,T], or one lies outside the vocabulary; a cache is missing.
+        ArgumentError: ids are not [B,T], or one lies outside the vocabulary; a cache is missing; logits are asked for, and
+            there is no head.
 
     >>> import torch
     >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
@@ -35,7 +37,7 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, embed: Embed, layers: Sequence[Block], norm: nn.Module, head: nn.Module
+        self, embed: Embed, layers: Sequence[Block], norm: nn.Module, head: nn.Module | None
     ) -> None:
         super().__init__()
         self.embed, self.layers = embed, nn.ModuleList(layers)
@@ -54,6 +56,42 @@ class Decoder(nn.Module):
 
         With `last`, only the last so many: a prompt that is only read needs no logits of its own tokens.
         """
+        return self._run(ids, positions, caches, backend, last, self._checked_head())
+
+    def hidden(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        caches: Sequence[Cache] | None = None,
+        *,
+        backend: str = "auto",
+        last: int | None = None,
+    ) -> Float[Tensor, "B n M"]:
+        """States [B,T,M] of ids [B,T] behind the last norm, from which the head makes logits; arguments as `forward`.
+
+        >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
+        >>> decoder.hidden(torch.tensor([[1, 2]])).shape
+        torch.Size([1, 2, 4])
+        """
+        return self._run(ids, positions, caches, backend, last, None)
+
+    def _checked_head(self) -> nn.Module:
+        if self.head is None:
+            raise ArgumentError(
+                "this model has no head: a base model was saved alone, and config.json ties no head to its embedding; "
+                "hidden(ids) gives its states; for logits and text load the checkpoint of the language model"
+            )
+        return self.head
+
+    def _run(
+        self,
+        ids: Tensor,
+        positions: Positions | None,
+        caches: Sequence[Cache] | None,
+        backend: str,
+        last: int | None,
+        head: nn.Module | None,
+    ) -> Tensor:
         if caches is not None and len(caches) != len(self.layers):
             raise ArgumentError(
                 f"{len(caches)} caches for {len(self.layers)} layers; give one per layer"
@@ -61,9 +99,9 @@ class Decoder(nn.Module):
         if positions is None:
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or torch.compiler.is_compiling():
-            return self._forward(ids, positions, caches, backend, last)
+            return self._forward(ids, positions, caches, backend, last, head)
         with kept(*caches):  # of every layer: the last one may be the one that refuses
-            return self._forward(ids, positions, caches, backend, last)
+            return self._forward(ids, positions, caches, backend, last, head)
 
     def _forward(
         self,
@@ -72,6 +110,7 @@ class Decoder(nn.Module):
         caches: Sequence[Cache] | None,
         backend: str,
         last: int | None,
+        head: nn.Module | None,
     ) -> Tensor:
         x = self.embed(ids, positions)
         for i, layer in enumerate(self.layers):
@@ -79,7 +118,8 @@ class Decoder(nn.Module):
             with place(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return x if head is None else head(x)
 
     def new_caches(self) -> list[Cache]:
         """An empty cache for each layer, of the kind that suits it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -12,10 +13,15 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError, FileError
+from regard.models import hub
 from regard.models.checkpoint import fill, read_config, read_raw
+from regard.models.checkpoint.advice import instead, shown
+from regard.models.checkpoint.config import is_harmless
 from regard.models.checkpoint.ends import read_ends
-from regard.models.checkpoint.family import Raw
-from regard.models.checkpoint.folder import inside
+from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.folder import inside, opened
+from regard.models.checkpoint.names import OWN
+from regard.models.checkpoint.placed import placed, table
 from regard.models.checkpoint.store import Store
 from regard.models.checkpoint.unpacked import unpacked
 from regard.models.decoder import Decoder
@@ -39,7 +45,9 @@ def load(
     source: Literal["tiny"] = "tiny",
     *,
     dtype: torch.dtype | None = ...,
+    revision: str | None = ...,
     allow_missing: Sequence[str] = ...,
+    ignore: Sequence[str] = ...,
     finite: bool = ...,
 ) -> Model: ...
 
@@ -50,7 +58,9 @@ def load(
     *,
     kind: type[Held],
     dtype: torch.dtype | None = ...,
+    revision: str | None = ...,
     allow_missing: Sequence[str] = ...,
+    ignore: Sequence[str] = ...,
     finite: bool = ...,
 ) -> Held: ...
 
@@ -60,7 +70,9 @@ def load(
     source: str | Path,
     *,
     dtype: torch.dtype | None = ...,
+    revision: str | None = ...,
     allow_missing: Sequence[str] = ...,
+    ignore: Sequence[str] = ...,
     finite: bool = ...,
 ) -> Model | TextEncoder | Seq2Seq: ...
 
@@ -70,36 +82,78 @@ def load(
     *,
     kind: type[Any] | None = None,
     dtype: torch.dtype | None = None,
+    revision: str | None = None,
     allow_missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     finite: bool = False,
 ) -> Model | TextEncoder | Seq2Seq:
-    """Load a model and its tokenizer from a Hugging Face folder, or an embedded one by name.
+    """Load a model and its tokenizer from a Hugging Face folder, from the hub, or an embedded one by name.
 
     A decoder is held as a `Model`, an encoder as a `TextEncoder`, an encoder-decoder as a `Seq2Seq`.
 
     The folder is data, never code: config.json, safetensors (one file, or shards with an index) and tokenizer.json are
     checked before anything is allocated. A folder without tokenizer.json gives a model that takes ids only.
 
+    Weights of a base model that was saved alone (names without "model." in front, no head) load too. Its head is the
+    embedding where config.json or the family ties the two; otherwise the model has states (`hidden`) and refuses logits.
+
     Args:
         source: `"tiny"`, a Llama-shaped decoder that comes with the package; `"minilm"`, a trained BERT, if the extra `demo`
-            is installed; or a folder.
+            is installed; a folder; or `"org/name"`, a repository of the Hugging Face hub, if the extra `hub` is installed.
+            `"hub:org/name"` says so where a folder may be meant. A `Path` is a folder and never downloaded.
         kind: one of these three, for who can use no other; None is what the folder holds.
         dtype: of the weights, and so of the computation; None is the one that config.json names, else that of the stored
             weights. On a CPU, float16 decodes fastest, and bfloat16 reads prompts fastest (LOG.md).
+        revision: of a repository on the hub: a branch, a tag or a commit; None is its main branch.
         allow_missing: patterns (`*`, `?`) of stored names that may be absent; such weights are fresh, not trained.
+        ignore: patterns of what the folder holds and the family does not know: keys of config.json, stored tensors, and
+            adapter_config.json. The model's `ignored` says what was passed over.
         finite: whether to refuse weights that are NaN or infinite; it takes about as long again as reading them.
 
     Raises:
         FileError: the folder or a file in it is missing, damaged, not supported, or contradicts another; or
-            it holds another kind of model.
-        ArgumentError: dtype is not a floating-point one.
+            it holds another kind of model; or the hub does not give the repository.
+        ArgumentError: dtype is not a floating-point one; ignore names a key or tensor that the family needs; a revision is
+            given for what is not on the hub.
 
     >>> load("tiny").config.vocab_size
     1024
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError(f"dtype is {dtype}; weights are float32, float16, bfloat16 or float64")
-    folder = folder_of(source)
+
+    def check(folder: Path) -> None:
+        # of a repository on the hub, before its weights are downloaded: the number of tensors is not known yet
+        _adapters(folder, ignore)
+        read_config(folder, *_family(folder, kind), tensors=_MANY, ignore=ignore)
+
+    folder = folder_of(source, revision, check)
+    found, raw = _family(folder, kind)
+    beside = _adapters(folder, ignore)
+    store = unpacked(Store.open(folder), raw.get("quantization_config"))
+    config, passed = read_config(folder, found, raw, tensors=len(store.tensors), ignore=ignore)
+    config, headless = _settled(found, config, raw, store)
+    with torch.device("meta"):
+        network = found.build(config)
+    if headless:
+        cast("Decoder", network).head = None
+    filled = fill(
+        network, found, store,
+        dtype=dtype or _dtype(folder, raw, store),
+        allow_missing=allow_missing, ignore=ignore, finite=finite, fresh=partial(found.build, config),
+    )  # fmt: skip
+    ignored = (*beside, *passed, *filled.ignored)
+    _check_ignored(ignore, ignored, raw, store)
+    network = network.eval().requires_grad_(False)
+    return _model(network, config, folder, raw, {"fresh": filled.fresh, "ignored": ignored})
+
+
+_MANY = 1 << 16
+_ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def _family(folder: Path, kind: type[Any] | None) -> tuple[Family, Raw]:
+    """What config.json names, and what it says; another kind of model than is asked for is refused."""
     found, raw = read_raw(folder, family)
     held = KINDS[found.text]
     if kind not in (None, held):
@@ -107,18 +161,46 @@ def load(
             f"{folder}: {raw['model_type']} models are {found.text}s, held as a {held.__name__}, and a {kind.__name__} is "
             f"asked for; `regard.load` without a kind gives it"
         )
-    store = unpacked(Store.open(folder), raw.get("quantization_config"))
-    config = read_config(folder, found, raw, tensors=len(store.tensors))
-    config = found.settle(config, raw, store.tensors)
-    with torch.device("meta"):
-        network = found.build(config)
-    fresh = fill(
-        network, found, store,
-        dtype=dtype or _dtype(folder, raw, store),
-        allow_missing=allow_missing, finite=finite, fresh=partial(found.build, config),
-    )  # fmt: skip
-    network = network.eval().requires_grad_(False)
-    return _model(network, config, folder, raw, fresh)
+    return found, raw
+
+
+def _adapters(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]:
+    """The first file of an adapter beside the model, if it is to be passed over; otherwise it is refused."""
+    name = next((name for name in _ADAPTERS if (folder / name).exists()), None)
+    if name is None:
+        return ()
+    if not any(fnmatchcase(name, pattern) for pattern in ignore):
+        raise FileError(
+            f"{folder} holds an adapter ({name}) beside the model, and adapters are not applied: the model would answer "
+            f"without it. Merge it into the weights first (peft: merge_and_unload), or load the model without it: "
+            f"regard.load(folder, ignore=({name!r},)), or --ignore {name}"
+        )
+    return (name,)
+
+
+def _settled(found: Family, config: Any, raw: Raw, store: Store) -> tuple[Any, bool]:
+    """The config with what only the stored tensors tell; and whether they are a base model's that has no head at all."""
+    if found.names is OWN:
+        return found.settle(config, raw, store.tensors), False
+    where = placed(store.folder, store.tensors, found, table(found))
+    stored = set(where.names.values())
+    alone = where.bare and found.head is not None and found.head not in stored
+    if alone and not config.tie_word_embeddings:
+        return config, True
+    return found.settle(config, raw, stored), False
+
+
+def _check_ignored(ignore: Sequence[str], ignored: Sequence[str], raw: Raw, store: Store) -> None:
+    """A name that was to be passed over and is there, and was not, would have been used behind the caller's back."""
+    for name in ignore:
+        inner: Any = raw
+        for part in name.split("."):
+            inner = inner.get(part) if isinstance(inner, dict) else None
+        there = name in store.tensors or inner is not None or name in raw
+        if there and name not in ignored and not is_harmless(name):
+            raise ArgumentError(
+                f"ignore names {shown(name)}, which is no unknown key or tensor: {raw['model_type']} needs it; leave it out"
+            )
 
 
 KINDS: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
@@ -130,7 +212,7 @@ KINDS: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
 
 
 def _model(
-    network: nn.Module, config: Any, folder: Path, raw: Raw, fresh: Sequence[str]
+    network: nn.Module, config: Any, folder: Path, raw: Raw, told: dict[str, Any]
 ) -> Model | TextEncoder | Seq2Seq:
     name = "tokenizer.json"
     tokenizer = Tokenizer.load(inside(folder, name)) if (folder / name).exists() else None
@@ -138,16 +220,16 @@ def _model(
         longest = [config.max_position_embeddings, read_longest(folder)]
         return TextEncoder(
             network, tokenizer, config, pooling=read_pooling(folder),
-            longest=min(n for n in longest if n is not None), fresh=fresh,
+            longest=min(n for n in longest if n is not None), **told,
         )  # fmt: skip
     ends = read_ends(folder, raw, tokenizer)
     if isinstance(network, EncoderDecoder):
         start = config.decoder_start_token_id
         return Seq2Seq(
             network, tokenizer, config, start=config.pad_token_id if start is None else start,
-            ends=ends or {config.eos_token_id}, fresh=fresh,
+            ends=ends or {config.eos_token_id}, **told,
         )  # fmt: skip
-    return Model(cast("Decoder", network), tokenizer, config, ends=ends, fresh=fresh)
+    return Model(cast("Decoder", network), tokenizer, config, ends=ends, **told)
 
 
 def _dtype(folder: Path, raw: Raw, store: Store) -> torch.dtype:
@@ -167,20 +249,47 @@ def _dtype(folder: Path, raw: Raw, store: Store) -> torch.dtype:
     return max(bytes_of, key=lambda d: bytes_of[d], default=torch.float32)
 
 
-def folder_of(source: str | Path) -> Path:
-    """The folder that a source names.
+def folder_of(
+    source: str | Path,
+    revision: str | None = None,
+    check: Callable[[Path], None] | None = None,
+) -> Path:
+    """The folder that a source names; a repository of the hub is downloaded into the cache of Hugging Face.
+
+    Nothing is downloaded but for `"hub:org/name"`, and `"org/name"` where neither that folder nor a folder "org" is here:
+    a mistyped path must not become a question to a server.
+
+    Args:
+        source, revision: as `load` takes them.
+        check: is called with the folder of a repository when all but its weights is there; what it raises ends the download.
 
     Raises:
         FileError: it names none.
+        ArgumentError: a revision is given for what is not on the hub.
     """
+    repository = hub.repository_of(source)
+    if repository is not None:
+        return hub.download(repository, revision, check)
+    if revision is not None:
+        raise ArgumentError(
+            f"revision is {revision!r}, and {str(source)!r} is not a repository of the hub; leave it out, or name one: "
+            "org/name, or hub:org/name"
+        )
     if source in EMBEDDED:
         config = Path(str(resources.files("regard") / "assets" / str(source) / "config.json"))
         return config.resolve().parent  # an installer may have linked each file
     if source == "minilm" and not Path(source).is_dir():
         return minilm()
     folder = Path(source)
+    if folder.is_file():
+        with opened(folder) as (file, _):
+            kind = instead(file.read(64) or b"")
+        raise FileError(
+            f"{folder} is a file{f': {kind}' if kind else ''}; a model is a folder with config.json and model.safetensors"
+        )
     if not folder.is_dir():
         raise FileError(
-            f"no model {str(source)!r}: it is neither an embedded one ({', '.join(EMBEDDED)}) nor a folder"
+            f"no model {str(source)!r}: it is neither an embedded one ({', '.join(EMBEDDED)}) nor a folder, and nothing is "
+            f"downloaded for such a name. {hub.ABOUT}"
         )
     return folder

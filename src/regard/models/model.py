@@ -30,6 +30,7 @@ class Model:
         config: the frozen config of its family.
         ends: the ids that end a text.
         fresh: names of weights that the folder lacked and was allowed to lack: they are not trained.
+        ignored: what the folder holds and nobody looked at: keys of config.json, tensors, files; see `regard.load`.
     """
 
     def __init__(
@@ -40,12 +41,18 @@ class Model:
         *,
         ends: Collection[int] | None = None,
         fresh: Collection[str] = (),
+        ignored: Collection[str] = (),
     ) -> None:
         self.decoder, self.config, self._tokenizer = decoder, config, tokenizer
         if ends is None:
             end = None if tokenizer is None else tokenizer.end_of_text
             ends = () if end is None else (end,)
-        self.ends, self.fresh = frozenset(ends), tuple(fresh)
+        self.ends, self.fresh, self.ignored = frozenset(ends), tuple(fresh), tuple(ignored)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there are logits: a base model that was saved alone, without a tied head, gives states only."""
+        return self.decoder.head is not None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -83,7 +90,7 @@ class Model:
             backend: the attention kernel, or "auto".
 
         Raises:
-            ArgumentError: an id lies outside the vocabulary, or the caches are not one per layer.
+            ArgumentError: an id lies outside the vocabulary, the caches are not one per layer, or the model has no head.
 
         >>> import regard, torch
         >>> regard.load("tiny").forward(torch.tensor([[1, 2, 3]])).shape
@@ -93,6 +100,29 @@ class Model:
         return self.decoder(ids, positions, caches, backend=backend)
 
     __call__ = forward
+
+    def hidden(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        caches: Sequence[Cache] | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M"]:
+        """States [B,T,M] of ids [B,T] behind the last norm, from which the head makes logits.
+
+        Args:
+            ids, positions, caches, backend: as in `forward`.
+
+        Raises:
+            ArgumentError: an id lies outside the vocabulary, or the caches are not one per layer.
+
+        >>> import regard, torch
+        >>> regard.load("tiny").hidden(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 128])
+        """
+        check_ids(ids, self.config.vocab_size)
+        return self.decoder.hidden(ids, positions, caches, backend=backend)
 
     def new_caches(self) -> list[Cache]:
         """An empty cache for each layer, of the kind that suits it."""

@@ -29,9 +29,10 @@ class Seq2Seq(Tokenized):
         start: the id that every target begins with.
         ends: the ids that end a text.
         fresh: stored names that were missing, and allowed to be.
+        ignored: what the folder holds and nobody looked at.
 
     Attributes:
-        network, config, start, ends, fresh: as given.
+        network, config, start, ends, fresh, ignored: as given.
 
     >>> from regard.models.families import t5
     >>> import regard
@@ -53,8 +54,9 @@ class Seq2Seq(Tokenized):
         start: int,
         ends: Collection[int],
         fresh: Collection[str] = (),
+        ignored: Collection[str] = (),
     ) -> None:
-        super().__init__(network, tokenizer, config, fresh)
+        super().__init__(network, tokenizer, config, fresh, ignored)
         self.network, self.start, self.ends = network, start, frozenset(ends)
 
     def encode(self, texts: str | Sequence[str]) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:

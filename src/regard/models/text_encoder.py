@@ -42,9 +42,10 @@ class TextEncoder(Tokenized):
         pooling: how `embed` makes one vector of a text; None is the mean over its tokens, normalised.
         longest: the most tokens of a text.
         fresh: stored names that were missing, and allowed to be.
+        ignored: what the folder holds and nobody looked at.
 
     Attributes:
-        network, config, pooling, longest, fresh: as given.
+        network, config, pooling, longest, fresh, ignored: as given.
 
     >>> import regard
     >>> from regard.models.families import bert
@@ -67,8 +68,9 @@ class TextEncoder(Tokenized):
         pooling: Pooling | None = None,
         longest: int | None = None,
         fresh: Collection[str] = (),
+        ignored: Collection[str] = (),
     ) -> None:
-        super().__init__(network, tokenizer, config, fresh)
+        super().__init__(network, tokenizer, config, fresh, ignored)
         self.network = network
         self.pooling = Pooling() if pooling is None else pooling
         self.longest = longest

@@ -19,6 +19,7 @@ class Tokenized:
     Attributes:
         config: the frozen config of its family.
         fresh: stored names that were missing, and allowed to be: such weights are not trained.
+        ignored: what the folder holds and nobody looked at: keys of config.json, tensors, files; see `regard.load`.
 
     >>> Tokenized(nn.Identity(), None, config=None).tokenizer
     Traceback (most recent call last):
@@ -31,9 +32,10 @@ class Tokenized:
         tokenizer: Tokenizer | None,
         config: Any,
         fresh: Collection[str] = (),
+        ignored: Collection[str] = (),
     ) -> None:
         self._network, self._tokenizer = network, tokenizer
-        self.config, self.fresh = config, tuple(fresh)
+        self.config, self.fresh, self.ignored = config, tuple(fresh), tuple(ignored)
 
     @property
     def device(self) -> torch.device:

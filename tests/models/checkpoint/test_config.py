@@ -82,10 +82,16 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_hiden_layers": 2}, "unknown key 'num_hiden_layers'; did you mean num_hidden_layers?"),
+        (
+            {"num_hiden_layers": 2},
+            ("unknown key 'num_hiden_layers'; did you mean num_hidden_layers? If it changes nothing that is computed, pass it "
+            "over: regard.load(folder, ignore=('num_hiden_layers',)), or --ignore 'num_hiden_layers'"),
+        ),
         (
             {"auto_map": {"AutoModel": "evil.py"}},
-            "auto_map asks for code that comes with the checkpoint, which is never run; use a checkpoint of the family's own code",
+            ("auto_map asks for code that comes with the checkpoint, which is never run and may compute something else; use a "
+            "checkpoint of the family's own code. If it changes nothing that is computed, pass it over: "
+            "regard.load(folder, ignore=('auto_map',)), or --ignore 'auto_map'"),
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported for llama"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder is True; only False is supported for llama"),

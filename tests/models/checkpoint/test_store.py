@@ -335,7 +335,7 @@ FOLDERS = {
     "GGUF": (["M.Q4.GGUF"], "the folder holds 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model"),
     "Keras": (["tf_model.h5"], "the folder holds 'tf_model.h5', TensorFlow weights; convert them to"),
     "Flax": (["flax_model.msgpack"], "the folder holds 'flax_model.msgpack', Flax weights; convert"),
-    "an adapter": (["adapter_model.safetensors"], "the folder holds 'adapter_model.safetensors', an adapter; merge it"),
+    "an adapter": (["adapter_model.safetensors"], "the folder holds 'adapter_model.safetensors', an adapter, which is nothing without its base model; merge it"),
     "a shard alone": ([ONE], f"the folder holds '{ONE}', a shard; download model.safetensors.index.json, which"),
     "another name": (["consolidated.safetensors"], "the folder holds 'consolidated.safetensors', a safetensors file of another name; "),
     "a name that plays": (["a\x1b[2J.pt"], "the folder holds 'a\\x1b[2J.pt', PyTorch weights"),

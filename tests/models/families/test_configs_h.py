@@ -87,7 +87,7 @@ def test_the_head_for_hidden_words_is_what_is_stored() -> None:
     assert (settled.pooler, settled.masked_words) == (False, True)
     with torch.device("meta"):
         assert count(bert.build(settled)) == 109_514_298
-    both = bert.FAMILY.settle(config, BERT, [*stored, "pooler.dense.weight"])
+    both = bert.FAMILY.settle(config, BERT, [*stored, "bert.pooler.dense.weight"])
     assert (both.pooler, both.masked_words) == (True, True)
 
 

@@ -11,9 +11,8 @@ from torch import nn
 
 import regard
 from regard.models.checkpoint.config import parse
-from regard.models.checkpoint.header import Stored
 from regard.models.checkpoint.names import bind
-from regard.models.checkpoint.weights import spelled
+from regard.models.checkpoint.placed import placed as place
 from regard.models.families import family
 from regard.models.generation.context import Context
 from regard.models.model import Model
@@ -53,8 +52,8 @@ def placed(raw: dict[str, Any], network: nn.Module, *names: str) -> list[str | N
     """Where stored names go: the names of the table that they are found under."""
     found = family(raw["model_type"])
     assert found is not None
-    stored = {name: Stored(name, torch.float32, (1,), Path("file"), 0, 4) for name in names}
-    table = spelled(stored, bind(network, found.names), found)
+    known = bind(network, found.names)
+    table = place(Path("folder"), names, found, known.__contains__).names
     return [table.get(name) for name in names]
 
 

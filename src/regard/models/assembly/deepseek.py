@@ -15,7 +15,7 @@ from regard import masks
 from regard.errors import ArgumentError
 from regard.models.assembly import grouped, rope
 from regard.models.assembly.init import ready_for_training
-from regard.models.checkpoint.family import Raw, check_code, check_sizes
+from regard.models.checkpoint.family import Raw, check_sizes
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, Latent, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear
@@ -48,8 +48,10 @@ NAMES = grouped.OUTSIDE | grouped.PRE_NORMS | grouped.FEED_FORWARD | {
 """Name in a checkpoint -> name here; {} is the layer, and the expert."""
 BUFFERS = (*grouped.BUFFERS, r"model\.layers\.61\..*")
 """What else a file may hold: the layer that predicts a second token is another model behind V3's 61 layers."""
-IGNORED = frozenset({"auto_map", "aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux"})
+IGNORED = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
 """Keys of training and of other code: the model is computed here."""
+CODE = "Deepseek"
+"""What the class names of the published code begin with."""
 FIXED = {"hidden_act": ("silu",), "moe_layer_freq": (1,)}
 """Keys that are understood with these values only."""
 
@@ -136,7 +138,6 @@ def plain(raw: Raw) -> dict[str, Any]:
     Raises:
         ArgumentError: head_dim or qk_head_dim contradicts qk_rope_head_dim and qk_nope_head_dim.
     """
-    check_code(raw, "Deepseek")
     found = rope.plain(raw)
     if found.get("num_key_value_heads") is None:
         found["num_key_value_heads"] = found.get("num_attention_heads")

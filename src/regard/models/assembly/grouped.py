@@ -49,6 +49,8 @@ PRE_NORMS = {
 NAMES = OUTSIDE | ATTENTION | FEED_FORWARD | PRE_NORMS
 """Name in a checkpoint -> name here; {} is the layer. What a model does not have drops out."""
 
+PREFIXES, HEAD = ("model.",), "lm_head.weight"
+"""What the base model saved alone lacks: what stands in front of its names, and the head."""
 BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 """Stored by older versions; they follow from the config."""
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from regard.errors import ArgumentError
+from regard.models.checkpoint.advice import shown
+from regard.models.checkpoint.family import UnknownKey
 from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN
 
 ORIGINAL = "original_max_position_embeddings"
@@ -63,9 +65,10 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         if key in ("type", "rope_type"):
             continue
         if key not in known:
-            raise ArgumentError(
-                f"{where} of rope_type {kind!r} has the unknown key {key!r}{near(key, known)}; "
-                f"its keys are {', '.join(known) or 'none'}"
+            raise UnknownKey(
+                (*where.split("."), key),
+                f"{where} of rope_type {kind!r} has the unknown key {shown(key)}{near(key, known)}; "
+                f"its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):
             found[key] = _checked(f"{where}.{key}", key, value)

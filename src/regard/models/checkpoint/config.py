@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from regard.errors import ArgumentError, FileError
 from regard.models.checkpoint import strict
-from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.advice import shown, without_config
+from regard.models.checkpoint.family import Family, Raw, UnknownKey, check_code
 from regard.models.checkpoint.folder import inside, whole
 
 LONGEST = 16 << 20
@@ -20,20 +22,47 @@ LONGEST = 16 << 20
 
 _PER_TENSOR = 64  # experts that one tensor may hold
 _WIDEST = 1 << 20
+_MOST_IGNORED = 64  # each unknown key costs another reading of the whole config
+_LONGEST_HINT = 100
 
 IGNORED = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "bad_words_ids", "begin_suppress_tokens", "bos_token_id",
-    "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
-    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_range", "label2id",
-    "length_penalty", "max_length", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "quantization_config", "remove_invalid_values", "repetition_penalty", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
-    "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version",
-    "typical_p", "use_bfloat16", "use_cache",
+    # what the file and the model are called, where they came from, and in which classes others hold them
+    "_commit_hash", "_name_or_path", "architectures", "auto_map", "finetuning_task", "keys_to_ignore_at_inference",
+    "language", "model_type", "name", "name_or_path", "sentence_transformers", "tokenizer_class",
+    "transformers_version",
+    # which code computes it elsewhere, in which precision, and what that code returns
+    "attn_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation", "output_attentions",
+    "output_hidden_states", "output_past", "output_router_logits", "pretraining_tp", "quantization_config", "return_dict",
+    "tf_legacy_loss", "torch_dtype", "torchscript", "use_bfloat16", "use_cache", "xla_device",
+    # training: dropout, losses and first weights
+    "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout",
+    "dropout", "dropout_rate", "emb_pdrop", "embd_pdrop", "gradient_checkpointing", "hidden_dropout",
+    "hidden_dropout_prob", "initializer_factor", "initializer_range", "neftune_noise_alpha", "resid_pdrop",
+    "router_aux_loss_coef",
+    # a head that sorts texts into classes: its weights, where there are some, are refused by their names
+    "_num_labels", "id2label", "label2id", "num_labels", "problem_type", "summary_activation", "summary_first_dropout",
+    "summary_hidden_size", "summary_last_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    # what transformers generates by; generation is told by `generate` here
+    "assistant_confidence_threshold", "assistant_early_stop", "assistant_lookbehind", "bad_words_ids",
+    "begin_suppress_tokens", "cache_implementation", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "length_penalty",
+    "low_memory", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_logits", "output_scores", "penalty_alpha", "prefix", "prompt_lookup_num_tokens", "remove_invalid_values",
+    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "target_lookbehind",
+    "task_specific_params", "temperature", "token_healing", "top_k", "top_p", "typical_p",
+    # ids of single tokens: which one ends a text is read with the tokenizer
+    "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id", "pad_token_id",
+    "sep_token_id", "unk_token_id",
 })  # fmt: skip
 """Keys that do not shape the computation of any family: how to train, how to generate, how the file came to be."""
+
+MARKS = (
+    "_attn_implementation*", "_experts_implementation*", "_flash_attn_2_enabled", "transformers.js_config",
+    "unsloth_*", "use_flash_attn", "use_flash_attention", "use_flash_attention_2",
+)  # fmt: skip
+"""Patterns of keys that other tools leave in any folder: which kernel they computed the same with, and their own names."""
 
 FIXED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -42,52 +71,93 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "pruned_heads": ({}, None),
     "tie_encoder_decoder": (False,),
+    # where the weights are not in the usual files, those that would be read are others
+    "transformers_weights": (None, "model.safetensors", "model.safetensors.index.json"),
 }
 """Keys that every family understands with these values only, unless it says otherwise."""
+
+
+def is_mark(key: str) -> bool:
+    """Whether a key is one that other tools leave in any folder.
+
+    >>> is_mark("_attn_implementation_autoset"), is_mark("attention")
+    (True, False)
+    """
+    return any(fnmatchcase(key, pattern) for pattern in MARKS)
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a key changes the numbers of no family: it is in `IGNORED`, or a mark of another tool."""
+    return key in IGNORED or is_mark(key)
 
 
 def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[Family, Raw]:
     """The family that config.json names, and the file as it is.
 
     Raises:
-        FileError: config.json is missing, no JSON object, of another family, or asks for code of its own.
+        FileError: config.json is missing, no JSON object, or of another family.
     """
     path = folder / "config.json"
     if not path.exists():
-        raise FileError(
-            f"{path} is missing; a model folder holds config.json and model.safetensors"
-        )
+        raise without_config(folder)
     raw = read_json(folder, "config.json")
     name = raw.get("model_type")
     family = family_of(name) if isinstance(name, str) else None
     if family is None:
         raise FileError(f"{path}: model_type {name!r} is not supported{_known_types(name)}")
-    if raw.get("auto_map") is not None and "auto_map" not in family.ignored:
-        raise FileError(
-            f"{path}: auto_map asks for code that comes with the checkpoint, which is never run; "
-            "use a checkpoint of the family's own code"
-        )
     return family, raw
 
 
-def read_config(folder: Path, family: Family, raw: Raw, *, tensors: int) -> Any:
-    """The config of a family, from a raw config.json.
+def read_config(
+    folder: Path, family: Family, raw: Raw, *, tensors: int, ignore: Sequence[str] = ()
+) -> tuple[Any, tuple[str, ...]]:
+    """The config of a family, from a raw config.json; and the keys in it that were passed over.
+
+    Passed over are keys that other tools leave in any folder (`MARKS`), and unknown ones that `ignore` names.
 
     Args:
         folder: for messages.
         family: what config.json names.
         raw: what it holds.
         tensors: how many the folder holds: a config that speaks of more layers would only cost memory.
+        ignore: patterns (`*`, `?`) of unknown keys that the caller knows to change nothing; a key of an inner object
+            has the outer one's name and a dot in front.
 
     Raises:
         FileError: it says something that is not understood, or cannot be.
     """
+    passed = [key for key in raw if is_mark(key) or (key == "auto_map" and raw[key] is not None)]
     try:
         _check_counts(raw, tensors)
         check_dtypes(raw)
-        return parse(family, raw)
+        for _ in range(_MOST_IGNORED):
+            try:
+                return parse(family, raw), tuple(dict.fromkeys(passed))
+            except UnknownKey as unknown:
+                rest = _without(raw, unknown.path)
+                if rest is None or not any(fnmatchcase(unknown.key, p) for p in ignore):
+                    raise
+                raw = rest
+                passed.append(unknown.key)
+        raise ArgumentError(
+            f"it has more than {_MOST_IGNORED} unknown keys; at most so many are passed over"
+        )
     except ArgumentError as e:
         raise FileError(f"{folder / 'config.json'}: {e}") from e
+
+
+def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
+    """A config without one key, which may stand in the text_config of a model that also sees pictures; None without it."""
+    inner = raw.get(path[0])
+    if len(path) > 1 and isinstance(inner, Mapping):
+        rest = _without(inner, path[1:])
+        return None if rest is None else {**raw, path[0]: rest}
+    if len(path) == 1 and path[0] in raw:
+        return {key: value for key, value in raw.items() if key != path[0]}
+    if isinstance(text := raw.get("text_config"), Mapping):
+        rest = _without(text, path)
+        return None if rest is None else {**raw, "text_config": rest}
+    return None
 
 
 def _check_counts(raw: Raw, tensors: int) -> None:
@@ -123,6 +193,7 @@ def parse(family: Family, raw: Raw) -> Any:
         ArgumentError: a key is unknown, missing, of the wrong type, or out of range.
     """
     model_type = raw.get("model_type")
+    check_code(family, raw)
     known = {f.name: f for f in fields(family.config)}
     found = family.plain(raw)
     fixed = {k: v for k, v in {**FIXED, **family.fixed}.items() if k not in known}
@@ -130,10 +201,10 @@ def parse(family: Family, raw: Raw) -> Any:
         if key in fixed and value not in fixed[key]:
             allowed = " or ".join(repr(v) for v in fixed[key])
             raise ArgumentError(f"{key} is {value!r}; only {allowed} is supported for {model_type}")
-        if not (key in known or key in fixed or key in IGNORED or key in family.ignored):
-            close = difflib.get_close_matches(key, [*known, *fixed], 1)
+        if not (key in known or key in fixed or key in family.ignored or is_harmless(key)):
+            close = difflib.get_close_matches(key[:_LONGEST_HINT], [*known, *fixed], 1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ArgumentError(f"unknown key {key!r}{hint}")
+            raise UnknownKey((key,), f"unknown key {shown(key)}{hint}")
     required = [
         n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING
     ]

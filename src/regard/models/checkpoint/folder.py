@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from regard.errors import FileError
 from regard.models.checkpoint.advice import shown
 
 _LONGEST_NAME = 255
+_SHARED = re.compile(
+    r"[0-9a-f]{64}"
+)  # a file of huggingface_hub 2's shared store is named by its hash
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -37,8 +41,8 @@ def inside(folder: Path, name: str) -> Path:
     """The path of a regular file of a model folder, whoever chose its name.
 
     The name is plain: no separator, no "..", no drive, no control character. A link may lead to a file of the same
-    folder, or, as Hugging Face's cache lays it out, from `models--x--y/snapshots/z/` to `models--x--y/blobs/`; no link
-    leads anywhere else.
+    folder, or, as Hugging Face's cache lays it out, from `models--x--y/snapshots/z/` to `models--x--y/blobs/`, and from
+    there to the store that all repositories of that cache share, `blobs/12/1234...`; no link leads anywhere else.
 
     Args:
         folder: the folder that the user named.
@@ -51,11 +55,7 @@ def inside(folder: Path, name: str) -> Path:
     Traceback (most recent call last):
     regard.errors.FileError: model: '../secrets' is no plain file name; a model's files lie in its own folder
     """
-    plain = name not in ("", ".", "..") and len(name) <= _LONGEST_NAME and name.isprintable()
-    if not plain or any(mark in name for mark in "/\\:"):
-        raise FileError(
-            f"{folder}: {shown(name)} is no plain file name; a model's files lie in its own folder"
-        )
+    check_name(folder, name)
     path = folder / name
     try:
         if path.is_symlink():
@@ -71,6 +71,19 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def check_name(folder: Path, name: str) -> None:
+    """Refuse a file's name that could lead out of a folder: one with a separator, a drive or a control character, or "..".
+
+    Raises:
+        FileError: the name is not plain.
+    """
+    plain = name not in ("", ".", "..") and len(name) <= _LONGEST_NAME and name.isprintable()
+    if not plain or any(mark in name for mark in "/\\:"):
+        raise FileError(
+            f"{folder}: {shown(name)} is no plain file name; a model's files lie in its own folder"
+        )
+
+
 def _check_link(path: Path, folder: Path) -> None:
     try:
         target = path.resolve(strict=True)
@@ -83,6 +96,8 @@ def _check_link(path: Path, folder: Path) -> None:
         repository = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and repository.name.startswith("models--"):
             allowed.append(repository / "blobs")
+            if _SHARED.fullmatch(target.name):
+                allowed.append(repository.parent / "blobs" / target.name[:2])
     if target.parent not in allowed:
         raise FileError(
             f"{path} is a link out of its folder, to {target}, and is not followed; "

@@ -91,7 +91,7 @@ def bind(model: nn.Module, names: Names) -> dict[str, Binding]:
     by_pattern: dict[str, list[tuple[str, ...]]] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         numbers = tuple(part for part in name.split(".") if part.isdigit())
-        by_pattern.setdefault(_pattern(name), []).append(numbers)
+        by_pattern.setdefault(pattern(name), []).append(numbers)
     found: dict[str, Binding] = {}
     bound: set[str] = set()
     for theirs, entry in names.items():
@@ -109,7 +109,12 @@ _MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
 """What stands for a number in one of our names, or is one: "layers.{}.q.steps.0.weight" has two."""
 
 
-def _pattern(name: str) -> str:
+def pattern(name: str) -> str:
+    """A name with {} for each of its numbers.
+
+    >>> pattern("layers.12.q.weight")
+    'layers.{}.q.weight'
+    """
     return _MARK.sub("{}", name)
 
 
@@ -118,7 +123,7 @@ def _fitting(
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
     """Numbers of the parameters that one of our names may mean: all of them, and those that stand for {}."""
     marks = _MARK.findall(ours)
-    for numbers in known.get(_pattern(ours), []):
+    for numbers in known.get(pattern(ours), []):
         pairs = list(zip(marks, numbers, strict=True))
         if all(mark in ("{}", "*", number) for mark, number in pairs):
             yield numbers, tuple(number for mark, number in pairs if mark == "{}")
@@ -138,4 +143,4 @@ def _expand(
         return
     for found, kept in _fitting(ours, known):
         if kept == numbers:
-            yield _pattern(ours).format(*found)
+            yield pattern(ours).format(*found)

@@ -38,16 +38,20 @@ def read_headers(folder: Path) -> list[Header]:
         return [read_header(inside(folder, SINGLE))]
     if INDEX not in names:
         raise without_weights(folder, names)
-    path = inside(folder, INDEX)
-    places = _read_index(path)
+    path, places = inside(folder, INDEX), read_index(folder)
     files = sorted(set(places.values()))
     headers = [read_header(_shard(folder, name, path)) for name in files]
     _check_places(places, headers, path)
     return headers
 
 
-def _read_index(path: Path) -> Mapping[str, str]:
-    """Tensor -> shard. What the index says of sizes is not believed: the headers have them."""
+def read_index(folder: Path) -> Mapping[str, str]:
+    """Tensor -> shard, from model.safetensors.index.json. What it says of sizes is not believed: the headers have them.
+
+    Raises:
+        FileError: it is missing, no JSON object, or has no weight_map of names.
+    """
+    path = inside(folder, INDEX)
     raw = whole(path, HEADER_LIMIT)
     try:
         found = strict.parse(raw)

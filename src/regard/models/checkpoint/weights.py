@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import FileError
+from regard.models.checkpoint.advice import shown
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Binding, bind
-from regard.models.checkpoint.store import Store, Stored, check_finite
+from regard.models.checkpoint.placed import placed
+from regard.models.checkpoint.store import Store, check_finite
+
+
+class Filled(NamedTuple):
+    """What was not as a checkpoint has it.
+
+    Attributes:
+        fresh: names of weights that were missing, and allowed to be: they are not trained.
+        ignored: names of stored tensors that belong to no parameter, and were passed over.
+    """
+
+    fresh: list[str]
+    ignored: list[str]
 
 
 def fill(
@@ -23,9 +37,10 @@ def fill(
     *,
     dtype: torch.dtype,
     allow_missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     finite: bool = False,
     fresh: Callable[[], nn.Module] | None = None,
-) -> list[str]:
+) -> Filled:
     """Give every parameter of a model, which may be on the device "meta", its stored values in one dtype.
 
     Names and shapes are compared before anything is read. A tensor at a time is read, so that no more is in memory than
@@ -37,23 +52,23 @@ def fill(
         store: the tensors of a folder.
         dtype: of the parameters.
         allow_missing: patterns (`*`, `?`) of stored names that may be absent; their parameters are those of `fresh`.
+        ignore: patterns (`*`, `?`) of stored names that may be left unused where the model has no parameter for them.
         finite: whether to look for NaN and infinity in what is read.
         fresh: makes the model with fresh weights, for what may be missing.
-
-    Returns:
-        The stored names that were missing, and allowed to be.
 
     Raises:
         FileError: a tensor is missing, unexpected, of another shape, not finite, or contradicts its twin.
     """
     bindings = bind(model, family.names)
-    place = spelled(store.tensors, bindings, family)
+    where = placed(store.folder, store.tensors, family, bindings.__contains__)
+    place = where.names
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted, twins = _first_names(bindings, parameters)
     given = {twins.get(name, name) for name in place.values()}
     missing = [name for name in wanted if name not in given]
     allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
-    unexpected = [n for n in store.tensors if n not in place and not _is_buffer(n, family)]
+    ignored = [n for n in where.homeless if any(fnmatchcase(n, p) for p in ignore)]
+    unexpected = [n for n in where.homeless if n not in ignored]
     if unexpected or len(missing) > len(allowed):
         raise FileError(_complaint(store, [n for n in missing if n not in allowed], unexpected))
     _check_shapes(store, place, bindings, parameters)
@@ -76,31 +91,7 @@ def fill(
         for ours in (o for name in allowed for o in bindings[name].ours):
             value = made[ours].detach().to(family.dtype_of(ours, dtype))
             _assign(owners[id(parameters[ours])], value)
-    return allowed
-
-
-def spelled(
-    stored: Mapping[str, Stored], wanted: Collection[str], family: Family
-) -> dict[str, str]:
-    """Stored name -> name of the table, for those that have one: with or without a prefix, in older spellings."""
-    place: dict[str, str] = {}
-    taken: dict[str, str] = {}
-    for name in stored:
-        ours = _canonical(family.respell(name), wanted, family.prefixes)
-        if ours is None:
-            continue
-        if ours in taken:
-            raise FileError(
-                f"{stored[name].file}: {name} and {taken[ours]} are two names of {ours}; keep one"
-            )
-        place[name], taken[ours] = ours, name
-    return place
-
-
-def _canonical(name: str, wanted: Collection[str], prefixes: Sequence[str]) -> str | None:
-    spellings = [name, *(p + name for p in prefixes)]
-    spellings += [name.removeprefix(p) for p in prefixes]
-    return next((s for s in spellings if s in wanted), None)
+    return Filled(allowed, ignored)
 
 
 def _first_names(
@@ -118,10 +109,6 @@ def _first_names(
         else:
             twins[name] = other
     return wanted, twins
-
-
-def _is_buffer(name: str, family: Family) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in family.buffers)
 
 
 def _check_shapes(
@@ -201,26 +188,15 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
     said = [
         f"{store.folder}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} unexpected {extra}"
     ]
-    prefix = _common_prefix(missing, unexpected)
-    if prefix:
-        said.append(f"; all but {prefix!r} fits: the names have a prefix too much, take it off")
-        return "".join(said)
     for name in missing[:3]:
         close = difflib.get_close_matches(name, unexpected, 1, 0.7)
         said += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
         said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")
+    if unexpected and not missing:
+        name = shown(unexpected[0])
+        said.append(
+            "; the model has no place for them. If they change nothing that is computed here, as a head of another task does "
+            f"not, pass them over: regard.load(folder, ignore=({name},)), or --ignore {name}; * stands for any letters"
+        )
     return "".join(said)
-
-
-def _common_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What stands in front of every missing name, if that is all that is wrong."""
-    if not missing or len(unexpected) < 2:
-        return ""
-    parts = min(unexpected).split(".")
-    for n in range(1, len(parts)):
-        prefix = ".".join(parts[:n]) + "."
-        stripped = {name.removeprefix(prefix) for name in unexpected if name.startswith(prefix)}
-        if len(stripped) == len(unexpected) and stripped >= set(missing):
-            return prefix
-    return ""

@@ -24,17 +24,23 @@ def write(
     name: str,
     family: Family,
 ) -> None:
-    """Write config.json and model.safetensors into a folder that exists; a shared parameter under its first name."""
+    """Write config.json and model.safetensors into a folder that exists; a shared parameter under its first name.
+
+    A decoder without a head is written as a base model is: the names have no prefix, from which a reader knows it.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for theirs, binding in bind(model, family.names).items():
+    bindings = bind(model, family.names)
+    bare = family.head is not None and family.head not in bindings
+    for theirs, binding in bindings.items():
         ids = {id(parameters[ours]) for ours in binding.ours}
         if ids & seen:
             continue
         seen |= ids
         parts = [parameters[o].detach().to(family.dtype_of(o, dtype)) for o in binding.ours]
-        tensors[theirs] = binding.rule.give(parts).contiguous()
+        stored = theirs.removeprefix(family.prefixes[0]) if bare else theirs
+        tensors[stored] = binding.rule.give(parts).contiguous()
     raw = {"model_type": name, **asdict(config), "torch_dtype": str(dtype).removeprefix("torch.")}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")

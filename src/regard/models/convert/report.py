@@ -55,6 +55,7 @@ class Report:
         before, after: the two models.
         measured: both on a text; the second as it was loaded from the folder that was written.
         healing: None where nothing was trained.
+        ignored: what the source's folder holds and was passed over; the result is without it.
     """
 
     source: str
@@ -64,6 +65,7 @@ class Report:
     after: Sizes
     measured: Measured
     healing: Healing | None
+    ignored: tuple[str, ...] = ()
 
     def figures(self) -> dict[str, Any]:
         """Plain values for JSON; null where there is no number."""
@@ -84,6 +86,7 @@ class Report:
             "source": self.source, "out": self.out, "steps": steps, "before": asdict(self.before),
             "after": asdict(self.after), "measured": measured,
             "healing": None if self.healing is None else asdict(self.healing),
+            "ignored": list(self.ignored),
         }  # fmt: skip
         return {name: _plain(value) for name, value in found.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -114,6 +114,8 @@ def convert(
     text: str | None = None,
     tokens: int = 4096,
     length: int | None = None,
+    revision: str | None = None,
+    ignore: Sequence[str] = (),
     heal: Heal | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Report:
@@ -123,12 +125,14 @@ def convert(
     `out` is whole or not there. The order is: layout of stored weights, heads or latents, context, layout, dtype.
 
     Args:
-        source: a folder, or "tiny".
+        source: a folder, "tiny", or a repository of the hub: see `regard.load`.
         out: a folder that does not exist, or is empty; never the source.
         wanted: what it is to become.
         text: to measure on; None is a built-in one.
         tokens: at most so many of it.
         length: tokens of a window; None is the trained length, at most 512.
+        revision: of a repository of the hub.
+        ignore: what of the source may be passed over, as `regard.load` takes it; the result is without it.
         heal: trains the converted network in place on the windows, before it is written.
         tell: is called with a line at the beginning of each part of the work.
 
@@ -143,11 +147,16 @@ def convert(
     >>> regard.load("one-head").config.num_key_value_heads
     1
     """
-    folder, target = folder_of(source), Path(out)
+    folder, target = folder_of(source, revision), Path(out)
     tell = tell or _silent
     check_out(folder, target)
     tell(f"reading {source}")
-    before = load(folder, kind=Model)
+    before = load(folder, kind=Model, ignore=ignore)
+    if not before.has_head:
+        raise ArgumentError(
+            f"{source} is a base model without a head, whose logits a conversion would be measured by; convert the checkpoint of "
+            "the language model"
+        )
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
     ids, is_text = windows(before, text, limit, tokens)
@@ -166,7 +175,7 @@ def convert(
         measured = measure(before.decoder, again.decoder, ids, is_text=is_text)
     return Report(
         str(source), str(out), steps, sizes(first), sizes(Checkpoint(again.decoder, again.config)),
-        measured, healing,
+        measured, healing, before.ignored,
     )  # fmt: skip
 
 

@@ -25,7 +25,8 @@ BESIDE = (
 )  # fmt: skip
 """Files that go along as they are."""
 STAY_BEHIND = frozenset({
-    "_name_or_path", "architectures", "dtype", "model_type", "quantization_config", "torch_dtype", "transformers_version",
+    "_commit_hash", "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "name_or_path",
+    "quantization_config", "torch_dtype", "transformers_version",
 })  # fmt: skip
 """Keys of config.json that speak of the source alone."""
 ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -80,6 +81,7 @@ def written(held: Checkpoint, source: Path, raw: Raw, out: Path) -> Iterator[Pat
 
 
 def _write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
+    assert held.network.head is not None  # `convert` refuses a model without one
     dtype = cast("Tensor", held.network.head.weight).dtype
     save(held.network, held.config, folder, dtype)
     path = folder / "config.json"

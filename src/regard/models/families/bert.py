@@ -53,8 +53,11 @@ class Config:
 
 def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
     """What was trained on top is what is stored."""
-    pooler = {"pooler.dense.weight", "bert.pooler.dense.weight"} & set(stored)
-    return replace(config, pooler=bool(pooler), masked_words="cls.predictions.bias" in stored)
+    return replace(
+        config,
+        pooler="bert.pooler.dense.weight" in stored,
+        masked_words="cls.predictions.bias" in stored,
+    )
 
 
 def respell(name: str) -> str:
@@ -130,10 +133,7 @@ NAMES = {
 
 FAMILY = Family(
     Config, build, NAMES,
-    ignored=frozenset({
-        "attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob", "pooler_fc_size",
-        "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head",
-    }),
+    ignored=frozenset({"pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"}),
     fixed={
         "directionality": ("bidi",), "pooler_type": ("first_token_transform",),
         "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),

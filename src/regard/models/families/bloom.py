@@ -104,11 +104,10 @@ NAMES = {
 FAMILY = Family(
     Config, build, NAMES,
     ignored=frozenset({
-        "attention_softmax_in_fp32", "bias_dropout_fusion", "hidden_dropout", "masked_softmax_fusion",
-        "offset_alibi", "seq_length", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
-        "unk_token_id",
+        "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "seq_length",
+        "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
     }),
     fixed={"n_inner": (None,)},
     plain=plain,
-    prefixes=("transformer.",),
+    prefixes=("transformer.",), head="lm_head.weight",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from regard.errors import ArgumentError
-from regard.models.assembly import deepseek
+from regard.models.assembly import deepseek, grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn.routers import SoftmaxRouter
@@ -53,6 +53,8 @@ FAMILY = Family(
     ignored=deepseek.IGNORED,
     # the authors' code scales weights only where it does not renormalise them, and transformers never does the latter
     fixed=deepseek.FIXED | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
+    code=deepseek.CODE,
     plain=deepseek.plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=deepseek.BUFFERS,
 )  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from regard.models.assembly import deepseek
+from regard.models.assembly import deepseek, grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn.routers import SigmoidRouter
@@ -51,7 +51,9 @@ FAMILY = Family(
     # how many layers behind the last predict a second token: they are not loaded
     ignored=deepseek.IGNORED | {"num_nextn_predict_layers"},
     fixed=deepseek.FIXED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    code=deepseek.CODE,
     plain=deepseek.plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=deepseek.BUFFERS,
     # rounding a correction changes who is chosen
     exact=("*.router.correction",),

@@ -51,5 +51,6 @@ FAMILY = Family(
         "use_bidirectional_attention": (None, False),
     },
     plain=plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

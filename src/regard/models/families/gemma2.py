@@ -61,12 +61,12 @@ def build(config: Config) -> Decoder:
 
 FAMILY = Family(
     Config, build, gemmas.NAMES,
-    ignored=frozenset({"cache_implementation"}),
     fixed={
         "hidden_act": ("gelu_pytorch_tanh",),
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (None, False),
     },
     plain=plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

@@ -128,7 +128,7 @@ def build(config: Config) -> Decoder:
 
 FAMILY = Family(
     Config, build, gemmas.NAMES,
-    ignored=frozenset({"_sliding_window_pattern", "cache_implementation"}),
+    ignored=frozenset({"_sliding_window_pattern"}),
     fixed={
         "attn_logit_softcapping": (None,),
         "hidden_act": ("gelu_pytorch_tanh",),
@@ -136,6 +136,7 @@ FAMILY = Family(
         "use_bidirectional_attention": (None, False),
     },
     plain=plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=(*grouped.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     respell=respell,
 )  # fmt: skip

@@ -112,13 +112,8 @@ NAMES: Names = {
 
 FAMILY = Family(
     Config, build, NAMES,
-    ignored=frozenset({
-        "_num_labels", "attn_pdrop", "embd_pdrop", "n_ctx", "n_special", "predict_special_tokens",
-        "reorder_and_upcast_attn", "resid_pdrop", "summary_activation",
-        "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-        "summary_use_proj",
-    }),
+    ignored=frozenset({"n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"}),
     plain=plain,
-    prefixes=("transformer.",),
+    prefixes=("transformer.",), head="lm_head.weight",
     buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
 )  # fmt: skip

@@ -122,13 +122,10 @@ NAMES = {
 
 FAMILY = Family(
     Config, build, NAMES,
-    ignored=frozenset({
-        "attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout", "hidden_dropout_prob",
-    }),
     plain=plain,
     # a head that is missing is missing: this family ties none unless config.json says so
     settle=lambda config, _raw, _stored: config,
-    prefixes=("gpt_neox.",),
+    prefixes=("gpt_neox.",), head="embed_out.weight",
     buffers=(
         r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
     ),

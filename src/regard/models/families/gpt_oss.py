@@ -143,8 +143,9 @@ NAMES: Names = grouped.OUTSIDE | grouped.ATTENTION | grouped.PRE_NORMS | {
 
 FAMILY = Family(
     Config, build, NAMES,
-    ignored=frozenset({"initial_context_length", "output_router_logits", "router_aux_loss_coef"}),
+    ignored=frozenset({"initial_context_length"}),
     fixed={"hidden_act": ("silu",)},
     plain=plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

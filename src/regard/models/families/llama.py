@@ -42,5 +42,6 @@ FAMILY = Family(
     ignored=frozenset({"is_llama_config", "max_sequence_length"}),
     fixed={"hidden_act": ("silu",), "rope_interleaved": (False,)},
     plain=grouped.plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

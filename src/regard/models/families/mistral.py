@@ -40,5 +40,6 @@ FAMILY = Family(
     Config, build, grouped.NAMES,
     fixed={"hidden_act": ("silu",)},
     plain=grouped.plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

@@ -23,8 +23,9 @@ from regard.errors import ArgumentError
 from regard.models.assembly.init import ready_for_training
 from regard.models.assembly.spellings import respelled
 from regard.models.assembly.vocabulary import embedding_and_head
-from regard.models.checkpoint.config import IGNORED
-from regard.models.checkpoint.family import Family, Raw, check_code, check_sizes
+from regard.models.checkpoint.advice import shown
+from regard.models.checkpoint.config import is_harmless
+from regard.models.checkpoint.family import Family, Raw, UnknownKey, check_sizes
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
 from regard.nn.clipped import Clipped
@@ -70,7 +71,9 @@ class Config:
             if allowed is not None and value not in allowed:
                 raise ArgumentError(f"{name} is {value!r}; only {allowed[0]!r} is supported")
             if allowed is None and key not in ATTENTION:
-                raise ArgumentError(f"attn_config has the unknown key {key!r}")
+                raise UnknownKey(
+                    ("attn_config", key), f"attn_config has the unknown key {shown(key)}"
+                )
             if key == "alibi_bias_max" and value is None:
                 raise ArgumentError(f"{name} is null; it must be above 0")
             if key in ATTENTION:
@@ -79,15 +82,16 @@ class Config:
 
 def plain(raw: Raw) -> dict[str, Any]:
     """The general names of sizes are understood, too; of attn_config what shapes the model is kept."""
-    check_code(raw, "MPT")
     names = {
         "hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
     }  # fmt: skip
     found = respelled(raw, names)
     attention = found["attn_config"] = {} if (own := found.get("attn_config")) is None else own
     if isinstance(attention, Mapping):
-        without = IGNORED | {"attn_impl", "attn_pdrop", "is_encoder_decoder"}
-        found["attn_config"] = {k: v for k, v in attention.items() if k not in without}
+        without = {"attn_impl", "is_encoder_decoder"}
+        found["attn_config"] = {
+            k: v for k, v in attention.items() if not (k in without or is_harmless(k))
+        }
     return found
 
 
@@ -136,8 +140,7 @@ NAMES = {
 FAMILY = Family(
     Config, build, NAMES,
     ignored=frozenset({
-        "auto_map", "emb_pdrop", "embedding_fraction", "init_config", "init_device", "learned_pos_emb", "resid_pdrop",
-        "tokenizer_name", "verbose",
+        "embedding_fraction", "init_config", "init_device", "learned_pos_emb", "tokenizer_name", "verbose",
     }),
     fixed={
         "expansion_ratio": (4,),
@@ -145,6 +148,6 @@ FAMILY = Family(
         "no_bias": (True,),
         "norm_type": ("low_precision_layernorm", "layernorm"),
     },
-    plain=plain,
-    prefixes=("transformer.",),
+    code="MPT", plain=plain,
+    prefixes=("transformer.",), head="lm_head.weight",
 )  # fmt: skip

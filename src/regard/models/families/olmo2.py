@@ -54,5 +54,6 @@ FAMILY = Family(
     Config, build, grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | NORMS,
     fixed={"hidden_act": ("silu",)},
     plain=grouped.plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

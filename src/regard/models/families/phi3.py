@@ -6,12 +6,11 @@ Source: Abdin et al. 2024 (arXiv 2404.14219); key names as in Hugging Face check
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from regard.errors import ArgumentError
 from regard.models.assembly import grouped, layer_types, rope
 from regard.models.assembly.grouped import OURS, THEIRS
-from regard.models.checkpoint.family import Family, Raw, check_code
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Names, rows
 from regard.models.decoder import Decoder
 from regard.positions import Rotary
@@ -48,12 +47,6 @@ class Config(grouped.Config):
         return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
 
 
-def plain(raw: Raw) -> dict[str, Any]:
-    """As the others; and an `auto_map` must name the code that this family was made from."""
-    check_code(raw, "Phi3")
-    return grouped.plain(raw)
-
-
 def build(config: Config) -> Decoder:
     """The decoder of a config, with fresh weights."""
     return grouped.decoder(
@@ -73,11 +66,11 @@ FUSED: Names = {
 }
 FAMILY = Family(
     Config, build, {**grouped.OUTSIDE, **grouped.PRE_NORMS, **FUSED},
-    ignored=frozenset({"auto_map", "embd_pdrop", "resid_pdrop"}),
     fixed={
         "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,),
         "full_attn_mod": (1,), "interpolate_factor": (1,),
     },
-    plain=plain,
+    code="Phi3", plain=grouped.plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

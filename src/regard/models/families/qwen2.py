@@ -51,5 +51,6 @@ FAMILY = Family(
     Config, build, grouped.NAMES,
     fixed={"hidden_act": ("silu",), "use_mrope": (False,)},
     plain=grouped.plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

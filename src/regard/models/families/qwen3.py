@@ -70,5 +70,6 @@ FAMILY = Family(
     Config, build, grouped.NAMES | HEAD_NORMS,
     fixed={"hidden_act": ("silu",)},
     plain=plain,
+    prefixes=grouped.PREFIXES, head=grouped.HEAD,
     buffers=grouped.BUFFERS,
 )  # fmt: skip

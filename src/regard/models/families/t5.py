@@ -140,7 +140,7 @@ NAMES = {
 
 FAMILY = Family(
     Config, build, NAMES,
-    ignored=frozenset({"classifier_dropout", "dropout_rate", "initializer_factor", "n_positions", "output_past"}),
+    ignored=frozenset({"n_positions"}),
     fixed={"is_encoder_decoder": (True,)},
     plain=plain, settle=settle,
     buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
