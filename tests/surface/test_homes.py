@@ -32,6 +32,7 @@ HOMES = {
         "models/assembly/deepseek.py",
     },
     r"\bnan_to_num\(": set(),
+    r"(from|import) huggingface_hub": {"models/hub.py"},
 }
 
 

@@ -58,10 +58,10 @@ def mechanism(
     return specimen(name, text, options=options, seed=seed, target=target)
 
 
-def check(attention: str | None, source: str, only: dict[str, Any]) -> None:
+def check(attention: str | None, source: str, only: dict[str, Any], how: How) -> None:
     """Refuse options that belong to a mechanism where there is a model, and the other way round.
 
-    >>> check("mqa", "tiny", {"--set": None})
+    >>> check("mqa", "tiny", {"--set": None}, How())
     """
     if attention is None:
         for flag, value in only.items():
@@ -74,6 +74,11 @@ def check(attention: str | None, source: str, only: dict[str, Any]) -> None:
         raise typer.BadParameter(
             "makes a network of its own; leave --model out, or --attention",
             param_hint="--attention",
+        )
+    elif given := how.given():
+        raise typer.BadParameter(
+            "is for a model that is loaded, and --attention makes a network of its own; leave one of the two out",
+            param_hint=given[0],
         )
 
 

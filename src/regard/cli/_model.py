@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 import typer
@@ -73,6 +73,14 @@ class How:
     ignore: Sequence[str] | None = None
     finite: bool = False
     revision: str | None = None
+
+    def given(self) -> list[str]:
+        """The options that were given, which say nothing where no model is loaded.
+
+        >>> How(finite=True, ignore=["a"]).given()
+        ['--ignore', '--finite']
+        """
+        return [f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name)]
 
 
 @overload

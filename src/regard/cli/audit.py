@@ -125,6 +125,12 @@ def audit(
         raise typer.BadParameter(
             "give package.module:name, or --model and a folder", param_hint="target"
         )
+    how = How(dtype, ignore=ignore, revision=revision)
+    if model is None and (ignore or revision):
+        hint = "--ignore" if ignore else "--revision"
+        raise typer.BadParameter(
+            "is for a model that is loaded with --model; leave it out", param_hint=hint
+        )
     claims = {
         "dim": dim, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": causal,
         "window": window, "scale": scale, "mask": mask, "layout": layout,
@@ -132,7 +138,7 @@ def audit(
     try:
         if rotary and adapter:
             raise ArgumentError("--rotary and --adapter are two ways to call it; give one")
-        found = _audited(target, model, How(dtype, ignore=ignore, revision=revision), adapter="rotary" if rotary else adapter, options=_options(settings), strict=strict, accept=accept or (), seed=seed, **claims)  # fmt: skip
+        found = _audited(target, model, how, adapter="rotary" if rotary else adapter, options=_options(settings), strict=strict, accept=accept or (), seed=seed, **claims)  # fmt: skip
     except RegardError as error:  # 1 means faults
         raise typer.BadParameter(str(error)) from error
     if json:

@@ -124,6 +124,8 @@ def _model(
                 f"{source} says all sizes, and {names} too; leave them out, or leave out the name and give all sizes"
             )
         return _named(source, revision)
+    if revision is not None:
+        raise ArgumentError("--revision is for a repository of the hub, and no model is named")
     if missing := [name for name in ("layers", "dim", "heads") if name not in given]:
         names = ", ".join(map(_spelled, missing))
         raise ArgumentError(

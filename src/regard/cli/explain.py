@@ -149,12 +149,12 @@ def explain(
         raise typer.BadParameter("compares on the page; add --html FILE", param_hint="--beside")
     from regard.cli._explained import Look, check, mechanism, print_heads, read
 
-    check(attention, model, {"--set": settings, "--seed": seed})
+    how = How(dtype, allow_missing, ignore, finite, revision)
+    check(attention, model, {"--set": settings, "--seed": seed}, how)
     try:
         if attention is not None:
             found = mechanism(attention, text, settings, seed, target)
         else:
-            how = How(dtype, allow_missing, ignore, finite, revision)
             found = read(text, model, how, target=target)
         look = Look(found, query, key, layer, head, place)
         if list_heads:
@@ -164,10 +164,8 @@ def explain(
         other = None
         if beside or beside_model:
             # options that speak of one folder are that folder's; another model has its own dtype only
-            how = (
-                How(dtype) if beside_model else How(dtype, allow_missing, ignore, finite, revision)
-            )
-            other = read(beside or text, beside_model or model, how, target=target)
+            beside_how = How(dtype) if beside_model else how
+            other = read(beside or text, beside_model or model, beside_how, target=target)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     _give(told, (found, other), html, figure, lang, json, color)

@@ -38,5 +38,5 @@ def model_of(source: str) -> Model:
     better = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
     raise ArgumentError(
         f"{source!r} is neither a known model nor a path{better} "
-        "regard cost --list names all; a config.json, or sizes as flags, serve for others"
+        "regard cost --list names all; a config.json, org/name on the hub, or sizes as flags, serve for others"
     )

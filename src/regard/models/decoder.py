@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
         With `last`, only the last so many: a prompt that is only read needs no logits of its own tokens.
         """
-        return self._run(ids, positions, caches, backend, last, self._checked_head())
+        return self._run(ids, positions, caches, backend, last, self.require_head())
 
     def hidden(
         self,
@@ -75,7 +75,15 @@ class Decoder(nn.Module):
         """
         return self._run(ids, positions, caches, backend, last, None)
 
-    def _checked_head(self) -> nn.Module:
+    def require_head(self) -> nn.Module:
+        """The head, for whoever cannot do without logits.
+
+        Raises:
+            ArgumentError: there is none.
+
+        >>> Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)).require_head()
+        Linear(in_features=4, out_features=7, bias=True)
+        """
         if self.head is None:
             raise ArgumentError(
                 "this model has no head: a base model was saved alone, and config.json ties no head to its embedding; "

@@ -10,7 +10,6 @@ import glob
 import re
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from regard.errors import ArgumentError, FileError
 from regard.models.checkpoint.advice import other_weights, shown
@@ -95,14 +94,7 @@ def download(
     """
     if revision == "":
         raise ArgumentError("revision is empty; it must be a branch, a tag or a commit")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise FileError(
-            f"no model {shown(repository)}: it is no folder here, and nothing is downloaded, because the extra hub is not "
-            f"installed. With it the repository of this name is: {INSTALL}"
-        ) from error
-    source = _Repository(huggingface_hub, repository, revision)
+    source = _Repository(repository, revision)
     names = source.names()
     if names is not None:
         _check_listing(repository, names, weights=weights)
@@ -110,10 +102,8 @@ def download(
     if check is not None:
         check(folder)
     if weights:
-        index = names is not None and SINGLE not in names
-        if names is None:
-            index = not (folder / SINGLE).exists()
-        source.fetch(_shards(folder) if index else [SINGLE])
+        single = SINGLE in names if names is not None else not (folder / INDEX).exists()
+        source.fetch([SINGLE] if single or (folder / SINGLE).exists() else _shards(folder))
     return folder
 
 
@@ -127,10 +117,14 @@ def _small(names: Collection[str] | None) -> list[str]:
 
 
 def _shards(folder: Path) -> list[str]:
-    """The shards that an index names; a name that leads out of the folder is refused before it is asked for."""
+    """The shards that an index names; what leads out of the folder or is no safetensors is never asked for."""
     found = sorted(set(read_index(folder).values()))
     for name in found:
         check_name(folder, name)
+        if not name.endswith(".safetensors"):
+            raise FileError(
+                f"{folder / INDEX} names {shown(name)}, which is no safetensors file; nothing else is downloaded"
+            )
     return found
 
 
@@ -150,16 +144,23 @@ def _check_listing(repository: str, names: Collection[str], *, weights: bool) ->
 class _Repository:
     """One repository at one commit, behind `huggingface_hub`, whose errors become ours."""
 
-    def __init__(self, library: Any, name: str, revision: str | None) -> None:
-        self._library, self._name, self._revision = library, name, revision
-        self._errors = library.errors
+    def __init__(self, name: str, revision: str | None) -> None:
+        try:
+            from huggingface_hub import HfApi, errors, snapshot_download
+        except ImportError as error:
+            raise FileError(
+                f"no model {shown(name)}: it is no folder here, and nothing is downloaded, because the extra hub is not "
+                f"installed. With it the repository of this name is: {INSTALL}"
+            ) from error
+        self._api, self._errors, self._download = HfApi(), errors, snapshot_download
+        self._name, self._revision = name, revision
         self._offline = False
         self._commit: str | None = None
 
     def names(self) -> set[str] | None:
         """The names of its files, from the server; None where nobody may be asked."""
         try:
-            found = self._library.HfApi().model_info(self._name, revision=self._revision)
+            found = self._api.model_info(self._name, revision=self._revision)
         except self._errors.OfflineModeIsEnabled:
             self._offline = True
             return None
@@ -172,7 +173,7 @@ class _Repository:
         """Have these files in the cache, all of one commit; the folder that they are in."""
         try:
             found = Path(
-                self._library.snapshot_download(
+                self._download(
                     self._name,
                     # by its name the first time, so that the cache knows which commit it was
                     revision=self._revision,
@@ -192,7 +193,7 @@ class _Repository:
         known = self._errors
         at = "its main branch" if self._revision is None else f"revision {shown(self._revision)}"
         status = getattr(getattr(error, "response", None), "status_code", None)
-        reason = str(error).strip().split("\n")[0][:300]
+        reason = shown(str(error).strip().split("\n")[0])
         if isinstance(error, known.GatedRepoError):
             said = "may be read only by those who have accepted its conditions; accept them there and log in with `hf auth login`"
         elif isinstance(error, known.RevisionNotFoundError):

@@ -28,7 +28,7 @@ class Context:
         rows: the most rows that the batch will have.
 
     Raises:
-        ArgumentError: as `Room.narrow`.
+        ArgumentError: the decoder has no head; or as `Room.narrow`.
 
     >>> import regard, torch
     >>> context = Context(regard.load("tiny").decoder)
@@ -37,6 +37,7 @@ class Context:
     """
 
     def __init__(self, decoder: Decoder, room: Room | None = None, rows: int = 1) -> None:
+        decoder.require_head()
         self._room = Room() if room is None else room
         self._decoder = self._room.narrow(decoder)
         self._prefix = Prefix(self._decoder) if follows_length(decoder) else None
