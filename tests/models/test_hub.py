@@ -254,7 +254,8 @@ def test_offline_is_the_cache(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    "source", ["origin/nothing", "./org/small", "a/b/c", "org--x/y", "nothing"]
+    "source",
+    ["origin/nothing", "./org/small", "a/b/c", "org--x/y", "nothing", "none/model.safetensors"],
 )
 def test_a_mistyped_path_asks_nobody(source: str, server: Hub) -> None:
     text = refusal(source)

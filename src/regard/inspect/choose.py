@@ -196,7 +196,8 @@ def _reading(model: Source, ids: Tensor) -> Reading:
     one = reading(model, "x")
     row = tuple(ids[0].tolist())
     sides = {"text": Tokens(row, tuple(map(str, row)), "", ())}
-    return replace(one, sides=sides, run=lambda: model.decoder(ids, last=1))
+    run = model.decoder if model.has_head else model.decoder.hidden
+    return replace(one, sides=sides, run=lambda: run(ids, last=1))
 
 
 def _rows(read: Reading, sites: Sequence[Site], query: int, *, everything: bool = False) -> Tensor:

@@ -127,15 +127,17 @@ def _model(
         if positions is not None:
             raise ArgumentError("positions go with ids; a text has its own")
         ids, positions = padded([model.encode(row)[0].tolist() for row in rows])
+    # a base model that was saved alone has attention, and no logits
+    run = model.forward if model.has_head else model.hidden
     if chunk is None:
-        model.forward(ids, positions)
+        run(ids, positions)
         return _read(model, ids)
     if chunk < 1:
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
     caches = model.new_caches()
     for i in range(0, ids.shape[1], chunk):
         at = slice(i, min(i + chunk, ids.shape[1]))
-        model.forward(ids[:, at], None if positions is None else part(positions, at), caches)
+        run(ids[:, at], None if positions is None else part(positions, at), caches)
     return _read(model, ids)
 
 

@@ -30,6 +30,8 @@ SMALL = (
     "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 """Files that are asked for where a repository has them: what is read here, and what `regard convert` hands on."""
+_FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors")
+"""Ends of names that are meant as files, not as repositories."""
 _POOLING = re.compile(r"[0-9]+_Pooling/config\.json")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}")
@@ -56,7 +58,7 @@ def repository_of(source: str | Path) -> str | None:
             )
         return name
     path = Path(source)
-    if not _is_id(source) or path.exists():
+    if not _is_id(source) or path.exists() or path.suffix in _FILES:
         return None
     if path.parent.exists():
         raise FileError(

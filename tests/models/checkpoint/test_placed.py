@@ -15,6 +15,7 @@ from torch import Tensor
 import regard
 from regard import ArgumentError, FileError
 from regard.cli.app import run
+from regard.inspect import head_scores, record
 from regard.models import Model
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
@@ -194,6 +195,13 @@ def test_commands_on_a_base_model(
     assert "this model has no head" in capsys.readouterr().err.replace("\n", " ")
     assert run(["explain", "the key", "--model", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sizes"]["T"] > 1
+    model = regard.load(folder)
+    found, wanted = (
+        record(m, "the key").places["layers.1"].steps[0] for m in (model, small.model())
+    )
+    assert torch.equal(found.q, wanted.q)
+    ids = torch.tensor([[1, 2, 3, 1, 2, 3]])
+    assert head_scores(model, ids).keys() == head_scores(small.model(), ids).keys()
     with pytest.raises(ArgumentError, match="is a base model without a head"):
         convert(folder, tmp_path / "out", Wanted(to="mqa"))
 

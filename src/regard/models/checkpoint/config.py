@@ -126,7 +126,11 @@ def read_config(
     Raises:
         FileError: it says something that is not understood, or cannot be.
     """
-    passed = [key for key in raw if is_mark(key) or (key == "auto_map" and raw[key] is not None)]
+    text = raw.get("text_config")
+    keys = [*raw, *(text if isinstance(text, Mapping) else ())]
+    passed = [
+        key for key in keys if is_mark(key) or (key == "auto_map" and raw.get(key) is not None)
+    ]
     try:
         _check_counts(raw, tensors)
         check_dtypes(raw)
