@@ -119,7 +119,7 @@ class Model:
 
         >>> import regard, torch
         >>> regard.load("tiny").hidden(torch.tensor([[1, 2, 3]])).shape
-        torch.Size([1, 3, 128])
+        torch.Size([1, 3, 256])
         """
         check_ids(ids, self.config.vocab_size)
         return self.decoder.hidden(ids, positions, caches, backend=backend)

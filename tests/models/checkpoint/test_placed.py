@@ -91,6 +91,12 @@ def test_the_base_model_of_every_family(name: str) -> None:
     assert placed(Path(), mixed, found, table(found)).homeless == (own[0],)
 
 
+def test_names_of_many_parts_cost_few_passes() -> None:
+    found, names = names_of("llama")
+    deep = [".".join("a" * 200) + "." + n for n in names]
+    assert set(placed(Path(), deep, found, table(found)).homeless) == set(deep)
+
+
 def test_two_mappings_that_fit_are_refused() -> None:
     both = Family(
         object, lambda _: torch.nn.Identity(), {"w": "w", "a.w": "a", "b": "b", "a.b": "c"}

@@ -13,6 +13,9 @@ from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import pattern
 
 
+_DEEPEST = 8  # wrappers around a model; each costs a pass over all names
+
+
 @dataclass(frozen=True)
 class Placed:
     """The stored tensors of a folder by the names of a family's table.
@@ -136,7 +139,7 @@ def _shared_prefixes(stored: Collection[str]) -> list[str]:
         return []
     first, last = min(stored).split("."), max(stored).split(".")
     found = []
-    for n in range(1, min(len(first), len(last))):
+    for n in range(1, min(len(first), len(last), _DEEPEST + 1)):
         if first[:n] != last[:n]:
             break
         found.append(".".join(first[:n]) + ".")

@@ -68,7 +68,8 @@ def fill(
     missing = [name for name in wanted if name not in given]
     allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
     ignored = [n for n in where.homeless if any(fnmatchcase(n, p) for p in ignore)]
-    unexpected = [n for n in where.homeless if n not in ignored]
+    passed = {*ignored}
+    unexpected = [n for n in where.homeless if n not in passed]
     if unexpected or len(missing) > len(allowed):
         raise FileError(_complaint(store, [n for n in missing if n not in allowed], unexpected))
     _check_shapes(store, place, bindings, parameters)
