@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import nn
 
-from regard.errors import ArgumentError, FileError
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models import hub
 from regard.models.checkpoint import fill, read_config, read_raw
 from regard.models.checkpoint.advice import instead, shown
@@ -113,6 +113,7 @@ def load(
     Raises:
         FileError: the folder or a file in it is missing, damaged, not supported, or contradicts another; or
             it holds another kind of model; or the hub does not give the repository.
+        ArgumentTypeError: allow_missing or ignore is one str.
         ArgumentError: dtype is not a floating-point one; ignore names a key or tensor that the family needs; a revision is
             given for what is not on the hub.
 
@@ -121,6 +122,9 @@ def load(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError(f"dtype is {dtype}; weights are float32, float16, bfloat16 or float64")
+    for name, patterns in (("allow_missing", allow_missing), ("ignore", ignore)):
+        if isinstance(patterns, str):  # which is a sequence of letters
+            raise ArgumentTypeError(f"{name} is a str; give several: {name}=[{patterns!r}]")
 
     def check(folder: Path) -> None:
         # of a repository on the hub, before its weights are downloaded: the number of tensors is not known yet
@@ -129,8 +133,8 @@ def load(
 
     folder = folder_of(source, revision, check)
     found, raw = _family(folder, kind)
-    beside = _adapters(folder, ignore)
     store = unpacked(Store.open(folder), raw.get("quantization_config"))
+    beside = _adapters(folder, ignore)
     config, passed = read_config(folder, found, raw, tensors=len(store.tensors), ignore=ignore)
     config, headless = _settled(found, config, raw, store)
     with torch.device("meta"):
@@ -149,6 +153,8 @@ def load(
 
 
 _MANY = 1 << 16
+_READ = frozenset({"dtype", "eos_token_id", "model_type", "quantization_config", "torch_dtype"})
+"""Keys that shape no network, and say what is stored and what ends a text."""
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
@@ -197,7 +203,8 @@ def _check_ignored(ignore: Sequence[str], ignored: Sequence[str], raw: Raw, stor
         for part in name.split("."):
             inner = inner.get(part) if isinstance(inner, dict) else None
         there = name in store.tensors or inner is not None or name in raw
-        if there and name not in ignored and not is_harmless(name):
+        unread = is_harmless(name) and name not in _READ
+        if there and name not in ignored and not unread:
             raise ArgumentError(
                 f"ignore names {shown(name)}, which is no unknown key or tensor: {raw['model_type']} needs it; leave it out"
             )

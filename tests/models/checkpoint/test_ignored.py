@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import regard
-from regard import ArgumentError, FileError
+from regard import ArgumentError, ArgumentTypeError, FileError
 from regard.cli.app import run
 from regard.models.checkpoint.config import IGNORED, MARKS, is_harmless, parse
 from regard.models.families import FAMILIES, bert, family, mpt
@@ -117,7 +117,9 @@ def test_an_unknown_key_of_an_inner_object(folder: Path) -> None:
         parse(mpt.FAMILY, raw)
 
 
-@pytest.mark.parametrize("name", ["hidden_act", "num_hidden_layers", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "name", ["hidden_act", "num_hidden_layers", "model.norm.weight", "torch_dtype"]
+)
 def test_what_the_family_needs_cannot_be_passed_over(name: str, folder: Path) -> None:
     change_config(folder, hidden_act="silu")
     message = (
@@ -125,6 +127,14 @@ def test_what_the_family_needs_cannot_be_passed_over(name: str, folder: Path) ->
     )
     with pytest.raises(ArgumentError, match=message):
         regard.load(folder, ignore=[name])
+
+
+@pytest.mark.parametrize("name", ["ignore", "allow_missing"])
+def test_one_name_is_not_several(name: str, folder: Path) -> None:
+    with pytest.raises(
+        ArgumentTypeError, match=rf"{name} is a str; give several: {name}=\['key'\]"
+    ):
+        regard.load(folder, **{name: "key"})
 
 
 def test_a_value_that_is_not_supported_cannot_be_passed_over(folder: Path) -> None:

@@ -12,7 +12,6 @@ from regard.models.checkpoint.advice import shown
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import pattern
 
-
 _DEEPEST = 8  # wrappers around a model; each costs a pass over all names
 
 
