@@ -15,9 +15,8 @@ from regard.errors import FileError
 from regard.models.checkpoint.advice import shown
 
 _LONGEST_NAME = 255
-_SHARED = re.compile(
-    r"[0-9a-f]{64}"
-)  # a file of huggingface_hub 2's shared store is named by its hash
+_SHARED = re.compile(r"[0-9a-f]{64}")
+"""What a file of the store that huggingface_hub 2 shares among repositories is called: its hash."""
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
