@@ -160,7 +160,7 @@ def side_by_side(first: Bill, second: Bill, machine: Machine | None) -> str:
     """Figures of two models with their units, and how many times the second's the first's are."""
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
-    rows = [("", *names, " / ".join(names))]
+    rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
     for name in FIGURES:
         unit = size if name in BYTES else flops if "flops" in name else "{:,}".format
         rows.append(

@@ -69,7 +69,7 @@ def _gpu(
 
 def _cpu(
     channels: int, rate: int, cores: int, per_cycle: int, clock: float, source: str
-) -> tuple[float, dict[str, float], int, str]:
+) -> tuple[float, dict[str, float], int, str, str]:
     """Channels of 8 bytes, MT/s, cores, fp32 FLOPs per cycle and core, GHz."""
     formula = (
         f"{channels} x {rate} MT/s x 8 bytes; {cores} cores x {per_cycle} fp32 FLOPs x {clock} GHz"
@@ -79,6 +79,7 @@ def _cpu(
         {"fp32": cores * per_cycle * clock * 1e9},
         0,
         f"{source}: {formula}",
+        "",
     )
 
 
