@@ -157,7 +157,7 @@ def _fit(bill: Bill, machine: Machine) -> str:
 
 
 def side_by_side(first: Bill, second: Bill, machine: Machine | None) -> str:
-    """Figures of two models with their units, and how many times the second's the first's are."""
+    """Figures of two models with their units, and the first's divided by the second's."""
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
     rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]

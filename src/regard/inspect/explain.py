@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -126,10 +127,7 @@ def _noted(read: Reading, site: Site) -> Reading:
     changed = [name for name in NAMES if edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
     if inner:
-        raise ArgumentError(
-            f"an open trace edits {' and '.join(inner)} at {site.place}: an explanation computes both from q and k, and would "
-            "show others; explain another place, edit q, k, v, z or out, or record(...) the run, which keeps what was edited"
-        )
+        raise ArgumentError(_cannot_show(inner, site))
     if not changed:
         return read
     note = (
@@ -137,6 +135,14 @@ def _noted(read: Reading, site: Site) -> Reading:
         "in front of it is not"
     )
     return replace(read, notes=(*read.notes, note))
+
+
+def _cannot_show(edited_names: Collection[str], site: Site) -> str:
+    """Why scores or patterns that were edited are not explained, and what to do."""
+    return (
+        f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation computes both from q and k, and would "
+        "show others; explain another place, edit q, k, v, z or out, or record(...) the run, which keeps what was edited"
+    )
 
 
 def _softmax(
@@ -148,6 +154,9 @@ def _softmax(
             f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for query {at.i}; "
             "choose another layer or place"
         )
+    # a branch of the place has a name of its own, under which it may be edited
+    if inner := sorted({name for each in calls for name in each.step.edited}):
+        raise ArgumentError(_cannot_show(inner, at.site))
     names = call_names(at.site, calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
     counted = counting(at.site, calls)
