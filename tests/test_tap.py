@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,12 +74,12 @@ def test_what_is_captured_is_what_is_computed_without_a_trace() -> None:
 
 def test_nothing_is_kept_when_off() -> None:
     model, x = Two(), torch.randn(1, 6, 8)
-    with Trace("pattern") as trace:
+    with Trace("pattern", missing="ignore") as trace:
         pass
     model(x)
     assert len(trace) == 0
     assert "pattern" not in trace
-    assert tap._listening == {}
+    assert tap._open.stack == ()
     assert needed() == frozenset()
     assert place("layers.0") is place("layers.1"), "a place costs nothing when nobody listens"
     assert tap.tap("q", x) is x
@@ -136,17 +139,141 @@ def test_an_edit_is_differentiable() -> None:
     assert float((a - 3 * b).abs().max()) < 1e-5
 
 
-def test_the_innermost_trace_listens() -> None:
+def test_every_open_trace_listens() -> None:
     model, x = attention(), torch.randn(1, 3, 8)
     with Trace("q") as outer:
         model(x)
         with Trace("k") as inner:
             model(x)
-            assert needed() == {"k"}
+            assert needed() == {"q", "k"}
         model(x)
-    assert len(outer.every("q")) == 2
+    assert len(outer.every("q")) == 3
     assert list(inner) == ["k"]
-    assert tap._listening == {}
+    assert tap._open.stack == ()
+
+
+def test_edits_compose_from_the_outside_and_captures_see_what_is_used() -> None:
+    model, x = attention(), torch.randn(1, 3, 8)
+    with Trace("z") as bare:
+        model(x)
+    z = bare["z"]
+    with Trace("z", edit={"z": lambda z: z + 1}) as outer:
+        with Trace("z", "out", edit={"z": lambda z: 10 * z}) as inner:
+            out = model(x)
+        alone = model(x)
+    assert torch.equal(inner["z"], 10 * (z + 1)), "outermost first"
+    assert torch.equal(outer.every("z")[0], 10 * (z + 1)), "a capture sees what went on"
+    assert torch.equal(outer.every("z")[1], z + 1)
+    assert torch.equal(out, inner["out"])
+    assert torch.equal(out, model.output((10 * (z + 1)).transpose(1, 2).flatten(2)))
+    assert torch.equal(alone, model.output((z + 1).transpose(1, 2).flatten(2)))
+    assert not torch.equal(10 * (z + 1), 10 * z + 1), "the other order would be seen"
+
+
+def test_a_trace_names_places_from_where_it_was_opened() -> None:
+    x = torch.ones(1)
+    with Trace("q") as outer, place("a"), Trace("q") as inner, place("b"):
+        tap.tap("q", x)
+        assert (outer.where, inner.where) == ("a.b", "b")
+    assert (list(outer), list(inner)) == (["a.b.q"], ["b.q"])
+    assert outer.where == ""
+    assert tap._open.places == ()
+
+
+@pytest.mark.parametrize(
+    "edit, kind, message",
+    [
+        (lambda x: x[:, :1], regard.ArgumentError, "returned (1, 1, 3, 2) of float32 on cpu"),
+        (lambda x: x.double(), regard.ArgumentError, "returned (1, 4, 3, 2) of float64 on cpu"),
+        (lambda x: x.to("meta"), regard.ArgumentError, "returned (1, 4, 3, 2) of float32 on meta"),
+        (lambda x: None, regard.ArgumentTypeError, "returned NoneType at z; it must return the tensor"),
+        (lambda x: 0.0, regard.ArgumentTypeError, "returned float at z; it must return the tensor"),
+    ],
+)  # fmt: skip
+def test_an_edit_gives_back_what_it_was_given(
+    edit: Any, kind: type[Exception], message: str
+) -> None:
+    model, x = attention(), torch.randn(1, 3, 8)
+    refused = pytest.raises(kind, match=re.escape(f"the edit of 'z' {message}"))
+    with refused, Trace(edit={"z": edit}):
+        model(x)
+    assert tap._open.stack == ()
+    assert tap._open.places == ()
+
+
+def test_an_edit_in_place_does_not_reach_a_cache() -> None:
+    model, x = attention(), torch.randn(1, 4, 8)
+    model.eval()
+    outs = []
+    for edit in (lambda k: k.mul_(2), lambda k: 2 * k):
+        cache = model.new_cache()
+        with torch.no_grad(), Trace(edit={"k": edit}):
+            outs.append(torch.cat([model(x[:, i : i + 1], cache=cache) for i in range(4)], 1))
+    assert torch.equal(*outs)
+
+
+def test_what_never_happened_is_said_when_the_trace_closes() -> None:
+    model, x = Two(), torch.randn(1, 3, 8)
+    zero = torch.zeros_like
+    idle = Trace(edit={"layers.7.z": zero, "layers.0.z": zero})
+    with pytest.raises(regard.ArgumentError) as error, idle:
+        model(x)
+    said = str(error.value)
+    assert said.startswith(
+        "the edit of 'layers.7.z' never ran: no such tap was passed while the trace was open; "
+    )
+    assert "did you mean 'layers.1.z'?" in said or "did you mean 'layers.0.z'?" in said
+    assert (
+        "the taps passed were layers.0.q, layers.0.k, layers.0.v, layers.0.z, layers.0.out, layers.1.q"
+        in said
+    )
+    with (
+        pytest.raises(regard.ArgumentError, match="no tap was passed at all: run the model within"),
+        Trace(edit={"z": zero}),
+    ):
+        pass
+    trace = Trace("layers.1.z", "scores", "q")
+    trace.__enter__()
+    with place("layers.0"):
+        tap.tap("q", x)
+    with pytest.warns(
+        UserWarning, match="'layers.1.z', 'scores' was never captured: .* layers.0.q"
+    ) as told:
+        trace.__exit__(None)
+    assert told[0].filename == __file__, "the line of the block, not of the library"
+    with Trace("layers.2.z", missing="ignore"):
+        model(x)
+    with pytest.raises(ZeroDivisionError), Trace("out", edit={"z": zero}):
+        raise ZeroDivisionError  # is not masked
+    trace = Trace(edit={"z": zero})
+    with trace:
+        model(x)
+    with (
+        pytest.raises(regard.ArgumentError, match="never ran"),
+        trace,
+    ):  # each block is judged by itself
+        pass
+    with pytest.raises(regard.ArgumentError) as error:
+        Trace("q", missing="never")  # type: ignore[arg-type]
+    assert str(error.value) == "missing is 'never'; it must be 'warn' or 'ignore'"
+
+
+def test_a_trace_is_closed_where_it_was_opened() -> None:
+    trace, told = Trace("q", missing="ignore"), []
+    trace.__enter__()
+
+    def close() -> None:
+        try:
+            trace.__exit__(None)
+        except regard.ArgumentError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    thread.join()
+    assert told == ["a Trace is closed in a thread that did not open it; use `with`"]
+    trace.__exit__(None)
+    assert tap._open.stack == ()
 
 
 def test_a_trace_may_be_entered_again_also_within_itself() -> None:
@@ -159,14 +286,14 @@ def test_a_trace_may_be_entered_again_also_within_itself() -> None:
     with trace:
         model(x)
     assert len(trace.every("q")) == 3
-    assert tap._listening == {}
+    assert tap._open.stack == ()
 
 
 def test_an_exception_ends_trace_and_place() -> None:
     trace = Trace("q")
     with pytest.raises(ZeroDivisionError), trace, place("a"):
         raise ZeroDivisionError
-    assert tap._listening == {}
+    assert tap._open.stack == ()
     with trace:
         tap.tap("q", torch.ones(1))
     assert list(trace) == ["q"]
@@ -201,17 +328,59 @@ def test_threads_do_not_hear_one_another() -> None:
         1: ["thread.1.q (1, 4, 2, 2)"] * 2,
         2: [],
     }
-    assert tap._listening == {}
+    assert tap._open.stack == ()
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def test_threads_that_take_turns_at_every_step(hasty: None) -> None:
+    """Each thread has its own edits and places, over one shared trace; every call has the result that it has alone."""
+    x, wrong = torch.arange(4.0), []
+    shared = Trace("q", "k")
+
+    def work(i: int) -> None:
+        own = Trace("z", edit={f"thread.{i}.z": lambda z: z + i})
+        with shared, own, place(f"thread.{i}"):
+            for n in range(200):
+                with place("inner"):
+                    tap.tap("q", x * n)
+                if own.where != f"thread.{i}" or not torch.equal(tap.tap("z", x), x + i):
+                    wrong.append((i, n))
+                tap.tap("k", x)
+        if list(own) != [f"thread.{i}.z"] or tap._open.stack or tap._open.places:
+            wrong.append((i, -1))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert sorted(shared) == sorted(
+        f"thread.{i}{name}" for i in range(8) for name in (".inner.q", ".k")
+    )
+    for i in range(8):
+        found = shared.every(f"thread.{i}.inner.q")
+        assert [float(y[1]) for y in found] == list(range(200))
 
 
 def test_a_fused_kernel_refuses_what_it_cannot_show() -> None:
     q = torch.randn(1, 2, 20, 8)
-    with Trace("z"):
+    with Trace("z", missing="ignore"):
         assert regard.plan(q, q, q).kernel == "sdpa"
     with Trace(edit={"layers.3.pattern": lambda p: p}):
         assert regard.plan(q, q, q).kernel == "reference"
         with pytest.raises(regard.KernelRefusal, match=r"does not expose \['pattern'\]"):
             regard.attend(q, q, q, backend="sdpa")
+        with place("layers.3"):
+            regard.attend(q, q, q)
 
 
 def test_errors() -> None:
@@ -223,7 +392,7 @@ def test_errors() -> None:
                 str(error.value)
                 == f"no tap is named {bad!r}; the taps are q, k, v, scores, pattern, z, out"
             )
-    trace = Trace("q")
+    trace = Trace("q", missing="ignore")
     with pytest.raises(regard.ArgumentError) as error:
         trace["q"]
     assert str(error.value) == "'q' was not captured; captured: nothing"
@@ -288,4 +457,27 @@ def test_compiles_with_a_trace_around_it(compiler: str) -> None:
     assert float((bare - traced).abs().max()) < 1e-5
     assert torch.equal(bare, again)
     assert not torch.equal(bare, edited)
-    assert tap._listening == {}
+    assert tap._open.stack == ()
+
+
+def test_a_compiled_graph_belongs_to_the_traces_of_its_thread() -> None:
+    model, x = attention(), torch.randn(1, 4, 8)
+    run, found = compiled(model, "eager"), {}
+    with torch.no_grad():
+        bare = run(x)
+        with Trace(edit={"z": torch.zeros_like}):
+            zeroed = run(x)
+
+            def other() -> None:
+                with torch.no_grad():
+                    found["out"] = run(x)
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            refused = pytest.raises(torch._dynamo.exc.Unsupported, match="the edit of 'z' returned")
+            with refused, Trace(edit={"z": lambda z: z[:, :1]}):
+                run(x)
+    assert torch.equal(zeroed, model.output.bias.expand(1, 4, 8))
+    assert torch.equal(found["out"], bare)
+    assert not torch.equal(bare, zeroed)

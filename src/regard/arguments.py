@@ -6,8 +6,9 @@ inner code trusts.
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -57,6 +58,30 @@ def check_finite(**tensors: Tensor) -> None:
             raise ArgumentError(
                 f"{name} has {n} non-finite value{'s' * (n > 1)}, first at {first}; "
                 "look at what produced it (this check was asked for by regard.checks(finite=True))"
+            )
+
+
+def check_names(function: str, given: Collection[str], allowed: Collection[str]) -> None:
+    """Raise for a keyword argument that a function does not have: one that is dropped would do nothing without a word.
+
+    Args:
+        function: its name, for the message.
+        given: the names that were given.
+        allowed: the names that it has.
+
+    Raises:
+        ArgumentTypeError: a name is not allowed; the message has the nearest one that is.
+
+    >>> check_names("record", ["head"], ["heads", "rows"])
+    Traceback (most recent call last):
+    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? It has heads, rows
+    """
+    for name in given:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ArgumentTypeError(
+                f"{function}() has no argument {name!r}; {hint}It has {', '.join(allowed)}"
             )
 
 

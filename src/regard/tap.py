@@ -1,18 +1,23 @@
 """Taps: identity calls at named places in the computation, and `Trace`, which captures or edits what passes there.
 
-A tap costs one test of an empty dictionary when nobody listens, and nothing in a compiled graph. The names are
-`q k v scores pattern z out`; a model puts each at a place, so that a full name is `layers.3.pattern`. `scores` and
-`pattern` exist only in the reference kernel: a fused kernel refuses a call in which somebody listens to them.
+The names are `q k v scores pattern z out`; a model puts each at a place, so that a full name is `layers.3.pattern`.
+`scores` and `pattern` exist only in the reference kernel: a fused kernel refuses a call in which somebody asks for them.
+
+Each thread has one stack of open traces, and every tap passes through the whole stack: first all edits, the outermost
+trace's first, then all captures. So a function that measures a model within somebody's edit measures the edited model.
+A tap costs one look at an empty stack when nobody listens, and nothing in a compiled graph.
 """
 
 from __future__ import annotations
 
+import difflib
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,22 +25,67 @@ if TYPE_CHECKING:
 NAMES = ("q", "k", "v", "scores", "pattern", "z", "out")
 """What can be tapped, in the order in which it is computed."""
 
-_listening: dict[int, Trace] = {}  # thread -> its innermost trace; empty nearly always
+Missing = Literal["warn", "ignore"]
+"""What a trace does about a capture that it was asked for, and that no tap gave."""
+
 _NOWHERE: AbstractContextManager[None] = nullcontext()
+
+
+class _Open(threading.local):
+    """What one thread has open: its traces, the outermost first, and the names of the places that it is in."""
+
+    def __init__(
+        self,
+    ) -> None:  # of each thread; a default on the class would escape the compiler's guards
+        self.stack: tuple[Opening, ...] = ()
+        self.places: tuple[str, ...] = ()
+
+
+_open = _Open()
+
+
+class Opening:
+    """A trace while one thread has it open. Its names of places begin where it was opened.
+
+    times: how often it was entered within itself. passed: full names of the taps that were met. done: names of its edits
+    and captures that were.
+    """
+
+    def __init__(self, trace: Trace, depth: int) -> None:
+        self.trace, self.depth, self.times = trace, depth, 1
+        self.passed: dict[str, None] = {}
+        self.done: dict[str, None] = {}
+
+    def full(self, *names: str) -> str:
+        """The full name of a tap at the current place, or at a place within it."""
+        return ".".join((*_open.places[self.depth :], *names))
+
+    def edits(self, *names: str) -> list[str]:
+        """The names under which its trace edits a tap at the current place, or at a place within it."""
+        edit = self.trace.edit
+        return [key for key in dict.fromkeys((self.full(*names), names[-1])) if key in edit]
 
 
 class Trace:
     """Capture, or edit, what passes the taps of this thread while the `with` block runs.
 
+    Traces may be opened within one another. Edits of all of them act, those of the outermost first, and every capture
+    sees what the computation went on with, after all edits.
+
     Args:
         *names: what to capture: a bare name (`"pattern"`, at every place) or a full one (`"layers.0.pattern"`).
-        edit: name -> function of the tensor; what it returns replaces the tensor in the computation.
+        edit: name -> function of the tensor; what it returns replaces the tensor in the computation, and has its shape,
+            dtype and device. Keys and values are given as copies, since a cache may own the originals.
+        missing: what to do when the block ends and a name was never captured: "warn" or "ignore". An edit that never
+            ran is always an error.
 
     `trace[name]` is what the last call captured: by full name, or by bare name when it passed one place only.
     `trace.every(name)` has one tensor per call (one per decoded token, say). Captured tensors are detached.
 
     Raises:
-        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous.
+        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; what an edit returned has
+            another shape, dtype or device; an edit never ran (raised when the block ends without another exception).
+        ArgumentTypeError: an edit returned something else than a tensor.
 
     >>> import torch, regard
     >>> q = k = v = torch.eye(3)[None, None]
@@ -49,29 +99,39 @@ class Trace:
     """Whether it is shown every call of attention with its result: `saw`."""
 
     def __init__(
-        self, *names: str, edit: Mapping[str, Callable[[Tensor], Tensor]] | None = None
+        self,
+        *names: str,
+        edit: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        missing: Missing = "warn",
     ) -> None:
         self.edit = dict(edit or {})
         self.wants = frozenset(names)
         for name in (*names, *self.edit):
             if name.rpartition(".")[2] not in NAMES:
                 raise ArgumentError(f"no tap is named {name!r}; the taps are {', '.join(NAMES)}")
+        if missing not in get_args(Missing):
+            raise ArgumentError(f"missing is {missing!r}; it must be 'warn' or 'ignore'")
+        self.missing = missing
         self._heard: dict[str, list[Tensor]] = {}
-        self._places: list[str] = []
-        self._outer: list[Trace | None] = []
 
     def __enter__(self) -> Self:
-        thread = threading.get_ident()
-        self._outer.append(_listening.get(thread))
-        _listening[thread] = self
+        opening = self._opening()
+        if opening is None:
+            _open.stack = (*_open.stack, Opening(self, len(_open.places)))
+        else:
+            opening.times += 1
         return self
 
-    def __exit__(self, *problem: object) -> None:
-        thread, outer = threading.get_ident(), self._outer.pop()
-        if outer is None:
-            del _listening[thread]
-        else:
-            _listening[thread] = outer
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        opening = self._opening()
+        if opening is None:
+            raise ArgumentError("a Trace is closed in a thread that did not open it; use `with`")
+        opening.times -= 1
+        if opening.times:
+            return
+        _open.stack = tuple(each for each in _open.stack if each is not opening)
+        if kind is None:  # an exception in flight is not masked
+            self._settle(opening)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._heard[self._resolve(name)][-1]
@@ -89,34 +149,58 @@ class Trace:
         """All tensors captured under a name, in the order of the calls."""
         return list(self._heard[self._resolve(name)])
 
-    def hear(self, name: str, x: Tensor) -> Tensor:
-        """Edit and capture one tensor that passes the tap `name` at the current place."""
-        full = ".".join((*self._places, name))
-        for key in dict.fromkeys((full, name)):
-            if key in self.edit:
-                x = self.edit[key](x)
-        if name in self.wants or full in self.wants:
-            # keys and values may be a cache's own memory, which later tokens overwrite
-            heard = x.detach().clone() if name in ("k", "v") else x.detach()
-            self._heard.setdefault(full, []).append(heard)
-        return x
-
     def saw(self, call: Any, result: Any, kernel: str) -> None:
         """A kernel has run a call at the current place; a trace that `watches` is told so."""
 
     @property
     def where(self) -> str:
-        """The current place: `layers.3`, say; empty outside of any."""
-        return ".".join(self._places)
+        """The current place: `layers.3`, say; empty outside of any, and where the trace is not open."""
+        opening = self._opening()
+        return "" if opening is None else ".".join(_open.places[opening.depth :])
 
     def needs(self) -> frozenset[str]:
         """The bare names that are captured or edited."""
         return frozenset(name.rpartition(".")[2] for name in (*self.wants, *self.edit))
 
+    def _opening(self) -> Opening | None:
+        """This trace in the stack of this thread, or None."""
+        for opening in _open.stack:
+            if opening.trace is self:
+                return opening
+        return None
+
+    def _capture(self, opening: Opening, name: str, x: Tensor) -> None:
+        """Capture what goes on from the tap `name`, if somebody asked for it."""
+        full = opening.full(name)
+        opening.passed[full] = None
+        keys = [key for key in (full, name) if key in self.wants]
+        if keys:
+            # keys and values may be a cache's own memory, which later tokens overwrite
+            heard = x.detach().clone() if name in ("k", "v") else x.detach()
+            self._heard.setdefault(full, []).append(heard)
+            for key in keys:
+                opening.done[key] = None
+
+    def _settle(self, opening: Opening) -> None:
+        """Say what was asked for and never happened."""
+        idle = [name for name in self.edit if name not in opening.done]
+        if idle:
+            raise ArgumentError(
+                f"the edit of {_quoted(idle)} never ran: no such tap was passed while the trace was open; "
+                f"{_met(opening, idle)}"
+            )
+        deaf = sorted(name for name in self.wants if name not in opening.done)
+        if deaf and self.missing == "warn":
+            warnings.warn(
+                f"{_quoted(deaf)} was never captured: no such tap was passed while the trace was open; "
+                f"{_met(opening, deaf)}",
+                stacklevel=3,
+            )
+
     def _matches(self, name: str) -> list[str]:
         if name in self._heard:
             return [name]
-        return [full for full in self._heard if full.rpartition(".")[2] == name]
+        return [full for full in list(self._heard) if full.rpartition(".")[2] == name]
 
     def _resolve(self, name: str) -> str:
         found = self._matches(name)
@@ -131,62 +215,96 @@ class Trace:
 
 
 class _Place:
-    """While it is entered, taps of the trace carry this name in front."""
+    """While it is entered, taps of this thread carry this name in front."""
 
-    def __init__(self, trace: Trace, name: str) -> None:
-        self._trace, self._name = trace, name
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __enter__(self) -> None:
-        self._trace._places.append(self._name)
+        _open.places = (*_open.places, self._name)
 
     def __exit__(self, *problem: object) -> None:
-        self._trace._places.pop()
+        _open.places = _open.places[:-1]
 
 
 def tap(name: str, x: Tensor) -> Tensor:
-    """Return x, after showing it to the trace of this thread, if there is one."""
-    if not _listening:
+    """Return x as the open traces of this thread edit it, after showing it to those that capture it."""
+    stack = _open.stack
+    if not stack:
         return x
-    trace = _here()
-    return x if trace is None else trace.hear(name, x)
+    for opening in stack:
+        for key in opening.edits(name):
+            x = _edited(opening, key, name, x)
+    for opening in stack:
+        opening.trace._capture(opening, name, x)
+    return x
 
 
 def place(name: str) -> AbstractContextManager[None]:
     """A context in which taps are named `name.<tap>`; it does nothing when nobody listens."""
-    if not _listening:
-        return _NOWHERE
-    trace = _here()
-    return _NOWHERE if trace is None else _Place(trace, name)
+    return _Place(name) if _open.stack else _NOWHERE
 
 
 def needed() -> frozenset[str]:
-    """The bare names that the trace of this thread captures or edits; empty without one."""
-    if not _listening:
-        return frozenset()
-    trace = _here()
-    return frozenset() if trace is None else trace.needs()
+    """The bare names that open traces of this thread capture or edit; empty without one."""
+    found: frozenset[str] = frozenset()
+    for opening in _open.stack:
+        found = found | opening.trace.needs()
+    return found
 
 
-def watcher() -> Trace | None:
-    """The trace of this thread, if it wants to see whole calls; never in a compiled graph."""
-    if not _listening:
-        return None
+def edited(*names: str) -> bool:
+    """Whether an open trace of this thread edits a tap at the current place, or at places within it: the tap comes last."""
+    return any(opening.edits(*names) for opening in _open.stack)
+
+
+def watchers() -> list[Trace]:
+    """The open traces of this thread that want to see whole calls; none in a compiled graph."""
+    if not _open.stack:
+        return []
     import torch
 
     if torch.compiler.is_compiling():
-        return None
-    trace = _listening.get(threading.get_ident())
-    return trace if trace is not None and trace.watches else None
+        return []
+    return [opening.trace for opening in _open.stack if opening.trace.watches]
 
 
-def _here() -> Trace | None:
+def _edited(opening: Opening, key: str, name: str, x: Tensor) -> Tensor:
+    """What an edit makes of x, which must be as large, of the same dtype, and in the same place."""
     import torch
 
-    if (
-        torch.compiler.is_compiling()
-    ):  # thread numbers are opaque to the compiler: take the newest trace
-        return list(_listening.values())[-1]
-    return _listening.get(threading.get_ident())
+    # an edit that works in place must not reach what a cache keeps
+    made = opening.trace.edit[key](x.clone() if name in ("k", "v") else x)
+    if not isinstance(made, torch.Tensor):
+        raise ArgumentTypeError(
+            f"the edit of {key!r} returned {type(made).__name__} at {opening.full(name)}; it must return the tensor that "
+            "takes the place of its argument"
+        )
+    if made.shape != x.shape or made.dtype != x.dtype or made.device != x.device:
+        raise ArgumentError(
+            f"the edit of {key!r} returned {_kind(made)} at {opening.full(name)}; it must return what it was given, "
+            f"{_kind(x)}"
+        )
+    opening.done[key] = None
+    return made
+
+
+def _kind(x: Tensor) -> str:
+    """Shape, dtype and device in words."""
+    return f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _met(opening: Opening, names: list[str]) -> str:
+    """The taps that were passed, and the nearest to those that were meant."""
+    if not opening.passed:
+        return "no tap was passed at all: run the model within the `with` block, in the same thread"
+    near = [close for name in names for close in difflib.get_close_matches(name, opening.passed, 1)]
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}the taps passed were {_some(opening.passed, 16)}"
 
 
 def _some(names: Iterable[str], most: int = 8) -> str:

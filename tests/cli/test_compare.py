@@ -67,7 +67,7 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
         str(4 * 64 * 12),
         str(4 * 4 * 8 * 9),
     ]
-    assert (tmp_path / "c.html").read_text("utf-8").count("<svg") == 2
+    assert (tmp_path / "c.html").read_text("utf-8").count("<svg") == 2 + 2 + 3
     before = {path.name: path.stat().st_mtime_ns for path in kept}
     told = json.loads(said(capsys, "mha", "linear", *SMALL, *TAUGHT, *files, "--json"))
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == before

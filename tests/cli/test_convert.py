@@ -33,9 +33,17 @@ def test_a_table(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows["family"] == ["llama", "deepseek_v2"]
     assert rows["dtype"] == ["float32", "bfloat16"]
     assert rows["numbers per token kept"] == ["160", "52"]
-    assert len(rows["perplexity"]) == 2
+    assert rows["perplexity"][1] == rows["loss, nats per token"][1] == "->"
+    assert rows["KL(before | after)"][1:5] == ["±", rows["KL(before | after)"][2], "nats", "per"]
+    assert float(rows["KL(before | after)"][0]) > 0
+    order = [
+        out.index(x)
+        for x in ("KL(before", "likeliest token same", "loss, nats", "perplexity", "family")
+    ]
+    assert order == sorted(order), "KL and agreement lead"
     assert "4 key/value heads of 10 + 10 to a latent of 16 and a rotary key of 10" in out
-    assert "text, n = " in out
+    assert ", the topics of pydoc, Python 3." in out
+    assert "short text" not in out
     assert "layer 1    scores 0." in out
     assert "error of what a latent carries, by its rank" in out
 
@@ -61,6 +69,10 @@ def test_json_and_healing(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
     told = json.loads(said(capsys, source, tmp_path / "out", *how, *healing, "--json"))
     assert [len(step["weight_error"]) for step in told["steps"]] == [2, 0]
     assert told["measured"]["length"] <= 16
+    assert told["measured"]["text"] == "the given text"
+    assert told["measured"]["loss_change_error"] > 0
+    change = told["measured"]["loss_after"] - told["measured"]["loss_before"]
+    assert told["measured"]["loss_change"] == pytest.approx(change)
     assert (told["healing"]["steps"], told["healing"]["lr"], told["healing"]["seed"]) == (
         3,
         0.001,
@@ -76,20 +88,26 @@ def test_json_and_healing(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
         capsys, source, tmp_path / "few", "--to", "mqa", "--text", text, "--tokens", 32, "--heal", 1
     )
     assert "nothing was held back" in few
+    assert "that is a short text, on which such figures can mislead" in few
+
+
+FEW = ("--tokens", 96)
 
 
 def test_every_target(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said(capsys, source, tmp_path / "gqa", "--to", "gqa", "--kv-heads", 2)
-    exact = said(capsys, tmp_path / "gqa", tmp_path / "mha", "--to", "mha")
-    assert "logits differ by 0 at most" in exact
+    said(capsys, source, tmp_path / "gqa", *FEW, "--to", "gqa", "--kv-heads", 2)
+    exact = said(capsys, tmp_path / "gqa", tmp_path / "mha", *FEW, "--to", "mha")
+    assert "logits differ by        0 at most" in exact
+    assert "likeliest token same    100.0%" in exact
     assert "weight error" not in exact
-    said(capsys, source, tmp_path / "there", "--rotary-layout", "interleaved")
-    back = said(capsys, tmp_path / "there", tmp_path / "back", "--rotary-layout", "half")
+    said(capsys, source, tmp_path / "there", *FEW, "--rotary-layout", "interleaved")
+    back = said(capsys, tmp_path / "there", tmp_path / "back", *FEW, "--rotary-layout", "half")
     assert "rotary pairs from interleaved to half" in back
     fixed = said(
         capsys,
         source,
         tmp_path / "fixed",
+        *FEW,
         "--rotary-layout",
         "half",
         "--stored-layout",
@@ -103,7 +121,7 @@ def test_without_a_tokenizer(
 ) -> None:
     (source / "tokenizer.json").unlink()
     out = said(capsys, source, tmp_path / "out", "--to", "mqa", "--tokens", 64)
-    assert "drawn ids (seed 0): there is no tokenizer, n = " in out
+    assert ", ids drawn at random (seed 0): there is no tokenizer, and a loss means nothing:" in out
     assert "perplexity" not in out
 
 

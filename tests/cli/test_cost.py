@@ -162,12 +162,30 @@ def test_two_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["model"] for one in told["models"]] == ["llama-2-7b", "llama-3-8b"]
     assert told["ratios"]["kv_bytes"] == 4
     assert told["models"][0]["roofline"]["machine"] == "l4"
-    row = next(
-        line
-        for line in said(capsys, "llama-2-7b", "--vs", "llama-3-8b").splitlines()
-        if "per token" in line
+    out = said(capsys, "llama-2-7b", "--vs", "llama-3-8b")
+    row = next(line for line in out.splitlines() if "per token" in line)
+    assert row.split() == ["kv", "bytes", "per", "token", "512", "KiB", "128", "KiB", "4x"]
+    assert (
+        "the last column is llama-2-7b divided by llama-3-8b: above 1x, llama-2-7b needs more"
+        in out
     )
-    assert row.split() == ["kv", "bytes", "per", "token", "524,288", "131,072", "4"]
+    assert "llama-2-7b / llama-3-8b" in out.splitlines()[1]
+
+
+def test_two_models_of_which_one_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """1.2 TiB of weights have no speed on a card of 80 GiB."""
+    out = said(capsys, "deepseek-v3", "--vs", "llama-3-8b", "--machine", "h100-sxm")
+    rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()}
+    assert rows["fits h100-sxm"] == ["no", "yes"]
+    assert rows["decode on h100-sxm"][:3] == ["does", "not", "fit"]
+    assert rows["decode on h100-sxm"][-2:] == ["ms", "-"]
+    assert (
+        "deepseek-v3: weights and cache are 1.221 TiB; its memory is 79.65 GiB: they do not fit"
+        in out
+    )
+    assert "memory: 81,559 MiB in all by nvidia-smi, sold as 80 GB" in out
+    swept = said(capsys, "llama-3-8b", "--sweep", "context=512k..1M", "--machine", "h100-sxm")
+    assert [line.split()[-1] for line in swept.splitlines()[1:]] == ["fits", "yes", "no"]
 
 
 def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +217,9 @@ def test_this_machine_is_measured(
 
 def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "they do not fit" in said(capsys, "llama-3-70b", "--machine", "h100-sxm")
-    assert "they do not fit" not in said(capsys, "llama-3-70b", "--machine", "mi300x")
+    for card in ("mi300x", "h200-sxm"):
+        assert "they fit, with " in said(capsys, "llama-3-70b", "--machine", card)
+    assert "its memory is not known" in said(capsys, "gpt2", "--machine", "xeon-8380")
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def test_the_prompt_and_its_continuation_are_printed(
     assert captured.out == PROMPT + continued(max_tokens=5) + "\n"
     # 2 (k and v) x 3 layers x 2 heads x 8 dims x 4 bytes, for the prompt and all new tokens but the last
     held = model().encode(PROMPT).shape[1] + 5 - 1
-    assert captured.err.startswith("5 tokens, ")
+    read = model().encode(PROMPT).shape[1]
+    speeds = rf"5 tokens, prompt of {read} at [0-9,.]+ tokens/s, decoding at [0-9,.]+ tokens/s, growing cache "
+    assert re.match(speeds, captured.err), captured.err
     assert captured.err.endswith(f" tokens/s, growing cache {2 * 3 * 2 * 8 * 4 * held:,} bytes\n")
 
 
@@ -55,7 +58,25 @@ def test_json_has_text_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> No
     assert found["cache"] == "growing"
     assert found["cache_bytes"] > 0
     assert 0 < found["prefill_seconds"] < found["seconds"]
+    assert found["prompt_tokens"] == model().encode(PROMPT).shape[1]
+    read, wrote = (found[f"{kind}_tokens_per_second"] for kind in ("prefill", "decode"))
+    assert read == pytest.approx(found["prompt_tokens"] / found["prefill_seconds"], rel=0.2)
+    assert wrote == pytest.approx(5 / found["decode_seconds"], rel=0.2), (
+        "the first comes out of the prompt's pass"
+    )
+    assert found["prefill_seconds"] + found["decode_seconds"] <= found["seconds"] + 1e-4
     assert captured.err == ""
+
+
+def test_one_token_has_no_decoding_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["generate", PROMPT, "--max-tokens", "1"]) == 0
+    assert (
+        "tokens/s, no token was decoded behind the first, growing cache" in capsys.readouterr().err
+    )
+    assert run(["generate", PROMPT, "--max-tokens", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["decode_tokens_per_second"] is None
+    assert found["decode_seconds"] == 0
 
 
 OPTIONS = {
@@ -128,6 +149,13 @@ def test_beams(capsys: pytest.CaptureFixture[str]) -> None:
     assert [beam["text"] for beam in told["beams"]] == [x.text for x in found]
     assert (told["text"], told["score"]) == (found[0].text, found[0].score)
     assert told["cache_bytes"] > 0
+    assert told["prompt_tokens"] == model().encode(PROMPT).shape[1] - 1, (
+        "the search begins with the last"
+    )
+    assert told["steps"] >= told["tokens"]
+    assert told["decode_tokens_per_second"] == pytest.approx(
+        told["steps"] / told["decode_seconds"], rel=0.2
+    )
 
 
 def test_seeds_differ_and_repeat(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from regard.compare.compared import as_csv, as_json, cost_of, gather, on_front
-from regard.compare.page import charts, page
-from regard.compare.table import table
+from regard.compare.compared import as_csv, as_json, beside, cost_of, gather, on_front
+from regard.compare.page import charts, costs, curves, page
+from regard.compare.table import overlapping, table
+from tests.compare import small
 from tests.compare.small import MACHINE, taught
 
 NAMES = ("mha", "mqa", "linear")
@@ -29,9 +30,9 @@ def done(*, without: str = "") -> dict[str, Any]:
         rows = {
             n: {
                 "seconds": t,
-                "quartiles": [t, t],
+                "quartiles": [0.9 * t, 1.1 * t],
                 "ratio": 1.0,
-                "rounds": 2,
+                "rounds": 7,
                 "kernels": ["sdpa"],
                 "kv_bytes": b,
                 "kv_bytes_formula": b,
@@ -43,9 +44,9 @@ def done(*, without: str = "") -> dict[str, Any]:
             "rows": {
                 n: {
                     "seconds": 10 * t,
-                    "quartiles": [t, t],
+                    "quartiles": [5 * t, 15 * t],
                     "ratio": 1.0,
-                    "rounds": 2,
+                    "rounds": 7,
                     "kernels": [],
                 }
                 for n, (_, t) in COST.items()
@@ -113,6 +114,9 @@ def test_csv_is_the_json_flat() -> None:
         assert float(row["decode_seconds_20"]) == COST[name][1]
         assert float(row["prefill_seconds_20"]) == 10 * COST[name][1]
         assert float(row["training_seconds"]) == 0.25
+        assert row["training_seconds_q1"] == ""
+        quartiles = [float(row[f"decode_seconds_20_q{n}"]) for n in (1, 3)]
+        assert quartiles == [0.9 * COST[name][1], 1.1 * COST[name][1]]
         assert float(row["mqar_accuracy"]) == pytest.approx(sum(RIGHT[name]) / 2)
         assert (float(row["mqar_low"]), float(row["mqar_high"])) == (
             min(RIGHT[name]),
@@ -128,17 +132,100 @@ def line(text: str, name: str, part: int = 0) -> list[str]:
 def test_the_table_says_machine_n_and_seeds() -> None:
     text = table(told(notes=["steps: mqar 9"]))
     assert "CPU, 2 cores, 1 threads, torch 2, regard 0" in text
-    assert "medians of 2 rounds in turns" in text
+    assert "medians and quartiles of 7 rounds in turns" in text
     assert "seeds 0, 1" in text
     assert "note: steps: mqar 9" in text
     assert "(0.003 for mha mqa linear), judged on other data" in text
     parameters = f"{told()['mechanisms'][2]['parameters']:,}"
     assert line(text, "linear") == ["linear", parameters, "2.00 KiB", "2.00 KiB", "3.00 MiB", "-"]
+    # prompts of 5 to 15 ms overlap those of 15 to 45; tokens of 0.9 to 1.1 ms are below 2.7 to 3.3; steps have no rounds
     assert line(text, "linear", 1) == [
-        "linear", "10.0 ms", "10.0 ms", "1.00 ms", "1.00 ms", "250 ms", "state / sdpa",
+        "linear", "~10.0 ms", "~10.0 ms", "1.00 ms", "1.00 ms", "~250 ms", "state / sdpa",
     ]  # fmt: skip
+    rows = text.splitlines()
+    below = rows[next(i for i, row in enumerate(rows) if re.match(r"linear +~", row)) + 1]
+    assert below.split() == [
+        "5.00..15.0",
+        "ms",
+        "5.00..15.0",
+        "ms",
+        "0.90..1.10",
+        "ms",
+        "0.90..1.10",
+        "ms",
+    ]
+    assert line(text, "mha", 1)[1] == "30.0 ms", "the first is what the others are held against"
+    assert (
+        "~ its quartiles overlap those of mha, or there were fewer than 4 rounds: the two are not told apart"
+        in text
+    )
     assert line(text, "linear", 2) == ["linear", "50.0 %", "25.0 % .. 75.0 %", "0.003", "9"]
     assert "mqar against cache bytes: mha, mqa" in text
+
+
+def test_times_that_overlap_are_not_told_apart() -> None:
+    """2.18 against 0.43 ms of two rounds is noise: one in three such pairs is all below the other by chance."""
+    two = {
+        n: {"seconds": t, "quartiles": [t, t], "rounds": 2} for n, t in (("a", 2.18), ("b", 0.43))
+    }
+    assert beside(two, "b")["overlaps_first"] is True
+    four = {n: {**row, "rounds": 4} for n, row in two.items()}
+    assert beside(four, "b")["overlaps_first"] is False
+    assert beside(four, "a")["overlaps_first"] is None
+    assert "overlaps_first" not in four["b"], "kept numbers are as they were measured"
+    assert beside({"a": {"why": "no room"}, "b": four["b"]}, "b")["overlaps_first"] is None
+    assert beside({"a": {"why": "no room"}, "b": four["b"]}, "a") == {"why": "no room"}
+    entry = {e["name"]: e for e in told()["mechanisms"]}["linear"]
+    assert entry["decode"]["20"]["overlaps_first"] is False
+    assert entry["prefill"]["20"]["overlaps_first"] is True
+    assert (
+        overlapping(
+            {
+                "mechanisms": [
+                    {
+                        "name": "a",
+                        "prefill": {},
+                        "decode": {"9": beside(four, "b")},
+                        "training": None,
+                    }
+                ]
+            }
+        )
+        == ""
+    )
+    marked = {"name": "a", "prefill": {}, "decode": {}, "training": beside(two, "b")}
+    assert overlapping({"mechanisms": [marked]}).startswith("~ its quartiles overlap those of a, ")
+
+
+def test_a_page_without_quality_has_plots() -> None:
+    plan = small.plan(*NAMES)
+    found = json.loads(json.dumps(as_json(plan, done(), MACHINE, "regard compare mha")))
+    text = page(found)
+    assert list(charts(found)) == []
+    assert text.count("<svg") == 2 + 3
+    against_cache, against_prompt = costs(found)
+    marks = {mark.name: mark for mark in against_cache.marks}
+    assert (marks["mqa"].x, marks["mqa"].y) == (1024, 0.002)
+    assert marks["mqa"].span == pytest.approx((0.0018, 0.0022))
+    assert [m.name for m in against_cache.marks if m.front] == ["mqa", "linear"], (
+        "mha costs more of both"
+    )
+    assert [m.name for m in against_prompt.marks if m.front] == ["linear"]
+    drawn = {picture.title: picture for picture in curves(found)}
+    assert list(drawn) == ["Time of a prompt", "Time of a decoded token", "Cache"]
+    assert drawn["Cache"].lines[1].points == ((6.0, 1024.0), (20.0, 1024.0))
+    for words in (
+        "Costs against one another",
+        "Costs over the context",
+        "are the quartiles of the token",
+    ):
+        assert words in text
+    assert "Quality against cost" not in text
+    one = {**found, "timing": {**found["timing"], "contexts": [20]}}
+    assert curves(one) == []
+    assert page(one).count("<svg") == 2
+    nothing = as_json(plan, {}, MACHINE, "regard compare", interrupted=True)
+    assert page(nothing).count("<svg") == 0
 
 
 def test_what_is_missing_is_shown_as_missing() -> None:
@@ -183,7 +270,7 @@ def test_the_page_draws_each_lesson_against_each_cost() -> None:
     )
     assert not marks["linear"].front
     html = page(found)
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 2 + 2 + 3
     assert "regard compare mha" in html
     assert "steps &lt;b&gt;" in html
     assert "<b>0, 1</b>" in html

@@ -16,7 +16,7 @@ from regard.cost.flags import Sizes
 from regard.cost.kept import Format, bits_per_number
 from regard.cost.machines import MACHINES, Machine
 from regard.cost.mixers import Dense, Experts, Memory
-from regard.cost.roofline import as_json, bounds
+from regard.cost.roofline import Fit, as_json, bounds, fit
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError, FileError
 from tests.cost.tiny import DEEPSEEK, LLAMA, TINY
@@ -145,6 +145,38 @@ def test_bounds_by_hand() -> None:
     assert as_json(bill, machine_of("xeon-8380"))["fits"] is None
 
 
+DRIVERS = {  # MiB in all: memory.total of nvidia-smi, and rocminfo's 201,310,208 KiB
+    "v100-sxm": 32510, "t4": 15360, "a100-40gb": 40960, "a100-80gb": 81920, "l4": 23034, "l40s": 46068, "h100-pcie": 81559,
+    "h100-sxm": 81559, "h200-sxm": 143771, "b200": 183359, "rtx-3090": 24576, "rtx-4090": 24564, "mi300x": 201_310_208 // 1024,
+}  # fmt: skip
+
+
+def test_memory_is_what_the_driver_reports() -> None:
+    for name, machine in MACHINES.items():
+        assert machine.memory == DRIVERS.get(name, 0) * 2**20, name
+        if not machine.memory:
+            assert machine.memory_source == ""
+            continue
+        assert machine.memory_source.startswith(f"{DRIVERS[name]:,} MiB in all by ")
+        sold = int(machine.memory_source.removesuffix(" GB").rpartition(" ")[2])
+        wrong = sold * 10**9  # what was taken before
+        assert 0.93 * sold * 2**30 < machine.memory <= sold * 2**30, "makers' GB are GiB, nearly"
+        assert machine.memory != wrong
+    llama = Bill(model_of("llama-3-70b"), Setting(4096))
+    assert llama.weight_bytes == 141_107_412_992
+    assert fit(llama, machine_of("h200-sxm")) == Fit(142_449_590_272, 150_754_820_096)
+    assert fit(llama, machine_of("h200-sxm")).fits
+    assert not fit(Bill(model_of("llama-3-70b"), Setting(32768)), machine_of("h200-sxm")).fits
+    told = as_json(llama, machine_of("h100-sxm"))
+    assert (told["fits"], told["memory_bytes"], told["needed_bytes"]) == (
+        False,
+        81559 * 2**20,
+        142_449_590_272,
+    )
+    assert told["memory_source"] == "81,559 MiB in all by nvidia-smi, sold as 80 GB"
+    assert as_json(llama, machine_of("xeon-8380"))["memory_bytes"] is None
+
+
 def test_an_unknown_machine() -> None:
     with pytest.raises(
         ArgumentError, match="machine 'h100' is not known; did you mean 'h100-sxm' or 'h100-pcie'"
@@ -179,6 +211,18 @@ def test_a_sweep_and_two_models() -> None:
     assert rows[0]["decode_seconds"] == rows[0]["decode_bytes"] / 300e9
     both = versus(Bill(model_of("llama-2-7b"), Setting()), Bill(model, Setting()), machine)
     assert both["ratios"]["kv_bytes"] == 4
+    assert both["ratio"] == "llama-2-7b / llama-3-8b"
+    seconds = [one["roofline"]["decode"]["seconds"] for one in both["models"]]
+    assert both["ratios"]["decode_seconds"] == seconds[0] / seconds[1]
+    huge = versus(
+        Bill(model_of("deepseek-v3"), Setting()), Bill(model, Setting()), machine_of("h100-sxm")
+    )
+    assert [one["roofline"]["fits"] for one in huge["models"]] == [False, True]
+    assert huge["ratios"]["decode_seconds"] is None, "there is no such time"
+    assert [row["fits"] for row in sweep(model, Setting(), [2**10, 2**18], machine)] == [
+        True,
+        False,
+    ]
     assert both["models"][1] == figures(Bill(model, Setting()), machine)
     nothing = versus(Bill(model, Setting(9)), Bill(config.read(TINY["bert"], "bert"), Setting(9)))
     assert nothing["ratios"]["kv_bytes"] is None

@@ -193,7 +193,9 @@ def test_other_models_and_other_texts_are_refused(
     with pytest.raises(ArgumentTypeError, match="text must be a str, or several, for a Seq2Seq"):
         record(translator, torch.tensor([[1]]))
     network = recurrent(9, 8, 8, attention="luong")
-    with pytest.raises(ArgumentError, match="computes its attention by None"):
+    with pytest.raises(
+        ArgumentTypeError, match="model is RecurrentEncoderDecoder; it must be a Model"
+    ):
         record(network, torch.tensor([[1]]))
 
 
@@ -256,5 +258,5 @@ class TestTransformers:
 
 
 def test_a_module_is_no_model() -> None:
-    with pytest.raises(ArgumentError, match="Linear computes its attention by None"):
+    with pytest.raises(ArgumentTypeError, match="model is Linear; it must be a Model"):
         record(nn.Linear(2, 2), torch.zeros(1, 2, dtype=torch.long))

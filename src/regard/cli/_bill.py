@@ -10,9 +10,9 @@ from regard.cost import Bill
 from regard.cost.known import KNOWN
 from regard.cost.machines import MACHINES, Machine
 from regard.cost.mixers import Heads
-from regard.cost.roofline import bounds, intensity
+from regard.cost.roofline import bounds, fit, intensity
 from regard.cost.source import model_of
-from regard.cost.sweep import FIGURES
+from regard.cost.sweep import FIGURES, times
 
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -134,35 +134,71 @@ def _bounds(bill: Bill, machine: Machine) -> str:
     lines = [
         f"on {machine.name} at best: {machine.bandwidth / 1e9:,.4g} GB/s, {flops(rate, 'FLOP/s')}",
         f"  ({machine.source})",
+        f"  weights and cache are {_fit(bill, machine)}",
+        *([f"  (memory: {machine.memory_source})"] if machine.memory_source else []),
     ]
+    if fit(bill, machine).fits is False:
+        lines.append("  times are those of such a machine with more memory:")
     for what, bound in bounds(bill, machine).items():
         many = f", {bill.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
         lines.append(f"  {what}: {seconds(bound.seconds)}, bound by {bound.by}{many}")
-    need = bill.weight_bytes + bill.kv_bytes
-    if machine.memory and need > machine.memory:
-        lines.append(
-            f"  weights and cache are {size(need)}; its memory is {size(machine.memory)}: they do not fit"
-        )
     return "\n".join(lines)
 
 
+def _fit(bill: Bill, machine: Machine) -> str:
+    """What weights and caches need, and whether that fits."""
+    room = fit(bill, machine)
+    if room.fits is None:
+        return f"{size(room.needed)}; its memory is not known"
+    if room.fits:
+        left = size(room.memory - room.needed)
+        return f"{size(room.needed)}; its memory is {size(room.memory)}: they fit, with {left} to spare"
+    return f"{size(room.needed)}; its memory is {size(room.memory)}: they do not fit"
+
+
 def side_by_side(first: Bill, second: Bill, machine: Machine | None) -> str:
-    """Figures of two models, and ratios."""
+    """Figures of two models with their units, and the first's divided by the second's."""
     a, b = first.as_json(), second.as_json()
-    rows = [("", first.model.name, second.model.name, "ratio")]
+    names = first.model.name, second.model.name
+    rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
     for name in FIGURES:
-        ratio = f"{a[name] / b[name]:.4g}" if b[name] else "-"
-        rows.append((name.replace("_", " "), f"{a[name]:,}", f"{b[name]:,}", ratio))
+        unit = size if name in BYTES else flops if "flops" in name else "{:,}".format
+        rows.append(
+            (name.replace("_", " "), unit(a[name]), unit(b[name]), _times(a[name], b[name]))
+        )
+    at, notes = first.setting, []
     if machine is not None:
-        ours, theirs = bounds(first, machine), bounds(second, machine)
-        for what in ours.keys() & theirs.keys():
-            x, y = ours[what], theirs[what]
-            label = f"{what} on {machine.name}"
+        told = {True: "yes", False: "no", None: "not known"}
+        fits = [fit(bill, machine) for bill in (first, second)]
+        rows.append((f"fits {machine.name}", *(told[one.fits] for one in fits), ""))
+        for what, found in times(first, second, machine).items():
+            cells = ["does not fit" if t is None else seconds(t) for t in found]
+            x, y = found
             rows.append(
-                (label, seconds(x.seconds), seconds(y.seconds), f"{x.seconds / y.seconds:.4g}")
+                (
+                    f"{what} on {machine.name}",
+                    *cells,
+                    "-" if x is None or y is None else _times(x, y),
+                )
             )
-    at = first.setting
-    return f"context {at.context:,}, batch {at.batch}\n{grid(rows)}"
+        notes = [
+            f"on {machine.name}: {machine.source}"
+            + (f"; memory: {machine.memory_source}" if machine.memory_source else "")
+        ]
+        notes += [
+            f"{bill.model.name}: weights and cache are {_fit(bill, machine)}"
+            for bill in (first, second)
+        ]
+    title = (
+        f"context {at.context:,}, batch {at.batch}; the last column is {names[0]} divided by {names[1]}: "
+        f"above 1x, {names[0]} needs more"
+    )
+    return "\n".join([title, grid(rows), *notes])
+
+
+def _times(a: float, b: float) -> str:
+    """A ratio."""
+    return f"{a / b:.4g}x" if b else "-"
 
 
 def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -175,15 +211,20 @@ def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
             "prompt",
             "one token",
             "moved",
-            *(("prompt", "one token") if timed else ()),
+            *(("prompt at best", "token at best", "fits") if timed else ()),
         )
     ]
     for row in rows:
-        times = (seconds(row["prefill_seconds"]), seconds(row["decode_seconds"])) if timed else ()
+        told = {True: "yes", False: "no", None: "not known"}
+        at_best = (
+            (seconds(row["prefill_seconds"]), seconds(row["decode_seconds"]), told[row["fits"]])
+            if timed
+            else ()
+        )
         table.append(
             (
                 f"{row['context']:,}", size(row["kv_bytes"]), flops(row["prefill_flops"]),
-                flops(row["decode_flops"]), size(row["decode_bytes"]), *times,
+                flops(row["decode_flops"]), size(row["decode_bytes"]), *at_best,
             )
         )  # fmt: skip
     return f"{name}\n{grid(table)}"
@@ -197,7 +238,13 @@ def listing(*, json: bool) -> str:
             name: {"parameters": n, "source": KNOWN[name].source} for name, n in sizes.items()
         }
         machines = {
-            name: {"bandwidth": m.bandwidth, "flops": dict(m.flops), "source": m.source}
+            name: {
+                "bandwidth": m.bandwidth,
+                "flops": dict(m.flops),
+                "source": m.source,
+                "memory_bytes": m.memory or None,
+                "memory_source": m.memory_source or None,
+            }
             for name, m in MACHINES.items()
         }
         return json_format.dumps({"models": models, "machines": machines}, indent=1)
@@ -205,6 +252,7 @@ def listing(*, json: bool) -> str:
         (
             name,
             f"{m.bandwidth / 1e9:,.4g} GB/s",
+            f"{m.memory / 2**30:.1f} GiB" if m.memory else "",
             *(f"{k} {flops(v, 'FLOP/s')}" for k, v in m.flops.items()),
         )
         for name, m in MACHINES.items()
@@ -214,5 +262,8 @@ def listing(*, json: bool) -> str:
     return "\n\n".join([
         "models, with their parameters\n" + grid([(name, f"{n:,}") for name, n in sizes.items()]),
         "machines, at most\n" + grid(rates),
-        "where from\n" + "\n".join(f"{name}: {m.source}" for name, m in MACHINES.items()),
+        "where from\n" + "\n".join(
+            f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")
+            for name, m in MACHINES.items()
+        ),
     ])  # fmt: skip

@@ -20,11 +20,12 @@ def show(report: Report) -> None:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """What was done, what it lost in each layer, on a text, and what healing brought."""
+    """What was done, what it lost on a text and in each layer, and what healing brought."""
     yield f"{report.source} -> {report.out}"
     for step in report.steps:
         yield f"  {step.what}"
         yield from (f"  note: {note}" for note in step.notes)
+    yield from _measured(report.measured)
     yield ""
     yield f"{'':24}{'before':>14}{'after':>14}"
     before, after = report.before, report.after
@@ -32,7 +33,6 @@ def lines(report: Report) -> Iterator[str]:
     yield f"{'dtype':24}{before.dtype:>14}{after.dtype:>14}"
     yield f"{'parameters':24}{before.parameters:>14,}{after.parameters:>14,}"
     yield f"{'numbers per token kept':24}{before.kept:>14,}{after.kept:>14,}"
-    yield from _measured(report.measured)
     for step in report.steps:
         yield from _errors(step)
     if report.healing is not None:
@@ -40,14 +40,29 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def _measured(m: Measured) -> Iterator[str]:
-    if not math.isnan(m.loss_before):
-        yield f"{'loss, nats per token':24}{m.loss_before:>14.4f}{m.loss_after:>14.4f}"
-        yield f"{'perplexity':24}{m.perplexity_before:>14.3f}{m.perplexity_after:>14.3f}"
+    """KL and agreement first: they compare the two models, whatever the text is; a loss depends on it."""
+    what = m.text or "ids drawn at random (seed 0): there is no tokenizer, and a loss means nothing"
     yield ""
-    what = "text" if not math.isnan(m.loss_before) else "drawn ids (seed 0): there is no tokenizer"
-    yield f"{what}, n = {m.tokens:,} predicted tokens in {m.rows} windows of {m.length}:"
-    yield f"  logits differ by {m.largest:.3g} at most, by {m.relative:.3g} of their norm"
-    yield f"  KL(before | after) {m.divergence:.3g} nats; the likeliest token is the same in {m.agreement:.1%}"
+    yield f"on {m.tokens:,} predicted tokens in {m.rows} windows of {m.length}, {what}:"
+    spread = (
+        "; ± is the standard error over windows" if m.rows > 1 else "; one window has no spread"
+    )
+    yield f"  KL(before | after)      {m.divergence:.4g}{_pm(m.divergence_error)} nats per token{spread}"
+    yield f"  likeliest token same    {m.agreement:.1%}{_pm(100 * m.agreement_error, ' %')}"
+    if not math.isnan(m.loss_before):
+        yield (
+            f"  loss, nats per token    {m.loss_before:.4f} -> {m.loss_after:.4f}: "
+            f"{m.loss_change:+.4f}{_pm(m.loss_change_error)}"
+        )
+        yield f"  perplexity              {m.perplexity_before:.3f} -> {m.perplexity_after:.3f}"
+    yield f"  logits differ by        {m.largest:.3g} at most, by {m.relative:.3g} of their norm"
+    if m.short:
+        yield "  that is a short text, on which such figures can mislead: give a longer one (--text, --tokens)"
+
+
+def _pm(error: float, unit: str = "") -> str:
+    """A standard error, or nothing."""
+    return "" if math.isnan(error) else f" ± {error:.2g}{unit}"
 
 
 def _errors(step: Step) -> Iterator[str]:

@@ -80,8 +80,12 @@ def figures(batch: Batch) -> dict[str, Any]:
     return {
         **(rows[0] if len(rows) == 1 else {"rows": rows}),
         "tokens": sum(len(row.ids) for row in batch.rows),
+        "prompt_tokens": batch.prompt_tokens,
         "seconds": round(batch.seconds, 4),
         "prefill_seconds": round(batch.prefill_seconds, 4),
+        "decode_seconds": round(batch.decode_seconds, 4),
+        "prefill_tokens_per_second": _speed(batch.prefill_tokens_per_second),
+        "decode_tokens_per_second": _speed(batch.decode_tokens_per_second),
         "tokens_per_second": round(batch.tokens_per_second, 2),
         "cache_bytes": batch.cache_bytes,
         "cache": batch.cache,
@@ -102,16 +106,30 @@ def search(
         "prompt": texts[0], "text": best.text, "ids": list(best.ids),
         "finished": "end" if best.ended else "length", "score": best.score,
         "beams": [found._asdict() for found in done.found],
-        "tokens": len(best.ids), "seconds": round(done.seconds, 4),
+        "tokens": len(best.ids), "prompt_tokens": done.prompt_tokens, "steps": done.steps,
+        "seconds": round(done.seconds, 4), "prefill_seconds": round(done.prefill_seconds, 4),
+        "decode_seconds": round(done.seconds - done.prefill_seconds, 4),
+        "prefill_tokens_per_second": _speed(done.prompt_tokens / done.prefill_seconds if done.prompt_tokens else 0),
+        "decode_tokens_per_second": _speed(done.steps / (done.seconds - done.prefill_seconds)),
         "tokens_per_second": round(len(best.ids) / done.seconds, 2),
         "cache_bytes": done.cache_bytes, "cache": options.room.cache,
     }  # fmt: skip
 
 
+def _speed(x: float) -> float | None:
+    """Tokens per second; None where nothing was read, or decoded."""
+    return round(x, 2) if x else None
+
+
 def sum_up(told: dict[str, Any]) -> None:
+    """The figures in a line: reading a prompt and writing a token are two speeds."""
     score = f"score {told['score']:.3f}, " if "score" in told else ""
+    read, wrote = told["prefill_tokens_per_second"], told["decode_tokens_per_second"]
+    prompt = f"prompt of {told['prompt_tokens']}" + (f" at {read:,.1f} tokens/s" if read else "")
+    decoding = (
+        f"decoding at {wrote:,.1f} tokens/s" if wrote else "no token was decoded behind the first"
+    )
     typer.echo(
-        f"{told['tokens']} tokens, {score}{told['tokens_per_second']:.1f} tokens/s, "
-        f"{told['cache']} cache {told['cache_bytes']:,} bytes",
+        f"{told['tokens']} tokens, {score}{prompt}, {decoding}, {told['cache']} cache {told['cache_bytes']:,} bytes",
         err=True,
     )

@@ -52,7 +52,7 @@ StoredLayout = Annotated[
 Context = Annotated[int | None, typer.Option(help="Tokens to reach by scaled rotary positions.", min=1, rich_help_panel=POSITIONS)]  # fmt: skip
 Scaling = Annotated[str, typer.Option(help="linear, ntk, dynamic, yarn or llama3.", rich_help_panel=POSITIONS)]  # fmt: skip
 Dtype = Annotated[str | None, typer.Option(help="Of the weights: float32, float16, bfloat16 or float64.", show_default="as it is")]  # fmt: skip
-Text = Annotated[Path | None, typer.Option(help="A text file to measure on.", show_default="a built-in text", rich_help_panel=MEASURING)]  # fmt: skip
+Text = Annotated[Path | None, typer.Option(help="A text file to measure on.", show_default="the topics of pydoc", rich_help_panel=MEASURING)]  # fmt: skip
 Tokens = Annotated[int, typer.Option(help="Measure on at most so many tokens.", min=2, rich_help_panel=MEASURING)]  # fmt: skip
 Length = Annotated[
     int | None,

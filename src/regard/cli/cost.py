@@ -187,6 +187,7 @@ def _here() -> Machine:
     import torch
 
     from regard.bench.ceilings import Ceilings
+    from regard.bench.machine import free
     from regard.bench.machine import machine as about
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -195,7 +196,8 @@ def _here() -> Machine:
     top, found = Ceilings.measure(names, device), about(device)
     threads = f"{found['threads']} threads" if device.type == "cpu" else "GPU"
     said = f"measured now, the best of several: {found.get('gpu', found['processor'])}, {threads}, torch {found['torch']}"
-    return Machine("here", top.read, {names[d]: rate for d, rate in top.gemm.items()}, 0, said)
+    rates = {names[d]: rate for d, rate in top.gemm.items()}
+    return Machine("here", top.read, rates, free(device), said, "what is free now")
 
 
 def _show(bills: list[Bill], machine: Machine | None, *, json: bool) -> None:

@@ -24,6 +24,9 @@ SCHEMA = 1
 COSTS = ("kv_bytes", "decode_seconds")
 """What quality is drawn against."""
 
+FEWEST = 4
+"""Rounds below which no two times are told apart: of two rounds each, one in three is all below the other by chance."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -70,12 +73,11 @@ def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
         }  # fmt: skip
         for kind in ("prefill", "decode"):
             entry[kind] = {
-                str(c): done[f"{kind}/{c}"]["rows"][one.name]
+                str(c): beside(done[f"{kind}/{c}"]["rows"], one.name)
                 for c in plan.timing.contexts if f"{kind}/{c}" in done
             }  # fmt: skip
-        entry["training"] = (
-            done.get(f"training/{plan.timing.length}", {}).get("rows", {}).get(one.name)
-        )
+        trained = done.get(f"training/{plan.timing.length}", {}).get("rows", {})
+        entry["training"] = beside(trained, one.name) if one.name in trained else None
         entry["memory"] = done.get(f"memory/{one.name}")
         entry["quality"] = {}
         for lesson in plan.lessons:
@@ -84,6 +86,26 @@ def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
                 entry["quality"][lesson.name] = told
         found.append(entry)
     return found
+
+
+def beside(rows: Mapping[str, Numbers], name: str) -> Numbers:
+    """A row of times, and whether it overlaps that of the first mechanism: `overlaps_first`, None of that one itself.
+
+    Two times overlap where the ranges between their quartiles do, or where either has fewer than `FEWEST` rounds.
+
+    >>> rows = {"a": {"seconds": 2.0, "quartiles": [1, 3], "rounds": 7}, "b": {"seconds": 4.0, "quartiles": [3, 5], "rounds": 7}}
+    >>> beside(rows, "b")["overlaps_first"], beside({**rows, "a": {**rows["a"], "quartiles": [1, 2]}}, "b")["overlaps_first"]
+    (True, False)
+    """
+    row, first = rows[name], next(iter(rows))
+    if "seconds" not in row:
+        return row
+    one, other = rows[first], row
+    if name == first or "seconds" not in one:
+        return {**row, "overlaps_first": None}
+    few = min(x.get("rounds", 0) for x in (one, other)) < FEWEST
+    (a, b), (c, d) = (x.get("quartiles", (x["seconds"],) * 2) for x in (one, other))
+    return {**row, "overlaps_first": bool(few or (a <= d and c <= b))}
 
 
 def cost_of(entry: Mapping[str, Any], cost: str, context: int) -> float | None:
@@ -146,7 +168,7 @@ def as_csv(plan: Plan, done: Mapping[str, Numbers]) -> str:
     """A line for each mechanism; what was not measured is empty.
 
     Columns: name, attention, parameters, hidden; kv_bytes, prefill_seconds and decode_seconds at each context;
-    training_seconds; prefill_peak_bytes, training_peak_bytes; of each lesson its measure, low, high, rate, and steps.
+    training_seconds; of each time its quartiles, _q1 and _q3, behind it; prefill_peak_bytes, training_peak_bytes; of each lesson its measure, low, high, rate, and steps.
     """
     entries = [_flat(entry, plan) for entry in gather(plan, done)]
     text = io.StringIO()
@@ -156,15 +178,21 @@ def as_csv(plan: Plan, done: Mapping[str, Numbers]) -> str:
     return text.getvalue()
 
 
+def _times(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A median and its quartiles."""
+    low, high = row.get("quartiles", (None, None))
+    return {name: row.get("seconds"), f"{name}_q1": low, f"{name}_q3": high}
+
+
 def _flat(entry: Numbers, plan: Plan) -> dict[str, Any]:
     """An entry as a line of a table."""
     line = {name: entry[name] for name in ("name", "attention", "parameters", "hidden")}
     for context in plan.timing.contexts:
         decode = entry["decode"].get(str(context), {})
         line[f"kv_bytes_{context}"] = decode.get("kv_bytes")
-        line[f"prefill_seconds_{context}"] = entry["prefill"].get(str(context), {}).get("seconds")
-        line[f"decode_seconds_{context}"] = decode.get("seconds")
-    line["training_seconds"] = (entry["training"] or {}).get("seconds")
+        line |= _times(f"prefill_seconds_{context}", entry["prefill"].get(str(context), {}))
+        line |= _times(f"decode_seconds_{context}", decode)
+    line |= _times("training_seconds", entry["training"] or {})
     for work in ("prefill", "training"):
         line[f"{work}_peak_bytes"] = (entry["memory"] or {}).get(work)
     for lesson in plan.lessons:

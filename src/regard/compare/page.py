@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from regard.compare.compared import COSTS, cost_of
+from regard.compare.front import front
 from regard.compare.table import (
     header,
     memory_rows,
+    overlapping,
     quality_rows,
     quality_sentence,
     rounds,
     time_rows,
 )
 from regard.view.compared import Chart, ComparedPage, Grid
+from regard.view.curves import Line, Picture
 from regard.view.scatter import Axis, Mark
 
 TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded token", "seconds")}
@@ -30,13 +33,14 @@ def page(told: Mapping[str, Any]) -> str:
         "rounds": rounds(told),
     }  # fmt: skip
     about = header(told).partition("\n")[2].replace("\n", "; ")
-    grids = [_grid("Memory", about, memory_rows(told)), _grid("Time", about, time_rows(told))]
+    times = about + (f"; {legend}" if (legend := overlapping(told)) else "")
+    grids = [_grid("Memory", about, memory_rows(told)), _grid("Time", times, time_rows(told))]
     if told["training"]["lessons"]:
         grids.append(_grid("Quality", quality_sentence(told), quality_rows(told)))
     return ComparedPage(
         "Attention mechanisms, side by side",
         f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in turns.",
-        facts, told["command"], list(charts(told)), grids, notes(told),
+        facts, told["command"], list(charts(told)), grids, notes(told), costs(told), curves(told),
     ).html()  # fmt: skip
 
 
@@ -68,6 +72,48 @@ def charts(told: Mapping[str, Any]) -> Iterator[Chart]:
                 f"{' or '.join(str(n) for n in steps)} steps, seeds {', '.join(map(str, told['training']['seeds']))}; "
                 f"quality on rows as long as in training, cost at {at:,} tokens.",
             )  # fmt: skip
+
+
+def costs(told: Mapping[str, Any]) -> list[Chart]:
+    """A decoded token's time against the cache and against a prompt's time, at the longest context; without any training."""
+    at = max(told["timing"]["contexts"])
+    token = Axis(f"time of a decoded token at {at:,} tokens", "seconds")
+    found = []
+    for title, axis, kind, name in (
+        ("a token against the cache", Axis(f"cache at {at:,} tokens", "bytes"), "decode", "kv_bytes"),
+        ("a token against a prompt", Axis(f"time of a prompt of {at:,} tokens", "seconds"), "prefill", "seconds"),
+    ):  # fmt: skip
+        points = []
+        for e in told["mechanisms"]:
+            x, row = e[kind].get(str(at), {}).get(name), e["decode"].get(str(at), {})
+            if x and row.get("seconds"):
+                y = row["seconds"]
+                points.append((e["name"], x, y, tuple(row.get("quartiles", (y, y)))))
+        best = front([(x, y) for _, x, y, _ in points])
+        marks = [Mark(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
+        caption = f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the token's time."
+        found.append(Chart(marks, axis, token, title, caption))
+    return found
+
+
+def curves(told: Mapping[str, Any]) -> list[Picture]:
+    """Times and caches over the contexts, a line for each mechanism; none where there is one context only."""
+    contexts = sorted(told["timing"]["contexts"])
+    if len(contexts) < 2:
+        return []
+    wanted = (
+        ("Time of a prompt", "seconds", "prefill", "seconds"),
+        ("Time of a decoded token", "seconds", "decode", "seconds"),
+        ("Cache", "bytes", "decode", "kv_bytes"),
+    )
+    found = []
+    for title, unit, kind, name in wanted:
+        lines = []
+        for e in told["mechanisms"]:
+            rows = [(c, e[kind].get(str(c), {}).get(name)) for c in contexts]
+            lines.append(Line(e["name"], tuple((float(c), float(y)) for c, y in rows if y)))
+        found.append(Picture(title, "tokens of context", unit, tuple(lines), "xy"))
+    return [picture for picture in found if picture.drawable]
 
 
 def notes(told: Mapping[str, Any]) -> list[str]:

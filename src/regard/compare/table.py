@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from regard.compare.compared import FEWEST
+
 ABSENT = "-"
 
 
 def table(told: Mapping[str, Any]) -> str:
     """The comparison as `regard.compare.compared.as_json` tells it: what it ran on, costs, quality, fronts, and notes."""
     parts = [header(told), *("\n".join(_aligned(rows(told))) for rows in (memory_rows, time_rows))]
+    if legend := overlapping(told):
+        parts[-1] += f"\n{legend}"
     if lines := [f"not run: {line}" for line in refusals(told)]:
         parts.append("\n".join(lines))
     if told["training"]["lessons"]:
@@ -36,7 +40,7 @@ def header(told: Mapping[str, Any]) -> str:
         f"{m['processor']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}\n"
         f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {shared}, vocabulary {s['vocabulary']}, "
         f"window {s['window']}, fp32\n"
-        f"medians of {rounds(told)} rounds in turns, batch 1; training steps of {t['batch']} x {t['length']} tokens"
+        f"medians and quartiles of {rounds(told)} rounds in turns, batch 1; training steps of {t['batch']} x {t['length']} tokens"
     )
 
 
@@ -73,14 +77,39 @@ def memory_rows(told: Mapping[str, Any]) -> list[list[str]]:
 
 
 def time_rows(told: Mapping[str, Any]) -> list[list[str]]:
-    """How long each takes, the heads first."""
+    """How long each takes, the heads first: medians, and below them the range between the quartiles.
+
+    A median has a ~ in front where its range overlaps that of the first mechanism: see `overlapping`.
+    """
     contexts = _contexts(told)
     works = (("prompt", "prefill"), ("token", "decode"))
     rows = [["", *(f"{word} @{c}" for word, _ in works for c in contexts), "step", "kernels"]]
     for e in told["mechanisms"]:
-        taken = [time(e[kind].get(c, {}).get("seconds")) for _, kind in works for c in contexts]
-        rows.append([e["name"], *taken, time((e["training"] or {}).get("seconds")), kernels(e)])
+        found = [e[kind].get(c, {}) for _, kind in works for c in contexts]
+        found.append(e["training"] or {})
+        marks = ["~" * bool(row.get("overlaps_first")) for row in found]
+        taken = [mark + time(row.get("seconds")) for mark, row in zip(marks, found, strict=True)]
+        rows.append([e["name"], *taken, kernels(e)])
+        if any("quartiles" in row for row in found):
+            rows.append(
+                ["", *(span(*row["quartiles"]) if "quartiles" in row else "" for row in found), ""]
+            )
     return rows
+
+
+def overlapping(told: Mapping[str, Any]) -> str:
+    """What a ~ in front of a time means, if there is one."""
+    marked = any(
+        row.get("overlaps_first")
+        for e in told["mechanisms"]
+        for row in (*e["prefill"].values(), *e["decode"].values(), e["training"] or {})
+    )
+    first = told["mechanisms"][0]["name"]
+    return (
+        f"~ its quartiles overlap those of {first}, or there were fewer than {FEWEST} rounds: the two are not told apart"
+        if marked
+        else ""
+    )
 
 
 def _contexts(told: Mapping[str, Any]) -> list[str]:
@@ -193,6 +222,17 @@ def time(seconds: float | None) -> str:
     if seconds is None:
         return ABSENT
     return f"{seconds:.2f} s" if seconds >= 1 else f"{_three(1e3 * seconds)} ms"
+
+
+def span(low: float, high: float) -> str:
+    """Two times in the unit of the larger.
+
+    >>> span(0.0120, 0.0125), span(0.9, 2.5)
+    ('12.0..12.5 ms', '0.90..2.50 s')
+    """
+    if high >= 1:
+        return f"{low:.2f}..{high:.2f} s"
+    return f"{_three(1e3 * low)}..{_three(1e3 * high)} ms"
 
 
 def size(n: float | None) -> str:

@@ -1,6 +1,9 @@
 """Processors: what they read from memory and multiply at most, each number with where it is from.
 
 GPUs: dense matrix products as the vendor's data sheet has them; where that prints the doubled rate of sparse matrices, half of it.
+The memory of a GPU is what its driver reports (`memory.total` of nvidia-smi, the pool that rocminfo lists), in MiB with ECC as the
+card is delivered. It is neither the data sheet's number times 10^9 nor that times 2^30: what is sold as 141 GB reports 143,771 MiB,
+which is 140.4 GiB, and what is sold as 80 GB reports 79.6 GiB (H100) or 80 GiB (A100). CUDA itself keeps some hundred MiB of that.
 CPUs: channels x transfers per second x 8 bytes, and cores x FLOPs per cycle x base clock, from the vendor's product page.
 No program reaches these; a measured machine (`regard cost --machine here`) says what one does reach.
 """
@@ -32,8 +35,9 @@ class Machine:
         name: what it is called.
         bandwidth: bytes per second.
         flops: FLOPs per second, by format.
-        memory: bytes of its memory, or 0 where that depends on what is built in.
-        source: where the numbers are from.
+        memory: bytes of its memory, or 0 where that is not known.
+        source: where bandwidth and rates are from.
+        memory_source: which number the memory is, and where from; empty where it is not known.
 
     >>> MACHINES["h100-sxm"].rate("int4") == MACHINES["h100-sxm"].flops["bf16"]
     True
@@ -44,6 +48,7 @@ class Machine:
     flops: Mapping[str, float]
     memory: int
     source: str
+    memory_source: str = ""
 
     def rate(self, dtype: str) -> float:
         """FLOPs per second with weights in a format; where the machine names none, those of what it is computed in."""
@@ -53,15 +58,18 @@ class Machine:
 
 
 def _gpu(
-    bandwidth: float, gigabytes: int, source: str, **tera: float
-) -> tuple[float, dict[str, float], int, str]:
-    """GB/s, GB, source, TFLOP/s by format."""
-    return bandwidth * 1e9, {k: v * 1e12 for k, v in tera.items()}, gigabytes * 10**9, source
+    bandwidth: float, sold: int, mib: int, source: str, **tera: float
+) -> tuple[float, dict[str, float], int, str, str]:
+    """GB/s, GB as it is sold, MiB as its driver reports, source, TFLOP/s by format."""
+    tool = "rocminfo" if source.startswith("AMD") else "nvidia-smi"
+    memory = f"{mib:,} MiB in all by {tool}, sold as {sold} GB"
+    rates = {k: v * 1e12 for k, v in tera.items()}
+    return bandwidth * 1e9, rates, mib << 20, source, memory
 
 
 def _cpu(
     channels: int, rate: int, cores: int, per_cycle: int, clock: float, source: str
-) -> tuple[float, dict[str, float], int, str]:
+) -> tuple[float, dict[str, float], int, str, str]:
     """Channels of 8 bytes, MT/s, cores, fp32 FLOPs per cycle and core, GHz."""
     formula = (
         f"{channels} x {rate} MT/s x 8 bytes; {cores} cores x {per_cycle} fp32 FLOPs x {clock} GHz"
@@ -71,23 +79,24 @@ def _cpu(
         {"fp32": cores * per_cycle * clock * 1e9},
         0,
         f"{source}: {formula}",
+        "",
     )
 
 
 _NUMBERS = {
-    "v100-sxm": _gpu(900, 32, "NVIDIA V100 data sheet (2020), SXM2 32 GB", fp16=125, fp32=15.7),
-    "t4": _gpu(320, 16, "NVIDIA T4 data sheet (2019), memory of 256 bits at 10 Gbit/s", fp16=65, fp32=8.1),
-    "a100-40gb": _gpu(1555, 40, "NVIDIA A100 data sheet (2021), 40 GB SXM", bf16=312, fp32=19.5),
-    "a100-80gb": _gpu(2039, 80, "NVIDIA A100 data sheet (2021), 80 GB SXM", bf16=312, fp32=19.5),
-    "l4": _gpu(300, 24, "NVIDIA L4 data sheet (2023), half of the sparse rates", bf16=121, fp8=242.5, fp32=30.3),
-    "l40s": _gpu(864, 48, "NVIDIA L40S data sheet (2023)", bf16=362.05, fp8=733, fp32=91.6),
-    "h100-pcie": _gpu(2000, 80, "NVIDIA H100 data sheet (2023), PCIe, half of the sparse rates", bf16=756.5, fp8=1513, fp32=51),
-    "h100-sxm": _gpu(3350, 80, "NVIDIA H100 data sheet (2023), SXM, half of the sparse rates", bf16=989.5, fp8=1979, fp32=67),
-    "h200-sxm": _gpu(4800, 141, "NVIDIA H200 data sheet (2024), SXM, half of the sparse rates", bf16=989.5, fp8=1979, fp32=67),
-    "b200": _gpu(8000, 180, "NVIDIA DGX B200 data sheet (2024), an eighth, half of the sparse rates", bf16=2250, fp8=4500),
-    "rtx-3090": _gpu(936, 24, "NVIDIA Ampere GA102 whitepaper (2020), appendix, fp32 accumulation", bf16=71, fp32=35.6),
-    "rtx-4090": _gpu(1008, 24, "NVIDIA Ada whitepaper (2022), appendix A, fp32 accumulation", bf16=165.2, fp8=330.3, fp32=82.6),
-    "mi300x": _gpu(5300, 192, "AMD Instinct MI300X data sheet (2023)", bf16=1307.4, fp8=2614.9, fp32=163.4),
+    "v100-sxm": _gpu(900, 32, 32510, "NVIDIA V100 data sheet (2020), SXM2 32 GB", fp16=125, fp32=15.7),
+    "t4": _gpu(320, 16, 15360, "NVIDIA T4 data sheet (2019), memory of 256 bits at 10 Gbit/s", fp16=65, fp32=8.1),
+    "a100-40gb": _gpu(1555, 40, 40960, "NVIDIA A100 data sheet (2021), 40 GB SXM", bf16=312, fp32=19.5),
+    "a100-80gb": _gpu(2039, 80, 81920, "NVIDIA A100 data sheet (2021), 80 GB SXM", bf16=312, fp32=19.5),
+    "l4": _gpu(300, 24, 23034, "NVIDIA L4 data sheet (2023), half of the sparse rates", bf16=121, fp8=242.5, fp32=30.3),
+    "l40s": _gpu(864, 48, 46068, "NVIDIA L40S data sheet (2023)", bf16=362.05, fp8=733, fp32=91.6),
+    "h100-pcie": _gpu(2000, 80, 81559, "NVIDIA H100 data sheet (2023), PCIe, half of the sparse rates", bf16=756.5, fp8=1513, fp32=51),
+    "h100-sxm": _gpu(3350, 80, 81559, "NVIDIA H100 data sheet (2023), SXM, half of the sparse rates", bf16=989.5, fp8=1979, fp32=67),
+    "h200-sxm": _gpu(4800, 141, 143771, "NVIDIA H200 data sheet (2024), SXM, half of the sparse rates", bf16=989.5, fp8=1979, fp32=67),
+    "b200": _gpu(8000, 180, 183359, "NVIDIA DGX B200 data sheet (2024), an eighth, half of the sparse rates", bf16=2250, fp8=4500),
+    "rtx-3090": _gpu(936, 24, 24576, "NVIDIA Ampere GA102 whitepaper (2020), appendix, fp32 accumulation", bf16=71, fp32=35.6),
+    "rtx-4090": _gpu(1008, 24, 24564, "NVIDIA Ada whitepaper (2022), appendix A, fp32 accumulation", bf16=165.2, fp8=330.3, fp32=82.6),
+    "mi300x": _gpu(5300, 192, 196592, "AMD Instinct MI300X data sheet (2023)", bf16=1307.4, fp8=2614.9, fp32=163.4),
     "xeon-8380": _cpu(8, 3200, 40, 64, 2.3, "Intel product page of Xeon Platinum 8380, two AVX-512 FMA units"),
     "xeon-8480": _cpu(8, 4800, 56, 64, 2.0, "Intel product page of Xeon Platinum 8480+, two AVX-512 FMA units, without AMX"),
     "epyc-7763": _cpu(8, 3200, 64, 32, 2.45, "AMD product page of EPYC 7763, two AVX2 FMA units"),

@@ -31,7 +31,8 @@ def check(path: Path) -> None:
 def draw(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
     """Write a chart: what caches hold, and one decoded token, over the contexts of the rows of each model.
 
-    The token is in seconds where rows have them, else in FLOPs. The same rows give the same file.
+    The token is in seconds where rows have them, else in FLOPs; open marks are contexts at which weights and caches do not fit
+    the machine. The same rows give the same file.
 
     Args:
         rows: model -> its rows of `regard.cost.sweep.sweep`.
@@ -58,9 +59,17 @@ def draw(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str
         for axes, (name, label) in zip(figure.subplots(1, 2), panels, strict=True):
             for (model, found), colour in zip(rows.items(), COLOURS, strict=False):
                 contexts = [row["context"] for row in found]
-                axes.plot(
-                    contexts, [row[name] for row in found], "o-", color=colour, label=model, ms=3
-                )
+                values = [row[name] for row in found]
+                axes.plot(contexts, values, "o-", color=colour, label=model, ms=3)
+                beyond = [
+                    at
+                    for at in zip(contexts, values, found, strict=True)
+                    if at[2].get("fits") is False
+                ]
+                if beyond:
+                    where, what, _ = zip(*beyond, strict=True)
+                    more = {"label": f"{model}: does not fit", "mfc": "white"}
+                    axes.plot(where, what, "o", color=colour, ms=4, zorder=3, **more)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xlabel("context, tokens")

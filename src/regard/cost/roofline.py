@@ -67,12 +67,41 @@ def bounds(bill: Bill, machine: Machine) -> dict[str, Bound]:
     }
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Whether weights and caches fit a machine's memory: bytes that they need, and bytes that there are (0: not known).
+
+    >>> Fit(needed=3, memory=4).fits, Fit(needed=5, memory=4).fits, Fit(needed=5, memory=0).fits
+    (True, False, None)
+    """
+
+    needed: int
+    memory: int
+
+    @property
+    def fits(self) -> bool | None:
+        """None where the memory is not known. Activations and what the driver keeps are not counted."""
+        return self.needed <= self.memory if self.memory else None
+
+
+def fit(bill: Bill, machine: Machine) -> Fit:
+    """Weights and the caches of the whole batch, against the memory of one machine.
+
+    >>> from regard.cost import Bill, Setting, machine_of, model_of
+    >>> bill = Bill(model_of("llama-3-70b"), Setting(4096))
+    >>> fit(bill, machine_of("h200-sxm")).fits, fit(bill, machine_of("h100-sxm")).fits
+    (True, False)
+    """
+    return Fit(bill.weight_bytes + bill.kv_bytes, machine.memory)
+
+
 def as_json(bill: Bill, machine: Machine) -> dict[str, Any]:
     """The machine, the bounds, and whether weights and caches fit its memory; null where that is not known."""
-    fits = bill.weight_bytes + bill.kv_bytes <= machine.memory if machine.memory else None
+    room = fit(bill, machine)
     return {
         "machine": machine.name, "source": machine.source, "bandwidth": machine.bandwidth,
-        "flops": machine.rate(bill.setting.dtype), "fits": fits,
+        "flops": machine.rate(bill.setting.dtype), "fits": room.fits, "needed_bytes": room.needed,
+        "memory_bytes": machine.memory or None, "memory_source": machine.memory_source or None,
         **{
             what: {"seconds": bound.seconds, "bound_by": bound.by}
             for what, bound in bounds(bill, machine).items()

@@ -9,7 +9,7 @@ from typing import Any
 from regard.cost.bill import Bill, Setting
 from regard.cost.machines import Machine
 from regard.cost.model import Model
-from regard.cost.roofline import as_json, bounds
+from regard.cost.roofline import as_json, bounds, fit
 from regard.errors import ArgumentError
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -77,7 +77,7 @@ def fitting(contexts: list[int], *models: Model) -> list[int]:
 def sweep(
     model: Model, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds at best.
+    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds at best, and whether it fits.
 
     >>> from regard.cost import model_of
     >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
@@ -91,12 +91,15 @@ def sweep(
         row |= {name: bill.as_json()[name] for name in FIGURES[5:]}
         if machine is not None:
             row |= {f"{what}_seconds": one.seconds for what, one in bounds(bill, machine).items()}
+            row["fits"] = fit(bill, machine).fits
         rows.append(row)
     return rows
 
 
 def versus(first: Bill, second: Bill, machine: Machine | None = None) -> dict[str, Any]:
-    """Two models, and the first's figures by the second's; null where those are 0.
+    """Two models, and the first's figures divided by the second's; null where those are 0.
+
+    With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there is no such time.
 
     >>> from regard.cost import Bill, Setting, model_of
     >>> both = [Bill(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
@@ -105,9 +108,35 @@ def versus(first: Bill, second: Bill, machine: Machine | None = None) -> dict[st
     """
     models = [figures(bill, machine) for bill in (first, second)]
     a, b = models
+    ratios = {name: a[name] / b[name] if b[name] else None for name in FIGURES}
+    if machine is not None:
+        ratios |= {
+            f"{what}_seconds": None if x is None or y is None else x / y
+            for what, (x, y) in times(first, second, machine).items()
+        }
+    direction = f"{first.model.name} / {second.model.name}"
+    return {"models": models, "ratio": direction, "ratios": ratios}
+
+
+def times(
+    first: Bill, second: Bill, machine: Machine
+) -> dict[str, tuple[float | None, float | None]]:
+    """Seconds at best of two models, for what both can do; None where a model does not fit the machine.
+
+    >>> from regard.cost import Bill, Setting, machine_of, model_of
+    >>> both = [Bill(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
+    >>> [second is None for second in times(*both, machine_of("h100-sxm"))["decode"]]
+    [True, False]
+    """
+    found = [bounds(bill, machine) for bill in (first, second)]
+    held = [fit(bill, machine).fits is not False for bill in (first, second)]
     return {
-        "models": models,
-        "ratios": {name: a[name] / b[name] if b[name] else None for name in FIGURES},
+        what: (
+            found[0][what].seconds if held[0] else None,
+            found[1][what].seconds if held[1] else None,
+        )
+        for what in found[0]
+        if what in found[1]
     }
 
 

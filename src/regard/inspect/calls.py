@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from regard.inspect.parts import Array
-from regard.inspect.place import Place
+from regard.inspect.place import Block, Place
 from regard.nn.longformer import Longformer
 from regard.span import as_tensor
 
@@ -52,14 +51,19 @@ class Call:
     @cached_property
     def scores(self) -> Array:
         """Masked scores [H,n] in the order of the call's keys, recomputed from the recorded q and k."""
-        return scores_of(self, slice(self.row, self.row + 1), self.place.heads)[:, 0]
+        found: Array = self._part.scores[0, :, 0].numpy()
+        return found
 
     @cached_property
     def weights(self) -> Array:
         """Weights [H,n] = exp(s - lse), lse and sink as the kernel had them."""
-        lse = self.step.denominator[0, :, self.row, None].numpy()
-        with np.errstate(invalid="ignore"):
-            return np.where(np.isneginf(self.scores), 0, np.exp(self.scores - lse))
+        found: Array = self._part.weights[0, :, 0].numpy()
+        return found
+
+    @cached_property
+    def _part(self) -> Block:
+        rows, keys = slice(self.row, self.row + 1), slice(0, len(self.keys))
+        return self.place.part(self.step, rows, keys, self.place.heads)
 
     def by_key(self, length: int) -> Tensor:
         """Weights [H,length] by the key's position; a slot that held nothing, and a key behind `length`, are left out."""
@@ -67,14 +71,6 @@ class Call:
         real = (self.keys >= 0) & (self.keys < length)
         found[:, self.keys[real]] = torch.from_numpy(self.weights)[:, real]
         return found
-
-
-def scores_of(call: Call, rows: slice, heads: tuple[int, ...]) -> Array:
-    """Masked scores [heads,rows,n] of some rows of the call."""
-    step, keys = call.step, slice(0, len(call.keys))
-    made = call.place.ingredients(step, rows, keys, heads)
-    found: Array = made.scores(step.scale, step.softcap)[0].numpy()
-    return found
 
 
 def calls_at(capture: Capture, site: Site, query: int) -> list[Call]:

@@ -42,6 +42,7 @@ class Watch(Recorder):
 
     def __init__(self, sites: Sequence[Site], site: Site | None = None) -> None:
         super().__init__()
+        self.missing = "ignore"  # a recurrence calls no softmax, and not every site has every tap
         self._prefixes = tuple(s.place for s in sites)
         if site is not None:
             self.wants = frozenset(f"{site.place}.{name}" for name in TAPS)

@@ -54,12 +54,17 @@ def _check_pool(place: Place, pool: Pool, B: int) -> None:
 def _check_step(where: str, place: Place, step: Step, pool: Pool, B: int) -> None:
     h, t, s = len(place.heads), step.q.shape[2] if step.q.ndim == 4 else -1, len(step.columns)
     E = None if pool.v is None else pool.v.shape[3]
-    _check_floats(f"q of {where}", step.q, (B, h, t, pool.k.shape[3]))
-    _check_floats(f"lse of {where}", step.lse, (B, h, t))
-    if step.out is not None:
-        _check_floats(f"out of {where}", step.out, (B, h, t, E))
-    if step.sink is not None:
-        _check_floats(f"sink of {where}", step.sink, (h,))
+    shapes: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {
+        "q": (step.q, (B, h, t, pool.k.shape[3])),
+        "lse": (step.lse, (B, h, t)),
+        "out": (step.out, (B, h, t, E)),
+        "scores": (step.scores, (B, h, t, s)),
+        "pattern": (step.pattern, (B, h, t, s)),
+        "sink": (step.sink, (h,)),
+    }
+    for name, (x, shape) in shapes.items():
+        if x is not None:
+            _check_floats(f"{name} of {where}", x, shape)
     _check_range(f"columns of {where}", step.columns, s, place.N)
     if len(step.columns.unique()) < s:
         raise ArgumentError(f"columns of {where} name one twice")

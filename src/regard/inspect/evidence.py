@@ -49,12 +49,16 @@ class Evidence:
 
     @cached_property
     def true_lse(self) -> Tensor:
-        """ln sum_j exp(s_ij), fp64."""
+        """ln sum_j exp(s_ij), fp64; where an edit replaced the scores, of what it put there."""
+        if self.step.scores is not None:
+            return lse_of(self.step.scores[:, :, self.own].double())
         return lse_of(self.made.scores(self.step.scale, self.step.softcap))
 
     @cached_property
     def true_out(self) -> Tensor | None:
         """sum_j p_ij v_j, fp64; NaN where a visible value is not finite: nothing is asked of such a row."""
+        if self.step.edited:
+            return _mixed(self, torch.float64)
         return self.output(self.made.scores(self.step.scale, self.step.softcap), self.step.sink)
 
     def output(self, s: Tensor, sink: Tensor | None) -> Tensor | None:
@@ -87,6 +91,7 @@ class Evidence:
         q = self.step.q[:, :, self.own]
         size = abs(self.step.scale) * (q.to(kind).abs() @ k.to(kind).abs().mT)
         size = size if self.made.bias is None else size + self.made.bias.abs()
+        size = size if self.step.scores is None else self.step.scores[:, :, self.own].to(kind).abs()
         seen = size.masked_fill(~self.made.visible | ~size.isfinite(), 0)
         lse = self.true_lse.abs()
         largest = _largest(seen) + _largest(lse.masked_fill(~lse.isfinite(), 0))
@@ -132,9 +137,22 @@ def lse_of(s: Tensor) -> Tensor:
     return torch.logsumexp(s, -1) if s.shape[-1] else s.new_full(s.shape[:-1], -math.inf)
 
 
+def _mixed(e: Evidence, dtype: torch.dtype) -> Tensor | None:
+    """sum_j p_ij v_j with the weights that an edit left, in a dtype; NaN where a value that has weight is not finite."""
+    if e.values is None:
+        return None
+    p = e.place.part(e.step, e.own, slice(0, len(e.step.columns)), e.place.heads).weights.to(dtype)
+    odd = ~e.values.isfinite()
+    out = p @ e.values.to(dtype).masked_fill(odd, 0)
+    return out.masked_fill((p @ odd.any(-1, keepdim=True).to(dtype)) > 0, math.nan)
+
+
 def _plain(e: Evidence, order: int) -> tuple[Tensor, Tensor | None]:
     """(lse, out) by matmul and exp in the dtype of q, over keys and dimensions in another order each time."""
     step, place = e.step, e.place
+    if step.edited:
+        lse = e.true_lse.to(step.lse.dtype)
+        return lse, None if e.out is None else _mixed(e, e.out.dtype)
     pool = place.pools[step.pool]
     q, k = step.q[:, :, e.own], place.keys(step)[:, [pool.at(h, place.H) for h in place.heads]]
     draw = torch.Generator().manual_seed(order)

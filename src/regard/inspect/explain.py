@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -28,7 +31,7 @@ from regard.inspect.inputs import Ask
 from regard.inspect.mixture import mixture
 from regard.inspect.price import price
 from regard.inspect.readers import Source, reading
-from regard.inspect.reading import Reading
+from regard.inspect.reading import Reading, Site
 from regard.inspect.reasons import why_masked
 from regard.inspect.row import (
     Checks,
@@ -44,6 +47,7 @@ from regard.inspect.steps import mixed, patterns, projected
 from regard.nn.additive import AdditiveAttention
 from regard.nn.recurrent import Recurrent
 from regard.span import Positions, Span, as_tensor
+from regard.tap import NAMES, edited
 
 MOST_TOKENS = 512
 """The longest text whose whole pattern is kept; of longer ones the row is, and a small picture."""
@@ -94,6 +98,7 @@ def explain(
     """
     read = model if isinstance(model, Reading) else reading(model, text, target)
     site = read.site(layer, place)
+    read = _noted(read, site)
     at = At(read, site, find_token(read.sides[site.rows], query))
     with torch.inference_mode():
         found = capture(read, site)
@@ -113,6 +118,33 @@ def explain(
 _INNER = ("visible",)
 
 
+def _noted(read: Reading, site: Site) -> Reading:
+    """A reading that says what open traces edit at the site: steps that are computed again in front of an edit differ.
+
+    Raises:
+        ArgumentError: scores or patterns are edited, which the chain from q and k to the weights cannot show.
+    """
+    changed = [name for name in NAMES if edited(site.place, name)]
+    inner = [name for name in changed if name in ("scores", "pattern")]
+    if inner:
+        raise ArgumentError(_cannot_show(inner, site))
+    if not changed:
+        return read
+    note = (
+        f"an open trace edits {', '.join(changed)} at {site.place}: what the kernel was given is edited, what is computed again "
+        "in front of it is not"
+    )
+    return replace(read, notes=(*read.notes, note))
+
+
+def _cannot_show(edited_names: Collection[str], site: Site) -> str:
+    """Why scores or patterns that were edited are not explained, and what to do."""
+    return (
+        f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation computes both from q and k, and would "
+        "show others; explain another place, edit q, k, v, z or out, or record(...) the run, which keeps what was edited"
+    )
+
+
 def _softmax(
     at: At, found: Capture, head: int, key: int | str | None, call: int | str | None
 ) -> tuple[Fields, Checks]:
@@ -122,6 +154,9 @@ def _softmax(
             f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for query {at.i}; "
             "choose another layer or place"
         )
+    # a branch of the place has a name of its own, under which it may be edited
+    if inner := sorted({name for each in calls for name in each.step.edited}):
+        raise ArgumentError(_cannot_show(inner, at.site))
     names = call_names(at.site, calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
     counted = counting(at.site, calls)

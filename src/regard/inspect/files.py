@@ -21,7 +21,8 @@ from regard.models.checkpoint.header import read_header
 from regard.models.checkpoint.reading import read
 from regard.span import Positions, Span, as_tensor, count
 
-_KEY, _FORMAT = "regard.recording", 1
+_KEY, _FORMAT, _READ = "regard.recording", 2, (1, 2)
+"""Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute others."""
 
 LONGEST = 1 << 26
 """The most queries of a call, or columns, that a file may speak of without holding them."""
@@ -89,8 +90,10 @@ def load(path: str | Path) -> Recording:
         )
     try:
         data = strict.parse(header.metadata[_KEY].encode())
-        if data["format"] != _FORMAT:
-            raise FileError(f"{path} has format {data['format']!r}; this version reads {_FORMAT}")
+        if data["format"] not in _READ:
+            raise FileError(
+                f"{path} has format {data['format']!r}; this version reads {' and '.join(map(str, _READ))}"
+            )
         tensors = dict(read(header.tensors, {header.file: header.mark}))
         return _recording(data, tensors)
     except (ArgumentError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:  # fmt: skip
@@ -145,6 +148,7 @@ def _step_data(step: Step, keep: _Tensors) -> dict[str, Any]:
         "mask": mask_data(step.mask, step, keep), "bias": bias_data(step.bias, step, keep), "scale": step.scale,
         "softcap": step.softcap, "sink": keep.optional(step.sink), "kernel": step.kernel, "first": step.first,
         "token": step.token, "dropout": step.dropout, "pool": step.pool, "keys": keep.optional(step.keys),
+        "scores": keep.optional(step.scores), "pattern": keep.optional(step.pattern),
     }  # fmt: skip
 
 
@@ -182,6 +186,7 @@ def _step(data: dict[str, Any], tensors: dict[str, Tensor]) -> Step:
     def named(name: str) -> Tensor | None:
         return None if data[name] is None else tensors[data[name]]
 
+    data = {"scores": None, "pattern": None, **data}  # format 1 has neither
     columns = data["columns"]
     if isinstance(columns, list):
         columns = as_tensor(_span(columns))[0]
@@ -192,7 +197,7 @@ def _step(data: dict[str, Any], tensors: dict[str, Tensor]) -> Step:
         _positions(data["q_positions"], tensors), _positions(data["k_positions"], tensors),
         mask_from(data["mask"], tensors), bias_from(data["bias"], tensors), float(data["scale"]),
         None if data["softcap"] is None else float(data["softcap"]), named("sink"), str(data["kernel"]),
-        _whole(data["first"]), _whole(data["token"]), float(data["dropout"]), _whole(data["pool"]), named("keys"),
+        _whole(data["first"]), _whole(data["token"]), float(data["dropout"]), _whole(data["pool"]), named("keys"), named("scores"), named("pattern"),
     )  # fmt: skip
 
 

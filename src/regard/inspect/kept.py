@@ -24,6 +24,7 @@ class Step:
     first: how many queries of the call stand before those kept; `q_positions`, `mask` and `bias` are the whole call's.
     token: the number of the first kept query among all queries that came to the place.
     pool: which pool of the place its keys are in; keys: [s], their numbers there, or None where they are the columns.
+    scores, pattern: [B,h,t,s], what the run went on with where an edit replaced them; None where they follow from q and k.
     """
 
     q: Tensor
@@ -43,6 +44,14 @@ class Step:
     dropout: float = 0.0
     pool: int = 0
     keys: Tensor | None = None
+    scores: Tensor | None = None
+    pattern: Tensor | None = None
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """What of "scores" and "pattern" an edit replaced."""
+        both = {"scores": self.scores, "pattern": self.pattern}
+        return tuple(name for name, x in both.items() if x is not None)
 
     @property
     def T(self) -> int:  # noqa: N802  (a letter of the glossary)

@@ -49,6 +49,12 @@ class PageData:
                 raise ArgumentError(
                     f"row is {self.row}; {name} holds a batch of {whole.B}: 0 to {whole.B - 1}"
                 )
+            if changed := sorted({x for step in whole.steps for x in step.edited}):
+                raise ArgumentError(
+                    f"{' and '.join(changed)} of {name} were edited while it was recorded: a page computes its cells from q "
+                    f"and k, and would show others; record without that edit, leave {name} out (places=...), or read "
+                    "recording.weights"
+                )
             found = row_sums(whole, cells=AUDITED)
             audit = {**asdict(found), "sound": found.sound}
             for place in parted(whole):

@@ -151,15 +151,43 @@ class Place:
             slots = step.slots(columns)
             if (slots.stop - slots.start if isinstance(slots, slice) else len(slots)) < 1:
                 continue
-            made = self.ingredients(step, own, slots, chosen, batch=batch, dtype=dtype)
-            s = made.scores(step.scale, step.softcap)
-            lse = step.denominator[batch, :, own][:, local, :, None]
-            p = torch.exp(s - lse.masked_fill(lse.isneginf(), math.inf).to(dtype))
-            p = p.masked_fill(s.isneginf(), 0)  # also where the lse is NaN
+            made = self.part(step, own, slots, chosen, batch=batch, dtype=dtype)
             at = step.columns[slots] - columns.start
-            found.scores[:, :, there].index_copy_(3, at, s)
-            found.weights[:, :, there].index_copy_(3, at, p)
+            found.scores[:, :, there].index_copy_(3, at, made.scores)
+            found.weights[:, :, there].index_copy_(3, at, made.weights)
         return found
+
+    def part(
+        self,
+        step: Step,
+        own: slice,
+        slots: slice | Tensor,
+        heads: tuple[int, ...],
+        *,
+        batch: slice = ALL,
+        dtype: torch.dtype = torch.float64,
+    ) -> Block:
+        """Scores and weights of a step's own rows with some of its keys, in the order of the keys.
+
+        They are computed from q, k and the lse; what an edit replaced is what it put there. A weight on a masked key is 0,
+        whatever an edit put there: the kernel leaves it out, too.
+        """
+        made, local = (
+            self.ingredients(step, own, slots, heads, batch=batch, dtype=dtype),
+            [self.at(h) for h in heads],
+        )
+
+        def edited(x: Tensor) -> Tensor:
+            return _some(x[batch, :, own], local)[..., slots].to(dtype)
+
+        s = made.scores(step.scale, step.softcap)
+        if step.scores is not None:
+            s = edited(step.scores).masked_fill(~made.visible, -math.inf)
+        if step.pattern is not None:
+            return Block(s, edited(step.pattern).masked_fill(~made.visible, 0))
+        lse = step.denominator[batch, :, own][:, local, :, None]
+        p = torch.exp(s - lse.masked_fill(lse.isneginf(), math.inf).to(dtype))
+        return Block(s, p.masked_fill(s.isneginf(), 0))  # also where the lse is NaN
 
     def ingredients(
         self,

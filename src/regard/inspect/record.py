@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias, Unpack
@@ -9,6 +10,7 @@ from typing import Any, TypeAlias, Unpack
 import torch
 from torch import Tensor, nn
 
+from regard.arguments import check_names
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.recorder import KEEP, Recorder, Selection
 from regard.inspect.recording import Recording
@@ -23,6 +25,11 @@ __all__ = ["KEEP", "Recorder", "Selection", "Text", "record"]
 Text: TypeAlias = str | Sequence[str] | Tensor | Mapping[str, Any]
 """A text, several, ids [B,T], or what a transformers model is called with."""
 
+
+_NO_KIND = (
+    "model is {}; it must be a Model, a TextEncoder, a Seq2Seq or a transformers model: "
+    "for any other code use `with regard.inspect.Recorder() as recorder`"
+)
 
 Run: TypeAlias = Callable[..., dict[str, Any]]
 """Runs a model, and says what it read: ids, pieces, ..."""
@@ -41,7 +48,7 @@ def record(
     **select: Unpack[Selection],
 ) -> Recording:
     """Run a model on its own kernels, and record its attention: q, k, lse, positions and rules, out of which any block of any
-    pattern is computed again.
+    pattern is computed again. Edits of open traces are part of the run (see `Recorder`).
 
     Args:
         model: a `Model`, `TextEncoder`, `Seq2Seq`, or a transformers model under attn_implementation="regard". For any
@@ -57,8 +64,9 @@ def record(
         **select: what is kept: see `Selection`.
 
     Raises:
-        ArgumentError: the run called no softmax attention that was selected, or an argument does not go with the model.
-        ArgumentTypeError: the model or the text is of no such kind.
+        ArgumentError: the run called no softmax attention that was selected, a selected place or head does not exist, an
+            argument does not go with the model, or a transformers model does not compute its attention here.
+        ArgumentTypeError: the model or the text is of no such kind, or there is no argument of a name.
 
     >>> import regard
     >>> found = record(regard.load("tiny"), "to be or not to be", tokens=3, heads=[0, 2], keep=())
@@ -69,19 +77,25 @@ def record(
         "target": target, "positions": positions, "tokens": tokens, "chunk": chunk, "cache": cache,
         "max_context": max_context,
     }  # fmt: skip
+    check_names("record", select, (*how, *Selection.__annotations__))
     run, allowed = _run_of(model)
     for name, value in how.items():
         given = value != 0 if isinstance(value, int) else value is not None
         if given and name not in allowed:
             raise ArgumentError(f"{name} does not go with a {type(model).__name__}; leave it out")
-    with torch.inference_mode(), Recorder(**select) as recorder:
+    recorder = Recorder(**select)
+    recorder.missing = "ignore"  # a recording of nothing is an error below
+    with torch.inference_mode(), recorder:
         said = run(model, text, **{name: how[name] for name in allowed})
     found = replace(recorder.recording(), about=_about(model), **said)
     if not found.places:
         raise ArgumentError(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax attention "
             f"that was selected ({', '.join(f'{k}={v}' for k, v in select.items()) or 'all'})"
+            f"; {recorder.lacking() if recorder.met else 'no module of it calls that of regard'}"
         )
+    if lacking := recorder.lacking():
+        raise ArgumentError(lacking)
     return found
 
 
@@ -90,10 +104,7 @@ def _run_of(model: object) -> tuple[Run, tuple[str, ...]]:
     for kind, found in _RUNS.items():
         if isinstance(model, kind):
             return found
-    raise ArgumentTypeError(
-        f"model is {type(model).__name__}; it must be a Model, a TextEncoder, a Seq2Seq or a transformers model: "
-        "for any other code use `with regard.inspect.Recorder() as recorder`"
-    )
+    raise ArgumentTypeError(_NO_KIND.format(type(model).__name__))
 
 
 def _about(model: Any) -> dict[str, str]:
@@ -193,13 +204,8 @@ def _seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dic
 
 
 def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
+    _check_runs_through_us(model)
     config: Any = getattr(model, "config", None)
-    used = getattr(config, "_attn_implementation", None)
-    if used != "regard":
-        raise ArgumentError(
-            f"{type(model).__name__} computes its attention by {used!r}; import regard.integrations.transformers and call "
-            'model.set_attn_implementation("regard")'
-        )
     if isinstance(text, str) or not isinstance(text, (Tensor, Mapping)):
         raise ArgumentTypeError(
             "text must be ids [B,T], or a mapping of the model's arguments, for a transformers model"
@@ -215,6 +221,35 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
         return {"ids": given.get("input_ids")}
     generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
     return {"ids": generate(**given, max_new_tokens=tokens, do_sample=False)}
+
+
+def _check_runs_through_us(model: nn.Module) -> None:
+    """See that the attention of a transformers model is computed here; warn of parts that compute theirs elsewhere."""
+    # by config: the first module that has it, and how it computes attention
+    used: dict[int, tuple[str, str]] = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        how = getattr(config, "_attn_implementation", None)
+        if how is not None:
+            used.setdefault(id(config), (name or type(model).__name__, str(how)))
+    if getattr(model, "config", None) is None or not used:
+        raise ArgumentTypeError(_NO_KIND.format(type(model).__name__))
+    others = {name: how for name, how in used.values() if how != "regard"}
+    if len(others) == len(used):
+        found = " and ".join(dict.fromkeys(map(repr, others.values())))
+        raise ArgumentError(
+            f"{type(model).__name__} computes its attention by {found}, not by regard, so that nothing would be recorded; "
+            'load it with attn_implementation="regard", or call model.set_attn_implementation("regard"), after '
+            "import regard.integrations.transformers"
+        )
+    parts = {name: how for name, how in others.items() if name != type(model).__name__}
+    if parts:
+        told = ", ".join(f"{name} ({how!r})" for name, how in parts.items())
+        warnings.warn(
+            f"parts of {type(model).__name__} compute their attention elsewhere, and are not recorded: {told}; "
+            'model.set_attn_implementation("regard") sets all parts',
+            stacklevel=4,
+        )
 
 
 def _read(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from regard.arguments import check_names
 from regard.errors import ArgumentError
 from regard.inspect.recording import Recording
 from regard.inspect.track import Kept, Track
-from regard.tap import Trace
+from regard.tap import Opening, Trace
 
 KEEP = ("v", "out")
 """What is kept beside q, k, lse and the rule, if asked for."""
@@ -37,12 +40,15 @@ class Recorder(Trace):
 
     Several calls at one place are steps of it, as long as each one's queries stand behind those before. A call that asks
     again (a second part of one layer's attention, a second run, another batch) is recorded as `<place>.part2`, and so on.
+    Edits of other open traces are part of the run: what is recorded is what the edited network computed. Where scores or
+    patterns are edited, they are kept themselves, since they no longer follow from q and k.
 
     Args:
         **select: see `Selection`.
 
     Raises:
         ArgumentError: rows is less than 1, or keep names something else.
+        ArgumentTypeError: `Selection` has no such name.
 
     >>> import torch, regard
     >>> q = k = v = torch.eye(3)[None, None]
@@ -56,21 +62,25 @@ class Recorder(Trace):
 
     def __init__(self, **select: Unpack[Selection]) -> None:
         super().__init__()
+        check_names(type(self).__name__, select, Selection.__annotations__)
         self._at, self._heads = select.get("places"), select.get("heads")
         self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", KEEP))
         if self._rows is not None and self._rows < 1:
             raise ArgumentError(f"rows is {self._rows}; it must be at least 1, or None for all")
         if not self._keep <= set(KEEP):
             raise ArgumentError(f"keep is {sorted(self._keep)}; it may name {', '.join(KEEP)}")
+        self.met: dict[str, None] = {}
         self._tracks: dict[str, Track] = {}
         self._originals: dict[int, tuple[object, object]] = {}
+        self._one_at_a_time = threading.RLock()  # threads may share a recorder
 
     def saw(self, call: Any, result: Any, kernel: str) -> None:
         """One call more at the current place."""
         here = self.where
+        self.met[here] = None
         if self._at is not None and not names(here, self._at):
             return
-        with torch.no_grad():
+        with torch.no_grad(), self._one_at_a_time:
             self._track(here, call).add(call, result, kernel)
 
     def recording(
@@ -79,6 +89,35 @@ class Recorder(Trace):
         """What was recorded so far."""
         places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
         return Recording(places, ids, pieces, about)
+
+    def lacking(self) -> str:
+        """What was selected and does not exist, in words; empty if everything was recorded."""
+        with self._one_at_a_time:
+            recorded = {head for track in self._tracks.values() for head in track.heads}
+        by_place = self._heads if isinstance(self._heads, Mapping) else {}
+        flat = () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
+        asked = dict.fromkeys([*(self._at or ()), *by_place])
+        unknown = [x for x in asked if not any(names(here, (x,)) for here in self.met)]
+        if unknown:
+            met = ", ".join(here or "(no name)" for here in self.met) or "none"
+            return f"places {unknown} were not met; the places that called regard's softmax attention: {met}"
+        wanted = {head for heads in (flat, *by_place.values()) for head in heads}
+        gone = sorted(wanted - recorded)
+        return f"heads {gone} were not recorded: no selected place has them" if gone else ""
+
+    def _settle(self, opening: Opening) -> None:
+        """Say what was asked for and not recorded."""
+        super()._settle(opening)
+        if self.missing == "ignore":
+            return
+        if not self.met:
+            warnings.warn(
+                "nothing was recorded: regard's softmax attention was never called; other code must call regard.attend, and a "
+                'transformers model must have attn_implementation="regard"',
+                stacklevel=3,
+            )
+        elif lacking := self.lacking():
+            warnings.warn(lacking, stacklevel=3)
 
     def _track(self, here: str, call: Any) -> Track:
         """The calls that this one goes on from, or new ones."""

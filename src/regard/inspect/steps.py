@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.inspect.calls import Call, scores_of
+from regard.inspect.calls import Call
 from regard.inspect.capture import Capture
 from regard.inspect.inputs import Ask, Inputs, inputs
 from regard.inspect.parts import Array, Step
@@ -144,10 +144,8 @@ def patterns(call: Call, head: int, whole: int) -> Fields:
     small, full = np.full(shape, np.nan), np.zeros((T if short else 0, S))
     for start in range(0, T, ROWS // n * n or n):
         rows = slice(start, min(start + (ROWS // n * n or n), T))
-        s = scores_of(call, rows, tuple(heads))
-        lse = step.denominator[0, list(heads), rows, None].numpy()
-        with np.errstate(invalid="ignore"):
-            part = np.where(np.isneginf(s), np.nan, np.exp(s - lse))
+        s, p = (x[0].numpy() for x in call.place.part(step, rows, slice(0, S), tuple(heads)))
+        part = np.where(np.isneginf(s), np.nan, p)
         small[list(heads), rows.start // n : -(-rows.stop // n)] = pool_largest(part, n)
         if short:
             full[rows] = part[head]

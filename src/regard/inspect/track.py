@@ -37,6 +37,9 @@ class Slots(NamedTuple):
     mask: Mask
     bias: Bias | None
     there: Tensor | None
+    picked: Tensor | None = (
+        None  # [b or 1,n], which slots of the call these are; None: all, in order
+    )
 
 
 class Track:
@@ -93,6 +96,13 @@ class Track:
 
         groups = sorted({h // n for h in heads})
         slots = self._slots(call)
+
+        def replaced(x: Tensor | None) -> Tensor | None:
+            if x is None or slots.picked is None:
+                return None if x is None else own(x)
+            which = slots.picked[:, None, None].expand(x.shape[0], x.shape[1], x.shape[2], -1)
+            return own(x.gather(3, which.to(x.device)))
+
         pool, store = self._store(call, tuple(groups))
         given = slots.k[:, groups], (slots.v[:, groups] if "v" in self._kept.names else None)
         keys = store.numbers(slots.columns, given, slots.there)
@@ -101,7 +111,7 @@ class Track:
             slots.columns, _kept(call.q_positions), _kept(slots.positions), slots.mask, slots.bias,
             call.scale, call.softcap, None if call.sink is None else call.sink.detach()[heads].to("cpu", copy=True),
             kernel, first, self._queries + first, call.dropout, pool,
-            None if torch.equal(keys, slots.columns) else keys,
+            None if torch.equal(keys, slots.columns) else keys, replaced(result.scores), replaced(result.pattern),
         )  # fmt: skip
 
     def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, Store]:
@@ -145,7 +155,14 @@ class Track:
             here = which.to(k.device)
             positions = at[:, which]
             return Slots(
-                column[0, which], k[:, :, here], v[:, :, here], positions, mask, bias, None
+                column[0, which],
+                k[:, :, here],
+                v[:, :, here],
+                positions,
+                mask,
+                bias,
+                None,
+                which[None],
             )
         columns = column[column >= 0].unique()
         match = column[:, :, None] == columns  # [b,s,n]
@@ -157,7 +174,7 @@ class Track:
             x.gather(2, slot.to(x.device)[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
             for x in (k, v)
         )
-        return Slots(columns, k, v, positions, mask, bias, there)
+        return Slots(columns, k, v, positions, mask, bias, there, slot)
 
     def _columns_of(self, at: Tensor, asked: Tensor) -> Tensor:
         """The columns [b,s] of keys at positions [b,s], -1 for -1; new positions get new columns at the end.

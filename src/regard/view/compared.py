@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from regard.view import palette, scatter
+from regard.view import chart, curves, palette, scatter
 from regard.view.glyphs import inert
 from regard.view.html import content_hash
 
@@ -48,7 +48,8 @@ class Grid:
 class ComparedPage:
     """What the page shows.
 
-    facts: name -> value, beside the title. command: makes the page again. notes: what a reader must know.
+    facts: name -> value, beside the title. command: makes the page again. notes: what a reader must know. charts: quality
+    against cost. costs: costs against one another. pictures: costs over the context.
 
     >>> page = ComparedPage("Mechanisms", "Side by side.", {"seeds": "0"}, "regard compare", (), ())
     >>> "<h1>Mechanisms</h1>" in page.html(), "regard compare" in page.html()
@@ -62,17 +63,20 @@ class ComparedPage:
     charts: Sequence[Chart]
     grids: Sequence[Grid]
     notes: Sequence[str] = field(default=())
+    costs: Sequence[Chart] = field(default=())
+    pictures: Sequence[curves.Picture] = field(default=())
 
     def html(self) -> str:
         """The whole page; texts reach it escaped, and a content policy lets no script run and loads nothing."""
-        style = palette.css() + _STYLE + scatter.css()
+        style = palette.css() + _STYLE + scatter.css() + chart.css()
         policy = f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; form-action 'none'"
         facts = "".join(f"<li>{_safe(k)} <b>{_safe(v)}</b></li>" for k, v in self.facts.items())
         notes = "".join(f"<li>{_safe(note)}</li>" for note in self.notes)
         body = "\n".join([
             f"<h1>{_safe(self.title)}</h1><p>{_safe(self.sentence)}</p><ul class='facts'>{facts}</ul>",
             f"<pre>{_safe(self.command)}</pre>", f"<ul class='notes'>{notes}</ul>" if notes else "",
-            self._charts(), *map(_grid, self.grids),
+            _charts("Quality against cost", f"{_FRONT} Bars through marks span the seeds.", self.charts),
+            _charts("Costs against one another", _FRONT, self.costs), self._pictures(), *map(_grid, self.grids),
         ])  # fmt: skip
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -82,18 +86,33 @@ class ComparedPage:
             f"<body><main>\n{body}\n</main></body>\n</html>\n"
         )
 
-    def _charts(self) -> str:
+    def _pictures(self) -> str:
         figures = "".join(
-            f"<figure>{chart.svg()}<figcaption>{_safe(chart.caption)}</figcaption></figure>"
-            for chart in self.charts if chart.marks
-        )  # fmt: skip
+            f"<figure>{curves.svg(each, alone=False)}</figure>" for each in self.pictures
+        )
         if not figures:
             return ""
         return (
-            "<section><h2>Quality against cost</h2><p class='soft'>Full marks are beaten by no other mechanism in both "
-            "(Pareto); the dashed line joins them. Bars through marks span the seeds.</p>"
+            "<section><h2>Costs over the context</h2><p class='soft'>Both axes are logarithmic; marks are medians.</p>"
             f"<div class='figures'>{figures}</div></section>"
         )
+
+
+_FRONT = "Full marks are beaten by no other mechanism in both (Pareto); the dashed line joins them."
+
+
+def _charts(title: str, sentence: str, charts: Sequence[Chart]) -> str:
+    """A section of scatters; nothing where none has a mark."""
+    figures = "".join(
+        f"<figure>{chart.svg()}<figcaption>{_safe(chart.caption)}</figcaption></figure>"
+        for chart in charts if chart.marks
+    )  # fmt: skip
+    if not figures:
+        return ""
+    return (
+        f"<section><h2>{_safe(title)}</h2><p class='soft'>{_safe(sentence)}</p>"
+        f"<div class='figures'>{figures}</div></section>"
+    )
 
 
 _STYLE = """
@@ -107,7 +126,7 @@ pre{background:var(--hint);border-radius:8px;padding:10px 14px;font-size:13px;wh
 .facts li{background:var(--card);border:1px solid var(--line);border-radius:999px;padding:2px 12px;font-size:14px}
 section{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px 20px;margin-top:16px}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px 24px}
-svg.scatter{display:block;width:100%;height:auto}figure{margin:12px 0 0}figcaption{font-size:13px;color:var(--soft)}
+svg.chart,svg.scatter{display:block;width:100%;height:auto}figure{margin:12px 0 0}figcaption{font-size:13px;color:var(--soft)}
 table{border-collapse:collapse;font-size:14px;margin-top:8px;font-variant-numeric:tabular-nums}
 th,td{padding:5px 14px 5px 0;text-align:right;white-space:nowrap;border-top:1px solid var(--line)}
 th{color:var(--soft);font-weight:600;border:0}th:first-child,td:first-child{text-align:left}td:first-child{font-weight:600}

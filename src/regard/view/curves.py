@@ -90,7 +90,7 @@ def svg(picture: Picture, *, alone: bool = True) -> str:
     """
     points = [p for line in picture.lines for p in picture.shown(line)] or [(1.0, 1.0)]
     across = _scale([p[0] for p in points], "x" in picture.log, LEFT, WIDE - RIGHT)
-    up = _scale([p[1] for p in points], "y" in picture.log, HIGH - BOTTOM, TOP)
+    up = _scale([p[1] for p in points], "y" in picture.log, HIGH - BOTTOM, _top(picture))
     box = f'viewBox="0 0 {WIDE} {HIGH}" width="{WIDE}" height="{HIGH}" role="img"'
     parts = [f'<svg class="chart" xmlns="{chart.SVG}" {box} aria-label="{_safe(picture.title)}">']
     if alone:
@@ -147,21 +147,27 @@ def _ticks(across: _Scale, up: _Scale) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="{HIGH - BOTTOM + 20}" text-anchor="middle">{_number(tick)}</text>'
 
 
+def _top(picture: Picture) -> int:
+    """Where the plane begins: below the names of all lines, of which two rows have room in any case."""
+    return TOP + 14 * max(0, -(-len(picture.lines) // KEYS) - 2)
+
+
 def _edge(picture: Picture, across: _Scale) -> Iterator[str]:
     if picture.edge is None:
         return
     x = min(max(across.place(picture.edge), LEFT), WIDE - RIGHT)
-    high = HIGH - TOP - BOTTOM
-    yield f'<rect class="beyond" x="{x:.1f}" y="{TOP}" width="{WIDE - RIGHT - x:.1f}" height="{high}"/>'
-    yield f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HIGH - BOTTOM}"/>'
+    top = _top(picture)
+    high = HIGH - top - BOTTOM
+    yield f'<rect class="beyond" x="{x:.1f}" y="{top}" width="{WIDE - RIGHT - x:.1f}" height="{high}"/>'
+    yield f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{HIGH - BOTTOM}"/>'
 
 
 def _words(picture: Picture) -> Iterator[str]:
     yield f'<text class="ink" x="16" y="22">{_safe(picture.title)}</text>'
     middle = (LEFT + WIDE - RIGHT) / 2
     yield f'<text x="{middle:.1f}" y="{HIGH - 12}" text-anchor="middle">{_safe(picture.x)}</text>'
-    yield f'<text x="{LEFT}" y="{TOP - 8}" text-anchor="start">{_safe(picture.y)}</text>'
-    for i, line in enumerate(picture.lines[: 2 * KEYS]):
+    yield f'<text x="{LEFT}" y="{_top(picture) - 8}" text-anchor="start">{_safe(picture.y)}</text>'
+    for i, line in enumerate(picture.lines):
         row, column = divmod(i, KEYS)
         x, y = 22 + 174 * column, 38 + 14 * row
         yield symbol(MARKS[i % len(MARKS)], ROLES[i % len(ROLES)], x, y, "")

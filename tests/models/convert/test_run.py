@@ -83,7 +83,7 @@ def test_what_comes_out_loads_and_is_what_was_measured(
     first, again = regard.load(source, kind=Model), regard.load(out, kind=Model)
     assert again.ends == {2, 3}
     ids, _ = windows(first, TEXT, 32, 4096)
-    assert report.measured == measure(first.decoder, again.decoder, ids)
+    assert report.measured == measure(first.decoder, again.decoder, ids, text="the given text")
     assert report.measured.tokens == ids.numel() - len(ids)
     assert math.isfinite(report.measured.perplexity_after)
     json.dumps(report.figures(), allow_nan=False)

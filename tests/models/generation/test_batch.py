@@ -106,6 +106,11 @@ def test_figures_of_a_batch(model: Model) -> None:
     assert batch.cache_bytes == 2 * (longest + 4) * 2 * 2 * 2 * 10 * 4
     assert batch.tokens_per_second == 10 / batch.seconds
     assert 0 < batch.prefill_seconds < batch.seconds
+    read = sum(model.encode(prompt).shape[1] for prompt in PROMPTS[:2])
+    assert batch.prompt_tokens == read, "padding is not read"
+    assert batch.prefill_tokens_per_second == read / batch.prefill_seconds
+    assert 0 < batch.decode_seconds < batch.seconds - batch.prefill_seconds
+    assert batch.decode_tokens_per_second == 2 * 4 / batch.decode_seconds, "4 steps of 2 rows"
     assert list(batch) == [], "it can be iterated once"
 
 
@@ -113,6 +118,33 @@ def test_no_tokens_asked_for(model: Model) -> None:
     batch = model.generate(PROMPTS, max_tokens=0)
     assert list(batch) == []
     assert {row.finished for row in batch.rows} == {"length"}
+    assert (batch.prefill_tokens_per_second, batch.decode_tokens_per_second) == (0, 0)
+
+
+def test_two_speeds_are_of_two_clocks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that takes 100 s and steps of 1 s: one speed over both would say nothing of either."""
+    from regard.models.generation import batch as module
+
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+
+    class Slow(module.Context):
+        def read(self, ids: Any, *rest: Any, **more: Any) -> Any:
+            now[0] += 100.0 if ids.shape[1] > 1 else 1.0
+            return super().read(ids, *rest, **more)
+
+    monkeypatch.setattr(module, "Context", Slow)
+    generation = model.generate(PROMPTS[0], max_tokens=5)
+    list(generation)
+    read = model.encode(PROMPTS[0]).shape[1]
+    assert (generation.prefill_seconds, generation.decode_seconds, generation.seconds) == (
+        100,
+        4,
+        104,
+    )
+    assert generation.prefill_tokens_per_second == read / 100
+    assert generation.decode_tokens_per_second == 1.0
+    assert generation.tokens_per_second == 5 / 104
 
 
 def test_a_nan_names_its_row(model: Model) -> None:

@@ -272,7 +272,7 @@ def test_errors(model: Model) -> None:
     for name in ("max_tokens", "chunk"):
         with pytest.raises(regard.ArgumentTypeError, match=f"{name} is float; it must be an int"):
             model.generate(PROMPT, **{name: 2.0})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'topk'"):
+    with pytest.raises(TypeError, match="has no argument 'topk'; did you mean 'top_k'"):
         model.generate(PROMPT, topk=3)
 
 

@@ -250,7 +250,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     for reason, change in cases:
         call = make_call(**{"q": q, "k": k, "v": v, **change})
         assert KERNEL.why_not(call) == [reason]
-    with regard.Trace("pattern"):
+    with regard.Trace("pattern", missing="ignore"):
         assert regard.plan(q, k, v)["cpu"].reasons == ("does not expose ['pattern']",)
     monkeypatch.setattr(cpu, "has_numba", lambda: False)
     assert KERNEL.why_not(make_call(q, k, v)) == ["Numba is not installed: pip install numba"]

@@ -31,7 +31,7 @@ def test_names_every_kernel_in_the_order_asked() -> None:
 
 
 def test_the_table() -> None:
-    with regard.Trace("pattern"):
+    with regard.Trace("pattern", missing="ignore"):
         lines = str(regard.plan(*qkv(), mask=CAUSAL)).splitlines()
     assert lines[0] == "attend B=1 H=2 G=2 T=64 S=64 D=8 E=8 float32 on cpu, mask causal"
     assert lines[1] == "  kernel      extra memory    FLOPs  skipped  why not"
@@ -143,7 +143,7 @@ def test_an_explicit_backend_is_kept_or_refuses_with_reasons() -> None:
 def test_when_nobody_can_the_message_has_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.ops.softmax.reference.MAX_BYTES", 100)
     q, k, v = qkv()
-    with regard.Trace("pattern"), pytest.raises(regard.KernelRefusal) as refusal:
+    with regard.Trace("pattern", missing="ignore"), pytest.raises(regard.KernelRefusal) as refusal:
         regard.attend(q, k, v)
     text = str(refusal.value)
     assert text.startswith("this call cannot run on ")

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from regard.arguments import check_names
 from regard.errors import ArgumentError
 from regard.inspect.audit import rotary
 from regard.inspect.audit.adapters.find import find
@@ -79,6 +80,7 @@ def audit(
     strange = sorted(set(accept) - set(FAULTS))
     if strange:
         raise ArgumentError(f"{strange[0]!r} is no fault; there are {', '.join(FAULTS)}")
+    check_names("audit", claims, Claims.__annotations__)
     claim = Claim(**claims)
     said = {name: value for name, value in claims.items() if value is not None}
     with warnings.catch_warnings():

@@ -128,7 +128,7 @@ def convert(
         source: a folder, "tiny", or a repository of the hub: see `regard.load`.
         out: a folder that does not exist, or is empty; never the source.
         wanted: what it is to become.
-        text: to measure on; None is a built-in one.
+        text: to measure on; None is a built-in one, the topics of `pydoc`.
         tokens: at most so many of it.
         length: tokens of a window; None is the trained length, at most 512.
         revision: of a repository of the hub.
@@ -159,12 +159,12 @@ def convert(
         )
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
-    ids, is_text = windows(before, text, limit, tokens)
+    ids, source_text = windows(before, text, limit, tokens)
     tell(f"converting {len(before.decoder.layers)} layers")
     after, steps = converted(first, wanted)
     healing = None
     if heal is not None:
-        if not is_text:
+        if not source_text:
             raise ArgumentError("healing needs a text, and the model has no tokenizer to read one")
         tell(f"healing on {ids.numel():,} tokens")
         after, healing = _healed(after, heal, ids)
@@ -172,7 +172,7 @@ def convert(
     with written(after, folder, read_json(folder, "config.json"), target) as whole:
         again = load(whole, kind=Model)
         tell(f"measuring on {ids.numel():,} tokens")
-        measured = measure(before.decoder, again.decoder, ids, is_text=is_text)
+        measured = measure(before.decoder, again.decoder, ids, text=source_text)
     return Report(
         str(source), str(out), steps, sizes(first), sizes(Checkpoint(again.decoder, again.config)),
         measured, healing, before.ignored,

@@ -118,6 +118,8 @@ class Batch:
         rows: a `Continuation` for each prompt.
         seconds: the time in the model so far.
         prefill_seconds: the part of it that reading the prompts took.
+        decode_seconds: the part of it behind the first token of each row, which comes out of the prompts' pass.
+        prompt_tokens: of all prompts; what was read before them is not counted.
         cache_bytes: the most that the caches of all layers held.
 
     Raises:
@@ -147,7 +149,9 @@ class Batch:
         rows = [[*self._read, *ids] for ids in self._new]
         self._sampler = Sampler(options.sampling, rows, model.config.vocab_size)
         self.rows = [Continuation(model, prompt, options) for prompt in prompts]
-        self.seconds = self.prefill_seconds = 0.0
+        self.seconds = self.prefill_seconds = self.decode_seconds = 0.0
+        self.prompt_tokens = sum(map(len, self._new))
+        self._stepped = 0
         self._most_bytes = 0
         # here, so that a model which the room does not fit is refused before it starts
         self._context = Context(model.decoder, self._room, len(prompts)) if after is None else None
@@ -176,6 +180,16 @@ class Batch:
         tokens = sum(len(row.ids) for row in self.rows)
         return tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Tokens of the prompts read per second."""
+        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens of all rows per second behind the first of each; 0 where there was only one."""
+        return self._stepped / self.decode_seconds if self.decode_seconds else 0.0
+
     def _checked_room(self) -> Room:
         room = self._options.room or Room()
         if self._after is not None:
@@ -191,10 +205,14 @@ class Batch:
         start = time.perf_counter()
         logits = self._prefill()
         self.prefill_seconds = time.perf_counter() - start
-        going = list(range(len(self.rows)))
+        going, stepping = list(range(len(self.rows))), False
         while True:
             tokens = self._sampler(logits)
-            self.seconds += time.perf_counter() - start
+            taken = time.perf_counter() - start
+            self.seconds += taken
+            if stepping:
+                self.decode_seconds += taken
+                self._stepped += len(going)
             for i, token in zip(going, tokens, strict=True):
                 piece = self.rows[i].take(token)
                 if piece:
@@ -205,7 +223,7 @@ class Batch:
             start = time.perf_counter()
             if len(kept) < len(going):
                 self._leave(kept)
-            going = [going[j] for j in kept]
+            going, stepping = [going[j] for j in kept], True
             logits = self._step([tokens[j] for j in kept])
 
     def _prefill(self) -> Tensor:

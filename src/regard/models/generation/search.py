@@ -43,11 +43,17 @@ class Search:
     Attributes:
         found: at most `beams` texts, best first.
         seconds: the time it took.
+        prefill_seconds, prompt_tokens: the part of it that reading the prompt took, and how many tokens that were: all but the
+            last, with which the search begins.
+        steps: how many times all beams went on by a token.
         cache_bytes: what the caches of all beams held at the end.
     """
 
     found: list[Found]
     seconds: float
+    prefill_seconds: float
+    prompt_tokens: int
+    steps: int
     cache_bytes: int
 
 
@@ -83,7 +89,11 @@ def search(
     if ids[:-1]:
         context.read(padded([ids[:-1]])[0].to(context.device), chunk=options.chunk)
 
+    read, steps = time.perf_counter() - start, 0
+
     def step(last: Tensor) -> Tensor:
+        nonlocal steps
+        steps += 1
         return context.read(last)[:, None]
 
     first = torch.tensor(ids[-1:], device=context.device)
@@ -92,4 +102,6 @@ def search(
         reorder=context.select, beams=beams, length_penalty=length_penalty,
     )  # fmt: skip
     found = [Found(model.tokenizer.decode(x.ids), *x) for x in best]
-    return Search(found, time.perf_counter() - start, context.bytes)
+    return Search(
+        found, time.perf_counter() - start, read, len(ids) - 1, steps, context.bytes
+    )  # fmt: skip

@@ -67,6 +67,26 @@ class Generation:
         return self._batch.prefill_seconds
 
     @property
+    def decode_seconds(self) -> float:
+        """The part of it behind the first token, which comes out of the prompt's pass."""
+        return self._batch.decode_seconds
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt; what was read before it is not counted."""
+        return self._batch.prompt_tokens
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Tokens of the prompt read per second."""
+        return self._batch.prefill_tokens_per_second
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """New tokens per second behind the first; 0 where there was only one."""
+        return self._batch.decode_tokens_per_second
+
+    @property
     def tokens_per_second(self) -> float:
         """New tokens per second of model time, the prompt's pass included."""
         return self._batch.tokens_per_second

@@ -60,10 +60,15 @@ class Work(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a kernel returns; lse may be None when the call did not ask for it. The sink is in `out`, never in `lse`."""
+    """What a kernel returns; lse may be None when the call did not ask for it. The sink is in `out`, never in `lse`.
+
+    scores, pattern: [B,H,T,S], only where an open trace edited them: they no longer follow from the call.
+    """
 
     out: Tensor
     lse: Tensor | None
+    scores: Tensor | None = None
+    pattern: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,16 +43,16 @@ def run(call: Call, backend: str = "auto") -> Result:
         call = without_garbage(call)
         kernel = choose(call, backend)
     device = call.q.device.type
-    if (watcher := tap.watcher()) is not None:
-        return _shown(kernel, call, watcher)
+    if watching := tap.watchers():
+        return _shown(kernel, call, watching)
     if not torch.is_autocast_enabled(device):
         return kernel.run(call)
     with torch.autocast(device, enabled=False):
         return kernel.run(call)
 
 
-def _shown(kernel: Kernel, call: Call, watcher: tap.Trace) -> Result:
-    """Run the kernel that was chosen for the call without an observer, with its lse, and show both to the observer."""
+def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
+    """Run the kernel that was chosen for the call without an observer, with its lse, and show both to the observers."""
     asked, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
         if kernel.why_not(asked):  # it gives no lse here: its output stays, the lse is another's
@@ -61,7 +61,8 @@ def _shown(kernel: Kernel, call: Call, watcher: tap.Trace) -> Result:
             result = Result(kernel.run(call).out, other.run(asked).lse)
         else:
             result = kernel.run(asked)
-    watcher.saw(call, result, name)
+    for watcher in watching:
+        watcher.saw(call, result, name)
     return result
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.normalise import total, weights, with_sink
 from regard.ops.softmax.scores import ALL, mix, scores
-from regard.tap import tap
+from regard.tap import edited, tap
 
 BLOCK_BYTES = 2**28  # scores held at once, unless somebody wants to see them all
 MAX_BYTES = 2**32  # what a listener to scores or pattern may make it hold
@@ -43,7 +43,7 @@ class Reference:
         if call.needs or call.has_gradient or block >= call.T:
             return attend_rows(call, ALL)
         parts = [attend_rows(call, slice(i, i + block)) for i in range(0, call.T, block)]
-        outs, lses = zip(*parts, strict=True)
+        outs, lses, *_ = zip(*parts, strict=True)
         return Result(torch.cat(outs, 2), torch.cat(lses, 2))
 
     def work(self, call: Call) -> Work:
@@ -62,4 +62,7 @@ def attend_rows(call: Call, rows: slice) -> Result:
     pattern = tap("pattern", weights(s, with_sink(whole, call.sink)))
     kept = F.dropout(pattern, call.dropout) if call.dropout else pattern
     finite = not torch.compiler.is_compiling() and call.finite
-    return Result(mix(kept, visible, call.v, finite=finite).to(call.q.dtype), whole.lse)
+    out = mix(kept, visible, call.v, finite=finite).to(call.q.dtype)
+    return Result(
+        out, whole.lse, s if edited("scores") else None, pattern if edited("pattern") else None
+    )
