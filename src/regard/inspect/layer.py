@@ -131,7 +131,7 @@ def with_block(module: Attention, x: Tensor) -> tuple[Stage, ...]:
     'block'
     """
     found = stages(module, x)
-    path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval()
+    path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.dtype)
     with torch.no_grad():
         block, seconds = timed(lambda: path(x, lambda _: found[-1].values))
     return (*found, Stage("block", "LayerNorm(x + out)", block, seconds))

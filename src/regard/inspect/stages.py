@@ -108,30 +108,32 @@ def _made(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
     k, v = both
     found += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
     scale = project.shape.D**-0.5 if attention.scale is None else attention.scale
-    options = {"bias": attention._bias(), "scale": scale, "softcap": attention.softcap}
+    options: dict[str, Any] = {
+        "bias": attention._bias(),
+        "scale": scale,
+        "softcap": attention.softcap,
+    }
+    options |= {"q_positions": at, "k_positions": at}
 
     def scored(mask: Mask | None) -> Tensor:
         with Trace("scores") as trace:
-            attend(
-                q, k, v, mask=mask, backend="reference", q_positions=at, k_positions=at, **options
-            )  # type: ignore[arg-type]
+            attend(q, k, v, mask=mask, backend="reference", **options)
         return trace["scores"]
 
     mask, sink = attention.mask, attention.sink
-    where = {"q_positions": at, "k_positions": at}
     if scores:
         stage("scores", "scale q k^T", lambda: scored(None))
         stage("masked", "-inf where the mask says no", lambda: scored(mask))
         stage(
             "weights",
             "softmax(masked)",
-            lambda: attention_weights(q, k, mask=mask, sink=sink, **where, **options),
-        )  # type: ignore[arg-type]
+            lambda: attention_weights(q, k, mask=mask, sink=sink, **options),
+        )
     z = stage(
         "z",
         "weights v, by the layer's kernel",
-        lambda: project.finish(attend(q, k, v, mask=mask, sink=sink, **where, **options), x),
-    )  # type: ignore[arg-type]
+        lambda: project.finish(attend(q, k, v, mask=mask, sink=sink, **options), x),
+    )
     stage("out", "W_O [z_1 .. z_H]", lambda: attention.output(z.transpose(1, 2).flatten(2)))
     return found
 

@@ -165,14 +165,15 @@ def _measure_training(budget: float, seed: int) -> Numbers:
     rows = []
     for name in ("causal", "none"):
         _, model = decoder(BYTES, dim=48, layers=2, heads=2, seed=seed)
-        right_masks = [layer.attention.mask for layer in model.layers]
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        right_masks = [layer.mask for layer in layers]
         if name == "none":
-            for layer in model.layers:
-                layer.attention.mask = None
+            for layer in layers:
+                layer.mask = None
         found = read_bytes(model, steps(budget, STEPS_OF_TRAINING), context=48, seed=seed)
         as_trained = byte_loss(model, 48, rows=16)
-        for layer, mask in zip(model.layers, right_masks, strict=True):
-            layer.attention.mask = mask
+        for layer, mask in zip(layers, right_masks, strict=True):
+            layer.mask = mask
         rows.append({
             "trained": name, "last": found, "as_trained": as_trained, "in_use": byte_loss(model, 48, rows=16),
         })  # fmt: skip
