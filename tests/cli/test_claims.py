@@ -34,7 +34,7 @@ def test_claims_are_run_told_and_written(capsys: pytest.CaptureFixture[str], tmp
     page, table = tmp_path / "claims.html", tmp_path / "claims.csv"
     out, err = run(capsys, *QUICK, "--html", str(page), "--csv", str(table), "--out", str(tmp_path / "kept"))  # fmt: skip
     assert "minus-infinity: holds with limits\n" in out
-    assert "2 claims: 0 hold, 2 hold with limits, 0 do not hold; " in out
+    assert "2 claims: 0 hold, 2 hold with limits, 0 undecided, 0 do not hold; " in out
     assert "budget 1, seed 0" in out
     assert "... claim decode-mask (2/2)" in err
     text = page.read_text("utf-8")
@@ -43,7 +43,7 @@ def test_claims_are_run_told_and_written(capsys: pytest.CaptureFixture[str], tmp
     assert "<script" not in text
     lines = list(csv.DictReader(table.read_text("utf-8").splitlines()))
     assert {line["claim"] for line in lines} == {"minus-infinity", "decode-mask"}
-    assert {line["passed"] for line in lines if line["essential"] == "True"} == {"True"}
+    assert {line["answer"] for line in lines if line["role"] == "claim"} == {"yes"}
     again, _ = run(capsys, *QUICK, "--out", str(tmp_path / "kept"))
     assert again.count("(kept from an earlier run)") == 2
 
@@ -55,7 +55,7 @@ def test_json_has_the_numbers_and_the_bounds(capsys: pytest.CaptureFixture[str])
     assert [one["id"] for one in told["claims"]] == ["minus-infinity", "decode-mask"]
     for one in told["claims"]:
         assert one["verdict"] == "holds with limits"
-        assert all(check["passed"] for check in one["checks"] if check["essential"])
+        assert all(check["answer"] == "yes" for check in one["checks"] if check["role"] == "claim")
         assert one["numbers"]
     assert told["machine"]["torch"]
 

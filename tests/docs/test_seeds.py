@@ -9,6 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import pytest
 
 from regard.cli import COMMANDS
 from regard.cli.app import load, run
+from regard.compare.claims import CLAIMS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seeds.md"
@@ -141,7 +143,9 @@ def is_command(line: str) -> bool:
     if name not in COMMANDS:
         return False
     options = {o for parameter in load(name).params for o in parameter.opts}
-    return options.issuperset(word for word in rest if word.startswith("-"))
+    claims = {word for flag, word in pairwise(rest) if flag == "--claim"}
+    known = claims <= {*CLAIMS, "all"}
+    return known and options.issuperset(word for word in rest if word.startswith("-"))
 
 
 EVERYTHING = named("\n".join(row.text for row in rows(TEXT)))
@@ -244,3 +248,5 @@ def test_what_does_not_exist_is_found() -> None:
     assert is_command('regard show "causal | sinks(1)" --queries 12')
     assert not is_command("regard show causal --rows 12")
     assert not is_command("regard teach mha")
+    assert is_command("regard compare --claim scale --claim order")
+    assert not is_command("regard compare --claim scales")

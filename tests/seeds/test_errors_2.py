@@ -51,7 +51,7 @@ def jacobian(scores: Tensor) -> Tensor:
     )
 
 
-def test_saturation_makes_gradients_vanish_and_never_explode() -> None:
+def test_the_gradient_of_the_scores_vanishes_and_never_explodes() -> None:
     norms = []
     for D in (1, 16, 256, 4096):
         row = draw(32, scale=math.sqrt(D))
@@ -64,6 +64,34 @@ def test_saturation_makes_gradients_vanish_and_never_explode() -> None:
     # the bound is reached by two equal keys, and by no larger scores
     half = jacobian(torch.zeros(2, dtype=torch.float64))
     assert float(torch.linalg.matrix_norm(half, ord=2)) == pytest.approx(0.5, rel=1e-15)
+
+
+def gradient_of_queries(D: int, scale: float) -> tuple[float, Tensor]:
+    """Norms of dL/dW_q and of dL/dq of each of 64 tokens, in a fresh layer, under a random gradient of its output."""
+    make = torch.Generator().manual_seed(0)
+    x, target = torch.randn(2, 64, D, generator=make, dtype=torch.float64)
+    maps = torch.randn(3, D, D, generator=make, dtype=torch.float64) * D**-0.5
+    W_q = maps[0].clone().requires_grad_()
+    q = x @ W_q
+    q.retain_grad()
+    rows = [t[None, None] for t in (q, x @ maps[1], x @ maps[2])]
+    (regard.attend(*rows, scale=scale)[0, 0] * target).sum().backward()
+    assert q.grad is not None
+    assert W_q.grad is not None
+    return float(W_q.grad.norm()), q.grad.norm(dim=-1)
+
+
+def test_the_gradient_of_the_weights_is_larger_without_the_scale_and_most_queries_get_none() -> None:  # fmt: skip
+    """d score / d q = scale k: without the scale it is sqrt(d) times larger, behind a softmax that lets little through."""
+    factors = []
+    for D in (64, 1024):
+        unscaled, each_unscaled = gradient_of_queries(D, 1.0)
+        scaled, each_scaled = gradient_of_queries(D, D**-0.5)
+        factors.append(unscaled / scaled)
+    assert factors[0] > 5
+    assert factors[1] > 1.5 * factors[0], "the factor grows with d"
+    assert each_unscaled.median() < 0.2 * each_scaled.median(), "most queries get almost nothing"
+    assert each_unscaled.max() > 20 * each_scaled.max(), "and a few far too much"
 
 
 # --- E2.3 and X5: dropout and what is shown

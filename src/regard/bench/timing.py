@@ -15,6 +15,7 @@ def interleaved(
     limit: float | None = None,
     into: dict[str, list[float]] | None = None,
     synchronise: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds per call of each case: every round times each once, so that a drift of the machine hits all.
 
@@ -27,6 +28,7 @@ def interleaved(
         limit: no new round begins after so many seconds of rounds.
         into: filled and returned: what a caller still has when it is interrupted. Incomplete rounds are taken out.
         synchronise: called before the clock is read, for devices that work on their own.
+        clock: in seconds; `time.process_time` counts what this process computes, and not what it waits for.
 
     >>> times = interleaved({"a": lambda: None, "b": lambda: None}, rounds=3, sample=0.0)
     >>> {name: len(found) for name, found in times.items()}
@@ -34,14 +36,14 @@ def interleaved(
     """
     times = {} if into is None else into
     times.update({name: [] for name in cases})
-    repeats = {name: _repeats(case, sample, synchronise) for name, case in cases.items()}
+    repeats = {name: _repeats(case, sample, synchronise, clock) for name, case in cases.items()}
     names, start = list(cases), time.perf_counter()
     try:
         for round_ in range(rounds):
             if round_ and limit is not None and time.perf_counter() - start > limit:
                 break
             for name in rotated(names, round_):
-                times[name].append(_time(cases[name], repeats[name], synchronise))
+                times[name].append(_time(cases[name], repeats[name], synchronise, clock))
     finally:
         complete = min(map(len, times.values()), default=0)
         for found in times.values():
@@ -92,15 +94,25 @@ def quartiles(times: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _repeats(case: Callable[[], object], sample: float, synchronise: Callable[[], object]) -> int:
+def _repeats(
+    case: Callable[[], object],
+    sample: float,
+    synchronise: Callable[[], object],
+    clock: Callable[[], float],
+) -> int:
     case()
-    return max(1, int(sample / max(_time(case, 1, synchronise), 1e-9)))
+    return max(1, int(sample / max(_time(case, 1, synchronise, clock), 1e-9)))
 
 
-def _time(case: Callable[[], object], repeats: int, synchronise: Callable[[], object]) -> float:
+def _time(
+    case: Callable[[], object],
+    repeats: int,
+    synchronise: Callable[[], object],
+    clock: Callable[[], float],
+) -> float:
     synchronise()
-    start = time.perf_counter()
+    start = clock()
     for _ in range(repeats):
         case()
     synchronise()
-    return (time.perf_counter() - start) / repeats
+    return (clock() - start) / repeats

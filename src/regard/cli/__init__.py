@@ -19,6 +19,7 @@ COMMANDS = {
     "explain": "Follow one token of a text through attention, number by number.",
     "extend": "Read beyond the trained length, under each context extension.",
     "generate": "Continue a prompt, streaming, and say what it cost.",
+    "layer": "Run one layer on random tokens, and print every tensor of it.",
     "show": "Draw any mask: what each query may see, with the counts.",
     "train": "Train a small model and its tokenizer on any text.",
 }

@@ -139,7 +139,8 @@ class Session:
         tell: told what begins, and how long the rest of its batch may take.
         clock: seconds, for tests.
 
-    An interrupt leaves through `run`; `done` then holds whatever was finished.
+    An interrupt leaves through `run`; `done` then holds whatever was finished, and `kept` the names of those that an
+    earlier session had measured.
 
     >>> session = Session(Store(None))
     >>> session.run([Experiment("sum", {"n": 4}, lambda: {"sum": 6})])
@@ -154,6 +155,7 @@ class Session:
         self.store, self.tell, self._clock = store, tell, clock
         self._start = clock()
         self.done: dict[str, Numbers] = {}
+        self.kept: set[str] = set()
         self.measured, self.reused = 0, 0
 
     @property
@@ -173,6 +175,7 @@ class Session:
                 f"two experiments are named {', '.join(twice)}; names tell them apart"
             )
         kept = {one.name: self.store.read(one) for one in experiments}
+        self.kept |= {n for n, found in kept.items() if found is not None and n not in self.done}
         self.done.update({name: found for name, found in kept.items() if found is not None})
         self.reused += sum(found is not None for found in kept.values())
         todo = [one for one in experiments if kept[one.name] is None]

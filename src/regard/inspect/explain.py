@@ -43,6 +43,7 @@ from regard.inspect.row import (
     scored,
     values_seen,
 )
+from regard.inspect.stages import tensors_of
 from regard.inspect.steps import mixed, patterns, projected
 from regard.nn.additive import AdditiveAttention
 from regard.nn.recurrent import Recurrent
@@ -110,9 +111,12 @@ def explain(
             parts = _softmax(at, found, head, key, call)
         fields, checks = parts
         told = about(at, found)
+        tensors = tensors_of(site.attention, found.hidden, found.taps, own=at.own)
     checks["the network without an observer"] = found.apart
     drawn = {name: value for name, value in fields.items() if name not in _INNER}
-    return Explanation(**{**told, **drawn}, checks=checks, equations=dict(EQUATIONS))
+    return Explanation(
+        **{**told, **drawn}, checks=checks, equations=dict(EQUATIONS), tensors=tensors
+    )
 
 
 _INNER = ("visible",)

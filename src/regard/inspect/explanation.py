@@ -17,6 +17,7 @@ from regard.inspect.parts import (
     Mixture,
     State,
     Step,
+    Tensors,
     plain,
 )
 
@@ -54,6 +55,7 @@ class Explanation:
         pool, patterns: heads of the layer [H, t, s], each cell the largest weight of pool x pool, NaN where masked.
         mixture, state, cost, elsewhere: of mixed heads; of recurrences; what it costs; the same under other mechanisms.
         predictions: the likeliest tokens: (piece, id, probability).
+        tensors: of the whole layer: each stage's name, equation, shape, mean, std and seconds; None where nobody timed it.
         checks: what was compared -> largest absolute difference. equations: step -> equation.
     """
 
@@ -122,6 +124,7 @@ class Explanation:
     notes: tuple[str, ...] = ()
     mixture: Mixture | None = None
     state: State | None = None
+    tensors: tuple[Tensors, ...] = ()
 
     @property
     def check(self) -> float:

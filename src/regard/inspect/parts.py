@@ -21,6 +21,17 @@ class Step(NamedTuple):
     values: Array
 
 
+class Tensors(NamedTuple):
+    """A tensor in numbers: what it is, its shape, mean and deviation, and the seconds that it took, None where nobody knows."""
+
+    name: str
+    equation: str
+    shape: tuple[int, ...]
+    mean: float
+    std: float
+    seconds: float | None
+
+
 class Block(NamedTuple):
     """The online softmax behind keys start to stop: the maximum m, what the older sums were multiplied by, l and o."""
 

@@ -71,6 +71,8 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
         steps.append(("the whole pattern", "pattern", sections.pattern))
     if data["predictions"]:
         steps.append(("next token", "predict", sections.predictions))
+    if data["tensors"]:
+        steps.append(("the layer's tensors", "", beside.tensors))
     if data["cost"]:
         steps.append(("cost", "cost", beside.cost))
     if data["elsewhere"]:

@@ -47,6 +47,17 @@ def state(data: Data) -> Lines:
         yield from strip(f"S, row {n}", values, "s")
 
 
+def tensors(data: Data) -> Lines:
+    """Each stage of the whole layer, all heads: its shape, mean and deviation, and the time of that stage alone."""
+    yield Text(f"{INDENT}{'stage':<8}  {'shape':<18}{'mean':>10}{'std':>10}{'ms':>10}", "dim")
+    for one in data["tensors"]:
+        shape = " x ".join(map(str, one["shape"]))
+        ms = "" if one["seconds"] is None else number(1e3 * one["seconds"], 10)
+        yield Text(f"{INDENT}{one['name']:<8}  {shape:<18}{number(one['mean'], 10)}{number(one['std'], 10)}{ms}")  # fmt: skip
+    if any(one["seconds"] is not None for one in data["tensors"]):
+        yield from wrapped("masked scores are left out of their mean; a time is the fastest of five runs of that stage alone, scores by the definition")  # fmt: skip
+
+
 def cost(data: Data) -> Lines:
     """FLOPs and bytes of the row, and what caches keep of the layer."""
     c = data["cost"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,43 @@ def draw(data: Mapping[str, Any], path: Path) -> int:
         _pattern(axes[0], data, colours, figure)
     _row(axes[-1], data)
     figure.supxlabel(textwrap.fill(recipe(data), 120), fontsize=7)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+    return path.stat().st_size
+
+
+def heat(weights: Sequence[Sequence[float]], title: str, path: Path) -> int:
+    """Draw the weights of one head, rows queries and columns keys, with a title and a colour bar; gives the bytes written.
+
+    Args:
+        weights: [T, S], each from 0 to 1.
+        title: what they are.
+        path: a .png or .svg.
+
+    Raises:
+        FileError: as `draw`.
+    """
+    check_format(path)
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    stops = [tuple(x / 255 for x in rgb) for rgb in palette.WEIGHTS["light"]]
+    colours = LinearSegmentedColormap.from_list("weights", stops)
+    figure = Figure(figsize=(5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(np.array(weights), cmap=colours, vmin=0, vmax=1, interpolation="nearest")
+    figure.colorbar(image, ax=axes, label="weight")
+    axes.set_title(inert(title), fontsize=10)
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+    if len(weights) <= 16:
+        for i, row in enumerate(weights):
+            axes.set_yticks(range(len(weights)))
+            axes.set_xticks(range(len(row)))
+            for j, x in enumerate(row):
+                axes.text(j, i, f"{x:.2f}", ha="center", va="center", fontsize=8, color="white" if x > 0.6 else "black")  # fmt: skip
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

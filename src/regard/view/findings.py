@@ -23,6 +23,7 @@ class Section:
         texts: a word in front of each sentence -> the sentence.
         heads, rows: a table; cells are texts.
         pictures: drawn below it.
+        more: a second table behind the first, its heads in the first row.
 
     >>> Section("scale", "holds", True, {"says": "It saturates."}).badge
     'holds'
@@ -35,23 +36,24 @@ class Section:
     heads: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     pictures: Sequence[Picture] = ()
+    more: Sequence[Sequence[str]] = ()
 
     def html(self) -> str:
         """The section; every text reaches it escaped."""
         tone = {True: "good", False: "bad", None: "soft"}[self.good]
         badge = f" <span class='badge {tone}'>{_safe(self.badge)}</span>" if self.badge else ""
         texts = "".join(f"<p><b>{_safe(k)}</b> {_safe(v)}</p>" for k, v in self.texts.items())
+        tables = _table(self.heads, self.rows) + (_table(self.more[0], self.more[1:]) if self.more else "")  # fmt: skip
         drawn = "".join(f"<div class='wide'>{curves.svg(p, alone=False)}</div>" for p in self.pictures if p.drawable)  # fmt: skip
-        return (
-            f"<section><h2>{_safe(self.title)}{badge}</h2>{texts}{self._table()}{drawn}</section>"
-        )
+        return f"<section><h2>{_safe(self.title)}{badge}</h2>{texts}{tables}{drawn}</section>"
 
-    def _table(self) -> str:
-        if not self.rows:
-            return ""
-        head = "".join(f"<th>{_safe(cell)}</th>" for cell in self.heads)
-        body = "".join(f"<tr>{''.join(f'<td>{_safe(cell)}</td>' for cell in row)}</tr>" for row in self.rows)  # fmt: skip
-        return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{_safe(cell)}</th>" for cell in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{_safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def page(

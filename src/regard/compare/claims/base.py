@@ -5,50 +5,69 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, Literal, TypeAlias, get_args
 
+from regard.bench.timing import quartiles
 from regard.compare.experiment import Numbers
 from regard.view.curves import Picture
 
-VERDICTS = ("holds", "holds with limits", "does not hold")
-"""All bounds are kept; those that the claim stands on are; one that it stands on is not."""
+Role: TypeAlias = Literal["claim", "limit", "control", "told"]
+
+VERDICTS = ("holds", "holds with limits", "undecided", "does not hold")
+"""What can come of a claim, from the best to the worst for it."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One number and the bounds that the claim predicts for it.
+    """One measured number, and the bounds that it keeps if the sentence is true.
 
     Attributes:
-        says: what is predicted, in words.
+        says: what the number is, in words.
         value: what was measured.
         low, high: the bounds; a value on one of them is inside, NaN never is.
-        essential: whether the claim falls with it; else it is a limit of the claim.
+        role: "claim" where the sentence falls with it; "limit" where it is a case in which a sentence that is true in
+            general may fail; "control" where it says whether the measurement can decide at all; "told" decides nothing.
+        spread: the range that the measurements scatter over (quartiles of rounds, least and largest of seeds), or None.
+            A bound that lies inside it cannot be decided.
 
-    >>> Check("twice as fast", 2.4, low=2.0).passed, Check("no slower", 2.4, high=1.0).passed
-    (True, False)
+    >>> Check("twice as fast", 2.4, low=2.0).answer, Check("no slower", 2.4, high=1.0).answer
+    ('yes', 'no')
+    >>> Check("no slower", 1.02, high=1.0, spread=(0.97, 1.06)).answer
+    'undecided'
     """
 
     says: str
     value: float
     low: float = -math.inf
     high: float = math.inf
-    essential: bool = True
+    role: Role = "claim"
+    spread: tuple[float, float] | None = None
 
     @property
-    def passed(self) -> bool:
-        """Whether the value lies between the bounds."""
-        return self.low <= self.value <= self.high
+    def answer(self) -> str:
+        """What it says: "yes" when all of the spread lies inside the bounds, "no" when none does, else "undecided"; or "told"."""
+        if self.role == "told":
+            return "told"
+        least, most = self.spread or (self.value, self.value)
+        if self.low <= least and most <= self.high:
+            return "yes"
+        return "undecided" if self.low <= most and least <= self.high else "no"
 
     @property
     def bounds(self) -> str:
-        """The bounds in words.
+        """The bounds in words; a number that is only told has none.
 
         >>> Check("", 0.0, low=1.0).bounds, Check("", 0.0, 1.0, 2.0).bounds, Check("", 0.0, high=3e-7).bounds
         ('at least 1', '1 to 2', 'at most 3e-07')
         """
+        if math.isinf(self.low) and math.isinf(self.high):
+            return ""
         if math.isinf(self.high):
             return f"at least {self.low:.4g}"
-        return f"{self.low:.4g} to {self.high:.4g}" if math.isfinite(self.low) else f"at most {self.high:.4g}"  # fmt: skip
+        if math.isinf(self.low):
+            return f"at most {self.high:.4g}"
+        return f"{self.low:.4g} to {self.high:.4g}"
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values; a bound or a value that is not finite is None."""
@@ -56,18 +75,41 @@ class Check:
             name: value if math.isfinite(value) else None
             for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
         }
-        return {"says": self.says, **finite, "passed": self.passed, "essential": self.essential}
+        spread = None if self.spread is None else list(self.spread)
+        return {"says": self.says, **finite, "spread": spread, "answer": self.answer, "role": self.role}  # fmt: skip
+
+
+def scattered(
+    says: str, values: Sequence[float], low: float = -math.inf, high: float = math.inf, role: Role = "claim"
+) -> Check:  # fmt: skip
+    """A check of the median of several measurements, whose spread runs from the first to the third quartile.
+
+    Up to three measurements (seeds, say) have no quartiles worth the name: their spread is all of them.
+
+    >>> scattered("seeds", [0.2, 0.4]).spread, scattered("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
+    ((0.2, 0.4), (2.0, 4.0))
+    """
+    spread = (min(values), max(values)) if len(values) < 4 else quartiles(values)
+    return Check(says, median(values), low, high, role, spread)
 
 
 def verdict(checks: Sequence[Check]) -> str:
-    """A word of `VERDICTS`: "does not hold" when an essential check fails, "holds with limits" when only others do.
+    """A word of `VERDICTS`, by the answers to the checks.
 
-    >>> verdict([Check("a", 1.0, low=0.0), Check("b", 1.0, low=2.0, essential=False)])
+    A control that fails leaves the claim undecided; a check of the claim itself that fails makes it fall, and one that is
+    undecided leaves it so; else it holds, and with limits if a limit is not kept.
+
+    >>> verdict([Check("a", 1.0, low=0.0), Check("b", 1.0, low=2.0, role="limit")])
     'holds with limits'
     """
-    if not all(check.passed for check in checks if check.essential):
+    answers = {role: {c.answer for c in checks if c.role == role} for role in get_args(Role)}
+    if answers["control"] - {"yes"}:
         return VERDICTS[2]
-    return VERDICTS[0] if all(check.passed for check in checks) else VERDICTS[1]
+    if "no" in answers["claim"]:
+        return VERDICTS[3]
+    if "undecided" in answers["claim"]:
+        return VERDICTS[2]
+    return VERDICTS[1] if answers["limit"] - {"yes"} else VERDICTS[0]
 
 
 Measure = Callable[[float, int], Numbers]
@@ -76,19 +118,21 @@ Measure = Callable[[float, int], Numbers]
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement as an experiment.
+    """One statement as an experiment. The verdict is about `says`, and about nothing else.
 
     Attributes:
         id: how it is asked for.
         seeds: the lines of docs/seeds.md that it belongs to.
-        says: what is said, as the notes say it.
-        predicts: what the numbers should be if it is so.
+        says: what is said, as the notes say it, in one sentence.
+        predicts: what would be measured if that sentence were true.
         scale: what an experiment of this size can and cannot show.
         measure: budget and seed -> numbers, as JSON can hold them.
         checks: numbers -> what decides; the same numbers give the same verdict.
         picture: numbers -> what is drawn.
-        timed: whether its numbers are times, which differ from machine to machine.
+        timed: whether times decide it, which differ from machine to machine.
         lesson: what is right, in a sentence, whatever comes out.
+        shares: the claim whose numbers it is decided by, where several sentences are about one experiment; "" is its own.
+        table: numbers -> a table that is shown with it, heads first; None is none.
     """
 
     id: str
@@ -101,6 +145,10 @@ class Claim:
     picture: Callable[[Mapping[str, Any]], Picture] = field(repr=False, compare=False)
     timed: bool = False
     lesson: str = ""
+    shares: str = ""
+    table: Callable[[Mapping[str, Any]], list[list[str]]] | None = field(
+        default=None, repr=False, compare=False
+    )
 
 
 @dataclass(frozen=True)
@@ -135,13 +183,18 @@ class Outcome:
         """What is drawn."""
         return self.claim.picture(self.numbers)
 
+    @property
+    def table(self) -> list[list[str]]:
+        """The table that is shown with it, heads first; [] is none."""
+        return [] if self.claim.table is None else self.claim.table(self.numbers)
+
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
         claim = self.claim
         said = {name: getattr(claim, name) for name in ("id", "says", "predicts", "scale", "lesson", "timed")}  # fmt: skip
         return said | {
             "seeds": list(claim.seeds), "verdict": self.verdict, "budget": self.budget, "seed": self.seed,
-            "checks": [check.as_dict() for check in self.checks], "numbers": self.numbers,
+            "checks": [check.as_dict() for check in self.checks], "numbers": self.numbers, "table": self.table,
             "picture": self.picture.as_dict(),
         }  # fmt: skip
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from regard import attend
 from regard.caches import Cache, Fixed, Growing, Ring
-from regard.compare.claims.base import Check, Claim
+from regard.compare.claims.base import Check, Claim, steps
+from regard.compare.claims.training import BYTES, byte_loss, decoder, read_bytes
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Mask, Window
 from regard.nn import Attention
@@ -102,16 +103,23 @@ def _apart(x: Tensor, y: Tensor) -> float:
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     found = [
-        Check(f"{row['step']}: right without a mask", row["error"], high=1e-13, essential=not row["needs"])
+        Check(f"{row['step']}: error without a mask", row["error"], high=1e-13, role="limit" if row["needs"] else "claim")
         for row in numbers["steps"]
     ]  # fmt: skip
-    one, *more = numbers["no_cache"]
     return [
         *found,
-        Check("without a cache, one layer: the last row is right", one["error"], high=1e-12),
-        Check("without a cache, more layers: it is too", max(r["error"] for r in more), high=1e-12, essential=False),
-        Check("padding on the left, positions told: nothing changes", numbers["padded"], high=1e-13),
-        Check("... and not told: nothing changes", numbers["padded_without_positions"], high=1e-13, essential=False),
+        Check("one token, padding on the left whose positions are told: error", numbers["padded"], role="told"),
+        Check("... and not told: error", numbers["padded_without_positions"], high=1e-13, role="limit"),
+    ]  # fmt: skip
+
+
+def _checks_always(numbers: Mapping[str, Any]) -> list[Check]:
+    plain = [row for row in numbers["steps"] if not row["needs"]]
+    one, *more = numbers["no_cache"]
+    return [
+        *(Check(f"{row['step']}: what goes wrong without a mask", row["error"], low=1e-6) for row in plain),
+        Check("no cache, the whole prefix again, one layer: error of the last row", one["error"], role="told"),
+        Check("... from two layers on: the least error", min(r["error"] for r in more), role="told"),
     ]  # fmt: skip
 
 
@@ -120,15 +128,84 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     return Picture("Decoding without a cache and without a mask", "layers", "error of the last row", (Line("no mask", points),), "y")  # fmt: skip
 
 
+_EXACT = "Exact statements; the sizes of the errors are those of random weights."
+
 CLAIM = Claim(
     id="decode-mask",
-    seeds=("S1.12", "S4.27", "E1.6", "E4.5", "X2"),
-    says="With a cache a step of decoding needs no mask; other notes say that it does.",
-    predicts="None is needed for one query against exactly the keys that it may see, and for no other kind of step.",
-    scale="Exact statements; the sizes of the errors are those of random weights.",
+    seeds=("S1.12", "E1.6", "X2"),
+    says="With a cache of keys and values a step of decoding needs no mask.",
+    predicts="Without the mask a step gives what it gives with it.",
+    scale=_EXACT,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="Several tokens at once, a window over a longer cache, empty slots, padding, and no cache at all: each needs its mask.",
+    shares="decode-mask",
+    lesson="True of one query against exactly the keys that it may see; several tokens at once, a window over a longer cache, empty slots and padding need one (E1.6).",
 )
 """S1.12."""
+
+ALWAYS = Claim(
+    id="decode-mask-always",
+    seeds=("S4.27", "E4.5", "X2"),
+    says="At inference each step needs the causal mask, to hide the tokens that are not generated yet.",
+    predicts="Without the mask a step of one token goes wrong.",
+    scale=_EXACT,
+    measure=_measure,
+    checks=_checks_always,
+    picture=_picture,
+    shares="decode-mask",
+    lesson="Such tokens do not exist: with a cache nothing is hidden. Without a cache the mask hides later tokens from earlier ones, which a second layer reads (E4.5).",
+)
+"""S4.27."""
+
+STEPS_OF_TRAINING = 120
+
+
+def _measure_training(budget: float, seed: int) -> Numbers:
+    rows = []
+    for name in ("causal", "none"):
+        _, model = decoder(BYTES, dim=48, layers=2, heads=2, seed=seed)
+        layers = [module for module in model.modules() if isinstance(module, Attention)]
+        right_masks = [layer.mask for layer in layers]
+        if name == "none":
+            for layer in layers:
+                layer.mask = None
+        found = read_bytes(model, steps(budget, STEPS_OF_TRAINING), context=48, seed=seed)
+        as_trained = byte_loss(model, 48, rows=16)
+        for layer, mask in zip(layers, right_masks, strict=True):
+            layer.mask = mask
+        rows.append({
+            "trained": name, "last": found, "as_trained": as_trained, "in_use": byte_loss(model, 48, rows=16),
+        })  # fmt: skip
+    return {"steps": steps(budget, STEPS_OF_TRAINING), "by_mask": rows}
+
+
+def _checks_training(numbers: Mapping[str, Any]) -> list[Check]:
+    causal, none = numbers["by_mask"]
+    return [
+        Check("nats per byte lost in use, where each token sees what is before it: trained without the mask less trained with it", none["in_use"] - causal["in_use"], high=0.05),
+        Check("what it seemed to have learned, with the next byte in sight: nats per byte", none["as_trained"], role="told"),
+        Check("what the other has learned: nats per byte", causal["in_use"], role="told"),
+    ]  # fmt: skip
+
+
+def _picture_training(numbers: Mapping[str, Any]) -> Picture:
+    lines = tuple(
+        Line(f"trained {'without a mask' if r['trained'] == 'none' else 'with the causal mask'}", ((0.0, r["as_trained"]), (1.0, r["in_use"])))
+        for r in numbers["by_mask"]
+    )  # fmt: skip
+    return Picture("Loss on text that was not trained on", "0 masked as in training, 1 masked as in use", "nats per byte", lines)  # fmt: skip
+
+
+TRAINING = Claim(
+    id="training-mask",
+    seeds=("S1.12", "E1.6"),
+    says="Training needs no mask.",
+    predicts="A language model that was trained without one predicts the next token as well.",
+    scale="Two layers of width 48 and 120 steps on bytes.",
+    measure=_measure_training,
+    checks=_checks_training,
+    picture=_picture_training,
+    lesson="Training is where a causal language model needs it most: without it, it learns to copy the answer that it can see (E1.6).",
+)
+"""E1.6."""

@@ -62,17 +62,35 @@ def _gates(model: Decoder) -> list[float]:
     return [g for layer in model.layers for g in layer.attention.gate.detach().sigmoid().tolist()]  # type: ignore[union-attr,operator]
 
 
+def _trained(name: str, count: int, rate: float, seed: int) -> Decoder:
+    attention, options = KINDS_OF[name]
+    torch.manual_seed(seed)
+    _, model = decoder(len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed)  # fmt: skip
+    learn(model, TASK, count, lr=rate, seed=seed)
+    return model
+
+
+def _added_to(model: Decoder, seed: int) -> Decoder:
+    """A trained model of another mechanism with Infini-attention in its place: every weight that both have, a gate that has not been trained."""
+    attention, options = KINDS_OF["infini"]
+    _, fresh = decoder(len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed)  # fmt: skip
+    left = fresh.load_state_dict(model.state_dict(), strict=False)
+    assert not left.unexpected_keys
+    assert all(key.endswith("gate") for key in left.missing_keys), left.missing_keys
+    return fresh.eval()
+
+
 def _measure(budget: float, seed: int) -> Numbers:
     count, found = steps(budget, STEPS), []
-    for name, (attention, options) in KINDS_OF.items():
+    for name in KINDS_OF:
         tried = []
         for rate in RATES[name]:
-            torch.manual_seed(seed)
-            _, model = decoder(len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed)  # fmt: skip
-            learn(model, TASK, count, lr=rate, seed=seed)
+            model = _trained(name, count, rate, seed)
             one: dict[str, Any] = {"rate": rate, "right": right(model, TASK, "validation", 128)}
             if name == "infini":
                 one["gates"] = _gates(model)
+            else:
+                one["with_memory"] = right(_added_to(model, seed), TASK, "validation", 128)
             tried.append(one)
         found.append({"name": name, "tried": tried, "right": max(one["right"] for one in tried)})
     return {"steps": count, "pairs": PAIRS, "segment": SEGMENT, "silence": SILENCE, "chance": 1 / KINDS, "by_name": found}  # fmt: skip
@@ -81,9 +99,20 @@ def _measure(budget: float, seed: int) -> Numbers:
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     window, memory, dense = (row["right"] for row in numbers["by_name"])
     return [
-        Check("the window alone cannot know: its share right, by what guessing among the values gives", window / numbers["chance"], high=2.0),
-        Check("the memory recalls across segments: share more than the window's", memory - window, low=0.2),
-        Check("... as much as all keys do: share less", dense - memory, high=0.05, essential=False),
+        Check("values found again across segments: share right, less that of the window alone", memory - window, low=0.2),
+        Check("the window alone cannot know: its share right, by what guessing among the values gives", window / numbers["chance"], high=2.0, role="control"),
+        Check("share right of a model that sees all keys, less that with the memory", dense - memory, role="told"),
+    ]  # fmt: skip
+
+
+def _checks_free(numbers: Mapping[str, Any]) -> list[Check]:
+    window, memory, dense = numbers["by_name"]
+    added = window["tried"][0]["with_memory"] - window["right"]
+    kept = dense["tried"][0]["with_memory"] - dense["right"]
+    return [
+        Check("a memory added to a trained window, not trained with it: share right, less that of the window alone", added, low=0.2),
+        Check("put into a trained model that saw all keys: share right, less what it had", kept, low=-0.05),
+        Check("trained with its gate it recalls: share right, less that of the window alone", memory["right"] - window["right"], low=0.2, role="control"),
     ]  # fmt: skip
 
 
@@ -95,15 +124,32 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     return Picture("Values found again across segments", "learning rate", "share right", lines, "x")
 
 
+_TOY = "Three pairs in segments of eight, trained for it. At scale others could not reproduce a needle in an earlier segment: this shows that the memory works, not how much it holds."
+
 CLAIM = Claim(
     id="infini",
-    seeds=("S5.16", "E5.3", "E5.10"),
-    says="Infini-attention remembers what lies segments back, in a memory of fixed size, and is a free addition.",
-    predicts="Trained with its gate, its memory answers what a window of the same segment cannot; all keys answer more.",
-    scale="Three pairs in segments of eight, trained for it. At scale others could not reproduce a needle in an earlier segment: this shows that the memory works, not how much it holds.",
+    seeds=("S5.16", "E5.3"),
+    says="Infini-attention remembers what lies segments back, in a memory of fixed size.",
+    predicts="Trained with its gate, it answers what a window of the same segment cannot know.",
+    scale=_TOY,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="If it does not beat the window, the memory is unused: gates and projections must be trained with it (E5.10).",
+    shares="infini",
+    lesson="The memory adds up outer products of keys and values: it recalls what was stored with keys that stay apart, and blurs the rest.",
 )
 """S5.16."""
+
+FREE = Claim(
+    id="infini-free",
+    seeds=("S5.16", "E5.10"),
+    says="Infini-attention is a free addition to a model that is trained already.",
+    predicts="Put in place of its attention, with the gate as it begins, it recalls across segments, and loses nothing that was there.",
+    scale=_TOY,
+    measure=_measure,
+    checks=_checks_free,
+    picture=_picture,
+    shares="infini",
+    lesson="Gates and projections must be trained with it (E5.10).",
+)
+"""E5.10."""

@@ -68,17 +68,28 @@ def _measure(_budget: float, seed: int) -> Numbers:
 
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
+    return [
+        Check("the largest weight behind the mask, at any of the scales", numbers["ours"], high=0.0),
+        Check("softmax over -inf alone gives weights too (1 = it is NaN)", numbers["bare_softmax_is_nan"], high=0.0, role="limit"),
+        Check("a row that sees nothing, behind regard's masks", numbers["empty_row"], role="told"),
+    ]  # fmt: skip
+
+
+def _checks_hides(numbers: Mapping[str, Any]) -> list[Check]:
+    return [
+        Check("the largest weight behind the mask", numbers["ours"], high=0.0),
+        Check("a NaN in a hidden value stays hidden: share of the outputs that it reaches when its weight of 0 is multiplied", numbers["nan_after_multiplying"], high=0.0),
+        Check("the same, where what is masked is selected away, as regard does", numbers["nan_after_masking"], role="told"),
+    ]  # fmt: skip
+
+
+def _checks_large(numbers: Mapping[str, Any]) -> list[Check]:
     at = {(r["scale"], f["fill"]): f["weight"] for r in numbers["leaks"] for f in r["fills"]}
     return [
-        Check("behind the mask the weights are exactly 0", numbers["ours"], high=0.0),
-        Check("-1e9 gives 0 too where something is seen, at any of the scales", max(at[s, -1e9] for s in SCALES), high=0.0),
-        Check("a small negative number does not: its leak with -10, at the largest scale", at[100.0, -10.0], low=1e-3),
-        Check("a row that sees nothing is 0 behind the mask", numbers["empty_row"], high=0.0),
-        Check("a weight of 0 does not hide a NaN: share of outputs it reaches by multiplication", numbers["nan_after_multiplying"], low=1.0),
-        Check("... and by selection", numbers["nan_after_masking"], high=0.0),
-        Check("with -1e9 a row that sees nothing is 0 as well (it is the mean of all values)", numbers["filled_row"], high=1e-6, essential=False),
-        Check("softmax over -inf alone is a number (1 = it is NaN)", numbers["bare_softmax_is_nan"], high=0.0, essential=False),
-        Check("-1e9 is a finite number in fp16 too (1 = it is)", numbers["fill_is_finite_in_fp16"], low=1.0, essential=False),
+        Check("-1e9 gives weights of 0 where something is seen, at any of the scales", max(at[s, -1e9] for s in SCALES), high=0.0),
+        Check("the measure sees a leak where there is one: the weight with -10, at the largest scale", at[100.0, -10.0], low=1e-3, role="control"),
+        Check("a row that sees nothing gives 0 as well (it is the mean of all values)", numbers["filled_row"], high=1e-6, role="limit"),
+        Check("-1e9 is a finite number in fp16 too (1 = it is)", numbers["fill_is_finite_in_fp16"], low=1.0, role="limit"),
     ]  # fmt: skip
 
 
@@ -91,15 +102,45 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     return Picture(title, "minus the number", "weight", lines, "xy")
 
 
+_EXACT = "Exact statements about arithmetic: they do not depend on the scale."
+
 CLAIM = Claim(
     id="minus-infinity",
-    seeds=("S1.11", "S2.4", "S3.25", "E1.5", "E2.2", "E3.6"),
-    says="What is masked scores minus infinity, so that its weight is exactly 0; a large negative number does the same.",
-    predicts="Both give exact zeros where a key is visible; where none is, one is a defined 0 and the other a silent average.",
-    scale="Exact statements about arithmetic: they do not depend on the scale.",
+    seeds=("S1.11", "S2.4", "S3.25", "E3.6"),
+    says="A key that scores minus infinity has a weight of exactly 0.",
+    predicts="Zeros behind the mask, whatever the size of the other scores.",
+    scale=_EXACT,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="-inf and -1e9 agree exactly where something is seen; an empty row, fp16 and NaN tell them apart (E1.5, E2.2, E3.6).",
+    lesson="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0 (E3.6): the empty row wants a definition, and ours is 0.",
 )
 """S2.4."""
+
+HIDES = Claim(
+    id="minus-infinity-hides",
+    seeds=("S2.4", "E2.2"),
+    says="Scores of minus infinity keep every trace of the masked positions out of the output.",
+    predicts="Whatever stands in a masked value, the output does not change.",
+    scale=_EXACT,
+    measure=_measure,
+    checks=_checks_hides,
+    picture=_picture,
+    shares="minus-infinity",
+    lesson="A weight of 0 times NaN or infinity is NaN: what is masked must be selected away, not multiplied (E2.2).",
+)
+"""E2.2."""
+
+LARGE = Claim(
+    id="large-negative",
+    seeds=("S1.11", "E1.5"),
+    says="A large negative number does the same as minus infinity.",
+    predicts="Weights of exactly 0 behind the mask, and the same rows everywhere else.",
+    scale=_EXACT,
+    measure=_measure,
+    checks=_checks_large,
+    picture=_picture,
+    shares="minus-infinity",
+    lesson="The two agree exactly where something is seen; an empty row becomes a silent average, and in fp16 -1e9 is no number (E1.5).",
+)
+"""E1.5."""

@@ -64,19 +64,25 @@ def _falls(values: list[float]) -> float:
 
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
-    moved = numbers["moved"]
-    near_and_far = [
-        sum(numbers[name][:16]) / 16 - sum(numbers[name][-64:]) / 64
-        for name in ("sinusoidal", "rotary")
-    ]
+    def nearer(name: str) -> float:
+        return sum(numbers[name][:16]) / 16 - sum(numbers[name][-64:]) / 64
+
     return [
-        Check("near tokens score higher than far ones: least difference of means, sinusoidal and rotary", min(near_and_far), low=0.1),
-        Check("rotary scores depend on the distance alone: change under a shift", moved["rotary, with content"], high=1e-12),
-        Check("... by the formula B(m) = 2/d sum cos(m theta): distance", numbers["formula"], high=1e-12),
-        Check("ALiBi falls at every step away, in every head: share", min(map(_falls, numbers["alibi"])), low=1.0),
-        Check("sinusoids among themselves too: change under a shift", moved["sinusoidal alone"], high=1e-5),
-        Check("rotary falls at every step away: share of steps", _falls(numbers["rotary"]), low=1.0, essential=False),
-        Check("added to content, sinusoids keep that: change under a shift", moved["sinusoidal, with content"], high=1e-5, essential=False),
+        Check("sinusoids: mean score of the 16 nearest less that of the 64 farthest", nearer("sinusoidal"), low=0.1),
+        Check("rotary: likewise", nearer("rotary"), low=0.1),
+        Check("ALiBi: share of steps away that lower the score, the least of its heads", min(map(_falls, numbers["alibi"])), low=1.0),
+        Check("sinusoids: share of steps away that lower the score", _falls(numbers["sinusoidal"]), low=1.0, role="limit"),
+        Check("rotary: likewise", _falls(numbers["rotary"]), low=1.0, role="limit"),
+    ]  # fmt: skip
+
+
+def _checks_distance(numbers: Mapping[str, Any]) -> list[Check]:
+    moved = numbers["moved"]
+    return [
+        Check("rotary, with random content: change of the scores when all positions move", moved["rotary, with content"], high=1e-12),
+        Check("sinusoids added to random content: likewise", moved["sinusoidal, with content"], high=1e-5),
+        Check("sinusoids among themselves: likewise", moved["sinusoidal alone"], role="told"),
+        Check("rotary by its formula 2/d sum cos(m theta): distance", numbers["formula"], high=1e-12, role="control"),
     ]  # fmt: skip
 
 
@@ -92,15 +98,32 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     return Picture("What is left of a match at a distance (ALiBi: what is added, cut at -1.5)", "distance", "score", lines)  # fmt: skip
 
 
+_UNTRAINED = "The schemes before any training, base 10000, 64 dims: a trained model may use the far tail of a rotation, and does."
+
 CLAIM = Claim(
     id="positions",
     seeds=("S5.19", "S5.20", "S5.21", "S5.26"),
-    says="Position encodings make near tokens count for more: sinusoids added to embeddings, rotations of queries and keys, linear biases.",
-    predicts="All three fall with the distance on the whole; only ALiBi at every step; rotations and biases depend on the distance alone.",
-    scale="The schemes before any training, base 10000, 64 dims: a trained model may use the far tail of a rotation, and does.",
+    says="Sinusoidal, rotary and ALiBi positions give near tokens higher scores than far ones.",
+    predicts="A query and a key that match score less at a distance, under each of the three.",
+    scale=_UNTRAINED,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="Rotary waves as it falls; sinusoids depend on the distance among themselves, and no longer once content is added to them.",
+    shares="positions",
+    lesson="On the whole all three do; at every step only ALiBi: sinusoids and rotations wave as they fall.",
 )
 """S5.19."""
+
+DISTANCE = Claim(
+    id="positions-distance",
+    seeds=("S5.19", "S5.20", "S5.21"),
+    says="Under sinusoidal and rotary positions a score depends on the distance of two tokens alone.",
+    predicts="No score changes when all positions move by the same number.",
+    scale=_UNTRAINED,
+    measure=_measure,
+    checks=_checks_distance,
+    picture=_picture,
+    shares="positions",
+    lesson="True of rotations, and of sinusoids among themselves; added to content, sinusoids bring in products of content and position.",
+)
+"""S5.21."""

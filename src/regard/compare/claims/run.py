@@ -14,7 +14,7 @@ from regard.errors import ArgumentError
 
 
 def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
-    """An experiment for each claim, under the name claim/<id>.
+    """The experiments of claims, each under the name claim/<id>; claims that share one have it once.
 
     Args:
         claims: which.
@@ -30,7 +30,8 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
     """
     if not (budget > 0 and math.isfinite(budget)):
         raise ArgumentError(f"budget is {budget}; it must be above 0, and 1 is the default")
-    return [_experiment(claim, budget, seed) for claim in claims]
+    made = [_experiment(claim, budget, seed) for claim in claims]
+    return list({one.name: one for one in made}.values())
 
 
 def run(session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Outcome]:  # fmt: skip
@@ -49,10 +50,10 @@ def run(session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: in
     ['holds with limits']
     """
     found = []
-    for claim, one in zip(claims, experiments(claims, budget, seed), strict=True):
-        before = session.measured
+    for claim in claims:
+        (one,) = experiments([claim], budget, seed)
         numbers = session.run([one])[one.name]
-        found.append(Outcome(claim, numbers, budget, seed, reused=session.measured == before))
+        found.append(Outcome(claim, numbers, budget, seed, reused=one.name in session.kept))
     return found
 
 
@@ -63,4 +64,4 @@ def _experiment(claim: Claim, budget: float, seed: int) -> Experiment:
             return claim.measure(budget, seed)
 
     settings = {"budget": budget, "seed": seed, "torch": torch.__version__, "regard": __version__}
-    return Experiment(f"claim/{claim.id}", settings, measure)
+    return Experiment(f"claim/{claim.shares or claim.id}", settings, measure)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from regard.compare.claims.base import VERDICTS, Check, Claim, Outcome
 from regard.view.findings import Section
 
-COLUMNS = ("claim", "verdict", "check", "value", "low", "high", "passed", "essential")
+COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high", "answer", "role")
 
 
 def listing(claims: Sequence[Claim]) -> str:
@@ -17,9 +17,9 @@ def listing(claims: Sequence[Claim]) -> str:
 
     >>> from regard.compare.claims import find_claim
     >>> listing([find_claim("scale")]).splitlines()[0]
-    '  scale           S1.10, S2.3, S3.18, E2.1, X3'
+    '  scale                 S1.10, S2.3, S3.18'
     """
-    return "\n".join(f"  {c.id:<16}{', '.join(c.seeds)}\n  {'':<16}{c.says}" for c in claims)
+    return "\n".join(f"  {c.id:<22}{', '.join(c.seeds)}\n  {'':<22}{c.says}" for c in claims)
 
 
 def text(outcome: Outcome) -> str:
@@ -34,9 +34,10 @@ def text(outcome: Outcome) -> str:
     kept = " (kept from an earlier run)" if outcome.reused else ""
     lines = [f"{claim.id}: {outcome.verdict}{kept}", f"  says      {claim.says}", f"  predicts  {claim.predicts}"]  # fmt: skip
     lines += [
-        f"  {_mark(check):<10}{value(check):>10}  {check.bounds:<16}  {check.says}"
+        f"  {_mark(check):<10}{value(check):>10}  {check.bounds:<16}  {check.says}{_spread(check)}"
         for check in outcome.checks
     ]
+    lines += _table(outcome.table)
     lines += [f"  scale     {claim.scale}", f"  lesson    {claim.lesson}"]
     return "\n".join(lines)
 
@@ -45,18 +46,18 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """How many of each verdict.
 
     >>> summary([])
-    '0 claims: 0 hold, 0 hold with limits, 0 do not hold'
+    '0 claims: 0 hold, 0 hold with limits, 0 undecided, 0 do not hold'
     """
     words = [outcome.verdict for outcome in outcomes]
     counts = [words.count(word) for word in VERDICTS]
-    return f"{len(words)} claims: {counts[0]} hold, {counts[1]} hold with limits, {counts[2]} do not hold"
+    return f"{len(words)} claims: {counts[0]} hold, {counts[1]} hold with limits, {counts[2]} undecided, {counts[3]} do not hold"
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:
     """A line for each check.
 
     >>> as_csv([]).strip()
-    'claim,verdict,check,value,low,high,passed,essential'
+    'claim,verdict,check,value,least,most,low,high,answer,role'
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -64,7 +65,9 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         for check in outcome.checks:
             told = check.as_dict()
-            writer.writerow([outcome.claim.id, outcome.verdict, *(told[name] for name in ("says", "value", "low", "high", "passed", "essential"))])  # fmt: skip
+            told["least"], told["most"] = told["spread"] or (None, None)
+            cells = [told["says" if name == "check" else name] for name in COLUMNS[2:]]
+            writer.writerow([outcome.claim.id, outcome.verdict, *cells])
     return out.getvalue()
 
 
@@ -77,11 +80,11 @@ def section(outcome: Outcome) -> Section:
     'holds with limits'
     """
     claim = outcome.claim
-    good = {VERDICTS[0]: True, VERDICTS[1]: None, VERDICTS[2]: False}[outcome.verdict]
-    rows = [(_mark(check), value(check), check.bounds, check.says) for check in outcome.checks]
+    good = {VERDICTS[0]: True, VERDICTS[3]: False}.get(outcome.verdict)
+    rows = [(_mark(c), value(c), c.bounds, c.says + _spread(c)) for c in outcome.checks]
     texts = {"says": claim.says, "predicts": claim.predicts, "scale": claim.scale, "lesson": claim.lesson,
              "seeds": ", ".join(claim.seeds)}  # fmt: skip
-    return Section(claim.id, outcome.verdict, good, texts, ("", "measured", "predicted", "what"), rows, (outcome.picture,))  # fmt: skip
+    return Section(claim.id, outcome.verdict, good, texts, ("", "measured", "if it is so", "what"), rows, (outcome.picture,), outcome.table)  # fmt: skip
 
 
 def value(check: Check) -> str:
@@ -94,6 +97,23 @@ def value(check: Check) -> str:
 
 
 def _mark(check: Check) -> str:
-    if check.passed:
-        return "yes"
-    return "no" if check.essential else "limit"
+    """The answer to a check of the claim; what the others are for stands in front of theirs."""
+    if check.role == "told":
+        return ""
+    return check.answer if check.role == "claim" else f"{check.role} {check.answer}"
+
+
+def _spread(check: Check) -> str:
+    """How far the measurements scatter, behind what was measured."""
+    return "" if check.spread is None else f" ({check.spread[0]:.4g} to {check.spread[1]:.4g})"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table in columns: the first to the left, the others to the right."""
+    if not rows:
+        return []
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "    " + "  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]  # fmt: skip

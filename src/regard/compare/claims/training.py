@@ -76,6 +76,27 @@ def read_bytes(
     return _fit(model, Batches(_text()[0], batch=batch, context=context, seed=seed), count, lr, next_token_loss)  # fmt: skip
 
 
+def gradient_norms(
+    model: nn.Module, count: int, *, context: int, lr: float = 3e-3, batch: int = 16, seed: int = 0
+) -> list[float]:
+    """Train on the same text at one rate, without clipping; gives the norm of all gradients of each step.
+
+    >>> [x > 0 for x in gradient_norms(decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2)]
+    [True, True]
+    """
+    found = []
+    optimiser = torch.optim.AdamW(model.parameters(), lr=lr)
+    data = Batches(_text()[0], batch=batch, context=context, seed=seed)
+    with threads(1), torch.enable_grad():
+        for _ in range(count):
+            optimiser.zero_grad()
+            next_token_loss(model, next(data)).backward()
+            found.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))  # fmt: skip
+            optimiser.step()
+    model.eval()
+    return found
+
+
 def byte_loss(model: nn.Module, context: int, rows: int = 64) -> float:
     """Nats per byte on rows of the text that training does not see.
 

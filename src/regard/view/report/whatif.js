@@ -17,14 +17,22 @@
   // the explanation that travels with the page, where it is of this query
   R.ui.explained = (p, i) => { const x = R.meta.explanation; return x && x.place === R.meta.places[p].name && x.query === i ? x : null; };
 
+  // every tensor of the layer, where an explanation travels with the page: shape, mean, deviation and time
+  R.ui.tensors = (p, i) => {
+    const x = R.ui.explained(p, i);
+    return !x?.tensors?.length ? null : el("div", { id: "cell-tensors" }, table([t("cell.stage"), t("cell.shape"), t("cell.mean"), t("cell.std"), t("cell.ms")],
+      x.tensors.map(one => tr([el("b", {}, one.name), mono(one.shape.join(" × ")), mono(num(one.mean)), mono(num(one.std)), mono(one.seconds === null ? "" : num(1e3 * one.seconds))])), t("cell.tensors")), soft(t("cell.tensors_say")));
+  };
+
   // ---- 8 cost: numbers that Python counted, in the units that it gave
   R.ui.cost = (p, h, i) => {
     const cost = R.meta.places[p].cost, row = R.math.row(p, h, i), place = R.meta.places[p];
+    const tensors = R.ui.tensors(p, i);
     const seen = soft(t("cell.row_reads", { n: row.n, N: place.N, G: place.G, D: place.D, E: place.E }));
-    if (!cost) return [seen, soft(t("cell.no_cost"))];
+    if (!cost) return [seen, soft(t("cell.no_cost")), tensors];
     const number = v => typeof v === "number" ? Number.isInteger(v) ? v.toLocaleString(R.state.lang) : num(v) : String(v);
     const flat = Object.entries(cost).filter(([, v]) => typeof v !== "object"), inner = Object.entries(cost).filter(([, v]) => v && typeof v === "object");
-    return [seen, cards(...flat.map(([name, v]) => card(R.word(`cost.${name}`, name), number(v)))),
+    return [seen, tensors, cards(...flat.map(([name, v]) => card(R.word(`cost.${name}`, name), number(v)))),
       ...inner.map(([name, all]) => {
         const values = Object.entries(all), top = Math.max(...values.map(([, v]) => v)) || 1;
         return el("div", {}, el("h3", {}, R.word(`cost.${name}`, name)), ...values.map(([kind, v]) => line(R.word(`cost.${kind}`, kind), number(v), v / top, { kind: "k" })));

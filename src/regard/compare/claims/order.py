@@ -1,0 +1,216 @@
+"""What is done one after another: dependent steps of recurrence and of attention, the time that follows, and generation.
+
+s_t = f(s_{t-1}, x_t) needs its predecessor;  z_i = sum_j p_ij v_j needs no other z
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from regard import attend
+from regard.compare.claims.base import Check, Claim, scattered
+from regard.compare.claims.timed import by_length, exponent, ratios, seconds, setting, slopes
+from regard.compare.claims.training import decoder
+from regard.compare.experiment import Numbers
+from regard.masks import Causal
+from regard.models.rnn import CELLS
+from regard.nn.variants import mha
+from regard.view.curves import Line, Picture
+
+DIM, BATCH = 64, 4
+COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)
+
+
+class Chain(TorchDispatchMode):
+    """Counts the longest chain of operations of which each needs the result of the one before.
+
+    An operation on whole tensors counts as one step, a view as none. What is not made under the mode has depth 0.
+
+    >>> with Chain() as chain:
+    ...     x = torch.ones(3) + 1
+    ...     y = (x * 2) + (x * 3)
+    >>> chain.depth(x), chain.depth(y)
+    (2, 4)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depths: dict[int, int] = {}
+        self._held: list[Tensor] = []  # so that no storage is given to another tensor
+
+    def depth(self, x: Tensor) -> int:
+        """The steps behind which a tensor is known."""
+        return self._depths.get(x.untyped_storage()._cdata, 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        """Run an operation, and enter its results one step behind the latest of what it was given."""
+        given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
+        out = func(*args, **(kwargs or {}))
+        known = max(map(self.depth, given), default=0)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()._cdata
+                seen = any(storage == y.untyped_storage()._cdata for y in given)
+                writes = func._schema.is_mutable
+                if not seen or writes:
+                    self._depths[storage] = max(known + 1, self._depths.get(storage, 0))
+                    self._held.append(x)
+        return out
+
+
+def _steps_of(run: Callable[[], Tensor]) -> int:
+    """The longest chain of a call, up to its result."""
+    with torch.no_grad(), Chain() as chain:
+        return chain.depth(run())
+
+
+def _attention_of(x: Tensor) -> Tensor:
+    """Causal attention from the definition, on projections of x that are made here."""
+    q, k, v = (x @ torch.eye(x.shape[-1], dtype=x.dtype) for _ in range(3))
+    return attend(q[:, None], k[:, None], v[:, None], mask=Causal(), backend="reference")
+
+
+def _measure_steps(_budget: float, seed: int) -> Numbers:
+    torch.manual_seed(seed)
+    lstm, rows = CELLS["lstm"](DIM, DIM, 1, batch_first=True).double(), []
+    for length in COUNTED:
+        x = torch.randn(1, length, DIM, dtype=torch.float64)
+        steps = {
+            "attention": _steps_of(partial(_attention_of, x)),
+            "lstm": _steps_of(lambda x=x: lstm(x)[0]),  # type: ignore[misc]
+        }
+        rows.append({"length": length, "steps": steps})
+    return {"dim": DIM, "by_length": rows}
+
+
+def _checks_steps(numbers: Mapping[str, Any]) -> list[Check]:
+    rows = numbers["by_length"]
+    lengths = [float(r["length"]) for r in rows]
+    recurrent, attention = ([float(r["steps"][name]) for r in rows] for name in ("lstm", "attention"))  # fmt: skip
+    return [
+        Check("dependent steps of an LSTM: exponent of n", exponent(lengths, recurrent), 0.9, 1.1),
+        Check("dependent steps of attention: exponent of n", exponent(lengths, attention), -0.05, 0.05),
+        Check("an LSTM's steps at the longest", recurrent[-1], role="told"),
+        Check("attention's steps at the longest", attention[-1], role="told"),
+    ]  # fmt: skip
+
+
+def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
+    lines = tuple(
+        Line(name, tuple((float(r["length"]), float(r["steps"][name])) for r in numbers["by_length"]))
+        for name in ("attention", "lstm")
+    )  # fmt: skip
+    return Picture("The longest chain of operations that need one another", "n", "steps", lines, "xy")  # fmt: skip
+
+
+STEPS = Claim(
+    id="order",
+    seeds=("S4.5", "S4.23", "S5.3"),
+    says="A recurrent network takes its steps one after another, where attention takes the same few at any length.",
+    predicts="Counted along the longest chain of operations that need one another: exponents of n of 1 and of 0.",
+    scale="Exact, up to 256 tokens. An operation on whole tensors counts as one step: what happens inside it may be summed in log n.",
+    measure=_measure_steps,
+    checks=_checks_steps,
+    picture=_picture_steps,
+    lesson="More work, and none of it waits: n^2 products against n steps in order.",
+)
+"""S4.5."""
+
+
+def _measure_time(budget: float, seed: int) -> Numbers:
+    torch.manual_seed(seed)
+    attention, network = mha(DIM, 1, is_causal=True).eval(), CELLS["lstm"](DIM, DIM, 1, batch_first=True)  # fmt: skip
+    rows = []
+    for length in TIMED:
+        x = torch.randn(BATCH, length, DIM)
+        cases = {"attention": partial(attention, x), "lstm": partial(network, x)}
+        rows.append({"length": length, "times": seconds(cases, budget, rounds=9)})
+    return {**setting(), "dim": DIM, "batch": BATCH, "by_length": rows}
+
+
+def _checks_time(numbers: Mapping[str, Any]) -> list[Check]:
+    rows = numbers["by_length"]
+    return [
+        *(
+            scattered(f"attention at {r['length']} tokens: its time by the LSTM's", ratios(r["times"], "attention", "lstm"), high=1.0)
+            for r in rows
+        ),
+        scattered("the LSTM's time: exponent of n", slopes(rows, "lstm"), role="told"),
+        scattered("attention's time: exponent of n", slopes(rows, "attention"), role="told"),
+    ]  # fmt: skip
+
+
+def _picture_time(numbers: Mapping[str, Any]) -> Picture:
+    lines = by_length(numbers, "attention", "lstm")
+    return Picture("Reading n tokens of width 64, 4 rows", "n", "milliseconds", lines, "xy")
+
+
+TIME = Claim(
+    id="order-time",
+    seeds=("S4.5", "S5.3"),
+    says="Attention reads a text faster than a recurrent network.",
+    predicts="Less time than an LSTM of the same width at every length.",
+    scale="One layer of width 64 on one thread of this CPU, which has nothing to be parallel with: on a GPU the LSTM's steps in order weigh far more.",
+    measure=_measure_time,
+    checks=_checks_time,
+    picture=_picture_time,
+    timed=True,
+    lesson="Few steps in order against more work: with few cores and long rows the work decides.",
+)
+"""S4.5, in time."""
+
+TOKENS = 12
+
+
+def _measure_generation(_budget: float, seed: int) -> Numbers:
+    _, model = decoder(32, dim=16, heads=2, seed=seed)
+    passes: list[int] = []
+    model.register_forward_hook(lambda _module, args, _out: passes.append(args[0].shape[1]))
+    ids = torch.randint(32, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
+    logits = model(ids)
+    nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    training = len(passes)
+    passes.clear()
+    caches, last = model.new_caches(), ids[:, :1]
+    with torch.no_grad():
+        for _ in range(TOKENS):  # each needs the token that the one before has said
+            last = model(last, None, caches)[:, -1:].argmax(-1)
+    return {"tokens": TOKENS, "training": training, "generation": len(passes)}
+
+
+def _checks_generation(numbers: Mapping[str, Any]) -> list[Check]:
+    return [
+        Check("passes that train on a row of n tokens", numbers["training"], high=1),
+        Check(f"passes that generate {numbers['tokens']} tokens, one after another", numbers["generation"], high=1, role="limit"),
+    ]  # fmt: skip
+
+
+def _picture_generation(numbers: Mapping[str, Any]) -> Picture:
+    lines = tuple(
+        Line(name, ((1.0, 1.0), (float(numbers["tokens"]), float(numbers[name]))))
+        for name in ("training", "generation")
+    )
+    return Picture("Passes through the network", "tokens", "passes in order", lines)
+
+
+GENERATION = Claim(
+    id="order-generation",
+    seeds=("S4.1", "S4.23", "E4.12"),
+    says="Attention's work is fully parallel.",
+    predicts="One pass, however many tokens: to train on them, and to generate them.",
+    scale="Counted on a small decoder; greedy and one token at a time, as every model of this kind speaks unless it drafts.",
+    measure=_measure_generation,
+    checks=_checks_generation,
+    picture=_picture_generation,
+    lesson="Training and prefill are parallel; generation waits for each token, with attention as with recurrence (E4.12).",
+)
+"""E4.12."""

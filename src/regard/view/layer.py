@@ -1,0 +1,113 @@
+"""A layer's stages as text for a terminal, and as sections of a page: arrays and numbers in, words out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from regard.view.findings import Section
+
+HEADS = ("", "stage", "shape", "mean", "std", "ms")
+MOST_TOKENS = 16
+"""Tokens up to which the matrices of every head are put on a page."""
+MOST_NUMBERS = 2048
+"""A larger tensor is printed by its corners, as the output of the notes' run is."""
+TITLES = {
+    "scores": "Scores of every head, scaled, before the mask",
+    "masked": "Scores behind the mask",
+    "weights": "Weights after softmax, in evaluation mode: every row sums to 1",
+    "out": "Output of attention: heads joined and projected, nothing more",
+    "block": "Output of the block: LayerNorm(x + out)",
+}
+
+
+def rows(told: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A line for each stage of each layer: shape, mean, deviation and milliseconds.
+
+    Args:
+        told: `Layer.as_dict()` of each.
+
+    >>> stage = {"name": "q", "shape": [2, 4], "mean": 0.5, "std": 1.0, "seconds": None}
+    >>> rows([{"name": "mha", "stages": [stage]}])
+    [['mha', 'q', '2 x 4', '0.5000', '1.0000', '']]
+    """
+    return [
+        [
+            layer["name"], one["name"], " x ".join(map(str, one["shape"])), f"{one['mean']:.4f}", f"{one['std']:.4f}",
+            "" if one["seconds"] is None else f"{1e3 * one['seconds']:.3f}",
+        ]
+        for layer in told
+        for one in layer["stages"]
+    ]  # fmt: skip
+
+
+def table(told: Sequence[Mapping[str, Any]]) -> str:
+    """The lines of `rows`, in columns.
+
+    >>> table([{"name": "mha", "stages": []}])
+    '  stage  shape  mean  std  ms'
+    """
+    found = [list(HEADS), *rows(told)]
+    widths = [max(len(row[i]) for row in found) for i in range(len(HEADS))]
+    return "\n".join(
+        "  ".join(
+            f"{cell:<{w}}" if i < 2 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in found
+    )
+
+
+def text(told: Mapping[str, Any]) -> str:
+    """One layer in full, in the order of the notes: shapes, mask, scores, masked scores, weights, outputs.
+
+    Args:
+        told: `Layer.as_dict()`.
+    """
+    made = {stage["name"]: stage for stage in told["stages"]}
+    lines = [
+        f"Input x: {tuple(told['input'])}; q {_shape(made['q'])}, k {_shape(made['k'])}, v {_shape(made['v'])}",
+        f"Output: {_shape(made['out'])}", "",
+        f"Mask ({told['mask']}; 1 = blocked: the query of the row may not see the key of the column)",
+        _matrix(np.array(told["blocked"])),
+    ]  # fmt: skip
+    for name, title in TITLES.items():
+        lines += ["", f"{title}, {_shape(made[name])}", _matrix(_array(made[name]["values"]))]
+    return "\n".join(lines)
+
+
+def sections(told: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """The stages of all layers as one table, and the matrices of the first one."""
+    found = [Section("Stages", heads=HEADS, rows=rows(told))]
+    layer = told[0]
+    keys = [f"key {j}" for j in range(layer["input"][1])]
+    if len(keys) > MOST_TOKENS:
+        return found
+    blocked = [[f"query {i}", *map(str, row)] for i, row in enumerate(layer["blocked"])]
+    found.append(Section(f"Mask: {layer['mask']}", texts={"1": "blocked"}, heads=("", *keys), rows=blocked))  # fmt: skip
+    made = {stage["name"]: stage for stage in layer["stages"]}
+    for name in ("scores", "masked", "weights"):
+        cells = [
+            [str(b), str(h), str(i), *("-inf" if x is None else f"{x:.4f}" for x in row)]
+            for b, heads in enumerate(made[name]["values"])
+            for h, head in enumerate(heads)
+            for i, row in enumerate(head)
+        ]
+        found.append(Section(f"{TITLES[name]}: {layer['name']}", heads=("sequence", "head", "query", *keys), rows=cells))  # fmt: skip
+    return found
+
+
+def _shape(stage: Mapping[str, Any]) -> str:
+    return str(tuple(stage["shape"]))
+
+
+def _array(values: Any) -> np.ndarray[Any, Any]:
+    """Nested lists as an array; None is minus infinity, as only masked scores have it."""
+    found = np.array(values, dtype=object)
+    return np.where(found == None, -np.inf, found).astype(float)  # noqa: E711
+
+
+def _matrix(x: np.ndarray[Any, Any]) -> str:
+    return np.array2string(x, precision=4, suppress_small=True, threshold=MOST_NUMBERS, max_line_width=120)  # fmt: skip

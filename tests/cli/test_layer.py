@@ -1,0 +1,75 @@
+"""`regard layer`: the notes' run in one command, side by side, as a page, a figure and JSON."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from regard.cli.app import run
+
+
+def test_the_notes_whole_run_in_one_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["layer"]) == 0
+    out = capsys.readouterr().out
+    order = [
+        "Input x: (2, 4, 512); q (2, 8, 4, 64), k (2, 8, 4, 64), v (2, 8, 4, 64)", "Output: (2, 4, 512)",
+        "Mask (causal; 1 = blocked", "[[0 1 1 1]\n [0 0 1 1]\n [0 0 0 1]\n [0 0 0 0]]",
+        "Scores of every head, scaled, before the mask, (2, 8, 4, 4)", "Scores behind the mask, (2, 8, 4, 4)",
+        "Weights after softmax, in evaluation mode: every row sums to 1, (2, 8, 4, 4)",
+        "Output of attention: heads joined and projected, nothing more, (2, 4, 512)",
+        "Output of the block: LayerNorm(x + out), (2, 4, 512)", "stage", "In evaluation mode",
+    ]  # fmt: skip
+    at = [out.index(part) for part in order]
+    assert at == sorted(at)
+    assert out.count("-inf") == 2 * 48, "both sequences are masked"
+    again = run(["layer"]), capsys.readouterr().out
+    assert again[1].partition("     stage")[0] == out.partition("     stage")[0], "a seed"
+
+
+def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page, figure = tmp_path / "layer.html", tmp_path / "head.svg"
+    drawn = ["--figure", str(figure), "--head", "3"] if find_spec("matplotlib") else []
+    assert run(["layer", "--dim", "16", "--heads", "4", "--json", "--html", str(page), *drawn]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    weights = {stage["name"]: stage["values"] for stage in told["stages"]}["weights"]
+    assert all(sum(row) == pytest.approx(1, abs=1e-6) for sequence in weights for head in sequence for row in head)  # fmt: skip
+    assert told["blocked"][0] == [0, 1, 1, 1]
+    html = page.read_text("utf-8")
+    assert "<script" not in html
+    for part in ("<h2>Stages", "<th>mean</th><th>std</th><th>ms</th>", "<h2>Mask: causal", "<td>-inf</td>", "every row sums to 1: mha"):  # fmt: skip
+        assert part in html, part
+    if drawn:
+        assert "mha, weights of head 3" in figure.read_text("utf-8") or figure.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing",), "nothing"),
+        (("retention",), "retention is a Recurrent"),
+        (("mha", "gpt", "--set", "bias=True"), "--set is for one mechanism, and 2 are named"),
+        (("mha", "--mask", "sideways"), "sideways"),
+        (("mha", "--dim", "10", "--heads", "4"), "heads"),
+        (("mha", "--html", "nowhere/page.html"), "there is no folder"),
+    ],
+)
+def test_refusals(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
+) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run(["layer", *arguments]) in (1, 2)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err
+
+
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
+def test_a_head_that_is_not_there_is_not_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run(["layer", "--heads", "4", "--dim", "16", "--head", "4", "--figure", str(tmp_path / "h.png")]) == 2  # fmt: skip
+    assert "head is 4; mha has 4 heads, from 0" in capsys.readouterr().err
