@@ -225,7 +225,7 @@ def make_call(
     )  # fmt: skip
 
 
-SMALL_SCORES = 8.0
+SMALL_SCORES = 6.0
 """Up to this bound on |scale q k| every kernel's gradient rounds as plain math does.
 
 Then scores of a row differ by at most 16, so that no weight is lost beside another in fp32 (e^-16 > 2^-24): the terms of
