@@ -228,9 +228,9 @@ def make_call(
 SMALL_SCORES = 6.0
 """Up to this bound on |scale q k| every kernel's gradient rounds as plain math does.
 
-Then scores of a row differ by at most 16, so that no weight is lost beside another in fp32 (e^-16 > 2^-24): the terms of
+Then scores of a row differ by at most 12, so that no weight is lost beside another in fp32 (e^-12 > 2^-24): the terms of
 p (dp - sum p dp) do not cancel to nothing. A kernel that computes p = exp(s - lse) from a rounded lse is off by some roundings
-of the largest score: measured (LOG.md), torch's breaks the error rule from about 10 on.
+of the largest score: measured (LOG.md), torch's breaks the error rule now and then from 7 on.
 """
 
 
