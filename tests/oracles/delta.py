@@ -27,7 +27,7 @@ def delta(
     state: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Answer:
-    """q [B,H,T,D], k [B,G,T,D], v [B,G,T,E], beta and log_decay [B,G,T]; real [B,T] is False where a slot is no token."""
+    """q [B,H,T,D], k [B,G,T,D], v [B,G,T,E], beta [B,G,T], log_decay [B,G,T] or [B,G,T,D]; real [B,T] is False where a slot is no token."""
     (B, H, T, D), (G, E) = q.shape, (v.shape[1], v.shape[3])
     ql, kl, vl, bl = (x.detach().double().tolist() for x in (q, k, v, beta))
     gl = None if log_decay is None else log_decay.detach().double().tolist()
@@ -41,8 +41,8 @@ def delta(
                 if real is not None and not bool(real[b, t]):
                     continue
                 if gl is not None:
-                    left = math.exp(gl[b][g][t])
-                    S = [[left * x for x in row] for row in S]
+                    logs = gl[b][g][t] if isinstance(gl[b][g][t], list) else [gl[b][g][t]] * D
+                    S = [[math.exp(log) * x for x in row] for log, row in zip(logs, S, strict=True)]
                 key, value, strength = kl[b][g][t], vl[b][g][t], bl[b][g][t]
                 for e in range(E):
                     held = math.fsum(S[d][e] * key[d] for d in range(D))
@@ -77,7 +77,8 @@ def delta_plain(
     eye, rows = torch.eye(D, dtype=q.dtype), []
     for t in range(T):
         if log_decay is not None:
-            S = S * torch.exp(log_decay[:, :, t, None, None])
+            left = log_decay[:, :, t].exp()  # [B,H] or [B,H,D]
+            S = S * (left[..., None] if log_decay.ndim == 4 else left[..., None, None])
         key, strength = k[:, :, t, :, None], beta[:, :, t, None, None]
         if erase_first:
             S = (eye - strength * key @ key.mT) @ S + strength * key * v[:, :, t, None]
@@ -111,3 +112,41 @@ def delta_plain_matrices(
     system = (beta[..., None] * (k @ k.mT) * left).tril(-1) + torch.eye(T, dtype=q.dtype)
     u = torch.linalg.solve(system, beta[..., None] * v)
     return (q @ k.mT * left) @ u / math.sqrt(q.shape[-1])
+
+
+def onnx_gated_delta(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    past_state: Tensor,
+    *,
+    q_num_heads: int,
+    kv_num_heads: int,
+) -> tuple[Tensor, Tensor]:
+    """ONNX's LinearAttention, version 27, update rule "gated_delta", as its page defines it, on packed inputs; float64.
+
+        S_t = exp(g_t) * S_{t-1} + beta_t * k_t (x) (v_t - exp(g_t) * S_{t-1}^T k_t);  o_t = scale * q_t^T S_t
+
+    query [B,T,Hq dk], key [B,T,Hkv dk], value [B,T,Hkv dv], decay [B,T,Hkv] or [B,T,Hkv dk], beta [B,T,Hkv] or [B,T,1],
+    past_state [B,Hkv,dk,dv]; scale is 1/sqrt(dk). Source: onnx.ai, operators, LinearAttention.
+    """
+    B, T, width = key.shape
+    dk, dv = width // kv_num_heads, value.shape[-1] // kv_num_heads
+    S = past_state.double().clone()
+    output = torch.zeros(B, T, q_num_heads * dv, dtype=torch.float64)
+    for b in range(B):
+        for t in range(T):
+            for h in range(q_num_heads):
+                j = h * kv_num_heads // q_num_heads  # the key/value head that it shares
+                if h == j * q_num_heads // kv_num_heads:  # the first that shares it writes
+                    k, v = key[b, t, j * dk : j * dk + dk], value[b, t, j * dv : j * dv + dv]
+                    n = decay.shape[-1] // kv_num_heads
+                    g = decay[b, t, j * n : j * n + n].expand(dk)
+                    strength = beta[b, t, j if beta.shape[-1] > 1 else 0]
+                    left = g.exp()[:, None] * S[b, j]
+                    S[b, j] = left + strength * torch.outer(k, v - left.T @ k)
+                q = query[b, t, h * dk : h * dk + dk]
+                output[b, t, h * dv : h * dv + dv] = q @ S[b, j] / math.sqrt(dk)
+    return output, S

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import math
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -383,3 +388,47 @@ F = rope_frequencies(8).inv_freq
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+class Overtaken(Rotary):
+    """Another thread asks for another table between any two looks at the one that is kept."""
+
+    others: Iterator[Any] = itertools.repeat(None)
+
+    @property
+    def _last(self) -> Any:
+        return next(self.others)
+
+    @_last.setter
+    def _last(self, entry: Any) -> None:
+        self.__dict__["stored"] = entry
+
+
+def test_another_thread_may_change_the_table_between_two_looks() -> None:
+    x, rotary = torch.randn(1, 1, 3, 8), Overtaken(8)
+    entries = []
+    for start in (0, 100):
+        rotary(x, Span(start, 3))
+        entries.append(rotary.__dict__["stored"])
+    right = Rotary(8)(x, Span(0, 3))
+    for first in range(2):
+        rotary.others = itertools.cycle(entries[first:] + entries[:first])
+        for _ in range(2):
+            assert torch.equal(rotary(x, Span(0, 3)), right)
+
+
+def test_threads_that_share_one_rotary() -> None:
+    rotary, x = Rotary(8), torch.randn(1, 1, 2, 8)
+    spans = [Span(100 * i, 2) for i in range(8)]
+    right = [Rotary(8)(x, span) for span in spans]
+
+    def work(i: int) -> int:
+        return sum(not torch.equal(rotary(x, spans[i]), right[i]) for _ in range(200))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert sum(pool.map(work, range(8))) == 0
+    finally:
+        sys.setswitchinterval(before)

@@ -162,10 +162,11 @@ class Rotary(nn.Module):
         return turn(x, *self._cos_sin(x, positions), self.layout)
 
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        # Every layer asks for the same table, for queries and for keys: the last one is kept.
-        key = _key(x, positions)
-        if key is not None and self._last is not None and self._last[0] == key:
-            return self._last[2:]
+        # Every layer asks for the same table, for queries and for keys: the last one is kept. It is read once, because
+        # another thread may put another one there at any time.
+        key, last = _key(x, positions), self._last
+        if key is not None and last is not None and last[0] == key:
+            return last[2:]
         inv_freq, factor = self.inv_freq, self.rotary_factor
         if self.follows:
             inv_freq, factor, _ = self._frequencies(_stop(positions))

@@ -143,3 +143,15 @@ def test_on_cuda_it_trains(mask: masks.Mask) -> None:
         found.append((out, *torch.autograd.grad(out.pow(2).sum(), (q, k, v, sink))))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_a_table_that_changed_is_read_again() -> None:
+    """The block masks of rules are kept; those of tensors are not, for nobody notices what is written into a tensor."""
+    q = torch.randn(1, 1, 8, 8)
+    table = torch.eye(2, dtype=torch.bool)
+    mask = masks.Blocks(table, 4)
+    first = regard.attend(q, q, q, mask=mask, backend="flex")
+    table.fill_(True)
+    second = regard.attend(q, q, q, mask=mask, backend="flex")
+    torch.testing.assert_close(second, regard.attend(q, q, q, mask=mask, backend="reference"))
+    assert not torch.equal(first, second)

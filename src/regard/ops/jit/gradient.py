@@ -26,7 +26,7 @@ from regard.ops.jit.prefill import PANELS, fetch, meets, place, reach, survey
 from regard.ops.jit.product import PANEL, STEP, add_product, product
 from regard.ops.jit.rows import ONE, ZERO, exact
 
-BUILT_UPON = "2658f0538ff99cb4"
+BUILT_UPON = "12319cbde7550bde"
 """Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
 
 RUN = 10 * STEP
@@ -69,7 +69,7 @@ def _dot(x, y, b, h, t):
 def _begin(block, given, T, H, saved, left, rows):
     """What is kept of a block: its queries and their gradients, as they are and turned, and the numbers of its rows."""
     (queries, changes, outs), (q, q_turned, d_out, d_out_turned) = given, left
-    top, share, shift = rows
+    top, share, shift, alone = rows
     step = top.size
     width = d_out.size // step
     fetch(queries, block, q, q.size // step)
@@ -80,6 +80,7 @@ def _begin(block, given, T, H, saved, left, rows):
         blind = saved[1][at] == 0
         top[r] = saved[0][at]
         share[r] = ZERO if blind else ONE / saved[1][at]
+        alone[r] = ZERO if blind else saved[2][at]
         shift[r] = ZERO if blind else _dot(changes, outs, block[0], h, t) - saved[2][at]
         if blind:  # nothing depends on it, whatever its gradient is
             d_out[r * width : (r + 1) * width] = 0
@@ -158,7 +159,8 @@ def run_tasks(given, packed, sizes, mask, extra, saved, scratch, results, first,
     panels, square = heads * count, PANEL * PANEL
     k_size, v_size, w_size = k.size // panels, v.size // panels, w.size // heads
     dk_size, dv_size = d_k.size // (splits * panels), d_v.size // (splits * panels)
-    rows = (np.empty(step, np.float32), np.empty(step, np.float32), np.empty(step, np.float32))
+    numbers = np.empty((4, step), np.float32)
+    rows = (numbers[0], numbers[1], numbers[2], numbers[3])
     seen = (np.empty((step // STEP, 2), np.int64), np.empty((step // STEP, PANELS), np.int8))
     hull = np.empty((mask[2].shape[3], 2), np.int64)
     kept, held, rules = (left, rows), (scores, factors), (mask, extra)

@@ -1,7 +1,7 @@
 """The compiled loops over rows of a gradient: scores become weights, and gradients of weights those of scores.
 
 What the functions pass on:
-    rows: (m, 1/l, what is taken off dp) of each row of a block
+    rows: (m, 1/l, what is taken off dp, the gradient of the lse) of each row of a block
     scores: (s, dp and the slopes of a softcap), the first two [rows,PANEL]
 `block`, `mask` and `extra` are those of `prefill`.
 """
@@ -33,12 +33,17 @@ def turn(x, rows, step, D, out):
 
 
 @compiled
-def _soften(s, d, top, share, shift):
-    """Scores of a row become weights p, and gradients dp those of scores, p (dp - shift)."""
+def _soften(s, d, top, share, shift, alone):
+    """Scores of a row become weights p, and gradients dp those of scores, p (dp - shift).
+
+    A weight of exactly 1 means that the other weights of its row are lost in rounding. There dp and the output's part of
+    `shift` are the same number, but they were summed in another order: the difference is set to 0, so that only the gradient
+    of the lse is left.
+    """
     for c in range(s.shape[0]):
-        p = exp(s[c] - top) * share
-        # selected: what is hidden has p = 0, whatever dp is there
-        d[c] = ZERO if p == ZERO else p * (d[c] - shift)
+        p, change = exp(s[c] - top) * share, d[c] - shift
+        # selected: what is hidden has p = 0, whatever dp is there; a NaN stays
+        d[c] = ZERO if p == ZERO else (alone if p == ONE and change == change else p * change)
         s[c] = p
 
 
@@ -68,7 +73,7 @@ def weigh(block, panel, group, hidden, rows, scores, mask, extra):
         adjust(here, panel * PANEL, block[0], h, t, mask[0], extra)
         if hidden:
             hide(here, block[0], h, t, (panel * PANEL, (panel + 1) * PANEL), mask)
-        _soften(here, change, rows[0][r], rows[1][r], rows[2][r])
+        _soften(here, change, rows[0][r], rows[1][r], rows[2][r], rows[3][r])
         if extra[1] > 0:
             for c in range(PANEL):
                 change[c] *= slopes[c]

@@ -45,3 +45,40 @@ def between(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
     C = g.shape[-2]
     later = g.new_ones(C, C, dtype=torch.bool).tril(-1)  # row l stands behind column j
     return g.expand(*g.shape[:-1], C).masked_fill(~later, 0).cumsum(-2).exp().tril()
+
+
+def reads(
+    x: Float[Tensor, "*L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
+) -> Float[Tensor, "*L C C"]:
+    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: what x_i reads of k_j, each channel decayed by itself.
+
+    exp(c_i - c_j) does not split into exp(c_i) exp(-c_j): the second factor overflows where decays are strong. So tokens are
+    paired: single tokens, then blocks of 1, 2, 4, ... tokens, whose second half reads the first across their border, decayed
+    from j to the border and from there to i. Both exponents are sums of g alone.
+
+    Args:
+        x, k, g: C is a power of 2.
+
+    >>> half = torch.full((2, 1), 0.5).log()
+    >>> reads(torch.ones(2, 1), torch.tensor([[3.0], [4.0]]), half).tolist()
+    [[3.0, 0.0], [1.5, 4.0]]
+
+    Source: Yang et al. 2023 (arXiv 2312.06635), section 4.3, where the blocks have two sizes.
+    """
+    found = (x * k).sum(-1)[..., None, None]  # [*L,C,1,1]
+    size = 1
+    while size < x.shape[-2]:
+        (_, here), (there, _) = _halves(x, size), _halves(k, size)
+        before, behind = _halves(g, size)
+        across = (here * since_start(behind)) @ (there * until_end(before)).mT  # [*L,p,size,size]
+        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+        above = torch.cat([first, torch.zeros_like(first)], -1)
+        found = torch.cat([above, torch.cat([across, second], -1)], -2)
+        size *= 2
+    return found.squeeze(-3)
+
+
+def _halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """[*L,C,D] -> the first and the second of each pair of blocks of `size` tokens, [*L,C/2size,size,D]."""
+    first, second = x.unflatten(-2, (-1, 2, size)).unbind(-3)
+    return first, second

@@ -88,7 +88,7 @@ class Call:
     k_positions: Positions
     wants_lse: bool = False
     needs: frozenset[str] = frozenset()
-    _known: dict[str, bool] = field(default_factory=dict, init=False)
+    _known: dict[str, float] = field(default_factory=dict, init=False)
 
     @property
     def B(self) -> int:
@@ -144,6 +144,22 @@ class Call:
         """q, k and v hold no NaN and no infinity."""
         return self.all_finite("k", "v", "q")
 
+    @property
+    def score_bound(self) -> float:
+        """No |scale q k| is larger: |scale| times the longest query and the longest key of a head that it reads.
+
+        Infinite where nobody may look: in a compiled graph, and on another device than a CPU, which would be waited for.
+        """
+        if torch.compiler.is_compiling() or not self.q.is_cpu:
+            return math.inf
+        if 0 in (self.B, self.T, self.S):
+            return 0.0
+        if "bound" not in self._known:  # read once a call, however many kernels ask
+            q, k = (_longest(x) for x in (self.q, self.k))  # [B,H], [B,G]
+            longest = (q.unflatten(1, (self.G, -1)) * k[:, :, None]).amax()
+            self._known["bound"] = abs(self.scale) * longest.item()
+        return self._known["bound"]
+
     def all_finite(self, *names: str) -> bool:
         """Those of q, k and v hold no NaN and no infinity. Not read while compiling: assumed there."""
         if torch.compiler.is_compiling():
@@ -151,7 +167,7 @@ class Call:
         for name in names:
             if name not in self._known:  # read once a call, however many kernels ask
                 self._known[name] = _finite(getattr(self, name))
-        return all(self._known[name] for name in names)
+        return all(bool(self._known[name]) for name in names)
 
 
 @runtime_checkable
@@ -212,6 +228,21 @@ def make_call(
         q, k, v, mask, bias, D**-0.5 if scale is None else float(scale), softcap, sink, dropout,
         q_positions, k_positions, wants_lse, tap.needed() & {"scores", "pattern"},
     )  # fmt: skip
+
+
+SMALL_SCORES = 6.0
+"""Up to this bound on |scale q k| every kernel's gradient rounds as plain math does.
+
+Then scores of a row differ by at most 12, so that no weight is lost beside another in fp32 (e^-12 > 2^-24): the terms of
+p (dp - sum p dp) do not cancel to nothing. A kernel that computes p = exp(s - lse) from a rounded lse is off by some roundings
+of the largest score: measured (LOG.md), torch's breaks the error rule now and then from 7 on.
+"""
+
+
+def _longest(x: Tensor) -> Tensor:
+    """The length of the longest vector [B,h] of x [B,h,n,D], in fp32 or better."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).amax(-1)
 
 
 LARGE = 1e17

@@ -28,10 +28,24 @@ _SHORT = sorted(KERNELS, key=lambda kernel: {"sdpa": 0, "tiled": 1}.get(kernel.n
 _LONG = sorted(KERNELS, key=lambda kernel: {"cpu": 0, "gemm": 1}.get(kernel.name, 2))
 """The same where Gemm pays."""
 
+_LEARNING = sorted(
+    KERNELS, key=lambda kernel: {"sdpa": 0, "gemm": 1, "tiled": 2}.get(kernel.name, 3)
+)
+"""The same with a gradient, where Sdpa may refuse large scores: then compiled products are next."""
+
+_FEW = sorted(KERNELS, key=lambda kernel: {"sdpa": 0, "reference": 1}.get(kernel.name, 2))
+"""The same for few products, where it is the number of operations that costs."""
+
+FEW = 2**24
+"""Up to so many products B H T S (D + E) with a gradient, the definition is faster than its tiles: measured on one thread."""
+
 
 def order(call: Call) -> Sequence[Kernel]:
     """The kernels in the order in which they are asked: off the CPU, generated ones come before plain torch."""
     if call.q.device.type == "cpu":
+        if call.has_gradient and not pays(call):
+            few = call.B * call.H * call.T * call.S * (call.D + call.E) < FEW
+            return _FEW if few else _LEARNING
         return _LONG if pays(call) else KERNELS if much(call) else _SHORT
     return sorted(KERNELS, key=lambda kernel: kernel.name in ("tiled", "reference"))
 

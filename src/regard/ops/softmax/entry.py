@@ -149,7 +149,7 @@ def _ranges(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] | None:
 
 
 @lru_cache(maxsize=64)
-def _of_numbers(mask: masks.Mask) -> bool:
+def of_numbers(mask: masks.Mask) -> bool:
     """Whether a mask is one of ours and has no field that could change: a tensor, or a function."""
     ours = type(mask).__module__.startswith(f"{masks.__name__}.")
     return ours and all(_is_number(getattr(mask, x.name)) for x in fields(mask))
@@ -158,7 +158,7 @@ def _of_numbers(mask: masks.Mask) -> bool:
 def _is_number(x: object) -> bool:
     if isinstance(x, tuple):
         return all(map(_is_number, x))
-    return _of_numbers(x) if isinstance(x, masks.Mask) else isinstance(x, int | None)
+    return of_numbers(x) if isinstance(x, masks.Mask) else isinstance(x, int | None)
 
 
 def _seen(call: Call, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +169,7 @@ def _seen(call: Call, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(call.q_positions, Span):
             return _FIRST, _run(call.q_positions)[1], _NO_DENSE
         return _FIRST, (at[:, None, :, None] + 1).contiguous(), _NO_DENSE
-    if isinstance(call.q_positions, Span) and _of_numbers(call.mask):
+    if isinstance(call.q_positions, Span) and of_numbers(call.mask):
         found = _ranges(call.mask, call.q_positions)
     else:
         found = call.mask.intervals(at)

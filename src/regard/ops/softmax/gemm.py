@@ -25,6 +25,10 @@ LEAST = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
 LEARNS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.float16: 2**26}
 """The same with a gradient, where torch's kernel is further behind."""
 
+LARGE_SCORES = 500.0
+"""Up to this bound on |scale q k| it serves gradients. Its weights are right at any size; but dp and rowsum(dout out) cancel to
+their rounding only, which breaks the error rule where every row of a call has one weight of nearly 1: measured from 6,000 on."""
+
 ROWS = 64
 """And from so many queries of a key/value head, H/G T: keys and values are packed for them."""
 
@@ -66,6 +70,10 @@ class Gemm:
             reasons.append(f"the mask has no ranges of positions ({call.mask})")
         elif not reasons and not call.sees_everything and not call.all_finite(*_multiplied(call)):
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
+        elif not reasons and call.has_gradient and call.score_bound > LARGE_SCORES:
+            reasons.append(
+                f"its gradient is right for scores up to {LARGE_SCORES:.0f}; here they may reach {call.score_bound:.3g}"
+            )
         return reasons
 
     def run(self, call: Call) -> Result:

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard import masks
-from regard.ops.softmax.call import Call, Partial, Result, Work
+from regard.ops.softmax.call import SMALL_SCORES, Call, Partial, Result, Work
 from regard.ops.softmax.layout import last_contiguous, same_dim
 from regard.ops.softmax.merge import merge, with_sink
-from regard.ops.softmax.pieces import LEAST_KEYS, Piece, Rows, lower
+from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, Piece, Rows, lower
 from regard.span import Span
 
 FOLD_ROWS = 32
@@ -33,7 +33,7 @@ class Sdpa:
     selects = False
 
     def why_not(self, call: Call) -> list[str]:
-        """Softcap, dropout, learned bias, taps, short or non-finite inputs; without the private op: lse and sinks."""
+        """Softcap, dropout, learned bias, taps, short or non-finite inputs, gradients of large scores; without the private op: lse and sinks."""
         reasons = [
             *(["no softcap"] if call.softcap is not None else []),
             *(["no dropout on the weights in its fused kernel"] if call.dropout else []),
@@ -47,6 +47,8 @@ class Sdpa:
             return reasons
         if not call.all_finite(*must_be_finite(call)):
             return ["a NaN or infinity behind a mask would leak through 0 x NaN"]
+        if call.has_gradient and (too_large := _too_large(call)):
+            return too_large
         if call.wants_lse or call.sink is not None:
             return why_no_lse(call.q.device)
         return []
@@ -87,6 +89,38 @@ def must_be_finite(call: Call) -> str:
     # the triangle by the flag selects scores, but multiplies values; its gradient multiplies keys as well
     square = isinstance(call.q_positions, Span) and call.q_positions == call.k_positions
     return "v" if square and not call.has_gradient else "kv"
+
+
+def _too_large(call: Call) -> list[str]:
+    """Whether torch's backward pass may be wrong on a CPU: its weights are exp(s - lse), and a large lse is rounded coarsely.
+
+    The lse of a row is near its largest score: at most the bound on |scale q k|, and the largest bias of the row.
+    """
+    if not call.q.is_cpu:
+        return []
+    if torch.compiler.is_compiling():
+        return ["its gradient is right for small scores only, and a graph cannot look at them"]
+    bound = call.score_bound
+    if call.bias is not None and bound <= SMALL_SCORES:
+        bound += _largest_bias(call)
+    if bound <= SMALL_SCORES:
+        return []
+    return [
+        f"its gradient is right for scores up to {SMALL_SCORES:.0f}; here they may reach {bound:.3g}"
+    ]
+
+
+def _largest_bias(call: Call) -> float:
+    """The largest size of a row's largest visible bias."""
+    assert call.bias is not None
+    most, where = 0.0, (call.q_positions, call.k_positions)
+    for start in range(0, call.T, ROWS):
+        rows = slice(start, min(start + ROWS, call.T))
+        bias = call.bias.block(*where, rows, dtype=call.score_dtype, device=call.q.device)
+        seen = call.mask.block(*where, rows, device=call.q.device)
+        largest = bias.detach().masked_fill(~seen, -math.inf).amax(-1)
+        most = max(most, largest.masked_fill(largest.isneginf(), 0).abs().amax().item())
+    return most
 
 
 def why_no_lse(device: torch.device) -> list[str]:

@@ -7,7 +7,10 @@ The keys of a block of queries are read in pieces; with m the largest score so f
 and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again; m and l are saved, not the lse,
 which cannot hold the small digits of l beside a large m:
 
-    p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(dout out) + dlse)    dq = ds k    dk = ds^T q
+    p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)    dq = ds k    dk = ds^T q
+
+rowsum(p dp) = rowsum(dout out), which takes no pass over the keys: that is used where the keys are several pieces and scores
+are small.
 
 Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv 2205.14135), algorithms 1 and
 4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse: differentiate lse = ln sum_j e^(s_j).
@@ -18,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.ops.softmax.bias_gradient import BiasGradient
-from regard.ops.softmax.call import Call, Result, Work
+from regard.ops.softmax.call import SMALL_SCORES, Call, Result, Work
 from regard.ops.softmax.merge import with_sink
 from regard.ops.softmax.pieces import tile_runs
 
@@ -131,6 +135,7 @@ class TiledFunction(torch.autograd.Function):
         # what autograd keeps for us is not kept a second time
         shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
         ctx.call, ctx.seed, ctx.work = replace(call, sink=None, **shapes), seed, work
+        ctx.careful = call.score_bound > SMALL_SCORES
         ctx.set_materialize_grads(False)
         return out, top + total.log()
 
@@ -146,7 +151,9 @@ class TiledFunction(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.autocast(q.device.type, enabled=False):
             saved = (q, k, v, out, top, total)
-            grads = backward(call, ctx.seed, ctx.work, saved, d_out, d_lse, d_bias)
+            grads = backward(
+                call, ctx.seed, ctx.work, saved, d_out, d_lse, d_bias, careful=ctx.careful
+            )
         return None, None, *grads, *d_bias.total()
 
 
@@ -185,8 +192,14 @@ def backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     d_bias: BiasGradient,
+    *,
+    careful: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v; that of the bias is added to d_bias."""
+    """The gradients of q, k and v; that of the bias is added to d_bias.
+
+    careful: sum p dp over the keys even where it takes a pass of its own, in place of the equal rowsum(dout out). Where one
+        weight of a row is nearly 1, p (dp - sum p dp) is nearly 0, and only the same numbers cancel.
+    """
     (q, k, v, out, top, total), kind = saved, call.score_dtype
     d_q = torch.zeros(q.shape, dtype=kind, device=q.device)
     d_k, d_v = (torch.zeros(x.flatten(0, 1).shape, dtype=kind, device=q.device) for x in (k, v))
@@ -195,23 +208,21 @@ def backward(
         d_row, row_top, row_total = (
             fold(call, x[:, :, rows]) for x in (d_out, top[..., None], total[..., None])
         )
-        shift = (d_row * fold(call, out[:, :, rows])).sum(-1, keepdim=True)
         blind = row_total == 0
+        row_total = row_total.masked_fill(blind, 1)
+        weigh = partial(_weigh, call, seed, (query, row_top, d_row / row_total), (k, v), rows)
+        held = [weigh(piece) for piece in pieces[: len(pieces) == 1]]
+        if held or careful:
+            shift = sum((_slip(held[0] if held else weigh(piece)) for piece in pieces), 0 * row_top)
+        else:
+            shift = (d_row * fold(call, out[:, :, rows])).sum(-1, keepdim=True)
         if d_lse is not None:  # of a blind row it may be anything: nothing depends on it
-            shift -= fold(call, d_lse[:, :, rows, None]).masked_fill(blind, 0)
-        # the weights below lack 1/l: what they are multiplied with has it
-        d_row, shift = (x / row_total.masked_fill(blind, 1) for x in (d_row, shift))
+            shift = shift - fold(call, d_lse[:, :, rows, None]).masked_fill(blind, 0)
+        shift, d_row = shift / row_total, d_row / row_total
         d_query = torch.zeros_like(query)
         for piece in pieces:
-            s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
-            p = s.sub_(row_top).exp_()
-            d_p = torch.bmm(d_row, fold_keys(v, piece, kind).mT)
-            if call.dropout:
-                keep = kept(call, seed, p, rows, piece)
-                d_v[:, piece.columns] += torch.bmm((p * keep).mT, d_row)
-                d_p.mul_(keep)
-            else:
-                d_v[:, piece.columns] += torch.bmm(p.mT, d_row)
+            p, d_p, kept_p, slope = held.pop() if held else weigh(piece)
+            d_v[:, piece.columns] += torch.bmm(kept_p.mT, d_row)
             d_s = d_p.sub_(shift).mul_(p)
             d_bias.add(call, d_s, rows, piece.columns)
             if slope is not None:
@@ -220,6 +231,25 @@ def backward(
             d_k[:, piece.columns] += torch.bmm(d_s.mT, query)
         d_q[:, :, rows] = d_query.mul_(call.scale).view(d_q[:, :, rows].shape)
     return d_q.to(q.dtype), d_k.view(k.shape).to(k.dtype), d_v.view(v.shape).to(v.dtype)
+
+
+def _weigh(
+    call: Call, seed: int, row: tuple[Tensor, ...], memory: tuple[Tensor, Tensor], rows: slice, piece: Piece
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Of a piece, without the 1/l of the weights: p, dp, p as dropout left it, and the slope of the softcap if there is one."""
+    (query, row_top, d_row), (k, v) = row, memory
+    s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
+    p = s.sub_(row_top).exp_()
+    d_p = torch.bmm(d_row, fold_keys(v, piece, query.dtype).mT)
+    if not call.dropout:
+        return p, d_p, p, slope
+    keep = kept(call, seed, p, rows, piece)
+    return p, d_p.mul_(keep), p * keep, slope
+
+
+def _slip(weighed: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Tensor:
+    """sum_j p_j dp_j over the keys of a piece."""
+    return (weighed[0] * weighed[1]).sum(-1, keepdim=True)
 
 
 def tile_scores(

@@ -24,7 +24,7 @@ def delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B G T E"],
-    beta: Float[Tensor, "B G T"],
+    beta: Float[Tensor, "B G T"] | Float[Tensor, "B G T 1"],
     *,
     scale: float | None = None,
     state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
@@ -43,7 +43,7 @@ def delta_rule(
 
     Args:
         q, k, v: queries, keys and values of the same T tokens; G divides H.
-        beta: how much of the correction is written, of any floating dtype.
+        beta: how much of the correction is written, of any floating dtype; [B,G,T] or [B,G,T,1].
         scale: on the queries; None is 1/sqrt(D).
         state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is not changed.
         k_positions: slots at -1 are no tokens: they write nothing, and their outputs are 0.
@@ -73,8 +73,8 @@ def gated_delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B G T E"],
-    beta: Float[Tensor, "B G T"],
-    log_decay: Float[Tensor, "B G T"],
+    beta: Float[Tensor, "B G T"] | Float[Tensor, "B G T 1"],
+    log_decay: Float[Tensor, "B G T"] | Float[Tensor, "B G T D"],
     *,
     scale: float | None = None,
     state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
@@ -84,11 +84,15 @@ def gated_delta_rule(
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
     """The gated delta rule: the state decays, then the token corrects what is left under its key.
 
-    S' = exp(g_t) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t
+    S' = diag(exp(g_t)) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t
+
+    With one decay per head this is Gated DeltaNet; with one per key channel it is Kimi Delta Attention, and the update rule
+    "gated_delta" of ONNX's LinearAttention, which has both.
 
     Args:
-        log_decay: g, of any floating dtype, at most 0 if the state is to stay bounded; 0 is the delta rule, -inf
-            empties the state in front of the token.
+        log_decay: g, of any floating dtype: [B,G,T], one number per head, or [B,G,T,D], one per key channel. At most 0 if the
+            state is to stay bounded; 0 is the delta rule, -inf empties the state, or the channel, in front of the token.
+        chunk: as for `delta_rule`; with a decay per channel it is rounded up to a power of 2.
 
     All else, and what is raised, is as for `delta_rule`; padding does not decay the state.
 
@@ -97,8 +101,12 @@ def gated_delta_rule(
     >>> half = torch.full((1, 1, 2), 0.5).log()
     >>> gated_delta_rule(k, k, v, torch.ones(1, 1, 2), half, scale=1.0)[1][0].flatten().tolist()
     [1.5, 5.0]
+    >>> second_channel = torch.tensor([0.0, float("-inf")]).expand(1, 1, 2, 2)  # the first one is kept
+    >>> gated_delta_rule(k, k, v, torch.ones(1, 1, 2, 1), second_channel)[1][0].flatten().tolist()
+    [3.0, 5.0]
 
-    Source: Yang et al. 2024 (arXiv 2412.06464), equation 10.
+    Source: Yang et al. 2024 (arXiv 2412.06464), equation 10; a decay per channel: Kimi Team 2025 (arXiv 2510.26692),
+    equation 1; ONNX operator LinearAttention, version 27.
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
     gates = {"beta": beta, "log_decay": log_decay}
@@ -118,14 +126,18 @@ def _run(
 ) -> tuple[Tensor, tuple[Tensor]]:
     """Both rules; the caller has held q, k, v and the options against one another."""
     (B, G, T, D), E = k.shape, v.shape[3]
+    wide = {"beta": 1, "log_decay": D}
     for name, gate in gates.items():
-        check_shape(name, gate, ((B, G, T),), "one number per key/value head and token")
+        meaning = "one number per key/value head and token"
+        meaning += ", or one per key channel as well" * (name == "log_decay")
+        check_shape(name, gate, ((B, G, T), (B, G, T, wide[name])), meaning)
     (S,) = first_state(state, {"S": (B, G, D, E)}, k)
     empty = empty_slots(positions, q)
     q, k, v = (emptied(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
-    beta, *decay = (emptied(gate[..., None], empty).to(S.dtype) for gate in gates.values())
-    g = decay[0] if decay else None  # [B,G,T,1], like beta
+    columns = (x if x.ndim == 4 else x[..., None] for x in gates.values())
+    beta, *decay = (emptied(x, empty).to(S.dtype) for x in columns)
+    g = decay[0] if decay else None  # [B,G,T,1 or D]
     queries = (q.to(S.dtype) * (D**-0.5 if scale is None else scale)).unflatten(1, (G, -1))
     k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_of(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.ops.linear.decays import between, fold, since_start
+from regard.ops.linear.decays import between, fold, reads, since_start, until_end
 
 
 def chunked(
@@ -14,7 +14,7 @@ def chunked(
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B G T E"],
     beta: Float[Tensor, "B G T 1"],
-    log_decay: Float[Tensor, "B G T 1"] | None,
+    log_decay: Float[Tensor, "B G T #D"] | None,
     state: Float[Tensor, "B G D E"],
     size: int,
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
@@ -24,13 +24,15 @@ def chunked(
     (I + strict(diag(beta) K K^T * L)) U = diag(beta) (V - diag(exp(c)) K S);  then
     O = diag(exp(c)) Q S + (Q K^T * L) U  and  S <- exp(c_C) S + K^T diag(exp(c_C - c)) U.
 
+    With a decay per channel c_i has D numbers, and (X K^T * L)_ij is sum_d x_id k_jd exp(c_id - c_jd): `reads`.
+
     The system is solved for all chunks at once; only the state passes from chunk to chunk. No exponent is a difference
     of two sums: each is summed by itself, so that it is as exact as the g inside it, and exp(-inf) = 0 resets the state.
     Where strengths are near 2 and keys much alike, the system is ill-conditioned: longer chunks then round worse.
 
     Args:
         q, k, v, beta, log_decay, state: as for `recurrent`.
-        size: C, at least 1.
+        size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
@@ -38,40 +40,41 @@ def chunked(
     >>> state.flatten().tolist()
     [3.0, 5.0]
 
-    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2 and equations 8 to 11; with decay: arXiv 2412.06464, section 3.3.
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2 and equations 8 to 11; with decay: arXiv 2412.06464, section 3.3;
+    a decay per channel: Kimi Team 2025 (arXiv 2510.26692), section 3.
     """
     T, R = k.shape[2], q.shape[2]
     if T == 0:
         return q @ state[:, :, None], state.clone()
     lost, size = _not_finite(k, v, beta, log_decay), min(size, T)
+    if log_decay is not None and log_decay.shape[-1] > 1:
+        size = 1 << (size - 1).bit_length()
     own = 0 * q.detach().sum(-1, keepdim=True)
     q, k, v, beta = (fold(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, beta))
-    L, start = None, None
+    g = None
     if log_decay is not None:
         g = fold(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
-        L, start = between(g), since_start(g)
-    write, erase = _solve(k, v, beta, L, start)
+    start = None if g is None else since_start(g)
+    write, erase = _solve(k, v, beta, g, start)
     q = q.movedim(2, 3)  # [B,G,n,R,C,D]
-    weights = q @ k[:, :, :, None].mT
-    weights = (weights if L is None else weights * L[:, :, :, None]).tril().flatten(3, 4)
+    weights = _decayed(q, k[:, :, :, None], None if g is None else g[:, :, :, None]).flatten(3, 4)
     q = (q if start is None else q * start[:, :, :, None]).flatten(3, 4)  # [B,G,n,R*C,D]
-    k = k if L is None else k * L[..., -1, :, None]  # as much as is left of it at the end
+    k = k if g is None else k * until_end(g)  # as much as is left of it at the end
     answers = []
     for i in range(k.shape[2]):
         u = write[:, :, i] - erase[:, :, i] @ state
         answers.append(q[:, :, i] @ state + weights[:, :, i] @ u)
-        state = state if start is None else state * start[:, :, i, -1:]
+        state = state if start is None else state * start[:, :, i, -1, :, None]
         state = state + k[:, :, i].mT @ u
     out = torch.stack(answers, 2).unflatten(3, (R, size)).movedim(3, 2).flatten(3, 4)[..., :T, :]
     return out + own + lost[:, :, None], state + lost[:, :, -1:]
 
 
 def _solve(
-    k: Tensor, v: Tensor, beta: Tensor, L: Tensor | None, start: Tensor | None
+    k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Updates u = write - erase S, for any state S in front of the chunk: write [B,G,n,C,E], erase [B,G,n,C,D]."""
-    system = beta * (k @ k.mT)
-    system = system if L is None else system * L
+    system = beta * _decayed(k, k, g)
     seen = k if start is None else k * start
     # the diagonal is taken to be 1, whatever stands there
     solved = torch.linalg.solve_triangular(
@@ -79,6 +82,13 @@ def _solve(
     )
     write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)
     return write, erase
+
+
+def _decayed(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
+    """x_i . (k_j decayed from j to i) for j <= i, else 0: [*L,C,C]."""
+    if g is None:
+        return (x @ k.mT).tril()
+    return (x @ k.mT) * between(g) if g.shape[-1] == 1 else reads(x, k, g)
 
 
 def _not_finite(
@@ -92,5 +102,5 @@ def _not_finite(
     """
     bad = 0 * k.detach().sum(-1, keepdim=True) + 0 * beta.detach()
     if log_decay is not None:
-        bad = bad.masked_fill(~(log_decay.detach() < torch.inf), torch.nan)
+        bad = bad.masked_fill(~(log_decay.detach() < torch.inf).all(-1, keepdim=True), torch.nan)
     return (bad + 0 * v.detach()).cumsum(2)
