@@ -62,7 +62,7 @@ class Heads(Mask):
     def _intervals(self, q: Tensor) -> Intervals | None:
         heads = []
         for h, mask in enumerate(self.masks):
-            found = mask.intervals(q[:, 0, :, 0])
+            found = mask._ranges(q[:, 0, :, 0])
             if found is None:
                 return None
             heads.append(Intervals(*(_head(x, h) for x in found)))

@@ -547,7 +547,7 @@ def test_a_query_with_nan_gives_nan(T: int, dtype: torch.dtype) -> None:
     for mask in (None, CAUSAL):
         for start in (-T, -T + 1, -row, -row + 1, 0, 3, 20 - T, 19, 25):
             part = regard.attend_partial(
-                q, k, v, mask=mask, q_positions=Span(start, T), backend="sdpa"
+                q, k, v, mask=mask, q_positions=Span(start, T, tokens=True), backend="sdpa"
             )
             sees = mask is None or start + row >= 0
             assert bool(part.out[0, 0, row].isnan().all()) == sees, (mask, start)

@@ -8,7 +8,7 @@ from torch import dtype as Dtype
 
 from regard.arguments import check_number, check_positions, check_query_key_value, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.span import EMPTY, Positions, Span, as_tensor
+from regard.span import Positions, vacant
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
 """How a recurrence can be computed: token by token, in chunks, as one chunk; all give the same."""
@@ -64,11 +64,7 @@ def chunk_of(form: str, chunk: int, T: int) -> int | None:
 
 def empty_slots(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
     """Which slots are no tokens; None where none is, and that is known without reading a tensor."""
-    if positions is None:
-        return None
-    if isinstance(positions, Span) and (positions.start > EMPTY or not positions.length):
-        return None
-    return as_tensor(positions, q.device) <= EMPTY
+    return None if positions is None else vacant(positions, q.device)
 
 
 def emptied(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:

@@ -27,8 +27,8 @@ class Options(TypedDict, total=False):
     softcap: c of c tanh(s / c), greater than 0; None is off.
     sink: [H], one logit per head that takes part in the denominator only.
     dropout: the probability with which a weight is dropped, the rest scaled by 1/(1-p). It knows no training mode.
-    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds nothing. Default:
-        keys 0..S-1, queries the last T of them.
+    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds nothing: such a key is
+        never seen, and such a query sees nothing. Default: keys 0..S-1, queries the last T of them.
     """
 
     mask: Mask | Tensor | None
@@ -123,6 +123,8 @@ class Call:
         """Every query sees every key, known without reading a tensor."""
         return (
             isinstance(self.mask, masks.Full)
+            and isinstance(self.q_positions, Span)
+            and self.q_positions.all_tokens
             and isinstance(self.k_positions, Span)
             and (self.k_positions.start >= 0)
         )

@@ -11,18 +11,38 @@ from regard import biases, masks
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.span import Positions, Span
+from regard.span import EMPTY, Positions, Span
 
 
 def last(keys: Positions, T: int) -> Positions:
-    """The default query positions: the last T of the keys' ones (bottom-right alignment)."""
+    """The default query positions: the last T of the keys' ones (bottom-right alignment).
+
+    Raises:
+        ArgumentError: there are not so many keys at stored positions; or fewer queries than keys, and a row of keys that ends
+            in empty slots, in which its queries would stand.
+
+    >>> last(Span(0, 5), 2), last(Span(0, 2), 3)
+    (Span(start=3, length=2), Span(start=-1, length=3, tokens=True))
+    """
     if isinstance(keys, Span):
-        return Span(keys.stop - T, T)
+        return Span(keys.stop - T, T, tokens=keys.stop < T)
     if keys.shape[1] < T:
         raise ArgumentError(
             f"{T} queries for {keys.shape[1]} keys at given k_positions: give q_positions as well"
         )
+    if 0 < T < keys.shape[1] and not torch.compiler.is_compiling():
+        _check_ends(keys, T)
     return keys[:, keys.shape[1] - T :]
+
+
+def _check_ends(keys: Tensor, T: int) -> None:
+    """The last tokens of a row stand at its end, so that they may be the queries."""
+    ends = (keys[:, -1] <= EMPTY) & (keys > EMPTY).any(1)
+    if bool(ends.any()):
+        raise ArgumentError(
+            f"k_positions of row {int(ends.nonzero()[0])} end in an empty slot (-1), and {T} queries for {keys.shape[1]} keys "
+            "would stand there by default, where a query sees nothing: give q_positions as well"
+        )
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask:
