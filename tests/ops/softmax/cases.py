@@ -114,10 +114,11 @@ def make(
     q_positions, k_positions = _positions(case, draw)
     made_mask, rule = MASKS[case.mask]
     qp, kp = _listed(q_positions, B), _listed(k_positions, B)
+    least = 0 if case.positions else -T  # nobody said that a query is empty
     visible = torch.tensor(
         [
             [
-                [[i >= 0 and j >= 0 and rule(b, h, i, j) for j in kp[b]] for i in qp[b]]
+                [[i >= least and j >= 0 and rule(b, h, i, j) for j in kp[b]] for i in qp[b]]
                 for h in range(H)
             ]
             for b in range(B)
