@@ -200,6 +200,14 @@ class Fn(Mask):
             raise ArgumentTypeError(
                 f"Fn {self.name} gave {got}; it must give a bool tensor, True = may attend"
             )
+        pair = torch.broadcast_shapes(q.shape, k.shape)
+        if out.ndim > 4 or any(
+            n not in (1, of) for n, of in zip(out.shape[:-3:-1], pair[::-1], strict=False)
+        ):
+            raise ArgumentError(
+                f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and {tuple(k.shape)}; it must give "
+                "a shape that broadcasts to [batch, heads, queries, keys]"
+            )
         return out
 
     def __str__(self) -> str:

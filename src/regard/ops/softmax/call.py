@@ -13,7 +13,7 @@ from regard import arguments, masks, tap
 from regard.biases import Bias
 from regard.errors import ArgumentError
 from regard.masks import Mask
-from regard.ops.softmax.given import as_bias, as_mask, last
+from regard.ops.softmax.given import as_bias, as_mask, check_rules, last
 from regard.span import Positions, Span
 
 
@@ -204,6 +204,7 @@ def make_call(
     mask.require(B, H, T, S)
     if bias is not None:
         bias.require(B, H, T, S)
+    check_rules(mask, bias, (B, H), q_positions, k_positions)
     arguments.check_finite(query=q, key=k, value=v)
     return Call(
         q, k, v, mask, bias, D**-0.5 if scale is None else float(scale), softcap, sink, dropout,
