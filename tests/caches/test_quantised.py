@@ -524,7 +524,10 @@ def test_codes_of_other_sizes_or_dtypes_are_refused() -> None:
     made = quantise(x, seen, "channel", bits=8, group=8)
     assert Packed.of(Coded(made, "channel", 8, x)).shape == (1, 2, 16, 4)
     for wrong, message in (
-        (made._replace(codes=made.codes[:, :1]), "not ((1, 2, 1, 4, 8), (1, 2, 1, 4, 1)) for 8 slots"),
+        (
+            made._replace(codes=made.codes[:, :1]),
+            "not ((1, 2, 1, 4, 8), (1, 2, 1, 4, 1)) for 8 slots",
+        ),
         (made._replace(zero=made.zero[:, :, :, :2]), "codes and scales of the memory are"),
         (made._replace(codes=made.codes.float()), "codes of the memory are torch.float32"),
         (made._replace(scale=made.scale.half()), "with scales torch.float16"),
@@ -542,7 +545,9 @@ def test_exceptions_behind_their_slots_are_refused() -> None:
     cache.update((x, x), Span(0, 12))
     held = dict(cache.contents())
     held["odd_at.0"] = torch.full_like(held["odd_at.0"], 10**6)
-    with pytest.raises(regard.ArgumentError, match=r"exceptions at 1000000 to 1000000; 8 slots of 2 x 4"):
+    with pytest.raises(
+        regard.ArgumentError, match=r"exceptions at 1000000 to 1000000; 8 slots of 2 x 4"
+    ):
         Quantised(bits=8, group=4, residual=4).fill(held)
 
 

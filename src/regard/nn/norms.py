@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.arguments import check_tensor
+from regard.arguments import check_device, check_tensor
 from regard.errors import ArgumentError
 from regard.ops.norm import rms_norm
 
@@ -110,6 +110,7 @@ class HeadNorm(nn.Module):
             ArgumentError, ArgumentTypeError: x is no floating tensor [batch, heads, length, dim] of these heads and this dim.
         """
         check_tensor("x", x)
+        check_device("x", x, self.weight, "weight")
         heads, dim = self.weight.shape
         if x.ndim != 4 or (x.shape[1], x.shape[3]) != (heads, dim):
             raise ArgumentError(

@@ -44,11 +44,13 @@ def _check(x: Tensor, weight: Tensor) -> None:
         and weight.ndim == 1
         and x.shape[-1:] == weight.shape
         and x.is_floating_point()
+        and weight.is_floating_point()
         and x.device == weight.device
     )
     if fits:
         return
     check_tensor("x", x)
+    check_tensor("weight", weight)
     if x.shape[-1:] != weight.shape:
         raise ArgumentError(
             f"x is {tuple(x.shape)} and the norm's weight {tuple(weight.shape)}; the last dimension of x must have one "

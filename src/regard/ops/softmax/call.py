@@ -194,7 +194,7 @@ def make_call(
     arguments.check_number("softcap", softcap, 0, math.inf, "greater than 0: None turns it off")
     arguments.check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
     (B, H, T, D), S = q.shape, k.shape[2]
-    arguments.check_sink(sink, H)
+    arguments.check_sink(sink, H, q)
     k_positions = Span(0, S) if k_positions is None else k_positions
     arguments.check_positions("k_positions", k_positions, B, S)
     if q_positions is None:

@@ -119,7 +119,7 @@ def _run(
     """Both rules; the caller has held q, k, v and the options against one another."""
     (B, G, T, D), E = k.shape, v.shape[3]
     for name, gate in gates.items():
-        check_shape(name, gate, ((B, G, T),), "one number per key/value head and token")
+        check_shape(name, gate, ((B, G, T),), "one number per key/value head and token", k)
     (S,) = first_state(state, {"S": (B, G, D, E)}, k)
     empty = empty_slots(positions, q)
     q, k, v = (emptied(x, empty) for x in (q, k, v))
