@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,11 +18,11 @@ from regard.ops.norm import rms_norm
 
 
 @pytest.fixture(params=["grad", "no_grad", "no_grad, no Numba"])
-def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if "no Numba" in request.param:
         monkeypatch.setattr(gemv_module, "has_numba", lambda: False)
-    torch.set_grad_enabled(request.param == "grad")
-    request.addfinalizer(lambda: torch.set_grad_enabled(True))
+    with torch.set_grad_enabled(request.param == "grad"):
+        yield
 
 
 @pytest.mark.parametrize("size", [64, 512])
@@ -96,7 +98,7 @@ def test_what_torch_would_broadcast_or_convert() -> None:
         message = rf"^x is \({', '.join(map(str, x))}\); it must be \[batch, {heads}, length, {dim}\], as the norm of"
         with pytest.raises(regard.ArgumentError, match=message):
             nn.HeadNorm(heads, dim)(torch.randn(x))
-    with pytest.raises(regard.ArgumentTypeError, match="^x is int64; it must be float64, float32"):
+    with pytest.raises(regard.ArgumentTypeError, match=r"^x is int64; it must be float64, float32"):
         rms_norm(torch.ones(1, 4, dtype=torch.int64), torch.ones(4), 0.0)
 
 
