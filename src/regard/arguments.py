@@ -234,11 +234,13 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
         for n, word in zip(x.shape, words, strict=True):
             if word.startswith("#") and n == 1:
                 continue
-            size, first = sizes.setdefault(word.removeprefix("#"), (n, name))
+            letter = word.removeprefix("#")
+            size, first = sizes.setdefault(letter, (n, name))
             if n != size:
-                where = f"{word.removeprefix('#')} is {size} in {first} {_shape(given[first][0])}" if first else "it must be 1"  # fmt: skip
+                found = f"{letter} is {size} in {first} {_shape(given[first][0])}" if first else ""
                 raise ArgumentError(
-                    f"{name} is {_shape(x)}, which is [{', '.join(words)}], but {where}; all must agree"
+                    f"{name} is {_shape(x)}, which is [{', '.join(words)}], but "
+                    f"{found or 'it must be 1'}; all must agree"
                 )
         if device is not None and x.device != device[0]:
             raise ArgumentError(

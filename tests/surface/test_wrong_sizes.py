@@ -59,6 +59,7 @@ LOOSE = (
     "bias:dtype", "sink:dtype", "q_positions:device", "k_positions:device", "positions:device", "mask:device", "bias:device"
 )  # fmt: skip
 """Positions, masks and biases are brought to where the queries are."""
+MIXED = ("q:dtype", "k:dtype", "w:dtype")
 ROWS = {"q": randn(B, H, T, D), "k": randn(B, G, T, D), "v": randn(B, G, T, E)}
 ROW_WORDS = {"k_positions": "B T", "q": "B H T D", "k": "B G T D", "v": "B G T E"}
 BETA, DECAY = randn(B, G, T).sigmoid(), -randn(B, G, T).sigmoid()
@@ -138,11 +139,11 @@ OPS: dict[Callable[..., Any], Call] = {
         {"q": Q, "k": K, "q_positions": at(T), "k_positions": at(S)},
         WORDS | {"q": "B H T D", "k": "B G S D"}, bound="H", loose=LOOSE,
     ),
-    index_scores: Call(index_scores, {"q": Q, "k": randn(B, 1, S, D), "w": randn(B, T, H)}, {"k": "B J1 S D"}, bound="J1"),
+    index_scores: Call(index_scores, {"q": Q, "k": randn(B, 1, S, D), "w": randn(B, T, H)}, {"k": "B J1 S D"}, bound="J1", loose=MIXED),
     index_mask: Call(
         lambda **given: index_mask(**given, topk=2),
         {"q": Q, "k": randn(B, 1, S, D), "w": randn(B, T, H), "q_positions": at(T), "k_positions": at(S)},
-        WORDS | {"q": "B J T D", "k": "B J1 S D", "w": "B T J"}, bound="J1", loose=LOOSE,
+        WORDS | {"q": "B J T D", "k": "B J1 S D", "w": "B T J"}, bound="J1", loose=(*LOOSE, *MIXED),
     ),
     indexer_loss: Call(
         indexer_loss,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from regard.arguments import check_device, check_number, check_positions, check_sizes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.positions import sinusoidal
-from regard.span import Positions, Span
+from regard.span import Positions, Span, vacant
 
 
 class Sinusoidal(nn.Module):
@@ -92,8 +92,8 @@ class Embed(nn.Module):
         if segments is not None:
             self._check_ids("segments", segments)
             check_sizes(ids=(ids, "B T"), segments=(segments, "B T"))
-        if not isinstance(positions, Span):
-            ids = ids.masked_fill(positions < 0, 0)
+        if (empty := vacant(positions, ids.device)) is not None:
+            ids = ids.masked_fill(empty, 0)
         x = self.embedding(ids)
         if self.scale != 1:
             x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)

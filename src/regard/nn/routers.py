@@ -122,12 +122,11 @@ class Router(nn.Module, ABC):
         check_tensor("x", x)
         check_device("x", x, self.linear.weight, "the router")
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.linear.weight.to(wide), self.linear.bias
-        bias = None if bias is None else bias.to(wide)
+        own = self.linear.bias
         with torch.autocast(x.device.type, enabled=False):
-            x = x.to(wide)
-            check_map(x, weight, bias)
-            return F.linear(x, weight, bias)
+            weight, bias = self.linear.weight.to(wide), None if own is None else own.to(wide)
+            check_map(x.to(wide), weight, bias)
+            return F.linear(x.to(wide), weight, bias)
 
     def choose(self, scores: Float[Tensor, "N n"], groups_by: Float[Tensor, "N n"]) -> Tensor:
         """The k highest scores [N,n] in the groups that the scores `groups_by` allow -> experts, int64 [N,k]."""

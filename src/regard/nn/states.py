@@ -57,7 +57,7 @@ class States(nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
-        _check_last("x", x, None if isinstance(self.q, nn.Linear) else self.made)
+        _check_last("x", x, self.q.in_features if isinstance(self.q, nn.Linear) else self.made)
         return self._split(self.q(x))
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
@@ -89,8 +89,6 @@ class States(nn.Module):
         return f"{self.heads} heads, keys of {self.made}, states of {self.states}"
 
 
-def _check_last(name: str, x: Tensor, dim: int | None) -> None:
-    """x is [batch, length, dim]; a dim of None is for a map to check."""
-    if x.ndim != 3 or x.shape[-1] != (x.shape[-1] if dim is None else dim):
-        wanted = "dim" if dim is None else str(dim)
-        raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be [batch, length, {wanted}]")
+def _check_last(name: str, x: Tensor, dim: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != dim:
+        raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be [batch, length, {dim}]")

@@ -200,11 +200,10 @@ def test_errors() -> None:
     ):
         with pytest.raises(regard.ArgumentError, match=message):
             index_scores(*wrong)
-    with pytest.raises(
-        regard.ArgumentTypeError,
-        match=r"^index q is torch.float64 and w is torch.float32; all must have one",
-    ):
-        index_scores(q, k, w.float())
+    with pytest.raises(regard.ArgumentTypeError, match=r"^index w is int64; it must be float64"):
+        index_scores(q, k, w.long())
+    mixed = index_scores(q, k.float(), w.float())  # summed in the widest of them
+    assert torch.equal(mixed, index_scores(q, k.float().double(), w.float().double()))
     with pytest.raises(regard.ArgumentError, match=r"^topk is 0; it must be 1 or more$"):
         index_mask(q, k, w, topk=0, q_positions=Span(0, 11), k_positions=Span(0, 11))
     with pytest.raises(

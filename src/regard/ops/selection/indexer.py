@@ -35,7 +35,9 @@ def index_scores(
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equation 1.
     """
     J, T = _check(q, k, w)
-    kind = torch.promote_types(q.dtype, torch.float32)
+    kind = torch.float32
+    for x in (q, k, w):  # under autocast they come in several dtypes
+        kind = torch.promote_types(kind, x.dtype)
     dots = (q.to(kind).flatten(1, 2) @ k[:, 0].to(kind).mT).unflatten(1, (J, T))
     return (dots.relu() * w.to(kind).transpose(1, 2)[..., None]).sum(1)
 
@@ -45,10 +47,6 @@ def _check(q: Tensor, k: Tensor, w: Tensor) -> tuple[int, int]:
     sizes = check_sizes(q=(q, "B J T d"), k=(k, "B 1 S d"), w=(w, "B T J"))
     for name, x in (("q", q), ("k", k), ("w", w)):
         check_tensor(f"index {name}", x)
-        if x.dtype != q.dtype:
-            raise ArgumentTypeError(
-                f"index q is {q.dtype} and {name} is {x.dtype}; all must have one dtype: convert one with .to()"
-            )
     return sizes["J"], sizes["T"]
 
 
