@@ -98,6 +98,8 @@ def test_a_length_that_is_followed() -> None:
         where = Span(start, 3)
         alone = Rotary(8, scaling=scaling, length=start + 3)
         assert exactly(rotary(x, where), alone(x, where))
+        stored = where.tensor()
+        assert exactly(rotary(x, stored), alone(x, stored))
 
 
 def every_table() -> None:
