@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import regard
-from regard.span import EMPTY, Span, as_tensor, count, follow, part
+from regard.span import EMPTY, Span, as_tensor, count, follow, part, vacant
 
 
 def test_a_span_is_its_positions() -> None:
@@ -69,3 +69,16 @@ def test_errors() -> None:
         Span(0, 5)[::-1]
     with pytest.raises(AttributeError):
         Span(0, 5).start = 3  # type: ignore[misc]
+
+
+def test_which_slots_hold_nothing() -> None:
+    stored = torch.tensor([[-1, 0, 5], [2, -1, -2]])
+    assert vacant(stored).tolist() == [[True, False, False], [False, True, True]]
+    assert vacant(Span(-2, 4)).tolist() == [[True, True, False, False]]
+    for tokens in (Span(0, 4), Span(7, 1), Span(-1, 0), Span(-2, 4, tokens=True)):
+        assert vacant(tokens) is None
+    assert Span(-2, 4, tokens=True)[1:3] == Span(-1, 2, tokens=True)
+    assert (Span(-2, 4).all_tokens, Span(0, 4).all_tokens) == (False, True)
+    assert (repr(Span(1, 2)), repr(Span(-1, 2, tokens=True))) == (
+        "Span(start=1, length=2)", "Span(start=-1, length=2, tokens=True)"
+    )  # fmt: skip

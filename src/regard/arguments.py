@@ -225,11 +225,70 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
         raise ArgumentError(f"{name} is {x}; it must be {allowed}")
 
 
-def check_sink(sink: Tensor | None, heads: int) -> None:
-    """The sink is None or one logit per query head, a float tensor [H]."""
+def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
+    """Each tensor has a dimension for every letter, a letter is one size in all of them, and all are on one device.
+
+    Args:
+        given: by name, a tensor and its letters; "#B" is B or 1, "1" is 1.
+
+    Returns:
+        The size of each letter.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a tensor does not fit those before it, or is none.
+
+    >>> import torch
+    >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores (2, 3); all must agree
+    """
+    import torch
+
+    sizes: dict[str, tuple[int, str]] = {"1": (1, "")}
+    device = None
+    for name, (x, letters) in given.items():
+        words = letters.split()
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentTypeError(
+                f"{name} is {type(x).__name__}; it must be a torch tensor [{', '.join(words)}]"
+            )
+        if x.ndim != len(words):
+            raise ArgumentError(
+                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [{', '.join(words)}]"
+            )
+        for n, word in zip(x.shape, words, strict=True):
+            if word.startswith("#") and n == 1:
+                continue
+            letter = word.removeprefix("#")
+            size, first = sizes.setdefault(letter, (n, name))
+            if n != size:
+                found = f"{letter} is {size} in {first} {_shape(given[first][0])}" if first else ""
+                raise ArgumentError(
+                    f"{name} is {_shape(x)}, which is [{', '.join(words)}], but "
+                    f"{found or 'it must be 1'}; all must agree"
+                )
+        if device is not None and x.device != device[0]:
+            raise ArgumentError(
+                f"{device[1]} is on {device[0]} and {name} on {x.device}; move one with .to()"
+            )
+        device = device or (x.device, name)
+    return {letter: n for letter, (n, _) in sizes.items() if letter != "1"}
+
+
+def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> None:
+    """x is where another tensor of the call is."""
+    if x.device != like.device:
+        raise ArgumentError(
+            f"{other} is on {like.device} and {name} on {x.device}; move one with .to()"
+        )
+
+
+def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:
+    """The sink is None or one logit per query head, a float tensor [H] where another tensor of the call is."""
     if sink is None:
         return
     check_tensor("sink", sink)
+    check_device("sink", sink, like)
     if tuple(sink.shape) != (heads,):
         raise ArgumentError(
             f"sink is {_shape(sink)}; it holds one logit per query head, ({heads},)"

@@ -23,7 +23,9 @@ EMPTY = -1
 class Span:
     """The positions start, start + 1, ..., start + length - 1, the same for every row of a batch.
 
-    `start` may be negative: queries that stand before the first key see nothing under a causal mask.
+    `start` may be negative. A position below 0 is a slot that holds nothing, as in a tensor, unless `tokens` is True: where
+    no positions are given and there are more queries than keys, the queries end where the keys end, and the first ones are
+    tokens that stand before every key. They see nothing under a causal mask, and everything without one.
 
     Raises:
         ArgumentError: `length` is negative.
@@ -36,6 +38,7 @@ class Span:
 
     start: int
     length: int
+    tokens: bool = False
 
     def __post_init__(self) -> None:
         if self.length < 0:
@@ -46,8 +49,16 @@ class Span:
         """One past the last position."""
         return self.start + self.length
 
+    @property
+    def all_tokens(self) -> bool:
+        """Whether no query of these positions is an empty slot."""
+        return self.start >= 0 or self.tokens
+
     def __len__(self) -> int:
         return self.length
+
+    def __repr__(self) -> str:
+        return f"Span(start={self.start}, length={self.length}{', tokens=True' * self.tokens})"
 
     def __getitem__(self, part: slice) -> Span:
         if part.step not in (None, 1):
@@ -55,7 +66,7 @@ class Span:
         # not slice.indices, which ties a compiled graph to the length
         start = 0 if part.start is None else _index(part.start, self.length)
         stop = self.length if part.stop is None else _index(part.stop, self.length)
-        return Span(self.start + start, max(0, stop - start))
+        return Span(self.start + start, max(0, stop - start), self.tokens)
 
     def tensor(self, device: torch.device | str | None = None) -> Tensor:
         """The positions as an int64 tensor [1, length]."""
@@ -81,6 +92,18 @@ def as_tensor(positions: Positions, device: torch.device | str | None = None) ->
 def part(positions: Positions, where: slice) -> Positions:
     """The positions of a slice of the slots."""
     return positions[where] if isinstance(positions, Span) else positions[:, where]
+
+
+def vacant(positions: Positions, device: torch.device | str | None = None) -> Tensor | None:
+    """Which slots hold nothing, bool [B or 1, L]; None where every slot holds a token, and no tensor is read to know it.
+
+    >>> vacant(Span(-1, 3)).tolist(), vacant(Span(0, 3))
+    ([[True, False, False]], None)
+    """
+    if isinstance(positions, Span) and (positions.all_tokens or not positions.length):
+        return None
+    found = as_tensor(positions, device)
+    return (found if device is None else found.to(device)) <= EMPTY
 
 
 def count(positions: Positions) -> int:

@@ -16,7 +16,7 @@ import regard
 from regard.caches import Growing, Quantised
 from regard.caches.appended import Appended
 from regard.caches.codes import _pack, _rounded_up, _unpack, dequantise, quantise
-from regard.caches.packed import Packed
+from regard.caches.packed import Coded, Packed
 from regard.span import Positions, Span, as_tensor
 
 GROUP, RESIDUAL = 4, 6
@@ -516,3 +516,52 @@ def test_errors() -> None:
         wrong_contents[name] = torch.ones(2, 3, 5, 1, 1)
         with pytest.raises(regard.ArgumentError, match="codes and scales of part"):
             Quantised(4, group=GROUP, residual=0).fill(wrong_contents)
+
+
+def test_codes_of_other_sizes_or_dtypes_are_refused() -> None:
+    """A kernel reads codes by their address: what does not fit is refused where it comes in."""
+    x, seen = torch.randn(1, 2, 8, 4), torch.ones(1, 8, dtype=torch.bool)
+    made = quantise(x, seen, "channel", bits=8, group=8)
+    assert Packed.of(Coded(made, "channel", 8, x)).shape == (1, 2, 16, 4)
+    for wrong, message in (
+        (
+            made._replace(codes=made.codes[:, :1]),
+            "not ((1, 2, 1, 4, 8), (1, 2, 1, 4, 1)) for 8 slots",
+        ),
+        (made._replace(zero=made.zero[:, :, :, :2]), "codes and scales of the memory are"),
+        (made._replace(codes=made.codes.float()), "codes of the memory are torch.float32"),
+        (made._replace(scale=made.scale.half()), "with scales torch.float16"),
+        (made._replace(zero=made.zero.to("meta")), "codes of the memory are not all on cpu"),
+    ):
+        with pytest.raises(regard.ArgumentError) as error:
+            Packed.of(Coded(wrong, "channel", 8, x))
+        assert message in str(error.value)
+
+
+def test_exceptions_behind_their_slots_are_refused() -> None:
+    cache = Quantised(bits=8, group=4, residual=4)
+    x = torch.randn(1, 2, 12, 4)
+    x[0, 0, 0, 0] = math.inf
+    cache.update((x, x), Span(0, 12))
+    held = dict(cache.contents())
+    held["odd_at.0"] = torch.full_like(held["odd_at.0"], 10**6)
+    with pytest.raises(
+        regard.ArgumentError, match=r"exceptions at 1000000 to 1000000; 8 slots of 2 x 4"
+    ):
+        Quantised(bits=8, group=4, residual=4).fill(held)
+
+
+def test_keys_and_values_of_two_memories_are_opened() -> None:
+    """Codes of another number of slots: one loop over both would read behind the shorter ones."""
+    x, seen = torch.randn(1, 2, 16, 8), torch.ones(1, 16, dtype=torch.bool)
+    q = torch.randn(1, 2, 1, 8)
+
+    def packed(axis: str, slots: int) -> Packed:
+        made = quantise(x[:, :, :slots], seen[:, :slots], axis, bits=8, group=8)
+        return Packed.of(Coded(made, axis, 8, x[:, :, slots:]))
+
+    k, v = packed("channel", 16), packed("token", 8)
+    with torch.no_grad():
+        out = regard.attend(q, k, v, backend="cpu")
+        right = regard.attend(q, k.numbers(), v.numbers(), backend="reference")
+    assert torch.allclose(out, right, atol=1e-6)

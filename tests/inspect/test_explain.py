@@ -288,6 +288,10 @@ def test_reasons_name_the_term_that_says_no() -> None:
     assert why_masked(None, positions, 0, np.array([True, False] + [True] * 4))[1] == "the kernel"
     nothing = why_masked(masks.Window(2), positions, 5, np.array([False] * 4 + [True] * 2))
     assert nothing == ("outside window 2",) * 4 + ("", "")
+    padded, none = torch.tensor([[-1, 0, 1]]), np.array([False] * 3)
+    for rule in (None, masks.Full(), ~masks.Causal()):
+        assert why_masked(rule, padded, 0, none) == ("padding",) * 3
+    assert why_masked(masks.Full(), padded, 1, ~none)[1:] == ("", "")
 
 
 def test_a_row_that_sees_nothing_has_weights_of_zero() -> None:

@@ -122,12 +122,20 @@ Pairs = list[list[list[list[bool]]]]
 
 
 def pairs(rule: Rule, q: Positions, k: Positions) -> Pairs:
-    """[B][H][T][S]: the rule where a key slot holds a key."""
-    Q, K = stored(q), stored(k)
+    """[B][H][T][S]: the rule where the query's slot and the key's slot both hold a token."""
+    Q, K, least = stored(q), stored(k), least_token(q)
     return [
-        [[[y >= 0 and rule(x, y, b, h) for y in K[b]] for x in Q[b]] for h in range(H)]
+        [
+            [[y >= 0 and x >= least and rule(x, y, b, h) for y in K[b]] for x in Q[b]]
+            for h in range(H)
+        ]
         for b in range(B)
     ]
+
+
+def least_token(q: Positions) -> int:
+    """The least position at which a query is a token."""
+    return -(10**6) if isinstance(q, Span) and q.tokens else 0
 
 
 def tiles(dense: Pairs, bq: int, bk: int) -> Pairs:
@@ -177,8 +185,8 @@ def check(
 
 
 def _check_intervals(mask: Mask, rule: Rule, q: Positions) -> None:
-    Q = stored(q)
-    found = mask.intervals(torch.tensor(Q, dtype=torch.int64).reshape(B, -1))
+    Q, least = stored(q), least_token(q)
+    found = mask.intervals(q)
     if found is None:
         return
     shape = (B, H, len(Q[0]), found.starts.shape[-1])
@@ -192,4 +200,4 @@ def _check_intervals(mask: Mask, rule: Rule, q: Positions) -> None:
                 ]
                 assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
                 inside = [y for lo, hi in ranges for y in range(lo, min(hi, far))]
-                assert inside == [y for y in range(far) if rule(x, y, b, h)]
+                assert inside == [y for y in range(far) if x >= least and rule(x, y, b, h)]

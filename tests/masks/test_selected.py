@@ -37,7 +37,7 @@ def brute(table: Tensor, first: Tensor | None, k: Positions, *, causal: bool = F
 
     def sees(b: int, h: int, i: int, p: int) -> bool:
         column = p // SIZE - firsts[b]
-        inside = p >= 0 and 0 <= column < len(rows[b][h][i])
+        inside = p >= 0 and q[b][i] >= 0 and 0 <= column < len(rows[b][h][i])
         return inside and rows[b][h][i][column] and (not causal or p <= q[b][i])
 
     return [
@@ -93,7 +93,7 @@ def test_tiles_are_decided_without_evaluation(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("evaluated")
 
     monkeypatch.setattr(Mask, "block", refuse)
-    Selected(TABLE, SIZE).tiles(QUERIES, Span(0, 12), (2, 3))
+    Selected(TABLE, SIZE).tiles(Span(7, T), Span(0, 12), (2, 3))
     with pytest.raises(AssertionError, match="evaluated"):  # a rule without structure must be
         masks.Strided(3).tiles(QUERIES, Span(0, 12), (2, 3))
 

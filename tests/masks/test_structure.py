@@ -21,7 +21,9 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
     "square": (Span(0, 11), Span(0, 11)),
     "last queries": (Span(6, 4), Span(0, 10)),
     "one query": (Span(13, 1), Span(0, 14)),
-    "queries before the first key": (Span(-3, 8), Span(2, 9)),
+    "queries before the first key": (Span(-3, 8, tokens=True), Span(2, 9)),
+    "empty queries of a span": (Span(-3, 8), Span(2, 9)),
+    "no query at all": (torch.full((2, 3), E), Span(0, 7)),
     "keys before 0": (Span(0, 6), Span(-5, 11)),
     "more queries than keys": (Span(0, 9), Span(4, 3)),
     "far away": (Span(30, 3), Span(0, 12)),
@@ -90,7 +92,7 @@ def grow(tree: Tree) -> Case:
 def positions(draw: st.DrawFn) -> Positions:
     """A span or stored positions, with holes, in any order."""
     if draw(st.booleans()):
-        return Span(draw(st.integers(-4, 8)), draw(st.integers(0, 10)))
+        return Span(draw(st.integers(-4, 8)), draw(st.integers(0, 10)), draw(st.booleans()))
     n = draw(st.integers(1, 9))
     rows = [
         draw(st.lists(st.integers(-1, 16), min_size=n, max_size=n))

@@ -159,6 +159,7 @@ def kept(*caches: Cache | None) -> Iterator[None]:
 
 def check_update(memory: Parts, positions: Positions) -> None:
     """New memory is parts [B,n,T,d] of one batch, with one position per slot, in rows B or 1."""
+    _check_integers(positions)
     length, batches = count(positions), {m.shape[0]: None for m in memory}
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:
@@ -177,6 +178,24 @@ def check_update(memory: Parts, positions: Positions) -> None:
             )
 
 
+def _check_integers(positions: Positions) -> None:
+    if isinstance(positions, Span):
+        return
+    if (
+        not isinstance(positions, Tensor)
+        or positions.dtype == torch.bool
+        or positions.is_floating_point()
+    ):
+        got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
+        raise ArgumentTypeError(
+            f"positions are {got}; they must be a regard.Span or integers [batch or 1, length]: use .long()"
+        )
+    if positions.ndim != 2:
+        raise ArgumentError(
+            f"positions are {tuple(positions.shape)}; they must be [batch or 1, length]"
+        )
+
+
 def check_fits(held: Parts, memory: Parts) -> None:
     """New memory has the parts, batch, heads, dims and dtypes of what is held."""
     kept_, given = ([_fixed(m) for m in ms] for ms in (held, memory))
@@ -185,6 +204,11 @@ def check_fits(held: Parts, memory: Parts) -> None:
             f"memory {given} does not fit what is held, {kept_}; "
             "start a new cache for another batch or model"
         )
+    for i, (old, new) in enumerate(zip(held, memory, strict=True)):
+        if old.device != new.device:
+            raise ArgumentError(
+                f"memory {i} is on {new.device}, and the cache holds it on {old.device}; move it with .to()"
+            )
 
 
 def check_crop(length: int) -> None:

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
+from regard.errors import ArgumentError
+
 Axis: TypeAlias = Literal["channel", "token", "exact"]
 """Which numbers share a scale: of one channel over tokens, of one token over channels; or none: kept as they are."""
 
@@ -128,6 +130,49 @@ def shapes(
         return shape, (B, 0)
     scale = (B, n, L // group, d) if axis == "channel" else (B, n, L, d // group)
     return (*scale, group * bits // 8), (*scale, 1)
+
+
+def check_codes(
+    made: Codes,
+    recent: Tensor,
+    axis: Axis,
+    older: int,
+    *,
+    bits: int,
+    group: int,
+    name: str = "the memory",
+) -> None:
+    """Codes are those of `older` slots in front of recent ones [B,n,L,d]: a kernel reads them by their address.
+
+    Raises:
+        ArgumentError: their sizes, dtypes or devices are others, or an exception stands behind their slots.
+
+    >>> x = torch.randn(1, 2, 8, 4)
+    >>> made = quantise(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
+    >>> check_codes(made, x, "channel", 16, bits=8, group=8)
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: codes and scales of the memory are ((1, 2, 1, 4, 8), (1, 2, 1, 4, 1)), not ...
+    """
+    B, n, _, d = recent.shape
+    wanted = shapes((B, n, older, d), axis, bits=bits, group=group)
+    got = tuple(made.codes.shape), tuple(made.scale.shape)
+    if got != wanted or made.zero.shape != made.scale.shape or made.odd.shape != made.odd_at.shape:
+        raise ArgumentError(
+            f"codes and scales of {name} are {got}, not {wanted} for {older} slots in front of {tuple(recent.shape)}, "
+            f"by {axis} in {bits} bits and groups of {group}"
+        )
+    kind = recent.dtype if axis == "exact" else torch.uint8
+    kinds = {made.scale.dtype, made.zero.dtype, made.odd.dtype}
+    if made.codes.dtype != kind or kinds != {recent.dtype} or made.odd_at.dtype != torch.int64:
+        raise ArgumentError(
+            f"codes of {name} are {made.codes.dtype} with scales {made.scale.dtype}, zeros {made.zero.dtype} and exceptions "
+            f"{made.odd.dtype} at {made.odd_at.dtype}; they must be {kind} with {recent.dtype}, as the recent slots are, "
+            "at torch.int64"
+        )
+    if {x.device for x in made} != {recent.device}:
+        raise ArgumentError(
+            f"codes of {name} are not all on {recent.device}, where the recent slots are; move them with .to()"
+        )
 
 
 def _lines(x: Tensor, axis: Axis, group: int) -> Tensor:

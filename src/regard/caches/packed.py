@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from regard.caches.codes import Axis, Codes, dequantise
+from regard.caches.codes import Axis, Codes, check_codes, dequantise
 
 
 class Coded(NamedTuple):
@@ -46,11 +46,16 @@ class Packed(Tensor):
 
     @classmethod
     def of(cls, coded: Coded) -> Packed:
-        """The tensor that these codes, and the recent slots behind them, are."""
+        """The tensor that these codes, and the recent slots behind them, are.
+
+        Raises:
+            ArgumentError: their sizes, dtypes or devices do not go together; a kernel reads codes by their address.
+        """
         recent = coded.recent
         B, n, length, d = recent.shape
         codes, group = coded.made.codes, coded.made.codes.shape[-1] * 8 // coded.bits
         older = codes.shape[2] * (group if coded.axis == "channel" else 1)
+        check_codes(coded.made, recent, coded.axis, older, bits=coded.bits, group=group)
         made = Tensor._make_wrapper_subclass(
             cls, (B, n, older + length, d), dtype=recent.dtype, device=recent.device
         )

@@ -19,7 +19,7 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.codes import Axis, Codes, shapes
+from regard.caches.codes import Axis, Codes, check_codes
 from regard.caches.growing import written
 from regard.caches.split import Split
 from regard.errors import ArgumentError, ArgumentTypeError
@@ -178,14 +178,14 @@ class Quantised(Cache):
                 f"{len(codes)} parts in codes and {len(recent)} recent ones for axes {self.axes}"
             )
         for i, (made, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
-            B, n, _, d = x.shape
-            group = self._group(axis, d)
-            wanted = shapes((B, n, slots - x.shape[2], d), axis, bits=self.bits, group=group)
-            got = tuple(made.codes.shape), tuple(made.scale.shape)
-            same = made.zero.shape == made.scale.shape and made.odd.shape == made.odd_at.shape
-            if got != wanted or not same:
+            _, n, length, d = x.shape
+            group, older = self._group(axis, d), slots - length
+            check_codes(made, x, axis, older, bits=self.bits, group=group, name=f"part {i}")
+            at = made.odd_at
+            if at.numel() and not -1 <= int(at.min()) <= int(at.max()) < older * n * d:
                 raise ArgumentError(
-                    f"codes and scales of part {i} are {got}, not {wanted} for {slots} slots, {x.shape[2]} of them recent"
+                    f"codes of part {i} have exceptions at {int(at.min())} to {int(at.max())}; "
+                    f"{older} slots of {n} x {d} numbers have places 0 to {older * n * d - 1}, and -1 for none"
                 )
 
     def _group(self, axis: Axis, channels: int) -> int:

@@ -103,7 +103,7 @@ def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, An
 
     visible, tiles = mask.visible(q, k), mask.tiles(q, k, size)
     B, H, T = visible.shape
-    intervals = mask.intervals(q.tensor())
+    intervals = mask.intervals(q)
     spans, most = None, None
     if intervals is not None:
         starts, stops = (x.clamp(k.start, k.stop).expand(B, H, -1, -1) for x in intervals)
@@ -228,7 +228,7 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
 
 
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:
-    if q.length * k.length > MOST_PAIRS and mask.intervals(q[:1].tensor()) is None:
+    if q.length * k.length > MOST_PAIRS and mask.intervals(q[:1]) is None:
         raise ArgumentError(
             f"{q.length:,} queries x {k.length:,} keys; a mask without intervals is evaluated pair by pair, at most "
             f"{MOST_PAIRS:,}: give fewer --queries or --keys"

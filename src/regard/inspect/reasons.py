@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard import masks
-from regard.span import Positions, as_tensor
+from regard.span import Positions, as_tensor, part, vacant
 
 Bools = NDArray[np.bool_]
 
 EMPTY = "padding"
-"""Of a slot whose position is -1: it holds no token."""
+"""Of a slot whose position is -1, be it the key's or the query's: it holds no token."""
 
 
 def why_masked(
@@ -33,6 +33,8 @@ def why_masked(
     ('', '', 'future')
     """
     keys = positions if k_positions is None else k_positions
+    if (empty := vacant(part(positions, slice(i, i + 1)))) is not None and bool(empty[0]):
+        return tuple("" if seen else EMPTY for seen in visible)
     said = (
         [set[str]() for _ in visible] if mask is None else _reasons(mask, positions, keys, i, head)
     )

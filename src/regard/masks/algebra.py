@@ -44,7 +44,7 @@ class _Several(Mask):
         """Every member's intervals, or None where one has none."""
         found = []
         for mask in self.masks:
-            x = mask.intervals(q[:, 0, :, 0])
+            x = mask._ranges(q[:, 0, :, 0])
             if x is None:
                 return None
             found.append(x)
@@ -154,7 +154,7 @@ class Not(Mask):
         return ~self.mask._at(slot)
 
     def _intervals(self, q: Tensor) -> Intervals | None:
-        found = self.mask.intervals(q[:, 0, :, 0])
+        found = self.mask._ranges(q[:, 0, :, 0])
         return None if found is None else gaps(found)
 
     def _undecided(self, where: Part, bk: int) -> Tensor:

@@ -11,11 +11,18 @@ from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.masks.intervals import Intervals, tidy
-from regard.masks.tiling import UNKNOWN, count_visible, from_intervals, held, settle
+from regard.masks.intervals import Intervals, none_for, tidy
+from regard.masks.tiling import (
+    UNKNOWN,
+    count_visible,
+    from_intervals,
+    held,
+    settle,
+    without_rows,
+)
 from regard.masks.values import four
 from regard.masks.where import Part, Slot, device_of
-from regard.span import Positions, Span, as_tensor, count, part
+from regard.span import Positions, Span, as_tensor, count, part, vacant
 
 EVERY = slice(None)
 ROWS = 128
@@ -26,8 +33,10 @@ ROWS = 128
 class Mask(ABC):
     """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks of masks.
 
-    Masks of equal fields are equal and hash alike; tensors in fields count by identity. Key slots at position -1 are
-    never visible, whatever the rule says. A subclass writes `allows`, and `_intervals` where it has a closed form.
+    Masks of equal fields are equal and hash alike; tensors in fields count by identity. A slot at position -1 holds
+    nothing, whatever the rule says: as a key it is never visible, as a query it sees nothing. The public methods see to
+    that once, for the mask as a whole, so that `~` cannot turn it round. A subclass writes `allows`, and `_intervals` where
+    it has a closed form; both speak of tokens only.
 
     >>> from regard import masks
     >>> mask = masks.Causal() & masks.Window(4) | masks.Sinks(1)
@@ -50,7 +59,7 @@ class Mask(ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Bool[Tensor, "B H t s"]:
-        """The dense mask [B or 1, H or 1, t, s] of a slice of the call; a key slot at position -1 is never visible.
+        """The dense mask [B or 1, H or 1, t, s] of a slice of the call; a slot at position -1 sees nothing and is not seen.
 
         >>> from regard import masks
         >>> masks.Causal().block(Span(0, 3), Span(0, 3)).int().tolist()
@@ -61,22 +70,35 @@ class Mask(ABC):
         out, keys = self._block(where), part(k_positions, columns)
         if not isinstance(keys, Span) or keys.start < 0:
             out = out & (where.k >= 0)[:, None, None]
+        if (empty := vacant(part(q_positions, rows), device)) is not None:
+            out = out & ~empty[:, None, :, None]
         return out.expand(-1, -1, count(part(q_positions, rows)), count(keys))
 
     def _block(self, where: Part) -> Tensor:
         """The rule, 4-D; empty slots are not looked at."""
         return four(self.allows(where.q[:, None, :, None], where.k[:, None, None, :]))
 
-    def intervals(self, q: Int[Tensor, "B t"]) -> Intervals | None:
+    def intervals(
+        self, q: Positions, *, device: torch.device | str | None = None
+    ) -> Intervals | None:
         """The key positions that each query sees, as n half-open ranges, disjoint and sorted; None without structure.
 
-        q: positions [B or 1, t]; the ranges are int64 [B or 1, H or 1, t, n] and may end at 2^62: without an end.
+        q: positions of the queries, t of them; the ranges are int64 [B or 1, H or 1, t, n] and may end at 2^62: without an
+        end. A query at position -1 has none.
 
         >>> from regard import masks
         >>> found = (masks.Causal() & masks.Window(2)).intervals(torch.tensor([[0, 5]]))
         >>> found.starts.tolist(), found.stops.tolist()
         ([[[[0], [4]]]], [[[[1], [6]]]])
         """
+        positions = as_tensor(q, device)
+        found = self._ranges(positions if device is None else positions.to(device))
+        if found is None or (empty := vacant(q, device)) is None:
+            return found
+        return none_for(found, empty)
+
+    def _ranges(self, q: Tensor) -> Intervals | None:
+        """The same by the rule alone, for q [B or 1, t]; empty slots are not looked at."""
         found = self._intervals(q.long()[:, None, :, None])
         return None if found is None else tidy(Intervals(*torch.broadcast_tensors(*found)))
 
@@ -126,22 +148,26 @@ class Mask(ABC):
     ) -> Int8[Tensor, "B H nK"]:
         """The tiles of one block of queries, [B or 1, H or 1, nK]: what a kernel asks for when it comes to the block."""
         S, device = count(k_positions), device_of(q_positions, k_positions, device)
-        if S == 0 or count(part(q_positions, rows)) == 0:
+        queries = part(q_positions, rows)
+        if S == 0 or count(queries) == 0:
             return torch.zeros(1, 1, -(-S // bk), dtype=torch.int8, device=device)
-        where = Part(q_positions, k_positions, rows, EVERY, device)
 
         def evaluate(columns: slice) -> Tensor:
             return self.block(q_positions, k_positions, rows, columns, device=device)
 
-        return settle(self._states(where, bk), held(k_positions, bk).to(device), S, bk, evaluate)
+        where = Part(q_positions, k_positions, rows, EVERY, device)
+        if (found := self.intervals(queries, device=device)) is not None:
+            states = from_intervals(found, where.keys, bk)
+        else:
+            states = without_rows(self._undecided(where, bk), vacant(queries, device))
+        return settle(states, held(k_positions, bk).to(device), S, bk, evaluate)
 
     def _states(self, where: Part, bk: int) -> Tensor:
-        """The states [B,H,nK] over the keys that blocks hold, UNKNOWN where the rule must be evaluated."""
-        found = self.intervals(where.q)
-        if found is None:
-            return self._undecided(where, bk)
-        keys = where.k_positions if isinstance(where.k_positions, Span) else where.k
-        return from_intervals(found, keys, bk)
+        """The states [B,H,nK] by the rule alone, over the keys that blocks hold, UNKNOWN where it must be evaluated."""
+        found = self._ranges(where.q)
+        return (
+            self._undecided(where, bk) if found is None else from_intervals(found, where.keys, bk)
+        )
 
     def _undecided(self, where: Part, bk: int) -> Tensor:
         """The states where the mask has no intervals."""
@@ -162,7 +188,7 @@ class Mask(ABC):
         [[[4, 4, 3, 2]]]
         """
         device = device_of(q_positions, k_positions, device)
-        found = self.intervals(as_tensor(q_positions, device).to(device))
+        found = self.intervals(q_positions, device=device)
         if found is not None:
             keys = k_positions if isinstance(k_positions, Span) else k_positions.to(device)
             return count_visible(found, keys)
@@ -195,11 +221,13 @@ class Mask(ABC):
         """The rule as a `mask_mod(b, h, q_idx, kv_idx)` of `torch.nn.attention.flex_attention`, for slots of this call."""
         device = device_of(q_positions, k_positions, None)
         q_all, k_all = (as_tensor(x, device).to(device) for x in (q_positions, k_positions))
+        empty = vacant(q_positions, device)
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            q = q_all[b * (q_all.shape[0] > 1), q_idx]
-            k = k_all[b * (k_all.shape[0] > 1), kv_idx]
-            return self._at(Slot(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
+            row = b * (q_all.shape[0] > 1)
+            q, k = q_all[row, q_idx], k_all[b * (k_all.shape[0] > 1), kv_idx]
+            seen = self._at(Slot(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
+            return seen if empty is None else seen & ~empty[row, q_idx]
 
         return mask_mod
 

@@ -62,7 +62,7 @@ class Heads(Mask):
     def _intervals(self, q: Tensor) -> Intervals | None:
         heads = []
         for h, mask in enumerate(self.masks):
-            found = mask.intervals(q[:, 0, :, 0])
+            found = mask._ranges(q[:, 0, :, 0])
             if found is None:
                 return None
             heads.append(Intervals(*(_head(x, h) for x in found)))
@@ -199,6 +199,14 @@ class Fn(Mask):
             got = out.dtype if isinstance(out, Tensor) else type(out).__name__
             raise ArgumentTypeError(
                 f"Fn {self.name} gave {got}; it must give a bool tensor, True = may attend"
+            )
+        pair = torch.broadcast_shapes(q.shape, k.shape)
+        if out.ndim > 4 or any(
+            n not in (1, of) for n, of in zip(out.shape[:-3:-1], pair[::-1], strict=False)
+        ):
+            raise ArgumentError(
+                f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and {tuple(k.shape)}; it must give "
+                "a shape that broadcasts to [batch, heads, queries, keys]"
             )
         return out
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 FAR = 1 << 62
@@ -74,6 +74,17 @@ def gaps(a: Intervals) -> Intervals:
     """The positions >= 0 in none of the ranges of a tidy list."""
     zero, far = torch.zeros_like(a.starts[..., :1]), torch.full_like(a.starts[..., :1], FAR)
     return tidy(Intervals(torch.cat([zero, a.stops], -1), torch.cat([a.starts, far], -1)))
+
+
+def none_for(found: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
+    """The same without any position for some of the queries.
+
+    >>> two = Intervals(torch.tensor([[[[0], [0]]]]), torch.tensor([[[[2], [3]]]]))
+    >>> (none_for(two, torch.tensor([[True, False]])).starts == FAR).tolist()
+    [[[[True], [False]]]]
+    """
+    at = rows[:, None, :, None]
+    return Intervals(*(x.masked_fill(at, FAR) for x in found))
 
 
 def stack_heads(heads: Sequence[Intervals]) -> Intervals:

@@ -101,6 +101,18 @@ def either(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
     return opposite(both(opposite(a), opposite(b)))
 
 
+def without_rows(
+    states: Int8[Tensor, "b h nK"], rows: Bool[Tensor, "b_rows t"] | None
+) -> Int8[Tensor, "B h nK"]:
+    """The states where some of the queries see nothing, whatever the rule says of them."""
+    if rows is None:
+        return states
+    some, every = (x[:, None, None] for x in (rows.any(1), rows.all(1)))
+    # what was full is so for the others; what was partial may have been so for these alone
+    less = torch.where(states == FULL, PARTIAL, torch.where(states == PARTIAL, UNKNOWN, states))
+    return torch.where(some, less, states).masked_fill(every, EMPTY)
+
+
 def settle(
     states: Int8[Tensor, "b h nK"],
     n_held: Int[Tensor, "b_held nK"],

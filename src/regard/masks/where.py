@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.span import Positions, as_tensor, part
+from regard.span import Positions, Span, as_tensor, part
 
 
 class Part(NamedTuple):
@@ -28,6 +28,12 @@ class Part(NamedTuple):
     def k(self) -> Tensor:
         """The positions of the keys, [B or 1, s]."""
         return as_tensor(part(self.k_positions, self.columns), self.device).to(self.device)
+
+    @property
+    def keys(self) -> Positions:
+        """The positions of all keys, a Span as it is."""
+        keys = self.k_positions
+        return keys if isinstance(keys, Span) else keys.to(self.device)
 
 
 class Slot(NamedTuple):

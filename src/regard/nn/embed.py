@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.arguments import check_number
-from regard.errors import ArgumentError
+from regard.arguments import check_device, check_number, check_positions, check_sizes
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.positions import sinusoidal
-from regard.span import Positions, Span
+from regard.span import Positions, Span, vacant
 
 
 class Sinusoidal(nn.Module):
@@ -82,13 +82,18 @@ class Embed(nn.Module):
         segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
         """ids [B,T] at positions, 0..T-1 by default, of segment 0 by default -> [B,T,M]; the id of a slot at position -1 means nothing."""
+        self._check_ids("ids", ids)
         if ids.ndim != 2:
             raise ArgumentError(
                 f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
             )
         positions = Span(0, ids.shape[1]) if positions is None else positions
-        if not isinstance(positions, Span):
-            ids = ids.masked_fill(positions < 0, 0)
+        check_positions("positions", positions, *ids.shape)
+        if segments is not None:
+            self._check_ids("segments", segments)
+            check_sizes(ids=(ids, "B T"), segments=(segments, "B T"))
+        if (empty := vacant(positions, ids.device)) is not None:
+            ids = ids.masked_fill(empty, 0)
         x = self.embedding(ids)
         if self.scale != 1:
             x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
@@ -99,6 +104,14 @@ class Embed(nn.Module):
         elif segments is not None:
             raise ArgumentError("segments are given, and this embedding has none; leave them out")
         return self.dropout(self.norm(x))
+
+    def _check_ids(self, name: str, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise ArgumentTypeError(
+                f"{name} are {got}; they must be integers [batch, length]: use .long()"
+            )
+        check_device(name, ids, self.embedding.weight, "the embedding")
 
     def extra_repr(self) -> str:
         """The scale."""

@@ -45,11 +45,16 @@ class Unprojected(nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """x as one head [B,1,T,M]."""
-        return x[:, None]
+        return self._head(x)
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """x, once: it serves as key and as value."""
-        return (x[:, None],)
+        return (self._head(x),)
+
+    def _head(self, x: Tensor) -> Tensor:
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, {self.dim}]")
+        return x[:, None]
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """What was remembered, twice."""

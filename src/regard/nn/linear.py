@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.ops.gemv import gemv, suits
+from regard.ops.gemv import check_map, multiply, suits
 
 FEW = 16
 """Rows from which on fp16 matrices are multiplied in fp32 on a CPU."""
@@ -24,11 +24,15 @@ def linear(
     fp16 matrix with many rows is three times slower than in fp32 (LOG.md): from `FEW` rows on the weight is converted block by
     block, and the result is rounded once.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
+
     >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
     torch.float16
     """
+    check_map(x, weight, bias)
     if suits(x, weight, bias):
-        return gemv(x, weight, bias)
+        return multiply(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
         return F.linear(x, weight, bias)

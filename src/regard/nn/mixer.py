@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, kept
 from regard.cost import Description
+from regard.errors import ArgumentError
 from regard.span import Positions, Span
 
 
@@ -38,6 +39,11 @@ class Mixer(nn.Module):
             cache: from `new_cache`, or another that holds what is needed.
             backend: the kernel, or the form of a recurrence, or "auto".
         """
+        if x.ndim != 3:
+            raise ArgumentError(
+                f"x is {tuple(x.shape)}; it must be [batch, length, dim]"
+                + (": use x[None]" if x.ndim == 2 else "")
+            )
         if cache is not None:
             self.check_cache(cache)
         if positions is None:

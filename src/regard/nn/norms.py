@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.arguments import check_device, check_tensor
 from regard.errors import ArgumentError
 from regard.ops.norm import rms_norm
 
@@ -103,7 +104,18 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T E"]:
-        """Normalise each head of each token by itself."""
+        """Normalise each head of each token by itself.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: x is no floating tensor [batch, heads, length, dim] of these heads and this dim.
+        """
+        check_tensor("x", x)
+        check_device("x", x, self.weight, "weight")
+        heads, dim = self.weight.shape
+        if x.ndim != 4 or (x.shape[1], x.shape[3]) != (heads, dim):
+            raise ArgumentError(
+                f"x is {tuple(x.shape)}; it must be [batch, {heads}, length, {dim}], as the norm of {heads} heads of {dim} takes it"
+            )
         wide = torch.promote_types(x.dtype, torch.float32)
         y = F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps)
         weight, bias = (p.to(wide)[:, None] for p in (self.weight, self.bias))

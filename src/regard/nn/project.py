@@ -141,7 +141,13 @@ class Heads(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
-        """Project, split, and run the steps."""
+        """Project, split, and run the steps.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] of the dim and dtype of the map.
+        """
+        if x.ndim != 3:
+            raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
         x = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
         for step in self.steps:
             x = step(x, positions)

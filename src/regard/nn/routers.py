@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.arguments import check_number
+from regard.arguments import check_device, check_number, check_tensor
 from regard.errors import ArgumentError
+from regard.ops.gemv import check_map
 
 
 class Routing(NamedTuple):
@@ -118,10 +119,14 @@ class Router(nn.Module, ABC):
 
     def logits(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
         """x [N,M] -> one number per expert [N,n], in fp32 or better."""
+        check_tensor("x", x)
+        check_device("x", x, self.linear.weight, "the router")
         wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.linear.weight, self.linear.bias
+        own = self.linear.bias
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+            weight, bias = self.linear.weight.to(wide), None if own is None else own.to(wide)
+            check_map(x.to(wide), weight, bias)
+            return F.linear(x.to(wide), weight, bias)
 
     def choose(self, scores: Float[Tensor, "N n"], groups_by: Float[Tensor, "N n"]) -> Tensor:
         """The k highest scores [N,n] in the groups that the scores `groups_by` allow -> experts, int64 [N,k]."""

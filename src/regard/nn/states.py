@@ -57,10 +57,12 @@ class States(nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
+        _check_last("x", x, self.q.in_features if isinstance(self.q, nn.Linear) else self.made)
         return self._split(self.q(x))
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """The states [B,H,S,E], behind the keys [B,H,S,D] where those are something else."""
+        _check_last("memory", x, self.states)
         states = self._split(x)
         return (states,) if self.k is None else (self._split(self.k(x)), states)
 
@@ -85,3 +87,8 @@ class States(nn.Module):
     def extra_repr(self) -> str:
         """Heads and sizes."""
         return f"{self.heads} heads, keys of {self.made}, states of {self.states}"
+
+
+def _check_last(name: str, x: Tensor, dim: int) -> None:
+    if x.ndim != 3 or x.shape[-1] != dim:
+        raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be [batch, length, {dim}]")

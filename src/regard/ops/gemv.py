@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba
 
 ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
@@ -20,12 +21,80 @@ SHARE = 1 << 17
 """Numbers of a weight that are worth a thread."""
 
 
+def check_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """x [...,M], weight [N,M] and bias [N] make a linear map: sizes, dtype and device agree.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: they do not.
+
+    >>> check_map(torch.ones(1, 4), torch.ones(2, 3), None)
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight (2, 3) takes it: ...
+    """
+    fits = (
+        isinstance(x, Tensor)
+        and weight.ndim == 2
+        and x.ndim > 0
+        and x.shape[-1] == weight.shape[1]
+        and x.dtype == weight.dtype
+        and x.device == weight.device
+        and (
+            bias is None
+            or (
+                bias.shape == weight.shape[:1]
+                and bias.dtype == weight.dtype
+                and bias.device == weight.device
+            )
+        )
+    )
+    if not fits:  # what is wrong is found out only when something is
+        _complain_of_map(x, weight, bias)
+
+
+def _complain_of_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(
+            f"x is {type(x).__name__}; it must be a torch tensor [..., features]"
+        )
+    if weight.ndim != 2:
+        raise ArgumentError(f"weight is {tuple(weight.shape)}; it must be [out, in]")
+    N, M = weight.shape
+    if x.ndim == 0 or x.shape[-1] != M:
+        raise ArgumentError(
+            f"x is {tuple(x.shape)}; its last dimension must be {M}, as the weight ({N}, {M}) takes it: "
+            "give it what the layer was built for, or build the layer for this size"
+        )
+    if bias is not None and tuple(bias.shape) != (N,):
+        raise ArgumentError(
+            f"bias is {tuple(bias.shape)}; it must be ({N},), one number for each row of the weight ({N}, {M})"
+        )
+    for name, y in (("weight", weight), ("bias", bias)):
+        if y is None:
+            continue
+        if x.device != y.device:
+            raise ArgumentError(f"x is on {x.device} and {name} on {y.device}; move one with .to()")
+        if x.dtype != y.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ArgumentTypeError(
+                f"x is {_dtype(x)} and {name} is {_dtype(y)}; all must have one dtype: convert one with .to()"
+            )
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `gemv` can do it, and is the faster one."""
+    """Whether `multiply` can do it, and is the faster one; `check_map` comes first."""
     return (
         weight.numel() >= LEAST
         and 0 < x.numel() <= ROWS.get(x.dtype, 0) * weight.shape[1]
-        and at_hand(x, weight)
+        and _readable(x, weight, bias)
+    )
+
+
+def _readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return (
+        at_hand(x, weight)
         and weight.is_contiguous()
         and (bias is None or (at_hand(bias, weight) and bias.is_contiguous()))
     )
@@ -54,9 +123,24 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = W x + b for a few vectors x [..., M], W [N,M] and b [N] -> [..., N]: summed in fp32, rounded once.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree; or compiled code cannot read the tensors.
+
     >>> gemv(torch.ones(2, 3), torch.eye(3)).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
+    check_map(x, weight, bias)
+    if 0 in (x.numel(), weight.numel()) or not _readable(x, weight, bias):
+        raise ArgumentError(
+            f"gemv was given x {_dtype(x)} {tuple(x.shape)} and weight {_dtype(weight)} {tuple(weight.shape)}; it reads "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in ROWS)} on a CPU, contiguous, not empty, without "
+            "gradients, autocast or a compiled graph, and needs Numba: use regard.nn.linear.linear"
+        )
+    return multiply(x, weight, bias)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same without a look at the arguments, for who has asked `check_map` and `suits`."""
     entry, run, threads = _compiled()
     N, M = weight.shape
     x = x.contiguous()

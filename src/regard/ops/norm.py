@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.arguments import check_tensor
+from regard.errors import ArgumentError
 from regard.ops.gemv import at_hand
 
 FEW = 1 << 14
@@ -22,13 +24,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     >>> rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), 0.0).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
 
+    Raises:
+        ArgumentError, ArgumentTypeError: x is no floating tensor, or the weight is not of the size of its last dimension.
+
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
+    _check(x, weight)
     if 0 < x.numel() <= FEW and weight.is_contiguous() and at_hand(x, weight):
         return _few(x, weight, eps, offset)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + offset if offset else weight.to(wide)
     return F.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+def _check(x: Tensor, weight: Tensor) -> None:
+    """x [...,M] is a floating tensor, and weight [M] has a number for each feature of it, on the same device."""
+    fits = (
+        isinstance(x, Tensor)
+        and weight.ndim == 1
+        and x.shape[-1:] == weight.shape
+        and x.is_floating_point()
+        and weight.is_floating_point()
+        and x.device == weight.device
+    )
+    if fits:
+        return
+    check_tensor("x", x)
+    check_tensor("weight", weight)
+    if x.shape[-1:] != weight.shape:
+        raise ArgumentError(
+            f"x is {tuple(x.shape)} and the norm's weight {tuple(weight.shape)}; the last dimension of x must have one "
+            "number of the weight for each feature: build the norm for this size"
+        )
+    raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
 
 
 def _few(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:

@@ -145,6 +145,37 @@ def test_ties_at_the_border_keep_exactly_k_where_transformers_keeps_all() -> Non
     assert distribution(flat, Sampling())[0].tolist() == [1.0] + [0.0] * 7
 
 
+@pytest.mark.parametrize("tokens", [4, 8, 1024, 2048])
+def test_a_nucleus_ends_where_its_sum_is_reached_exactly(tokens: int) -> None:
+    """Equal chances of a power of two are exact: the token that makes the sum top_p is the last, also among equals."""
+    flat = torch.zeros(1, tokens)
+    for share in (0.25, 0.5, 0.75):
+        kept = distribution(flat, Sampling(temperature=1.0, top_p=share))[0].nonzero().flatten()
+        assert kept.tolist() == list(range(int(share * tokens)))
+
+
+def test_limits_that_leave_everything() -> None:
+    """A tail that rounding loses beside 1 is not cut off by top_p=1, nor by min_p=0 or as many as there are."""
+    logits = torch.tensor([[0.0, -40.0, -80.0]])
+    for how in ({"top_p": 1.0}, {"min_p": 0.0}, {"top_k": 3}):
+        found = distribution(logits, Sampling(temperature=1.0, **how))
+        assert torch.equal(found, logits.softmax(1))
+        assert found.gt(0).all()
+
+
+def test_min_p_keeps_what_reaches_it_exactly() -> None:
+    logits = torch.tensor([[0.0, 0.0, -1.0, -2.0]], dtype=torch.float64)
+    least = math.exp(-1.0)
+    assert float(logits.exp()[0, 2]) == least
+    found = distribution(logits, Sampling(temperature=1.0, min_p=least))
+    assert (found > 0).tolist() == [[True, True, True, False]]
+
+
+def test_a_tiny_temperature_tells_neighbours_apart() -> None:
+    near = torch.tensor([[1.0, 1.0 + 2**-23]])
+    assert distribution(near, Sampling(temperature=1e-30)).tolist() == [[0.0, 1.0]]
+
+
 def test_a_nucleus_of_more_than_a_thousand_tokens() -> None:
     """The shortcut over the likeliest 1024 gives way to a full sort."""
     logits = torch.randn(2, 3000, dtype=torch.float64)

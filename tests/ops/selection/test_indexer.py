@@ -187,16 +187,27 @@ def test_the_gradient_of_the_loss_is_softmax_minus_pattern() -> None:
 
 def test_errors() -> None:
     q, k, w = inputs("square")
-    for wrong in ((q, k[..., :2], w), (q, k, w[..., :2]), (q, k.expand(-1, 2, -1, -1), w)):
-        with pytest.raises(regard.ArgumentError) as error:
+    for wrong, message in (
+        (
+            (q, k[..., :2], w),
+            r"^k is \(2, 1, 11, 2\), which is \[B, 1, S, d\], but d is 4 in q \(2, 3, 11, 4\); all must agree$",
+        ),
+        ((q, k, w[..., :2]), r"^w is \(2, 11, 2\), which is \[B, T, J\], but J is 3 in q"),
+        (
+            (q, k.expand(-1, 2, -1, -1), w),
+            r"^k is \(2, 2, 11, 4\), which is \[B, 1, S, d\], but it must be 1; all must agree$",
+        ),
+    ):
+        with pytest.raises(regard.ArgumentError, match=message):
             index_scores(*wrong)
-        assert str(error.value).endswith(
-            "they must be [B,J,T,d], [B,1,S,d] and [B,T,J]: here k [2,1,S,4] and w [2,11,3]"
-        )
+    with pytest.raises(regard.ArgumentTypeError, match=r"^index w is int64; it must be float64"):
+        index_scores(q, k, w.long())
+    mixed = index_scores(q, k.float(), w.float())  # summed in the widest of them
+    assert torch.equal(mixed, index_scores(q, k.float().double(), w.float().double()))
     with pytest.raises(regard.ArgumentError, match=r"^topk is 0; it must be 1 or more$"):
         index_mask(q, k, w, topk=0, q_positions=Span(0, 11), k_positions=Span(0, 11))
     with pytest.raises(
         regard.ArgumentError,
-        match=r"they must be \[B,T,S\], \[B,H,T,S\] and \[B,T,S\] with B 1, T 2, S 3",
+        match=r"^pattern is \(1, 4, 2, 2\), which is \[B, H, T, S\], but S is 3 in scores \(1, 2, 3\); all must agree$",
     ):
         indexer_loss(torch.zeros(1, 2, 3), torch.zeros(1, 4, 2, 2), torch.ones(1, 2, 3).bool())

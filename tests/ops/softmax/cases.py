@@ -114,9 +114,13 @@ def make(
     q_positions, k_positions = _positions(case, draw)
     made_mask, rule = MASKS[case.mask]
     qp, kp = _listed(q_positions, B), _listed(k_positions, B)
+    least = 0 if case.positions else -T  # nobody said that a query is empty
     visible = torch.tensor(
         [
-            [[[j >= 0 and rule(b, h, i, j) for j in kp[b]] for i in qp[b]] for h in range(H)]
+            [
+                [[i >= least and j >= 0 and rule(b, h, i, j) for j in kp[b]] for i in qp[b]]
+                for h in range(H)
+            ]
             for b in range(B)
         ]
     )
@@ -142,10 +146,12 @@ def _positions(case: Case, draw: torch.Generator) -> tuple[Positions, Positions]
     B, _, _, T, S, _, _ = case.shape
     if case.positions == "shift":
         return Span(100 + S - T, T), Span(100, S)
-    if case.positions == "rows":  # unordered keys with holes, queries anywhere
+    if case.positions == "rows":  # unordered keys with holes, queries anywhere, some nowhere
         k = torch.stack([torch.randperm(S, generator=draw) for _ in range(B)])
         k[torch.rand(B, S, generator=draw) < 0.2] = -1
-        return torch.randint(0, S, (B, T), generator=draw), k
+        q = torch.randint(0, S, (B, T), generator=draw)
+        q[torch.rand(B, T, generator=draw) < 0.2] = -1
+        return q, k
     return Span(S - T, T), Span(0, S)
 
 

@@ -29,13 +29,28 @@ def test_a_mask_that_means_it_is_not() -> None:
 
 def test_queries_are_the_last_of_the_keys() -> None:
     assert last(Span(0, 5), 2) == Span(3, 2)
-    assert last(Span(0, 2), 5) == Span(-3, 5)
+    assert last(Span(0, 2), 5) == Span(-3, 5, tokens=True)
     keys = torch.tensor([[-1, -1, 0, 1]])
     assert last(keys, 3).tolist() == [[-1, 0, 1]]
     with pytest.raises(
         regard.ArgumentError, match=r"5 queries for 4 keys at given k_positions: give q_positions"
     ):
         last(keys, 5)
+
+
+def test_queries_are_not_put_into_empty_slots_behind_the_keys() -> None:
+    source = torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]])
+    assert last(source, 4) is not None  # the queries are those tokens
+    assert last(torch.full((1, 4), -1), 2).tolist() == [[-1, -1]]
+    q, kv = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 4, 8)
+    with pytest.raises(
+        regard.ArgumentError,
+        match=r"^k_positions of row 1 end in an empty slot \(-1\), and 3 queries for 4 keys would stand there by default, "
+        r"where a query sees nothing: give q_positions as well$",
+    ):
+        regard.attend(q, kv, kv, k_positions=source)
+    out = regard.attend(q, kv, kv, k_positions=source, q_positions=Span(0, 3))
+    assert out.norm(dim=-1).gt(0).all()
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "tiled", "reference", "flex"])

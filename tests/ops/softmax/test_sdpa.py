@@ -549,15 +549,14 @@ def test_a_query_with_nan_gives_nan(T: int, dtype: torch.dtype) -> None:
     q[0, 0, row, 3] = NAN
     for mask in (None, CAUSAL):
         for start in (-T, -T + 1, -row, -row + 1, 0, 3, 20 - T, 19, 25):
-            part = regard.attend_partial(
-                q, k, v, mask=mask, q_positions=Span(start, T), backend="sdpa"
-            )
+            at = Span(start, T, tokens=True)
+            part = regard.attend_partial(q, k, v, mask=mask, q_positions=at, backend="sdpa")
             sees = mask is None or start + row >= 0
             assert bool(part.out[0, 0, row].isnan().all()) == sees, (mask, start)
             assert bool(part.lse[0, 0, row].isnan()) == sees
             others = torch.arange(T) != row
             assert part.out[0, 0, others].isfinite().all()
-            out = regard.attend(q, k, v, mask=mask, q_positions=Span(start, T), backend="sdpa")
+            out = regard.attend(q, k, v, mask=mask, q_positions=at, backend="sdpa")
             assert torch.equal(out.isnan(), part.out.isnan())
 
 

@@ -7,6 +7,7 @@ from torch import nn
 from regard.errors import ArgumentError
 from regard.nn.additive import AdditiveAttention
 from regard.nn.cross import CrossAttention
+from regard.nn.linear import Linear
 from regard.nn.states import States
 from regard.nn.variants.registry import variant
 
@@ -42,7 +43,7 @@ def bahdanau(
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), equations 5 and 6, appendix A.1.2.
     """
     M3, A = _sizes(dim, memory_dim, hidden)
-    query, key = nn.Linear(dim, A, bias=False), nn.Linear(M3, A, bias=False)
+    query, key = Linear(dim, A, bias=False), Linear(M3, A, bias=False)
     return AdditiveAttention(States(query, M3, heads=heads, key=key))
 
 
@@ -87,7 +88,7 @@ def luong(
         raise ArgumentError(f"score is {score!r}; it must be one of {', '.join(SCORES)}")
     if hidden is not None:
         raise ArgumentError(f'hidden is {hidden}, but only score="concat" has a hidden layer')
-    query = dim if score == "dot" else nn.Linear(dim, M3, bias=False)
+    query = dim if score == "dot" else Linear(dim, M3, bias=False)
     return CrossAttention(States(query, M3, heads=heads), nn.Identity(), scale=1.0)
 
 

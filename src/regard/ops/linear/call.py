@@ -6,9 +6,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor, float32, float64
 from torch import dtype as Dtype
 
-from regard.arguments import check_number, check_positions, check_query_key_value, check_tensor
+from regard.arguments import (
+    check_device,
+    check_number,
+    check_positions,
+    check_query_key_value,
+    check_tensor,
+)
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.span import EMPTY, Positions, Span, as_tensor
+from regard.span import Positions, vacant
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
 """How a recurrence can be computed: token by token, in chunks, as one chunk; all give the same."""
@@ -43,9 +49,12 @@ def check_call(
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
 
 
-def check_shape(name: str, x: Tensor, allowed: tuple[tuple[int, ...], ...], meaning: str) -> None:
-    """x is a floating tensor of one of the allowed shapes."""
+def check_shape(
+    name: str, x: Tensor, allowed: tuple[tuple[int, ...], ...], meaning: str, like: Tensor
+) -> None:
+    """x is a floating tensor of one of the allowed shapes, where the keys are."""
     check_tensor(name, x)
+    check_device(name, x, like, "key")
     if tuple(x.shape) not in allowed:
         shapes = " or ".join(str(shape) for shape in allowed)
         raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be {shapes}, {meaning}")
@@ -64,11 +73,7 @@ def chunk_of(form: str, chunk: int, T: int) -> int | None:
 
 def empty_slots(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
     """Which slots are no tokens; None where none is, and that is known without reading a tensor."""
-    if positions is None:
-        return None
-    if isinstance(positions, Span) and (positions.start > EMPTY or not positions.length):
-        return None
-    return as_tensor(positions, q.device) <= EMPTY
+    return None if positions is None else vacant(positions, q.device)
 
 
 def emptied(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:
@@ -107,6 +112,7 @@ def first_state(
                 f"state is {x.dtype} {tuple(x.shape)}; it must be {dtype} {size}: "
                 "pass on what a call with the same sizes returned"
             )
+        check_device("state", x, like, "key")
     return state
 
 

@@ -64,7 +64,7 @@ def gated_linear(
     check_call(q, k, v, scale, k_positions, form, chunk)
     (B, G, T, D), E = k.shape, v.shape[3]
     meaning = "one number per key channel and token, or one for all channels"
-    check_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning)
+    check_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning, k)
     (S,) = first_state(state, {"S": (B, G, D, E)}, k)
     empty = empty_slots(k_positions, q)
     q, k, v, log_decay = (emptied(x, empty) for x in (q, k, v, log_decay))

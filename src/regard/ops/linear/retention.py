@@ -64,7 +64,7 @@ def retention(
     (B, G, T, D), E = k.shape, v.shape[3]
     if decay is not None:
         meaning = "one factor per key/value head, each of which has one state"
-        check_shape("decay", decay, ((G,),), meaning)
+        check_shape("decay", decay, ((G,),), meaning, k)
     (S,) = first_state(state, {"S": (B, G, D, E)}, k)
     empty = empty_slots(k_positions, q)
     q, k, v = (emptied(x, empty) for x in (q, k, v))

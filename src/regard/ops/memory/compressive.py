@@ -8,6 +8,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from regard.arguments import check_groups, check_sizes, check_tensor
+from regard.errors import ArgumentTypeError
+
 Update: TypeAlias = Literal["linear", "delta"]
 """How values are written: as they are, or less what the memory answers to their keys already."""
 
@@ -68,6 +71,9 @@ def retrieve(
         state: M and z.
         where: the queries that read; what another one holds is not looked at, and it reads 0.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
+
     >>> k, v = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 3)
     >>> state = write(k, v, nothing(k, v))
     >>> torch.allclose(retrieve(k, state).values, v)
@@ -76,6 +82,10 @@ def retrieve(
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equation 7.
     """
     M, z = state
+    own = {} if where is None else {"where": (where, "#B T")}
+    sizes = check_sizes(q=(q, "B H T D"), M=(M, "B G D E"), z=(z, "B G D"), **own)
+    check_groups(sizes["H"], sizes["G"])
+    _check_kinds(state, where, q=q)
     q = q.to(M.dtype) if where is None else torch.where(_rows(where), q, 0).to(M.dtype)
     # The factor exp(-top) is in the numerator and in the denominator: with it neither becomes 0 for a query far below 0.
     top = q.detach().amax(-1, keepdim=True).clamp(max=0)
@@ -109,6 +119,9 @@ def write(
         update: the rule.
         where: the slots to write; what another one holds is not looked at.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
+
     >>> k, v = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 3)
     >>> once = write(k, v, nothing(k, v), "delta")
     >>> retrieve(k, write(k, v, once, "delta")).values.flatten().tolist()
@@ -117,6 +130,9 @@ def write(
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 8 (linear) and 9 (delta).
     """
     M, z = state
+    own = {} if where is None else {"where": (where, "#B S")}
+    check_sizes(k=(k, "B G S D"), v=(v, "B G S E"), M=(M, "B G D E"), z=(z, "B G D"), **own)
+    _check_kinds(state, where, k=k, v=v)
     if where is not None:
         k, v = torch.where(_rows(where), k, 0), torch.where(_rows(where), v, 0)
     k, v = k.to(M.dtype), v.to(M.dtype)
@@ -126,6 +142,26 @@ def write(
     if where is not None:
         features = torch.where(_rows(where), features, 0)
     return Compressed(M + features.transpose(-1, -2) @ v, z + features.sum(2))
+
+
+def _check_kinds(state: tuple[Tensor, Tensor], where: Tensor | None, **given: Tensor) -> None:
+    """Tokens are floating and of one dtype, the memory is of the dtype that sums over them need, and `where` is bool."""
+    (name, first), *others = given.items()
+    check_tensor(name, first)
+    for other, x in others:
+        if x.dtype != first.dtype:
+            raise ArgumentTypeError(
+                f"{name} is {first.dtype} and {other} is {x.dtype}; both must have one dtype: convert one with .to()"
+            )
+    for other, x in zip(("M", "z"), state, strict=True):
+        if x.dtype != state_dtype(first):
+            raise ArgumentTypeError(
+                f"{other} is {x.dtype} for tokens of {first.dtype}; it must be {state_dtype(first)}, in which `nothing` makes it"
+            )
+    if where is not None and where.dtype != torch.bool:
+        raise ArgumentTypeError(
+            f"where is {where.dtype}; it must be bool, True = a token: use where.bool()"
+        )
 
 
 def _rows(where: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_positions, check_query_key_value, check_tensor
+from regard.arguments import check_device, check_positions, check_query_key_value, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk
 from regard.masks.values import whole
@@ -178,6 +178,7 @@ def _check(
     check_tensor("gate", gate)
     if tuple(gate.shape) != (H,):
         raise ArgumentError(f"gate is {tuple(gate.shape)}; it holds one logit per head, ({H},)")
+    check_device("gate", gate, q)
     check_positions("positions", positions, B, S)
     if isinstance(positions, Span) and positions.start < 0:
         raise ArgumentError(f"positions are {positions}; a segment begins at position 0 or later")
@@ -192,3 +193,4 @@ def _check(
             raise ArgumentTypeError(
                 f"state {name} is {str(x.dtype)[6:]}; it must be {str(state_dtype(k))[6:]}, as a call returned it"
             )
+        check_device(f"state {name}", x, q)

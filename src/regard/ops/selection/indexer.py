@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.errors import ArgumentError
+from regard.arguments import check_positions, check_sizes, check_tensor
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Dense, Mask
 from regard.ops.selection.blocks import by_rows, top, undifferentiated
 from regard.span import Positions, Span, as_tensor
@@ -33,15 +34,20 @@ def index_scores(
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equation 1.
     """
-    B, J, T, d = q.shape
-    if k.shape[:2] != (B, 1) or k.shape[3] != d or w.shape != (B, T, J):
-        raise ArgumentError(
-            f"index q is {tuple(q.shape)}, k {tuple(k.shape)}, w {tuple(w.shape)}; they must be [B,J,T,d], [B,1,S,d] and "
-            f"[B,T,J]: here k [{B},1,S,{d}] and w [{B},{T},{J}]"
-        )
-    kind = torch.promote_types(q.dtype, torch.float32)
+    J, T = _check(q, k, w)
+    kind = torch.float32
+    for x in (q, k, w):  # under autocast they come in several dtypes
+        kind = torch.promote_types(kind, x.dtype)
     dots = (q.to(kind).flatten(1, 2) @ k[:, 0].to(kind).mT).unflatten(1, (J, T))
     return (dots.relu() * w.to(kind).transpose(1, 2)[..., None]).sum(1)
+
+
+def _check(q: Tensor, k: Tensor, w: Tensor) -> tuple[int, int]:
+    """The small heads fit one another; how many there are, and how many queries."""
+    sizes = check_sizes(q=(q, "B J T d"), k=(k, "B 1 S d"), w=(w, "B T J"))
+    for name, x in (("q", q), ("k", k), ("w", w)):
+        check_tensor(f"index {name}", x)
+    return sizes["J"], sizes["T"]
 
 
 def index_mask(
@@ -67,8 +73,10 @@ def index_mask(
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 1 and 2.
     """
     check_topk(topk)
-    B, J, T, _ = q.shape
-    S = k.shape[2]
+    J, T = _check(q, k, w)
+    B, S = len(q), k.shape[2]
+    check_positions("q_positions", q_positions, B, T)
+    check_positions("k_positions", k_positions, B, S)
     with undifferentiated(q.device):
         q, k, w = q.detach(), k.detach(), w.detach()
         table = by_rows(
@@ -128,11 +136,12 @@ def indexer_loss(
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 3 and 4.
     """
-    B, T, S = scores.shape
-    if visible.shape != (B, T, S) or (pattern.shape[0], *pattern.shape[2:]) != (B, T, S):
-        raise ArgumentError(
-            f"scores are {tuple(scores.shape)}, pattern {tuple(pattern.shape)}, visible {tuple(visible.shape)}; "
-            f"they must be [B,T,S], [B,H,T,S] and [B,T,S] with B {B}, T {T}, S {S}"
+    check_sizes(scores=(scores, "B T S"), pattern=(pattern, "B H T S"), visible=(visible, "B T S"))
+    check_tensor("scores", scores)
+    check_tensor("pattern", pattern)
+    if visible.dtype != torch.bool:
+        raise ArgumentTypeError(
+            f"visible is {visible.dtype}; it must be bool, True = may be seen: use visible.bool()"
         )
     p = pattern.detach().to(scores.dtype).sum(1).masked_fill(~visible, 0)
     whole = p.sum(-1, keepdim=True)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from regard.arguments import check_positions, check_query_key
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
 from regard.ops.selection.blocks import Order, best_blocks, by_rows, undifferentiated
@@ -117,8 +118,14 @@ def selection_mask(
 
     No gradient flows through the choice.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: q, k and positions do not fit.
+
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 8 to 12.
     """
+    check_query_key(q, k)
+    check_positions("q_positions", q_positions, q.shape[0], q.shape[2])
+    check_positions("k_positions", k_positions, q.shape[0], k.shape[2])
     own, number = laid.own(q_positions)[:, None, :, None], laid.number[:, None, None]
     allowed = (number <= own) & (laid.filled > 0)[:, None, None]
     forced = (number < sizes.initial) | (number > own - sizes.local)

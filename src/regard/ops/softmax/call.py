@@ -13,7 +13,7 @@ from regard import arguments, masks, tap
 from regard.biases import Bias
 from regard.errors import ArgumentError
 from regard.masks import Mask
-from regard.ops.softmax.given import as_bias, as_mask, last
+from regard.ops.softmax.given import as_bias, as_mask, check_rules, last
 from regard.span import Positions, Span
 
 
@@ -27,8 +27,8 @@ class Options(TypedDict, total=False):
     softcap: c of c tanh(s / c), greater than 0; None is off.
     sink: [H], one logit per head that takes part in the denominator only.
     dropout: the probability with which a weight is dropped, the rest scaled by 1/(1-p). It knows no training mode.
-    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds nothing. Default:
-        keys 0..S-1, queries the last T of them.
+    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds nothing: such a key is
+        never seen, and such a query sees nothing. Default: keys 0..S-1, queries the last T of them.
     """
 
     mask: Mask | Tensor | None
@@ -128,6 +128,8 @@ class Call:
         """Every query sees every key, known without reading a tensor."""
         return (
             isinstance(self.mask, masks.Full)
+            and isinstance(self.q_positions, Span)
+            and self.q_positions.all_tokens
             and isinstance(self.k_positions, Span)
             and (self.k_positions.start >= 0)
         )
@@ -213,7 +215,7 @@ def make_call(
     arguments.check_number("softcap", softcap, 0, math.inf, "greater than 0: None turns it off")
     arguments.check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
     (B, H, T, D), S = q.shape, k.shape[2]
-    arguments.check_sink(sink, H)
+    arguments.check_sink(sink, H, q)
     k_positions = Span(0, S) if k_positions is None else k_positions
     arguments.check_positions("k_positions", k_positions, B, S)
     if q_positions is None:
@@ -223,6 +225,7 @@ def make_call(
     mask.require(B, H, T, S)
     if bias is not None:
         bias.require(B, H, T, S)
+    check_rules(mask, bias, (B, H), q_positions, k_positions)
     arguments.check_finite(query=q, key=k, value=v)
     return Call(
         q, k, v, mask, bias, D**-0.5 if scale is None else float(scale), softcap, sink, dropout,

@@ -68,6 +68,10 @@ def older(k: Tensor, v: Tensor) -> Older | None:
     if keys is None or values is None or keys.made.scale.dtype != values.made.scale.dtype:
         return None
     slots = k.shape[2] - keys.recent.shape[2]
+    if (
+        slots != v.shape[2] - values.recent.shape[2]
+    ):  # of two memories: one loop over codes reads both
+        return None
     (first, held), (second, more) = _memory(keys), _memory(values)
     recent = keys.recent, values.recent
     return Older((*first, *second), keys.made.scale.dtype, slots, recent, (*held, *more))

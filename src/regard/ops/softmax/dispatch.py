@@ -17,7 +17,7 @@ from regard.ops.softmax.gemm import Gemm, pays
 from regard.ops.softmax.reference import Reference
 from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
-from regard.span import EMPTY, Span, as_tensor
+from regard.span import Span, vacant
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
 """In the order in which `backend="auto"` asks them on a CPU, where Flex holds every score."""
@@ -112,11 +112,13 @@ def without_garbage(call: Call) -> Call:
     compiling = torch.compiler.is_compiling()
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
-        if isinstance(positions, Span) or (not compiling and call.finite):
+        if (isinstance(positions, Span) and positions.all_tokens) or (
+            not compiling and call.finite
+        ):
             continue
-        empty = (as_tensor(positions) <= EMPTY)[:, None, :, None]
-        for name in names:
-            changes[name] = getattr(call, name).masked_fill(empty, 0)
+        if (empty := vacant(positions, call.q.device)) is not None:
+            for name in names:
+                changes[name] = getattr(call, name).masked_fill(empty[:, None, :, None], 0)
     return replace(call, **changes) if changes else call
 
 

@@ -14,7 +14,7 @@ from regard import masks
 from regard.biases import ALiBi
 from regard.masks.intervals import FAR
 from regard.ops.softmax.call import Call
-from regard.span import Positions, Span
+from regard.span import Positions, Span, vacant
 
 TILE = 64
 """As in ops/jit, which imports Numba."""
@@ -56,8 +56,8 @@ class Given:
         at, k = _where(call.q_positions), call.k_positions
         where, origin = (_NO_POSITIONS, k.start) if isinstance(k, Span) else (_where(k), 0)
         q = call.q.float()
-        if not isinstance(call.q_positions, Span):  # a slot that holds no token may hold NaN
-            q = q.masked_fill((at < 0)[:, None, :, None], 0)
+        if (empty := vacant(call.q_positions)) is not None:  # it may hold NaN
+            q = q.masked_fill(empty[:, None, :, None], 0)
         q = q.reshape(B, call.G, H // call.G * T, D).contiguous()
         return cls(
             q,
@@ -144,7 +144,7 @@ def _run(positions: Span) -> tuple[Tensor, Tensor]:
 def _ranges(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] | None:
     """The intervals of a mask that only numbers say, likewise the same for every layer."""
     with torch.inference_mode(mode=False):
-        found = mask.intervals(_run(positions)[0])
+        found = mask.intervals(positions)
         return None if found is None else tuple(x.contiguous() for x in found)
 
 
@@ -164,7 +164,9 @@ def _is_number(x: object) -> bool:
 def _seen(call: Call, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Ranges of positions, or a dense block where a rule has none."""
     if isinstance(call.mask, masks.Full):
-        return _FIRST, _EVERY, _NO_DENSE
+        empty = vacant(call.q_positions)
+        stops = _EVERY if empty is None else torch.where(empty, 0, FAR)[:, None, :, None]
+        return _FIRST, stops.contiguous(), _NO_DENSE
     if isinstance(call.mask, masks.Causal):
         if isinstance(call.q_positions, Span):
             return _FIRST, _run(call.q_positions)[1], _NO_DENSE
@@ -172,7 +174,7 @@ def _seen(call: Call, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(call.q_positions, Span) and of_numbers(call.mask):
         found = _ranges(call.mask, call.q_positions)
     else:
-        found = call.mask.intervals(at)
+        found = call.mask.intervals(call.q_positions)
     if found is None:
         dense = call.mask.block(call.q_positions, call.k_positions, device="cpu")
         return _NO_RANGES, _NO_RANGES, dense.contiguous()

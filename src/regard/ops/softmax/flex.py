@@ -123,7 +123,7 @@ def _why_not_cuda(call: Call) -> list[str]:
             reasons.append(f"no generated kernel for the bias {term}")
         elif any(x.requires_grad for x in term.tensors()):
             reasons.append("no gradient for a bias")
-    first = as_tensor(part(call.q_positions, slice(0, 1)))
+    first = part(call.q_positions, slice(0, 1))
     table = call.B * call.H * call.T * call.S
     if (
         not isinstance(call.mask, masks.Dense)
@@ -175,7 +175,7 @@ _block_mask_cached = lru_cache(32)(_block_mask)
 
 def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskMod:
     """The mask as a function of indices: by key ranges, else by a table."""
-    found = mask.intervals(as_tensor(q, device))
+    found = mask.intervals(q, device=device)
     if found is None or not 0 < found.starts.shape[-1] <= RANGES:
         table = mask.block(q, k, device=device)
         b_step, h_step = (int(n > 1) for n in table.shape[:2])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.arguments import check_sink
-from regard.errors import ArgumentError
+from regard.arguments import check_device, check_sink, check_tensor
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.softmax.call import Partial
 
 
@@ -48,7 +48,8 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
                 f"partial {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}; all must have out "
                 f"{tuple(partials[0].out.shape)} and lse {tuple(partials[0].out.shape[:3])}"
             )
-    check_sink(sink, partials[0].out.shape[1])
+    _check_kinds(partials)
+    check_sink(sink, partials[0].out.shape[1], partials[0].out)
     lses = torch.stack([p.lse for p in partials])
     top = lses.amax(0).detach()
     top = top.masked_fill(top.isneginf(), 0)
@@ -61,6 +62,20 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     if sink is not None:
         out = with_sink(out, lse, sink)
     return Partial(out, lse)
+
+
+def _check_kinds(partials: Sequence[Partial]) -> None:
+    """All parts are floating tensors of one dtype on one device, and so are their log-sums."""
+    first = partials[0]
+    for i, part in enumerate(partials):
+        for name, x, like in zip(Partial._fields, part, first, strict=True):
+            check_tensor(f"{name} of partial {i}", x)
+            check_device(f"{name} of partial {i}", x, first.out, "out of partial 0")
+            if x.dtype != like.dtype:
+                raise ArgumentTypeError(
+                    f"{name} of partial {i} is {x.dtype} and that of partial 0 {like.dtype}; all parts must have one dtype: "
+                    "convert one with .to()"
+                )
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from regard import masks
 from regard.biases import ALiBi
 from regard.masks.intervals import FAR
 from regard.ops.softmax.call import Call
-from regard.span import Positions, as_tensor
+from regard.span import Positions, as_tensor, part
 
 
 def up(n: int, step: int) -> int:
@@ -56,11 +56,11 @@ def where(positions: Positions) -> Tensor:
 
 def ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
     """Starts and stops [b,h,t,n] of the ranges of positions that queries see, or None."""
-    q = where(call.q_positions)[:, rows]
-    if isinstance(call.mask, masks.Full):
-        return torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1, 1), FAR)
+    q, first = part(call.q_positions, rows), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    if call.sees_everything:
+        return first, torch.full((1, 1, 1, 1), FAR)
     if isinstance(call.mask, masks.Causal):
-        return torch.zeros(1, 1, 1, 1, dtype=torch.int64), q[:, None, :, None] + 1
+        return first, where(q)[:, None, :, None] + 1
     return call.mask.intervals(q)
 
 

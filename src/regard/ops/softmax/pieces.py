@@ -83,7 +83,7 @@ def _aligned(call: Call) -> list[Rows] | None:
     q, k = call.q_positions, call.k_positions
     if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
         return None
-    if isinstance(call.mask, masks.Full):
+    if call.sees_everything:
         return [Rows(slice(0, call.T), [Piece(0, call.S)])]
     if isinstance(call.mask, masks.Causal):
         return _causal(call, q, k)

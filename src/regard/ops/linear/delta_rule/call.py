@@ -130,7 +130,7 @@ def _run(
     for name, gate in gates.items():
         meaning = "one number per key/value head and token"
         meaning += ", or one per key channel as well" * (name == "log_decay")
-        check_shape(name, gate, ((B, G, T), (B, G, T, wide[name])), meaning)
+        check_shape(name, gate, ((B, G, T), (B, G, T, wide[name])), meaning, k)
     (S,) = first_state(state, {"S": (B, G, D, E)}, k)
     empty = empty_slots(positions, q)
     q, k, v = (emptied(x, empty) for x in (q, k, v))
