@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint import reading
-from regard.models.checkpoint.folder import exactly, inside, opened, whole
-from regard.models.checkpoint.header import DTYPES
+from regard.files import reading
+from regard.files.header import DTYPES
+from regard.files.regular import exactly, inside, opened, whole
 from regard.models.checkpoint.store import Store, check_finite
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import regard
+from regard.files.header import Stored
 from regard.models.checkpoint.config import parse
-from regard.models.checkpoint.header import Stored
 from regard.models.checkpoint.names import bind
 from regard.models.checkpoint.weights import spelled
 from regard.models.families import family

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import FileError
+from regard.foreign import inert, told
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Binding, bind
 from regard.models.checkpoint.store import Store, Stored, check_finite
@@ -55,7 +56,8 @@ def fill(
     allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
     unexpected = [n for n in store.tensors if n not in place and not _is_buffer(n, family)]
     if unexpected or len(missing) > len(allowed):
-        raise FileError(_complaint(store, [n for n in missing if n not in allowed], unexpected))
+        wrong = _complaint(store, [n for n in missing if n not in allowed], unexpected)
+        raise FileError(told(wrong, 4000))
     _check_shapes(store, place, bindings, parameters)
     owners = _owners(model)
     filled: dict[int, str] = {}
@@ -91,7 +93,7 @@ def spelled(
             continue
         if ours in taken:
             raise FileError(
-                f"{stored[name].file}: {name} and {taken[ours]} are two names of {ours}; keep one"
+                f"{stored[name].file}: {inert(name)} and {inert(taken[ours])} are two names of {ours}; keep one"
             )
         place[name], taken[ours] = ours, name
     return place
@@ -136,11 +138,11 @@ def _check_shapes(
         wanted = tuple(binding.rule.give(meta).shape)
         if found.shape != wanted:
             raise FileError(
-                f"{found.file}: {stored_name} is {found.shape}; the config says {wanted}"
+                f"{found.file}: {inert(stored_name)} is {found.shape}; the config says {wanted}"
             )
         if not found.dtype.is_floating_point:
             raise FileError(
-                f"{found.file}: {stored_name} is {found.dtype}; a weight must be a floating-point number"
+                f"{found.file}: {inert(stored_name)} is {found.dtype}; a weight must be a floating-point number"
             )
 
 
@@ -190,7 +192,7 @@ def _check_same(
     held = module._parameters[attribute]
     if held is None or not torch.equal(held, value):
         raise FileError(
-            f"{store.tensors[names[1]].file}: {names[0]} and {names[1]} are tied by the config, and their values differ; "
+            f"{store.tensors[names[1]].file}: {inert(names[0])} and {inert(names[1])} are tied by the config, and their values differ; "
             "set tie_word_embeddings to false if that is meant"
         )
 
