@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from regard.cli import _converted
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, FileError
+from regard.files.regular import text
 
 if TYPE_CHECKING:
     from regard.models.convert.run import Heal
 
 EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
 
+LONGEST = 1 << 30
+"""Bytes of a text to measure on, at most."""
 HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measuring", "Healing"
 
 Source = Annotated[str, typer.Argument(help='A Hugging Face folder, or "tiny".', metavar="FOLDER")]
@@ -128,6 +131,6 @@ def _read(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file}: {error}", param_hint="--text") from error
+        return text(file, LONGEST)
+    except FileError as error:
+        raise typer.BadParameter(str(error), param_hint="--text") from error

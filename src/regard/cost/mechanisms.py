@@ -145,6 +145,6 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Mixer:
             and not (isinstance(value, int) and 1 <= value <= LARGEST)
         ):
             raise ArgumentError(
-                f"{key} is {shown(value)}; it must be an integer from 1 to {LARGEST}"
+                f"{key} is {shown(value)}; it must be an integer of at least 1 and at most {LARGEST}"
             )
     return made.build(dim, heads, given)

@@ -22,6 +22,7 @@ from regard.inspect.rules import bias_data, bias_from, mask_data, mask_from
 from regard.span import Positions, Span, as_tensor, count
 
 _KEY, _FORMAT = "regard.recording", 1
+_LARGEST = 1 << 53
 
 LONGEST = 1 << 26
 """The most queries of a call, or columns, that a file may speak of without holding them."""
@@ -208,13 +209,13 @@ def _positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
 def _whole(x: Any) -> int:
     if type(x) is not int:
         raise ArgumentError(f"{shown(x)} stands where an integer must")
-    if abs(x) > LONGEST:
-        raise ArgumentError(f"{x} is larger than any number of a recording, {LONGEST}")
+    if abs(x) > _LARGEST:
+        raise ArgumentError(f"{x} is larger than any number of a recording, {_LARGEST}")
     return x
 
 
 def _span(data: list[int], most: int = LONGEST) -> Span:
-    start, length = map(_whole, data)
-    if length > most:
+    start, length = data
+    if type(length) is int and length > most:
         raise ArgumentError(f"a span of {length} positions; at most {most} are read")
-    return Span(start, length)
+    return Span(_whole(start), _whole(length))

@@ -49,12 +49,10 @@ def read(raw: Mapping[str, Any], name: str, where: str = "config.json") -> Model
     124439808
     """
     kind = raw.get("model_type")
-    if not isinstance(kind, str):
-        raise ArgumentError(f"{where}: model_type is {shown(kind)}; it must be a text")
     if kind == "gemma3":
         kind, raw = "gemma3_text", grouped.nested(raw)
-    if kind not in READERS:
-        close = difflib.get_close_matches(kind[:60], READERS, 1)
+    if not isinstance(kind, str) or kind not in READERS:
+        close = difflib.get_close_matches(str(kind)[:60], READERS, 1)
         better = f"; did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(
             f"{where}: model_type {shown(kind)} is not known{better} Known are {', '.join(sorted(READERS))}; "

@@ -54,7 +54,7 @@ class Keys:
         most = MOST_LAYERS if "layer" in names[0] else LARGEST
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ArgumentError(
-                f"{self.where}: {names[0]} is {shown(value)}; it must be an integer from {least} to {most}"
+                f"{self.where}: {names[0]} is {shown(value)}; it must be an integer of at least {least} and at most {most}"
             )
         return value
 

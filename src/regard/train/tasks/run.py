@@ -215,9 +215,9 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
         task = find_task(held["task"])
         weights, _ = read_tensors(inside(path, WEIGHTS))
         with torch.device("meta"):  # sizes are believed when the weights have them
-            _fill(build(task, held["model"], _recipe(held["sizes"])), weights)
+            _check_shapes(build(task, held["model"], _recipe(held["sizes"])), weights)
         model = build(task, held["model"], _recipe(held["sizes"]))
-        _fill(model, weights)
+        model.load_state_dict(dict(weights), strict=False)
     except (
         OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError, MemoryError, ZeroDivisionError,
     ) as error:  # fmt: skip
@@ -243,8 +243,8 @@ def _recipe(sizes: Any) -> Recipe:
     return Recipe().with_(sizes)
 
 
-def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give a model its stored weights; of those that share memory one is stored.
+def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """What is stored is what a model has; of weights that share memory one is stored.
 
     Raises:
         ArgumentError: one is missing, unexpected, or of another shape.
@@ -256,7 +256,6 @@ def _fill(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         there = tuple(weights[name].shape) if name in weights else None
         if here != there and not (there is None and id(own[name]) in stored):
             raise ArgumentError(f"{shown(name)} is {there} in the file and {here} in the model")
-    model.load_state_dict(dict(weights), strict=False)
 
 
 def say(text: str) -> None:
