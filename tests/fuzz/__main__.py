@@ -6,32 +6,41 @@ import argparse
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz import box, mutations, targets
 
 
-def cases(root: Path, count: int, seed: int, only: str = ""):  # type: ignore[no-untyped-def]
-    """(target's name, what was done, outcome) of each case, targets in turn."""
-    chosen = [x for x in targets.whole(root / "whole") if only in x[0]]
+def cases(
+    root: Path, count: int, seed: int, only: str = ""
+) -> Iterator[tuple[int, str, str, box.Outcome]]:
+    """Number, target's name, what was damaged, and the outcome of each case, targets in turn."""
+    chosen = [
+        (name, target, folder) for name, target, folder in targets.whole(root / "whole", only)
+    ]
     for number in range(count):
         name, target, source = chosen[number % len(chosen)]
-        draw = random.Random(f"{seed} {number} {name}")
-        folder = root / "case"
-        targets.copy(source, folder)
-        files = target.files or tuple(
-            str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()
-        )
-        file = folder / draw.choice(files)
-        done = mutations.change(file, draw)
-        if target.sealed and done == "content" and draw.random() < 0.7:
-            mutations.seal(file.parent)
         yield (
             number,
             name,
-            f"{file.relative_to(folder)} {done}",
-            box.run(lambda: target.read(folder)),
+            *case(root / "case", name, target, source, random.Random(f"{seed} {number} {name}")),
         )
+
+
+def case(
+    folder: Path, name: str, target: targets.Target, source: Path, draw: random.Random
+) -> tuple[str, box.Outcome]:
+    """One damaged copy of whole files: what was damaged, and the outcome."""
+    targets.copy(source, folder)
+    files = target.files or tuple(
+        str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()
+    )
+    file = folder / draw.choice(files)
+    done = mutations.change(file, draw)
+    if target.sealed and done == "content" and draw.random() < 0.7:
+        mutations.seal(file.parent)
+    return f"{file.relative_to(folder)} {done}", box.run(lambda: target.read(folder))
 
 
 def main() -> None:

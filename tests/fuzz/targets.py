@@ -289,7 +289,10 @@ def _masks(folder: Path) -> None:
 
 
 def _use_masks(folder: Path) -> None:
-    text = (folder / "mask.txt").read_bytes().decode("utf-8", "replace")
+    file = folder / "mask.txt"
+    if not file.is_file() or file.stat().st_size > 1 << 23:
+        return  # a mask is no file: only its text is damaged
+    text = file.read_bytes().decode("utf-8", "replace")
     mask = regard.masks.parse(text)
     str(mask)
     mask.block(Span(0, 6), Span(0, 6))
@@ -329,10 +332,12 @@ TARGETS: dict[str, Target] = {
 }  # fmt: skip
 
 
-def whole(root: Path) -> Iterator[tuple[str, Target, Path]]:
+def whole(root: Path, only: str = "") -> Iterator[tuple[str, Target, Path]]:
     """Every target with a folder of whole files."""
     torch.set_num_threads(1)
     for name, target in TARGETS.items():
+        if only not in name:
+            continue
         folder = root / name.replace(" ", "-")
         folder.mkdir(parents=True)
         target.make(folder)

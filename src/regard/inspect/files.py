@@ -167,14 +167,14 @@ def _place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
     pools = tuple(
         Pool(
             tensors[p["k"]], None if p["v"] is None else tensors[p["v"]], tensors[p["columns"]],
-            tuple(map(_whole, p["groups"])), _whole(p["G"]), str(p["held"]),
+            tuple(map(_whole, p["groups"])), _whole(p["G"]), _name(p["held"]),
         )
         for p in data["pools"]
     )  # fmt: skip
     held = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
     steps = tuple(_step(x, tensors, held) for x in data["steps"])
     H, heads, N = _whole(data["H"]), tuple(map(_whole, data["heads"])), _whole(data["N"])
-    place = Place(str(data["name"]), steps, pools, H, heads, N)
+    place = Place(_name(data["name"]), steps, pools, H, heads, N)
     check_place(place)
     return place
 
@@ -194,7 +194,7 @@ def _step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> Step:
         tensors[data["q"]], tensors[data["lse"]], named("out"), columns,
         _positions(data["q_positions"], tensors), _positions(data["k_positions"], tensors),
         mask_from(data["mask"], tensors), bias_from(data["bias"], tensors), float(data["scale"]),
-        None if data["softcap"] is None else float(data["softcap"]), named("sink"), str(data["kernel"]),
+        None if data["softcap"] is None else float(data["softcap"]), named("sink"), _name(data["kernel"]),
         _whole(data["first"]), _whole(data["token"]), float(data["dropout"]), _whole(data["pool"]), named("keys"),
     )  # fmt: skip
 
@@ -204,6 +204,13 @@ def _positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
     if count(found) > LONGEST:
         raise ArgumentError(f"positions of {count(found)} tokens; at most {LONGEST} are read")
     return found
+
+
+def _name(x: Any) -> str:
+    """A name as code gives it: it stands in messages and on pages."""
+    if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
+        raise ArgumentError(f"{shown(x)} stands where a name must")
+    return x
 
 
 def _whole(x: Any) -> int:

@@ -29,6 +29,8 @@ LARGEST = 1 << 53
 """No number of an expression is larger: no position is."""
 LONGEST = 1 << 16
 """Letters of an expression, at most."""
+MOST = 1 << 9
+"""Masks of an expression, at most: each is as much work as one alone."""
 _AROUND = 80  # letters of a line in front of an error, and behind it, that are shown
 DEEPEST = 50
 """How deep an expression may nest: text from anywhere must not exhaust the stack."""
@@ -69,7 +71,7 @@ class _Reader:
     """Walks the syntax tree; everything that is not listed is an error that shows its place."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text, self.masks = text, 0
 
     def mask(self, node: ast.expr, depth: int) -> Mask:
         """A node that must be a mask."""
@@ -97,6 +99,9 @@ class _Reader:
         depth: int,
     ) -> Mask:
         """A call of a known mask."""
+        self.masks += 1
+        if self.masks > MOST:
+            raise self.error(f"more than {MOST} masks", node)
         word = name.id.lower()
         if word not in KNOWN:
             close = difflib.get_close_matches(word[:60], KNOWN, n=2, cutoff=0.5)
