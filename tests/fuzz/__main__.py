@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -62,9 +63,10 @@ def main() -> None:
                     f"{number} {name}: {done}: {found.kind} {found.seconds:.1f} s {found.says!r:.330}",
                     flush=True,
                 )
-    print(dict(kinds), f"slowest {slowest:.1f} s")
+    print(f"{given.cases} cases: {dict(kinds)}; slowest {slowest:.1f} s")
     for what, n in sorted(bad.items()):
         print(f"  {what}: {n}")
+    sys.exit(1 if bad else 0)
 
 
 if __name__ == "__main__":

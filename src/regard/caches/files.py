@@ -24,6 +24,7 @@ from regard.span import Span, count
 
 _KEY = "regard.cache"
 _FORMAT = 1
+_WHOLE = (torch.int32, torch.int64)
 LONGEST = 1 << 26
 """No position, and no number of slots or pages, in a file is larger."""
 
@@ -223,10 +224,13 @@ def _check(contents: Contents, cache: Cache) -> None:
     if len(rows) > 1:
         raise ArgumentError(f"its tensors have {sorted(rows)} rows; all must have one batch, or 1")
     positions = contents.get(HELD, contents.get("positions"))
-    if isinstance(positions, Tensor) and (positions.ndim != 2 or positions.is_floating_point()):
+    if isinstance(positions, Tensor) and (positions.ndim != 2 or positions.dtype not in _WHOLE):
         raise ArgumentError(
             f"positions are {positions.dtype} {tuple(positions.shape)}; they must be integers [batch, slots]"
         )
+    lost = contents.get("lost")
+    if isinstance(lost, Tensor) and lost.dtype not in _WHOLE:
+        raise ArgumentError(f"lost is {lost.dtype}; it must be integers")
     # a ring's span says what it saw, not what its slots are
     seen = isinstance(cache, Rolling) and isinstance(positions, Span)
     slots = None if positions is None or isinstance(positions, int) or seen else count(positions)

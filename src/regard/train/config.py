@@ -105,5 +105,5 @@ def _unknown(section: str, key: str, name: str) -> str:
 
 
 def _near(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), 1)
+    close = difflib.get_close_matches(name[:60], list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""

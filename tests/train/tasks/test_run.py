@@ -243,7 +243,9 @@ def test_a_folder_that_is_no_run_is_refused(made: Path, tmp_path: Path) -> None:
     content = json.loads((made / "task.json").read_text())
     (tmp_path / "task.json").write_text(json.dumps(content | {"model": "lstm"}))
     (tmp_path / "model.safetensors").write_bytes((made / "model.safetensors").read_bytes())
-    with pytest.raises(FileError, match=r"cannot load a trained task: .* in the file and None in the model"):
+    with pytest.raises(
+        FileError, match=r"cannot load a trained task: .* in the file and None in the model"
+    ):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(FileError, match="cannot load a trained task"):

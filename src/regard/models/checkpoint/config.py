@@ -151,7 +151,7 @@ def parse(family: Family, raw: Raw) -> Any:
             allowed = " or ".join(repr(v) for v in fixed[key])
             raise ArgumentError(f"{key} is {value!r}; only {allowed} is supported for {model_type}")
         if not (key in known or key in fixed or key in IGNORED or key in family.ignored):
-            close = difflib.get_close_matches(key, [*known, *fixed], 1)
+            close = difflib.get_close_matches(key[:60], [*known, *fixed], 1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise ArgumentError(f"unknown key {key!r}{hint}")
     required = [
@@ -205,6 +205,6 @@ def _shown(kind: Any) -> str:
 def _known_types(name: object) -> str:
     from regard.models.families import FAMILIES
 
-    close = difflib.get_close_matches(name, FAMILIES, 1, 0.75) if isinstance(name, str) else []
+    close = difflib.get_close_matches(name[:60], FAMILIES, 1, 0.75) if isinstance(name, str) else []
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"{hint}; supported: {', '.join(FAMILIES)}"

@@ -208,7 +208,7 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
         said.append(f"; all but {prefix!r} fits: the names have a prefix too much, take it off")
         return "".join(said)
     for name in missing[:3]:
-        close = difflib.get_close_matches(name, unexpected, 1, 0.7)
+        close = difflib.get_close_matches(name, [x[:200] for x in unexpected[:500]], 1, 0.7)
         said += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
         said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")
