@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,3 +282,35 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
             load(path)
     with pytest.raises(regard.FileError):
         load(tmp_path)
+
+
+def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(regard.FileError, match="pipe is a named pipe; it must be a regular file"):
+        load(tmp_path / "pipe")
+    for raw, message in (
+        ("[" * 200, "is nested too deep"),
+        ('{"class": "Growing", "class": "Fixed"}', "has the key 'class' twice"),
+    ):
+        save_file({"x": torch.ones(1)}, tmp_path / "a", metadata={"regard.cache": raw})
+        with pytest.raises(regard.FileError, match=message):
+            load(tmp_path / "a")
+    cache = Fixed(9)
+    cache.update((torch.ones(1, 2, 6, 4),), Span(0, 6))
+    path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=300_000_000), cache)
+    with pytest.raises(
+        regard.FileError, match="has 300000000 as 'capacity'; it must be an integer"
+    ):
+        load(path)
+    path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=1000), cache)
+    with pytest.raises(
+        regard.FileError,
+        match=r"reserve 32,000 bytes, more than 31,999; .*load\(path, most=...\) allows it",
+    ):
+        load(path, most=31_999)
+    assert load(path, most=32_000).settings == {"capacity": 1000}
+    path = forged(tmp_path / "a", lambda h, t: h["spans"].update(positions=[2**62, 6]), cache)
+    with pytest.raises(
+        regard.FileError, match=r"has the span \[4611686018427387904, 6\] of 'positions'"
+    ):
+        load(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import json
 import os
@@ -82,6 +83,7 @@ def _bound() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, 1 << 26))
     torch.set_num_threads(1)
+    faulthandler.disable()  # a crash is told by the parent
 
 
 def _told(work: Callable[[], object]) -> dict[str, str]:

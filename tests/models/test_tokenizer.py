@@ -253,3 +253,17 @@ def test_mutated_files_raise_our_error_or_load(tmp_path: Path) -> None:
         except FileError:
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("place", ["vocab", "added_tokens"])
+@pytest.mark.parametrize("index", [2**31, 1 << 22, -1, True, 1.5, "7"])
+def test_ids_that_no_vocabulary_has(tmp_path: Path, place: str, index: object) -> None:
+    """The backend makes a table up to the largest id: 8 GiB for one of 2^31."""
+    content = json.loads(TOKENIZER._backend.to_str())
+    if place == "vocab":
+        content["model"]["vocab"]["a"] = index
+    else:
+        content["added_tokens"][0]["id"] = index
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match="a token has the id .*; ids are from 0 to 4194303"):
+        Tokenizer.load(tmp_path)

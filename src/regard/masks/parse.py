@@ -130,7 +130,7 @@ class _Reader:
         if isinstance(node, ast.Constant) and (
             node.value is None or type(node.value) in (int, bool)
         ):
-            if node.value is not None and node.value > LARGEST:
+            if isinstance(node.value, int) and node.value > LARGEST:
                 raise self.error(f"a number above {LARGEST}", node)
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -140,7 +140,7 @@ def _read(path: Path) -> Checkpoint:
             f"{path}: state.json has the step {shown(step)} and the state {shown(held)}"
         )
     try:
-        for name, same_as in same.items():  # type: ignore[union-attr]
+        for name, same_as in same.items():
             file, key = name.split(":", 1)
             tensors[file][key] = tensors[file][same_as]
     except (AttributeError, KeyError, TypeError, ValueError):
