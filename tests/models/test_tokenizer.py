@@ -265,5 +265,5 @@ def test_ids_that_no_vocabulary_has(tmp_path: Path, place: str, index: object) -
     else:
         content["added_tokens"][0]["id"] = index
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(FileError, match="a token has the id .*; ids are from 0 to 4194303"):
+    with pytest.raises(FileError, match=r"a token has the id .*; ids are from 0 to 4194303"):
         Tokenizer.load(tmp_path)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError, FileError
-from regard.files import write
+from regard.files import lock, write
 from regard.train import Checkpoint, checkpoints
 from tests.train.parts import Small, run
 
