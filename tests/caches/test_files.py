@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from regard.caches import (
     load,
     save,
 )
+from regard.files import write
 from regard.span import Span, as_tensor
 from tests.caches.contract import Run, Step
 from tests.caches.kinds import KINDS, Kind
@@ -134,9 +136,9 @@ def test_a_failed_write_leaves_the_old_file(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for place in ("save_file", "_sync"):
+    for module, place in ((files, "save_file"), (write, "sync")):
         with monkeypatch.context() as patch:
-            patch.setattr(files, place, full)
+            patch.setattr(module, place, full)
             with pytest.raises(
                 regard.FileError, match=r"a: cannot write the cache: .*No space left"
             ):
@@ -153,8 +155,8 @@ def test_a_write_is_synced_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    sync, replace = files._sync, Path.replace
-    monkeypatch.setattr(files, "_sync", lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)))  # fmt: skip
+    sync, replace = write.sync, Path.replace
+    monkeypatch.setattr(write, "sync", lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)))  # fmt: skip
     monkeypatch.setattr(Path, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
     save(Growing(), tmp_path / "a")
     assert order == ["sync file", "rename", "sync folder"]
@@ -204,9 +206,9 @@ def latent() -> Cache:
 FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | None]] = {
     "unknown class": (lambda h, t: h.update({"class": "os.system"}), "the class 'os.system' is unknown; known: Cross, Fixed, ", None),
     "a protocol": (lambda h, t: h.update({"class": "Cache"}), "the class 'Cache' is unknown", None),
-    "missing": (lambda h, t: (h.update(keep=True), t.pop("memory.1")), "1 missing ['memory.1'], 0 unexpected []; save it again", None),
-    "unexpected": (lambda h, t: (h.update(keep=True), t.update(x=torch.ones(1))), "0 missing [], 1 unexpected ['x']; save it again", None),
-    "another shape": (lambda h, t: (h.update(keep=True), t.update({"memory.0": torch.ones(2, 1, 3, 9)})), "memory.0 is (2, 1, 3, 9); its header says (2, 1, 3, 2); save it again", None),
+    "missing": (lambda h, t: (h.update(keep=True), t.pop("memory.1")), "lists 'memory.1' as [2, 1, 3, 4], and the file holds None; save it again", None),
+    "unexpected": (lambda h, t: (h.update(keep=True), t.update(x=torch.ones(1))), "lists 'x' as None, and the file holds [1]; save it again", None),
+    "another shape": (lambda h, t: (h.update(keep=True), t.update({"memory.0": torch.ones(2, 1, 3, 9)})), "lists 'memory.0' as [2, 1, 3, 2], and the file holds [2, 1, 3, 9]; save it again", None),
     "a name it does not know": (lambda h, t: t.update(x=torch.ones(2)), "do not make a Growing: x is unexpected; save it again", None),
     "a gap": (lambda h, t: t.update({"memory.3": t.pop("memory.1")}), "do not make a Growing: memory.3 is unexpected", None),
     "no positions": (lambda h, t: t.pop("positions"), "do not make a Growing: memory.0 is unexpected", None),
@@ -214,15 +216,15 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     "another batch": (lambda h, t: t.update(positions=torch.zeros(3, 3, dtype=torch.int64)), "its tensors have [2, 3] rows; all must have one batch, or 1", None),
     "positions that are no integers": (lambda h, t: t.update(positions=torch.zeros(2, 3)), "positions are torch.float32 (2, 3); they must be integers [batch, slots]", None),
     "another format": (lambda h, t: h.update(format=2), "has format 2; this version reads 1", None),
-    "no class": (lambda h, t: h.pop("class"), "its header cannot be read: KeyError('class'); save it again", None),
-    "settings that are none": (lambda h, t: h.update(settings=[1]), "its header cannot be read: TypeError('settings is list, not dict')", None),
-    "spans that are none": (lambda h, t: h.update(spans={"positions": [0, 1.5]}), "spans are pairs of integers, numbers are integers", None),
-    "spans of one": (lambda h, t: h.update(spans={"positions": [0]}), "spans are pairs of integers, numbers are integers", None),
+    "no class": (lambda h, t: h.pop("class"), "the header of its cache has None as class; it must be a str; save it again", None),
+    "settings that are none": (lambda h, t: h.update(settings=[1]), "has [1] as settings; it must be a dict", None),
+    "spans that are none": (lambda h, t: h.update(spans={"positions": [0, 1.5]}), "has the span [0, 1.5] of 'positions'; it must be a start and a length", None),
+    "spans of one": (lambda h, t: h.update(spans={"positions": [0]}), "has the span [0] of 'positions'; it must be a start and a length", None),
     "a setting it does not know": (lambda h, t: h["settings"].update(capacity=3), "do not make a Growing: ", None),
     "a setting it refuses": (lambda h, t: h["settings"].update(bits=7), "do not make a Quantised: bits is 7; it must be 8, 4 or 2; save it again", quantised),
     "other groups": (lambda h, t: h["settings"].update(group=4), "do not make a Quantised: codes and scales of part 0 are", quantised),
     "expanded keys": (lambda h, t: t.update({"memory.0": torch.ones(1, 2, 2, 4)}), "a Latent cache takes one part", latent),
-    "a negative length": (lambda h, t: h.update(spans={"positions": [0, -2]}), "Span length is -2", latent),
+    "a negative length": (lambda h, t: h.update(spans={"positions": [0, -2]}), "has the span [0, -2] of 'positions'; it must be", latent),
 }  # fmt: skip
 
 
@@ -266,7 +268,9 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
     ):
         load(path)
     save_file({"x": torch.ones(1)}, path, metadata={"regard.cache": "["})
-    with pytest.raises(regard.FileError, match="its header cannot be read: JSONDecodeError"):
+    with pytest.raises(
+        regard.FileError, match=r"the header of its cache is no JSON: Expecting value: line 1"
+    ):
         load(path)
     cache = Growing()
     cache.update((torch.ones(1, 1, 9, 9),), Span(0, 9))
@@ -278,3 +282,35 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
             load(path)
     with pytest.raises(regard.FileError):
         load(tmp_path)
+
+
+def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(regard.FileError, match="pipe is a named pipe; it must be a regular file"):
+        load(tmp_path / "pipe")
+    for raw, message in (
+        ("[" * 200, "is nested too deep"),
+        ('{"class": "Growing", "class": "Fixed"}', "has the key 'class' twice"),
+    ):
+        save_file({"x": torch.ones(1)}, tmp_path / "a", metadata={"regard.cache": raw})
+        with pytest.raises(regard.FileError, match=message):
+            load(tmp_path / "a")
+    cache = Fixed(9)
+    cache.update((torch.ones(1, 2, 6, 4),), Span(0, 6))
+    path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=300_000_000), cache)
+    with pytest.raises(
+        regard.FileError, match="has 300000000 as 'capacity'; it must be an integer"
+    ):
+        load(path)
+    path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=1000), cache)
+    with pytest.raises(
+        regard.FileError,
+        match=r"reserve 32,000 bytes, more than 31,999; .*load\(path, most=...\) allows it",
+    ):
+        load(path, most=31_999)
+    assert load(path, most=32_000).settings == {"capacity": 1000}
+    path = forged(tmp_path / "a", lambda h, t: h["spans"].update(positions=[2**62, 6]), cache)
+    with pytest.raises(
+        regard.FileError, match=r"has the span \[4611686018427387904, 6\] of 'positions'"
+    ):
+        load(path)

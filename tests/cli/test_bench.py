@@ -164,8 +164,8 @@ def test_an_interrupt_prints_what_there_is(
         (("--length", "0"), "--length"),
         (("--threads", "0"), "--threads"),
         (("--plot", "chart.png"), "chart.png is no .svg file"),
-        (("--plot", "no/folder/chart.svg"), "there is no folder no/folder"),
-        (("--json", "no/folder/found.json"), "there is no folder no/folder"),
+        (("--plot", "no/folder/chart.svg"), "there is no folder 'no/folder'"),
+        (("--json", "no/folder/found.json"), "there is no folder 'no/folder'"),
     ],
 )
 def test_wrong_usage(

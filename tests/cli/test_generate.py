@@ -11,6 +11,7 @@ import pytest
 
 import regard
 from regard.cli.app import run
+from regard.foreign import LINES, inert
 from tests.inspect.stand_in import model
 
 PROMPT = "a fluffy"
@@ -115,7 +116,9 @@ def test_several_prompts_are_one_batch(capsys: pytest.CaptureFixture[str]) -> No
     texts = [continued_of(prompt, max_tokens=4) for prompt in prompts]
     assert run(["generate", *prompts, "--max-tokens", "4"]) == 0
     captured = capsys.readouterr()
-    assert captured.out == "\n---\n".join(a + b for a, b in zip(prompts, texts, strict=True)) + "\n"
+    # what a terminal would obey is shown: "\r" would write over the line
+    joined = (inert(a + b, keep=LINES) for a, b in zip(prompts, texts, strict=True))
+    assert captured.out == "\n---\n".join(joined) + "\n"
     assert captured.err.startswith("12 tokens, ")
     assert run(["generate", *prompts, "--max-tokens", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -220,3 +223,14 @@ def test_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> No
         run(["generate", "Return the", "--max-tokens", "40", "--temperature", "0.8", "--seed", "1"])
         == 0
     )
+
+
+def test_no_prompt_and_no_text_moves_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("a\x1b[2J\u202eb\tc\nd", "utf-8")
+    assert run(["generate", "--prompt-file", str(file), "--max-tokens", "0"]) == 0
+    assert capsys.readouterr().out == "a‹1B›[2J‹202E›b\tc\nd\n"
+    assert run(["generate", "--prompt-file", str(file), "--max-tokens", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "a\x1b[2J\u202eb\tc\nd"

@@ -299,7 +299,7 @@ def test_a_folder_in_use_and_a_file_are_refused(
 
 def test_failures_are_1(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "none.txt", tmp_path / "out") == 1
-    assert "none.txt: cannot read" in shown(capsys)
+    assert "none.txt is missing" in shown(capsys)
     assert train(text, text / "under a file") == 1
     assert "cannot make the folder" in shown(capsys)
     assert train(text, tmp_path / "nan", "--lr", "1e38") == 1

@@ -153,7 +153,7 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
         (lambda: write(tmp_path, two, good, "/etc"), "which is not in its folder"),
         (lambda: write(tmp_path, two, good, "a/b"), "which is not in its folder"),
         (lambda: write(tmp_path, two, good, "gone"), r"gone.config.json is missing"),
-        (lambda: (tmp_path / "modules.json").write_text("{}"), "has the modules ; only"),
+        (lambda: (tmp_path / "modules.json").write_text("{}"), "is a JSON dict; it must be a list"),
         (lambda: (tmp_path / "modules.json").write_text('[{"type": 3}]'), "is no list of modules, each with type and path"),
         (lambda: (tmp_path / "modules.json").write_text("[3]"), "is no list of modules, each with type and path"),
         (lambda: (tmp_path / "modules.json").write_text("[3"), "is no JSON"),

@@ -209,12 +209,15 @@ def test_vocabulary_below_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"version": "1.0",\n  oops}', r"not JSON: .*line 2 column 3.*is the download complete"),
-        (b"\xff\xfe", "not UTF-8 at byte 0"),
-        (b"<!DOCTYPE html>", "not JSON: .*line 1 column 1"),
-        (b"[]", "no 'model' at the top level"),
+        (
+            b'{"version": "1.0",\n  oops}',
+            r"is no JSON: .*line 2 column 3.*is the download complete",
+        ),
+        (b"\xff\xfe", "is no JSON: .*byte 0xff in position 0"),
+        (b"<!DOCTYPE html>", "is no JSON: .*line 1 column 1"),
+        (b"[]", "is a JSON list; it must be an object"),
         (b'{"model": {}}', "no 'decoder' at the top level"),
-        (b"[" * 100_000, "not JSON"),
+        (b"[" * 100_000, "is nested too deep"),
         (
             b'{"version": "9.0", "decoder": null, "model": {}}',
             r"tokenizers package [\d.]+ cannot read it \(Unknown tokenizer version '9.0'.*newer",
@@ -224,12 +227,12 @@ def test_vocabulary_below_the_bytes() -> None:
 def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
-    with pytest.raises(FileError, match=f"(?s)tokenizer.json: .*{message}"):
+    with pytest.raises(FileError, match=f"(?s)tokenizer.json:? .*{message}"):
         Tokenizer.load(tmp_path)
 
 
 def test_missing_and_unwritable_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"none.json: cannot read a tokenizer: No such file"):
+    with pytest.raises(FileError, match=r"none.json is missing"):
         Tokenizer.load(tmp_path / "none.json")
     with pytest.raises(FileError, match="cannot write the tokenizer: No such file"):
         TOKENIZER.save(tmp_path / "none" / "tokenizer.json")
@@ -250,3 +253,17 @@ def test_mutated_files_raise_our_error_or_load(tmp_path: Path) -> None:
         except FileError:
             refused += 1
     assert refused > 50
+
+
+@pytest.mark.parametrize("place", ["vocab", "added_tokens"])
+@pytest.mark.parametrize("index", [2**31, 1 << 22, -1, True, 1.5, "7"])
+def test_ids_that_no_vocabulary_has(tmp_path: Path, place: str, index: object) -> None:
+    """The backend makes a table up to the largest id: 8 GiB for one of 2^31."""
+    content = json.loads(TOKENIZER._backend.to_str())
+    if place == "vocab":
+        content["model"]["vocab"]["a"] = index
+    else:
+        content["added_tokens"][0]["id"] = index
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(FileError, match=r"a token has the id .*; ids are from 0 to 4194303"):
+        Tokenizer.load(tmp_path)

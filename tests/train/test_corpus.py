@@ -38,7 +38,7 @@ def test_bad_bytes_are_told_with_path_and_offset(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none", "none: cannot read: No such file or directory; give a file, a folder or 'python"),
+        ("none", "none is missing; give a file, a folder or 'python"),
         ("folder", "folder: no text file in this folder; looked for .txt .md"),
         ("blank.txt", "blank.txt: there is no text in it; give a UTF-8 file"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 from regard.bench.result import Measured
 from regard.errors import RegardError
+from regard.files.write import replacing
 
 WIDTH, ROW, MARGIN = 8.0, 0.24, 1.4  # inches
 OURS, THEIRS = "#1b7f4d", "#8a94a6"
@@ -47,7 +48,8 @@ def draw(found: Sequence[Measured], path: Path, title: str) -> None:
         figure = Figure(figsize=(WIDTH, MARGIN + ROW * len(bars)), layout="constrained")
         FigureCanvasSVG(figure)
         _fill(figure.subplots(), bars, title)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        with replacing(path) as place:
+            figure.savefig(place, format="svg", metadata={"Date": None})
 
 
 def _bars(found: Sequence[Measured]) -> list[tuple[str, float, str]]:

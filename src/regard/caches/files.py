@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,10 +16,17 @@ from regard.caches.base import Cache, Contents, memory_of
 from regard.caches.memory import HELD
 from regard.caches.rolling import Rolling
 from regard.errors import ArgumentError, FileError
+from regard.files.reading import load as read_tensors
+from regard.files.strict import parse
+from regard.files.write import written
+from regard.foreign import shown, told
 from regard.span import Span, count
 
 _KEY = "regard.cache"
 _FORMAT = 1
+_WHOLE = (torch.int32, torch.int64)
+LONGEST = 1 << 26
+"""No position, and no number of slots or pages, in a file is larger."""
 
 
 def save(cache: Cache, path: str | Path) -> None:
@@ -61,14 +67,15 @@ def save(cache: Cache, path: str | Path) -> None:
         "tensors": {name: list(x.shape) for name, x in tensors.items()},
     }  # fmt: skip
     try:
-        _write(path, tensors, {_KEY: json.dumps(header)})
+        with written(path) as place:
+            save_file(tensors, place, metadata={_KEY: json.dumps(header)})
     except (OSError, SafetensorError) as error:
         raise FileError(
             f"{path}: cannot write the cache: {error}; choose another folder, or free some space"
         ) from error
 
 
-def load(path: str | Path, *, device: torch.device | str = "cpu") -> Cache:
+def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 << 30) -> Cache:
     """Read a cache that `save` wrote; going on with it is, bitwise, going on with the one that was saved.
 
     Nothing in the file is executed: a class is looked up by its name among those of `regard.caches`.
@@ -76,10 +83,11 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Cache:
     Args:
         path: the file.
         device: where its tensors go.
+        most: bytes that the cache may reserve for tokens to come; the file alone says how many these are.
 
     Raises:
-        FileError: the file is missing, damaged or no cache; its class is unknown or refuses the settings; a tensor is
-            missing, unexpected, or of a wrong shape.
+        FileError: the file is missing, no regular file, damaged or no cache; its class is unknown or refuses the settings; a
+            tensor is missing, unexpected, or of a wrong shape; or it reserves more than `most`.
 
     >>> load("no/such/file")
     Traceback (most recent call last):
@@ -87,32 +95,33 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> Cache:
     """
     path = Path(path)
     header, tensors = _read(path)
-    kind = _kinds().get(header["class"])
+    kind = _kinds().get(header.kind)
     if kind is None:
         raise FileError(
-            f"{path}: the class {header['class']!r} is unknown; known: {', '.join(sorted(_kinds()))}"
+            f"{path}: the class {shown(header.kind)} is unknown; known: {', '.join(sorted(_kinds()))}"
         )
-    wanted = {name: tuple(shape) for name, shape in header["tensors"].items()}
-    missing, unexpected = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
-    if missing or unexpected:
-        raise FileError(f"{path}: {len(missing)} missing {missing}, {len(unexpected)} unexpected {unexpected}; save it again")  # fmt: skip
-    for name, shape in wanted.items():
-        if tuple(tensors[name].shape) != shape:
-            raise FileError(
-                f"{path}: {name} is {tuple(tensors[name].shape)}; its header says {shape}; save it again"
-            )
     try:
         contents: Contents = {name: x.to(device) for name, x in tensors.items()}
-        contents |= {name: Span(*x) for name, x in header["spans"].items()} | header["numbers"]
-        cache = kind(**header["settings"])
+        contents |= {**header.spans, **header.numbers}
+        _check_room(header.settings, contents, most)
+        cache = kind(**header.settings)
         _check(contents, cache)
         cache.fill(contents)
         _compare(contents, cache.contents())
-    except (ArgumentError, TypeError, ValueError, IndexError, RuntimeError) as error:
+    except (ArgumentError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
         raise FileError(
-            f"{path}: its contents do not make a {kind.__name__}: {error}; save it again"
+            f"{path}: its contents do not make a {kind.__name__}: {told(error)}; save it again"
         ) from error
     return cache
+
+
+class _Header(NamedTuple):
+    """What the header of a cache says."""
+
+    kind: str
+    settings: dict[str, Any]
+    spans: dict[str, Span]
+    numbers: dict[str, int]
 
 
 def _kinds() -> dict[str, type[Cache]]:
@@ -126,62 +135,87 @@ def _kinds() -> dict[str, type[Cache]]:
     return found
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        save_file(tensors, temporary, metadata=metadata)
-        _sync(temporary)
-        temporary.replace(path)
-        _sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    """Have a file or folder reach the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            raw = (file.metadata() or {}).get(_KEY)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
-    except FileNotFoundError:
-        raise FileError(f"{path} is missing; save(cache, path) writes one") from None
-    except (OSError, SafetensorError) as error:
-        raise FileError(
-            f"{path} is not a whole safetensors file: {error}; save it again"
-        ) from error
+def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
+    """What the header says, of which every field has its type, and the tensors, which are those that it lists."""
+    if not path.exists():
+        raise FileError(f"{path} is missing; save(cache, path) writes one")
+    tensors, metadata = read_tensors(path)
+    raw = metadata.get(_KEY)
     if raw is None:
         raise FileError(
             f"{path} holds no cache: its header has no {_KEY!r}; save(cache, path) writes one"
         )
     try:
-        header = json.loads(raw)
-        if header["format"] != _FORMAT:
-            raise FileError(f"{path} has format {header['format']!r}; this version reads {_FORMAT}")
-        _check_header(header)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FileError(f"{path}: its header cannot be read: {error!r}; save it again") from error
-    return header, tensors
+        return _header(parse(raw.encode("utf-8")), tensors), tensors
+    except ArgumentError as error:
+        raise FileError(f"{path}: the header of its cache {told(error)}; save it again") from error
 
 
-def _check_header(header: dict[str, Any]) -> None:
-    """Every field has its type, whoever wrote the file."""
-    for name, kind in (("class", str), ("settings", dict), ("spans", dict), ("numbers", dict), ("tensors", dict)):  # fmt: skip
-        if not isinstance(header[name], kind):
-            raise TypeError(f"{name} is {type(header[name]).__name__}, not {kind.__name__}")
-    whole = [*header["numbers"].values(), *(i for x in header["spans"].values() for i in x)]
-    if any(type(i) is not int for i in whole) or any(len(x) != 2 for x in header["spans"].values()):
-        raise TypeError("spans are pairs of integers, numbers are integers")
+def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
+    """The fields, checked one by one.
+
+    Raises:
+        ArgumentError: one is missing or of another type; or a tensor is missing, unexpected, or of another shape.
+    """
+    if found.get("format") != _FORMAT:
+        raise ArgumentError(
+            f"has format {shown(found.get('format'))}; this version reads {_FORMAT}"
+        )
+    kinds = {"class": str, "settings": dict, "spans": dict, "numbers": dict, "tensors": dict}
+    for name, kind in kinds.items():
+        if not isinstance(found.get(name), kind):
+            raise ArgumentError(
+                f"has {shown(found.get(name))} as {name}; it must be a {kind.__name__}"
+            )
+    spans = {name: _span(name, x) for name, x in found["spans"].items()}
+    for name, x in (*found["numbers"].items(), *found["settings"].items()):
+        _check_number(name, x, among_settings=name in found["settings"])
+    given = {name: list(x.shape) for name, x in tensors.items()}
+    if found["tensors"] != given:
+        wrong = sorted(
+            n for n in found["tensors"].keys() | given if found["tensors"].get(n) != given.get(n)
+        )
+        name = wrong[0]
+        raise ArgumentError(
+            f"lists {shown(name)} as {shown(found['tensors'].get(name))}, and the file holds {shown(given.get(name))}"
+        )
+    return _Header(found["class"], found["settings"], spans, found["numbers"])
+
+
+def _span(name: str, found: Any) -> Span:
+    whole = isinstance(found, list) and len(found) == 2 and all(type(i) is int for i in found)
+    if not whole or abs(found[0]) > LONGEST or not 0 <= found[1] <= LONGEST:
+        raise ArgumentError(
+            f"has the span {shown(found)} of {shown(name)}; it must be a start and a length, at most {LONGEST} positions"
+        )
+    return Span(*found)
+
+
+def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
+    """A number is whole and no larger than positions are; settings may also be plain words, and lists of them."""
+    plain = found is None or isinstance(found, (bool, str, float)) if among_settings else False
+    if among_settings and isinstance(found, list):
+        for x in found:
+            _check_number(name, x, among_settings=True)
+    elif not plain and (type(found) is not int or abs(found) > LONGEST):
+        raise ArgumentError(
+            f"has {shown(found)} as {shown(name)}; it must be an integer, at most {LONGEST}"
+        )
+
+
+def _check_room(settings: Mapping[str, Any], contents: Contents, most: int) -> None:
+    """What the settings reserve, at so many bytes for a slot as there are in the file, is no more than is allowed."""
+
+    def of(*names: str) -> int:
+        return max((x for name in names if type(x := settings.get(name)) is int), default=0)
+
+    slots = max(of("capacity"), of("page_size") * (of("pages") + 1))
+    needed = slots * sum(x.nbytes // max(1, x.shape[2]) for x in memory_of(contents) if x.ndim == 4)
+    if needed > most or of("pages") > most // 64:
+        raise ArgumentError(
+            f"its settings {shown(dict(settings))} reserve {max(needed, 64 * of('pages')):,} bytes, more than {most:,}; if that is meant, "
+            "load(path, most=...) allows it"
+        )
 
 
 def _check(contents: Contents, cache: Cache) -> None:
@@ -190,10 +224,13 @@ def _check(contents: Contents, cache: Cache) -> None:
     if len(rows) > 1:
         raise ArgumentError(f"its tensors have {sorted(rows)} rows; all must have one batch, or 1")
     positions = contents.get(HELD, contents.get("positions"))
-    if isinstance(positions, Tensor) and (positions.ndim != 2 or positions.is_floating_point()):
+    if isinstance(positions, Tensor) and (positions.ndim != 2 or positions.dtype not in _WHOLE):
         raise ArgumentError(
             f"positions are {positions.dtype} {tuple(positions.shape)}; they must be integers [batch, slots]"
         )
+    lost = contents.get("lost")
+    if isinstance(lost, Tensor) and lost.dtype not in _WHOLE:
+        raise ArgumentError(f"lost is {lost.dtype}; it must be integers")
     # a ring's span says what it saw, not what its slots are
     seen = isinstance(cache, Rolling) and isinstance(positions, Span)
     slots = None if positions is None or isinstance(positions, int) or seen else count(positions)

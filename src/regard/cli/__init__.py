@@ -26,6 +26,11 @@ COMMANDS = {
 """Name -> one line of help. `regard.cli.<name>` has the function `<name>`, annotated for typer."""
 
 
+def _drop_output() -> None:
+    """What is still to be written goes nowhere: Python would write it at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with these arguments (default: the process's), and exit with its code.
 
@@ -43,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = run(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+    except OSError as error:  # a full disk
+        _drop_output()
+        print(f"error: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        code = 1
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

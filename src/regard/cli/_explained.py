@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli._model import How, load
+from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from regard.inspect import Explanation
     from regard.inspect.reading import Reading
 
+
+LONGEST = 1 << 14
+"""Tokens of a text that is explained, at most: they take half a minute on a small model."""
 
 Beside = Annotated[
     str | None,
@@ -40,9 +44,10 @@ def read(text: str, source: str, how: How | None = None, *, target: str | None =
 
     from regard.inspect.readers import reading
 
-    if (Path(source) / "task.json").is_file():
+    if (Path(source) / "task.json").exists():
         return _task(text, source, target)
     found = reading(load(source, How() if how is None else how), text, target)
+    _check_length(found)
     return replace(found, name=Path(source).name or source)
 
 
@@ -55,7 +60,22 @@ def mechanism(
     from regard.nn.variants.registry import find
 
     options = parse(settings or (), find(name))
-    return specimen(name, text, options=options, seed=seed, target=target)
+    found = specimen(name, text, options=options, seed=seed, target=target)
+    _check_length(found)
+    return found
+
+
+def _check_length(found: Reading) -> None:
+    """Refuse a text whose every pair of tokens nobody would wait for, before the network runs.
+
+    Raises:
+        ArgumentError: it has more than `LONGEST` tokens.
+    """
+    longest = max(len(side.ids) for side in found.sides.values())
+    if longest > LONGEST:
+        raise ArgumentError(
+            f"the text has {longest:,} tokens, and every pair of them is looked at; at most {LONGEST:,} are explained: give a part of it"
+        )
 
 
 def check(attention: str | None, source: str, only: dict[str, Any], how: How) -> None:

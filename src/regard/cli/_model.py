@@ -111,7 +111,7 @@ def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
 
 def tell_ignored(names: Sequence[str]) -> None:
     """Say on standard error what of a model's folder was passed over."""
-    from regard.models.checkpoint.advice import shown
+    from regard.foreign import shown
 
     if names:
         some = ", ".join(shown(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")

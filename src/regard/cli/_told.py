@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from regard.errors import ArgumentError
+from regard.foreign import LINES, inert
 
 if TYPE_CHECKING:
     from regard.models import Batch, Model, Seq2Seq, TextEncoder
@@ -37,19 +38,22 @@ def answer(
         rows = [{"prompt": a, "text": b} for a, b in zip(texts, said, strict=True)]
         typer.echo(json_format.dumps({"rows": rows, "seconds": seconds, "beams": beams}))
         return
-    typer.echo("\n---\n".join(said))
+    typer.echo("\n---\n".join(inert(text, keep=LINES) for text in said))
     sys.stdout.flush()
     typer.echo(f"{len(said)} texts in {seconds} s", err=True)
 
 
 def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
-    """Run to the end, printing words as they come, or each text when it and all before it are finished."""
+    """Run to the end, printing words as they come, or each text when it and all before it are finished.
+
+    What a terminal would obey is shown by its number; --json has every text as it is.
+    """
     if at_once:
-        typer.echo(batch.rows[0].prompt, nl=False)
+        typer.echo(inert(batch.rows[0].prompt, keep=LINES), nl=False)
     shown = 0
     for _, piece in batch:
         if at_once:
-            typer.echo(piece, nl=False)
+            typer.echo(inert(piece, keep=LINES), nl=False)
             sys.stdout.flush()
         elif not quiet:
             shown = _finished(batch, shown)
@@ -66,7 +70,7 @@ def _finished(batch: Batch, shown: int) -> int:
             break
         if shown:
             typer.echo("---")
-        typer.echo(row.prompt + row.text)
+        typer.echo(inert(row.prompt + row.text, keep=LINES))
         shown += 1
     return shown
 

@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from regard import __version__
 from regard.cli import COMMANDS
 from regard.errors import RegardError
+from regard.foreign import LINES, inert, told
 
 _ABOUT = "Attention, exact, fast and visible: build with it, run it, see every number."
 _EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
@@ -61,10 +62,19 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except RegardError as error:
-        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        typer.echo(str(error), err=True)
+        _say(inert(str(error), keep=LINES))
+        return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a disk that is full, most likely the one that the output goes to
+        _say(told(f"{error.filename or 'the output'}: {error.strerror or error}"))
         return 1
     return 0
+
+
+def _say(error: str) -> None:
+    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(error, err=True)
 
 
 def _command() -> Any:

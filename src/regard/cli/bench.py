@@ -136,7 +136,9 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
     if json == "-":
         typer.echo(text)
     elif json is not None:
-        Path(json).write_text(text + "\n", "utf-8")
+        from regard.view.html import write
+
+        write(Path(json), text + "\n")
 
 
 def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
@@ -208,14 +210,18 @@ def _device(name: str) -> torch.device:
 
 def _check_files(json: str | None, plot: Path | None) -> None:
     """Refuse what could not be written, before minutes are spent."""
+    from regard.errors import FileError
+    from regard.files.write import check_target
+
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} is no .svg file", param_hint="--plot")
     for hint, name in (("--json", json), ("--plot", plot)):
         if name in (None, "-"):
             continue
-        folder = Path(str(name)).parent
-        if not folder.is_dir():
-            raise typer.BadParameter(f"there is no folder {folder}", param_hint=hint)
+        try:
+            check_target(Path(str(name)))
+        except FileError as error:
+            raise typer.BadParameter(str(error), param_hint=hint) from error
 
 
 def _check(name: str, known: Any, what: str, hint: str) -> None:

@@ -12,13 +12,16 @@ import typer
 
 from regard.cli import _converted
 from regard.cli._model import Ignore, Revision, tell_ignored
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, FileError
+from regard.files.regular import text
 
 if TYPE_CHECKING:
     from regard.models.convert.run import Heal
 
 EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
 
+LONGEST = 1 << 30
+"""Bytes of a text to measure on, at most."""
 HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measuring", "Healing"
 
 Source = Annotated[
@@ -136,6 +139,6 @@ def _read(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file}: {error}", param_hint="--text") from error
+        return text(file, LONGEST)
+    except FileError as error:
+        raise typer.BadParameter(str(error), param_hint="--text") from error

@@ -12,10 +12,14 @@ import typer
 
 from regard.cli import _told
 from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, FileError
+from regard.files.regular import text
+from regard.foreign import LINES, inert, told
 
 EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1'
 
+LONGEST = 64 << 20
+"""Bytes of a prompt, at most."""
 CHOICE, SEARCH, CONTEXT = "How a token is chosen", "Beam search", "What the model keeps"
 
 Prompts = Annotated[
@@ -144,7 +148,7 @@ def generate(
         _told.tell(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
         told = _told.figures(batch)
     elif not json:
-        typer.echo(texts[0] + told["text"])
+        typer.echo(inert(texts[0] + told["text"], keep=LINES))
     if json:
         typer.echo(json_format.dumps(told))
         return
@@ -159,10 +163,18 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if file is None:
         return prompts or []
     try:
-        raw = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        if str(file) != "-":
+            return [text(file, LONGEST)]
+        raw = sys.stdin.buffer.read(LONGEST + 1)
+        if len(raw) > LONGEST:
+            raise FileError(f"standard input has more than {LONGEST} bytes")
         return [raw.decode("utf-8")]
+    except FileError as error:
+        raise typer.BadParameter(str(error), param_hint="--prompt-file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{file}: {error}", param_hint="--prompt-file") from error
+        raise typer.BadParameter(
+            f"standard input: {told(error)}", param_hint="--prompt-file"
+        ) from error
 
 
 def _option(message: str) -> str | None:

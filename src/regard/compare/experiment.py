@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from regard.errors import ArgumentError, FileError
+from regard.files.strict import read_json
+from regard.files.write import written
 
+LONGEST = 64 << 20
+"""Bytes of a kept measurement, at most."""
 SCHEMA = 1
 """Of a kept measurement; it rises when a name in it changes its meaning."""
 
@@ -88,7 +91,7 @@ class Store:
         if key in self._held or self.folder is None:
             return self._held.get(key)
         try:
-            kept = json.loads((self.folder / f"{key}.json").read_text("utf-8"))
+            kept = read_json(self.folder / f"{key}.json", limit=LONGEST)
             same = kept["name"] == experiment.name and kept["settings"] == _plain(
                 experiment.settings
             )
@@ -121,13 +124,11 @@ class Store:
             "numbers": numbers, "seconds": round(seconds, 3), **self.about,
         }  # fmt: skip
         path = self.folder / f"{experiment.key}.json"
-        whole = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            whole.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", "utf-8")
-            whole.replace(path)
+            with written(path) as whole:
+                whole.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", "utf-8")
         except OSError as error:
-            whole.unlink(missing_ok=True)
             raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 

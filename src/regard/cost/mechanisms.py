@@ -7,13 +7,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from regard.arguments import divisors
 from regard.cost.mixers import NSA, Heads, Infini, Latent, Mixer, recurrent
 from regard.errors import ArgumentError
+from regard.foreign import shown
 
 FREE = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
 )
 """Options of the catalogue that cost nothing."""
+LARGEST = 1 << 40
+"""No size of any model is larger."""
 Numbers = Mapping[str, Any]
 
 
@@ -35,7 +39,7 @@ def _heads(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int
     """H, G, D, E: D is M / (halves H), E is `wide` times D, if they are not given."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
-        allowed = ", ".join(str(g) for g in range(1, heads + 1) if heads % g == 0)
+        allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
             f"{heads} query heads are not divisible by {groups} key/value heads; allowed are {allowed}"
         )
@@ -120,10 +124,10 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Mixer:
     'MLA 4 heads, latent 16 + 4'
     """
     if name not in MECHANISMS:
-        close = difflib.get_close_matches(name, MECHANISMS, 1, 0.5)
+        close = difflib.get_close_matches(name[:60], MECHANISMS, 1, 0.5)
         better = f"; did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(
-            f"attention {name!r} is not counted{better} Known are {', '.join(MECHANISMS)}; "
+            f"attention {shown(name)} is not counted{better} Known are {', '.join(MECHANISMS)}; "
             "regard describe NAME tells one layer of every mechanism"
         )
     made, given = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
@@ -135,6 +139,12 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Mixer:
             f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, or choose another"
         )
     for key, value in given.items():
-        if key not in FREE and key != "form" and (not isinstance(value, int) or value < 1):
-            raise ArgumentError(f"{key} is {value!r}; it must be an integer of at least 1")
+        if (
+            key not in FREE
+            and key != "form"
+            and not (isinstance(value, int) and 1 <= value <= LARGEST)
+        ):
+            raise ArgumentError(
+                f"{key} is {shown(value)}; it must be an integer of at least 1 and at most {LARGEST}"
+            )
     return made.build(dim, heads, given)

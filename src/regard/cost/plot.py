@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import ArgumentError, RegardError
+from regard.files.write import replacing
 
 KINDS = (".svg", ".png", ".pdf")
 COLOURS = ("#1b7f4d", "#b4562b")
@@ -80,4 +81,5 @@ def draw(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str
             ".pdf": {"CreationDate": None},
             ".png": {"Software": None},
         }
-        figure.savefig(path, format=path.suffix[1:], metadata=metadata[path.suffix])
+        with replacing(path) as place:
+            figure.savefig(place, format=path.suffix[1:], metadata=metadata[path.suffix])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
+from regard.files.reading import load as read_tensors
+from regard.files.strict import parse
+from regard.files.write import written
+from regard.foreign import shown, told
 from regard.inspect.kept import Pool, Step
 from regard.inspect.place import Place
 from regard.inspect.recording import Recording
 from regard.inspect.rules import bias_data, bias_from, mask_data, mask_from
-from regard.models.checkpoint import strict
-from regard.models.checkpoint.header import read_header
-from regard.models.checkpoint.reading import read
 from regard.span import Positions, Span, as_tensor, count
 
 _KEY, _FORMAT, _READ = "regard.recording", 2, (1, 2)
 """Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute others."""
+_LARGEST = 1 << 53
 
 LONGEST = 1 << 26
 """The most queries of a call, or columns, that a file may speak of without holding them."""
@@ -55,21 +56,13 @@ def save(recording: Recording, path: str | Path) -> None:
         "source_ids": tensors.optional(recording.source_ids),
         "places": [_place_data(place, tensors) for place in recording.places.values()],
     }  # fmt: skip
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}-", delete=False
-        ) as handle:
-            temporary = Path(handle.name)
-        save_file(tensors.named, temporary, metadata={_KEY: json.dumps(data)})
-        temporary.replace(path)
+        with written(path) as place:
+            save_file(tensors.named, place, metadata={_KEY: json.dumps(data)})
     except (OSError, SafetensorError) as error:
         raise FileError(
             f"{path}: cannot write the recording: {error}; choose another folder, or free some space"
         ) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def load(path: str | Path) -> Recording:
@@ -83,23 +76,28 @@ def load(path: str | Path) -> Recording:
     regard.errors.FileError: no/such/file ...
     """
     path = Path(path)
-    header = read_header(path)
-    if _KEY not in header.metadata:
+    tensors, metadata = read_tensors(path)
+    if _KEY not in metadata:
         raise FileError(
             f"{path} holds no recording: its header has no {_KEY!r}; regard.inspect.save(recording, path) writes one"
         )
     try:
-        data = strict.parse(header.metadata[_KEY].encode())
+        data = parse(metadata[_KEY].encode())
         if data["format"] not in _READ:
             raise FileError(
-                f"{path} has format {data['format']!r}; this version reads {' and '.join(map(str, _READ))}"
+                f"{path} has format {shown(data['format'])}; this version reads {' and '.join(map(str, _READ))}"
             )
-        tensors = dict(read(header.tensors, {header.file: header.mark}))
         return _recording(data, tensors)
-    except (ArgumentError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:  # fmt: skip
+    except _UNFIT as error:
         raise FileError(
-            f"{path}: its parts do not make a recording: {error}; save it again"
+            f"{path}: its parts do not make a recording: {told(error)}; save it again"
         ) from error
+
+
+_UNFIT = (
+    ArgumentError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError, MemoryError,
+)  # fmt: skip
+"""What a part of a recording raises that is not what recording made."""
 
 
 class _Tensors:
@@ -171,32 +169,35 @@ def _place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
     pools = tuple(
         Pool(
             tensors[p["k"]], None if p["v"] is None else tensors[p["v"]], tensors[p["columns"]],
-            tuple(map(_whole, p["groups"])), _whole(p["G"]), str(p["held"]),
+            tuple(map(_whole, p["groups"])), _whole(p["G"]), _name(p["held"]),
         )
         for p in data["pools"]
     )  # fmt: skip
-    steps = tuple(_step(x, tensors) for x in data["steps"])
+    held = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
+    steps = tuple(_step(x, tensors, held) for x in data["steps"])
     H, heads, N = _whole(data["H"]), tuple(map(_whole, data["heads"])), _whole(data["N"])
-    place = Place(str(data["name"]), steps, pools, H, heads, N)
+    place = Place(_name(data["name"]), steps, pools, H, heads, N)
     check_place(place)
     return place
 
 
-def _step(data: dict[str, Any], tensors: dict[str, Tensor]) -> Step:
+def _step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> Step:
+    """A step of a place that holds so many keys."""
+
     def named(name: str) -> Tensor | None:
         return None if data[name] is None else tensors[data[name]]
 
     data = {"scores": None, "pattern": None, **data}  # format 1 has neither
     columns = data["columns"]
     if isinstance(columns, list):
-        columns = as_tensor(_span(columns))[0]
+        columns = as_tensor(_span(columns, held))[0]
     else:
         columns = tensors[columns]
     return Step(
         tensors[data["q"]], tensors[data["lse"]], named("out"), columns,
         _positions(data["q_positions"], tensors), _positions(data["k_positions"], tensors),
         mask_from(data["mask"], tensors), bias_from(data["bias"], tensors), float(data["scale"]),
-        None if data["softcap"] is None else float(data["softcap"]), named("sink"), str(data["kernel"]),
+        None if data["softcap"] is None else float(data["softcap"]), named("sink"), _name(data["kernel"]),
         _whole(data["first"]), _whole(data["token"]), float(data["dropout"]), _whole(data["pool"]), named("keys"), named("scores"), named("pattern"),
     )  # fmt: skip
 
@@ -208,14 +209,23 @@ def _positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
     return found
 
 
-def _whole(x: Any) -> int:
-    if type(x) is not int:
-        raise ArgumentError(f"{x!r} stands where an integer must")
+def _name(x: Any) -> str:
+    """A name as code gives it: it stands in messages and on pages."""
+    if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
+        raise ArgumentError(f"{shown(x)} stands where a name must")
     return x
 
 
-def _span(data: list[int]) -> Span:
-    start, length = map(_whole, data)
-    if length > LONGEST:
-        raise ArgumentError(f"a span of {length} positions; at most {LONGEST} are read")
-    return Span(start, length)
+def _whole(x: Any) -> int:
+    if type(x) is not int:
+        raise ArgumentError(f"{shown(x)} stands where an integer must")
+    if abs(x) > _LARGEST:
+        raise ArgumentError(f"{x} is larger than any number of a recording, {_LARGEST}")
+    return x
+
+
+def _span(data: list[int], most: int = LONGEST) -> Span:
+    start, length = data
+    if type(length) is int and length > most:
+        raise ArgumentError(f"a span of {length} positions; at most {most} are read")
+    return Span(_whole(start), _whole(length))

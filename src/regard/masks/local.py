@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.masks.base import Mask
 from regard.masks.intervals import FAR, Intervals
 from regard.masks.tiling import EMPTY
-from regard.masks.values import whole
+from regard.masks.values import LARGEST, whole
 from regard.masks.where import Part
 
 
@@ -139,8 +139,9 @@ class Dilated(Mask):
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Q - k < size * step, and (q - k) % step == 0."""
         back = q - k
-        return (back < self.size * self.step) & (back % self.step == 0)
+        # a quotient, not size * step, which may be beyond 64 bits
+        return (back // self.step < self.size) & (back % self.step == 0)
 
     def _undecided(self, where: Part, bk: int) -> Tensor:
-        hull = Window(self.size * self.step)._states(where, bk)
+        hull = Window(min(self.size * self.step, LARGEST))._states(where, bk)
         return torch.where(hull == EMPTY, hull, super()._undecided(where, bk))

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from regard.errors import ArgumentError, RegardError
+from regard.foreign import inert, told
 from regard.masks.base import Mask
 from regard.masks.blocks import BigBird
 from regard.masks.given import Heads
@@ -24,6 +25,13 @@ KNOWN: dict[str, Callable[..., Mask]] = {
 }  # fmt: skip
 """The masks that text can name; a bare name is a call without arguments."""
 
+LARGEST = 1 << 53
+"""No number of an expression is larger: no position is."""
+LONGEST = 1 << 16
+"""Letters of an expression, at most."""
+MOST = 1 << 9
+"""Masks of an expression, at most: each is as much work as one alone."""
+_AROUND = 80  # letters of a line in front of an error, and behind it, that are shown
 DEEPEST = 50
 """How deep an expression may nest: text from anywhere must not exhaust the stack."""
 
@@ -45,11 +53,17 @@ def parse(text: str) -> Mask:
     if not text.strip():
         raise _error("an empty expression", text, None)
     text = text.strip()
+    if len(text) > LONGEST:
+        raise _error(
+            f"an expression of {len(text)} letters; at most {LONGEST} are read", text, None
+        )
     try:  # `global` is a word of Python's own: a capital keeps its place
         tree = ast.parse(re.sub(r"\bglobal\b", "Global", text), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         reason = getattr(problem, "msg", None) or "the expression is too deep"
-        raise _error(f"not a mask expression: {reason}", text, _column(problem, text)) from None
+        raise _error(
+            f"not a mask expression: {told(reason)}", text, _column(problem, text)
+        ) from None
     return _Reader(text).mask(tree.body, 0)
 
 
@@ -57,7 +71,7 @@ class _Reader:
     """Walks the syntax tree; everything that is not listed is an error that shows its place."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text, self.masks = text, 0
 
     def mask(self, node: ast.expr, depth: int) -> Mask:
         """A node that must be a mask."""
@@ -85,11 +99,14 @@ class _Reader:
         depth: int,
     ) -> Mask:
         """A call of a known mask."""
+        self.masks += 1
+        if self.masks > MOST:
+            raise self.error(f"more than {MOST} masks", node)
         word = name.id.lower()
         if word not in KNOWN:
-            close = difflib.get_close_matches(word, KNOWN, n=2, cutoff=0.5)
+            close = difflib.get_close_matches(word[:60], KNOWN, n=2, cutoff=0.5)
             hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise self.error(f'unknown mask "{name.id}"{hint}', name)
+            raise self.error(f'unknown mask "{told(name.id, 60)}"{hint}', name)
         if None in keywords:
             raise self.error("** is not allowed", node)
         given = [self.value(x, depth + 1) for x in arguments]
@@ -102,7 +119,7 @@ class _Reader:
             reason = (
                 str(problem).split(".__init__() ")[-1].replace("positional argument", "argument")
             )
-            raise self.error(f"{word}: {reason}", node) from None
+            raise self.error(f"{word}: {told(reason)}", node) from None
         except RegardError as problem:
             raise self.error(str(problem), node) from None
 
@@ -113,6 +130,8 @@ class _Reader:
         if isinstance(node, ast.Constant) and (
             node.value is None or type(node.value) in (int, bool)
         ):
+            if isinstance(node.value, int) and node.value > LARGEST:
+                raise self.error(f"a number above {LARGEST}", node)
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.value(node.operand, depth + 1)
@@ -143,7 +162,9 @@ def _error(what: str, text: str, column: int | None) -> ArgumentError:
     place = ""
     if column is not None:
         line = text.splitlines()[0] if text else ""
-        place = f"\n  {line}\n  {' ' * column}^ column {column + 1}"
+        first = max(0, column - _AROUND)
+        before, after = inert(line[first:column]), inert(line[column : column + _AROUND])
+        place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
         f"{what}{place}\n  known masks: {', '.join(KNOWN)}; joined by & | ~ and parentheses, "
         "for example: causal & window(4) | sinks(1)"

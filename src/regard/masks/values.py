@@ -9,17 +9,22 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.foreign import shown
 
 Rows = TypeVar("Rows", bound=tuple[Any, ...])
 Lengths: TypeAlias = Sequence[int] | Tensor
 
+LARGEST = (1 << 62) - 1
+
 
 def whole(name: str, x: object, least: int, advice: str = "") -> int:
-    """x as an int of at least `least`; `name` is "Window size" or the like."""
+    """x as an int of at least `least`, with room for a sum of two in 64 bits; `name` is "Window size" or the like."""
     if isinstance(x, bool) or not isinstance(x, int):
         raise ArgumentTypeError(f"{name} is {_say(x)}; it must be an int, {least} or more")
     if x < least:
         raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
+    if x > LARGEST:
+        raise ArgumentError(f"{name} is {shown(x)}; positions have 64 bits: give at most {LARGEST}")
     return x
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint.advice import other_weights, shown
-from regard.models.checkpoint.folder import check_name
+from regard.files.regular import check_name
+from regard.foreign import shown
+from regard.models.checkpoint.advice import other_weights
 from regard.models.checkpoint.shards import INDEX, SINGLE, read_index
 
 PREFIX = "hub:"

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.files.regular import opened, present
+from regard.files.seems import instead
+from regard.foreign import shown
 from regard.models import hub
 from regard.models.checkpoint import fill, read_config, read_raw
-from regard.models.checkpoint.advice import instead, shown
 from regard.models.checkpoint.config import is_harmless
 from regard.models.checkpoint.ends import read_ends
 from regard.models.checkpoint.family import Family, Raw
-from regard.models.checkpoint.folder import inside, opened
 from regard.models.checkpoint.names import OWN
 from regard.models.checkpoint.placed import placed, table
 from regard.models.checkpoint.store import Store
@@ -222,7 +223,8 @@ def _model(
     network: nn.Module, config: Any, folder: Path, raw: Raw, told: dict[str, Any]
 ) -> Model | TextEncoder | Seq2Seq:
     name = "tokenizer.json"
-    tokenizer = Tokenizer.load(inside(folder, name)) if (folder / name).exists() else None
+    file = present(folder, name)
+    tokenizer = None if file is None else Tokenizer.load(file)
     if isinstance(network, HeadedEncoder):
         longest = [config.max_position_embeddings, read_longest(folder)]
         return TextEncoder(
@@ -246,7 +248,7 @@ def _dtype(folder: Path, raw: Raw, store: Store) -> torch.dtype:
         found = getattr(torch, str(text).removeprefix("torch."), None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
             raise FileError(
-                f"{folder / 'config.json'}: torch_dtype is {text!r}; it must be float32, float16, bfloat16 or float64"
+                f"{folder / 'config.json'}: torch_dtype is {shown(text)}; it must be float32, float16, bfloat16 or float64"
             )
         return found
     bytes_of: dict[torch.dtype, int] = {}

@@ -12,9 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint import strict
-from regard.models.checkpoint.config import LONGEST, read_json
-from regard.models.checkpoint.folder import inside, whole
+from regard.files.regular import present
+from regard.files.strict import read_json as read_list
+from regard.foreign import inert, shown
+from regard.models.checkpoint.config import read_json
 from regard.models.encoder import first
 from regard.span import Positions, as_tensor
 
@@ -110,17 +111,19 @@ def read_pooling(folder: Path) -> Pooling | None:
     kinds = [kind for kind, _ in modules]
     if kinds not in ([*KINDS[:2]], [*KINDS]):
         raise FileError(
-            f"{folder / 'modules.json'} has the modules {', '.join(kinds)}; only {', '.join(KINDS)} are supported, the last "
+            f"{folder / 'modules.json'} has the modules {inert(', '.join(kinds)[:200])}; only {', '.join(KINDS)} are supported, the last "
             "may be absent; without the file, the model loads and its states can be pooled"
         )
     where = folder / modules[1][1]
     if where.parent != folder:
-        raise FileError(f"{folder / 'modules.json'} leads to {where}, which is not in its folder")
+        raise FileError(
+            f"{folder / 'modules.json'} leads to {shown(str(where))}, which is not in its folder"
+        )
     said = read_json(where, "config.json")
     chosen = [key for key, value in said.items() if key.startswith("pooling_mode") and value]
     if len(chosen) != 1 or chosen[0] not in MODES:
         raise FileError(
-            f"{where / 'config.json'} asks for {chosen}; one of {sorted(MODES)} is supported"
+            f"{where / 'config.json'} asks for {shown(chosen)}; one of {sorted(MODES)} is supported"
         )
     return Pooling(MODES[chosen[0]], normalise=len(kinds) > 2)
 
@@ -132,12 +135,12 @@ def read_longest(folder: Path) -> int | None:
         FileError: max_seq_length is no number.
     """
     name = "sentence_bert_config.json"
-    if not (folder / name).exists():
+    if present(folder, name) is None:
         return None
     found = read_json(folder, name).get("max_seq_length")
     if found is not None and (type(found) is not int or found < 1):
         raise FileError(
-            f"{folder / name}: max_seq_length is {found!r}; it must be a number of tokens"
+            f"{folder / name}: max_seq_length is {shown(found)}; it must be a number of tokens"
         )
     return found
 
@@ -145,14 +148,11 @@ def read_longest(folder: Path) -> int | None:
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
     """The kinds of the modules and the folders in which they are."""
     name = "modules.json"
-    if not (folder / name).exists():
+    path = present(folder, name)
+    if path is None:
         return None
-    path = inside(folder, name)
     try:
-        # a list, and the strict reader reads objects
-        found = strict.parse(b'{"modules": %s}' % whole(path, LONGEST))["modules"]
+        found = read_list(path, kind=list)
         return [(str(x["type"]).rpartition(".")[2], str(x["path"])) for x in found]
-    except ArgumentError as e:
-        raise FileError(f"{path} {e}") from None
     except (TypeError, KeyError):
         raise FileError(f"{path} is no list of modules, each with type and path") from None

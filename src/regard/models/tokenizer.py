@@ -8,7 +8,7 @@ text is encodable and decodes to itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from regard.errors import ArgumentError, FileError
+from regard.files.regular import whole
+from regard.files.strict import parse
+from regard.files.write import written
+from regard.foreign import shown, told
 from regard.models.glyphs import BYTE_OF, visible
 from regard.models.plain_text import cut, encodable
 from regard.models.streaming import StreamDecoder
 
+LONGEST = 128 << 20
+"""Bytes of a tokenizer.json; those of a quarter of a million tokens have some 35 MB."""
+LARGEST_ID = 1 << 22
+"""Ids are below it; the largest vocabulary in use has a million."""
 END_OF_TEXT = "<|endoftext|>"
 """The one special token of a tokenizer trained here: it stands between documents."""
 
@@ -31,6 +39,7 @@ class Tokenizer:
 
     Raises:
         ArgumentError: a token id outside the vocabulary, or text with a lone surrogate.
+        FileError: the file that it was read from asks for parts that it does not have.
 
     >>> tokenizer = Tokenizer.train(["low lower lowest"] * 9, vocab_size=260)
     >>> tokenizer.pieces(tokenizer.encode("low low"))
@@ -79,31 +88,19 @@ class Tokenizer:
         """Read a tokenizer.json (any kind the `tokenizers` package knows), or the one in a folder.
 
         Raises:
-            FileError: missing, not UTF-8, not JSON (with line and column), or not a tokenizer this
-                version can read.
+            FileError: missing, no regular file, not JSON (with line and column), or not a tokenizer this version can read.
         """
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
-        try:
-            text = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise FileError(
-                f"{file}: not UTF-8 at byte {error.start}; is this a tokenizer.json?"
-            ) from error
-        except OSError as error:
-            raise FileError(
-                f"{file}: cannot read a tokenizer: {error.strerror or error}"
-            ) from error
-        return cls(_parse(text, file))
+        return _read(cls, file)
 
     def save(self, path: str | Path) -> Path:
         """Write tokenizer.json to a file, or into a folder; gives the path written."""
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         try:
-            whole = file.with_name(file.name + ".writing")
-            whole.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
-            whole.replace(file)
+            with written(file) as place:
+                place.write_text(self._backend.to_str(pretty=True), encoding="utf-8")
         except OSError as error:
             raise FileError(
                 f"{file}: cannot write the tokenizer: {error.strerror or error}"
@@ -136,7 +133,7 @@ class Tokenizer:
         """
         encodable(text)
         if not special:
-            return list(self._backend.encode(text, add_special_tokens=template).ids)
+            return list(self._ask(self._backend.encode, text, add_special_tokens=template).ids)
         ids: list[int] = []
         for part in cut(text, self._special):
             known = self._special.get(part)
@@ -150,7 +147,7 @@ class Tokenizer:
         [0, 1, 1]
         """
         pair = None if second is None else encodable(second)
-        found = self._backend.encode(encodable(first), pair, add_special_tokens=True)
+        found = self._ask(self._backend.encode, encodable(first), pair, add_special_tokens=True)
         return list(found.ids), list(found.type_ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -159,7 +156,7 @@ class Tokenizer:
             encodable(text)
         return [
             list(row.ids)
-            for row in self._backend.encode_batch(list(texts), add_special_tokens=False)
+            for row in self._ask(self._backend.encode_batch, list(texts), add_special_tokens=False)
         ]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
@@ -170,7 +167,7 @@ class Tokenizer:
         if skip_special:
             hidden = set(self._special.values())
             chosen = [i for i in chosen if i not in hidden]
-        return self._backend.decode(chosen, skip_special_tokens=False)
+        return str(self._ask(self._backend.decode, chosen, skip_special_tokens=False))
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """One visible string per token: spaces as glyphs, part of a character as bytes, ‹E4 BD›.
@@ -194,6 +191,14 @@ class Tokenizer:
             return token.encode("utf-8")
         return bytes(BYTE_OF[letter] for letter in token)
 
+    def _ask(self, question: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        try:
+            return _asked(question, *given, **more)
+        except _BackendError as error:
+            raise FileError(
+                f"the tokenizer's file does not fit itself: {told(error, 300)}; is it damaged?"
+            ) from error
+
     def _piece(self, index: int) -> str:
         raw = self.token_bytes(index)
         if raw is None:
@@ -212,18 +217,51 @@ class Tokenizer:
         return token
 
 
-def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
+def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
+    """The tokenizer of a file, whose parts are looked at before the `tokenizers` package gets it."""
+    raw = whole(file, LONGEST)
     try:
-        content: Any = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise FileError(f"{file}: not JSON: {error}; is the download complete?") from error
+        content = parse(raw)
+    except ArgumentError as error:
+        raise FileError(f"{file} {error}; is the download complete?") from None
     for key in ("model", "decoder"):
-        if not isinstance(content, dict) or key not in content:
+        if key not in content:
             raise FileError(f"{file}: no {key!r} at the top level; is this a tokenizer.json?")
+    _check_ids(content, file)
     try:
-        return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the backend raises plain Exception
+        return kind(_asked(tokenizers.Tokenizer.from_str, raw.decode("utf-8")))
+    except _BackendError as error:
         raise FileError(
-            f"{file}: the tokenizers package {tokenizers.__version__} cannot read it ({error}); "
+            f"{file}: the tokenizers package {tokenizers.__version__} cannot read it ({told(error, 300)}); "
             "damaged, or written by a newer version?"
         ) from error
+
+
+class _BackendError(Exception):
+    """What the backend raises: it has no error of its own."""
+
+
+def _asked(question: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """An answer of the backend; a failed check inside it is no `Exception`, and is an error like its others."""
+    try:
+        return question(*given, **more)
+    except Exception as error:
+        raise _BackendError(str(error)) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _BackendError(str(error)) from None
+
+
+def _check_ids(content: dict[str, Any], file: Path) -> None:
+    """No id is beyond what a vocabulary can have: the backend fills every gap below the largest one."""
+    model, added = content["model"], content.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    if isinstance(added, list):
+        ids += [token.get("id") for token in added if isinstance(token, dict)]
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < LARGEST_ID), None)
+    if wrong is not None:
+        raise FileError(
+            f"{file}: a token has the id {shown(wrong)}; ids are from 0 to {LARGEST_ID - 1}, without large gaps"
+        )

@@ -20,14 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.train.integrity import MANIFEST, crc, damage, describe, sync
+from regard.files.lock import WRITING
+from regard.files.lock import sweep as sweep_unlocked
+from regard.files.reading import load as read_tensors
+from regard.files.regular import inside
+from regard.files.strict import read_json
+from regard.files.write import sync, workplace
+from regard.foreign import shown
+from regard.train.integrity import LONGEST, MANIFEST, crc, damage, describe
 
 _NAME = re.compile(r"step-(\d{8,})")
-_TEMPORARY = ".writing-"
 _MARGIN = 1 << 20  # for the JSON files and the file system's own books
 
 note = logging.getLogger("regard.train").warning
@@ -58,15 +64,12 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
         raise ArgumentError(f"keep is {keep}; at least 1 checkpoint has to stay")
     parent = Path(folder)
     target = parent / f"step-{checkpoint.step:08d}"
-    temporary = parent / f"{_TEMPORARY}{target.name}-{os.getpid()}"
     try:
         prepare(parent, _size(checkpoint))
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        _write(temporary, checkpoint)
-        _replace(temporary, target)
+        with workplace(target) as temporary:
+            _write(temporary, checkpoint)
+            _replace(temporary, target)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, FileError):
             raise
         raise FileError(
@@ -121,12 +124,31 @@ def load(path: str | Path) -> Checkpoint:
 
 
 def _read(path: Path) -> Checkpoint:
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    tensors = {f.stem: load_file(f) for f in sorted(path.glob("*.safetensors"))}
-    for name, same_as in state["same"].items():
-        file, key = name.split(":", 1)
-        tensors[file][key] = tensors[file][same_as]
-    return Checkpoint(int(state["step"]), tensors, state["state"])
+    """The parts of a folder whose sums are right, which is no proof of what they say.
+
+    Raises:
+        FileError: they do not make a checkpoint.
+    """
+    state = read_json(inside(path, "state.json"), limit=LONGEST)
+    tensors = {
+        file.stem: dict(read_tensors(inside(path, file.name))[0])
+        for file in sorted(path.glob("*.safetensors"))
+    }
+    same, step, held = state.get("same"), state.get("step"), state.get("state")
+    if type(step) is not int or not 0 <= step < 1 << 53 or not isinstance(held, dict):
+        raise FileError(
+            f"{path}: state.json has the step {shown(step)} and the state {shown(held)}"
+        )
+    try:
+        for name, same_as in same.items():
+            file, key = name.split(":", 1)
+            tensors[file][key] = tensors[file][same_as]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise FileError(
+            f"{path}: state.json has {shown(same)} as what is stored once for two names; "
+            "use an older checkpoint"
+        ) from None
+    return Checkpoint(step, tensors, held)
 
 
 def latest(folder: str | Path) -> Checkpoint | None:
@@ -138,21 +160,21 @@ def latest(folder: str | Path) -> Checkpoint | None:
     for path in _complete(Path(folder)):
         wrong = damage(path)
         if not wrong:
-            return _read(path)
+            try:
+                return _read(path)
+            except FileError as error:
+                wrong = str(error)
         note("%s is ignored: %s", path, wrong)
     return None
 
 
 def sweep(folder: str | Path) -> int:
-    """Delete what a killed writer left behind; gives how many folders.
+    """Delete what killed writers left behind, and nothing that a living one is writing; gives how many folders.
 
     >>> sweep("no/such/folder")
     0
     """
-    left = list(Path(folder).glob(f"{_TEMPORARY}*"))
-    for path in left:
-        shutil.rmtree(path, ignore_errors=True)
-    return len(left)
+    return sweep_unlocked(Path(folder))
 
 
 def free_bytes(folder: Path) -> int:
@@ -177,7 +199,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
         }
     state = folder / "state.json"
     content = {"step": checkpoint.step, "same": same, "state": checkpoint.state}
-    state.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    state.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
     files[state.name] = describe(state)
     manifest = folder / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1), encoding="utf-8")
@@ -188,7 +210,7 @@ def _write(folder: Path, checkpoint: Checkpoint) -> None:
 
 def _replace(temporary: Path, target: Path) -> None:
     if target.exists():  # damaged, or written by a run that was resumed from before it
-        aside = target.with_name(f"{_TEMPORARY}old-{target.name}-{os.getpid()}")
+        aside = target.with_name(f"{WRITING}old-{target.name}-{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
         temporary.rename(target)

@@ -20,7 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import ArgumentError, FileError
+from regard.files.regular import text
+from regard.foreign import shown, told
 
+LONGEST = 1 << 20
+"""Bytes of such a file, at most."""
 SECTIONS = {
     "model": (
         "dim", "layers", "heads", "kv_heads", "hidden", "vocab", "tie", "attention", "position", "window",
@@ -48,25 +52,23 @@ def read(path: Path) -> dict[str, Any]:
     {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
     """
     try:
-        content = tomllib.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise FileError(f"{path}: is not TOML: {error}") from error
+        content = tomllib.loads(text(path, LONGEST))
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise FileError(f"{path}: is not TOML: {told(error)}") from error
     found: dict[str, Any] = {}
     for section, keys in content.items():
         if section not in SECTIONS or not isinstance(keys, dict):
-            raise ArgumentError(f"{path}: {_stray(section)}")
+            raise ArgumentError(f"{path}: {told(_stray(section))}")
         for key, value in keys.items():
             name = key.replace("-", "_")
             if (section, name) == ("model", "options") and isinstance(value, dict):
                 found["option"] = _settings(path, value)
             elif name not in SECTIONS[section]:
-                raise ArgumentError(f"{path}: {_unknown(section, key, name)}")
+                raise ArgumentError(f"{path}: {told(_unknown(section, key, name))}")
             elif name in found:
                 raise ArgumentError(f"{path}: [{section}] has {name} twice; keep one")
             else:
-                found[name] = _text(f"{path}: [{section}] {key}", value)
+                found[name] = _text(f"{path}: [{section}] {told(key)}", value)
     return found
 
 
@@ -74,13 +76,15 @@ def _settings(path: Path, options: Mapping[str, Any]) -> list[str]:
     """name=value for each option of a mechanism; lists are allowed."""
     for name, value in options.items():
         for part in value if isinstance(value, list) else [value]:
-            _text(f"{path}: [model.options] {name}", part)
+            _text(f"{path}: [model.options] {told(name)}", part)
     return [f"{name}={value!r}" for name, value in options.items()]
 
 
 def _text(where: str, value: Any) -> str:
     if not isinstance(value, (str, int, float)):
-        raise ArgumentError(f"{where} is {value!r}; it must be a string, a number, true or false")
+        raise ArgumentError(
+            f"{where} is {shown(value)}; it must be a string, a number, true or false"
+        )
     return str(value)
 
 
@@ -101,5 +105,5 @@ def _unknown(section: str, key: str, name: str) -> str:
 
 
 def _near(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name, list(known), 1)
+    close = difflib.get_close_matches(name[:60], list(known), 1)
     return f"; did you mean {close[0]}?" if close else ""

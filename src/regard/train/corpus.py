@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
+from regard.files.regular import whole
 
+LONGEST = 1 << 33
+"""Bytes of a text file, at most: a text is read into memory."""
 DEFAULT = "python-docs"
 SUFFIXES = (
     ".txt",
@@ -162,13 +165,11 @@ def _is_unicode(text: str) -> bool:
 
 def _read_utf8(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return whole(path, LONGEST).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise FileError(
             f"{path}: not UTF-8 at byte {error.start} (0x{error.object[error.start]:02X}); "
             "convert it, e.g. with iconv"
         ) from error
-    except OSError as error:
-        raise FileError(
-            f"{path}: cannot read: {error.strerror or error}; give a file, a folder or {DEFAULT!r}"
-        ) from error
+    except FileError as error:
+        raise FileError(f"{error}; give a file, a folder or {DEFAULT!r}") from error

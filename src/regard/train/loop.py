@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.errors import RegardError
+from regard.errors import ArgumentError, FileError, RegardError
+from regard.files.lock import locked
+from regard.foreign import told
 from regard.train import checkpoints, state
 from regard.train.feed import Feed, Rows
 from regard.train.interrupts import interrupts
@@ -65,7 +67,8 @@ def fit(
             step.
         ArgumentError: the checkpoint in `folder` belongs to a run with other settings, weights, data or
             `about`.
-        FileError: a checkpoint or the log cannot be written.
+        FileError: a checkpoint or the log cannot be written; another run writes in `folder`; or the checkpoint there is not
+            what a run saves.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     >>> from regard.train.batches import Batches
@@ -74,15 +77,17 @@ def fit(
     3
     """
     run = _Run(model, batches, settings, loss, folder, keep, about)
-    run.restore()
-    csv_log = CsvLog(log, after_step=run.step) if log else None
-    try:
+    with ExitStack() as held:
+        if folder is not None:
+            checkpoints.prepare(folder, 0)
+            held.enter_context(locked(Path(folder)))
+        run.restore()
+        csv_log = CsvLog(log, after_step=run.step) if log else None
+        for part in (progress, csv_log):
+            if part is not None:
+                held.callback(part.close)
         with interrupts() as caught:
             return run.train(validation, caught, csv_log, progress)
-    finally:
-        for part in (csv_log, progress):
-            if part is not None:
-                part.close()
 
 
 class _Run:
@@ -214,7 +219,7 @@ class _Run:
     def save(self) -> None:
         if self.folder is None:
             return
-        run = {name: getattr(self, name) for name in _SAVED}
+        run = {name: _plain(getattr(self, name)) for name in _SAVED}
         with self.off_the_clock():
             packed = state.pack(self.model, self.optimiser, self.batches, self.settings, run)
             packed.state["about"] = self.about
@@ -230,11 +235,28 @@ class _Run:
         found = checkpoints.latest(self.folder)
         if found is None:
             return
-        state.check_about(found, self.about)
-        run = state.unpack(found, self.model, self.optimiser, self.batches, self.settings)
-        for name in _SAVED:
-            setattr(self, name, run[name])
+        try:
+            state.check_about(found, self.about)
+            run = state.unpack(found, self.model, self.optimiser, self.batches, self.settings)
+            self.step, self.pending = found.step, [float(x) for x in run["pending"]]
+            self.last, self.norm = (
+                math.nan if x is None else float(x) for x in (run["last"], run["norm"])
+            )
+            self.validation = None if run["validation"] is None else float(run["validation"])
+        except ArgumentError:
+            raise
+        except _UNFIT as error:
+            raise FileError(
+                f"{self.folder}: the checkpoint of step {found.step} is not what a run saves: {told(repr(error))}; "
+                "remove its folder to go on from an older one"
+            ) from error
         self.saved = self.step
 
 
 _SAVED = ("step", "pending", "last", "norm", "validation")
+_UNFIT = (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, OverflowError)
+
+
+def _plain(value: Any) -> Any:
+    """None for what no number is yet: JSON has no NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +13,9 @@ from typing import Protocol
 from rich.console import Console
 
 from regard.errors import FileError
+from regard.files.regular import text
+from regard.files.write import written
+from regard.foreign import told
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class Row:
     tokens_per_second: float
 
 
+LONGEST = 1 << 28
+"""Bytes of a log, at most: of a run of a million rows, twice over."""
 COLUMNS = [f.name for f in fields(Row)]
 
 
@@ -48,29 +55,38 @@ class CsvLog:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept = self._kept(after_step)
-            fresh = self._path.with_name(self._path.name + ".new")
-            with fresh.open("w", newline="", encoding="utf-8") as file:
+            with (
+                written(self._path) as fresh,
+                fresh.open("w", newline="", encoding="utf-8") as file,
+            ):
                 csv.writer(file, lineterminator="\n").writerows([COLUMNS, *kept])
-            fresh.replace(self._path)
             self._file = self._path.open("a", newline="", encoding="utf-8")
-        except OSError as error:
-            raise FileError(f"{path}: cannot write the log: {error.strerror or error}") from error
+        except FileError:
+            raise
+        except (OSError, csv.Error) as error:
+            raise FileError(f"{path}: cannot write the log: {told(error)}") from error
         self._writer = csv.writer(self._file, lineterminator="\n")
 
     def write(self, row: Row) -> None:
         """Append one row and hand it to the system at once."""
-        self._writer.writerow([_short(value) for value in asdict(row).values()])
-        self._file.flush()
+        try:
+            self._writer.writerow([_short(value) for value in asdict(row).values()])
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from error
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):  # a full disk was told of when the row was written
+            self._file.close()
+
+    def _refused(self, error: OSError) -> FileError:
+        return FileError(f"{self._path}: cannot write the log: {error.strerror or error}")
 
     def _kept(self, after_step: int) -> list[list[str]]:
         if not (after_step and self._path.exists()):
             return []
-        with self._path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))[1:]
+        rows = list(csv.reader(io.StringIO(text(self._path, LONGEST), newline="")))[1:]
         return [
             r for r in rows if len(r) == len(COLUMNS) and r[0].isdigit() and int(r[0]) <= after_step
         ]

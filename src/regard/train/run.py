@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
+from regard.files.lock import locked
+from regard.files.write import replacing, sync, workplace
+from regard.foreign import told
 from regard.models.families import type_of
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
@@ -47,6 +50,11 @@ class Run:
             raise FileError(
                 f"{self.out}: cannot make the folder: {error.strerror or error}"
             ) from error
+        with locked(self.out):
+            return self._run(settings)
+
+    def _run(self, settings: Settings) -> tuple[dict[str, Any], int | None]:
+        """What `run` does in a folder that is its own."""
         tokenizer, tokens, validation = self.data()
         model, config = self.model(tokenizer.vocab_size)
         parameters = sum(p.numel() for p in model.parameters())
@@ -108,13 +116,20 @@ class Run:
 
     def export(self, model: nn.Module, config: Any) -> None:
         """The final weights and config, each put in place whole."""
-        temporary = self.out / ".writing-final"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
-        for file in sorted(temporary.iterdir(), reverse=True):  # the weights before the config
-            file.replace(self.out / file.name)
-        temporary.rmdir()
+        try:
+            with workplace(self.out / "final") as temporary:
+                save(model.cpu(), config, temporary, getattr(torch, self.options["dtype"]))
+                for file in sorted(
+                    temporary.iterdir(), reverse=True
+                ):  # the weights before the config
+                    sync(file)
+                    file.replace(self.out / file.name)
+                sync(self.out)
+        except (OSError, SafetensorError) as error:
+            raise FileError(
+                f"{self.out}: cannot write the weights: {told(error)}; the checkpoints are intact: free some space, "
+                "and go on with --resume"
+            ) from error
 
     def write_command(self) -> None:
         """command.txt: the command with every option written out, and what it ran on."""
@@ -126,9 +141,8 @@ class Run:
             for one in value if isinstance(value, list) else [value]:
                 parts += [flag] if one is True else [flag, str(one)]
         versions = f"# Python {platform.python_version()}, torch {torch.__version__}"
-        (self.out / "command.txt").write_text(
-            f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8"
-        )
+        with replacing(self.out / "command.txt") as place:
+            place.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
 
     def figures(self, result: Result, parameters: int, settings: Settings) -> dict[str, Any]:
         """What the command prints at the end."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.foreign import shown
 from regard.train.checkpoints import Checkpoint
 from regard.train.feed import Feed
 from regard.train.settings import Settings
@@ -57,7 +58,7 @@ def unpack(
         saved = state["settings"].get(name)
         if value != saved and name not in _FREE:
             raise ArgumentError(
-                f"{name} is {value}, the run to resume has {saved}; "
+                f"{name} is {value}, the run to resume has {shown(saved)}; "
                 "repeat its settings or start a new run"
             )
     _check_weights(model, checkpoint.tensors["model"])
@@ -77,10 +78,12 @@ def check_about(checkpoint: Checkpoint, about: Mapping[str, Any] | None) -> None
         ArgumentError: it differs; names the first key, and both values.
     """
     saved, now = checkpoint.state.get("about") or {}, about or {}
+    if not isinstance(saved, dict):
+        raise TypeError(f"about is {shown(saved)}")
     for name in sorted({*saved, *now}) if saved else ():
         if saved.get(name) != now.get(name):
             raise ArgumentError(
-                f"{name} is {now.get(name)!r}, the model to resume has {saved.get(name)!r}; "
+                f"{name} is {now.get(name)!r}, the model to resume has {shown(saved.get(name))}; "
                 "repeat its options or start a new run"
             )
 
@@ -91,7 +94,7 @@ def _check_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
         theirs = tuple(saved[name].shape) if name in saved else None
         if own.get(name) != theirs:
             raise ArgumentError(
-                f"weight {name!r} is {own.get(name)} in the model and {theirs} in the checkpoint; "
+                f"weight {shown(name)} is {own.get(name)} in the model and {theirs} in the checkpoint; "
                 "resume with the first run's model"
             )
 

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from rich.cells import cell_len
 from rich.text import Text
 
+from regard.foreign import inert
 from regard.view import glyphs, palette
 from regard.view.chart import SVG
-from regard.view.glyphs import inert
 from regard.view.lines import WIDTH, style
 
 STEPS = 16

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from regard.foreign import inert
 from regard.view import glyphs, palette
-from regard.view.glyphs import inert
 from regard.view.lines import style
 
 WIDE, HIGH = 720, 380

@@ -6,8 +6,8 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from regard.foreign import inert
 from regard.view import chart, curves, palette, scatter
-from regard.view.glyphs import inert
 from regard.view.html import content_hash
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from regard.foreign import inert
 from regard.view import chart, palette
 from regard.view.chart import MARKS, ROLES, symbol
-from regard.view.glyphs import inert
 
 WIDE, HIGH = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 76, 54

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from regard.errors import FileError
+from regard.files.write import replacing
+from regard.foreign import inert
 from regard.view import palette
-from regard.view.glyphs import cell, inert
+from regard.view.glyphs import cell
 
 FORMATS = (".png", ".svg")
 
@@ -76,10 +78,8 @@ def draw(data: Mapping[str, Any], path: Path) -> int:
         _pattern(axes[0], data, colours, figure)
     _row(axes[-1], data)
     figure.supxlabel(textwrap.fill(recipe(data), 120), fontsize=7)
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+    with replacing(path) as place:
+        figure.savefig(place, dpi=150)
     return path.stat().st_size
 
 

@@ -6,9 +6,9 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from regard.foreign import inert
 from regard.view import chart, curves, palette
 from regard.view.curves import Picture
-from regard.view.glyphs import inert
 from regard.view.html import content_hash
 
 

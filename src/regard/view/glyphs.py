@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from rich.cells import cell_len, set_cell_size
 
+from regard.foreign import inert
+
 UP = " ▁▂▃▄▅▆▇█"
 DOWN = " ▔▀█"
 ACROSS = " ▏▎▍▌▋▊▉█"
@@ -95,20 +97,6 @@ def cell(text: str, width: int) -> str:
     if cell_len(text) <= width:
         return set_cell_size(text, width)
     return set_cell_size(text, width - 1) + "…"
-
-
-def inert(text: str) -> str:
-    """Text whose controls, and marks that turn the writing direction, are shown by their number, not obeyed.
-
-    >>> inert("a\\x1b[31m\\u202e")
-    'a‹1B›[31m‹202E›'
-    """
-    return _OBEYED.sub(lambda found: f"‹{ord(found.group()):02X}›", text)
-
-
-_OBEYED = re.compile(
-    "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\ufff9-\ufffb\U000e0000-\U000e0fff]"
-)
 
 
 def subscripts(equation: str) -> str:

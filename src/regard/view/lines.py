@@ -10,6 +10,7 @@ import numpy as np
 from rich.style import Style
 from rich.text import Text
 
+from regard.foreign import inert
 from regard.view import glyphs
 from regard.view.glyphs import number
 from regard.view.palette import TERMINAL
@@ -47,7 +48,7 @@ def equation(text: str) -> Text:
 
 def wrapped(text: str) -> Lines:
     """Prose, in lines that fit."""
-    for line in textwrap.wrap(glyphs.inert(text), WIDTH - len(INDENT)):
+    for line in textwrap.wrap(inert(text), WIDTH - len(INDENT)):
         yield Text(INDENT + line, "dim")
 
 

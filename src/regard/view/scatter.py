@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from regard.foreign import inert
 from regard.view import palette
-from regard.view.glyphs import inert
 
 WIDE, HIGH = 560, 380
 LEFT, RIGHT, TOP, BOTTOM = 66, 92, 40, 52

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float
 
+from regard.foreign import inert
 from regard.view import alignment, chart, palette
 from regard.view.chart import Series
-from regard.view.glyphs import inert
 from regard.view.html import content_hash
 
 

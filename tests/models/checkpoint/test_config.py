@@ -104,6 +104,12 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the folder holds 21 tensors"),
         ({"head_dim": 10**9}, "head_dim is 1000000000; at most 1048576 is believed"),
+        ({"hidden_size": 10**19}, "hidden_size is 10000000000000000000; at most 1048576 is believed"),
+        ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808; at most 16777216 is believed"),
+        ({"max_position_embeddings": 2**62}, "max_position_embeddings is 4611686018427387904; at most 2147483648 is believed"),
+        ({"num_attention_heads": 10**6}, "num_attention_heads is 1000000; at most 65536 is believed"),
+        ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder holds 21 tensors"),
+        ({"hidden_act": "\x1b[2J"}, "hidden_act is '\\x1b[2J'; only 'silu' is supported for llama"),
         ({"rope_scaling": [2]}, "rope_scaling is [2]; it must be an object"),
         ({"dtype": "float16"}, "dtype is 'float16' and torch_dtype is 'float32'; they mean the same: keep one"),
         (

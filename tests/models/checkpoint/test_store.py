@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint import reading
-from regard.models.checkpoint.folder import exactly, inside, opened, whole
-from regard.models.checkpoint.header import DTYPES
+from regard.files import reading
+from regard.files.header import DTYPES
+from regard.files.regular import exactly, inside, opened, whole
 from regard.models.checkpoint.store import Store, check_finite
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -196,6 +196,9 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
         inside(folder, name)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     said = error_of(folder)
+    if name == "\ud800":  # no such text is JSON
+        assert said == f"{INDEX} has half a character in '\\ud800'"
+        return
     assert said.endswith(f"a model's files lie in its own folder ({INDEX} names it)")
 
 
@@ -216,7 +219,7 @@ def test_links(tmp_path: Path) -> None:
         link.unlink()
         link.symlink_to(target)
         assert error_of(folder) == (
-            f"{SINGLE} is a link out of its folder, to {real}, and is not followed; "
+            f"{SINGLE} is a link out of its folder, to {str(real)!r}, and is not followed; "
             f"if that is meant, copy the files: `cp -rL {folder} COPY`"
         )
     link.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from regard.cost.config import fused, grouped, latent, own, stacks
 from regard.cost.config.keys import Keys
 from regard.cost.model import Model
 from regard.errors import ArgumentError, FileError
+from regard.files.strict import read_json
+from regard.foreign import inert, shown, told
 
 READERS: dict[str, Callable[[Keys, str], Model]] = {
     **dict.fromkeys(grouped.SHAPES, grouped.read),
@@ -28,8 +29,6 @@ UNDERSTOOD: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (None, 1),
 }
 """Keys that change sizes, and are counted with these values only."""
-LONGEST = 16 << 20
-"""Bytes of a config.json, at most."""
 
 __all__ = ["READERS", "read", "read_file"]
 
@@ -52,19 +51,19 @@ def read(raw: Mapping[str, Any], name: str, where: str = "config.json") -> Model
     kind = raw.get("model_type")
     if kind == "gemma3":
         kind, raw = "gemma3_text", grouped.nested(raw)
-    if kind not in READERS:
-        close = difflib.get_close_matches(str(kind), READERS, 1)
+    if not isinstance(kind, str) or kind not in READERS:
+        close = difflib.get_close_matches(str(kind)[:60], READERS, 1)
         better = f"; did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(
-            f"{where}: model_type {kind!r} is not known{better} Known are {', '.join(sorted(READERS))}; "
+            f"{where}: model_type {shown(kind)} is not known{better} Known are {', '.join(sorted(READERS))}; "
             "for another one give the sizes as flags: --layers --dim --heads ..."
         )
     for key, values in UNDERSTOOD.items():
         if raw.get(key) not in values:
             raise ArgumentError(
-                f"{where}: {key} is {raw[key]!r}; only {values[-1]!r} is counted: give the sizes as flags"
+                f"{where}: {key} is {shown(raw[key])}; only {values[-1]!r} is counted: give the sizes as flags"
             )
-    return READERS[str(kind)](Keys(raw, where), name)
+    return READERS[kind](Keys(raw, where), name)
 
 
 def read_file(path: Path) -> Model:
@@ -75,16 +74,11 @@ def read_file(path: Path) -> Model:
         ArgumentError: as `read`.
     """
     path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists():
         raise FileError(f"{path} is no file; give a config.json, or the folder that it is in")
-    if path.stat().st_size > LONGEST:
-        raise FileError(
-            f"{path} has {path.stat().st_size:,} bytes; a config.json has at most {LONGEST:,}"
-        )
     try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is no JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise FileError(f"{path} holds {type(raw).__name__}; a config.json is an object")
-    return read(raw, path.parent.name or str(path), str(path))
+        return read(read_json(path), inert(path.parent.name) or str(path), str(path))
+    except FileError:
+        raise
+    except ArgumentError as error:
+        raise ArgumentError(told(error, 2000)) from error

@@ -10,6 +10,8 @@ from regard.cost.config.keys import REQUIRED, Keys
 from regard.cost.config.windows import windows
 from regard.cost.mixers import Dense, Experts, FeedForward, Heads, Weights
 from regard.cost.model import Layer, Model
+from regard.errors import ArgumentError
+from regard.foreign import shown
 
 Windows = Callable[[Keys, int], tuple[int | None, ...]]
 
@@ -28,7 +30,8 @@ def _everywhere(default: int | None) -> Windows:
 
 def _patterned(width: int, pattern: int) -> Windows:
     def found(keys: Keys, layers: int) -> tuple[int | None, ...]:
-        said = keys.raw.get("sliding_window", width)
+        none = keys.raw.get("sliding_window", width) is None
+        said = None if none else keys.size("sliding_window", default=width)
         each = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=pattern)
         return windows(keys, layers, said, pattern=None if said is None else each)
 
@@ -150,4 +153,6 @@ def nested(raw: Any) -> dict[str, Any]:
     """
     sizes = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
     text = Keys(raw, "config.json").get("text_config", default=REQUIRED)
+    if not isinstance(text, dict):
+        raise ArgumentError(f"config.json: text_config is {shown(text)}; it must be an object")
     return {**sizes, **text, "model_type": "gemma3_text"}

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from regard.cost.mechanisms import LARGEST
 from regard.errors import ArgumentError
+from regard.foreign import shown
 
 REQUIRED = object()
 """The default of a key that must be there."""
+MOST_LAYERS = 1 << 12
+"""Layers of a model, at most: each is counted."""
 
 
 class Keys:
@@ -41,15 +45,16 @@ class Keys:
         return default
 
     def size(self, *names: str, default: Any = REQUIRED, least: int = 1) -> int:
-        """The same, an integer of at least `least`.
+        """The same, an integer from `least` to what any model could have.
 
         Raises:
             ArgumentError: it is not, or is missing.
         """
         value = self.get(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        most = MOST_LAYERS if "layer" in names[0] else LARGEST
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise ArgumentError(
-                f"{self.where}: {names[0]} is {value!r}; it must be an integer of at least {least}"
+                f"{self.where}: {names[0]} is {shown(value)}; it must be an integer of at least {least} and at most {most}"
             )
         return value
 
@@ -66,7 +71,9 @@ class Keys:
         """
         value = self.get(*names, default=default)
         if not isinstance(value, bool):
-            raise ArgumentError(f"{self.where}: {names[0]} is {value!r}; it must be true or false")
+            raise ArgumentError(
+                f"{self.where}: {names[0]} is {shown(value)}; it must be true or false"
+            )
         return value
 
     def heads(self, heads: int, groups: int) -> None:

@@ -7,6 +7,7 @@ from regard.cost.mechanisms import mechanism
 from regard.cost.mixers import Dense, Weights
 from regard.cost.model import Layer, Model
 from regard.errors import ArgumentError
+from regard.foreign import shown
 
 CAUSAL = ("is_causal", "bidirectional")
 """Options that a decoder gives itself."""
@@ -19,10 +20,13 @@ def read(keys: Keys, name: str) -> Model:
         ArgumentError: its mechanism is not counted here.
     """
     M, H = keys.size("hidden_size"), keys.size("num_attention_heads")
-    kind = keys.get("attention", default=REQUIRED)
-    options = {
-        k: v for k, v in keys.get("attention_options", default={}).items() if k not in CAUSAL
-    }
+    kind, given = keys.get("attention", default=REQUIRED), keys.get("attention_options", default={})
+    if not isinstance(kind, str) or not isinstance(given, dict):
+        raise ArgumentError(
+            f"{keys.where}: attention is {shown(kind)} and attention_options {shown(given)}; "
+            "they must be a text and an object"
+        )
+    options = {k: v for k, v in given.items() if k not in CAUSAL}
     if (window := keys.optional("window")) is not None:
         options["window"] = window
     if kind == "mha" and options.pop("bias", False):

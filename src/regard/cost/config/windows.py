@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from regard.cost.config.keys import Keys
 from regard.errors import ArgumentError
+from regard.foreign import shown
 
 SLIDING = "sliding_attention"
 KINDS = ("full_attention", SLIDING)
@@ -24,6 +25,8 @@ def windows(
     (512, None, 512, None)
     """
     kinds = keys.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ArgumentError(f"{keys.where}: layer_types is {shown(kinds)}; it must be a list")
     if kinds is not None:
         if len(kinds) != layers:
             raise ArgumentError(
@@ -32,7 +35,7 @@ def windows(
         for kind in kinds:
             if kind not in KINDS:
                 raise ArgumentError(
-                    f"{keys.where}: layer_types has {kind!r}; known are {' and '.join(KINDS)}"
+                    f"{keys.where}: layer_types has {shown(kind)}; known are {' and '.join(KINDS)}"
                 )
         if SLIDING in kinds and width is None:
             raise ArgumentError(

@@ -48,7 +48,7 @@ def activation(name: str, key: str = "hidden_act") -> nn.Module:
     Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2, for both forms of GELU.
     """
     if name not in ACTIVATIONS:
-        close = difflib.get_close_matches(name, ACTIVATIONS, 1)
+        close = difflib.get_close_matches(name[:60], ACTIVATIONS, 1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ArgumentError(
             f"{key} is {name!r}; supported are {', '.join(sorted(ACTIVATIONS))}{hint}"

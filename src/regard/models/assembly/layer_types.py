@@ -81,7 +81,7 @@ def _named(layer_types: Sequence[str], layers: int) -> list[bool]:
         )
     for i, name in enumerate(layer_types):
         if name not in (FULL, SLIDING):
-            close = difflib.get_close_matches(str(name), (FULL, SLIDING), 1, 0.8)
+            close = difflib.get_close_matches(str(name)[:60], (FULL, SLIDING), 1, 0.8)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArgumentError(
                 f"layer_types[{i}] is {name!r}; supported are {FULL!r} and {SLIDING!r}{hint}"

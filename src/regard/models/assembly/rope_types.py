@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from regard.errors import ArgumentError
-from regard.models.checkpoint.advice import shown
+from regard.foreign import shown
 from regard.models.checkpoint.family import UnknownKey
 from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, Scaling, YaRN
 

@@ -12,18 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint import strict
-from regard.models.checkpoint.advice import shown, without_config
+from regard.files.regular import inside, present
+from regard.files.strict import LONGEST
+from regard.files.strict import read_json as read_json_file
+from regard.foreign import shown, told
+from regard.models.checkpoint.advice import without_config
 from regard.models.checkpoint.family import Family, Raw, UnknownKey, check_code
-from regard.models.checkpoint.folder import inside, whole
-
-LONGEST = 16 << 20
-"""Bytes of a config.json: those with the longest label tables have some 2 MB."""
 
 _PER_TENSOR = 64  # experts that one tensor may hold
-_WIDEST = 1 << 20
 _MOST_IGNORED = 64  # each unknown key costs another reading of the whole config
 _LONGEST_HINT = 100
+_SIZES = (
+    # the first word that stands in a key's name decides
+    ("window_layers", 1 << 31), ("layer", 1 << 9), ("expert", 1 << 14), ("vocab", 1 << 24), ("theta", 1 << 53), ("base", 1 << 53),
+    *((word, 1 << 31) for word in ("position", "length", "seq", "ctx", "window", "distance", "chunk", "context", "token_id")),
+    ("dim", 1 << 20), ("head", 1 << 16), ("", 1 << 20),
+)  # fmt: skip
+"""Part of a key's name -> the largest whole number that is believed: ten times what any published model has, and more."""
 
 IGNORED = frozenset({
     # what the file and the model are called, where they came from, and in which classes others hold them
@@ -98,13 +103,13 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
         FileError: config.json is missing, no JSON object, or of another family.
     """
     path = folder / "config.json"
-    if not path.exists():
+    if present(folder, "config.json") is None:
         raise without_config(folder)
     raw = read_json(folder, "config.json")
     name = raw.get("model_type")
     family = family_of(name) if isinstance(name, str) else None
     if family is None:
-        raise FileError(f"{path}: model_type {name!r} is not supported{_known_types(name)}")
+        raise FileError(f"{path}: model_type {shown(name)} is not supported{_known_types(name)}")
     return family, raw
 
 
@@ -147,7 +152,7 @@ def read_config(
             f"it has more than {_MOST_IGNORED} unknown keys; at most so many are passed over"
         )
     except ArgumentError as e:
-        raise FileError(f"{folder / 'config.json'}: {e}") from e
+        raise FileError(f"{folder / 'config.json'}: {told(e)}") from e
 
 
 def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
@@ -171,10 +176,28 @@ def _check_counts(raw: Raw, tensors: int) -> None:
             _check_counts(value, tensors)
         if type(value) is not int:
             continue
-        if ("layer" in name or "expert" in name) and value > _PER_TENSOR * tensors:
+        held = tensors if "layer" in name and "window" not in name else _PER_TENSOR * tensors
+        if ("layer" in name or "expert" in name) and value > max(held, 64):
             raise ArgumentError(f"{name} is {value}, and the folder holds {tensors} tensors")
-        if ("dim" in name or "head" in name) and value > _WIDEST:
-            raise ArgumentError(f"{name} is {value}; at most {_WIDEST} is believed")
+
+
+def _check_sizes(name: str, value: object) -> None:
+    """Whole numbers of a key, of a list or of an object are not larger than anybody means them.
+
+    Raises:
+        ArgumentError: one is: it would only cost time and memory.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_sizes(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            _check_sizes(f"{name}[{i}]", inner)
+    elif type(value) is int:
+        last = name.rpartition(".")[2].lower()
+        most = next(limit for word, limit in _SIZES if word in last)
+        if abs(value) > most:
+            raise ArgumentError(f"{name} is {value}; at most {most} is believed")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -183,11 +206,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     Raises:
         FileError: it is missing, lies elsewhere, is larger than a config is, or holds something else.
     """
-    path = inside(folder, name)
-    try:
-        return strict.parse(whole(path, LONGEST))
-    except ArgumentError as e:
-        raise FileError(f"{path} {e}") from None
+    found: dict[str, Any] = read_json_file(inside(folder, name), limit=LONGEST)
+    return found
 
 
 def parse(family: Family, raw: Raw) -> Any:
@@ -214,6 +234,8 @@ def parse(family: Family, raw: Raw) -> Any:
     ]
     if missing := [name for name in required if name not in found]:
         raise ArgumentError(f"it lacks {', '.join(missing)}")
+    for name in known.keys() & found.keys():
+        _check_sizes(name, found[name])
     hints = typing.get_type_hints(family.config)
     return family.config(**{n: _typed(n, found[n], hints[n]) for n in known if n in found})
 
@@ -258,6 +280,6 @@ def _shown(kind: Any) -> str:
 def _known_types(name: object) -> str:
     from regard.models.families import FAMILIES
 
-    close = difflib.get_close_matches(name, FAMILIES, 1, 0.75) if isinstance(name, str) else []
+    close = difflib.get_close_matches(name[:60], FAMILIES, 1, 0.75) if isinstance(name, str) else []
     hint = f"; did you mean {close[0]}?" if close else ""
     return f"{hint}; supported: {', '.join(FAMILIES)}"

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regard.errors import FileError
+from regard.files.regular import present
+from regard.foreign import shown
 from regard.models.checkpoint.config import read_json
 from regard.models.checkpoint.family import Raw
 
@@ -20,12 +22,12 @@ def read_ends(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozenset[
         FileError: eos_token_id is neither an id nor a list of ids.
     """
     name = "generation_config.json"
-    given = read_json(folder, name) if (folder / name).exists() else raw
+    given = raw if present(folder, name) is None else read_json(folder, name)
     found = given.get("eos_token_id", raw.get("eos_token_id"))
     ids = found if isinstance(found, list) else [found] if found is not None else []
     if not all(type(i) is int and i >= 0 for i in ids):
         raise FileError(
-            f"{folder}: eos_token_id is {found!r}; it must be a token id or a list of token ids"
+            f"{folder}: eos_token_id is {shown(found)}; it must be a token id or a list of token ids"
         )
     if not ids and tokenizer is not None and tokenizer.end_of_text is not None:
         ids = [tokenizer.end_of_text]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from regard.errors import ArgumentError
-from regard.models.checkpoint.advice import shown
+from regard.foreign import shown
 from regard.models.checkpoint.names import Names
 
 Raw: TypeAlias = Mapping[str, Any]

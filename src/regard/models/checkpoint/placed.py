@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from regard.errors import FileError
-from regard.models.checkpoint.advice import shown
+from regard.foreign import shown
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import pattern
 

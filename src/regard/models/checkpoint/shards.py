@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint import strict
-from regard.models.checkpoint.advice import instead, shown, without_weights
-from regard.models.checkpoint.folder import inside, whole
-from regard.models.checkpoint.header import HEADER_LIMIT, Header, read_header
+from regard.files import strict
+from regard.files.header import HEADER_LIMIT, Header, read_header
+from regard.files.regular import inside, whole
+from regard.files.seems import instead
+from regard.foreign import shown
+from regard.models.checkpoint.advice import without_weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,12 +63,12 @@ def read_index(folder: Path) -> Mapping[str, str]:
     places = found.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise FileError(
-            f"{path}: weight_map is {places!r:.100}; it must name a shard for every tensor"
+            f"{path}: weight_map is {shown(places)}; it must name a shard for every tensor"
         )
     wrong = next((name for name, file in places.items() if not isinstance(file, str)), None)
     if wrong is not None:
         raise FileError(
-            f"{path}: weight_map gives {shown(wrong)} {places[wrong]!r:.100}; it must be a file name"
+            f"{path}: weight_map gives {shown(wrong)} {shown(places[wrong])}; it must be a file name"
         )
     return places
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint import reading
-from regard.models.checkpoint.advice import shown
-from regard.models.checkpoint.folder import Mark, inside
-from regard.models.checkpoint.header import Stored
+from regard.files import reading
+from regard.files.header import Stored
+from regard.files.regular import Mark, inside
+from regard.foreign import shown
 from regard.models.checkpoint.shards import read_headers
 
 __all__ = ["Store", "Stored", "check_finite", "inside"]

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from regard.errors import FileError
-from regard.models.checkpoint.advice import shown
-from regard.models.checkpoint.header import Stored
+from regard.files.header import Stored
+from regard.foreign import shown
 from regard.models.checkpoint.packed import unpack_fp8, unpack_mxfp4
 from regard.models.checkpoint.store import Store
+
+_LARGEST_BLOCK = 1 << 14  # published files have 128
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ and 'fp8': take a plain checkpoint
     else:
         raise _config(
             store.folder,
-            f"the quant_method {shown(str(method))}; supported are 'mxfp4' and 'fp8': take a plain checkpoint",
+            f"the quant_method {shown(method)}; supported are 'mxfp4' and 'fp8': take a plain checkpoint",
         )
     hidden = {name for pair in pairs for name in (pair.values, pair.scales)}
     found = {name: x for name, x in store.tensors.items() if name not in hidden}
@@ -148,12 +150,10 @@ def _block(folder: Path, said: Mapping[str, Any]) -> int:
     """The side of a block."""
     fmt, sides = said.get("fmt", "e4m3"), said.get("weight_block_size")
     if fmt != "e4m3":
-        raise _config(folder, f"the fmt {shown(str(fmt))}; supported is 'e4m3'")
+        raise _config(folder, f"the fmt {shown(fmt)}; supported is 'e4m3'")
     side = sides[0] if isinstance(sides, list) and len(sides) == 2 else None
-    if type(side) is not int or side < 1 or sides != [side, side]:
-        raise _config(
-            folder, f"the weight_block_size {shown(str(sides))}; supported are square blocks"
-        )
+    if type(side) is not int or not 1 <= side <= _LARGEST_BLOCK or sides != [side, side]:
+        raise _config(folder, f"the weight_block_size {shown(sides)}; supported are square blocks")
     return side
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import FileError
-from regard.models.checkpoint.advice import shown
+from regard.foreign import inert, shown, told
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Binding, bind
 from regard.models.checkpoint.placed import placed
@@ -71,7 +71,8 @@ def fill(
     passed = {*ignored}
     unexpected = [n for n in where.homeless if n not in passed]
     if unexpected or len(missing) > len(allowed):
-        raise FileError(_complaint(store, [n for n in missing if n not in allowed], unexpected))
+        wrong = _complaint(store, [n for n in missing if n not in allowed], unexpected)
+        raise FileError(told(wrong, 4000))
     _check_shapes(store, place, bindings, parameters)
     owners = _owners(model)
     filled: dict[int, str] = {}
@@ -124,11 +125,11 @@ def _check_shapes(
         wanted = tuple(binding.rule.give(meta).shape)
         if found.shape != wanted:
             raise FileError(
-                f"{found.file}: {stored_name} is {found.shape}; the config says {wanted}"
+                f"{found.file}: {inert(stored_name)} is {found.shape}; the config says {wanted}"
             )
         if not found.dtype.is_floating_point:
             raise FileError(
-                f"{found.file}: {stored_name} is {found.dtype}; a weight must be a floating-point number"
+                f"{found.file}: {inert(stored_name)} is {found.dtype}; a weight must be a floating-point number"
             )
 
 
@@ -178,7 +179,7 @@ def _check_same(
     held = module._parameters[attribute]
     if held is None or not torch.equal(held, value):
         raise FileError(
-            f"{store.tensors[names[1]].file}: {names[0]} and {names[1]} are tied by the config, and their values differ; "
+            f"{store.tensors[names[1]].file}: {inert(names[0])} and {inert(names[1])} are tied by the config, and their values differ; "
             "set tie_word_embeddings to false if that is meant"
         )
 
@@ -190,7 +191,7 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
         f"{store.folder}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} unexpected {extra}"
     ]
     for name in missing[:3]:
-        close = difflib.get_close_matches(name, unexpected, 1, 0.7)
+        close = difflib.get_close_matches(name, [x[:200] for x in unexpected[:500]], 1, 0.7)
         said += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
         said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")

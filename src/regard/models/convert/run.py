@@ -22,7 +22,7 @@ from regard.models.convert.latent import to_latent
 from regard.models.convert.layout import to_layout
 from regard.models.convert.measure import measure, windows
 from regard.models.convert.report import Healing, Report, Sizes
-from regard.models.convert.write import check_out, written
+from regard.models.convert.write import place_for, put, write
 from regard.models.load import folder_of, load
 from regard.models.model import Model
 from regard.nn.project import Projection
@@ -149,7 +149,26 @@ def convert(
     """
     folder, target = folder_of(source, revision), Path(out)
     tell = tell or _silent
-    check_out(folder, target)
+    with place_for(folder, target) as place:
+        return _convert(
+            source, folder, target, place, wanted, text, (tokens, length), heal, ignore, tell
+        )
+
+
+def _convert(
+    source: str | Path,
+    folder: Path,
+    target: Path,
+    place: Path,
+    wanted: Wanted,
+    text: str | None,
+    size: tuple[int, int | None],
+    heal: Heal | None,
+    ignore: Sequence[str],
+    tell: Callable[[str], None],
+) -> Report:
+    """What `convert` does in a place of its own."""
+    tokens, length = size
     tell(f"reading {source}")
     before = load(folder, kind=Model, ignore=ignore)
     if not before.has_head:
@@ -168,13 +187,14 @@ def convert(
             raise ArgumentError("healing needs a text, and the model has no tokenizer to read one")
         tell(f"healing on {ids.numel():,} tokens")
         after, healing = _healed(after, heal, ids)
-    tell(f"writing {out}")
-    with written(after, folder, read_json(folder, "config.json"), target) as whole:
-        again = load(whole, kind=Model)
-        tell(f"measuring on {ids.numel():,} tokens")
-        measured = measure(before.decoder, again.decoder, ids, text=source_text)
+    tell(f"writing {target}")
+    write(after, folder, read_json(folder, "config.json"), place)
+    again = load(place, kind=Model)
+    tell(f"measuring on {ids.numel():,} tokens")
+    measured = measure(before.decoder, again.decoder, ids, text=source_text)
+    put(place, target)
     return Report(
-        str(source), str(out), steps, sizes(first), sizes(Checkpoint(again.decoder, again.config)),
+        str(source), str(target), steps, sizes(first), sizes(Checkpoint(again.decoder, again.config)),
         measured, healing, before.ignored,
     )  # fmt: skip
 

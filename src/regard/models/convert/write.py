@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
+from regard.files.regular import present
+from regard.files.strict import read_json
+from regard.files.write import sync, workplace
+from regard.foreign import told
 from regard.models.checkpoint.config import IGNORED
 from regard.models.checkpoint.family import Raw
-from regard.models.checkpoint.folder import inside
 from regard.models.convert.checkpoint import Checkpoint
 from regard.models.save import save
 
@@ -55,29 +58,48 @@ def check_out(source: Path, out: Path) -> None:
 
 
 @contextmanager
-def written(held: Checkpoint, source: Path, raw: Raw, out: Path) -> Iterator[Path]:
-    """Write a folder under another name, have it looked at there, and rename it; whatever fails leaves nothing behind.
+def place_for(source: Path, out: Path) -> Iterator[Path]:
+    """A folder beside `out` for what is to become it, and for nobody else, from the beginning of the work to its end.
+
+    Whatever fails leaves nothing behind, and what a killed conversion left is swept.
 
     Raises:
-        FileError: the disk refuses.
+        ArgumentError, FileError: as `check_out`; another run is writing `out`; or the disk refuses.
     """
-    temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
+    check_out(source, out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        _write(held, source, raw, temporary)
-        yield temporary
-        if out.is_dir():
-            out.rmdir()  # which refuses to remove what came to be in it meanwhile
-        temporary.rename(out)
-        _sync(out.parent)
+        with workplace(out, alone=True) as folder:
+            check_out(source, out)  # another run may have finished it meanwhile
+            yield folder
     except OSError as error:
         if isinstance(error, FileError):
             raise
         raise FileError(f"{out}: cannot write the folder: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def put(folder: Path, out: Path) -> None:
+    """Rename a folder that is whole to `out`.
+
+    Raises:
+        OSError: the disk refuses, or something came to be in `out` meanwhile.
+    """
+    if out.is_dir():
+        out.rmdir()
+    folder.rename(out)
+    sync(out.parent)
+
+
+def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
+    """Write a converted model into a folder, with everything of the source that is not a weight.
+
+    Raises:
+        FileError: a file of the source cannot be read, or the disk refuses.
+    """
+    try:
+        _write(held, source, raw, folder)
+    except SafetensorError as error:
+        raise FileError(f"{folder}: cannot write the weights: {told(error)}") from error
 
 
 def _write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
@@ -85,7 +107,7 @@ def _write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
     dtype = cast("Tensor", held.network.head.weight).dtype
     save(held.network, held.config, folder, dtype)
     path = folder / "config.json"
-    config = json.loads(path.read_text("utf-8"))
+    config = read_json(path)
     kept = {key: raw[key] for key in raw if key in IGNORED - STAY_BEHIND and key not in config}
     name = config["model_type"]
     if name == raw.get("model_type") and "architectures" in raw:
@@ -94,17 +116,8 @@ def _write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
         kept["architectures"] = [ARCHITECTURES[name]]
     path.write_text(json.dumps({**config, **kept}, indent=2) + "\n", "utf-8")
     for file in BESIDE:
-        if (source / file).exists():
-            shutil.copyfile(inside(source, file), folder / file)
+        if (there := present(source, file)) is not None:
+            shutil.copyfile(there, folder / file)
     for written_file in folder.iterdir():
-        _sync(written_file)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Have a file or folder reach the disk: a rename must not be there before what it names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        sync(written_file)
+    sync(folder)

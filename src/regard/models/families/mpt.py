@@ -20,10 +20,10 @@ from regard.arguments import check_number
 from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.errors import ArgumentError
+from regard.foreign import shown
 from regard.models.assembly.init import ready_for_training
 from regard.models.assembly.spellings import respelled
 from regard.models.assembly.vocabulary import embedding_and_head
-from regard.models.checkpoint.advice import shown
 from regard.models.checkpoint.config import is_harmless
 from regard.models.checkpoint.family import Family, Raw, UnknownKey, check_sizes
 from regard.models.decoder import Decoder

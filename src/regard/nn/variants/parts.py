@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from regard.arguments import divisors
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.nn.project import Heads, Separate
@@ -14,7 +15,7 @@ def head_size(dim: int, heads: int, head_dim: int | None) -> int:
     if head_dim is not None:
         return head_dim
     if heads < 1 or dim % heads:
-        allowed = ", ".join(str(h) for h in range(1, dim + 1) if dim % h == 0)
+        allowed = ", ".join(map(str, divisors(dim)))
         raise ArgumentError(
             f"dim {dim} is not divisible by {heads} heads; give head_dim, or one of {allowed} heads"
         )

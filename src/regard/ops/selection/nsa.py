@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.arguments import check_positions, check_query_key
+from regard.arguments import check_positions, check_query_key, divisors
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
 from regard.ops.selection.blocks import Order, best_blocks, by_rows, undifferentiated
@@ -54,7 +54,7 @@ class NSABlocks:
         if l % d or s % d or l > s:
             raise ArgumentError(
                 f"compress {l}, stride {d}, select {s}: stride must divide both, and compress must be at most select; "
-                f"allowed strides: {', '.join(str(x) for x in range(1, l + 1) if l % x == 0 and s % x == 0)}"
+                f"allowed strides: {', '.join(str(x) for x in divisors(l) if s % x == 0)}"
             )
         if n < initial + local:
             raise ArgumentError(

@@ -94,7 +94,7 @@ def check_model(task: Task, name: str) -> None:
         raise ArgumentError(
             f"task {task.name!r} {why}: model {name!r} cannot do it; choose {', '.join(allowed)}"
         )
-    near = get_close_matches(name, allowed, 2) or allowed
+    near = get_close_matches(name[:60], allowed, 2) or allowed
     raise ArgumentError(f"there is no model {name!r}; did you mean {' or '.join(near)}?")
 
 

@@ -12,6 +12,8 @@ from rich.text import Text
 from torch import nn
 
 from regard.errors import FileError
+from regard.files.regular import text
+from regard.foreign import inert, told
 from regard.train.tasks.alignment import Alignment, alignment
 from regard.train.tasks.answers import Bin, Outcome, by_length, outcomes
 from regard.train.tasks.base import Task
@@ -22,6 +24,8 @@ from regard.view.task import Aligned, TaskPage, Told
 
 COLUMNS = ("split", "shortest", "longest", "examples", "right", "share", "low", "high")
 MOST_WRONG = 12
+LONGEST = 1 << 20
+"""Bytes of accuracy.csv, at most."""
 ALIGNED = 3
 BEST_SOURCE = (8, 18)
 """Tokens of a source whose alignment is shown: long enough to be of interest, short enough to be seen."""
@@ -116,7 +120,7 @@ def read_series(folder: Path, name: str | None = None) -> chart.Series:
     """
     path = folder / "accuracy.csv"
     try:
-        rows = list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
+        rows = list(csv.DictReader(io.StringIO(text(path, LONGEST))))
         points = [
             chart.Point(
                 int(row["shortest"]), int(row["longest"]), float(row["share"]),
@@ -124,15 +128,13 @@ def read_series(folder: Path, name: str | None = None) -> chart.Series:
             )
             for row in rows
         ]  # fmt: skip
-    except OSError as error:
+    except FileError as error:
+        raise FileError(f"{error}; give a folder that `regard train --task` wrote") from error
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise FileError(
-            f"{path}: cannot read: {error.strerror or error}; give a folder that `regard train --task` wrote"
+            f"{path}: not a table of {', '.join(COLUMNS)}: {told(error)}; write it anew with `regard train --task`"
         ) from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileError(
-            f"{path}: not a table of {', '.join(COLUMNS)}: {error}; write it anew with `regard train --task`"
-        ) from error
-    return chart.Series(name or folder.name, tuple(points))
+    return chart.Series(name or inert(folder.name), tuple(points))
 
 
 def lines(report: Report) -> Iterator[Text]:

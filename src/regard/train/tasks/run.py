@@ -6,7 +6,8 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ from typing import Any
 import torch
 from rich.text import Text
 from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
-from torch import nn
+from safetensors.torch import save_model
+from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
+from regard.files.lock import locked
+from regard.files.reading import load as read_tensors
+from regard.files.regular import inside
+from regard.files.strict import read_json
+from regard.files.write import replacing
+from regard.foreign import shown, told
 from regard.train.loop import Result, fit
 from regard.train.progress import show
 from regard.train.run import check_device
@@ -28,6 +35,7 @@ from regard.train.tasks.made import Made, pad
 from regard.train.tasks.models import Recipe, build, recipe
 from regard.train.tasks.report import Report, examine, lines, read_series, write_report
 from regard.train.tasks.table import find_task
+from regard.view.chart import Series
 
 VALIDATION = 128
 """Examples on which the loss is measured during training."""
@@ -73,7 +81,20 @@ class TaskRun:
         loss = (PairLoss if self.task.kind == "pairs" else AnswerLoss)(self.recipe.smoothing)
         beside = [read_series(Path(folder)) for folder in o["beside"]]
         made = Made(self.task, batch=self.recipe.batch, seed=o["seed"])
-        self.start()
+        with ExitStack() as held:
+            self.start(held)
+            return self._run(settings, model, loss, made, beside)
+
+    def _run(
+        self,
+        settings: Settings,
+        model: nn.Module,
+        loss: PairLoss | AnswerLoss,
+        made: Made,
+        beside: Sequence[Series],
+    ) -> tuple[dict[str, Any], int | None]:
+        """What `run` does in a folder that is its own."""
+        o = self.options
         parameters = sum(p.numel() for p in model.parameters())
         say(
             f"{self.task.name}: {self.task.sentence}\nmodel: {self.name}, {parameters:,} parameters"
@@ -89,9 +110,11 @@ class TaskRun:
             progress=show(settings.steps),
         )
         if result.stopped_by is None:
-            whole = self.out / f".writing-{WEIGHTS}"
-            save_model(model.cpu(), str(whole))
-            whole.replace(self.out / WEIGHTS)
+            try:
+                with replacing(self.out / WEIGHTS) as whole:
+                    save_model(model.cpu(), str(whole))
+            except SafetensorError as error:
+                raise FileError(f"{self.out / WEIGHTS} cannot be written: {told(error)}") from error
             self.report = examine(
                 model, self.task, self.name, examples=o["examples"], beams=o["beams"]
             )
@@ -110,21 +133,24 @@ class TaskRun:
         torch.manual_seed(self.options["seed"])  # the weights; this process is ours
         return build(self.task, self.name, self.recipe).to(self.options["device"])
 
-    def start(self) -> None:
-        """Make the folder, with the command and the recipe; refuses a folder of another run."""
+    def start(self, held: ExitStack) -> None:
+        """Make the folder, with the command and the recipe, and lock it; refuses a folder of another run."""
         sizes = asdict(self.recipe) | {"set": list(self.recipe.set)}
         content = {"task": self.task.name, "model": self.name, "sizes": sizes}
         file = self.out / RECIPE
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(self.out))
             if not file.exists():
-                (self.out / "command.txt").write_text(self.command(), encoding="utf-8")
-                file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            held = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise FileError(f"{self.out}: cannot start a run there: {error}") from error
-        if held != content:
-            differ = [name for name in content if held.get(name) != content[name]]
+                with replacing(self.out / "command.txt") as place:
+                    place.write_text(self.command(), encoding="utf-8")
+                with replacing(file) as place:
+                    place.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            known = read_json(file)
+        except OSError as error:
+            raise FileError(f"{self.out}: cannot start a run there: {told(error)}") from error
+        if known != content:
+            differ = [name for name in content if known.get(name) != content[name]]
             raise ArgumentError(
                 f"{file} is of a run with another {' and '.join(differ)}; "
                 "repeat its options, or choose another folder"
@@ -185,15 +211,51 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
     """
     path = Path(folder)
     try:
-        held = json.loads((path / RECIPE).read_text(encoding="utf-8"))
+        held = read_json(inside(path, RECIPE))
         task = find_task(held["task"])
-        model = build(task, held["model"], Recipe().with_(held["sizes"]))
-        load_model(model, str(path / WEIGHTS))
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        weights, _ = read_tensors(inside(path, WEIGHTS))
+        with torch.device("meta"):  # sizes are believed when the weights have them
+            _check_shapes(build(task, held["model"], _recipe(held["sizes"])), weights)
+        model = build(task, held["model"], _recipe(held["sizes"]))
+        model.load_state_dict(dict(weights), strict=False)
+    except (
+        OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError, MemoryError, ZeroDivisionError,
+    ) as error:  # fmt: skip
         raise FileError(
-            f"{path}: cannot load a trained task: {error}; give a folder that `regard train --task` wrote"
+            f"{path}: cannot load a trained task: {told(error)}; give a folder that `regard train --task` wrote"
         ) from error
     return model.eval(), task
+
+
+def _recipe(sizes: Any) -> Recipe:
+    """The recipe of a file.
+
+    Raises:
+        ArgumentError: it is no object, or a size is none.
+    """
+    if not isinstance(sizes, dict):
+        raise ArgumentError(f"sizes is {shown(sizes)}; it must be an object")
+    for name in ("dim", "hidden", "heads", "layers"):
+        most = 128 if name == "layers" else 1 << 14
+        found = sizes.get(name, 1)
+        if type(found) is not int or not 1 <= found <= most:
+            raise ArgumentError(f"{name} is {shown(found)}; it must be from 1 to {most}")
+    return Recipe().with_(sizes)
+
+
+def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """What is stored is what a model has; of weights that share memory one is stored.
+
+    Raises:
+        ArgumentError: one is missing, unexpected, or of another shape.
+    """
+    own = model.state_dict(keep_vars=True)
+    stored = {id(own[name]) for name in weights if name in own}
+    for name in sorted(own.keys() | weights.keys()):
+        here = tuple(own[name].shape) if name in own else None
+        there = tuple(weights[name].shape) if name in weights else None
+        if here != there and not (there is None and id(own[name]) in stored):
+            raise ArgumentError(f"{shown(name)} is {there} in the file and {here} in the model")
 
 
 def say(text: str) -> None:

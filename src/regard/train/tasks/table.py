@@ -24,6 +24,6 @@ def find_task(name: str) -> Task:
     'rows'
     """
     if name not in TASKS:
-        near = get_close_matches(name, TASKS, 2) or list(TASKS)
+        near = get_close_matches(name[:60], TASKS, 2) or list(TASKS)
         raise ArgumentError(f"there is no task {name!r}; did you mean {' or '.join(near)}?")
     return TASKS[name]

@@ -8,8 +8,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from regard.foreign import inert
 from regard.view import palette
-from regard.view.glyphs import inert
 from regard.view.html import content_hash
 from regard.view.report.data import as_json, pack, shown
 from regard.view.report.lang import LANGUAGES, catalogue, check_language

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.errors import ArgumentTypeError
-from regard.view.glyphs import inert
+from regard.foreign import inert
 
 TYPES = {"float32": "f32", "float64": "f64", "uint8": "u8", "int32": "i32", "uint16": "bf16"}
 """numpy's name -> the page's; 16 bits are the upper half of a float32."""

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from regard import pages
 from regard.errors import FileError
-from regard.models.checkpoint.advice import shown
-from regard.models.checkpoint.folder import Mark, fill, mark_of, opened
-from regard.models.checkpoint.header import Stored
+from regard.files.header import Stored, read_header
+from regard.files.regular import Mark, fill, mark_of, opened
+from regard.foreign import shown
 
 PIECE = 8 << 20
 """Bytes that one thread reads at a time: a large tensor is shared among all."""
@@ -50,7 +50,7 @@ def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple
         FileError: a file has changed since, cannot be read, or holds a byte that is no boolean; or there is not
             enough memory.
 
-    >>> from regard.models.checkpoint.header import read_header
+    >>> from regard.files.header import read_header
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.arange(3)}, "a.safetensors")
     >>> header = read_header(Path("a.safetensors"))
@@ -66,6 +66,21 @@ def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple
             yield from _read(wanted, marks, pool)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+    """All tensors of a safetensors file by name, and the texts of its `__metadata__`.
+
+    Raises:
+        FileError: as `read_header` and `read`.
+
+    >>> from safetensors.torch import save_file
+    >>> save_file({"a": torch.ones(2)}, "a.safetensors", metadata={"by": "hand"})
+    >>> load(Path("a.safetensors"))
+    ({'a': tensor([1., 1.])}, {'by': 'hand'})
+    """
+    header = read_header(path)
+    return dict(read(header.tensors, {header.file: header.mark})), header.metadata
 
 
 def _read(

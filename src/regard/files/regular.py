@@ -1,4 +1,4 @@
-"""Opening what a model folder holds: regular files inside it, and nothing else."""
+"""Opening regular files, and nothing else: no pipe, device or folder is waited for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 from regard.errors import FileError
-from regard.models.checkpoint.advice import shown
+from regard.foreign import shown
 
 _LONGEST_NAME = 255
 _SHARED = re.compile(r"[0-9a-f]{64}")
@@ -99,7 +99,7 @@ def _check_link(path: Path, folder: Path) -> None:
                 allowed.append(repository.parent / "blobs" / target.name[:2])
     if target.parent not in allowed:
         raise FileError(
-            f"{path} is a link out of its folder, to {target}, and is not followed; "
+            f"{path} is a link out of its folder, to {shown(str(target))}, and is not followed; "
             f"if that is meant, copy the files: `cp -rL {folder} COPY`"
         )
 
@@ -113,6 +113,22 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
 def _unreadable(path: Path, error: Exception) -> FileError:
     said = error.strerror if isinstance(error, OSError) else None
     return FileError(f"{path} cannot be read: {said or error}")
+
+
+def present(folder: Path, name: str) -> Path | None:
+    """As `inside`, of a file that a folder may lack: None where nothing has the name, not even a link that leads nowhere.
+
+    Raises:
+        FileError: as `inside`.
+
+    >>> present(Path(), "no such file") is None
+    True
+    """
+    try:
+        (folder / name).lstat()
+    except (OSError, ValueError):
+        return None
+    return inside(folder, name)
 
 
 @contextmanager
@@ -167,6 +183,22 @@ def whole(path: Path, limit: int) -> bytes:
         if mark.size > limit:
             raise FileError(f"{path} has {mark.size} bytes; at most {limit} are read")
         return exactly(file, mark.size, path)
+
+
+def text(path: Path, limit: int) -> str:
+    """A regular file as UTF-8 text.
+
+    Raises:
+        FileError: as `whole`, or it is not UTF-8.
+
+    >>> _ = Path("notes").write_text("né", "utf-8")
+    >>> text(Path("notes"), 3)
+    'né'
+    """
+    try:
+        return whole(path, limit).decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise FileError(f"{path} is no text: not UTF-8 at byte {e.start}") from None
 
 
 def exactly(file: FileIO, count: int, path: Path) -> bytes:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from regard.errors import ArgumentError
-from regard.models.checkpoint import strict
-from regard.models.checkpoint.advice import AGAIN, instead, refused, shown
-from regard.models.checkpoint.folder import Mark, exactly, opened
+from regard.files import strict
+from regard.files.regular import Mark, exactly, opened
+from regard.files.seems import AGAIN, instead, refused
+from regard.foreign import shown
 
 HEADER_LIMIT = 100_000_000
 """Most bytes of a header: the official reader's bound."""
@@ -159,8 +160,6 @@ def _stored(name: str, entry: Any, path: Path, base: int) -> Stored:
     """One entry, checked by itself, in Python's integers, which do not overflow."""
     if len(name) > NAME_LIMIT:
         raise ArgumentError(f"has a name of {len(name)} letters; at most {NAME_LIMIT} are allowed")
-    if any("\ud800" <= letter <= "\udfff" for letter in name):
-        raise ArgumentError(f"has a name with half a character, {shown(name)}")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         keys = sorted(map(shown, entry)) if isinstance(entry, dict) else type(entry).__name__
         raise ArgumentError(f"gives {shown(name)} {keys}; it must be dtype, shape and data_offsets")

@@ -18,10 +18,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint import header as header_module
-from regard.models.checkpoint import strict
-from regard.models.checkpoint.advice import instead, shown, without_weights
-from regard.models.checkpoint.header import DTYPES, read_header
+from regard.files import header as header_module
+from regard.files import strict
+from regard.files.header import DTYPES, read_header
+from regard.files.seems import instead
+from regard.foreign import shown
+from regard.models.checkpoint.advice import without_weights
 from regard.models.checkpoint.store import Store
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
@@ -137,7 +139,7 @@ HEADERS = {
         {"a": A, "b": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]}}, "from byte 8 on, which overlaps",
     ),
     "a long name": ({"n" * 1025: A}, "has a name of 1025 letters; at most 1024 are allowed"),
-    "half a character": ('{"\\ud800":' + json.dumps(A) + "}", "has a name with half a character, '\\ud800'"),
+    "half a character": ('{"\\ud800":' + json.dumps(A) + "}", "has half a character in '\\ud800'"),
     "control characters": ({"\x1b[2J\u202e": 1}, "gives '\\x1b[2J\\u202e' int; it must be"),
 }  # fmt: skip
 

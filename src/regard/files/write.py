@@ -1,0 +1,136 @@
+"""Writing a file or a folder whole or not at all: in a folder beside it, synced, then renamed."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from regard.errors import FileError
+from regard.files.lock import WRITING, hold, holds, in_use, label, sweep
+
+
+@contextmanager
+def workplace(target: Path, *, alone: bool = False) -> Iterator[Path]:
+    """A new folder beside a target, which is gone at the end unless it was renamed; what killed writers left is swept.
+
+    Args:
+        target: what will be written; its parent folder exists.
+        alone: refuse while somebody else is writing the same target; otherwise the last one to rename wins.
+
+    Raises:
+        FileError: `alone`, and another run writes the target.
+        OSError: the folder cannot be made.
+
+    >>> with workplace(Path("model")) as folder:
+    ...     _ = (folder / "config.json").write_text("{}")
+    ...     _ = folder.rename("model")
+    >>> [path.name for path in Path("model").iterdir()]
+    ['config.json']
+    """
+    sweep(target.parent, target.name)
+    made, handle = _taken(target, alone=alone)
+    try:
+        yield made
+    finally:
+        if holds(handle, made):
+            shutil.rmtree(made, ignore_errors=True)
+        os.close(handle)
+
+
+def _taken(target: Path, *, alone: bool) -> tuple[Path, int]:
+    """A folder that is there, empty, and locked by this process."""
+    while True:
+        mark = "" if alone else f"-{secrets.token_hex(4)}"
+        made = target.parent / f"{WRITING}{label(target.name)}{mark}"
+        made.mkdir(exist_ok=alone)
+        try:
+            handle = hold(made)
+        except FileNotFoundError:  # swept, or renamed by its owner, before the lock was had
+            continue
+        if handle is None:
+            raise in_use(target)
+        return made, handle
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Path]:
+    """Where to write a file, which is then synced and put in its place; after an error the old one is as it was.
+
+    A file that is replaced keeps its permissions.
+
+    Args:
+        path: the file; its folder exists.
+
+    Raises:
+        OSError: the disk refuses.
+
+    >>> with written(Path("notes")) as place:
+    ...     _ = place.write_text("whole")
+    >>> Path("notes").read_text()
+    'whole'
+    """
+    with workplace(path) as folder:
+        made = folder / path.name
+        yield made
+        if path.exists():
+            made.chmod(stat.S_IMODE(path.stat().st_mode))
+        sync(made)
+        made.replace(path)
+        sync(path.parent)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """As `written`, for a file whose name a user gave: what cannot be is refused with the package's own error.
+
+    Raises:
+        FileError: as `check_target`, or the disk refuses.
+
+    >>> with replacing(Path("page.html")) as place:
+    ...     _ = place.write_text("<p>")
+    """
+    check_target(path)
+    try:
+        with written(path) as place:
+            yield place
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path that cannot be written, before anything is computed.
+
+    Raises:
+        FileError: it is a folder or a device, its folder is missing, or either cannot be written.
+
+    >>> check_target(Path("no such folder/page.html"))
+    Traceback (most recent call last):
+    regard.errors.FileError: no such folder/page.html: there is no folder 'no such folder'; make it first
+    """
+    parent = path.parent
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        raise FileError(f"{path} is a device or a pipe; give the name of a file")
+    if path.is_dir():
+        raise FileError(
+            f"{path} is a folder; give the name of a file, such as {path / 'page.html'}"
+        )
+    if not parent.is_dir():
+        raise FileError(f"{path}: there is no folder {str(parent)!r}; make it first")
+    if not os.access(parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise FileError(f"{path} cannot be written: permission denied; choose another place")
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder reach the disk: a rename must not be there before what it names."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
