@@ -82,7 +82,7 @@ WRONG = [
     Entry("BERT, self and output", "no scale", M.bert_unscaled, "scale-missing", {}),
     Entry("to_q, to_kv", "padding along the queries", M.PadsQueries, "padding-on-queries", SIZES),
     Entry("fused qkv", "the first mask serves every call", M.KeepsFirstMask, "mask-kept", SIZES),
-    Entry("fused qkv", "the first triangle serves every text", M.KeepsFirstCausal, "state-kept", SIZES),
+    Entry("fused qkv", "the first triangle serves every text", M.KeepsFirstCausal, "mask-kept", SIZES),
     Entry("T5", "the bias is subtracted", M.T5, "bias-sign", set_(d_model=32, num_heads=4)),
     Entry("BLOOM, baddbmm", "ALiBi's sign", M.ALiBi, "bias-sign", set_(hidden_size=32, n_head=4)),
     Entry("Wqkv, window", "one key too many", M.Windowed, "window-off-by-one", set_(d_model=32, n_heads=4, window=5)),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.caches import Growing
 from regard.inspect.audit.adapters.keywords import Keywords
-from regard.inspect.audit.adapters.names import SIZES, first, parameters
+from regard.inspect.audit.adapters.names import BIAS, SCALE, SINKS, SIZES, first, parameters
 from regard.inspect.audit.adapters.replies import Reading
 from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Subject
 from regard.span import Span
@@ -82,6 +82,10 @@ class Function(Subject):
         given = self.keywords.arguments(ask, q, self.dtype)
         if self.keywords.causal:
             given[self.keywords.causal] = self.flag and ask.keep is None
+        if self.keywords.sinks:
+            given[self.keywords.sinks] = self._sinks().to(self.dtype)  # type: ignore[union-attr]
+        if self.keywords.bias:
+            given[self.keywords.bias] = self.bias(q.shape[2], k.shape[2]).to(self.dtype)  # type: ignore[union-attr]
         with torch.no_grad():
             reply = self.reading.read(
                 self.function(self._lay(q), self._lay(k), self._lay(v), **given)
@@ -89,18 +93,23 @@ class Function(Subject):
         out = reply.out if self.flat else self._lay(reply.out).transpose(1, 2).flatten(2)
         return reply._replace(out=out)
 
+    def last(self, x: Tensor, n: int, keep: Tensor | None = None) -> Tensor:
+        """The last n tokens of x as queries, all of them as keys: [B,n,H*D]."""
+        q, k, v = self._heads(x.to(self.dtype))
+        return self.between(q[:, :, -n:], k, v, Ask(keep)).out
+
     def _lay(self, x: Tensor) -> Tensor:
         if self.flat:
             return x[:, 0]
         return x.transpose(1, 2) if self.claim.layout == "BTHD" else x
 
     def _heads(self, x: Tensor) -> list[Tensor]:
-        known = self.projections()
+        known = self.projections()[0]
         D = known.head_dim
         maps = [weight.to(self.dtype) for weight, _ in (known.q, known.k, known.v)]
         return [(x @ w.T).unflatten(-1, (-1, D)).transpose(1, 2) for w in maps]
 
-    def projections(self) -> Projections:
+    def projections(self) -> tuple[Projections, ...]:
         """Random maps, the same for any dtype."""
         make = torch.Generator().manual_seed(0)
         H, G, D = (
@@ -111,7 +120,22 @@ class Function(Subject):
             for n in (H, G, G)
         )
         eye = torch.eye(H * D, dtype=torch.float64)
-        return Projections((q, None), (k, None), (v, None), (eye, None), H, G)
+        sinks = self._sinks()
+        return (Projections((q, None), (k, None), (v, None), (eye, None), H, G, sinks=sinks),)
+
+    def _sinks(self) -> Tensor | None:
+        """A logit for each head, where the code takes one."""
+        make = torch.Generator().manual_seed(1)
+        H = self.claim.heads or 1
+        return torch.randn(H, generator=make, dtype=torch.float64) if self.keywords.sinks else None
+
+    def bias(self, T: int, S: int | None = None) -> Tensor | None:
+        """A bias [1,H,T,S], where the code takes one."""
+        if not self.keywords.bias:
+            return None
+        make = torch.Generator().manual_seed(2)
+        shape = (1, self.claim.heads or 1, S or T, S or T)
+        return torch.randn(shape, generator=make, dtype=torch.float64)[:, :, -T:]
 
     def at(self, dtype: torch.dtype) -> Function:
         """The same function, on numbers of another dtype."""
@@ -153,7 +177,11 @@ def _ready(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., An
 def _known(known: Any, claim: Claim) -> Keywords:
     found = Keywords.of(known)
     name = first(SIZES["window"], known)
-    fixed = {name: claim.window} if name and claim.window else {}
+    fixed: dict[str, Any] = {name: claim.window} if name and claim.window else {}
+    scale = first(SCALE, known)
+    if scale in found.required:
+        fixed[str(scale)] = claim.scale or (claim.head_dim or 4) ** -0.5
     if "enable_gqa" in known and claim.kv_heads and claim.kv_heads != claim.heads:
         fixed["enable_gqa"] = True
-    return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None)
+    extra = {"bias": first(BIAS, known), "sinks": first(SINKS, known)}
+    return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None, **extra)

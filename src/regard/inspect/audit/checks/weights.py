@@ -7,13 +7,13 @@ import torch
 from regard.inspect.audit.faults import finding
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
-from regard.inspect.audit.subject import CannotTry
+from regard.inspect.audit.subject import CannotTry, NotApplicable
 
 
 def sums(probe: Probe, T: int = 4) -> list[Finding]:
     """Each row of the returned weights sums to 1."""
     if "weights" not in probe.subject.takes:
-        raise CannotTry("it returns no weights")
+        raise NotApplicable("it returns no weights")
     x = probe.inputs(1, T)
     weights = probe.ask(x, weights=True).weights
     if weights is None:
