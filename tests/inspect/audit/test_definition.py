@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.inspect.audit.definition import WRONG, Steps, attend
+from regard.inspect.audit.definition import WRONG, Given, Steps, attend
 from regard.inspect.audit.explain import candidates
 from regard.inspect.audit.rule import allowance, gap
 from regard.inspect.audit.subject import Projections
@@ -81,7 +81,7 @@ def keep(window: int | None = None) -> Tensor:
 @pytest.mark.parametrize("layout", ["none", "half", "interleaved"])
 def test_the_right_steps_are_the_definition(layout: str, window: int | None) -> None:
     x, m = tokens(), maps()
-    out = attend(x, m, Steps(rotary=layout), keep(window), None, window)
+    out = attend(Given(x, m, keep(window), None, window), Steps(rotary=layout))
     expected = by_loops(x, m, layout, window)
     assert float((out - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
 

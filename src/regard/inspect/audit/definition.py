@@ -82,6 +82,7 @@ class Given:
         window: W, where the mask has one.
         bias: a bias [1,H,T,T] that the code was given, or None.
         rounded: whether rotary angles are computed in float32, as most code does.
+        softcap: c of c tanh(scores / c), or None.
     """
 
     x: Tensor
@@ -91,6 +92,7 @@ class Given:
     window: int | None = None
     bias: Tensor | None = None
     rounded: bool = False
+    softcap: float | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -107,6 +109,8 @@ def attend(given: Given, steps: Steps) -> Tensor:
     """
     products, v = qk(given, steps)
     scores = products * factor(given, steps)
+    if given.softcap is not None:
+        scores = given.softcap * torch.tanh(scores / given.softcap)
     bias = _bias(given, steps)
     if bias is not None:
         scores = scores + bias

@@ -152,9 +152,11 @@ class Search:
 def given(probe: Probe, reading: Reading, x: Tensor, dtype: torch.dtype) -> Given:
     """What the definition is given for tokens x in this dtype."""
     claim, T = probe.subject.claim, x.shape[1]
-    keep = probe.pattern(T, T, causal=reading.causal)
+    declared = probe.subject.shown(T)
+    keep = probe.pattern(T, T, causal=reading.causal) if declared is None else declared
     bias = probe.subject.bias(T)
-    return Given(x.to(dtype), reading.maps, keep, claim.scale, claim.window, bias)
+    softcap = probe.notes.get("softcap")
+    return Given(x.to(dtype), reading.maps, keep, claim.scale, claim.window, bias, softcap=softcap)
 
 
 def plains(probe: Probe, reading: Reading, steps: Steps, x: Tensor) -> list[Tensor]:

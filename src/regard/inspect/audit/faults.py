@@ -35,7 +35,7 @@ FAULTS: dict[str, Fault] = {
     "state-kept": Fault("A call changes what later calls give.", "buffers and attributes written in forward, a cache that is not reset", brings=_RUNS),
     "input-changed": Fault("The call changes its input in place.", "operations with a trailing underscore, +=, out=, slices that are assigned"),
     "batch-mixing": Fault("A row of the batch depends on other rows.", "reshapes and transposes that move the batch, a softmax or a norm over it", brings=(*_RUNS, "padding-leak", "definition-differs", "keys-ignored")),
-    "mask-polarity": Fault("The mask hides what it should show.", "masked_fill(mask == 0) against masked_fill(mask), ~mask", brings=(*_LEAKS, *_RUNS, "mask-zeroed", "definition-differs", "keys-ignored")),
+    "mask-polarity": Fault("The mask hides what it should show.", "masked_fill(mask == 0) against masked_fill(mask), ~mask", brings=(*_LEAKS, *_RUNS, "mask-zeroed", "definition-differs", "keys-ignored", "queries-dropped")),
     "mask-ignored": Fault("A mask that is given changes nothing.", "the path on which the mask is not passed on", brings=_LEAKS),
     "mask-added": Fault("A mask of 0 and 1 is added to the scores: it hides nothing.", "scores + mask where masked_fill is meant", brings=_LEAKS),
     "mask-kept": Fault("The mask of the first call is used in later calls.", "a mask in an attribute, or in a cache by shape, that is not renewed", brings=(*_LEAKS, *_RUNS, "state-kept", "mask-rows", "mask-polarity", "definition-differs", "keys-ignored", "empty-row")),

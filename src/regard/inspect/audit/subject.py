@@ -183,6 +183,11 @@ class Subject(ABC):
         """
         raise CannotTry(f"the linear maps of {self.name} cannot be read")
 
+    def shown(self, T: int) -> Tensor | None:
+        """What the mask that the code declares shows, bool [T,T], where it declares one."""
+        del T
+        return None
+
     def bias(self, T: int) -> Tensor | None:
         """The bias [1,H,T,T] that every call of T tokens is given, where the code takes one."""
         del T

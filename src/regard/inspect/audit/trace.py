@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.inspect.audit.adapters.projections import role
 from regard.inspect.audit.subject import Ask, CannotTry, Subject
@@ -82,14 +82,51 @@ def traced(subject: Subject, x: Tensor, scale: float | None, dim: int) -> list[S
     with torch.no_grad(), Tape(module, x) as tape:
         same.ask(x, Ask())
     found: list[Seen] = []
-    for core in _cores(tape):
+    cores = _cores(tape)
+    for core in cores:
         found += _normalised(core)
         if core.additive:
             continue
         found += [*_scaled(core, x.shape[1], scale, dim), *_biased(core), *_roles(core), *_grouped(core)]
-        found += _joined(core, tape)
+        found += _joined(core, tape, len(cores))
+    found += _of_their_tokens(subject, x, cores)
     unique = {seen.name: seen for seen in reversed(found)}
     return list(unique.values())
+
+
+def softcap(subject: Subject, x: Tensor) -> float | None:
+    """c, where the scores go through c tanh(scores / c)."""
+    with torch.no_grad(), Tape(nn.Identity(), x) as tape:
+        subject.ask(x, Ask())
+    for node in tape.nodes:
+        if node.name == "mul" and len(node.mixed) == 1 and node.mixed[0].name == "tanh":
+            return _number(node)
+    return None
+
+
+def _of_their_tokens(subject: Subject, x: Tensor, cores: list[Core]) -> list[Seen]:
+    """The query, the key and the value at each place come from the token there."""
+    j, T = x.shape[1] // 2, x.shape[1]
+    other = x.clone()
+    other[:, j] = -x[:, j] + 0.5
+    both = subject.traced()
+    if both is None or T < 3 or any(core.additive for core in cores):
+        return []
+    with torch.no_grad(), Tape(both[0], other) as tape:
+        both[1].ask(other, Ask())
+    for core, again in zip(cores, _cores(tape), strict=True):
+        pairs = {"query": (core.query, again.query), "key": (core.key, again.key), "value": (core.value, again.value)}
+        for name, (a, b) in pairs.items():
+            axis = -1 if name == "key" and core.products else -2
+            if a.value.shape != b.value.shape or a.value.shape[axis] != T:
+                raise CannotTry(f"a {name} for each token is not found in its operations")
+            moved = (a.value != b.value).transpose(axis, -1).flatten(0, -2).any(0).nonzero().flatten().tolist()
+            if len(moved) == 1 and moved != [j]:
+                sentence = f"The {name} at place {moved[0]} is made of token {j}."
+                return [Seen("definition-differs", sentence, float(j), float(moved[0]))]
+            if moved != [j]:
+                raise CannotTry(f"its {name} at one place depends on {len(moved)} tokens")
+    return []
 
 
 def rotary(subject: Subject, x: Tensor) -> list[Seen]:
@@ -515,18 +552,22 @@ def _grouped(core: Core) -> Iterator[Seen]:
         yield Seen("gqa-head-order", f"Query heads 0 and {G} share a key head, and 0 and 1 do not.", 0.0, float(G))
 
 
-def _joined(core: Core, tape: Tape) -> Iterator[Seen]:
-    """Heads are joined token by token before the output map."""
+def _joined(core: Core, tape: Tape, count: int) -> Iterator[Seen]:
+    """Heads are joined token by token before the output map, or in the output."""
     z = core.out.value
     z = z.flatten(0, -3) if z.ndim > 3 else z
-    if z.ndim != 3 or z.shape[0] < 2:
+    if z.ndim != 3 or z.shape[0] < 2 or count > 1:
         return
     rows, right = z.reshape(z.shape[1], -1), z.transpose(0, 1).reshape(z.shape[1], -1)
-    for node in tape.nodes:
-        inner = node.mixed
-        if node.name in MAPS and node.weights and inner and inner[0].value.numel() == z.numel():
-            given = inner[0].value.reshape(-1, inner[0].value.shape[-1])
-            if given.shape == rows.shape and torch.equal(given, rows) and not torch.equal(given, right):
-                at = int((rows - right).abs().argmax())
-                yield Seen("heads-joined", "What enters the output map mixes tokens.", float(right.flatten()[at]), float(rows.flatten()[at]))
-                return
+    entries = [n.mixed[0] for n in tape.nodes if n.name in MAPS and n.weights and len(n.mixed) == 1]
+    for node in [*entries, tape.nodes[-1]]:
+        if node.value.numel() != z.numel():
+            continue
+        given = node.value.reshape(rows.shape[0], -1)
+        if torch.equal(given, right):
+            return
+        if torch.equal(given, rows):
+            at = int((rows - right).abs().argmax())
+            yield Seen("heads-joined", "What enters the output map mixes tokens.", float(right.flatten()[at]), float(rows.flatten()[at]))
+            return
+    raise CannotTry("something stands between its heads and its output map, such as a gate or a norm")

@@ -312,14 +312,15 @@ def transformers_bert():
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertAttention
 
-    return BertAttention(BertConfig(hidden_size=32, num_attention_heads=4, attn_implementation="eager"))
+    config = BertConfig(hidden_size=32, num_attention_heads=4, attn_implementation="eager")
+    return BertAttention(config, layer_idx=0)
 
 
 def transformers_gpt2():
     from transformers import GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 
-    return GPT2Attention(GPT2Config(n_embd=32, n_head=4, attn_implementation="eager"))
+    return GPT2Attention(GPT2Config(n_embd=32, n_head=4, attn_implementation="eager"), layer_idx=0)
 
 
 def transformers_llama():

@@ -18,6 +18,10 @@ from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Su
 from regard.span import Span
 
 
+FARTHEST = 64
+"""A given bias tells distances apart up to here."""
+
+
 class Function(Subject):
     """attend(q [B,H,T,D], k [B,G,S,D], v [B,G,S,D], ...) -> [B,H,T,D], between projections whose weights are known.
 
@@ -130,12 +134,14 @@ class Function(Subject):
         return torch.randn(H, generator=make, dtype=torch.float64) if self.keywords.sinks else None
 
     def bias(self, T: int, S: int | None = None) -> Tensor | None:
-        """A bias [1,H,T,S], where the code takes one."""
+        """A bias [1,H,T,S] of the distance between the last T of S tokens and all of them, where the code takes one."""
         if not self.keywords.bias:
             return None
+        S = S or T
         make = torch.Generator().manual_seed(2)
-        shape = (1, self.claim.heads or 1, S or T, S or T)
-        return torch.randn(shape, generator=make, dtype=torch.float64)[:, :, -T:]
+        table = torch.randn(self.claim.heads or 1, 2 * FARTHEST + 1, generator=make, dtype=torch.float64)
+        gap = torch.arange(S - T, S)[:, None] - torch.arange(S)
+        return table[:, gap.clamp(-FARTHEST, FARTHEST) + FARTHEST][None]
 
     def at(self, dtype: torch.dtype) -> Function:
         """The same function, on numbers of another dtype."""
@@ -183,5 +189,6 @@ def _known(known: Any, claim: Claim) -> Keywords:
         fixed[str(scale)] = claim.scale or (claim.head_dim or 4) ** -0.5
     if "enable_gqa" in known and claim.kv_heads and claim.kv_heads != claim.heads:
         fixed["enable_gqa"] = True
-    extra = {"bias": first(BIAS, known), "sinks": first(SINKS, known)}
+    biases = [n for n in known if not isinstance(known[n].default, bool)]  # a flag is no bias
+    extra = {"bias": first(BIAS, biases), "sinks": first(SINKS, known)}
     return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None, **extra)

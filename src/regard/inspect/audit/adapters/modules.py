@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -180,6 +181,8 @@ class Module(Subject):
         maker, reset = first(NEW_CACHE, dir(self.module)), first(RESET, dir(self.module))
         if self.keywords.memory and maker:
             return getattr(self.module, maker)()
+        if self.keywords.memory and type(self.module).__module__.startswith("transformers."):
+            return sys.modules["transformers"].DynamicCache()
         if reset and not self.keywords.memory:
             getattr(self.module, reset)()
             return INSIDE

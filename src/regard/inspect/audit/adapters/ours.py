@@ -64,9 +64,15 @@ class OurMixer(Subject):
         )
         return (Projections(q, k, v, o, project.shape.H, project.shape.G),)
 
-    def traced(self) -> tuple[nn.Module, Subject]:
-        """The copy that runs, and this subject."""
-        return self.module, self
+    def shown(self, T: int) -> Tensor | None:
+        """The rule of its mask on T tokens."""
+        mask, at = getattr(self.module, "mask", None), torch.arange(T)
+        if not isinstance(mask, Mask):
+            return None
+        found = mask.allows(at.view(1, 1, T, 1), at.view(1, 1, 1, T)).broadcast_to(1, -1, T, T)
+        if found.shape[1] > 1:
+            raise CannotTry("its mask differs by head")
+        return found[0, 0]
 
     def at(self, dtype: torch.dtype) -> OurMixer:
         """A copy in another dtype."""

@@ -84,7 +84,7 @@ def role(name: str) -> str | None:
     >>> [role(name) for name in ("W_query", "to_kv", "linear_v", "query_key_value", "o_proj", "gate")]
     ['q', 'kv', 'v', 'qkv', 'o', None]
     """
-    if name in FUSED:
+    if name.removesuffix("_weight") in FUSED:
         return "qkv"
     if name in O_NAMES:
         return "o"

@@ -16,7 +16,7 @@ from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
 from regard.inspect.audit.rule import Gap, gap
 from regard.inspect.audit.subject import CannotTry, NotApplicable
-from regard.inspect.audit.trace import Seen, rotary, traced
+from regard.inspect.audit.trace import Seen, rotary, softcap, traced
 
 NAMES = {
     ("scale", "none"): "scale-missing", ("scale", "twice"): "scale-twice", ("scale", "length"): "scale-wrong-dim",
@@ -86,6 +86,9 @@ def explained(probe: Probe, T: int = LENGTH) -> list[Finding]:
         return _without_weights(probe, T, str(unread_why))
     if probe.notes.get("differs"):  # a smaller example of an output that nothing explains
         return _differs(probe, search)
+    if "softcap" not in probe.notes:
+        probe.notes["softcap"] = _softcap(probe)
+        search.memo.clear()
     found = search.found()
     if found is not None:
         reading, steps = found
@@ -98,6 +101,11 @@ def explained(probe: Probe, T: int = LENGTH) -> list[Finding]:
         probe.notes.setdefault("steps", steps)
         return _named(probe, search, reading, steps)
     return _unexplained(probe, search, T)
+
+
+def _softcap(probe: Probe) -> float | None:
+    subject = probe.wide or probe.subject
+    return softcap(subject, probe.inputs(1, 3)) if isinstance(subject, Function) else None
 
 
 def _named(probe: Probe, search: Search, reading: Reading, steps: Steps) -> list[Finding]:
@@ -175,6 +183,8 @@ def _unexplained(probe: Probe, search: Search, T: int) -> list[Finding]:
                     "its projections were read, and no plain attention with them reproduces its output: it has other "
                     f"steps ({', '.join(others[:3])}), and {why}"
                 ) from why
+    elif not isinstance(probe.subject, Function):
+        raise CannotTry("its projections were read, and no plain attention with them reproduces its output")
     probe.notes["differs"] = True
     return _differs(probe, search)
 
@@ -198,12 +208,14 @@ def _rounded(probe: Probe, search: Search) -> list[Finding]:
     if subject.dtype not in (torch.float32, torch.float64):
         return []
     reading, steps = search.nearest()
-    x, out = search.asked[0]
+    x, out = search.asked[-1]
     ref = attend(search.given(reading, x, torch.float64), steps)
     if ref.shape != out.shape:
         return []
     off = out.double() - ref
-    if not float(off.abs().max()) <= 4 * torch.finfo(torch.bfloat16).eps * float(ref.abs().max()):
+    size = float(off.abs().max()) / float(ref.abs().max())
+    # from the rounding of weights in float16 to that of scores in bfloat16
+    if not torch.finfo(torch.float16).eps / 32 <= size <= 4 * torch.finfo(torch.bfloat16).eps:
         return []
     # a small change of the tokens moves a fault a little, and rounding by as much as there is
     make = torch.Generator().manual_seed(5)
@@ -211,7 +223,6 @@ def _rounded(probe: Probe, search: Search) -> list[Finding]:
     moved = probe.ask(other).out.double() - attend(given(probe, reading, other, torch.float64), steps)
     if float((moved - off).abs().max()) < 0.3 * float(off.abs().max()):
         return []
-    size = float(off.abs().max()) / float(ref.abs().max())
     name = str(subject.dtype).removeprefix("torch.")
     sentence = f"In {name} the output is off by {size:.2g} of its size, as if numbers were rounded to half precision."
     return [finding("precision-lost", sentence, *_furthest(out, ref, reading))]
