@@ -27,6 +27,7 @@ class Fault:
 
 _LEAKS = ("future-leak", "padding-leak", "window-off-by-one", "window-ignored")
 _RUNS = ("cache-differs", "left-padding-shift")
+_MASKS = ("mask-added", "mask-ignored", "mask-polarity", "mask-rows", "padding-on-queries")
 _PLACES = ("left-padding-shift", "position-shift")
 
 FAULTS: dict[str, Fault] = {
@@ -65,14 +66,14 @@ FAULTS: dict[str, Fault] = {
     "sink-renormalised": Fault("The sink's share is given back to the keys, so that it does nothing.", "weights / weights.sum() behind the softmax with the sink", brings=("softmax-overflow",)),
     "sink-ignored": Fault("A sink is given, and is not in the denominator.", "torch.cat([scores, sink]) before the softmax"),
     "weights-uniform": Fault("Every visible key has the same weight: scores do nothing.", "a mean for a softmax"),
-    "softmax-axis": Fault("The softmax runs over another axis than the keys.", "dim=-1", brings=(*_LEAKS, *_RUNS, "weights-sum", "definition-differs")),
+    "softmax-axis": Fault("The softmax runs over another axis than the keys.", "dim=-1", brings=(*_LEAKS, *_RUNS, "weights-sum", "definition-differs", "batch-mixing")),
     "softmax-missing": Fault("The scores are used without a softmax.", "softmax, and the sum that it divides by", brings=("weights-sum", "softmax-overflow")),
     "softmax-not-rescaled": Fault("Blocks are joined without rescaling what came before to the new maximum.", "acc * exp(m_old - m_new), and the same of the sum", brings=("definition-differs",)),
     "precision-lost": Fault("The numbers are rounded to a smaller dtype on the way.", "a softmax or products in float16 or bfloat16"),
     "softmax-overflow": Fault("Large scores overflow.", "exp() without subtracting the maximum, scores in float16 before they are scaled"),
     "gqa-head-order": Fault("Query heads use the wrong key/value heads.", "repeat for repeat_interleave: head h uses h // (H/G)"),
-    "heads-split": Fault("Heads are split without moving the token axis: they mix tokens.", "view(B, T, H, D).transpose(1, 2)", brings=(*_LEAKS, *_RUNS)),
-    "heads-joined": Fault("Heads are joined without moving the token axis: they mix tokens.", "transpose(1, 2) before reshape(B, T, H*D)", brings=(*_LEAKS, *_RUNS)),
+    "heads-split": Fault("Heads are split without moving the token axis: they mix tokens.", "view(B, T, H, D).transpose(1, 2)", brings=(*_LEAKS, *_RUNS, *_MASKS)),
+    "heads-joined": Fault("Heads are joined without moving the token axis: they mix tokens.", "transpose(1, 2) before reshape(B, T, H*D)", brings=(*_LEAKS, *_RUNS, *_MASKS)),
     "output-missing": Fault("The output projection is there and is not applied.", "return self.out_proj(out)"),
     "output-not-finite": Fault("Ordinary tokens give NaN or infinities.", "a softmax of rows that are all -inf, a division by 0", brings=("empty-row", "softmax-overflow")),
     "definition-differs": Fault("The output is not that of attention with these weights, and no combination of known faults explains it.", "each step between projection and output, on the example"),

@@ -69,8 +69,12 @@ class Core:
     additive: bool = False
 
 
-def traced(subject: Subject, x: Tensor, scale: float | None, dim: int) -> list[Seen]:
+def traced(
+    subject: Subject, x: Tensor, scale: float | None, dim: int, *, whole: bool = True
+) -> list[Seen]:
     """The faults that the operations on tokens x [1,T,M] show; nothing where every step is right.
+
+    `whole` is False for one query at a time against keys, whose scores may be of any kind: weights are judged alone.
 
     Raises:
         CannotTry: no attention is found in the operations, or one of them is not understood.
@@ -85,11 +89,12 @@ def traced(subject: Subject, x: Tensor, scale: float | None, dim: int) -> list[S
     cores = _cores(tape)
     for core in cores:
         found += _normalised(core)
-        if core.additive:
+        if core.additive or not whole:
             continue
         found += [*_scaled(core, x.shape[1], scale, dim), *_biased(core), *_roles(core), *_grouped(core)]
         found += _joined(core, tape, len(cores))
-    found += _of_their_tokens(subject, x, cores)
+    if whole:
+        found += _of_their_tokens(subject, x, cores)
     unique = {seen.name: seen for seen in reversed(found)}
     return list(unique.values())
 
@@ -118,9 +123,14 @@ def _of_their_tokens(subject: Subject, x: Tensor, cores: list[Core]) -> list[See
         pairs = {"query": (core.query, again.query), "key": (core.key, again.key), "value": (core.value, again.value)}
         for name, (a, b) in pairs.items():
             axis = -1 if name == "key" and core.products else -2
-            if a.value.shape != b.value.shape or a.value.shape[axis] != T:
+            n = a.value.shape[axis]
+            if a.value.shape != b.value.shape or n % T:
                 raise CannotTry(f"a {name} for each token is not found in its operations")
-            moved = (a.value != b.value).transpose(axis, -1).flatten(0, -2).any(0).nonzero().flatten().tolist()
+            rows = (a.value != b.value).transpose(axis, -1).flatten(0, -2).any(0)
+            if n > T:  # heads and tokens along one axis, in either order
+                by_token = rows.view(T, n // T).any(1)
+                rows = by_token if int(by_token.sum()) == 1 else rows.view(n // T, T).any(0)
+            moved = rows.nonzero().flatten().tolist()
             if len(moved) == 1 and moved != [j]:
                 sentence = f"The {name} at place {moved[0]} is made of token {j}."
                 return [Seen("definition-differs", sentence, float(j), float(moved[0]))]
@@ -202,7 +212,8 @@ def _steady(x: Tensor) -> bool:
 def _cores(tape: Tape) -> list[Core]:
     """Every attention among the operations: one, or one for each head."""
     behind = _behind_softmax(tape)
-    found = [_fused(node) for node in tape.nodes if node.name.startswith(FUSED)]
+    fused = (n for n in tape.nodes if n.name.startswith(FUSED) and n.value.ndim == 4)
+    found = [_fused(node) for node in fused]
     for node in tape.nodes:
         if node.name not in PRODUCTS or len(operands(node)) < 2:
             continue
@@ -569,5 +580,8 @@ def _joined(core: Core, tape: Tape, count: int) -> Iterator[Seen]:
         if torch.equal(given, rows):
             at = int((rows - right).abs().argmax())
             yield Seen("heads-joined", "What enters the output map mixes tokens.", float(right.flatten()[at]), float(rows.flatten()[at]))
+            return
+        gate = given / right
+        if bool(((gate >= 0) & (gate <= 1)).all()):
             return
     raise CannotTry("something stands between its heads and its output map, such as a gate or a norm")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tests.inspect.audit.corpus import right, wrong_caches, wrong_functions, wrong_modules
+from tests.inspect.audit.corpus import more, right, wrong_caches, wrong_functions, wrong_modules
 
 
 class Entry(NamedTuple):
@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     given: dict[str, Any]
 
 
-F, M, C, R = wrong_functions, wrong_modules, wrong_caches, right
+F, M, C, R, X = wrong_functions, wrong_modules, wrong_caches, right, more
 SIZES = {"dim": 32, "heads": 4}
 GROUPED = {**SIZES, "kv_heads": 2}
 
@@ -66,6 +66,9 @@ WRONG = [
     Entry("function", "the first mask serves every call", F.first_mask_of_all, "mask-kept", {}),
     Entry("function", "exp2 for exp", F.base_two, "scale-wrong", {}),
     Entry("function", "weights are not normalised", F.not_normalised, "softmax-missing", {}),
+    Entry("function, SDPA", "q and v exchanged", F.queries_for_values, "queries-values-exchanged", {}),
+    Entry("function, sinks", "the sink is left out of the sum", F.sinks_forgotten, "sink-ignored", {}),
+    Entry("function", "strict diagonal, row 0 is NaN", F.first_row_empty, "output-not-finite", {}),
     Entry("module, SDPA", "k_proj makes values", M.SwappedProjections, "keys-values-exchanged", set_(d_model=32, num_heads=4)),
     Entry("GPT-NeoX", "no scale", M.NeoX, "scale-missing", set_(hidden_size=32, num_attention_heads=4)),
     Entry("parameters, einsum", "the scale of the model dim", M.Einsums, "scale-wrong-dim", set_(d_model=32, n_heads=4, d_head=8)),
@@ -100,6 +103,28 @@ WRONG = [
     Entry("cache by start_pos", "the newest key is left out", C.OneShort, "cache-differs", SIZES),
     Entry("cache by start_pos", "stale keys", C.StaleKeys, "cache-differs", SIZES),
     Entry("cache of a window", "cut too short", C.Rolling, "cache-differs", {**SIZES, "window": 6}),
+    Entry("joined heads, a number of heads", "the scale of the model dim", X.merged_wrong, "scale-wrong-dim", {}),
+    Entry("the Annotated Transformer", "no scale", X.Unscaled, "scale-missing", set_(h=4, d_model=32)),
+    Entry("the Annotated Transformer", "heads merged without transpose", X.Joined, "heads-joined", set_(h=4, d_model=32)),
+    Entry("a loop over heads", "the scale of the model dim", X.HeadByHeadEmbed, "scale-wrong-dim", set_(embed_size=32, heads=4)),
+    Entry("a loop over heads", "softmax over the queries", X.HeadByHeadAxis, "softmax-axis", set_(embed_size=32, heads=4)),
+    Entry("a loop over queries", "strict diagonal, row 0 kept", X.RowByRowStrict, "own-key-hidden", SIZES),
+    Entry("cosines, a learned temperature", "softmax over the queries", X.CosineAxis, "softmax-axis", SIZES),
+    Entry("an output gate", "no scale", X.GatedUnscaled, "scale-missing", set_(hidden_size=32, num_heads=4)),
+    Entry("Falcon, multi-query", "scaled twice", X.FalconTwice, "scale-twice", set_(hidden_size=32, num_heads=4)),
+    Entry("MLA, absorbed", "no scale", X.AbsorbedUnscaled, "scale-missing", SIZES),
+    Entry("minGPT with rotary", "values are one place late", X.MinGPTRolled, "definition-differs", set_(n_embd=32, n_head=4)),
+    Entry("minGPT with rotary", "scaled before SDPA", X.MinGPTTwice, "scale-twice", set_(n_embd=32, n_head=4)),
+    Entry("gpt-fast, input_pos", "one key of the future", X.GptFastAhead, "future-leak", {**set_(dim=32, n_head=4), "causal": True}),
+    Entry("GPT-2's layer_past", "the past behind what is new", X.TupleCacheBehind, "cache-differs", set_(n_embd=32, n_head=4)),
+    Entry("chunks of queries", "keys before the last chunk are lost", X.Chunked, "keys-ignored", SIZES),
+    Entry("Luong, one state", "softmax over the batch", X.LuongOverBatch, "softmax-axis", set_(hidden_dim=32)),
+    Entry("Bahdanau, repeated state", "softmax over an axis of size 1", X.PoolOverFeatures, "softmax-axis", set_(hidden_dim=32)),
+    Entry("products by sums", "a mean over the features", X.manual_wrong, "scale-twice", {}),
+    Entry("flash_attn's layout", "one key of the future", X.bshd_late, "future-leak", {"layout": "BTHD", "causal": True}),
+    Entry("split keys", "halves are averaged", X.split_softmax, "definition-differs", {}),
+    Entry("function, SDPA", "the last head gives the first one's", X.dropped_head, "definition-differs", {}),
+    Entry("function, SDPA", "the output is scaled", X.value_scaled, "definition-differs", {}),
 ]  # fmt: skip
 
 RIGHT = [
@@ -139,4 +164,21 @@ RIGHT = [
     Entry("transformers", "Bert's module", R.transformers_bert, None, {}),
     Entry("transformers", "GPT-2's module", R.transformers_gpt2, None, {}),
     Entry("transformers", "Llama's module", R.transformers_llama, None, {**GROUPED, "adapter": R.feed_llama}),
+    Entry("joined heads, a number of heads", "[B, T, H * D]", X.merged, None, {}),
+    Entry("the Annotated Transformer", "four maps in a list", X.MultiHeadedAttention, None, set_(h=4, d_model=32)),
+    Entry("a loop over heads", "slices of one map", X.HeadByHead, None, set_(embed_size=32, heads=4)),
+    Entry("a loop over queries", "causal", X.RowByRow, None, SIZES),
+    Entry("cosines, a learned temperature", "Swin 2's", X.Cosine, None, SIZES),
+    Entry("an output gate", "Qwen 3 Next's", X.Gated, None, set_(hidden_size=32, num_heads=4)),
+    Entry("Falcon, multi-query", "[H + 2, D]", X.Falcon, None, set_(hidden_size=32, num_heads=4)),
+    Entry("MLA, absorbed", "latents attended to", X.AbsorbedMLA, None, SIZES),
+    Entry("minGPT with rotary", "another base", X.MinGPT, None, set_(n_embd=32, n_head=4)),
+    Entry("gpt-fast, input_pos", "a cache module", X.GptFast, None, set_(dim=32, n_head=4)),
+    Entry("GPT-2's layer_past", "presents", X.TupleCache, None, set_(n_embd=32, n_head=4)),
+    Entry("chunks of queries", "against all keys", X.ChunkedRight, None, SIZES),
+    Entry("Luong, one state", "general", X.Luong, None, set_(hidden_dim=32)),
+    Entry("Bahdanau, repeated state", "as tutorials write it", X.Pool, None, set_(hidden_dim=32)),
+    Entry("products by sums", "exp by hand", X.manual, None, {}),
+    Entry("flash_attn's layout", "[B, T, H, D]", X.bshd, None, {"layout": "BTHD"}),
+    Entry("split keys", "merged by logsumexp", X.lse_merged, None, {}),
 ]  # fmt: skip

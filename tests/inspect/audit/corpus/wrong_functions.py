@@ -230,7 +230,7 @@ def half_softmax(q, k, v, mask=None):
 
 
 def minus_1e9_in_half(q, k, v, mask=None):
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     if mask is not None:
         scores = scores.masked_fill(mask == 0, -1e9)
     return F.softmax(scores, dim=-1) @ v
@@ -286,3 +286,20 @@ def not_normalised(q, k, v):
     s = q @ k.mT * q.shape[-1] ** -0.5
     p = torch.exp(s - s.amax(-1, keepdim=True))
     return p @ v
+
+
+def queries_for_values(q, k, v):
+    q, k, v = v, k, q  # another order than the caller's
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def sinks_forgotten(q, k, v, sinks):
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    scores = scores - torch.maximum(scores.amax(-1, keepdim=True), sinks.view(1, -1, 1, 1))
+    return scores.exp() / scores.exp().sum(-1, keepdim=True) @ v
+
+
+def first_row_empty(q, k, v):
+    T, S = q.shape[-2], k.shape[-2]
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores.masked_fill(torch.ones(T, S).tril(S - T - 1) == 0, float("-inf")).softmax(-1) @ v

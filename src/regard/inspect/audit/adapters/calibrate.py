@@ -89,7 +89,11 @@ def _raw(subject: Module | Function, x: Tensor, ask: Ask) -> Any:
 
 def _mask(subject: Module | Function) -> tuple[Heard, Form | None]:
     """Try shapes and kinds; the first that works by what is claimed, else the first that works the other way round."""
-    named = isinstance(subject, Module) and (subject.three or subject.keywords.mask in BLOCKING)
+    known = subject.keywords
+    like_torch = known.mask == "attn_mask" or known.padding == "key_padding_mask"
+    named = isinstance(subject, Module) and (
+        bool(subject.three and like_torch) or known.mask in BLOCKING
+    )
     claimed = subject.claim.mask or ("block" if named else None)
     kinds = [claimed] if claimed else ["keep", "ones", "additive"]
     shapes = ["TS"] if named else ["B1TS", "BTS", "TS"]

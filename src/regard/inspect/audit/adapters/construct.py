@@ -21,6 +21,7 @@ from regard.inspect.audit.adapters.names import (
     OUTPUT_SIZE,
     SIZES,
     parameters,
+    triple,
 )
 from regard.inspect.audit.subject import Claim
 
@@ -160,6 +161,8 @@ def is_factory(target: Any) -> bool:
     if isinstance(target, nn.Module) or not callable(target):
         return False
     known = parameters(target)
+    if triple(known):  # attend(q, k, v, num_heads)
+        return False
     sizes = {*SIZES["heads"], *SIZES["dim"]} - {
         "dim",
         "H",

@@ -18,6 +18,7 @@ from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Su
 from regard.span import Span
 
 
+SIZE = 6
 FARTHEST = 64
 """A given bias tells distances apart up to here."""
 
@@ -29,9 +30,11 @@ class Function(Subject):
 
     Args:
         function: the code; a module without parameters is one, too.
-        claim: what it says it is; sizes default to 4 heads of 4.
+        claim: what it says it is; sizes default to 4 heads of 6, whose scales do not coincide.
         flag: whether its own causal flag is set.
         flat: whether it takes one head, [B,T,D].
+
+    Where the code takes a number of heads, it takes them joined, [B,T,H*D].
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class Function(Subject):
         flat: bool = False,
     ) -> None:
         heads = 1 if flat else claim.heads or 4
-        D = claim.head_dim or (claim.dim // heads if claim.dim else 4) or 1
+        D = claim.head_dim or (claim.dim // heads if claim.dim else SIZE) or 1
         self.claim = replace(
             claim, heads=heads, kv_heads=claim.kv_heads or heads, head_dim=D, dim=heads * D
         )
@@ -55,6 +58,10 @@ class Function(Subject):
         self.original, self.width, self.flag, self.flat = function, heads * D, flag, flat
         known = parameters(getattr(function, "forward", function))
         self.keywords = keywords or _known(known, claim)
+        count = first(SIZES["heads"], [n for n in known if len(n) > 1])
+        self.joined = count is not None and not flat
+        if self.joined:
+            self.keywords = replace(self.keywords, fixed={**self.keywords.fixed, str(count): heads})
         self.reading = reading or Reading()
         extra = {"weights"} if self.reading.weights is not None else set()
         self.takes = self.keywords.takes | extra | {"memory"}
@@ -62,7 +69,7 @@ class Function(Subject):
     @property
     def called(self) -> str:  # type: ignore[override]
         """attend(q, k, v, mask=...)."""
-        layout = "B,T,D" if self.flat else ",".join(self.claim.layout)
+        layout = "B,T,D" if self.flat else "B,T,H*D" if self.joined else ",".join(self.claim.layout)
         words = [f"q [{layout}], k, v"]
         if self.keywords.mask and self.keywords.mask_form:
             words.append(f"{self.keywords.mask}={self.keywords.mask_form}")
@@ -94,7 +101,8 @@ class Function(Subject):
             reply = self.reading.read(
                 self.function(self._lay(q), self._lay(k), self._lay(v), **given)
             )
-        out = reply.out if self.flat else self._lay(reply.out).transpose(1, 2).flatten(2)
+        plain = self.flat or self.joined
+        out = reply.out if plain else self._lay(reply.out).transpose(1, 2).flatten(2)
         return reply._replace(out=out)
 
     def last(self, x: Tensor, n: int, keep: Tensor | None = None) -> Tensor:
@@ -105,6 +113,8 @@ class Function(Subject):
     def _lay(self, x: Tensor) -> Tensor:
         if self.flat:
             return x[:, 0]
+        if self.joined:
+            return x.transpose(1, 2).flatten(2)
         return x.transpose(1, 2) if self.claim.layout == "BTHD" else x
 
     def _heads(self, x: Tensor) -> list[Tensor]:
@@ -186,7 +196,7 @@ def _known(known: Any, claim: Claim) -> Keywords:
     fixed: dict[str, Any] = {name: claim.window} if name and claim.window else {}
     scale = first(SCALE, known)
     if scale in found.required:
-        fixed[str(scale)] = claim.scale or (claim.head_dim or 4) ** -0.5
+        fixed[str(scale)] = claim.scale or (claim.head_dim or SIZE) ** -0.5
     if "enable_gqa" in known and claim.kv_heads and claim.kv_heads != claim.heads:
         fixed["enable_gqa"] = True
     biases = [n for n in known if not isinstance(known[n].default, bool)]  # a flag is no bias

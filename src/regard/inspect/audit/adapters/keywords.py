@@ -121,8 +121,9 @@ class Keywords:
             if self.positions in self.required:
                 given[str(self.positions)] = torch.arange(x.shape[1]).expand(x.shape[0], -1)
             return given
-        if self.positions:
-            given[self.positions] = ask.positions
+        if self.positions:  # gpt-fast's input_pos is [T]
+            one = self.positions == "input_pos"
+            given[self.positions] = ask.positions[0] if one else ask.positions
         if self.start:
             given[self.start] = int(ask.positions[0, 0])
         return given

@@ -186,23 +186,32 @@ class Module(Subject):
         if reset and not self.keywords.memory:
             getattr(self.module, reset)()
             return INSIDE
-        if self._addressed():
+        if self.addressed:
             return INSIDE
         return NEW
 
-    def _addressed(self) -> bool:
-        """Whether a start position addresses a cache that the module keeps: what it writes first, it reads."""
-        if not self.keywords.start or self.keywords.memory:
+    @property
+    def addressed(self) -> bool:
+        """Whether positions address a cache that the module keeps: what it writes first, it reads."""
+        known = self.keywords
+        if not (known.start or known.positions) or known.memory:
             return False
-        kept = {**dict(self.module.named_buffers()), **vars(self.module)}
+        kept = [
+            (name, value)
+            for child in self.module.modules()
+            for name, value in {**dict(child.named_buffers(recurse=False)), **vars(child)}.items()
+        ]
         return any(
-            isinstance(value, Tensor) and value.ndim >= 3 and ("cache" in name or "past" in name)
-            for name, value in kept.items()
+            isinstance(value, Tensor)
+            and value.ndim >= 3
+            and ("cache" in name or "past" in name)
+            and not any(word in name for word in ("cos", "sin", "freq", "rope", "mask"))
+            for name, value in kept
         )
 
     def _keeps(self) -> frozenset[str]:
         has_reset = first(RESET, dir(self.module)) is not None
-        can = self.keywords.memory or (self.keywords.use and has_reset) or self._addressed()
+        can = self.keywords.memory or (self.keywords.use and has_reset) or self.addressed
         shows = {"weights"} if self.reading.weights is not None else set()
         return frozenset({"memory"} if can else ()) | frozenset(shows)
 

@@ -15,7 +15,7 @@ from regard.inspect.audit.faults import FAULTS, finding
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
 from regard.inspect.audit.rule import Gap, gap
-from regard.inspect.audit.subject import CannotTry, NotApplicable
+from regard.inspect.audit.subject import CannotTry, NotApplicable, Subject
 from regard.inspect.audit.trace import Seen, rotary, softcap, traced
 
 NAMES = {
@@ -254,11 +254,26 @@ def _traced(probe: Probe, T: int) -> list[Finding]:
     """What the operations show, at this length; two tokens at least."""
     subject = probe.wide or probe.subject
     x = probe.inputs(1, max(T, 2), turn=3)
-    seen = traced(subject, x, subject.claim.scale, subject.width)
-    if not seen:
+    whole = getattr(subject, "pair", None) is None
+    if not whole and _weighs_tokens(subject, x):
+        probe.notes["by trace"] = True
+        return []
+    seen = traced(subject, x, subject.claim.scale, subject.width, whole=whole)
+    if not seen and whole:
         seen = rotary(subject, x[:, :1].expand(-1, 6, -1).clone())
     probe.notes["by trace"] = True
     return [_told(each, x.shape[1]) for each in seen]
+
+
+def _weighs_tokens(subject: Subject, x: Tensor) -> bool:
+    """Whether the output is the sum of tokens by weights that are returned and sum to 1."""
+    reply = subject.ask(x)
+    if reply.weights is None or reply.out.shape != x.shape:
+        return False
+    weights = reply.weights[:, 0]
+    close = torch.finfo(weights.dtype).eps ** 0.5
+    even = bool(((weights.sum(-1) - 1).abs() < close).all())
+    return even and bool(((weights @ x.to(weights.dtype) - reply.out).abs() < close).all())
 
 
 def _turned(probe: Probe) -> list[Finding]:
@@ -304,6 +319,7 @@ def long(probe: Probe) -> list[Finding]:
             continue
         if not found and isinstance(probe.subject, Function):
             found = _more_keys(probe, probe.subject, reading, steps, T)
+        probe.notes["long holds"] = not found
         return found
     raise NotApplicable(f"it takes no long texts: {type(refused).__name__}: {str(refused)[:200]}")
 

@@ -92,7 +92,7 @@ def reach(
 
 FAR = (293, 149, 75, 37)
 """Lengths that no block divides; the first that the code takes."""
-PLACES = (0, 1, 20, 40, 70, 100, 135, 200, 262, 283, 290)
+PLACES = (0, 20, 70, 135, 200, 283, 290)
 
 
 def keys(probe: Probe, T: int | None = None) -> list[Finding]:
@@ -104,7 +104,10 @@ def keys(probe: Probe, T: int | None = None) -> list[Finding]:
         return _columns(probe, T or 6)
     if not _plain(probe.subject):
         raise NotApplicable("its mask is declared, and not found out")
-    for n in (T,) if T else (6, *FAR):
+    far = FAR if getattr(probe.subject, "pair", None) is None else FAR[-1:]  # a call for each query
+    if probe.notes.get("long holds"):  # the whole output was computed again from its definition
+        far = ()
+    for n in (T,) if T else (6, *far):
         try:
             found = _unused(probe, n, range(n) if n < 30 else [j for j in PLACES if j < n - 2])
         except Exception:

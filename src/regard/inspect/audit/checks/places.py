@@ -18,6 +18,8 @@ def shift(probe: Probe, T: int = 5) -> list[Finding]:
     subject = probe.subject
     if "positions" not in subject.takes:
         raise NotApplicable("it takes no positions")
+    if getattr(subject, "addressed", False):
+        raise NotApplicable("its positions address the cache that it keeps")
     if not subject.relative:
         raise NotApplicable("whether positions are relative is not claimed")
     x = probe.inputs(1, T)
