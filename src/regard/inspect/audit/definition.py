@@ -56,7 +56,7 @@ WRONG: dict[str, tuple[str, ...]] = {
     ),
     "scale": ("none", "twice", "model_dim", "length", "inverted", "fitted"),
     "bias": ("alibi-grows", "given-back"),
-    "sink": ("renormalised", "absent"),
+    "sink": ("renormalised",),
     "groups": ("tiled",),
     "softmax": ("queries", "heads", "absent", "linear", "unnormalised", "sigmoid", "uniform"),
     "mask": (
@@ -95,7 +95,7 @@ class Given:
     softcap: float | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict)
 
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `make` gives, computed once for each key."""
         if key not in self.memo:
             self.memo[key] = make()
@@ -123,14 +123,14 @@ def qk(given: Given, steps: Steps) -> tuple[Tensor, Tensor]:
     key = (steps.roles, steps.rotary, steps.base, steps.part, steps.split, steps.groups)
 
     def make() -> tuple[Tensor, Tensor]:
-        q, k, v = heads(given, steps)
+        q, k, v = _heads(given, steps)
         return q @ k.transpose(-1, -2), v
 
-    found: tuple[Tensor, Tensor] = given.once(("qk", key), make)
+    found: tuple[Tensor, Tensor] = given._once(("qk", key), make)
     return found
 
 
-def heads(given: Given, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(given: Given, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
     """q [B,H,T,D], k and v as many heads."""
     maps = given.maps
     H, G, D = maps.heads, maps.groups, maps.head_dim
@@ -139,7 +139,7 @@ def heads(given: Given, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
         made = ((maps.q, H), (maps.k, G), (maps.v, G))
         return tuple(_split(_linear(given.x, m), n, D, steps.split) for m, n in made)
 
-    q, k, v = given.once(("split", steps.split), split)
+    q, k, v = given._once(("split", steps.split), split)
     if steps.roles == "keys-values":
         k, v = v, k
     elif steps.roles == "queries-keys":
@@ -201,7 +201,7 @@ def alibi(H: int, T: int) -> Tensor:
 
 def _bias(given: Given, steps: Steps) -> Tensor | None:
     if steps.bias in ("alibi", "alibi-grows"):
-        made: Tensor = given.once("alibi", lambda: alibi(given.maps.heads, given.x.shape[1]))
+        made: Tensor = given._once("alibi", lambda: alibi(given.maps.heads, given.x.shape[1]))
         return (made if steps.bias == "alibi" else -made).to(given.x.dtype)
     if given.bias is None:
         return None
@@ -246,7 +246,7 @@ def _mask(given: Given, how: str) -> Tensor:
 
 def _pattern(scores: Tensor, given: Given, steps: Steps) -> Tensor:
     """Weights from scores [B,H,T,S]; a row that sees nothing is even, as -1e9 makes it."""
-    keep: Tensor = given.once(("mask", steps.mask), lambda: _mask(given, steps.mask))
+    keep: Tensor = given._once(("mask", steps.mask), lambda: _mask(given, steps.mask))
     axis = {"queries": -2, "heads": 1}.get(steps.softmax, -1)
     if steps.mask == "zeroed":  # hidden scores become 0 instead of -inf
         return torch.softmax(scores.masked_fill(~keep, 0.0), axis)
@@ -256,7 +256,7 @@ def _pattern(scores: Tensor, given: Given, steps: Steps) -> Tensor:
         return NOT_SOFTMAX[steps.softmax](scores, keep)
     low = -1e9 if scores.dtype != torch.float16 else -6e4
     hidden = scores.masked_fill(~keep, low)
-    if given.maps.sinks is not None and steps.sink != "absent":
+    if given.maps.sinks is not None:
         hidden = torch.cat([hidden, _sinks(given, scores)], -1)
         weights = torch.softmax(hidden, -1)[..., :-1]
         renormalised = steps.sink == "renormalised"
@@ -266,7 +266,7 @@ def _pattern(scores: Tensor, given: Given, steps: Steps) -> Tensor:
 
 
 def _sinks(given: Given, scores: Tensor) -> Tensor:
-    assert given.maps.sinks is not None  # noqa: S101  # those who call it looked
+    assert given.maps.sinks is not None  # those who call it looked
     B, H, T, _ = scores.shape
     return given.maps.sinks.to(scores.dtype).view(1, H, 1, 1).expand(B, H, T, 1)
 

@@ -85,7 +85,9 @@ class Search:
         if n not in self.exact:
             self.exact[n] = self.probe.ask(x, subject=self.probe.wide).out
         out = self.exact[n]
-        return out.shape == ref.shape and float((out - ref).abs().max()) <= EXACT * float(ref.abs().max())
+        return out.shape == ref.shape and float((out - ref).abs().max()) <= EXACT * float(
+            ref.abs().max()
+        )
 
     def _one(self, reading: Reading, steps: Steps, x: Tensor, out: Tensor) -> bool:
         ref = attend(self.given(reading, x, torch.float64), steps)

@@ -121,7 +121,9 @@ def battery(
         if tell is not None:
             tell(check.name, n, len(checks))
         if findings and findings[0][0] is REPEATABLE and check.name != "state dict":
-            skipped.append(NotTried(check.name, "its results change from call to call", applies=False))
+            skipped.append(
+                NotTried(check.name, "its results change from call to call", applies=False)
+            )
             continue
         try:
             found = check.run(probe)

@@ -91,7 +91,12 @@ def traced(
         found += _normalised(core)
         if core.additive or not whole:
             continue
-        found += [*_scaled(core, x.shape[1], scale, dim), *_biased(core), *_roles(core), *_grouped(core)]
+        found += [
+            *_scaled(core, x.shape[1], scale, dim),
+            *_biased(core),
+            *_roles(core),
+            *_grouped(core),
+        ]
         found += _joined(core, tape, len(cores))
     if whole:
         found += _of_their_tokens(subject, x, cores)
@@ -120,7 +125,11 @@ def _of_their_tokens(subject: Subject, x: Tensor, cores: list[Core]) -> list[See
     with torch.no_grad(), Tape(both[0], other) as tape:
         both[1].ask(other, Ask())
     for core, again in zip(cores, _cores(tape), strict=True):
-        pairs = {"query": (core.query, again.query), "key": (core.key, again.key), "value": (core.value, again.value)}
+        pairs = {
+            "query": (core.query, again.query),
+            "key": (core.key, again.key),
+            "value": (core.value, again.value),
+        }
         for name, (a, b) in pairs.items():
             axis = -1 if name == "key" and core.products else -2
             n = a.value.shape[axis]
@@ -152,25 +161,53 @@ def rotary(subject: Subject, x: Tensor) -> list[Seen]:
         turned = None if core.additive else _by_head(core.query, T)
         if turned is not None:
             return [turned]
-        if core.additive or core.query.value.shape[-2] != T or core.key.value.shape[-1 if core.products else -2] != T:
+        if (
+            core.additive
+            or core.query.value.shape[-2] != T
+            or core.key.value.shape[-1 if core.products else -2] != T
+        ):
             continue
         q = core.query.value
         k = core.key.value.transpose(-1, -2) if core.products else core.key.value
         v = core.value.value
         if v.shape[-2] == T and _varies(v) and _steady(v):
-            return [Seen("rotary-values", "Equal tokens have values that turn with their positions.", 0.0, _spread(v))]
+            return [
+                Seen(
+                    "rotary-values",
+                    "Equal tokens have values that turn with their positions.",
+                    0.0,
+                    _spread(v),
+                )
+            ]
         if not (_varies(q) or _varies(k)) or not (_steady(q) and _steady(k)) or q.shape != k.shape:
             continue
         if _varies(q) != _varies(k):
             which = "queries" if _varies(q) else "keys"
-            return [Seen("rotary-one-sided", f"Only {which} turn with their positions.", 0.0, _spread(q if _varies(q) else k))]
+            return [
+                Seen(
+                    "rotary-one-sided",
+                    f"Only {which} turn with their positions.",
+                    0.0,
+                    _spread(q if _varies(q) else k),
+                )
+            ]
         if len(core.products) > 1:  # a part of each head is rotated, and the other one is not
             continue
         scores = q @ k.transpose(-1, -2)
         off = (scores[..., 1:, 1:] - scores[..., :-1, :-1]).abs()
         if float(off.max()) > 1e-4 * float(scores.abs().max()):
-            first, then = float(scores.flatten(0, -3)[0, 0, 0]), float(scores.flatten(0, -3)[0, 1, 1])
-            return [Seen("rotary-not-relative", "Equal tokens at equal distances have different scores.", first, then)]
+            first, then = (
+                float(scores.flatten(0, -3)[0, 0, 0]),
+                float(scores.flatten(0, -3)[0, 1, 1]),
+            )
+            return [
+                Seen(
+                    "rotary-not-relative",
+                    "Equal tokens at equal distances have different scores.",
+                    first,
+                    then,
+                )
+            ]
     return []
 
 
@@ -179,15 +216,28 @@ def _by_head(node: Node, T: int) -> Seen | None:
     while node.mixed and node.name not in MAPS:
         for table in node.inputs if node.name == "mul" else ():
             value, shape = table.value, node.value.shape
-            if table.tokens or table.weights or value.ndim < 3 or T not in shape or not value.is_complex() | bool((value.abs() <= 1).all()):
+            if (
+                table.tokens
+                or table.weights
+                or value.ndim < 3
+                or T not in shape
+                or not value.is_complex() | bool((value.abs() <= 1).all())
+            ):
                 continue
             axis = list(shape).index(T) - len(shape)
-            other = next((a for a in (-2, -3) if a != axis and value.ndim >= -a and value.shape[a] > 1), None)
+            other = next(
+                (a for a in (-2, -3) if a != axis and value.ndim >= -a and value.shape[a] > 1), None
+            )
             if other is None or (value.ndim >= -axis and value.shape[axis] == T):
                 continue
             off = (value - value.select(other, 0).unsqueeze(other)).abs()
             if float(off[..., 1:].max()) > CLOSE:
-                return Seen("rotary-axis", "Queries are turned by a table that differs by head and not by token.", 0.0, float(off.max()))
+                return Seen(
+                    "rotary-axis",
+                    "Queries are turned by a table that differs by head and not by token.",
+                    0.0,
+                    float(off.max()),
+                )
         node = node.mixed[0]
     return None
 
@@ -298,17 +348,26 @@ def _scores(node: Node, factor: float, core: Core) -> Iterator[tuple[Node, float
         yield from _multiplied(node, factor, core)
     elif name in ("add", "sub"):
         yield from _added(node, factor, core)
-    elif name in MAPS or not inner:  # a learned map of scores: additive attention
+    elif name in MAPS or not inner:  # a learned map of features: additive attention
+        if _of_products(node):
+            raise CannotTry("its scores go through a learned map")
         return
     elif name in ("cat", "stack"):
         for n in inner:
             yield from _scores(n, factor, core)
-    elif name in ("neg",):
+    elif name == "neg":
         yield from _scores(inner[0], -factor, core)
     elif name in (*MOVES, *HIDES, "tanh", "relu", "sum"):
         yield from _scores(inner[0], factor, core)
     else:
         raise CannotTry(f"its scores go through {name}, which is not understood")
+
+
+def _of_products(node: Node) -> bool:
+    """Whether products of tokens with tokens are behind a node."""
+    if node.name in PRODUCTS and all(n.tokens for n in operands(node)):
+        return True
+    return any(_of_products(n) for n in node.mixed)
 
 
 def _multiplied(node: Node, factor: float, core: Core) -> Iterator[tuple[Node, float]]:
@@ -317,7 +376,9 @@ def _multiplied(node: Node, factor: float, core: Core) -> Iterator[tuple[Node, f
         raise CannotTry("its scores are multiplied by what depends on the tokens")
     number = _number(node)
     if number is None:
-        core.free = "its scores are multiplied by numbers that are learned, or that differ by head or place"
+        core.free = (
+            "its scores are multiplied by numbers that are learned, or that differ by head or place"
+        )
         number = 1.0
     yield from _scores(inner[0], factor * number, core)
 
@@ -405,22 +466,45 @@ def _normalised(core: Core) -> Iterator[Seen]:
     ones = bool(((rows - 1).abs() < CLOSE).all())
     whole = core.softmax.value
     if ones and whole.numel() > core.weights.numel() and core.softmax.name != "exp":
-        yield Seen("sink-renormalised", "Weights beside a sink sum to 1: its share is given back.", 1 - 1e-3, 1.0)
+        yield Seen(
+            "sink-renormalised",
+            "Weights beside a sink sum to 1: its share is given back.",
+            1 - 1e-3,
+            1.0,
+        )
     if ones:
         return
     at = int((rows - 1).abs().argmax())
     got = float(rows.flatten()[at])
     if whole.numel() > core.weights.numel() and bool((rows <= 1 + CLOSE).all()):
         return  # a sink
-    masked = whole.numel() == core.weights.numel() and bool((core.weights == 0).any()) and not bool((whole == 0).any())
+    masked = (
+        whole.numel() == core.weights.numel()
+        and bool((core.weights == 0).any())
+        and not bool((whole == 0).any())
+    )
     if masked and bool((rows <= 1 + CLOSE).all()):
-        yield Seen("mask-after-softmax", f"Weights are set to 0 behind the softmax: a row sums to {got:.4g}.", 1.0, got)
+        yield Seen(
+            "mask-after-softmax",
+            f"Weights are set to 0 behind the softmax: a row sums to {got:.4g}.",
+            1.0,
+            got,
+        )
     elif bool(((columns - 1).abs() < CLOSE).all()):
-        yield Seen("softmax-axis", f"The weights of a query sum to {got:.4g}, and those of each key to 1.", 1.0, got)
+        yield Seen(
+            "softmax-axis",
+            f"The weights of a query sum to {got:.4g}, and those of each key to 1.",
+            1.0,
+            got,
+        )
     elif core.softmax.name in ("_softmax", "_safe_softmax"):
-        yield Seen("softmax-axis", f"The weights of a query over its keys sum to {got:.4g}.", 1.0, got)
+        yield Seen(
+            "softmax-axis", f"The weights of a query over its keys sum to {got:.4g}.", 1.0, got
+        )
     else:
-        raise CannotTry("its weights do not sum to 1, and no plain softmax makes them: it may work in blocks")
+        raise CannotTry(
+            "its weights do not sum to 1, and no plain softmax makes them: it may work in blocks"
+        )
 
 
 def _scaled(core: Core, T: int, scale: float | None, dim: int) -> Iterator[Seen]:
@@ -492,10 +576,19 @@ def _biased(core: Core) -> Iterator[Seen]:
             continue
         steps = steps[moving]
         if not node.weights and bool((steps > 0).all()):
-            sentence = "A bias of positions grows with the distance, so that far keys are preferred."
-            yield Seen("bias-sign", sentence, float(-means[moving][0, -1]), float(means[moving][0, -1]))
+            sentence = (
+                "A bias of positions grows with the distance, so that far keys are preferred."
+            )
+            yield Seen(
+                "bias-sign", sentence, float(-means[moving][0, -1]), float(means[moving][0, -1])
+            )
         elif node.weights and sign * _sign(node) < 0 and not bool((steps < 0).all()):
-            yield Seen("bias-sign", "A learned bias is subtracted from the scores.", float(-means[moving][0, 0]), float(means[moving][0, 0]))
+            yield Seen(
+                "bias-sign",
+                "A learned bias is subtracted from the scores.",
+                float(-means[moving][0, 0]),
+                float(means[moving][0, 0]),
+            )
 
 
 def _sign(node: Node) -> float:
@@ -509,7 +602,13 @@ def _sign(node: Node) -> float:
             sign = -sign
         elif node.name in ("mul", "div"):
             others = [n for n in node.inputs if not n.weights]
-            number = float(others[0].value) if others and others[0].value.numel() == 1 else node.scalars[0] if node.scalars else 1.0
+            number = (
+                float(others[0].value)
+                if others and others[0].value.numel() == 1
+                else node.scalars[0]
+                if node.scalars
+                else 1.0
+            )
             sign = -sign if number < 0 else sign
         elif node.name in ("sub", "rsub") and node.inputs[0] is not inner[0]:
             sign = -sign
@@ -531,7 +630,9 @@ def _roles(core: Core) -> Iterator[Seen]:
         swaps["queries-keys-exchanged"] = ("q", "k")
     for fault, (a, b) in swaps.items():
         if made[a] == {b} and made[b] == {a}:
-            yield Seen(fault, f"The map named for {b} makes {a}, and the other way round.", 0.0, 1.0)
+            yield Seen(
+                fault, f"The map named for {b} makes {a}, and the other way round.", 0.0, 1.0
+            )
 
 
 def _upright(core: Core) -> bool:
@@ -542,7 +643,10 @@ def _upright(core: Core) -> bool:
     if len(core.products) > 1 or scores.shape != core.weights.shape:
         return False
     hidden = core.weights == 0
-    tries = [torch.softmax(s.masked_fill(hidden, -torch.inf), -1) for s in (scores, scores.transpose(-1, -2))]
+    tries = [
+        torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
+        for s in (scores, scores.transpose(-1, -2))
+    ]
     off = [float((p - core.weights).abs().nan_to_num().max()) for p in tries]
     return off[0] < CLOSE < off[1]
 
@@ -559,8 +663,15 @@ def _grouped(core: Core) -> Iterator[Seen]:
     if not 1 < G < H or H % G:
         return
     h = torch.arange(H)
-    if torch.equal(same, (h[:, None] % G) == (h % G)) and not torch.equal(same, (h[:, None] // (H // G)) == (h // (H // G))):
-        yield Seen("gqa-head-order", f"Query heads 0 and {G} share a key head, and 0 and 1 do not.", 0.0, float(G))
+    if torch.equal(same, (h[:, None] % G) == (h % G)) and not torch.equal(
+        same, (h[:, None] // (H // G)) == (h // (H // G))
+    ):
+        yield Seen(
+            "gqa-head-order",
+            f"Query heads 0 and {G} share a key head, and 0 and 1 do not.",
+            0.0,
+            float(G),
+        )
 
 
 def _joined(core: Core, tape: Tape, count: int) -> Iterator[Seen]:
@@ -579,9 +690,16 @@ def _joined(core: Core, tape: Tape, count: int) -> Iterator[Seen]:
             return
         if torch.equal(given, rows):
             at = int((rows - right).abs().argmax())
-            yield Seen("heads-joined", "What enters the output map mixes tokens.", float(right.flatten()[at]), float(rows.flatten()[at]))
+            yield Seen(
+                "heads-joined",
+                "What enters the output map mixes tokens.",
+                float(right.flatten()[at]),
+                float(rows.flatten()[at]),
+            )
             return
         gate = given / right
         if bool(((gate >= 0) & (gate <= 1)).all()):
             return
-    raise CannotTry("something stands between its heads and its output map, such as a gate or a norm")
+    raise CannotTry(
+        "something stands between its heads and its output map, such as a gate or a norm"
+    )

@@ -43,7 +43,10 @@ class MultiHeadedAttention(nn.Module):
         if mask is not None:
             mask = mask.unsqueeze(1)
         n = query.size(0)
-        query, key, value = [lin(x).view(n, -1, self.h, self.d_k).transpose(1, 2) for lin, x in zip(self.linears, (query, key, value))]
+        query, key, value = [
+            lin(x).view(n, -1, self.h, self.d_k).transpose(1, 2)
+            for lin, x in zip(self.linears, (query, key, value), strict=False)
+        ]
         scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(self.d_k)
         if self.fault == "scale":
             scores = scores * math.sqrt(self.d_k)
@@ -51,7 +54,11 @@ class MultiHeadedAttention(nn.Module):
             scores = scores.masked_fill(mask == 0, -1e9)
         self.attn = self.dropout(scores.softmax(dim=-1))
         x = torch.matmul(self.attn, value)
-        x = x.view(n, -1, self.h * self.d_k) if self.fault == "join" else x.transpose(1, 2).contiguous().view(n, -1, self.h * self.d_k)
+        x = (
+            x.view(n, -1, self.h * self.d_k)
+            if self.fault == "join"
+            else x.transpose(1, 2).contiguous().view(n, -1, self.h * self.d_k)
+        )
         return self.linears[-1](x)
 
 
@@ -70,8 +77,15 @@ class HeadByHead(nn.Module):
 
     def __init__(self, embed_size, heads, fault=None):
         super().__init__()
-        self.embed_size, self.heads, self.head_dim, self.fault = embed_size, heads, embed_size // heads, fault
-        self.queries, self.keys, self.values = (nn.Linear(embed_size, embed_size, bias=False) for _ in range(3))
+        self.embed_size, self.heads, self.head_dim, self.fault = (
+            embed_size,
+            heads,
+            embed_size // heads,
+            fault,
+        )
+        self.queries, self.keys, self.values = (
+            nn.Linear(embed_size, embed_size, bias=False) for _ in range(3)
+        )
         self.fc_out = nn.Linear(embed_size, embed_size)
 
     def forward(self, x):
@@ -80,7 +94,9 @@ class HeadByHead(nn.Module):
         for h in range(self.heads):
             sl = slice(h * self.head_dim, (h + 1) * self.head_dim)
             energy = torch.bmm(Q[:, :, sl], K[:, :, sl].permute(0, 2, 1))
-            energy = energy / (self.embed_size**0.5 if self.fault == "scale" else self.head_dim**0.5)
+            energy = energy / (
+                self.embed_size**0.5 if self.fault == "scale" else self.head_dim**0.5
+            )
             attention = torch.softmax(energy, dim=1 if self.fault == "axis" else 2)
             outs.append(torch.bmm(attention, V[:, :, sl]))
         return self.fc_out(torch.cat(outs, dim=2))
@@ -102,7 +118,10 @@ class RowByRow(nn.Module):
     def __init__(self, dim, heads, fault=None):
         super().__init__()
         self.heads, self.fault = heads, fault
-        self.to_qkv, self.to_out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.to_qkv, self.to_out = (
+            nn.Linear(dim, 3 * dim, bias=False),
+            nn.Linear(dim, dim, bias=False),
+        )
 
     def forward(self, x):
         B, T, M = x.shape
@@ -151,14 +170,18 @@ class Gated(nn.Module):
         super().__init__()
         self.h, self.d, self.fault = num_heads, hidden_size // num_heads, fault
         self.q_proj = nn.Linear(hidden_size, 2 * hidden_size, bias=False)
-        self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(3))
+        self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(3)
+        )
 
     def forward(self, x):
         B, T, M = x.shape
         q, gate = self.q_proj(x).view(B, T, self.h, 2 * self.d).chunk(2, dim=-1)
         k, v = (m(x).view(B, T, self.h, self.d).transpose(1, 2) for m in (self.k_proj, self.v_proj))
         scale = 1.0 if self.fault else None
-        z = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, scale=scale).transpose(1, 2)
+        z = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, is_causal=True, scale=scale
+        ).transpose(1, 2)
         return self.o_proj((z * torch.sigmoid(gate)).reshape(B, T, M))
 
 
@@ -207,7 +230,9 @@ class AbsorbedMLA(nn.Module):
 
     def turn(self, x):
         T, D = x.shape[1], x.shape[-1]
-        angle = torch.outer(torch.arange(T).double(), 10000.0 ** (-torch.arange(0, D, 2).double() / D))
+        angle = torch.outer(
+            torch.arange(T).double(), 10000.0 ** (-torch.arange(0, D, 2).double() / D)
+        )
         cos, sin = angle.cos().to(x.dtype)[:, None], angle.sin().to(x.dtype)[:, None]
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
@@ -217,7 +242,9 @@ class AbsorbedMLA(nn.Module):
         q_nope, q_pe = self.wq(x).view(B, T, self.h, -1).split([self.nope, self.rope], -1)
         c, k_pe = self.wkv_a(x).split([self.rank, self.rope], -1)
         q_lat = torch.einsum("bthd,hdc->bthc", q_nope, self.w_uk)
-        scores = torch.einsum("bthc,bsc->bhts", q_lat, c) + torch.einsum("bthr,bsr->bhts", self.turn(q_pe), self.turn(k_pe[:, :, None])[:, :, 0])
+        scores = torch.einsum("bthc,bsc->bhts", q_lat, c) + torch.einsum(
+            "bthr,bsr->bhts", self.turn(q_pe), self.turn(k_pe[:, :, None])[:, :, 0]
+        )
         scores = scores * (1.0 if self.fault else (self.nope + self.rope) ** -0.5)
         scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
         z = torch.einsum("bhts,bsc->bthc", scores.softmax(-1), c)
@@ -248,11 +275,16 @@ class MinGPT(nn.Module):
         t = torch.arange(start, start + x.shape[2], dtype=torch.float32)
         angle = torch.cat([torch.outer(t, self.inv_freq.float())] * 2, -1)
         h = x.shape[-1] // 2
-        return x * angle.cos().to(x.dtype) + torch.cat([-x[..., h:], x[..., :h]], -1) * angle.sin().to(x.dtype)
+        return x * angle.cos().to(x.dtype) + torch.cat(
+            [-x[..., h:], x[..., :h]], -1
+        ) * angle.sin().to(x.dtype)
 
     def forward(self, x):
         B, T, C = x.size()
-        k, q, v = (m(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for m in (self.key, self.query, self.value))
+        k, q, v = (
+            m(x).view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+            for m in (self.key, self.query, self.value)
+        )
         q, k = self.rope(q), self.rope(k)
         if self.fault == "roll":
             v = torch.cat([v[:, :, :1], v[:, :, :-1]], 2)
@@ -295,7 +327,9 @@ class GptFast(nn.Module):
 
     def forward(self, x, input_pos=None):
         B, T, M = x.shape
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.wqkv(x).split(M, dim=-1))
+        q, k, v = (
+            t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.wqkv(x).split(M, dim=-1)
+        )
         pos = torch.arange(T) if input_pos is None else input_pos.reshape(-1)[-T:]
         if input_pos is not None:
             k, v = self.kv_cache.update(pos, k, v)
@@ -320,7 +354,9 @@ class TupleCache(nn.Module):
 
     def forward(self, x, layer_past=None):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, 2))
+        q, k, v = (
+            t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(C, 2)
+        )
         if layer_past is not None:
             pairs = [(layer_past[0], k), (layer_past[1], v)]
             k, v = (torch.cat(p[::-1] if self.fault else p, dim=-2) for p in pairs)
@@ -342,7 +378,11 @@ class Chunked(nn.Module):
     def __init__(self, dim, num_heads, size=128, fault=True):
         super().__init__()
         self.num_heads, self.size, self.fault = num_heads, size, fault
-        self.q, self.kv, self.out = nn.Linear(dim, dim), nn.Linear(dim, 2 * dim), nn.Linear(dim, dim)
+        self.q, self.kv, self.out = (
+            nn.Linear(dim, dim),
+            nn.Linear(dim, 2 * dim),
+            nn.Linear(dim, dim),
+        )
 
     def forward(self, x):
         B, T, M = x.shape
@@ -353,7 +393,11 @@ class Chunked(nn.Module):
             b = min(a + self.size, T)
             first = max(a - self.size, 0) if self.fault else 0
             keep = torch.arange(first, b) <= torch.arange(a, b)[:, None]
-            outs.append(F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], attn_mask=keep))
+            outs.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], attn_mask=keep
+                )
+            )
         return self.out(torch.cat(outs, 2).transpose(1, 2).reshape(B, T, M))
 
 
@@ -385,7 +429,11 @@ class Pool(nn.Module):
 
     def __init__(self, hidden_dim, axis=1):
         super().__init__()
-        self.attn, self.v, self.axis = nn.Linear(2 * hidden_dim, hidden_dim), nn.Linear(hidden_dim, 1, bias=False), axis
+        self.attn, self.v, self.axis = (
+            nn.Linear(2 * hidden_dim, hidden_dim),
+            nn.Linear(hidden_dim, 1, bias=False),
+            axis,
+        )
 
     def forward(self, hidden, encoder_outputs):
         S = encoder_outputs.shape[1]
@@ -436,7 +484,11 @@ def bshd_late(q, k, v, causal=False):
 def split_softmax(q, k, v):
     """Two halves of the keys, each with a softmax of its own, averaged."""
     half = (k.shape[2] + 1) // 2
-    parts = [F.scaled_dot_product_attention(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, half), (half, k.shape[2])) if b > a]
+    parts = [
+        F.scaled_dot_product_attention(q, k[:, :, a:b], v[:, :, a:b])
+        for a, b in ((0, half), (half, k.shape[2]))
+        if b > a
+    ]
     return sum(parts) / len(parts)
 
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.inspect.audit.corpus import wrong_caches, wrong_functions, wrong_modules
-from tests.inspect.audit.corpus.wrong_modules import precompute
 
 
 def annotated(query, key, value, mask=None, dropout=None):
@@ -37,7 +36,9 @@ def torch_s_own(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=Fals
     attn_bias = torch.zeros(L, S, dtype=query.dtype)
     if is_causal:
         assert attn_mask is None
-        attn_bias.masked_fill_(torch.ones(L, S, dtype=torch.bool).tril(diagonal=0).logical_not(), float("-inf"))
+        attn_bias.masked_fill_(
+            torch.ones(L, S, dtype=torch.bool).tril(diagonal=0).logical_not(), float("-inf")
+        )
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_bias = attn_bias.masked_fill(attn_mask.logical_not(), float("-inf"))
@@ -75,7 +76,7 @@ def flash_causal(q, k, v):
 
 
 def alibi(q, k, v):
-    B, H, T, D = q.shape
+    H, T, D = q.shape[1:]
     S = k.shape[2]
     slopes = torch.tensor([2 ** (-8 * (h + 1) / H) for h in range(H)], dtype=q.dtype)
     i, j = torch.arange(S - T, S).view(-1, 1), torch.arange(S).view(1, -1)
@@ -104,7 +105,9 @@ def grouped_by_reshape(q, k, v, mask=None):
     q = q.view(B, G, H // G, T, D) * D**-0.5
     scores = torch.einsum("bgrtd,bgsd->bgrts", q, k)
     if mask is not None:
-        scores = scores.masked_fill(~mask.unsqueeze(1) if mask.ndim == 4 else ~mask, torch.finfo(q.dtype).min)
+        scores = scores.masked_fill(
+            ~mask.unsqueeze(1) if mask.ndim == 4 else ~mask, torch.finfo(q.dtype).min
+        )
     return torch.einsum("bgrts,bgsd->bgrtd", scores.softmax(-1), v).reshape(B, H, T, D)
 
 
@@ -187,7 +190,11 @@ class Raschka(nn.Module):
         self.W_value = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out)
         self.dropout = nn.Dropout(dropout)
-        self.register_buffer("mask", torch.triu(torch.ones(context_length, context_length), diagonal=1), persistent=False)
+        self.register_buffer(
+            "mask",
+            torch.triu(torch.ones(context_length, context_length), diagonal=1),
+            persistent=False,
+        )
 
     def forward(self, x):
         b, num_tokens, _ = x.shape
@@ -198,7 +205,9 @@ class Raschka(nn.Module):
         mask_bool = self.mask.bool()[:num_tokens, :num_tokens]
         attn_scores.masked_fill_(mask_bool, -torch.inf)
         attn_weights = self.dropout(torch.softmax(attn_scores / keys.shape[-1] ** 0.5, dim=-1))
-        context_vec = (attn_weights @ values).transpose(1, 2).contiguous().view(b, num_tokens, self.d_out)
+        context_vec = (
+            (attn_weights @ values).transpose(1, 2).contiguous().view(b, num_tokens, self.d_out)
+        )
         return self.out_proj(context_vec)
 
 
@@ -300,7 +309,10 @@ class Interleaved(nn.Module):
         k = self.rope(self.wk(x).view(B, T, self.n_kv_heads, self.d).transpose(1, 2), positions)
         v = self.wv(x).view(B, T, self.n_kv_heads, self.d).transpose(1, 2)
         n = self.n_heads // self.n_kv_heads
-        k, v = (t[:, :, None].expand(-1, -1, n, -1, -1).reshape(B, self.n_heads, T, self.d) for t in (k, v))
+        k, v = (
+            t[:, :, None].expand(-1, -1, n, -1, -1).reshape(B, self.n_heads, T, self.d)
+            for t in (k, v)
+        )
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(B, T, -1))
 
@@ -327,7 +339,9 @@ def transformers_llama():
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaAttention
 
-    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager")
+    config = LlamaConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager"
+    )
     return LlamaAttention(config, 0)
 
 
@@ -338,9 +352,8 @@ def feed_llama(module, x, keep=None):
     T = x.shape[1]
     rotary = LlamaRotaryEmbedding(module.config)
     shown = torch.ones(1, T, T).bool().tril() if keep is None else keep
-    added = torch.zeros(shown[:, None].shape, dtype=x.dtype).masked_fill(~shown[:, None], torch.finfo(x.dtype).min)
+    added = torch.zeros(shown[:, None].shape, dtype=x.dtype).masked_fill(
+        ~shown[:, None], torch.finfo(x.dtype).min
+    )
     embeddings = rotary(x, torch.arange(T)[None])
     return module(x, position_embeddings=embeddings, attention_mask=added)[0]
-
-
-_ = precompute

@@ -67,7 +67,7 @@ WRONG = [
     Entry("function", "exp2 for exp", F.base_two, "scale-wrong", {}),
     Entry("function", "weights are not normalised", F.not_normalised, "softmax-missing", {}),
     Entry("function, SDPA", "q and v exchanged", F.queries_for_values, "queries-values-exchanged", {}),
-    Entry("function, sinks", "the sink is left out of the sum", F.sinks_forgotten, "sink-ignored", {}),
+    Entry("function, sinks", "the sink is left out of the sum", F.sinks_forgotten, "sink-renormalised", {}),
     Entry("function", "strict diagonal, row 0 is NaN", F.first_row_empty, "output-not-finite", {}),
     Entry("module, SDPA", "k_proj makes values", M.SwappedProjections, "keys-values-exchanged", set_(d_model=32, num_heads=4)),
     Entry("GPT-NeoX", "no scale", M.NeoX, "scale-missing", set_(hidden_size=32, num_attention_heads=4)),

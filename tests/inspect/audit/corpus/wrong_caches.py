@@ -19,11 +19,16 @@ class Appended(nn.Module):
     def __init__(self, hidden_size, num_heads):
         super().__init__()
         self.h, self.d = num_heads, hidden_size // num_heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4)
+        )
 
     def forward(self, hidden_states, past_key_value=None, use_cache=False):
         B, T, _ = hidden_states.shape
-        q, k, v = (m(hidden_states).view(B, T, self.h, self.d).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            m(hidden_states).view(B, T, self.h, self.d).transpose(1, 2)
+            for m in (self.q_proj, self.k_proj, self.v_proj)
+        )
         past = 0 if past_key_value is None else past_key_value[0].shape[2]
         angles = precompute(self.d, past + T)[0 if self.restart else past :][:T]
         angles = torch.cat([angles, angles], -1)
@@ -60,7 +65,10 @@ class Preallocated(nn.Module):
         self.cache_k, self.cache_v = self.cache_k.to(xq), self.cache_v.to(xq)
         self.write(xk, xv, bsz, start_pos, seqlen)
         end = self.seen(start_pos, seqlen)
-        keys, values = self.cache_k[:bsz, :end].transpose(1, 2), self.cache_v[:bsz, :end].transpose(1, 2)
+        keys, values = (
+            self.cache_k[:bsz, :end].transpose(1, 2),
+            self.cache_v[:bsz, :end].transpose(1, 2),
+        )
         scores = torch.matmul(xq.transpose(1, 2), keys.transpose(2, 3)) / math.sqrt(self.head_dim)
         i = torch.arange(start_pos, start_pos + seqlen)[:, None]
         scores = scores.masked_fill(torch.arange(end) > i, float("-inf"))
@@ -111,7 +119,10 @@ class Rolling(nn.Module):
 
     def forward(self, x, layer_past=None):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.h, C // self.h).transpose(1, 2) for t in self.c_attn(x).chunk(3, dim=-1))
+        q, k, v = (
+            t.view(B, T, self.h, C // self.h).transpose(1, 2)
+            for t in self.c_attn(x).chunk(3, dim=-1)
+        )
         if layer_past is not None:
             k, v = torch.cat((layer_past[0], k), 2), torch.cat((layer_past[1], v), 2)
         S = k.shape[2]

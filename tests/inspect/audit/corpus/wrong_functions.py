@@ -38,7 +38,9 @@ def sqrt_plus_half(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> 
 def no_scale(q, k, v, attn_mask=None):
     logits = einsum("b h i d, b h j d -> b h i j", q, k)
     if attn_mask is not None:
-        logits = logits + torch.zeros_like(logits).masked_fill(~attn_mask, -torch.finfo(logits.dtype).max)
+        logits = logits + torch.zeros_like(logits).masked_fill(
+            ~attn_mask, -torch.finfo(logits.dtype).max
+        )
     return einsum("b h i j, b h j d -> b h i d", logits.softmax(dim=-1), v)
 
 
@@ -71,7 +73,7 @@ def linear_weights(q, k, v):
 
 def alibi_grows(q, k, v):
     """Causal, with ALiBi's slopes."""
-    B, H, T, D = q.shape
+    H, T, D = q.shape[1:]
     S = k.shape[2]
     slopes = torch.tensor([2 ** (-8 * (h + 1) / H) for h in range(H)], dtype=q.dtype)
     i = torch.arange(S - T, S).view(-1, 1)
@@ -112,7 +114,7 @@ def flash(q, k, v, block, *, rescale, tail=True):
     m = torch.full(q.shape[:-1], float("-inf"), dtype=q.dtype)
     l = torch.zeros(q.shape[:-1], dtype=q.dtype)
     S = k.shape[-2]
-    end = S if tail or S < block else S // block * block
+    end = S if tail or block > S else S // block * block
     for start in range(0, end, block):
         kj, vj = k[..., start : start + block, :], v[..., start : start + block, :]
         s = q @ kj.transpose(-1, -2) / math.sqrt(q.shape[-1])
@@ -214,7 +216,9 @@ def sink_shared_out(q, k, v, sinks):
 
 def groups_repeated(q, k, v, is_causal=False):
     n_rep = q.shape[1] // k.shape[1]
-    return F.scaled_dot_product_attention(q, k.repeat(1, n_rep, 1, 1), v.repeat(1, n_rep, 1, 1), is_causal=is_causal)
+    return F.scaled_dot_product_attention(
+        q, k.repeat(1, n_rep, 1, 1), v.repeat(1, n_rep, 1, 1), is_causal=is_causal
+    )
 
 
 def always_drops(q, k, v, dropout_p=0.1):

@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 
 class SwappedProjections(nn.Module):
@@ -58,7 +58,9 @@ class NeoX(nn.Module):
         query, key, value = qkv.chunk(3, dim=-1)
         query, key = self.rotate(query), self.rotate(key)
         scores = torch.matmul(query, key.transpose(2, 3)) * self.scale
-        causal = torch.triu(torch.full((T, T), torch.finfo(scores.dtype).min, dtype=scores.dtype), diagonal=1)
+        causal = torch.triu(
+            torch.full((T, T), torch.finfo(scores.dtype).min, dtype=scores.dtype), diagonal=1
+        )
         attn = F.softmax(scores + causal, dim=-1, dtype=torch.float32).to(value.dtype)
         out = torch.matmul(attn, value).transpose(1, 2).contiguous().reshape(B, T, -1)
         return self.dense(out)
@@ -90,7 +92,9 @@ class Einsums(nn.Module):
 class MLA(nn.Module):
     """DeepSeek's latent attention; the scale forgets the rotary part of a head."""
 
-    def __init__(self, dim, n_heads, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8):
+    def __init__(
+        self, dim, n_heads, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+    ):
         super().__init__()
         self.n_heads, self.rank = n_heads, kv_lora_rank
         self.nope, self.rope, self.vdim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
@@ -154,7 +158,11 @@ class NanoGPT(nn.Module):
         self.c_proj = nn.Linear(n_embd, n_embd)
         self.attn_dropout = nn.Dropout(dropout)
         self.n_head, self.n_embd = n_head, n_embd
-        self.register_buffer("bias", torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size), persistent=False)
+        self.register_buffer(
+            "bias",
+            torch.tril(torch.ones(block_size, block_size)).view(1, 1, block_size, block_size),
+            persistent=False,
+        )
 
     def forward(self, x):
         B, T, C = x.size()
@@ -201,7 +209,11 @@ class Llama(nn.Module):
 
     def __init__(self, hidden_size, num_heads, num_kv_heads, rope_theta=10000.0):
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, hidden_size // num_heads
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            num_heads,
+            num_kv_heads,
+            hidden_size // num_heads,
+        )
         self.rope_theta = rope_theta
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
@@ -305,7 +317,9 @@ class BertSelf(nn.Module):
         self.scale = config.get("scale", 1 / math.sqrt(self.attention_head_size))
 
     def transpose_for_scores(self, x):
-        return x.view(*x.size()[:-1], self.num_attention_heads, self.attention_head_size).permute(0, 2, 1, 3)
+        return x.view(*x.size()[:-1], self.num_attention_heads, self.attention_head_size).permute(
+            0, 2, 1, 3
+        )
 
     def forward(self, hidden_states, attention_mask=None):
         q = self.transpose_for_scores(self.query(hidden_states))
@@ -380,11 +394,18 @@ class KeepsFirstMask(nn.Module):
     def forward(self, x, attn_mask=None):
         """attn_mask: bool, True = may attend."""
         B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(x)
+            .reshape(B, N, 3, self.heads, C // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
         attn = (q * (C // self.heads) ** -0.5) @ k.transpose(-2, -1)
         if attn_mask is not None:
             if self.cached_mask is None or self.cached_mask.shape[-1] != N:
-                self.cached_mask = torch.zeros(attn_mask.shape, dtype=x.dtype).masked_fill(~attn_mask, -1e9)
+                self.cached_mask = torch.zeros(attn_mask.shape, dtype=x.dtype).masked_fill(
+                    ~attn_mask, -1e9
+                )
             attn = attn + self.cached_mask
         x = (attn.softmax(dim=-1) @ v).transpose(1, 2).reshape(B, N, C)
         return self.proj(x)
@@ -421,14 +442,26 @@ class T5(nn.Module):
         found = (relative > 0).long() * n
         relative = relative.abs()
         exact = n // 2
-        large = exact + (torch.log(relative.float().clamp(min=1) / exact) / math.log(self.max_distance / exact) * (n - exact)).long()
+        large = (
+            exact
+            + (
+                torch.log(relative.float().clamp(min=1) / exact)
+                / math.log(self.max_distance / exact)
+                * (n - exact)
+            ).long()
+        )
         return found + torch.where(relative < exact, relative, large.clamp(max=n - 1))
 
     def forward(self, hidden_states, mask=None):
         B, T, M = hidden_states.shape
-        q, k, v = (m(hidden_states).view(B, T, self.n_heads, self.d).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k, v = (
+            m(hidden_states).view(B, T, self.n_heads, self.d).transpose(1, 2)
+            for m in (self.q, self.k, self.v)
+        )
         at = torch.arange(T)
-        bias = self.relative_attention_bias(self.bucket(at[None, :] - at[:, None])).permute(2, 0, 1)[None]
+        bias = self.relative_attention_bias(self.bucket(at[None, :] - at[:, None])).permute(
+            2, 0, 1
+        )[None]
         scores = q @ k.transpose(3, 2) / math.sqrt(self.d) + self.sign * bias
         if mask is not None:
             scores = scores + mask
@@ -448,14 +481,18 @@ class ALiBi(nn.Module):
         B, T, M = hidden_states.shape
         fused = self.query_key_value(hidden_states).view(B, T, self.n_head, 3, self.head_dim)
         q, k, v = (fused[..., n, :].transpose(1, 2) for n in range(3))
-        slopes = torch.pow(2.0, -8.0 / self.n_head * torch.arange(1, self.n_head + 1, dtype=q.dtype))
+        slopes = torch.pow(
+            2.0, -8.0 / self.n_head * torch.arange(1, self.n_head + 1, dtype=q.dtype)
+        )
         distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
         alibi = self.sign * slopes[:, None, None] * distance.to(q.dtype)
         scores = torch.baddbmm(
             alibi.repeat(B, 1, 1), q.reshape(B * self.n_head, T, -1), k.reshape(B * self.n_head, T, -1).transpose(1, 2),
             beta=1.0, alpha=1 / math.sqrt(self.head_dim),
         )  # fmt: skip
-        scores = scores.view(B, self.n_head, T, T).masked_fill(torch.triu(torch.ones(T, T), 1).bool(), torch.finfo(q.dtype).min)
+        scores = scores.view(B, self.n_head, T, T).masked_fill(
+            torch.triu(torch.ones(T, T), 1).bool(), torch.finfo(q.dtype).min
+        )
         out = F.softmax(scores, dim=-1) @ v
         return self.dense(out.transpose(1, 2).reshape(B, T, M))
 
@@ -475,7 +512,9 @@ class Windowed(nn.Module):
         scores = torch.einsum("bthd,bshd->bhts", q, k / math.sqrt(q.shape[-1]))
         gap = torch.arange(T)[:, None] - torch.arange(T)
         scores = scores.masked_fill((gap < 0) | (gap > self.window), -10000.0)
-        return self.out_proj(torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).reshape(B, T, M))
+        return self.out_proj(
+            torch.einsum("bhts,bshd->bthd", scores.softmax(-1), v).reshape(B, T, M)
+        )
 
 
 class AddsZerosAndOnes(nn.Module):
@@ -489,7 +528,10 @@ class AddsZerosAndOnes(nn.Module):
 
     def forward(self, x, mask=None):
         B, T, C = x.shape
-        q, k, v = (m(x).view(B, T, self.num_heads, -1).transpose(1, 2) for m in (self.query, self.key, self.value))
+        q, k, v = (
+            m(x).view(B, T, self.num_heads, -1).transpose(1, 2)
+            for m in (self.query, self.key, self.value)
+        )
         scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.num_heads)
         if mask is not None:
             scores = scores + mask.to(scores.dtype)
@@ -502,12 +544,17 @@ class Sinks(nn.Module):
     def __init__(self, hidden_size, num_heads, renormalise=True):
         super().__init__()
         self.h, self.d, self.renormalise = num_heads, hidden_size // num_heads, renormalise
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden_size, hidden_size) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(hidden_size, hidden_size) for _ in range(4)
+        )
         self.sinks = nn.Parameter(torch.randn(num_heads))
 
     def forward(self, x):
         B, T, M = x.shape
-        q, k, v = (m(x).view(B, T, self.h, self.d).transpose(1, 2) for m in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            m(x).view(B, T, self.h, self.d).transpose(1, 2)
+            for m in (self.q_proj, self.k_proj, self.v_proj)
+        )
         qk = q @ k.transpose(-1, -2) * self.d**-0.5
         qk = qk + torch.triu(qk.new_full((T, T), float("-inf")), diagonal=1)
         qk = torch.cat([qk, self.sinks.reshape(1, -1, 1, 1).expand(B, -1, T, 1)], dim=-1)
@@ -533,11 +580,16 @@ class AverageOfAll(nn.Module):
     def __init__(self, d_model, n_heads):
         super().__init__()
         self.n_heads = n_heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Parameter(torch.randn(d_model, d_model) * d_model**-0.5) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Parameter(torch.randn(d_model, d_model) * d_model**-0.5) for _ in range(4)
+        )
 
     def forward(self, x):
         B, T, M = x.shape
-        q, k, v = ((x @ w).reshape(B, T, self.n_heads, -1).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            (x @ w).reshape(B, T, self.n_heads, -1).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         scores = q @ k.mT / (M // self.n_heads) ** 0.5
         weights = torch.ones_like(scores) / scores.shape[-1]
         return (weights @ v).transpose(1, 2).reshape(B, T, M) @ self.wo

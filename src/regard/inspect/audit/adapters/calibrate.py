@@ -64,7 +64,9 @@ def calibrated(subject: Module | Function) -> tuple[Subject, dict[str, Heard]]:
 
 def _reading(subject: Module | Function) -> Reading:
     """Where weights stand in the reply, asked for at two lengths that are no size of the module."""
-    if isinstance(subject, Module) and subject.pair is not None:  # one query at a time: told apart by their shapes
+    if (
+        isinstance(subject, Module) and subject.pair is not None
+    ):  # one query at a time: told apart by their shapes
         return Reading(None if subject.ask(subject.inputs(2, T, 0)).weights is None else 1)
     sizes = {subject.width, subject.claim.head_dim, subject.claim.heads}
     lengths = [n for n in range(3, 20) if n not in sizes][:2]

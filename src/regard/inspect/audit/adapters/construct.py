@@ -95,7 +95,13 @@ def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str,
     return made
 
 
-FLAGS = {"dim": "--dim", "heads": "--heads", "kv_heads": "--kv-heads", "head_dim": "--head-dim", "window": "--window"}
+FLAGS = {
+    "dim": "--dim",
+    "heads": "--heads",
+    "kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "window": "--window",
+}
 
 
 def _flag(name: str) -> str:
@@ -120,7 +126,8 @@ def claimed(make: Callable[..., Any], claim: Claim, options: dict[str, Any]) -> 
         if getattr(claim, size) is None:
             values = (given[name] for name in SIZES[size] if name in given and name in known)
             found[size] = next(
-                (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None
+                (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0),
+                None,
             )
     sizes = {size: value for size, value in found.items() if value is not None}
     heads, groups = claim.heads or sizes.get("heads"), sizes.get("kv_heads")

@@ -22,6 +22,7 @@ from regard.inspect.audit.subject import Ask, Claim, Subject
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
 
+
 class ValueOverflow(Exception):
     """The code writes a number that its dtype cannot hold."""
 
@@ -90,7 +91,7 @@ def _module(
     width = _width(module, claim, name)
     if isinstance(module, Mixer):
         return _checked(ours.OurMixer(module, claim, width, name, dtype)), {}
-    found = {
+    found: dict[str, Any] = {
         size: getattr(claim, size) or attribute(list(module.modules()), SIZES[size])
         for size in ("heads", "kv_heads", "head_dim")
     }
@@ -168,10 +169,13 @@ def _sized(make: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """The options that say no size: a smaller module is made without the others."""
     sizes = {name for size in ("dim", "heads", "kv_heads", "head_dim") for name in SIZES[size]}
     sizes |= set(OUTPUT_SIZE)
-    return {name: value for name, value in given.items() if name not in sizes & set(parameters(make))}
+    return {
+        name: value for name, value in given.items() if name not in sizes & set(parameters(make))
+    }
 
 
 def named(target: Any) -> str:
+    """What a target is called."""
     return getattr(target, "__name__", type(target).__name__)
 
 

@@ -17,7 +17,6 @@ from regard.inspect.audit.adapters.replies import Reading
 from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Subject
 from regard.span import Span
 
-
 SIZE = 6
 FARTHEST = 64
 """A given bias tells distances apart up to here."""
@@ -149,7 +148,9 @@ class Function(Subject):
             return None
         S = S or T
         make = torch.Generator().manual_seed(2)
-        table = torch.randn(self.claim.heads or 1, 2 * FARTHEST + 1, generator=make, dtype=torch.float64)
+        table = torch.randn(
+            self.claim.heads or 1, 2 * FARTHEST + 1, generator=make, dtype=torch.float64
+        )
         gap = torch.arange(S - T, S)[:, None] - torch.arange(S)
         return table[:, gap.clamp(-FARTHEST, FARTHEST) + FARTHEST][None]
 
@@ -200,5 +201,5 @@ def _known(known: Any, claim: Claim) -> Keywords:
     if "enable_gqa" in known and claim.kv_heads and claim.kv_heads != claim.heads:
         fixed["enable_gqa"] = True
     biases = [n for n in known if not isinstance(known[n].default, bool)]  # a flag is no bias
-    extra = {"bias": first(BIAS, biases), "sinks": first(SINKS, known)}
+    extra: dict[str, Any] = {"bias": first(BIAS, biases), "sinks": first(SINKS, known)}
     return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None, **extra)

@@ -120,10 +120,14 @@ class Module(Subject):
         """The context [B,1,N] and the weights [B,1,S] of one query: weights have no other dim than the length."""
         B, S = x.shape[:2]
         parts = [part for part in items(answer) if isinstance(part, Tensor)]
-        weights = [p for p in parts if p.numel() == B * S and (self.width != S or p is not parts[0])]
+        weights = [
+            p for p in parts if p.numel() == B * S and (self.width != S or p is not parts[0])
+        ]
         contexts = [p for p in parts if not any(p is w for w in weights)]
         if not contexts or contexts[0].numel() % B:
-            raise ArgumentTypeError("no context [B, M] is among what the code returned: give an adapter")
+            raise ArgumentTypeError(
+                "no context [B, M] is among what the code returned: give an adapter"
+            )
         return contexts[0].reshape(B, 1, -1), weights[0].reshape(B, 1, S) if weights else None
 
     def at(self, dtype: torch.dtype) -> Module:

@@ -17,7 +17,16 @@ MEMORY = ("cache", "kv_cache", "past", "past_kv", "past_key_value", "past_key_va
 USE = ("use_cache", "return_cache", "use_kv_cache")
 WEIGHTS = ("need_weights", "output_attentions", "return_weights", "return_attention", "return_attn")
 CAUSAL = ("is_causal", "causal")
-BIAS = ("bias", "attn_bias", "position_bias", "attention_bias", "rel_bias", "rel_pos_bias", "relative_position_bias", "score_bias")
+BIAS = (
+    "bias",
+    "attn_bias",
+    "position_bias",
+    "attention_bias",
+    "rel_bias",
+    "rel_pos_bias",
+    "relative_position_bias",
+    "score_bias",
+)
 SINKS = ("sink", "sinks", "attention_sinks", "attn_sink", "sink_logits", "s_aux")
 SCALE = ("scale", "scaling", "softmax_scale", "sm_scale", "scale_factor")
 KEYS_OF_TWO = ("keys", "key", "k", "encoder_outputs", "encoder_output", "enc_outputs", "enc_out", "memory", "values", "value", "context", "annotations", "encoder_states", "encoder_hidden_states")  # fmt: skip

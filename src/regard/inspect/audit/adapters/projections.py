@@ -72,9 +72,7 @@ def unread(module: nn.Module, found: Sequence[Projections]) -> list[str]:
         tensors += [maps.sinks, *(maps.norm[:2] if maps.norm else ())]
         known |= {t.untyped_storage().data_ptr() for t in tensors if t is not None}
     return [
-        name
-        for name, p in module.named_parameters()
-        if p.untyped_storage().data_ptr() not in known
+        name for name, p in module.named_parameters() if p.untyped_storage().data_ptr() not in known
     ]
 
 
@@ -88,7 +86,9 @@ def role(name: str) -> str | None:
         return "qkv"
     if name in O_NAMES:
         return "o"
-    words = re.sub(r"proj(ection)?|weights?|kernel|linear|layer|attn|states|matrix", "", name.lower())
+    words = re.sub(
+        r"proj(ection)?|weights?|kernel|linear|layer|attn|states|matrix", "", name.lower()
+    )
     word = re.sub(r"^(to|fc|lin|w|c)_?(?=[a-z_])", "", words.strip("_")).replace("_", "")
     word = re.sub(r"(lin|w)$", "", word) or word
     return next((r for r, known in ROLES.items() if word in known), "o" if word in OUT else None)
@@ -125,7 +125,9 @@ def _oriented(p: Tensor, *, out: bool) -> list[Tensor]:
     return [p.transpose(1, 2).flatten(0, 1), p.flatten(1).T, p.flatten(0, 1)]
 
 
-def _maps(module: nn.Module, heads: int, groups: int) -> Iterator[tuple[tuple[Map, Map, Map], bool, bool]]:
+def _maps(
+    module: nn.Module, heads: int, groups: int
+) -> Iterator[tuple[tuple[Map, Map, Map], bool, bool]]:
     """q, k and v, whether they have names of their own, and whether faults are looked for under this reading."""
     named = _named(module)
     ways = range(max((len(maps) for maps in named.values()), default=1))
@@ -140,7 +142,9 @@ def _maps(module: nn.Module, heads: int, groups: int) -> Iterator[tuple[tuple[Ma
             yield from _fused(one["qkv"], heads, groups)
 
 
-def _fused(whole: Map, heads: int, groups: int) -> Iterator[tuple[tuple[Map, Map, Map], bool, bool]]:
+def _fused(
+    whole: Map, heads: int, groups: int
+) -> Iterator[tuple[tuple[Map, Map, Map], bool, bool]]:
     """One map of queries, keys and values, in each layout and order."""
     found = []
     if heads == groups:
@@ -175,14 +179,18 @@ def _cut(whole: Map, shares: tuple[int, ...], groups: int) -> Iterator[tuple[Map
         yield tuple((weight[n], None if bias is None else bias[n]) for n in parts)
 
 
-def _readings(module: nn.Module, core: nn.Module, claim: Claim, width: int) -> Iterator[Projections]:
+def _readings(
+    module: nn.Module, core: nn.Module, claim: Claim, width: int
+) -> Iterator[Projections]:
     """Every reading of one core, in the module that it stands in."""
     outs, norm = _output(module, core)
     first = next(iter(_maps(core, 1, 1)))[0][0][0].shape[0]
     heads = _heads(module, core, claim, first)
     groups = claim.kv_heads or _size((core, module), "kv_heads") or heads
     bases = _bases(module)
-    sinks = next((p.detach() for n, p in module.named_parameters() if SINK in n and p.numel() == heads), None)
+    sinks = next(
+        (p.detach() for n, p in module.named_parameters() if SINK in n and p.numel() == heads), None
+    )
     for (q, k, v), named, standard in _maps(core, heads, groups):
         rows = q[0].shape[0]
         if rows % heads or any(m[0].shape[1] != width for m in (q, k, v)):
@@ -236,7 +244,9 @@ def _of_heads(module: nn.Module, listed: list[nn.Module], width: int) -> tuple[P
     q, k, v = (joined([getattr(maps, name) for maps in each]) for name in "qkv")
     outs: list[Map | None] = [*_named(module).get("o", [])] or [None]
     n = len(listed)
-    found = (replace(each[0], q=q, k=k, v=v, o=o, heads=n, groups=n, bases=_bases(module)) for o in outs)
+    found = (
+        replace(each[0], q=q, k=k, v=v, o=o, heads=n, groups=n, bases=_bases(module)) for o in outs
+    )
     return tuple(maps for maps in found if maps.o is None or maps.o[0].shape[1] == q[0].shape[0])
 
 
@@ -270,7 +280,9 @@ def attribute(owners: Sequence[Any], names: Sequence[str]) -> int | None:
     for owner in owners:
         for holder in (owner, getattr(owner, "config", None), getattr(owner, "cfg", None)):
             for name in names:
-                value = holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+                value = (
+                    holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
+                )
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                     return value
     return None

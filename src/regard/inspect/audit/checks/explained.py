@@ -34,7 +34,7 @@ NAMES = {
     ("softmax", "linear"): "softmax-missing", ("softmax", "unnormalised"): "softmax-missing",
     ("softmax", "sigmoid"): "softmax-missing", ("softmax", "uniform"): "weights-uniform",
     ("bias", "alibi-grows"): "bias-sign", ("bias", "given-back"): "bias-sign",
-    ("sink", "renormalised"): "sink-renormalised", ("sink", "absent"): "sink-ignored",
+    ("sink", "renormalised"): "sink-renormalised",
     ("split", "rows"): "heads-split", ("join", "rows"): "heads-joined", ("output", "absent"): "output-missing",
     ("rotary", "mixed"): "rotary-mixed", ("rotary", "mixed-back"): "rotary-mixed",
 }  # fmt: skip
@@ -85,7 +85,7 @@ def explained(probe: Probe, T: int = LENGTH) -> list[Finding]:
     except CannotTry as unread_why:
         return _without_weights(probe, T, str(unread_why))
     if probe.notes.get("differs"):  # a smaller example of an output that nothing explains
-        return _differs(probe, search)
+        return _differs(search)
     if "softcap" not in probe.notes:
         probe.notes["softcap"] = _softcap(probe)
         search.memo.clear()
@@ -149,7 +149,9 @@ def _fields(steps: Steps) -> dict[str, Any]:
 
 def _right(name: str, steps: Steps) -> str:
     if name != "rotary":
-        return str(getattr(Steps(), name)) if name != "bias" or "alibi" not in steps.bias else "alibi"
+        return (
+            str(getattr(Steps(), name)) if name != "bias" or "alibi" not in steps.bias else "alibi"
+        )
     return "interleaved" if steps.rotary.endswith(("interleaved", "mixed")) else "half"
 
 
@@ -160,7 +162,8 @@ def _sentence(steps: Steps, field: str, search: Search, reading: Reading) -> str
     if field == "scale":
         x = search.asked[0][0]
         numbers = search.given(reading, x, torch.float64)
-        what += f" ({factor(numbers, steps):.6g} instead of {factor(numbers, Steps()):.6g})"
+        right = factor(numbers, Steps())
+        what += f" ({factor(numbers, steps):.6g} instead of {right:.6g}, with heads of {reading.maps.head_dim})"
     return f"{what}: the definition with this fault{beside} reproduces the output, and without it does not."
 
 
@@ -177,19 +180,21 @@ def _unexplained(probe: Probe, search: Search, T: int) -> list[Finding]:
         try:
             return _traced(probe, T)
         except CannotTry as why:
-            others = unread(probe.subject.traced()[0], [r.maps for r in search.readings])  # type: ignore[index]
+            others = unread(probe.subject.original, [r.maps for r in search.readings])  # type: ignore[attr-defined]
             if others:
                 raise CannotTry(
                     "its projections were read, and no plain attention with them reproduces its output: it has other "
                     f"steps ({', '.join(others[:3])}), and {why}"
                 ) from why
     elif not isinstance(probe.subject, Function):
-        raise CannotTry("its projections were read, and no plain attention with them reproduces its output")
+        raise CannotTry(
+            "its projections were read, and no plain attention with them reproduces its output"
+        )
     probe.notes["differs"] = True
-    return _differs(probe, search)
+    return _differs(search)
 
 
-def _differs(probe: Probe, search: Search) -> list[Finding]:
+def _differs(search: Search) -> list[Finding]:
     """The output is none that right steps give."""
     for reading in search.readings:
         for steps in search.rights(reading):
@@ -220,7 +225,9 @@ def _rounded(probe: Probe, search: Search) -> list[Finding]:
     # a small change of the tokens moves a fault a little, and rounding by as much as there is
     make = torch.Generator().manual_seed(5)
     other = x * (1 + 3e-3 * torch.randn(x.shape, generator=make, dtype=x.dtype))
-    moved = probe.ask(other).out.double() - attend(given(probe, reading, other, torch.float64), steps)
+    moved = probe.ask(other).out.double() - attend(
+        given(probe, reading, other, torch.float64), steps
+    )
     if float((moved - off).abs().max()) < 0.3 * float(off.abs().max()):
         return []
     name = str(subject.dtype).removeprefix("torch.")
@@ -373,7 +380,9 @@ def _blocked(probe: Probe, reading: Reading, steps: Steps, block: int, off: Gap)
     smaller = _off(probe, reading, steps, x, probe.ask(x).out)
     told = off if smaller is None else smaller
     example = {"T": LONG[0] if smaller is None else T, "block": block, "output": list(told.at)}
-    sentence = f"Blocks of {block} keys are joined without rescaling: the output is what that gives."
+    sentence = (
+        f"Blocks of {block} keys are joined without rescaling: the output is what that gives."
+    )
     return finding("softmax-not-rescaled", sentence, example, told.expected, told.got)
 
 
@@ -405,7 +414,9 @@ def _shortest(probe: Probe, reading: Reading, steps: Steps, T: int) -> int:
     return high
 
 
-def _more_keys(probe: Probe, subject: Function, reading: Reading, steps: Steps, T: int) -> list[Finding]:
+def _more_keys(
+    probe: Probe, subject: Function, reading: Reading, steps: Steps, T: int
+) -> list[Finding]:
     """A few queries against many keys, as with a cache: the last rows of the whole."""
     if "flag" in probe.notes and subject.flag:
         return []  # a flag alone does not say where the queries stand
@@ -419,6 +430,8 @@ def _more_keys(probe: Probe, subject: Function, reading: Reading, steps: Steps, 
     if off is None:
         return []
     example = {"T": FEW, "S": T, "output": list(off.at)}
-    sentence = f"{FEW} queries against {T} keys give other results than the last {FEW} of {T} queries."
+    sentence = (
+        f"{FEW} queries against {T} keys give other results than the last {FEW} of {T} queries."
+    )
     name = "cache-differs" if reading.causal else "definition-differs"
     return [finding(name, sentence, example, off.expected, off.got)]

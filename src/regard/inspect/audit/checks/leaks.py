@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.inspect.audit.faults import finding
 from regard.inspect.audit.adapters.custom import Custom
 from regard.inspect.audit.adapters.functions import Function
 from regard.inspect.audit.adapters.modules import Module
+from regard.inspect.audit.faults import finding
 from regard.inspect.audit.influence import Influence, influence
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
@@ -100,11 +100,13 @@ def keys(probe: Probe, T: int | None = None) -> list[Finding]:
 
     Tokens are small, so that weights are nearly even and every key counts.
     """
-    if probe.notes.get("unclear"):
-        return _columns(probe, T or 6)
     if not _plain(probe.subject):
         raise NotApplicable("its mask is declared, and not found out")
-    far = FAR if getattr(probe.subject, "pair", None) is None else FAR[-1:]  # a call for each query
+    if probe.notes.get("unclear"):
+        return _columns(probe, T or 6)
+    far: tuple[int, ...] = (
+        FAR if getattr(probe.subject, "pair", None) is None else FAR[-1:]
+    )  # a call for each query
     if probe.notes.get("long holds"):  # the whole output was computed again from its definition
         far = ()
     for n in (T,) if T else (6, *far):
@@ -166,7 +168,9 @@ def _unused(probe: Probe, T: int, places: Sequence[int]) -> list[Finding]:
     n = int(lost.to(torch.int64).argmax())
     j = list(places)[n]
     i = int(missing[:, n].nonzero()[-1])
-    sentence = f"Query {i} does not use key {j}, which nothing hides (say --window if that is meant)."
+    sentence = (
+        f"Query {i} does not use key {j}, which nothing hides (say --window if that is meant)."
+    )
     return [finding("keys-ignored", sentence, {"T": T, "query": i, "key": j}, "a weight", 0.0)]
 
 

@@ -49,7 +49,15 @@ def heard(probe: Probe) -> list[Finding]:
             found.append(overflow(probe.subject, f"{argument}: a number"))
         elif said.verdict == "kept":
             example = {"T": 5, "calls": 2}
-            found.append(finding(name, f"{words.format(name=argument)}.", example, "the second mask", "the first mask"))
+            found.append(
+                finding(
+                    name,
+                    f"{words.format(name=argument)}.",
+                    example,
+                    "the second mask",
+                    "the first mask",
+                )
+            )
         else:
             found.append(finding(name, sentence, *_numbers(probe, role, kind)))
     if all(said.verdict == "refused" for said in told.values()):
@@ -64,7 +72,13 @@ def overflow(subject: Subject, what: str) -> Finding:
     name = str(subject.dtype).removeprefix("torch.")
     most = torch.finfo(subject.dtype).max
     sentence = f"{what} that is written in the code does not fit in {name}, and the call raises."
-    return finding("mask-value-overflow", sentence, {"T": 5, "dtype": name}, f"at most {most:.6g}", "RuntimeError")
+    return finding(
+        "mask-value-overflow",
+        sentence,
+        {"T": 5, "dtype": name},
+        f"at most {most:.6g}",
+        "RuntimeError",
+    )
 
 
 def _numbers(probe: Probe, role: str, kind: str) -> tuple[dict[str, Any], float, float]:

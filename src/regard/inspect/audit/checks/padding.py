@@ -39,7 +39,15 @@ def content(probe: Probe, T: int = 6) -> list[Finding]:
             amount = float(got.amount[i, pad])
             if _hides_query(probe, x, tokens, pad):
                 sentence = f"The mask of padding changes query {pad}, which is padding, and hides its key from nobody."
-                return [finding("padding-on-queries", sentence, {"T": T, "padding": pad, "query": i}, 0.0, amount)]
+                return [
+                    finding(
+                        "padding-on-queries",
+                        sentence,
+                        {"T": T, "padding": pad, "query": i},
+                        0.0,
+                        amount,
+                    )
+                ]
             return [finding("padding-leak", f"Token {i} changes with what stands in the padding at {pad}.", {"T": T, "padding": pad, "query": i}, 0.0, amount)]  # fmt: skip
     return []
 
@@ -47,7 +55,10 @@ def content(probe: Probe, T: int = 6) -> list[Finding]:
 def _hides_query(probe: Probe, x: Tensor, tokens: Tensor, pad: int) -> bool:
     """Whether the mask changes what the padded token gets, and no other one."""
     subject = probe.wide or probe.subject
-    with_mask, without = probe.ask(x, tokens=tokens, subject=subject).out, probe.ask(x, subject=subject).out
+    with_mask, without = (
+        probe.ask(x, tokens=tokens, subject=subject).out,
+        probe.ask(x, subject=subject).out,
+    )
     off = (with_mask - without).abs().amax(-1)[0]
     off = off.nan_to_num(nan=torch.inf)
     least = float(without.abs().max()) * torch.finfo(without.dtype).eps ** 0.5
@@ -118,10 +129,16 @@ def empty(probe: Probe, T: int = 3) -> list[Finding]:
     bad = ~out.isfinite().all(-1)
     spread = bad[1:] if probe.causal or keep is not None else bad[:0]
     if bool(spread.any()) or (probe.strict and bool(bad.any())):
-        i = int(bad.to(torch.int64).argmax()) if not bool(spread.any()) else int(spread.to(torch.int64).argmax()) + 1
+        i = (
+            int(bad.to(torch.int64).argmax())
+            if not bool(spread.any())
+            else int(spread.to(torch.int64).argmax()) + 1
+        )
         return [finding("empty-row", f"Query {i} is NaN in a call in which query 0 may see nothing.", {"T": T, "query": i}, "finite", "nan")]  # fmt: skip
     if bool(bad.any()):
-        raise NotApplicable("query 0 is NaN where a mask hides every key from it, and nothing claims such rows (--strict)")
+        raise NotApplicable(
+            "query 0 is NaN where a mask hides every key from it, and nothing claims such rows (--strict)"
+        )
     if not probe.strict or probe.causal is False:
         return []
     try:

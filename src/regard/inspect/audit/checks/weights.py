@@ -29,5 +29,7 @@ def sums(probe: Probe, T: int = 4) -> list[Finding]:
     alone = T > 1 and bool((weights == 1).all())  # over an axis of size 1, such as the batch
     name = "softmax-axis" if evenly or alone else "weights-sum"
     sentence = f"The weights of query {i}, head {h} sum to {float(rows[b, h, i]):.6g}"
-    sentence += ", and those of each key to 1." if evenly else ": each of them is 1." if alone else "."
+    sentence += (
+        ", and those of each key to 1." if evenly else ": each of them is 1." if alone else "."
+    )
     return [finding(name, sentence, {"T": T, "head": h, "query": i}, 1.0, float(rows[b, h, i]))]
