@@ -102,11 +102,10 @@ def steps(field: str, value: str) -> Steps:
 
 def test_each_fault_is_another_function() -> None:
     """Beyond the error rule in float32: from the right steps, and from every other single fault."""
-    m = replace(maps(groups=4), sinks=torch.randn(H, generator=torch.Generator().manual_seed(4)))
     for G in (H, 2):
-        m = m if G == H else replace(maps(), sinks=m.sinks)
+        m = maps(groups=G)
         # queries and keys have as many heads where their roles are exchanged
-        tried = [(f, v) for f, v in FAULTS if (f == "roles") == (G == H)]
+        tried = [(f, v) for f, v in FAULTS if (f == "roles") == (G == H) and f != "sink"]
         numbers, plain = given(m), given(m, torch.float32)
         rights = [Steps(), Steps(rotary="half"), Steps(rotary="interleaved"), Steps(bias="alibi")]
         ways = {(f, v): steps(f, v) for f, v in tried if (f, v) != ("output", "absent")}
@@ -122,6 +121,14 @@ def test_each_fault_is_another_function() -> None:
                 assert far or same, ((f, v), other)
             if (f, v) in refs:
                 assert gap(mine, [mine], refs[f, v][0]) is None
+
+
+def test_a_sink_whose_share_is_given_back_does_nothing() -> None:
+    m = replace(maps(), sinks=torch.randn(H, generator=torch.Generator().manual_seed(4)))
+    right, wrong = (attend(given(m), each) for each in (Steps(), Steps(sink="renormalised")))
+    without = attend(given(maps()), Steps())
+    assert float((wrong - without).abs().max()) < 1e-12
+    assert float((right - without).abs().max()) > 0.1
 
 
 def test_candidates_begin_with_the_fewest_faults() -> None:

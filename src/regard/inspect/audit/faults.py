@@ -34,7 +34,7 @@ FAULTS: dict[str, Fault] = {
     "not-repeatable": Fault("Two equal calls give different results.", "random numbers, or memory that is read before it is written"),
     "dropout-in-eval": Fault("Dropout is active in evaluation mode.", "dropout_p=... of scaled_dot_product_attention, F.dropout without training=self.training"),
     "state-kept": Fault("A call changes what later calls give.", "buffers and attributes written in forward, a cache that is not reset", brings=_RUNS),
-    "input-changed": Fault("The call changes its input in place.", "operations with a trailing underscore, +=, out=, slices that are assigned"),
+    "input-changed": Fault("The call changes its input in place.", "operations with a trailing underscore, +=, out=, slices that are assigned", brings=("definition-differs",)),
     "batch-mixing": Fault("A row of the batch depends on other rows.", "reshapes and transposes that move the batch, a softmax or a norm over it", brings=(*_RUNS, "padding-leak", "definition-differs", "keys-ignored")),
     "mask-polarity": Fault("The mask hides what it should show.", "masked_fill(mask == 0) against masked_fill(mask), ~mask", brings=(*_LEAKS, *_RUNS, "mask-zeroed", "definition-differs", "keys-ignored", "queries-dropped")),
     "mask-ignored": Fault("A mask that is given changes nothing.", "the path on which the mask is not passed on", brings=_LEAKS),

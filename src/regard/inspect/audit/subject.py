@@ -101,7 +101,7 @@ class NotApplicable(CannotTry):
     """There is nothing to check: the code has no cache, takes no mask, claims no window."""
 
 
-Map: TypeAlias = "tuple[Tensor, Tensor | None]"
+Map: TypeAlias = tuple[Tensor, Tensor | None]
 """The weight [out, in] and the bias [out] of a linear map."""
 
 

@@ -647,8 +647,12 @@ def _upright(core: Core) -> bool:
         torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
         for s in (scores, scores.transpose(-1, -2))
     ]
-    off = [float((p - core.weights).abs().nan_to_num().max()) for p in tries]
+    off = [float(_finite(p - core.weights).abs().max()) for p in tries]
     return off[0] < CLOSE < off[1]
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0.0)
 
 
 def _grouped(core: Core) -> Iterator[Seen]:

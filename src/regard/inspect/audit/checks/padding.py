@@ -60,7 +60,7 @@ def _hides_query(probe: Probe, x: Tensor, tokens: Tensor, pad: int) -> bool:
         probe.ask(x, subject=subject).out,
     )
     off = (with_mask - without).abs().amax(-1)[0]
-    off = off.nan_to_num(nan=torch.inf)
+    off = torch.where(off.isnan(), torch.inf, off)
     least = float(without.abs().max()) * torch.finfo(without.dtype).eps ** 0.5
     others = torch.arange(off.shape[0]) != pad
     return bool(off[pad] > least) and bool((off[others] <= least).all())
