@@ -41,8 +41,9 @@ class Node:
 class Tape(TorchDispatchMode):
     """Records operations below autograd, where every way to write attention comes down to few of them.
 
+    >>> import torch
     >>> x = torch.ones(1, 2, 3)
-    >>> with Tape(nn.Identity(), x) as tape:
+    >>> with Tape(torch.nn.Identity(), x) as tape:
     ...     y = (x * 2).softmax(-1)
     >>> [node.name for node in tape.nodes]
     ['mul', '_softmax']

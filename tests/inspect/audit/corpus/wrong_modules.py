@@ -652,7 +652,7 @@ class ManyHeads(nn.Module):
 
 
 class Bahdanau(nn.Module):
-    """Additive attention whose softmax runs over the batch's... the wrong axis."""
+    """Additive attention whose softmax runs over the axis of the one query."""
 
     def __init__(self, hidden_size):
         super().__init__()
