@@ -34,15 +34,21 @@ def show(found: Audit, console: Console) -> None:
     console.print()
     for known in found.accepted:
         console.print(f"accepted: {known.name}", highlight=False, markup=False)
-    if found.not_tried:
-        table = Table("not tried", "why", box=None, padding=(0, 1), header_style="dim")
-        for skipped in found.not_tried:
-            table.add_row(skipped.name, _plain(skipped.why), style="dim")
-        console.print(table, highlight=False)
-    n = len(found.findings)
+    kinds = (("could not be made", True, "yellow"), ("does not apply", False, "dim"))
+    for title, applies, style in kinds:
+        skipped = [check for check in found.not_tried if check.applies == applies]
+        if skipped:
+            table = Table(title, "why", box=None, padding=(0, 1), header_style=style)
+            for check in skipped:
+                table.add_row(check.name, _plain(check.why), style=style)
+            console.print(table, highlight=False)
+    n, open_ = len(found.findings), len(found.untried)
     console.print(
-        f"{n} fault{'s' * (n != 1)}, {len(found.held)} checks held, {len(found.not_tried)} not tried"
+        f"{n} fault{'s' * (n != 1)}, {len(found.held)} checks held, {open_} could not be made, "
+        f"{len(found.not_tried) - open_} do not apply"
     )
+    if not n and open_:
+        console.print("Not a pass: exit code 3, or 0 with --allow-untried.", highlight=False)
 
 
 def table(console: Console) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from regard.inspect import Audit
 
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
+UNTRIED = 3
+"""Nothing was found, and a check that applies could not be made."""
 SIZES, CLAIMS, CALL = "Sizes", "What it says it is", "How it is called"
 
 Target = Annotated[
@@ -80,6 +82,12 @@ Strict = Annotated[
 Accept = Annotated[
     list[str] | None, typer.Option(help="A fault that is known, and does not count. Repeatable.")
 ]
+Untried = Annotated[
+    bool,
+    typer.Option(
+        "--allow-untried", help="Exit with 0 although a check that applies could not be made."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of every random number.")]
 List = Annotated[bool, typer.Option("--list", help="List the faults that can be named, and stop.")]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
@@ -108,6 +116,7 @@ def audit(
     ignore: Ignore = None,
     strict: Strict = False,
     accept: Accept = None,
+    allow_untried: Untried = False,
     seed: Seed = 0,
     list_faults: List = False,
     json: Json = False,
@@ -115,8 +124,9 @@ def audit(
 ) -> None:
     """Find what is wrong with attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
 
-    Each fault comes with the smallest input that shows it. Exit code 0: nothing was found, 1: faults, 2: it could not
-    be audited. What this code gives no way to try is listed, and counts for nothing.
+    Each fault comes with the smallest input that shows it. Exit code 0: every check that applies was made, and nothing was
+    found. 1: faults. 2: wrong usage, or no way to call the code. 3: nothing was found, and a check could not be made;
+    --allow-untried makes that 0.
     """
     if list_faults:
         _list(color, json)
@@ -145,8 +155,9 @@ def audit(
         typer.echo(json_format.dumps(found.as_dict(), default=str))
     else:
         show(found, _console(color))
-    if not found.clean:
-        raise typer.Exit(1)
+    code = found.exit_code
+    if code and not (code == UNTRIED and allow_untried):
+        raise typer.Exit(code)
 
 
 def _audited(target: str | None, model: str | None, how: How, **given: Any) -> Audit:

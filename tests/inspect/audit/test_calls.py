@@ -45,7 +45,7 @@ class Additive(base.Right):
 def test_additive_masks_are_found_out() -> None:
     found = audit(Additive, **SIZES)
     assert found.clean, str(found)
-    assert "attention_mask=[B,1,T,S], 0 and -inf, added" in found.called
+    assert "attention_mask=[B,1,T,S], 0 and finfo.min, added" in found.called
     assert "left padding" in held(found)
 
 
@@ -235,14 +235,64 @@ def test_what_cannot_be_tried_is_told() -> None:
     assert held(found).isdisjoint(why)
 
 
-def test_a_norm_leaves_the_definition_untried() -> None:
-    class Normed(base.Right):
-        def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Any:
-            return F.normalize(q, dim=-1) * 3, F.normalize(k, dim=-1) * 3, v
+class Normed(base.Right):
+    """Unit vectors, whose scale is a temperature."""
 
+    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> Any:
+        return F.normalize(q, dim=-1) * 3, F.normalize(k, dim=-1) * 3, v
+
+
+def test_steps_around_attention_are_found_in_its_operations() -> None:
     found = audit(Normed, **SIZES)
     assert found.clean
-    assert "such as a norm, a gate or a bias" in reasons(found)["definition"]
+    assert found.exit_code == 0
+    assert "definition" in held(found)
+
+
+class Unknown(base.Right):
+    """A step that is not understood: scores of one head depend on those of another."""
+
+    def __init__(self, dim: int, heads: int):
+        super().__init__(dim, heads)
+        self.talk = nn.Parameter(torch.eye(heads) + 0.1)
+
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return torch.einsum("bhts,hg->bgts", super().score(q, k), self.talk)
+
+
+def test_what_is_not_understood_is_no_pass() -> None:
+    found = audit(Unknown, **SIZES)
+    assert found.clean
+    assert not found.complete
+    assert found.exit_code == 3
+    assert [check.name for check in found.untried] == ["definition"]
+    assert "it has other steps (talk)" in reasons(found)["definition"]
+
+
+class Bare(nn.Module):
+    def __init__(self, dim: int, heads: int, scale: float | None = None):
+        super().__init__()
+        self.h, self.scale = heads, scale
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = (t.unflatten(-1, (self.h, -1)).transpose(1, 2) for t in (q, k, v))
+        z = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return self.proj(z.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("given", [{"dim": 64, "heads": 4}, {"options": {"dim": 64, "heads": 4}}])
+def test_sizes_are_those_of_the_constructor_wherever_they_are_given(given: dict[str, Any]) -> None:
+    assert audit(Bare, **given).exit_code == 0
+    more = {**given, "options": {**given.get("options", {}), "scale": 0.2}}
+    assert audit(Bare, **more).names == ("scale-wrong",)
+
+
+def test_a_wrong_scale_is_told_with_its_number() -> None:
+    found = audit(Bare, dim=64, heads=4, options={"scale": 0.2}).findings[0]
+    assert "(0.2 instead of 1, with heads of 1)" in found.sentence
+    assert (found.example["heads"], found.example["head_dim"]) == (1, 1)
 
 
 def test_chunks_that_a_cache_refuses_are_told() -> None:
@@ -277,7 +327,7 @@ def test_masks_in_no_form_that_is_known() -> None:
         ("torch.nn", {}, r"must be package\.module:name, such as torch\.nn:MultiheadAttention"),
         ("no_such_module_here:F", {}, "no_such_module_here cannot be imported: ModuleNotFoundError"),
         ("torch.nn:Attention", {}, "torch.nn has no Attention; it has"),
-        (nn.MultiheadAttention, {}, "needs embed_dim, num_heads: say it with --set embed_dim=value"),
+        (nn.MultiheadAttention, {}, "needs embed_dim, num_heads: say --dim N --heads N"),
         (nn.MultiheadAttention, {"dim": 10, "heads": 4}, r"MultiheadAttention\(.*\) raised AssertionError: embed_dim must be divisible"),
         (nn.MultiheadAttention(8, 2), {"options": {"bias": False}}, "options bias are of a constructor"),
         (torch.softmax, {}, "is no attend"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from regard.inspect.audit.definition import WRONG, Steps, attend
+from regard.inspect.audit.definition import WRONG, Given, Steps, attend, slopes
 from regard.inspect.audit.explain import candidates
 from regard.inspect.audit.rule import allowance, gap
 from regard.inspect.audit.subject import Projections
@@ -81,7 +82,7 @@ def keep(window: int | None = None) -> Tensor:
 @pytest.mark.parametrize("layout", ["none", "half", "interleaved"])
 def test_the_right_steps_are_the_definition(layout: str, window: int | None) -> None:
     x, m = tokens(), maps()
-    out = attend(x, m, Steps(rotary=layout), keep(window), None, window)
+    out = attend(Given(x, m, keep(window), None, window), Steps(rotary=layout))
     expected = by_loops(x, m, layout, window)
     assert float((out - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
 
@@ -89,32 +90,74 @@ def test_the_right_steps_are_the_definition(layout: str, window: int | None) -> 
 FAULTS = [(name, value) for name, values in WRONG.items() for value in values]
 
 
-@pytest.mark.parametrize("field, value", FAULTS)
-def test_each_fault_is_another_function(field: str, value: str) -> None:
+def given(m: Projections, dtype: torch.dtype = torch.float64) -> Given:
+    make = torch.Generator().manual_seed(3)
+    bias = torch.randn(1, H, T, T, generator=make, dtype=torch.float64)
+    return Given(tokens().to(dtype), m, keep(W), None, W, bias)
+
+
+def steps(field: str, value: str) -> Steps:
+    return Steps(**{field: value, **({"factor": 0.3} if value == "fitted" else {})})
+
+
+def test_each_fault_is_another_function() -> None:
     """Beyond the error rule in float32: from the right steps, and from every other single fault."""
-    x, m = tokens(), maps()
+    for G in (H, 2):
+        m = maps(groups=G)
+        # queries and keys have as many heads where their roles are exchanged
+        tried = [(f, v) for f, v in FAULTS if (f == "roles") == (G == H) and f != "sink"]
+        numbers, plain = given(m), given(m, torch.float32)
+        rights = [Steps(), Steps(rotary="half"), Steps(rotary="interleaved"), Steps(bias="alibi")]
+        ways = {(f, v): steps(f, v) for f, v in tried if (f, v) != ("output", "absent")}
+        ways |= {right: right for right in rights}
+        refs = {way: (attend(numbers, each), attend(plain, each)) for way, each in ways.items()}
+        for f, v in tried:
+            wrong = steps(f, v)
+            assert wrong.wrong == (f,)
+            mine = attend(plain, wrong)
+            for other, (ref, ours) in refs.items():
+                far = other == (f, v) or gap(mine, [ours], ref) is not None
+                same = {(f, v), other} == {("mask", "own-hidden-zero"), ("mask", "own-hidden")}
+                assert far or same, ((f, v), other)
+            if (f, v) in refs:
+                assert gap(mine, [mine], refs[f, v][0]) is None
 
-    def run(steps: Steps, dtype: torch.dtype) -> Tensor:
-        return attend(x.to(dtype), m, steps, keep(W), None, W)
 
-    wrong = Steps(**{field: value})
-    assert wrong.wrong == (field,)
-    mine = run(wrong, torch.float32)
-    rights = [Steps(), Steps(rotary="half"), Steps(rotary="interleaved")]
-    others = [replace(Steps(), **{f: v}) for f, v in FAULTS if (f, v) != (field, value)]
-    for other in (*rights, *others):
-        assert gap(mine, [run(other, torch.float32)], run(other, torch.float64)) is not None, other
-    assert gap(mine, [mine], run(wrong, torch.float64)) is None
+def test_a_sink_whose_share_is_given_back_does_nothing() -> None:
+    m = replace(maps(), sinks=torch.randn(H, generator=torch.Generator().manual_seed(4)))
+    right, wrong = (attend(given(m), each) for each in (Steps(), Steps(sink="renormalised")))
+    without = attend(given(maps()), Steps())
+    assert float((wrong - without).abs().max()) < 1e-12
+    assert float((right - without).abs().max()) > 0.1
 
 
 def test_candidates_begin_with_the_fewest_faults() -> None:
-    found = [len(steps.wrong) for steps in candidates(maps(), None)]
-    assert found[:3] == [0, 0, 0]
-    assert found == sorted(found)
-    assert max(found) == 2
+    def found(n: int, **changes: Any) -> tuple[Steps, ...]:
+        sizes = {"heads": H, "groups": G, "head_dim": D, "bases": (10000.0,), "n": n, **changes}
+        return candidates(**sizes)
+
+    for n in range(3):
+        assert {len(s.wrong) for s in found(n)} == {n}
+    assert found(0)[0] == Steps()
     # one key/value head for all: their order says nothing
-    assert all(s.groups == "adjacent" for s in candidates(maps(groups=1), None))
-    assert not any(s.mask in ("one-more", "one-less") for s in candidates(maps(), None))
+    assert all(s.groups == "adjacent" for s in found(1, groups=1))
+    masks = {s.mask for s in found(1)}
+    assert masks.isdisjoint({"one-more", "one-less"})
+    assert {"one-more", "one-less"} <= {s.mask for s in found(1, windowed=True)}
+    # a fused map does not say which part is which
+    assert any(s.roles != "named" for s in found(1))
+    assert all(s.roles == "named" for s in found(1, named=False))
+
+
+def test_slopes_are_those_of_the_paper() -> None:
+    """Press, Smith and Lewis, section 3: 2^-1 to 2^-8 for 8 heads; 12 heads take every second one of 16 besides."""
+    assert slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+    assert slopes(12).tolist() == [2.0**-n for n in range(1, 9)] + [
+        2.0**-0.5,
+        2.0**-1.5,
+        2.0**-2.5,
+        2.0**-3.5,
+    ]
 
 
 def test_the_rule() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from regard.inspect import audit
 from regard.inspect.audit.faults import FAULTS, causes, finding
+from tests.inspect.audit.corpus.table import WRONG
 from tests.inspect.audit.zoo.table import ZOO, Wrong
 
 
@@ -28,7 +29,7 @@ def test_the_fault_is_named(entry: Wrong) -> None:
 
 
 def test_the_zoo_has_every_fault() -> None:
-    shown = {name for entry in ZOO for name in entry.names}
+    shown = {name for entry in ZOO for name in entry.names} | {entry.fault for entry in WRONG}
     assert len(ZOO) >= 20
     assert set(FAULTS) - shown == set()
 
@@ -80,7 +81,7 @@ def test_numbers_are_those_of_the_example() -> None:
         return torch.softmax(q @ k.mT, -1) @ v
 
     found = audit(unscaled, heads=1, head_dim=2).findings[0]
-    maps = Function(unscaled, Claim(heads=1, head_dim=2), name="f").projections()
+    maps = Function(unscaled, Claim(heads=1, head_dim=2), name="f").projections()[0]
     at = found.example
     rows = []
     for b in range(2):  # the inputs of the audit: a seed for each row, 1.5 times a normal

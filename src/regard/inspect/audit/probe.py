@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.audit.rule import Gap, gap
-from regard.inspect.audit.subject import NEW, Ask, CannotTry, Reply, Subject
+from regard.inspect.audit.subject import NEW, Ask, CannotTry, NotApplicable, Reply, Subject
 
 Run: TypeAlias = "Callable[[Subject, Tensor], Tensor]"
 """From a subject, in one dtype or another, and tokens to an output."""
@@ -40,14 +40,15 @@ class Probe:
     def __post_init__(self) -> None:
         self.wide = widened(self.subject)
 
-    def pattern(self, T: int, S: int) -> Tensor:
-        """What the claim lets the last T of S tokens see: bool [T,S]."""
+    def pattern(self, T: int, S: int, *, causal: bool | None = None) -> Tensor:
+        """What the claim lets the last T of S tokens see, bool [T,S]; `causal` instead of what was found out."""
+        causal = self.causal if causal is None else causal
         i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
         seen = torch.ones(T, S, dtype=torch.bool)
-        if self.causal:
+        if causal:
             seen = seen & (j <= i)
         window = self.subject.claim.window
-        if window and self.causal:
+        if window and causal:
             seen = seen & (j > i - window)
         return seen
 
@@ -127,7 +128,9 @@ class Probe:
             CannotTry: no cache is to be had.
         """
         if "memory" not in subject.takes:
-            raise CannotTry("it takes no cache")
+            raise NotApplicable("it takes no cache")
+        # a cache that lives in the module holds what stood there before: other tokens than these
+        self.ask(self.inputs(x.shape[0], x.shape[1], turn=8), subject=subject)
         memory: Any = NEW
         outs, start = [], 0
         for n in chunks:

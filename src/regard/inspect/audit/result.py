@@ -49,10 +49,16 @@ class Checked:
 
 @dataclass(frozen=True)
 class NotTried:
-    """One check that could not be made on this code, and why."""
+    """One check that was not made on this code, and why.
+
+    Attributes:
+        applies: whether there is something to check, so that a fault may hide there. False: the code takes no cache,
+            no window is claimed, and so on.
+    """
 
     name: str
     why: str
+    applies: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Audit:
         called: how it was called.
         findings: faults, worst first.
         held: checks that found nothing.
-        not_tried: checks that this code gives no way to make, with the reason.
+        not_tried: checks that were not made, with the reason; those that apply leave the audit incomplete.
         accepted: faults that were found, and that the caller said it knows of.
         seed: of every random number.
 
@@ -87,13 +93,28 @@ class Audit:
         return not self.findings
 
     @property
+    def untried(self) -> tuple[NotTried, ...]:
+        """The checks that apply to this code and could not be made."""
+        return tuple(check for check in self.not_tried if check.applies)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every check that applies was made."""
+        return not self.untried
+
+    @property
+    def exit_code(self) -> int:
+        """What the command exits with: 1 for findings, 3 for none while a check could not be made, else 0."""
+        return 1 if self.findings else 0 if self.complete else 3
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the findings, in their order."""
         return tuple(finding.name for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, as values that JSON can say."""
-        return {"clean": self.clean, **asdict(self)}
+        return {"clean": self.clean, "complete": self.complete, **asdict(self)}
 
     def __str__(self) -> str:
         lines = [f"{self.target}, called {self.called}"]
@@ -103,8 +124,11 @@ class Audit:
             lines.append(f"  smallest example: {shown}")
             lines.append(f"  expected {_say(f.expected)}, got {_say(f.got)}; look at {f.look}")
         lines += [f"accepted: {known.name}: {known.sentence}" for known in self.accepted]
-        lines += [f"not tried: {skipped.name}: {skipped.why}" for skipped in self.not_tried]
-        lines.append(f"{len(self.findings)} findings, {len(self.held)} checks held")
+        for skipped in self.not_tried:
+            word = "could not be made" if skipped.applies else "does not apply"
+            lines.append(f"{word}: {skipped.name}: {skipped.why}")
+        counts = f"{len(self.findings)} findings, {len(self.held)} checks held"
+        lines.append(f"{counts}, {len(self.untried)} could not be made")
         return "\n".join(lines)
 
 

@@ -12,14 +12,15 @@ import torch
 from regard.arguments import check_names
 from regard.errors import ArgumentError
 from regard.inspect.audit import rotary
-from regard.inspect.audit.adapters.find import find
+from regard.inspect.audit.adapters.find import ValueOverflow, find
 from regard.inspect.audit.begin import begun
+from regard.inspect.audit.checks.masks import overflow
 from regard.inspect.audit.checks.table import CHECKS, REPEATABLE, Check
 from regard.inspect.audit.faults import FAULTS, causes
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Audit, Checked, Finding, NotTried
 from regard.inspect.audit.shrink import shrunk
-from regard.inspect.audit.subject import CannotTry, Claim
+from regard.inspect.audit.subject import CannotTry, Claim, NotApplicable
 
 
 class Claims(TypedDict, total=False):
@@ -89,7 +90,12 @@ def audit(
             return _accepted(
                 rotary.audited(target, claim, dtype=dtype, seed=seed, said=said), accept
             )
-        subject, heard = find(target, claim, adapter=adapter, options=options, dtype=dtype)
+        try:
+            subject, heard = find(target, claim, adapter=adapter, options=options, dtype=dtype)
+        except ValueOverflow as error:  # no call can be made in this dtype
+            found = overflow(error.subject, "A number")
+            done = Audit(error.subject.name, error.subject.called, (found,), seed=seed, claims=said)
+            return _accepted(done, accept)
         probe = begun(subject, heard, seed, strict=strict)
         findings, held, skipped = battery(probe, tell)
     called = probe.subject.called + (", causal mask given" if probe.masked else "")
@@ -117,12 +123,15 @@ def battery(
         if tell is not None:
             tell(check.name, n, len(checks))
         if findings and findings[0][0] is REPEATABLE and check.name != "state dict":
-            skipped.append(NotTried(check.name, "its results change from call to call"))
+            skipped.append(
+                NotTried(check.name, "its results change from call to call", applies=False)
+            )
             continue
         try:
             found = check.run(probe)
         except CannotTry as why:
-            skipped.append(NotTried(check.name, str(why)))
+            applies = not isinstance(why, NotApplicable)
+            skipped.append(NotTried(check.name, str(why), applies))
             continue
         except Exception as error:  # the code's refusal is told, not taken for a fault
             skipped.append(

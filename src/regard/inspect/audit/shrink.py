@@ -11,15 +11,15 @@ from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
 from regard.inspect.audit.subject import CannotTry
 
-MOST = 8
-SHRUNK_BY_LENGTH = ("future", "window", "definition", "batch", "mask rows", "padding", "left padding", "empty rows", "weights", "large scores", "repeatable", "state", "input", "positions")  # fmt: skip
+MOST, LONGEST = 8, 24
+SHRUNK_BY_LENGTH = ("future", "window", "keys", "definition", "batch", "mask rows", "padding", "left padding", "empty rows", "weights", "large scores", "repeatable", "state", "input", "positions")  # fmt: skip
 
 
 def shrunk(probe: Probe, check: Check, finding: Finding) -> Finding:
     """The smallest example that still has this name, with the same kind of numbers."""
     best = finding
     if check.name in SHRUNK_BY_LENGTH:
-        for T in range(1, int(finding.example.get("T", MOST))):
+        for T in range(1, min(int(finding.example.get("T", MOST)), LONGEST)):
             found = _again(probe, check, finding.name, T)
             if found is not None:
                 best = found

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 
@@ -94,7 +94,15 @@ class Reply(NamedTuple):
 
 
 class CannotTry(Exception):
-    """This code gives no way to make a check; the message says why."""
+    """A check could not be made, so that a fault may hide there; the message says why."""
+
+
+class NotApplicable(CannotTry):
+    """There is nothing to check: the code has no cache, takes no mask, claims no window."""
+
+
+Map: TypeAlias = tuple[Tensor, Tensor | None]
+"""The weight [out, in] and the bias [out] of a linear map."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +110,27 @@ class Projections:
     """The linear maps of a module, read from it: what a definition needs besides its mask.
 
     Attributes:
-        q, k, v, o: weight [out, in] and bias [out] or None.
+        q, k, v: weight [out, in] and bias [out] or None.
+        o: the output map, or None where the module has none.
         heads, groups: H and G.
         bases: rotary bases that it may use.
+        named: whether queries, keys and values have names of their own, so that exchanging them is a fault.
+        sinks: a logit for each head, [H], or None.
+        norm: weight, bias and eps of a layer norm over the output and the input, as BERT has it, or None.
+        standard: whether faults are looked for under this reading; another order of a fused map is tried as right only.
     """
 
-    q: tuple[Tensor, Tensor | None]
-    k: tuple[Tensor, Tensor | None]
-    v: tuple[Tensor, Tensor | None]
-    o: tuple[Tensor, Tensor | None]
+    q: Map
+    k: Map
+    v: Map
+    o: Map | None
     heads: int
     groups: int
     bases: tuple[float, ...] = (10000.0,)
+    named: bool = True
+    sinks: Tensor | None = None
+    norm: tuple[Tensor, Tensor, float] | None = None
+    standard: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -158,8 +175,26 @@ class Subject(ABC):
             rows.append(torch.randn(T, self.width, generator=make, dtype=torch.float64))
         return torch.stack(rows)
 
-    def projections(self) -> Projections | None:
-        """Its linear maps, where they are known."""
+    def projections(self) -> tuple[Projections, ...]:
+        """The ways to read its linear maps: one, or several where its weights do not say which part is which.
+
+        Raises:
+            CannotTry: they cannot be read; the message says what is missing.
+        """
+        raise CannotTry(f"the linear maps of {self.name} cannot be read")
+
+    def shown(self, T: int) -> Tensor | None:
+        """What the mask that the code declares shows, bool [T,T], where it declares one."""
+        del T
+        return None
+
+    def bias(self, T: int) -> Tensor | None:
+        """The bias [1,H,T,T] that every call of T tokens is given, where the code takes one."""
+        del T
+        return None
+
+    def traced(self) -> tuple[nn.Module, Subject] | None:
+        """The module whose operations a trace may record, and the subject that calls this very module."""
         return None
 
     def smaller(self) -> Iterator[Subject]:
@@ -187,7 +222,7 @@ def numbers(x: Any, seen: set[int] | None = None) -> int:
     10
     """
     seen = set() if seen is None else seen
-    if id(x) in seen or isinstance(x, (str, bytes, int, float, torch.nn.Parameter)):
+    if id(x) in seen or isinstance(x, (str, bytes, int, float, nn.Parameter)):
         return 0
     seen.add(id(x))
     if isinstance(x, Tensor):

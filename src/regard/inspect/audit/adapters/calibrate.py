@@ -29,8 +29,18 @@ BLOCKING = ("src_mask", "tgt_mask")
 """Names under which torch documents True = may not attend, as in `nn.MultiheadAttention`."""
 
 
+OTHER = torch.tensor(
+    [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [0, 1, 1, 1, 0], [1, 0, 1, 0, 1]]
+).bool()
+"""Another mask, which shows what KEEP hides."""
+
+
 class Heard(NamedTuple):
-    """What a mask does: "works", "inverted", "ignored", "added" (it changes the output and hides nothing), "refused"."""
+    """What a mask does.
+
+    "works", "inverted", "ignored", "added" (it changes the output and hides nothing), "kept" (the first one serves every
+    call), "overflow" (the code writes a number that the dtype cannot hold), "refused".
+    """
 
     verdict: str
     form: Form | None = None
@@ -54,6 +64,10 @@ def calibrated(subject: Module | Function) -> tuple[Subject, dict[str, Heard]]:
 
 def _reading(subject: Module | Function) -> Reading:
     """Where weights stand in the reply, asked for at two lengths that are no size of the module."""
+    if (
+        isinstance(subject, Module) and subject.pair is not None
+    ):  # one query at a time: told apart by their shapes
+        return Reading(None if subject.ask(subject.inputs(2, T, 0)).weights is None else 1)
     sizes = {subject.width, subject.claim.head_dim, subject.claim.heads}
     lengths = [n for n in range(3, 20) if n not in sizes][:2]
     found: dict[int, Any] = {}
@@ -77,7 +91,11 @@ def _raw(subject: Module | Function, x: Tensor, ask: Ask) -> Any:
 
 def _mask(subject: Module | Function) -> tuple[Heard, Form | None]:
     """Try shapes and kinds; the first that works by what is claimed, else the first that works the other way round."""
-    named = isinstance(subject, Module) and (subject.three or subject.keywords.mask in BLOCKING)
+    known = subject.keywords
+    like_torch = known.mask == "attn_mask" or known.padding == "key_padding_mask"
+    named = isinstance(subject, Module) and (
+        bool(subject.three and like_torch) or known.mask in BLOCKING
+    )
     claimed = subject.claim.mask or ("block" if named else None)
     kinds = [claimed] if claimed else ["keep", "ones", "additive"]
     shapes = ["TS"] if named else ["B1TS", "BTS", "TS"]
@@ -88,12 +106,12 @@ def _mask(subject: Module | Function) -> tuple[Heard, Form | None]:
         form = Form(shape, kind)
         verdict = _hear(subject, form)
         if verdict == "works":
-            return Heard("works", form), form
+            return Heard("kept" if _kept(subject, form) else "works", form), form
         verdicts.append(Heard(verdict, form))
-    for wanted in ("inverted", "added", "ignored"):
+    for wanted in ("inverted", "added", "ignored", "overflow"):
         found = next((h for h in verdicts if h.verdict == wanted), None)
         if found is not None and found.form is not None:
-            return found, None if wanted == "added" else _turned(subject, found)
+            return found, _turned(subject, found) if wanted in ("inverted", "ignored") else None
     return Heard("refused"), None
 
 
@@ -104,6 +122,23 @@ def _turned(subject: Module | Function, found: Heard) -> Form | None:
         if _hear(subject, Form(shape, kind)) == "works":
             return Form(shape, kind)
     return None
+
+
+def overflows(error: Exception) -> bool:
+    """Whether an error says that a number does not fit in a dtype, as masked_fill(-1e9) does in float16."""
+    return "without overflow" in str(error)
+
+
+def _kept(subject: Module | Function, form: Form) -> bool:
+    """Whether a second mask of the same shape does nothing, since the first one is kept."""
+    told = subject.told(replace(subject.keywords, mask_form=form), subject.reading)
+    x = subject.inputs(1, T, 11)
+    try:
+        told.ask(x, Ask(keep=KEEP[None]))
+        seen = influence(lambda x: told.ask(x, Ask(keep=OTHER[None])).out, x, _changed).seen
+    except Exception:  # it refuses what is no fault of masks
+        return False
+    return bool((seen & ~OTHER).any()) and not bool((seen & ~KEEP).any())
 
 
 def _hear(subject: Module | Function, form: Form) -> str:
@@ -119,8 +154,8 @@ def _hear(subject: Module | Function, form: Form) -> str:
             warnings.simplefilter("ignore")
             seen = influence(run, x, _changed).seen
             moved = not torch.equal(run(x), told.ask(x).out)
-    except Exception:  # the code's own way to say that it wants another form
-        return "refused"
+    except Exception as error:  # the code's own way to say that it wants another form
+        return "overflow" if overflows(error) else "refused"
     if not bool((seen & HIDDEN).any()):
         return "works" if bool(seen[VISIBLE].all()) else "refused"
     if not bool((seen & VISIBLE).any()):

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from regard.inspect.audit.adapters.names import (
     OUTPUT_SIZE,
     SIZES,
     parameters,
+    triple,
 )
 from regard.inspect.audit.subject import Claim
 
@@ -74,9 +76,10 @@ def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str,
     ]
     label = getattr(make, "__name__", str(make))
     if missing:
+        flags = " ".join(_flag(name) for name in missing)
         raise ArgumentError(
-            f"{label}{inspect.signature(make)} needs {', '.join(missing)}: say it with --set {missing[0]}=value "
-            "(options={...} in Python), or name a function without arguments that builds the module"
+            f"{label}{inspect.signature(make)} needs {', '.join(missing)}: say {flags} "
+            "(dim=, heads=, options={...} in Python), or name a function without arguments that builds the module"
         )
     try:
         with torch.random.fork_rng(devices=[]):
@@ -90,6 +93,47 @@ def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str,
     if not isinstance(made, nn.Module):
         raise ArgumentTypeError(f"{label} made {type(made).__name__}; it must be a torch.nn.Module")
     return made
+
+
+FLAGS = {
+    "dim": "--dim",
+    "heads": "--heads",
+    "kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "window": "--window",
+}
+
+
+def _flag(name: str) -> str:
+    """The option of the command that gives a constructor's argument of this name."""
+    size = next((size for size in FLAGS if name in SIZES[size]), None)
+    return f"--set {name}=value" if size is None else f"{FLAGS[size]} N"
+
+
+def claimed(make: Callable[..., Any], claim: Claim, options: dict[str, Any]) -> Claim:
+    """The claim, with the sizes that the constructor's arguments and defaults say and that the claim does not.
+
+    >>> def make(d_model, n_head=2): ...
+    >>> found = claimed(make, Claim(), {"d_model": 8})
+    >>> found.dim, found.heads
+    (8, 2)
+    """
+    known = parameters(make)
+    defaults = {n: p.default for n, p in known.items() if p.default is not inspect.Parameter.empty}
+    given = {**defaults, **_sizes(known, claim), **options}
+    found: dict[str, Any] = {}
+    for size in FLAGS:
+        if getattr(claim, size) is None:
+            values = (given[name] for name in SIZES[size] if name in given and name in known)
+            found[size] = next(
+                (v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0),
+                None,
+            )
+    sizes = {size: value for size, value in found.items() if value is not None}
+    heads, groups = claim.heads or sizes.get("heads"), sizes.get("kv_heads")
+    if heads and groups and heads % groups:  # it counts something else
+        del sizes["kv_heads"]
+    return replace(claim, **sizes)
 
 
 def _sizes(known: dict[str, inspect.Parameter], claim: Claim) -> dict[str, Any]:
@@ -124,6 +168,8 @@ def is_factory(target: Any) -> bool:
     if isinstance(target, nn.Module) or not callable(target):
         return False
     known = parameters(target)
+    if triple(known):  # attend(q, k, v, num_heads)
+        return False
     sizes = {*SIZES["heads"], *SIZES["dim"]} - {
         "dim",
         "H",

@@ -13,7 +13,7 @@ from regard.errors import ArgumentError
 from regard.inspect.audit.adapters.names import parameters
 from regard.inspect.audit.adapters.projections import read
 from regard.inspect.audit.adapters.replies import Reading
-from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Subject
+from regard.inspect.audit.subject import NEW, Ask, CannotTry, Claim, Projections, Reply, Subject
 
 KNOWN = {
     "keep": "rows",
@@ -74,10 +74,15 @@ class Custom(Subject):
         """A copy in another dtype."""
         return Custom(self.original, self.adapter, self.claim, self.width, self.name, dtype)
 
-    def projections(self) -> Projections | None:
+    def projections(self) -> tuple[Projections, ...]:
         """The maps of a module, where they have names that are known."""
-        is_module = isinstance(self.original, nn.Module)
-        return read(self.original, self.claim, self.width) if is_module else None
+        if not isinstance(self.original, nn.Module):
+            raise CannotTry(f"{self.name} is no module, and so has no weights to read")
+        return read(self.original, self.claim, self.width)
+
+    def traced(self) -> tuple[nn.Module, Subject] | None:
+        """The copy that runs, and this subject."""
+        return (self.target, self) if isinstance(self.target, nn.Module) else None
 
     def state(self) -> dict[str, Tensor] | None:
         """The state dict of a module."""

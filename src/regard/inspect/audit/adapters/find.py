@@ -11,15 +11,25 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.audit.adapters import ours
-from regard.inspect.audit.adapters.calibrate import Heard, calibrated
-from regard.inspect.audit.adapters.construct import constructed, imported, is_factory
+from regard.inspect.audit.adapters.calibrate import Heard, calibrated, overflows
+from regard.inspect.audit.adapters.construct import claimed, constructed, imported, is_factory
 from regard.inspect.audit.adapters.custom import Custom
 from regard.inspect.audit.adapters.functions import Function
 from regard.inspect.audit.adapters.modules import Module
-from regard.inspect.audit.adapters.names import SIZES, parameters, triple
+from regard.inspect.audit.adapters.names import OUTPUT_SIZE, SIZES, parameters, triple
+from regard.inspect.audit.adapters.projections import attribute
 from regard.inspect.audit.subject import Ask, Claim, Subject
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
+
+
+class ValueOverflow(Exception):
+    """The code writes a number that its dtype cannot hold."""
+
+    def __init__(self, subject: Subject, said: str) -> None:
+        super().__init__(said)
+        self.subject = subject
+
 
 OTHERS = "name an adapter: --adapter package.module:function, adapter(target, x, ...) -> output"
 
@@ -40,17 +50,19 @@ def find(
     >>> find(nn.MultiheadAttention(8, 2, batch_first=True), Claim())[0].called
     'forward(query, key, value, attn_mask=[T,S], True = hidden, key_padding_mask=[B,S], True = hidden)'
     """
-    name = target if isinstance(target, str) else _name(target)
+    name = target if isinstance(target, str) else named(target)
     target = imported(target) if isinstance(target, str) else target
     adapter = imported(adapter) if isinstance(adapter, str) else adapter
     remake = None
     if is_factory(target):
-        make, given = target, dict(options or {})
+        make, given, said = target, dict(options or {}), claim
         target = constructed(make, claim, given)
+        claim = claimed(make, claim, given)
+        sized = _sized(make, given)
 
         def remake(dim: int, heads: int, groups: int) -> nn.Module:
-            small = replace(claim, dim=dim, heads=heads, kv_heads=groups, head_dim=None)
-            return constructed(make, small, given)
+            small = replace(said, dim=dim, heads=heads, kv_heads=groups, head_dim=None)
+            return constructed(make, small, sized)
 
     elif options:
         raise ArgumentError(
@@ -79,10 +91,13 @@ def _module(
     width = _width(module, claim, name)
     if isinstance(module, Mixer):
         return _checked(ours.OurMixer(module, claim, width, name, dtype)), {}
-    heads = claim.heads or _attribute(module, "heads")
-    claim = replace(
-        claim, dim=width, heads=heads, kv_heads=claim.kv_heads or _attribute(module, "kv_heads")
-    )
+    found: dict[str, Any] = {
+        size: getattr(claim, size) or attribute(list(module.modules()), SIZES[size])
+        for size in ("heads", "kv_heads", "head_dim")
+    }
+    if found["heads"] and found["kv_heads"] and found["heads"] % found["kv_heads"]:
+        found["kv_heads"] = claim.kv_heads  # an attribute that counts something else
+    claim = replace(claim, dim=width, **found)
     subject = Module(module, claim, width, name=name, dtype=dtype, remake=remake)
     _checked(subject)
     return calibrated(subject)
@@ -118,6 +133,8 @@ def _checked(subject: Subject) -> Subject:
     try:
         out = subject.ask(x, Ask()).out
     except Exception as error:
+        if overflows(error):
+            raise ValueOverflow(subject, str(error)) from error
         raise ArgumentError(
             f"{subject.name} called as {subject.called} on {_shape(x)} raised {type(error).__name__}: {error}; {OTHERS}"
         ) from error
@@ -134,7 +151,7 @@ def _width(target: Any, claim: Claim, name: str) -> int:
     if claim.dim:
         return claim.dim
     if isinstance(target, nn.Module):
-        found = _attribute(target, "dim")
+        found = attribute([target], SIZES["dim"])
         if found:
             return found
         for child in target.modules():
@@ -148,14 +165,17 @@ def _width(target: Any, claim: Claim, name: str) -> int:
     )
 
 
-def _attribute(module: nn.Module, what: str) -> int | None:
-    found = (getattr(module, name, None) for name in SIZES[what] if len(name) > 1)
-    return next(
-        (x for x in found if isinstance(x, int) and not isinstance(x, bool) and x > 0), None
-    )
+def _sized(make: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The options that say no size: a smaller module is made without the others."""
+    sizes = {name for size in ("dim", "heads", "kv_heads", "head_dim") for name in SIZES[size]}
+    sizes |= set(OUTPUT_SIZE)
+    return {
+        name: value for name, value in given.items() if name not in sizes & set(parameters(make))
+    }
 
 
-def _name(target: Any) -> str:
+def named(target: Any) -> str:
+    """What a target is called."""
     return getattr(target, "__name__", type(target).__name__)
 
 

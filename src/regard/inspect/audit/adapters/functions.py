@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from regard.caches import Growing
 from regard.inspect.audit.adapters.keywords import Keywords
-from regard.inspect.audit.adapters.names import SIZES, first, parameters
+from regard.inspect.audit.adapters.names import BIAS, SCALE, SINKS, SIZES, first, parameters
 from regard.inspect.audit.adapters.replies import Reading
 from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Subject
 from regard.span import Span
+
+SIZE = 6
+FARTHEST = 64
+"""A given bias tells distances apart up to here."""
 
 
 class Function(Subject):
@@ -25,9 +29,11 @@ class Function(Subject):
 
     Args:
         function: the code; a module without parameters is one, too.
-        claim: what it says it is; sizes default to 4 heads of 4.
+        claim: what it says it is; sizes default to 4 heads of 6, whose scales do not coincide.
         flag: whether its own causal flag is set.
         flat: whether it takes one head, [B,T,D].
+
+    Where the code takes a number of heads, it takes them joined, [B,T,H*D].
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class Function(Subject):
         flat: bool = False,
     ) -> None:
         heads = 1 if flat else claim.heads or 4
-        D = claim.head_dim or (claim.dim // heads if claim.dim else 4) or 1
+        D = claim.head_dim or (claim.dim // heads if claim.dim else SIZE) or 1
         self.claim = replace(
             claim, heads=heads, kv_heads=claim.kv_heads or heads, head_dim=D, dim=heads * D
         )
@@ -51,6 +57,10 @@ class Function(Subject):
         self.original, self.width, self.flag, self.flat = function, heads * D, flag, flat
         known = parameters(getattr(function, "forward", function))
         self.keywords = keywords or _known(known, claim)
+        count = first(SIZES["heads"], [n for n in known if len(n) > 1])
+        self.joined = count is not None and not flat
+        if self.joined:
+            self.keywords = replace(self.keywords, fixed={**self.keywords.fixed, str(count): heads})
         self.reading = reading or Reading()
         extra = {"weights"} if self.reading.weights is not None else set()
         self.takes = self.keywords.takes | extra | {"memory"}
@@ -58,7 +68,7 @@ class Function(Subject):
     @property
     def called(self) -> str:  # type: ignore[override]
         """attend(q, k, v, mask=...)."""
-        layout = "B,T,D" if self.flat else ",".join(self.claim.layout)
+        layout = "B,T,D" if self.flat else "B,T,H*D" if self.joined else ",".join(self.claim.layout)
         words = [f"q [{layout}], k, v"]
         if self.keywords.mask and self.keywords.mask_form:
             words.append(f"{self.keywords.mask}={self.keywords.mask_form}")
@@ -82,25 +92,37 @@ class Function(Subject):
         given = self.keywords.arguments(ask, q, self.dtype)
         if self.keywords.causal:
             given[self.keywords.causal] = self.flag and ask.keep is None
+        if self.keywords.sinks:
+            given[self.keywords.sinks] = self._sinks().to(self.dtype)  # type: ignore[union-attr]
+        if self.keywords.bias:
+            given[self.keywords.bias] = self.bias(q.shape[2], k.shape[2]).to(self.dtype)  # type: ignore[union-attr]
         with torch.no_grad():
             reply = self.reading.read(
                 self.function(self._lay(q), self._lay(k), self._lay(v), **given)
             )
-        out = reply.out if self.flat else self._lay(reply.out).transpose(1, 2).flatten(2)
+        plain = self.flat or self.joined
+        out = reply.out if plain else self._lay(reply.out).transpose(1, 2).flatten(2)
         return reply._replace(out=out)
+
+    def last(self, x: Tensor, n: int, keep: Tensor | None = None) -> Tensor:
+        """The last n tokens of x as queries, all of them as keys: [B,n,H*D]."""
+        q, k, v = self._heads(x.to(self.dtype))
+        return self.between(q[:, :, -n:], k, v, Ask(keep)).out
 
     def _lay(self, x: Tensor) -> Tensor:
         if self.flat:
             return x[:, 0]
+        if self.joined:
+            return x.transpose(1, 2).flatten(2)
         return x.transpose(1, 2) if self.claim.layout == "BTHD" else x
 
     def _heads(self, x: Tensor) -> list[Tensor]:
-        known = self.projections()
+        known = self.projections()[0]
         D = known.head_dim
         maps = [weight.to(self.dtype) for weight, _ in (known.q, known.k, known.v)]
         return [(x @ w.T).unflatten(-1, (-1, D)).transpose(1, 2) for w in maps]
 
-    def projections(self) -> Projections:
+    def projections(self) -> tuple[Projections, ...]:
         """Random maps, the same for any dtype."""
         make = torch.Generator().manual_seed(0)
         H, G, D = (
@@ -111,7 +133,26 @@ class Function(Subject):
             for n in (H, G, G)
         )
         eye = torch.eye(H * D, dtype=torch.float64)
-        return Projections((q, None), (k, None), (v, None), (eye, None), H, G)
+        sinks = self._sinks()
+        return (Projections((q, None), (k, None), (v, None), (eye, None), H, G, sinks=sinks),)
+
+    def _sinks(self) -> Tensor | None:
+        """A logit for each head, where the code takes one."""
+        make = torch.Generator().manual_seed(1)
+        H = self.claim.heads or 1
+        return torch.randn(H, generator=make, dtype=torch.float64) if self.keywords.sinks else None
+
+    def bias(self, T: int, S: int | None = None) -> Tensor | None:
+        """A bias [1,H,T,S] of the distance between the last T of S tokens and all of them, where the code takes one."""
+        if not self.keywords.bias:
+            return None
+        S = S or T
+        make = torch.Generator().manual_seed(2)
+        table = torch.randn(
+            self.claim.heads or 1, 2 * FARTHEST + 1, generator=make, dtype=torch.float64
+        )
+        gap = torch.arange(S - T, S)[:, None] - torch.arange(S)
+        return table[:, gap.clamp(-FARTHEST, FARTHEST) + FARTHEST][None]
 
     def at(self, dtype: torch.dtype) -> Function:
         """The same function, on numbers of another dtype."""
@@ -153,7 +194,12 @@ def _ready(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., An
 def _known(known: Any, claim: Claim) -> Keywords:
     found = Keywords.of(known)
     name = first(SIZES["window"], known)
-    fixed = {name: claim.window} if name and claim.window else {}
+    fixed: dict[str, Any] = {name: claim.window} if name and claim.window else {}
+    scale = first(SCALE, known)
+    if scale in found.required:
+        fixed[str(scale)] = claim.scale or (claim.head_dim or SIZE) ** -0.5
     if "enable_gqa" in known and claim.kv_heads and claim.kv_heads != claim.heads:
         fixed["enable_gqa"] = True
-    return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None)
+    biases = [n for n in known if not isinstance(known[n].default, bool)]  # a flag is no bias
+    extra: dict[str, Any] = {"bias": first(BIAS, biases), "sinks": first(SINKS, known)}
+    return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None, **extra)

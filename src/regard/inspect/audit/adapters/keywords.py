@@ -30,7 +30,8 @@ class Form:
 
     Attributes:
         shape: "TS", "BTS", "B1TS", or "BS" for one that speaks of keys alone.
-        kind: "keep" (True = may attend), "block" (True = may not), "ones" (1.0 = may attend), or "additive" (0 and -inf).
+        kind: "keep" (True = may attend), "block" (True = may not), "ones" (1.0 = may attend), or "additive" (0 and the
+            lowest number of the dtype, as transformers writes it).
 
     >>> Form("TS", "block").write(torch.tensor([[[True, False]]]), torch.float32)
     tensor([[False,  True]])
@@ -44,7 +45,7 @@ class Form:
         if self.kind == "block":
             mask = ~keep
         elif self.kind == "additive":
-            mask = torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, float("-inf"))
+            mask = torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, torch.finfo(dtype).min)
         else:
             mask = keep if self.kind == "keep" else keep.to(dtype)
         if self.shape == "TS":
@@ -59,7 +60,7 @@ class Form:
     def __str__(self) -> str:
         means = {"keep": "True = may attend", "block": "True = hidden", "ones": "1 = may attend"}
         shape = {"TS": "T,S", "BTS": "B,T,S", "B1TS": "B,1,T,S", "BS": "B,S"}[self.shape]
-        return f"[{shape}], {means.get(self.kind, '0 and -inf, added')}"
+        return f"[{shape}], {means.get(self.kind, '0 and finfo.min, added')}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Keywords:
     """The arguments that a callable knows, by role; None where it has none.
 
     Attributes:
-        mask, padding, positions, start, memory, use, weights, causal: names of parameters.
+        mask, padding, positions, start, memory, use, weights, causal, bias, sinks: names of parameters.
         mask_form, padding_form: how masks are written; None: not found out, so that none can be given.
         fixed: arguments that are always given.
     """
@@ -80,6 +81,8 @@ class Keywords:
     use: str | None = None
     weights: str | None = None
     causal: str | None = None
+    bias: str | None = None
+    sinks: str | None = None
     mask_form: Form | None = None
     padding_form: Form | None = None
     fixed: dict[str, Any] = field(default_factory=dict)
@@ -118,8 +121,9 @@ class Keywords:
             if self.positions in self.required:
                 given[str(self.positions)] = torch.arange(x.shape[1]).expand(x.shape[0], -1)
             return given
-        if self.positions:
-            given[self.positions] = ask.positions
+        if self.positions:  # gpt-fast's input_pos is [T]
+            one = self.positions == "input_pos"
+            given[self.positions] = ask.positions[0] if one else ask.positions
         if self.start:
             given[self.start] = int(ask.positions[0, 0])
         return given

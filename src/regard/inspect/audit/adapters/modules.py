@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.errors import ArgumentTypeError
 from regard.inspect.audit.adapters.keywords import Keywords
-from regard.inspect.audit.adapters.names import NEW_CACHE, RESET, first, parameters, triple
+from regard.inspect.audit.adapters.names import NEW_CACHE, RESET, first, pair, parameters, triple
 from regard.inspect.audit.adapters.projections import read
-from regard.inspect.audit.adapters.replies import Reading
-from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Subject, numbers
+from regard.inspect.audit.adapters.replies import Reading, items
+from regard.inspect.audit.subject import (
+    NEW,
+    Ask,
+    CannotTry,
+    Claim,
+    Projections,
+    Reply,
+    Subject,
+    numbers,
+)
 
 INSIDE = "inside the module"
 """As a cache: the module keeps it itself."""
@@ -55,6 +66,7 @@ class Module(Subject):
         )
         self.module = _copy(module).to("cpu", dtype).eval()
         self.three = triple(known)
+        self.pair = None if self.three else pair(known)
         self.keywords = keywords or Keywords.of(known)
         self.remake = remake
         self.batch_first = bool(getattr(module, "batch_first", True))
@@ -64,7 +76,7 @@ class Module(Subject):
     @property
     def called(self) -> str:  # type: ignore[override]
         """forward(x, mask=...)."""
-        words = [", ".join(self.three) if self.three else "x"]
+        words = [", ".join(self.three or self.pair or ("x",))]
         for name, form in ((self.keywords.mask, self.keywords.mask_form), (self.keywords.padding, self.keywords.padding_form)):  # fmt: skip
             if name and form:
                 words.append(f"{name}={form}")
@@ -76,6 +88,8 @@ class Module(Subject):
         if ask.memory is NEW:
             ask = ask._replace(memory=self._new())
         given = self.keywords.arguments(ask, x, self.dtype)
+        if self.pair is not None:
+            return self._one_by_one(x, given)
         tokens = x if self.batch_first else x.transpose(0, 1)
         with torch.no_grad():
             answer = self.module(*[tokens] * (3 if self.three else 1), **given)
@@ -85,6 +99,36 @@ class Module(Subject):
         if ask.memory is not None and memory is None:  # changed in place
             memory = ask.memory
         return Reply(out, reply.weights, memory)
+
+    def _one_by_one(self, x: Tensor, given: dict[str, Any]) -> Reply:
+        """Each token once as the query [B,1,M] or [B,M], all tokens as keys; weights [B,1,T,S], where there are any."""
+        outs, rows = [], []
+        for t in range(x.shape[1]):
+            query = x[:, t : t + 1]
+            with torch.no_grad():
+                try:
+                    answer = self.module(query, x, **given)
+                    parts = self._parts(answer, x)
+                except (RuntimeError, IndexError, ArgumentTypeError):
+                    parts = self._parts(self.module(query[:, 0], x, **given), x)
+            outs.append(parts[0])
+            rows.append(parts[1])
+        weights = None if rows[0] is None else torch.cat([r for r in rows if r is not None], 1)
+        return Reply(torch.cat(outs, 1), None if weights is None else weights[:, None])
+
+    def _parts(self, answer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The context [B,1,N] and the weights [B,1,S] of one query: weights have no other dim than the length."""
+        B, S = x.shape[:2]
+        parts = [part for part in items(answer) if isinstance(part, Tensor)]
+        weights = [
+            p for p in parts if p.numel() == B * S and (self.width != S or p is not parts[0])
+        ]
+        contexts = [p for p in parts if not any(p is w for w in weights)]
+        if not contexts or contexts[0].numel() % B:
+            raise ArgumentTypeError(
+                "no context [B, M] is among what the code returned: give an adapter"
+            )
+        return contexts[0].reshape(B, 1, -1), weights[0].reshape(B, 1, S) if weights else None
 
     def at(self, dtype: torch.dtype) -> Module:
         """A copy in another dtype."""
@@ -101,9 +145,15 @@ class Module(Subject):
         }  # fmt: skip
         return Module(module, given.pop("claim"), given.pop("width"), **given)
 
-    def projections(self) -> Projections | None:
+    def projections(self) -> tuple[Projections, ...]:
         """Its maps, where they have names that are known."""
+        if self.pair is not None:
+            raise CannotTry("it takes one query and all keys, and so has no self-attention")
         return read(self.original, self.claim, self.width)
+
+    def traced(self) -> tuple[nn.Module, Subject]:
+        """The copy that runs, and this subject."""
+        return self.module, self
 
     def smaller(self) -> Iterator[Subject]:
         """Modules of fewer heads and dims, smallest first."""
@@ -135,14 +185,37 @@ class Module(Subject):
         maker, reset = first(NEW_CACHE, dir(self.module)), first(RESET, dir(self.module))
         if self.keywords.memory and maker:
             return getattr(self.module, maker)()
+        if self.keywords.memory and type(self.module).__module__.startswith("transformers."):
+            return sys.modules["transformers"].DynamicCache()
         if reset and not self.keywords.memory:
             getattr(self.module, reset)()
             return INSIDE
+        if self.addressed:
+            return INSIDE
         return NEW
+
+    @property
+    def addressed(self) -> bool:
+        """Whether positions address a cache that the module keeps: what it writes first, it reads."""
+        known = self.keywords
+        if not (known.start or known.positions) or known.memory:
+            return False
+        kept = [
+            (name, value)
+            for child in self.module.modules()
+            for name, value in {**dict(child.named_buffers(recurse=False)), **vars(child)}.items()
+        ]
+        return any(
+            isinstance(value, Tensor)
+            and value.ndim >= 3
+            and ("cache" in name or "past" in name)
+            and not any(word in name for word in ("cos", "sin", "freq", "rope", "mask"))
+            for name, value in kept
+        )
 
     def _keeps(self) -> frozenset[str]:
         has_reset = first(RESET, dir(self.module)) is not None
-        can = self.keywords.memory or (self.keywords.use and has_reset)
+        can = self.keywords.memory or (self.keywords.use and has_reset) or self.addressed
         shows = {"weights"} if self.reading.weights is not None else set()
         return frozenset({"memory"} if can else ()) | frozenset(shows)
 

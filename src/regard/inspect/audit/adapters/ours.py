@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.inspect.audit.subject import NEW, Ask, Claim, Projections, Reply, Subject
+from regard.inspect.audit.subject import (
+    NEW,
+    Ask,
+    CannotTry,
+    Claim,
+    NotApplicable,
+    Projections,
+    Reply,
+    Subject,
+)
 from regard.masks import Mask
 from regard.masks.reach import reach
 from regard.models import Model, Seq2Seq, TextEncoder
@@ -41,19 +50,29 @@ class OurMixer(Subject):
             out = self.module(x.to(self.dtype), _places(ask), cache)
         return Reply(out, None, cache)
 
-    def projections(self) -> Projections | None:
+    def projections(self) -> tuple[Projections, ...]:
         """The maps of attention whose queries, keys and values are projected apart."""
         project, out = getattr(self.module, "project", None), getattr(self.module, "output", None)
         if not isinstance(project, Separate) or not isinstance(out, nn.Linear):
-            return None
+            raise CannotTry("it has another equation, or other projections, than plain attention")
         made = (project.q, project.k, project.v)
         if project.shape.D != project.shape.E or not all(isinstance(m, Heads) for m in made):
-            return None
+            raise CannotTry("its values have another size than its keys")
         linear = (*(m.linear for m in made), out)
         q, k, v, o = (
             (m.weight.detach(), None if m.bias is None else m.bias.detach()) for m in linear
         )
-        return Projections(q, k, v, o, project.shape.H, project.shape.G)
+        return (Projections(q, k, v, o, project.shape.H, project.shape.G),)
+
+    def shown(self, T: int) -> Tensor | None:
+        """The rule of its mask on T tokens."""
+        mask, at = getattr(self.module, "mask", None), torch.arange(T)
+        if not isinstance(mask, Mask):
+            return None
+        found = mask.allows(at.view(1, 1, T, 1), at.view(1, 1, 1, T)).broadcast_to(1, -1, T, T)
+        if found.shape[1] > 1:
+            raise CannotTry("its mask differs by head")
+        return found[0, 0]
 
     def at(self, dtype: torch.dtype) -> OurMixer:
         """A copy in another dtype."""
@@ -81,6 +100,10 @@ class _Ids(Subject):
         self.takes = self.abilities
 
     abilities: frozenset[str] = frozenset({"padding", "positions"})
+
+    def projections(self) -> tuple[Projections, ...]:
+        """A model has several layers."""
+        raise NotApplicable("the definition is of one attention layer, and a model has more steps")
 
     def at(self, dtype: torch.dtype) -> Subject:
         """A copy in another dtype."""

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from regard.inspect.audit.adapters.functions import Function
 from regard.inspect.audit.faults import finding
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
 from regard.inspect.audit.rule import gap
-from regard.inspect.audit.subject import CannotTry
+from regard.inspect.audit.subject import CannotTry, NotApplicable
 
 SHORTEST, SLOW, LONGEST = 7, 40, 400
 
@@ -41,17 +42,21 @@ def chunkings(T: int, W: int | None, seed: int) -> Iterator[tuple[int, ...]]:
 def differs(probe: Probe, T: int | None = None) -> list[Finding]:
     """Every chunking gives what one pass gives; the smallest failing length and chunking is told."""
     if "memory" not in probe.subject.takes:
-        raise CannotTry("it takes no cache")
+        raise NotApplicable("it takes no cache")
+    if getattr(probe.subject, "flag", False):
+        raise NotApplicable("its causal flag does not say where fewer queries than keys stand")
     if not probe.causal:
-        raise CannotTry("it is bidirectional, and so has nothing to cache")
+        raise NotApplicable("it is bidirectional, and so has nothing to cache")
     most = T or length(probe)
     W = probe.subject.reach
     bad, refused = _first(probe, most)
     if bad is None:
         n = len(set(chunkings(most, W, probe.seed)))
         if refused:
-            agree = "" if len(refused) == n else f", and the other {n - len(refused)} agree"
-            raise CannotTry(f"{len(refused)} of {n} chunkings raised {refused[0]}{agree}")
+            told = f"{len(refused)} of {n} chunkings raised {refused[0]}"
+            if len(refused) == n:
+                raise CannotTry(told)
+            raise NotApplicable(f"{told}, and the other {n - len(refused)} agree")
         if W and most <= W:
             raise CannotTry(f"{most} tokens agree, but three windows of {W} are too long to try")
         return []
@@ -111,9 +116,11 @@ def grows(probe: Probe, T: int | None = None) -> list[Finding]:
     """The cache of a layer with a window stops growing."""
     W = probe.subject.claim.window
     if W is None:
-        raise CannotTry("no window is claimed (--window W)")
+        raise NotApplicable("no window is claimed (--window W)")
     if "memory" not in probe.subject.takes:
-        raise CannotTry("it takes no cache")
+        raise NotApplicable("it takes no cache")
+    if isinstance(probe.subject, Function):
+        raise NotApplicable("a function keeps no cache of its own")
     longest = T or min(6 * W, 64)
     x = probe.inputs(1, longest)
     sizes = []

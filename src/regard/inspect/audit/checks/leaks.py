@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from regard.inspect.audit.adapters.custom import Custom
+from regard.inspect.audit.adapters.functions import Function
+from regard.inspect.audit.adapters.modules import Module
 from regard.inspect.audit.faults import finding
 from regard.inspect.audit.influence import Influence, influence
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
-from regard.inspect.audit.subject import NEW, CannotTry
+from regard.inspect.audit.subject import NEW, CannotTry, NotApplicable, Subject
 
 LONGEST = 9
 
@@ -19,7 +24,7 @@ def future(probe: Probe, T: int | None = None) -> list[Finding]:
     if probe.notes.get("unclear"):
         return _unclear(probe, T or LONGEST)
     if not probe.causal:
-        raise CannotTry("it is bidirectional")
+        raise NotApplicable("it is bidirectional")
     lengths = [T] if T else [LONGEST]
     found: list[Finding] = []
     for path in ("", "weights", "padding", "memory", "flag"):
@@ -85,11 +90,95 @@ def reach(
     return influence(run, x, probe.changed, columns)
 
 
+FAR = (293, 149, 75, 37)
+"""Lengths that no block divides; the first that the code takes."""
+PLACES = (0, 20, 70, 135, 200, 283, 290)
+
+
+def keys(probe: Probe, T: int | None = None) -> list[Finding]:
+    """Every key that the claim shows reaches some query, in a short text and in a long one.
+
+    Tokens are small, so that weights are nearly even and every key counts.
+    """
+    if not _plain(probe.subject):
+        raise NotApplicable("its mask is declared, and not found out")
+    if probe.notes.get("unclear"):
+        return _columns(probe, T or 6)
+    far: tuple[int, ...] = (
+        FAR if getattr(probe.subject, "pair", None) is None else FAR[-1:]
+    )  # a call for each query
+    if probe.notes.get("long holds"):  # the whole output was computed again from its definition
+        far = ()
+    for n in (T,) if T else (6, *far):
+        try:
+            found = _unused(probe, n, range(n) if n < 30 else [j for j in PLACES if j < n - 2])
+        except Exception:
+            if n < 30:
+                raise
+            continue  # a limit on the length that it tells
+        if found or n >= 30:
+            return found
+    return []
+
+
+def _columns(probe: Probe, T: int) -> list[Finding]:
+    """Of code whose rule is not known: a key that nobody uses, while every query uses another one."""
+    x = 0.3 * probe.inputs(1, T)
+    subject = probe.wide or probe.subject
+    got = influence(lambda x: probe.ask(x, subject=subject).out, x, probe.changed).seen
+    others = ~torch.eye(T, dtype=torch.bool)
+    unused = ~(got & others).any(0)
+    if not bool((got | ~others).all(0).any()) or not bool(unused.any()):
+        raise NotApplicable("it shows some later tokens and not all, by rules that are not claimed")
+    j = int(unused.to(torch.int64).argmax())
+    return [finding("keys-ignored", f"No query uses key {j}, and all use others.", {"T": T, "key": j}, "a weight", 0.0)]  # fmt: skip
+
+
+def _plain(subject: Subject) -> bool:
+    return isinstance(subject, (Function, Module, Custom))
+
+
+def _unused(probe: Probe, T: int, places: Sequence[int]) -> list[Finding]:
+    """The first key that no query uses though it may."""
+    subject = probe.wide or probe.subject
+    x = 0.3 * probe.inputs(1, T)
+
+    def run(x: Tensor) -> Tensor:
+        return probe.ask(x, subject=subject).out
+
+    got = influence(run, x, probe.changed, list(places)).seen
+    mine = influence(run, x, probe.changed, [T - 1]).seen[-1, 0]
+    if not bool(mine):
+        sentence = f"Query {T - 1} of {T} does not depend on its own token: it gets no answer."
+        return [finding("queries-dropped", sentence, {"T": T, "query": T - 1}, "an answer", 0.0)]
+    shown = probe.pattern(T, T)[:, list(places)]
+    own = torch.arange(T)[:, None] == torch.tensor(list(places))
+    may = shown & ~own
+    if T < 30:
+        missing = may & ~got
+        # a query alone sees nothing when its own key is all that it has
+        lost = may.any(0) & ~(may & got).any(0)
+    else:
+        lost = may.any(0) & ~(may & got).any(0)
+        missing = may & ~got
+        late = may[-1] & ~got[-1]
+        lost = lost | late
+    if not bool(lost.any()):
+        return []
+    n = int(lost.to(torch.int64).argmax())
+    j = list(places)[n]
+    i = int(missing[:, n].nonzero()[-1])
+    sentence = (
+        f"Query {i} does not use key {j}, which nothing hides (say --window if that is meant)."
+    )
+    return [finding("keys-ignored", sentence, {"T": T, "query": i, "key": j}, "a weight", 0.0)]
+
+
 def window(probe: Probe, T: int | None = None) -> list[Finding]:
     """A query sees the W keys that end with its own."""
     W = probe.subject.claim.window
     if W is None or not probe.causal:
-        raise CannotTry("no window is claimed (--window W)")
+        raise NotApplicable("no window is claimed (--window W)")
     T = T or W + 2
     i = T - 1  # the last query; the keys at the edge, the first one beyond, and the one behind that
     columns = {"within": i - W + 1, "edge": i - W, "beyond": i - W - 1}

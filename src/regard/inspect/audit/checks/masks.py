@@ -14,18 +14,20 @@ from regard.inspect.audit.faults import finding
 from regard.inspect.audit.influence import influence
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
-from regard.inspect.audit.subject import Ask, CannotTry, Subject
+from regard.inspect.audit.subject import Ask, CannotTry, NotApplicable, Subject
 
 _SAID = {
     "inverted": ("mask-polarity", "{name} hides the keys that it should show"),
     "ignored": ("mask-ignored", "{name} changes nothing"),
     "added": ("mask-added", "{name} changes the output, and hides no key"),
+    "kept": ("mask-kept", "The first {name} serves a later call with another"),
+    "overflow": ("mask-value-overflow", "{name} cannot be applied"),
 }
 _MEANS = {
     "keep": "True = may attend",
     "block": "True = hidden",
     "ones": "1 = may attend",
-    "additive": "0 and -inf, added",
+    "additive": "0 and finfo.min, added",
 }
 
 
@@ -34,7 +36,7 @@ def heard(probe: Probe) -> list[Finding]:
     found = []
     told = probe.notes.get("heard", {})
     if not told:
-        raise CannotTry("it takes no mask")
+        raise NotApplicable("it takes no mask")
     for role, said in told.items():
         if said.verdict not in _SAID or said.form is None:
             continue
@@ -43,12 +45,40 @@ def heard(probe: Probe) -> list[Finding]:
         keywords: Any = getattr(probe.subject, "keywords")  # noqa: B009  # those who hear masks have them
         argument = getattr(keywords, role) or keywords.padding
         sentence = f"{words.format(name=argument)}: {_MEANS[kind]} was expected (say --mask if another is meant)."
-        found.append(finding(name, sentence, *_numbers(probe, role, kind)))
+        if said.verdict == "overflow":
+            found.append(overflow(probe.subject, f"{argument}: a number"))
+        elif said.verdict == "kept":
+            example = {"T": 5, "calls": 2}
+            found.append(
+                finding(
+                    name,
+                    f"{words.format(name=argument)}.",
+                    example,
+                    "the second mask",
+                    "the first mask",
+                )
+            )
+        else:
+            found.append(finding(name, sentence, *_numbers(probe, role, kind)))
     if all(said.verdict == "refused" for said in told.values()):
         raise CannotTry(
             "no form of mask that was tried is accepted, or does what a mask does: give an adapter"
         )
     return found
+
+
+def overflow(subject: Subject, what: str) -> Finding:
+    """The finding of a number that the dtype cannot hold."""
+    name = str(subject.dtype).removeprefix("torch.")
+    most = torch.finfo(subject.dtype).max
+    sentence = f"{what} that is written in the code does not fit in {name}, and the call raises."
+    return finding(
+        "mask-value-overflow",
+        sentence,
+        {"T": 5, "dtype": name},
+        f"at most {most:.6g}",
+        "RuntimeError",
+    )
 
 
 def _numbers(probe: Probe, role: str, kind: str) -> tuple[dict[str, Any], float, float]:
@@ -75,7 +105,7 @@ def _out(subject: Subject, ask: Ask, x: Tensor) -> Tensor:
 def rows(probe: Probe, T: int = 4) -> list[Finding]:
     """Two rows of the batch with masks of their own give what each gives alone."""
     if not probe.subject.takes & {"rows", "padding"}:
-        raise CannotTry("it takes no mask for each row of a batch")
+        raise NotApplicable("it takes no mask for each row of a batch")
     keeps = torch.stack([probe.pattern(T, T), probe.pattern(T, T)])
     tokens = torch.ones(2, T, dtype=torch.bool)
     tokens[0, 1] = False  # each row hides another key

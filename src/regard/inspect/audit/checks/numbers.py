@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.inspect.audit.faults import finding
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
-from regard.inspect.audit.subject import CannotTry
+from regard.inspect.audit.subject import NotApplicable
 
 FACTORS = (4.0, 16.0, 64.0)
 
@@ -17,7 +17,7 @@ def overflow(probe: Probe, T: int = 4) -> list[Finding]:
     """Larger tokens, whose scores the dtype holds when they are scaled, give finite outputs."""
     x = probe.inputs(1, T)
     if not x.is_floating_point():
-        raise CannotTry("tokens are ids, whose size is the model's own")
+        raise NotApplicable("tokens are ids, whose size is the model's own")
     for factor in _factors(probe, x):
         out = probe.ask(x * factor).out
         if bool(out.isfinite().all()):
@@ -34,9 +34,7 @@ def _factors(probe: Probe, x: Tensor) -> tuple[float, ...]:
     """Factors on tokens; in float16 the one whose scores, once scaled, are half of the largest number."""
     if probe.subject.dtype != torch.float16:
         return FACTORS
-    maps = probe.subject.projections()
-    if maps is None:
-        raise CannotTry("its projections are not known, and so not which tokens float16 must bear")
+    maps = probe.subject.projections()[0]
     q, k = (x @ w.double().T for w, _ in (maps.q, maps.k))
     q, k = (t.unflatten(-1, (-1, maps.head_dim)).transpose(1, 2) for t in (q, k))
     scores = q @ k.repeat_interleave(maps.heads // maps.groups, 1).mT * maps.head_dim**-0.5
@@ -48,7 +46,7 @@ def finite(probe: Probe) -> list[Finding]:
     """Every weight is a number."""
     state = probe.subject.state()
     if not state:
-        raise CannotTry("it has no weights")
+        raise NotApplicable("it has no weights")
     for name, x in state.items():
         if x.is_floating_point() and not bool(x.isfinite().all()):
             n = int((~x.isfinite()).sum())
@@ -60,7 +58,7 @@ def saved(probe: Probe, T: int = 16) -> list[Finding]:
     """No mask and no cache is among the tensors that are saved."""
     state = probe.subject.state()
     if state is None:
-        raise CannotTry("it saves nothing")
+        raise NotApplicable("it saves nothing")
     original = getattr(probe.subject, "original", None)
     learned = (
         {name for name, _ in original.named_parameters()} if original is not None else set(state)

@@ -9,14 +9,14 @@ from regard.inspect.audit.faults import finding
 from regard.inspect.audit.influence import influence
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
-from regard.inspect.audit.subject import Ask, CannotTry, Subject
+from regard.inspect.audit.subject import Ask, CannotTry, NotApplicable, Subject
 
 PADS = 3
 
 
 def _need_padding(probe: Probe) -> None:
     if not probe.subject.takes & {"padding", "rows", "mask"}:
-        raise CannotTry("it takes no mask that could mark padding")
+        raise NotApplicable("it takes no mask that could mark padding")
 
 
 def content(probe: Probe, T: int = 6) -> list[Finding]:
@@ -37,20 +37,45 @@ def content(probe: Probe, T: int = 6) -> list[Finding]:
         if bool(hit.any()):
             i = int(hit.to(torch.int64).argmax())
             amount = float(got.amount[i, pad])
+            if _hides_query(probe, x, tokens, pad):
+                sentence = f"The mask of padding changes query {pad}, which is padding, and hides its key from nobody."
+                return [
+                    finding(
+                        "padding-on-queries",
+                        sentence,
+                        {"T": T, "padding": pad, "query": i},
+                        0.0,
+                        amount,
+                    )
+                ]
             return [finding("padding-leak", f"Token {i} changes with what stands in the padding at {pad}.", {"T": T, "padding": pad, "query": i}, 0.0, amount)]  # fmt: skip
     return []
+
+
+def _hides_query(probe: Probe, x: Tensor, tokens: Tensor, pad: int) -> bool:
+    """Whether the mask changes what the padded token gets, and no other one."""
+    subject = probe.wide or probe.subject
+    with_mask, without = (
+        probe.ask(x, tokens=tokens, subject=subject).out,
+        probe.ask(x, subject=subject).out,
+    )
+    off = (with_mask - without).abs().amax(-1)[0]
+    off = torch.where(off.isnan(), torch.inf, off)
+    least = float(without.abs().max()) * torch.finfo(without.dtype).eps ** 0.5
+    others = torch.arange(off.shape[0]) != pad
+    return bool(off[pad] > least) and bool((off[others] <= least).all())
 
 
 def garbage(probe: Probe, T: int = 4) -> list[Finding]:
     """NaN in a padded slot reaches no token."""
     if not probe.strict:
-        raise CannotTry(
+        raise NotApplicable(
             "it is asked for by --strict: plain softmax code multiplies 0 by what is hidden"
         )
     _need_padding(probe)
     x = probe.inputs(1, T)
     if not x.is_floating_point():
-        raise CannotTry("tokens are ids, which cannot be NaN")
+        raise NotApplicable("tokens are ids, which cannot be NaN")
     tokens = torch.ones(1, T, dtype=torch.bool)
     tokens[0, 0] = False
     x[0, 0] = float("nan")
@@ -65,7 +90,7 @@ def left(probe: Probe, T: int = 4) -> list[Finding]:
     """A row behind padding gives what it gives alone, beside a longer row in the batch."""
     takes = probe.subject.takes
     if not takes & {"padding", "rows"}:
-        raise CannotTry("it takes no mask for each row of a batch that could mark padding")
+        raise NotApplicable("it takes no mask for each row of a batch that could mark padding")
     n = T + PADS
     x = probe.inputs(2, n)
     tokens = torch.ones(2, n, dtype=torch.bool)
@@ -88,10 +113,10 @@ def left(probe: Probe, T: int = 4) -> list[Finding]:
 
 
 def empty(probe: Probe, T: int = 3) -> list[Finding]:
-    """A query that may see nothing gives numbers; with --strict, what no weight at all gives."""
+    """A query that may see nothing harms no other one; with --strict, it gives what no weight at all gives."""
     takes, subject = probe.subject.takes, probe.subject
     if not takes & {"mask", "padding"}:
-        raise CannotTry("it takes no mask that could hide every key")
+        raise NotApplicable("it takes no mask that could hide every key")
     x = probe.inputs(1, T)
     tokens = keep = None
     if "mask" in takes:
@@ -101,13 +126,26 @@ def empty(probe: Probe, T: int = 3) -> list[Finding]:
         tokens = torch.ones(1, T, dtype=torch.bool)
         tokens[0, 0] = False
     out = subject.ask(x, Ask(keep=keep, tokens=tokens)).out[0]
-    if not bool(out.isfinite().all()):
-        i = int((~out.isfinite()).any(-1).to(torch.int64).argmax())
+    bad = ~out.isfinite().all(-1)
+    spread = bad[1:] if probe.causal or keep is not None else bad[:0]
+    if bool(spread.any()) or (probe.strict and bool(bad.any())):
+        i = (
+            int(bad.to(torch.int64).argmax())
+            if not bool(spread.any())
+            else int(spread.to(torch.int64).argmax()) + 1
+        )
         return [finding("empty-row", f"Query {i} is NaN in a call in which query 0 may see nothing.", {"T": T, "query": i}, "finite", "nan")]  # fmt: skip
-    maps = subject.projections()
-    if not probe.strict or maps is None or probe.causal is False:
+    if bool(bad.any()):
+        raise NotApplicable(
+            "query 0 is NaN where a mask hides every key from it, and nothing claims such rows (--strict)"
+        )
+    if not probe.strict or probe.causal is False:
         return []
-    bias = maps.o[1]
+    try:
+        o = subject.projections()[0].o
+    except CannotTry:
+        return []
+    bias = None if o is None else o[1]
     expected = torch.zeros_like(out[0]) if bias is None else bias.to(out)
     off = (out[0] - expected).abs()
     if float(off.max()) <= torch.finfo(out.dtype).eps ** 0.5:

@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.inspect.audit.faults import finding
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
-from regard.inspect.audit.subject import Ask, CannotTry, Subject
+from regard.inspect.audit.subject import Ask, NotApplicable, Subject
 
 SHIFT = 11
 
@@ -17,9 +17,11 @@ def shift(probe: Probe, T: int = 5) -> list[Finding]:
     """All positions moved by a number change nothing."""
     subject = probe.subject
     if "positions" not in subject.takes:
-        raise CannotTry("it takes no positions")
+        raise NotApplicable("it takes no positions")
+    if getattr(subject, "addressed", False):
+        raise NotApplicable("its positions address the cache that it keeps")
     if not subject.relative:
-        raise CannotTry("whether positions are relative is not claimed")
+        raise NotApplicable("whether positions are relative is not claimed")
     x = probe.inputs(1, T)
     keep = probe.pattern(T, T)[None] if probe.masked else None
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from regard.inspect.audit.faults import finding
+from regard.inspect.audit.influence import influence
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
+from regard.inspect.audit.subject import Subject
 
 CALLS = 6
 
@@ -76,13 +80,43 @@ def stateless(probe: Probe, T: int = 5) -> list[Finding]:
     probe.ask(probe.inputs(1, T + 3, turn=2))
     again = probe.ask(x).out
     if first.shape == again.shape and _same(first, again):
-        return []
+        return _lengths(probe, T)
     if first.shape != again.shape:
         return [finding("state-kept", "The shape of the output changes.", {"T": T}, str(tuple(first.shape)), str(tuple(again.shape)))]  # fmt: skip
     worst = (again - first).abs()
     at = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
     sentence = "The same call gives another result after calls with other tokens."
     return [finding("state-kept", sentence, {"T": T, "output": list(at)}, float(first[at]), float(again[at]))]  # fmt: skip
+
+
+def _answer(probe: Probe, subject: Subject, x: torch.Tensor) -> torch.Tensor:
+    return probe.ask(x, subject=subject).out
+
+
+def _lengths(probe: Probe, T: int) -> list[Finding]:
+    """A call of another length gives what it gives to code that was never called: no mask is kept from the first."""
+    n = T + 3
+    used, fresh = (probe.subject.at(probe.subject.dtype) for _ in range(2))
+    x = probe.inputs(1, n, turn=2)
+    probe.ask(probe.inputs(1, T, turn=1), subject=used)
+    later, alone = probe.ask(x, subject=used).out, probe.ask(x, subject=fresh).out
+    if later.shape == alone.shape and float((later - alone).abs().max()) <= 1e-3 * float(
+        alone.abs().max()
+    ):
+        return []
+    if later.shape != alone.shape or later.isnan().any() or alone.isnan().any():
+        return []
+    worst = (later - alone).abs()
+    at = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    masked = torch.ones(n, n).triu(1).bool()
+    seen = [
+        influence(partial(_answer, probe, subject), x, probe.changed).seen
+        for subject in (used, fresh)
+    ]
+    kept = bool((seen[0] != seen[1])[masked].any())
+    name = "mask-kept" if kept else "state-kept"
+    sentence = f"{n} tokens behind a call of {T} give other results than alone."
+    return [finding(name, sentence, {"T": n, "before": T, "output": list(at)}, float(alone[at]), float(later[at]))]  # fmt: skip
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -45,6 +45,8 @@ CHECKS = (
     Check("future", "no token sees a later one, on any path", leaks.future),
     Check("window", "a query sees as many keys as the window says", leaks.window),
     Check("definition", "the output is that of the definition with the code's weights", explained.explained),
+    Check("long texts", "the definition holds at 293 tokens, and with more keys than queries", explained.long),
+    Check("keys", "every key that may be seen is used", leaks.keys),
     Check("batch", "rows of a batch do not mix", leaks.rows),
     Check("mask rows", "each row of a batch has its own mask", masks.rows),
     Check("padding", "what stands in padding reaches no token", padding.content),
