@@ -12,9 +12,11 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from regard.integrations.transformers import (  # noqa: E402, F401  (handed on to the tests)
+    BoolMask,
     MaskRule,
     PreallocatedCache,
     PreallocatedLayer,
+    architectures,
     name_places,
     regard_attention,
     regard_mask,

@@ -55,16 +55,20 @@ for _function, _parameter in (
 from regard.integrations.transformers.attention import name_places, regard_attention  # noqa: E402
 from regard.integrations.transformers.cache import PreallocatedCache, PreallocatedLayer  # noqa: E402
 from regard.integrations.transformers.mask import regard_mask  # noqa: E402
-from regard.integrations.transformers.rule import MaskRule  # noqa: E402
+from regard.integrations.transformers.rule import BoolMask, MaskRule  # noqa: E402
+from regard.integrations.transformers.support import NAME, architectures, guard  # noqa: E402
 
 __all__ = [
+    "BoolMask",
     "MaskRule",
     "PreallocatedCache",
     "PreallocatedLayer",
+    "architectures",
     "name_places",
     "regard_attention",
     "regard_mask",
 ]
 
-transformers.AttentionInterface.register("regard", regard_attention)
-transformers.AttentionMaskInterface.register("regard", regard_mask)
+transformers.AttentionInterface.register(NAME, regard_attention)
+transformers.AttentionMaskInterface.register(NAME, regard_mask)
+guard()
