@@ -1,13 +1,13 @@
-"""Try every architecture of transformers: `python -m tests.integrations.matrix --out docs/transformers.jsonl`.
+"""Try every architecture of transformers: `python -m tests.integrations.matrix`, and then once more with `--page`.
 
-Each architecture runs in a process of its own, under a limit of time and of memory; what is done is kept, so that a run that
-was stopped goes on where it was. `--only llama gemma2` tries some, `--again WRONG CRASH` those with such cells anew.
+Each architecture runs in a process of its own, under a limit of time and of memory. Each row is kept as soon as it is made
+(docs/transformers.jsonl), so that a run that was stopped goes on where it was; `--page` writes the table of the kept rows
+into docs/transformers.md. `--only llama gemma2` tries some anew, `--again WRONG CRASH unbuilt` those with such cells.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.integrations.families import transformers
+from tests.integrations.matrix import table
 from tests.integrations.matrix.cells import COLUMNS, architectures, run
 
 
@@ -55,56 +56,60 @@ def isolated(
 
 
 def main() -> None:
+    """The command."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.integrations.matrix", description=__doc__
     )
     parser.add_argument(
         "--out",
         type=Path,
-        required=True,
-        help="one line of JSON an architecture; read first, so that a run goes on",
+        default=table.KEPT,
+        metavar="FILE",
+        help="the kept results; a run goes on from them",
     )
-    parser.add_argument(
-        "--only", nargs="*", default=[], metavar="TYPE", help="these architectures only, anew"
-    )
+    parser.add_argument("--only", nargs="*", default=[], metavar="TYPE", help="these, anew")
     parser.add_argument(
         "--again",
         nargs="*",
         default=[],
         metavar="WORD",
-        help="anew those with a cell of these words",
+        help="anew those with a cell of these words, or 'unbuilt'",
     )
     parser.add_argument("--columns", nargs="*", default=list(COLUMNS), choices=COLUMNS)
-    parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--memory", type=int, default=6, help="GiB a process may allocate")
+    parser.add_argument("--seconds", type=float, default=300, help="for one architecture")
+    parser.add_argument("--memory", type=int, default=6, help="GiB that one may allocate")
+    parser.add_argument(
+        "--page", action="store_true", help="only write the table into docs/transformers.md"
+    )
     given = parser.parse_args()
+    if given.page:
+        table.update()
+        return
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    done: dict[str, Any] = {}
-    if given.out.exists():
-        rows = [json.loads(line) for line in given.out.read_text("utf-8").splitlines()]
-        done = {row["model_type"]: row for row in rows}
+    _, done = table.read(given.out)
     for name in architectures():
-        old = done.get(name)
-        words = [old[c][0] for c in COLUMNS if c in old] if old else []
-        wanted = (
-            name in given.only if given.only else old is None or bool(set(words) & set(given.again))
-        )
-        if not wanted:
+        old = done.get(name, {"built": "new"})
+        said = {*table.words(old), *(["unbuilt"] if old["built"] else [])}
+        missing = not old["built"] and any(column not in old for column in given.columns)
+        wanted = name in given.only if given.only else name not in done or missing
+        if not (wanted or (said & set(given.again) and not given.only)):
             continue
         begun = time.monotonic()
-        row = isolated(name, tuple(given.columns), given.seconds, given.memory)
-        done[name] = (old or {}) | row if not row["built"] else row
-        words = [f"{c}={row[c][0]}" for c in COLUMNS if c in row]
-        print(
-            f"{name}: {row['built'] or ' '.join(words)} ({time.monotonic() - begun:.0f} s)",
-            flush=True,
+        # a column that is added later leaves the others as they are
+        columns = (
+            [x for x in given.columns if x not in old]
+            if missing and not given.only
+            else given.columns
         )
-        for c in COLUMNS:
-            if c in row and row[c][0] in ("WRONG", "CRASH", "refused"):
-                print(f"    {c}: {row[c][1][:200]}", flush=True)
-        text = "".join(json.dumps(done[x]) + "\n" for x in sorted(done))
-        given.out.write_text(text, "utf-8")
+        row = isolated(name, tuple(columns), given.seconds, given.memory)
+        done[name] = row if row["built"] else {**old, **row}
+        table.write(done, given.out)
+        told = row["built"] or " ".join(f"{c}={row[c][0]}" for c in COLUMNS if c in row)
+        print(f"{name}: {told} ({time.monotonic() - begun:.0f} s)", flush=True)
+        for column in COLUMNS:
+            if row.get(column, [""])[0] in ("WRONG", "CRASH", "refused"):
+                print(f"    {column}: {row[column][1]}", flush=True)
 
 
 if __name__ == "__main__":

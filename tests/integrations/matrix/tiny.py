@@ -87,8 +87,10 @@ SIZES: dict[str, Any] = {
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 12,
     "num_frames": 4,
-    "tie_word_embeddings": False,
 }  # fmt: skip
+PREFIXES = ("swa_", "sliding_", "global_", "local_", "compress_")
+"""A size of one kind of layer, which is as small as that of all."""
+
 LAYERS = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",
     "num_decoder_layers", "depth", "num_blocks", "encoder_num_hidden_layers", "decoder_num_hidden_layers",
@@ -100,19 +102,34 @@ PER_LAYER = (
     "attn_type_list", "layer_type_list", "attention_layers",
 )  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
-    "blt": {},
     "reformer": {"is_decoder": True},
-    "time_series_transformer": {"prediction_length": 4},
-    "autoformer": {"prediction_length": 4},
-    "informer": {"prediction_length": 4},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "mamba2": {"num_heads": 8},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "gemma4_assistant": {},
     "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
     "nemotron": {"num_key_value_heads": 2},
-    "hunyuan_vl_text": {"head_dim": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "topk_method": "greedy",
+    },
+    "esm": {"vocab_size": VOCAB, "mask_token_id": 4, "pad_token_id": 0},
+    "blt": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
+    },
+    "cosmos3_edge_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    },
+    "dots3_note_text": {
+        "per_layer_config": {"1": {"kv_lora_rank": 12}},
+        "use_dsa": True,
+        "head_dim": 16,
+    },
 }
 """What one architecture needs besides: model_type -> settings."""
 
@@ -128,18 +145,19 @@ def tiny(kind: Any, model_type: str = "", **given: Any) -> Any:
     settings: dict[str, Any] = {}
     held = {name: value for name, value in vars(default).items() if not name.startswith("_")}
     for name, value in held.items():
+        size = SIZES.get(
+            name, SIZES.get(name.partition("_")[2]) if name.startswith(PREFIXES) else None
+        )
         if isinstance(value, transformers.PretrainedConfig):
             settings[name] = tiny(type(value), value.model_type)
         elif name == "head_dim" and value is None:
             settings[name] = WIDTH // HEADS
-        elif (
-            name in SIZES
-            and isinstance(value, (int, float))
-            and not (isinstance(value, bool) and name != "tie_word_embeddings")
-        ):
-            settings[name] = (
-                min(value, SIZES[name]) if name not in ("intermediate_size",) else SIZES[name]
-            )
+        elif isinstance(value, bool):
+            settings |= {name: False} if name == "tie_word_embeddings" else {}
+        elif size is not None and isinstance(value, (int, float)):
+            settings[name] = size if name == "intermediate_size" else min(value, size)
+    if "use_sliding_window" in held:
+        settings |= {"use_sliding_window": True, "sliding_window": WINDOW}
     settings |= dict(_kv_heads(held)) | dict(_tokens(held)) | dict(_layers(held, settings))
     settings |= OWN.get(model_type or default.model_type, {}) | given
     return kind(**settings)
@@ -192,5 +210,6 @@ def _layers(held: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[st
             yield name, count
     if "num_hidden_layers" in held:
         for name, found in kinds.items():
-            if found:
+            # where a number says which layers slide, they are counted again: one does, and one does not
+            if found and not (name == "layer_types" and "max_window_layers" in held):
                 yield name, [*found, *[found[-1]] * (count - len(found))]

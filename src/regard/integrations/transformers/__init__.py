@@ -26,8 +26,9 @@ torch.Size([1, 4, 4, 4])
 >>> model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
 torch.Size([1, 7])
 
-A query that sees nothing (a padded one) gives 0. A model that computes its attention itself is refused: it would add the
-mask to its scores. It needs the extra: pip install 'regard[transformers]'.
+A query that sees nothing (a padded one) gives 0. A model class that computes its attention itself is refused when it is
+built or switched, for it would add the mask to its scores; `architectures()` lists those that can be served, and
+docs/transformers.md says what was tried with each. It needs the extra: pip install 'regard[transformers]'.
 """
 
 from __future__ import annotations

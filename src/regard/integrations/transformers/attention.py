@@ -23,7 +23,7 @@ NEUTRAL = frozenset(
         "sliding_window", "position_ids", "cache_position", "seq_idx", "token_type_ids", "use_cache", "labels",
         # what a model is to return, or how its loss is counted
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch",
-        "logits_to_keep",
+        "logits_to_keep", "input_ids",
         # how another kernel does the same sums
         "deterministic",
     }

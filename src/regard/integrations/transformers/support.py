@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import transformers
 from transformers import PreTrainedModel
@@ -246,7 +246,7 @@ def guard() -> None:
 
     @functools.wraps(built)
     def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
-        found = cast("str", built(self, *args, **kwargs))
+        found: str = built(self, *args, **kwargs)
         if found == NAME:
             check(type(self))
         return found
@@ -262,5 +262,5 @@ def guard() -> None:
                 check(type(model))
         switched(self, attn_implementation, *args, **kwargs)
 
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
-    PreTrainedModel.set_attn_implementation = set_attn_implementation
+    for method in (get_correct_attn_implementation, set_attn_implementation):
+        setattr(PreTrainedModel, method.__name__, method)
