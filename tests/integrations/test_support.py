@@ -161,6 +161,12 @@ def test_the_list_of_what_works() -> None:
     assert not {"mpt", "bloom", "longformer", "deberta", "xlnet", "falcon", "gptj"} & set(found)
 
 
+def test_masks_of_recurrent_layers_are_no_attention_masks() -> None:
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Model
+
+    assert support.use(Mamba2Model) == (False, False, False, False)
+
+
 def test_a_class_of_ones_own_is_judged_by_what_it_inherits() -> None:
     assert support.use(MyLlama).interface
     assert not support.use(MyMpt).interface

@@ -159,7 +159,7 @@ class Subject:
         both = {"input_ids", "pixel_values"} <= takes.keys() and hasattr(
             self.config, "vision_config"
         )
-        if both and hasattr(self.config, "projection_dim"):
+        if both and (hasattr(self.config, "projection_dim") or self.model_type == "siglip"):
             # two towers, that meet at the end
             found["input_ids"] = torch.randint(3, 40, (2, LENGTH), generator=draw)
             found["pixel_values"] = torch.randn(

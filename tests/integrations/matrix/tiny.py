@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +98,11 @@ LAYERS = {
     "num_layers_per_block", "num_encoder_blocks_", "num_temporal_layers", "num_self_attends_per_block", "t2u_encoder_layers",
     "t2u_decoder_layers", "speech_encoder_layers", "text_encoder_layers", "text_decoder_layers",
 }  # fmt: skip
+SECTIONS = re.compile(
+    r"glm.*(4v|46v|image|ocr|ga)|qwen2.*vl|qwen2_5_omni|qwen3_omni|ernie4_5_vl|paddleocr|cosmos3_edge_text"
+)
+"""Architectures whose code has sections of a rotation by time, height and width, whether the configuration names them or not."""
+
 PER_LAYER = (
     "layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "layer_block_type", "block_types", "attention_types",
     "attn_type_list", "layer_type_list", "attention_layers",
@@ -117,13 +123,16 @@ OWN: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "topk_method": "greedy",
     },
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
     "esm": {"vocab_size": VOCAB, "mask_token_id": 4, "pad_token_id": 0},
     "blt": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
-    },
-    "cosmos3_edge_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     },
     "dots3_note_text": {
         "per_layer_config": {"1": {"kv_lora_rank": 12}},
@@ -158,6 +167,15 @@ def tiny(kind: Any, model_type: str = "", **given: Any) -> Any:
             settings[name] = size if name == "intermediate_size" else min(value, size)
     if "use_sliding_window" in held:
         settings |= {"use_sliding_window": True, "sliding_window": WINDOW}
+    rope = held.get("rope_parameters")
+    if isinstance(rope, dict) and ("mrope_section" in rope or SECTIONS.search(default.model_type)):
+        # the sections share the rotated half of a head among time, height and width
+        head = 16 if "head_dim" in held else WIDTH // HEADS
+        half = int(head * rope.get("partial_rotary_factor", 1)) // 2
+        part = half // 3
+        sections = [half - 2 * part, part, part]
+        settings |= {"rope_parameters": {**rope, "mrope_section": sections}}
+        settings |= {"head_dim": head} if "head_dim" in held else {}
     settings |= dict(_kv_heads(held)) | dict(_tokens(held)) | dict(_layers(held, settings))
     settings |= OWN.get(model_type or default.model_type, {}) | given
     return kind(**settings)

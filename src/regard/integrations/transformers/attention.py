@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.transformers.rule import NOTHING, BoolMask, MaskRule
-from regard.masks import Causal, Mask
+from regard.masks import Causal, Mask, Selected
 from regard.ops.softmax import attend, attention_weights
 from regard.span import Span
 from regard.tap import place, tap
@@ -22,7 +22,7 @@ NEUTRAL = frozenset(
         # said to the mask already, or to the module around
         "sliding_window", "position_ids", "cache_position", "seq_idx", "token_type_ids", "use_cache", "labels",
         # what a model is to return, or how its loss is counted
-        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch",
+        "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch",
         "logits_to_keep", "input_ids",
         # how another kernel does the same sums
         "deterministic",
@@ -179,8 +179,11 @@ def _selected(
     table = table.scatter(-1, at, value=True)[..., :count]
     if groups > 1:
         table = table.repeat_interleave(H // groups, dim=1)
-    table = table.repeat_interleave(size, dim=-1)[..., :S]
-    mask, rest = masks.Dense(table), seen["mask"]
+    first = seen.get("k_positions", Span(0, S)).start
+    mask: Mask = Selected(table, size)
+    if first:  # blocks are counted from the first slot, and Selected counts them from position 0
+        mask = masks.Dense(table.repeat_interleave(size, dim=-1)[..., :S])
+    rest = seen["mask"]
     return {**seen, "mask": mask if rest is None else rest & mask}
 
 

@@ -29,7 +29,7 @@ NAME = "regard"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """What a module of transformers that takes its attention from the interface refers to."""
 
-_MASKS = re.compile(r"create_\w*mask\w*|_prepare_4d\w*")
+_MASKS = re.compile(r"create_(causal|bidirectional|sliding_window|chunked|masks_for)\w*")
 _BY_NAME = re.compile(r"CLASSES\[\s*(self\.)?(config\.)?_?attn_implementation\s*\]")
 _AUTO = re.compile(r"AutoModel|AutoBackbone|load_backbone")
 _told: set[str] = set()
