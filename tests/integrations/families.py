@@ -12,9 +12,11 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="needs the extra `transformers`")
 from regard.integrations.transformers import (  # noqa: E402, F401  (handed on to the tests)
+    BoolMask,
     MaskRule,
     PreallocatedCache,
     PreallocatedLayer,
+    architectures,
     name_places,
     regard_attention,
     regard_mask,
@@ -57,7 +59,7 @@ WINDOWED = ("Mistral", "Gemma2", "Gemma3", "GptOss", "Phi3")
 def loud(model: Any) -> Any:
     """Weights so large that scores differ by more than rounding, and norms and sinks that are not their initial 0 or 1."""
     for name, x in model.named_parameters():
-        std = 0.3 if x.ndim == 1 else 1.4 * x.shape[-1] ** -0.5
+        std = 0.3 if x.ndim < 2 else 1.4 * x.shape[-1] ** -0.5
         x.data.normal_(0, std)
         if x.ndim == 1 and "norm" in name:
             x.data.add_(1)

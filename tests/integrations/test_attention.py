@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +27,8 @@ from tests.integrations.families import (
 )
 from tests.rules import GRADIENT, assert_close_rule
 
+attention = importlib.import_module("regard.integrations.transformers.attention")
+NEUTRAL, READ, REFUSED = attention.NEUTRAL, attention.READ, attention.REFUSED
 B, H, G, T, S, D, E = 2, 4, 2, 5, 7, 6, 3
 LOWEST = torch.finfo(torch.float32).min
 
@@ -255,12 +262,122 @@ def test_an_edit_changes_what_the_model_computes() -> None:
     assert other.any()
 
 
-def test_what_attend_has_no_word_for_is_refused() -> None:
+def test_a_keyword_that_is_not_known_to_be_harmless_is_refused() -> None:
     q, k, v = inputs()
-    for name in ("sinks", "cache"):
+    for name in ("sinks", "cache", "cu_seq_lens_q", "max_length_k", "head_mask", "anything"):
         with pytest.raises(ArgumentTypeError, match=rf"Module passes {name}, .*no word for it"):
             regard_attention(Module(), q, k, v, None, **{name: torch.zeros(1)})
-    regard_attention(Module(), q, k, v, None, sinks=None, sliding_window=3)
+        with pytest.raises(ArgumentTypeError, match=f"Module passes {name}, "):
+            regard_attention(Module(), q, k, v, None, **{name: False})
+        regard_attention(Module(), q, k, v, None, **{name: None})
+    plain, _ = regard_attention(Module(), q, k, v, None)
+    for name in NEUTRAL:
+        given, _ = regard_attention(Module(), q, k, v, None, **{name: 3})
+        assert torch.equal(given, plain), name
+
+
+BOUND = re.compile(r"^ *(\w+)(?:: \w+)? = \(?\s*ALL_ATTENTION_FUNCTIONS\b", re.MULTILINE)
+"""The name to which a module of transformers gives the attention function."""
+
+
+def calls_of_the_interface() -> dict[str, set[str]]:
+    """The keywords of every `attention_interface(...)` in the installed transformers, and the modules that pass them."""
+    found: dict[str, set[str]] = {}
+    calls = 0
+    for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
+        text = path.read_text("utf-8")
+        for name in {*BOUND.findall(text)}:
+            for match in re.finditer(rf"\b{name}\(", text):
+                call = parsed(text, match.start(), match.end())
+                calls += 1
+                assert len(call.args) <= 8, f"{path}: more arguments than regard_attention names"
+                for keyword in call.keywords:
+                    if keyword.arg is not None:
+                        found.setdefault(keyword.arg, set()).add(path.parent.name)
+    assert calls > 300
+    return found
+
+
+def parsed(text: str, start: int, inside: int) -> ast.Call:
+    """The call that starts there: parsing each file whole would take minutes."""
+    depth, end = 1, inside
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[end], 0)
+        end += 1
+    found = ast.parse(text[start:end], mode="eval").body
+    assert isinstance(found, ast.Call)
+    return found
+
+
+def test_every_keyword_that_transformers_passes_is_known() -> None:
+    """A keyword that a new version of transformers passes fails here: read what eager attention does with it."""
+    named = set(inspect.signature(regard_attention).parameters) - {"kwargs"}
+    passed = calls_of_the_interface()
+    unknown = {
+        x: sorted(passed[x]) for x in passed.keys() - named - NEUTRAL - READ - REFUSED.keys()
+    }
+    assert not unknown, f"passed by transformers {transformers.__version__}: {unknown}"
+    assert {"indices", "block_indices", "softcap", "s_aux", "position_bias"} <= passed.keys()
+    assert not NEUTRAL & REFUSED.keys()
+    assert not READ & REFUSED.keys()
+
+
+def chosen(name: str) -> tuple[dict[str, Any], Any]:
+    """A selection as a module passes it, and what it means."""
+    draw = torch.Generator().manual_seed(8)
+    if name == "indices":
+        at = torch.rand(B, T, S, generator=draw).argsort(-1)[..., :3].int()
+        at[0, 0, 0] = at[1, 1, 2] = -1
+        return {"indices": at}, lambda b, h, i, j: j in at[b, i].tolist()
+    blocks = torch.rand(B, G, T, 3, generator=draw).argsort(-1)[..., :2]
+    blocks[0, 0, 2, 1] = blocks[1, 1, 3] = -1
+    return {"block_indices": blocks}, lambda b, h, i, j: j // 3 in blocks[b, h * G // H, i].tolist()
+
+
+@pytest.mark.parametrize("masked", ["rule", "later rule", "dense", "float", "none"])
+@pytest.mark.parametrize("name", ["indices", "block_indices"])
+def test_a_selection_is_obeyed(name: str, masked: str) -> None:
+    passed, selects = chosen(name)
+    module = Module(is_causal=False)
+    module.indexer = torch.nn.Module()
+    module.indexer.block_size = 3
+    mask, sees = {
+        "rule": (BY_RULE, window),
+        "later rule": (MaskRule.make(Causal() & Window(3), Span(S - T + 4, T), Span(4, S), batch=B), window), "dense": (table(ragged), ragged), "float": (ADDED, ragged), "none": (None, everything),
+    }[masked]  # fmt: skip
+
+    def both(b: int, h: int, i: int, j: int) -> bool:
+        return sees(b, h, i, j) and selects(b, h, i, j)
+
+    q, k, v = inputs()
+    z, weights = regard_attention(module, q, k, v, mask, output_attentions=True, **passed)
+    added = bias_values if masked == "float" else torch.zeros(B, H, T, S)
+    ref = loops(q, k, v, both, D**-0.5, None, lambda *at: float(added[at]), None)
+    orders = [list(range(D)), [5, 4, 3, 2, 1, 0], [2, 0, 1, 5, 3, 4]]
+    same = [plain(q[..., x], k[..., x], v, table(both), D**-0.5, None, added, None) for x in orders]
+    assert_close_rule(z, same, ref, what=name)
+    assert not weights[~table(both)].any()
+    without, _ = regard_attention(module, q, k, v, mask)
+    assert (without - ref).abs().max() > 1e-3
+
+
+def test_a_selection_that_does_not_fit_is_refused() -> None:
+    q, k, v = inputs()
+    at = torch.zeros(B, T, 2, dtype=torch.int64)
+    with pytest.raises(
+        ArgumentError, match=r"Module passes indices \(2, 4, 2\); it must be \[2, 5, n\]"
+    ):
+        regard_attention(Module(), q, k, v, None, indices=at[:, 1:])
+    with pytest.raises(ArgumentTypeError, match=r"block_indices, but has no indexer\.block_size"):
+        regard_attention(Module(), q, k, v, None, block_indices=at[:, None])
+    module = Module()
+    module.indexer = torch.nn.Module()
+    module.indexer.block_size = 3
+    with pytest.raises(
+        ArgumentError,
+        match=r"block_indices \(2, 3, 5, 2\); it must be \[2, groups that divide 4 heads, 5, n\]",
+    ):
+        regard_attention(module, q, k, v, None, block_indices=at[:, None].expand(B, 3, T, 2))
 
 
 def test_a_mask_for_other_keys_is_refused() -> None:

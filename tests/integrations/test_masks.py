@@ -12,6 +12,7 @@ from regard import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Dense, Document, Full, Window
 from regard.span import Span
 from tests.integrations.families import (
+    BoolMask,
     MaskRule,
     regard_attention,
     regard_mask,
@@ -140,13 +141,41 @@ def places(place: str) -> tuple[Span, Span]:
     return Span(first, q), Span(start, k)
 
 
-def test_a_step_on_a_static_cache_takes_a_plain_tensor() -> None:
-    """It may be compiled, with the mask as its argument."""
+@pytest.mark.parametrize("name", ["Llama", "DeepseekV4"])
+def test_a_step_on_a_static_cache_takes_the_tensor_that_its_model_expects(name: str) -> None:
+    """It may be compiled, with the mask as its argument, where no rule guards it: bool where the class knows sdpa."""
+    config = getattr(transformers, f"{name}Config")()
+    getattr(transformers, f"{name}Model")  # its module is read
     mask = regard_mask(
-        B, 1, 12, q_offset=torch.tensor(5), allow_is_causal_skip=False, mask_function=FUNCTIONS["causal"]
+        B, 1, 12, q_offset=torch.tensor(5), allow_is_causal_skip=False, mask_function=FUNCTIONS["causal"],
+        config=config, dtype=torch.float32,
     )  # fmt: skip
     assert type(mask) is Tensor
-    assert mask.tolist() == [[[[True] * 6 + [False] * 6]]] * B
+    low = torch.finfo(torch.float32).min
+    entries = [True] * 6 + [False] * 6 if name == "Llama" else [0.0] * 6 + [low] * 6
+    assert mask.tolist() == [[[entries]]] * B
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_window_of_nothing_is_refused_where_it_is_used(size: int) -> None:
+    """`Qwen2MoeConfig()` makes such a mask, and none of its layers takes it."""
+    q, k = torch.randn(B, 2, 7, 4), torch.randn(B, 2, 7, 4)
+    functions = {
+        "window": made.sliding_window_causal_mask_function(size),
+        "both ways": made.sliding_window_bidirectional_mask_function(size),
+        "chunk": made.chunked_causal_mask_function(size, torch.zeros(B, dtype=torch.int64)),
+    }
+    if size == 0:  # a window of 0 on both sides holds the query's own key
+        same = regard_mask(B, 7, 7, mask_function=functions.pop("both ways"))
+        assert torch.equal(same.dense()[0, 0], torch.eye(7, dtype=torch.bool))
+    for function in functions.values():
+        for keep in (None, PADDINGS["left"][:, :7]):
+            mask = regard_mask(B, 7, 7, mask_function=function, attention_mask=keep)
+            assert not mask.dense().any()
+            with pytest.raises(
+                ArgumentError, match=r"window or chunk of less than one key.*must be None"
+            ):
+                regard_attention(torch.nn.Module(), q, k, k, mask)
 
 
 def rule() -> MaskRule:
@@ -160,51 +189,90 @@ def test_a_rule_costs_one_element() -> None:
         assert huge.untyped_storage().nbytes() == 1
 
 
-def test_what_a_model_does_on_the_way_is_done_with_the_dense_mask() -> None:
+def test_what_has_one_meaning_for_bool_masks_is_done() -> None:
     mask, dense = rule(), rule().dense()
     assert dense.tolist() == [[[[j <= i + 2 for j in range(5)] for i in range(3)]]] * B
-    assert isinstance(mask.to("cpu"), MaskRule)
-    assert mask.contiguous() is mask.detach() is mask.clone() is mask.bool()
-    for done, wanted in (
-        (mask[:, :, :, :2], dense[:, :, :, :2]),
-        (torch.where(mask, 1.0, 0.0), dense.float()),
-        (torch.cat([mask, mask], -1), torch.cat([dense, dense], -1)),
-        (~mask, ~dense),
-        (mask == 0, ~dense),
-        (mask.to(torch.int64), dense.long()),
-        (mask.expand(B, 4, 3, 5), dense.expand(B, 4, 3, 5)),
-    ):
-        assert type(done) is Tensor
-        assert torch.equal(done, wanted)
+    assert mask.contiguous() is mask.detach() is mask.clone() is mask
     assert (mask.ndim, mask.dtype, len(mask), mask.size(-1)) == (4, torch.bool, B, 5)
     assert "MaskRule(causal)" in repr(mask)
-
-
-def test_a_mask_of_true_and_false_is_added_to_no_score() -> None:
-    scores = torch.zeros(B, 1, 3, 5)
-    for wrong in (
-        lambda: scores + rule(),
-        lambda: rule() + scores,
-        lambda: torch.add(scores, rule()),
-        lambda: scores.add_(rule()),
+    other = torch.arange(15).view(1, 1, 3, 5) % 2 == 0
+    for done, wanted in (
+        (mask & other, dense & other),
+        (other | mask, dense | other),
+        (mask & mask, dense),
+        (mask[:, 0], dense[:, 0]),
+        (mask[1:], dense[1:]),
+        (mask[:, :, 1], dense[:, :, 1]),
+        (mask[torch.tensor([1, 0])], dense),
+        (mask.expand(B, 4, 3, 5), dense.expand(B, 4, 3, 5)),
+        (mask[:, 0].unsqueeze(1), dense),
     ):
-        with pytest.raises(ArgumentError, match="the model adds its mask to the scores itself"):
-            wrong()
-    with pytest.raises(ArgumentError, match=r"wanted as torch\.float32"):
-        rule().to(torch.float32)
+        assert type(done) is BoolMask
+        assert torch.equal(done.dense(), wanted)
+    assert torch.equal(torch.where(mask, 1.0, 2.0), 2.0 - dense.float())
+    assert type(~mask) is Tensor
+    assert torch.equal(~mask, ~dense)
+    assert torch.equal(~mask[:, 0], ~dense[:, 0])
+
+
+def test_queries_and_keys_that_are_left_out_leave_a_rule() -> None:
+    mask, dense = rule(), rule().dense()
+    for part in (
+        (slice(None), slice(None), slice(-1, None), slice(None)),
+        (slice(None), slice(None), slice(None), slice(0, 4)),
+        (Ellipsis, slice(1, 5)),
+        (slice(None), slice(None), slice(1, 3)),
+    ):
+        found = mask[part]
+        assert isinstance(found, MaskRule)
+        assert torch.equal(found.dense(), dense[part])
+    assert (mask[..., 1:].q_positions, mask[..., 1:].k_positions) == (Span(2, 3), Span(1, 4))
+    table = MaskRule.make(Dense(dense), Span(2, 3), Span(0, 5), batch=B)
+    for index in ((Ellipsis, slice(1, 5)), (slice(None), slice(None), slice(None, None, 2))):
+        found = table[index]
+        assert not isinstance(found, MaskRule)
+        assert torch.equal(found.dense(), dense[index])
+
+
+scores = torch.zeros(B, 1, 3, 5)
+FOREIGN = {
+    "add": (lambda m: scores + m, lambda m: m + scores, lambda m: torch.add(scores, m), lambda m: scores.clone().add_(m)),
+    "mul|rsub|sub": (lambda m: m * 2, lambda m: 1.0 - m, lambda m: m - 1),
+    "masked_fill": (lambda m: scores.masked_fill(m, 1.0), lambda m: m.masked_fill(scores > 0, 0), lambda m: scores.clone().masked_fill_(m, 1.0)),
+    "cat|stack": (lambda m: torch.cat([m, scores], -1), lambda m: torch.cat([scores, m]), lambda m: torch.stack([m, m])),
+    "lt|gt|eq|ne": (lambda m: m < 0, lambda m: m > 0, lambda m: m == 0, lambda m: m != 0),
+    "where": (lambda m: scores.where(m, 1.0), lambda m: torch.where(scores > 0, m, m)),
+    "wanted as torch": (
+        lambda m: m.to(torch.bool), lambda m: m.to(torch.float32), lambda m: m.to(dtype=torch.int64), lambda m: m.to(scores),
+        lambda m: m.to("cpu", torch.bool),
+    ),
+    "bool|int|float|long|type_as": (lambda m: m.bool(), lambda m: m.int(), lambda m: m.float(), lambda m: m.long(), lambda m: m.type_as(scores)),
+    "getitem": (lambda m: scores[m],),
+    "setitem": (lambda m: m.__setitem__(0, True), lambda m: scores.clone().__setitem__(m, 1.0)),
+    "sum|all|any|min": (lambda m: m.sum(), lambda m: m.all(), lambda m: m.any(), lambda m: m.min()),
+    "pad": (lambda m: torch.nn.functional.pad(m, (0, 1)),),
+    "logical_not": (lambda m: m.logical_not(),),
+    "and|or": (lambda m: m & scores.long(), lambda m: m | 1),
+    "tolist|unbind|numpy": (lambda m: m.tolist(), lambda m: m.numpy(), list),
+    "mT|data": (lambda m: m.mT, lambda m: m.data),
+    "scaled_dot_product": (
+        lambda m: torch.nn.functional.scaled_dot_product_attention(*[torch.zeros(B, 1, 3, 4)] * 1, *[torch.zeros(B, 1, 5, 4)] * 2, attn_mask=m),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("kind", ["rule", "dense"])
+def test_what_could_be_meant_for_an_additive_mask_is_refused(name: str, kind: str) -> None:
+    mask = rule() if kind == "rule" else BoolMask.of(rule().dense())
+    for wrong in FOREIGN[name]:
+        with pytest.raises(ArgumentError, match=f"({name}).*the model does not know bool masks"):
+            wrong(mask)
 
 
 def test_a_rule_must_fit_its_batch() -> None:
     with pytest.raises(ArgumentError, match="Document"):
         MaskRule.make(Document(((0, 2), (0, 2), (0, 2))), Span(0, 2), Span(0, 2), batch=B)
-
-
-def test_a_model_that_adds_its_mask_is_refused() -> None:
-    config = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
-    config._attn_implementation = "regard"
-    model = transformers.BloomForCausalLM(config)
-    with pytest.raises(ArgumentError, match="does not take its attention from"):
-        model(torch.ones(1, 3, dtype=torch.int64))
 
 
 def test_a_mask_of_another_kind_is_refused() -> None:

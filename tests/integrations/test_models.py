@@ -16,6 +16,7 @@ from tests.integrations.families import (
     DECODERS,
     ENCODERS,
     SEQ2SEQ,
+    SIZES,
     WINDOW,
     MaskRule,
     decoder,
@@ -95,6 +96,33 @@ def test_a_decoder_attends_to_its_encoder(name: str) -> None:
     mask = keep([LENGTH, 7], LENGTH, "right")
     for more in ({}, {"attention_mask": mask}):
         judge(name, tokens(2, LENGTH), decoder_input_ids=tokens(2, 6, seed=9), **more)
+
+
+def test_a_window_that_is_off_hides_nothing() -> None:
+    """`Qwen2MoeConfig` writes 0 for a window that is off, and its model makes a mask of it that no layer takes."""
+    more = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }
+    found = {}
+    for attention, dtype in (("regard", None), ("eager", None), ("sdpa", None), ("eager", F64)):
+        config = transformers.Qwen2MoeConfig(**SIZES, **more, attn_implementation=attention)
+        assert config.sliding_window == 0
+        assert set(config.layer_types) == {"full_attention"}
+        torch.manual_seed(5)
+        model = loud(transformers.Qwen2MoeForCausalLM(config)).eval()
+        model.set_experts_implementation("eager")
+        with torch.no_grad():
+            found[attention, dtype] = model.to(dtype or torch.float32)(tokens(2, LENGTH)).logits
+        if attention == "regard":
+            out = model.generate(
+                tokens(1, 5), max_new_tokens=3, do_sample=False, cache_implementation="static"
+            )
+            assert out.shape == (1, 8)
+    same = [found["eager", None], found["sdpa", None]]
+    assert_close_rule(found["regard", None], same, found["eager", F64])
 
 
 def test_audio_is_attended_to_without_masks() -> None:

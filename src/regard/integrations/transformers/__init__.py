@@ -26,8 +26,9 @@ torch.Size([1, 4, 4, 4])
 >>> model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
 torch.Size([1, 7])
 
-A query that sees nothing (a padded one) gives 0. A model that computes its attention itself is refused: it would add the
-mask to its scores. It needs the extra: pip install 'regard[transformers]'.
+A query that sees nothing (a padded one) gives 0. A model class that computes its attention itself is refused when it is
+built or switched, for it would add the mask to its scores; `architectures()` lists those that can be served, and
+docs/transformers.md says what was tried with each. It needs the extra: pip install 'regard[transformers]'.
 """
 
 from __future__ import annotations
@@ -55,16 +56,20 @@ for _function, _parameter in (
 from regard.integrations.transformers.attention import name_places, regard_attention  # noqa: E402
 from regard.integrations.transformers.cache import PreallocatedCache, PreallocatedLayer  # noqa: E402
 from regard.integrations.transformers.mask import regard_mask  # noqa: E402
-from regard.integrations.transformers.rule import MaskRule  # noqa: E402
+from regard.integrations.transformers.rule import BoolMask, MaskRule  # noqa: E402
+from regard.integrations.transformers.support import NAME, architectures, guard  # noqa: E402
 
 __all__ = [
+    "BoolMask",
     "MaskRule",
     "PreallocatedCache",
     "PreallocatedLayer",
+    "architectures",
     "name_places",
     "regard_attention",
     "regard_mask",
 ]
 
-transformers.AttentionInterface.register("regard", regard_attention)
-transformers.AttentionMaskInterface.register("regard", regard_mask)
+transformers.AttentionInterface.register(NAME, regard_attention)
+transformers.AttentionMaskInterface.register(NAME, regard_mask)
+guard()

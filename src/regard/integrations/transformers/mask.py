@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 from regard import masks
-from regard.integrations.transformers.rule import MaskRule
+from regard.integrations.transformers.rule import NOTHING, MaskRule
+from regard.integrations.transformers.support import takes_bool
 from regard.masks import Causal, Chunk, Document, Full, Mask, Padding, Window
 from regard.span import Span
 
@@ -81,15 +82,15 @@ def regard_mask(
     }
     decoding = q_length == 1 and not kwargs.get("allow_is_causal_skip", True)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return masking_utils.sdpa_mask(**given, **kwargs)
+        return _for_a_graph(given, kwargs)
     if decoding and isinstance(q_offset, Tensor):
         # a static cache: the step that the mask is for may be compiled, and then takes tensors only
-        return masking_utils.sdpa_mask(**given, **kwargs)
+        return _for_a_graph(given, kwargs)
     where = Where(Span(int(q_offset), q_length), Span(kv_offset, kv_length))
     rule = read(mask_function, where)
     if rule is None or (attention_mask is not None and attention_mask.ndim != 2):
         rule = _dense(given, kwargs)
-    elif attention_mask is not None:
+    elif attention_mask is not None and rule != NOTHING:
         rule = _padded(rule, attention_mask, where)
     return MaskRule.make(rule, where.q, where.k, batch_size, device)
 
@@ -125,17 +126,23 @@ def _causal(_held: dict[str, Any], where: Where) -> Mask:
 
 def _window(held: dict[str, Any], where: Where) -> Mask:
     size = held["sliding_window"]
+    if size < 1:
+        return NOTHING
     # as wide as all that is there: no window, and no tiles to look for
     return Full() if where.q.stop - where.k.start <= size else Window(size)
 
 
 def _both_ways(held: dict[str, Any], where: Where) -> Mask:
     size = held["sliding_window"]
+    if size < 0:
+        return NOTHING
     return Full() if where.longest <= size else Window(size + 1, ahead=size)
 
 
 def _chunk(held: dict[str, Any], where: Where) -> Mask:
     size = held["chunk_size"]
+    if size < 1:
+        return NOTHING
     # each row counts its chunks from its first token
     first = [padding % size for padding in held["left_padding"].tolist()]
     if not any(first):
@@ -164,6 +171,8 @@ def _every(held: dict[str, Any], where: Where) -> Mask | None:
     if None in parts:
         return None
     found = [part for part in parts if part is not None and not isinstance(part, Full)]
+    if NOTHING in found:
+        return NOTHING
     return reduce(and_, found or [Full()])
 
 
@@ -207,6 +216,13 @@ def _padded(rule: Mask, keep: Tensor, where: Where) -> Mask:
         return rule
     padding = Padding.from_keep(keep.bool())
     return padding if isinstance(rule, Full) else rule & padding
+
+
+def _for_a_graph(given: dict[str, Any], others: dict[str, Any]) -> Tensor | None:
+    """The plain tensor that the model's own code expects: a graph keeps no rule, and nothing guards a tensor in it."""
+    if takes_bool(others.get("config")):
+        return masking_utils.sdpa_mask(**given, **others)
+    return masking_utils.eager_mask(**given, **others)
 
 
 def _dense(given: dict[str, Any], others: dict[str, Any]) -> Mask:
