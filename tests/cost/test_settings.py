@@ -318,7 +318,7 @@ def test_files(tmp_path: Path) -> None:
     assert found == config.read_file(path) == model_of(str(tmp_path))
     with path.open("wb") as file:
         file.truncate((16 << 20) + 1)
-    with pytest.raises(FileError, match=r"a config\.json has at most"):
+    with pytest.raises(FileError, match=r"has 16777217 bytes; at most 16777216 are read"):
         config.read_file(path)
 
 
