@@ -14,10 +14,9 @@ import pytest
 
 import regard
 from regard.cli import main
-from regard.cost.bill import Bill, Setting
-from regard.cost.known import KNOWN
-from regard.cost.machines import MACHINES
-from regard.cost.source import model_of
+from regard.cost.known import KNOWN, model_of
+from regard.cost.report import CostReport, Setting
+from regard.cost.roofline import MACHINES
 
 KEYS = {
     "parameters", "attention_parameters", "kv_bytes_per_token", "kv_bytes", "prefill_flops", "decode_flops",
@@ -43,9 +42,9 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = figures(capsys, name, "--context", "2k")
     assert set(told) >= KEYS
-    bill = Bill(model_of(name), Setting(2048, dtype=model_of(name).dtype))
+    report = CostReport(model_of(name), Setting(2048, dtype=model_of(name).dtype))
     for key in KEYS - {"parts"}:
-        source = bill if hasattr(bill, key) else bill.model
+        source = report if hasattr(report, key) else report.model
         assert told[key] == getattr(source, key), key
     assert sum(part["parameters"] for part in told["parts"].values()) == told["parameters"]
     assert sum(part["active"] for part in told["parts"].values()) == told["active_parameters"]

@@ -1,4 +1,4 @@
-"""Counted against built models: every family's parameters, windows, and what is met by a token."""
+"""Counted against built models: every family's parameters, windows, and active parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from regard.cost import config, model_of
 from regard.cost.known import KNOWN
-from regard.cost.mixers import Heads
+from regard.cost.softmax import SoftmaxSpec
 from regard.models.checkpoint.config import parse
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention
@@ -84,7 +84,7 @@ HEADED = [
     name
     for name, raw in TINY.items()
     if raw["model_type"] not in ("bert", "t5")
-    and all(isinstance(layer.mixer, Heads) for layer in config.read(raw, name).layers)
+    and all(isinstance(layer.mixer, SoftmaxSpec) for layer in config.read(raw, name).layers)
 ]
 
 
@@ -99,7 +99,9 @@ def test_windows_of_every_family(name: str) -> None:
     """A mask that is built shows as many keys to the last of 12 tokens as are counted."""
     layers = [m for m in network_of(name).modules() if isinstance(m, Attention)]
     model = config.read(TINY[name], name)
-    told = [m.seen(12) for layer in model.layers for m in layer.mixers if isinstance(m, Heads)]
+    told = [
+        m.seen(12) for layer in model.layers for m in layer.mixers if isinstance(m, SoftmaxSpec)
+    ]
     positions = torch.arange(12)[None]
     seen = []
     for layer in layers:

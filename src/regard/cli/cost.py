@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from regard.cli import _sizes as flag
-from regard.cost.bill import Bill, Setting
-from regard.cost.flags import Sizes
-from regard.cost.known import KNOWN
-from regard.cost.machines import Machine, machine_of
+from regard.cost.known import KNOWN, model_of
 from regard.cost.model import Model
-from regard.cost.source import model_of
+from regard.cost.report import CostReport, Setting
+from regard.cost.roofline import Machine, machine_of
+from regard.cost.sizes import Sizes
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError
 
@@ -67,7 +66,7 @@ def cost(
     bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever takes longer.
     """
     if list_:
-        from regard.cli._bill import listing
+        from regard.cli._cost_report import listing
 
         typer.echo(listing(json=json))
         return
@@ -91,8 +90,10 @@ def cost(
             _range(models, settings, where, sweep or RANGE, plot, json=json)
             return
         at = _context(context, models)
-        bills = [Bill(m, replace(s, context=at)) for m, s in zip(models, settings, strict=True)]
-        _show(bills, where, json=json)
+        reports = [
+            CostReport(m, replace(s, context=at)) for m, s in zip(models, settings, strict=True)
+        ]
+        _show(reports, where, json=json)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -200,18 +201,20 @@ def _here() -> Machine:
     return Machine("here", top.read, rates, free(device), said, "what is free now")
 
 
-def _show(bills: list[Bill], machine: Machine | None, *, json: bool) -> None:
-    from regard.cli import _bill
+def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:
+    from regard.cli import _cost_report
 
     if json:
         found = (
-            figures(bills[0], machine) if len(bills) == 1 else versus(bills[0], bills[1], machine)
+            figures(reports[0], machine)
+            if len(reports) == 1
+            else versus(reports[0], reports[1], machine)
         )
         typer.echo(json_format.dumps(found, indent=1, allow_nan=False))
-    elif len(bills) == 1:
-        typer.echo(_bill.page(bills[0], machine))
+    elif len(reports) == 1:
+        typer.echo(_cost_report.page(reports[0], machine))
     else:
-        typer.echo(_bill.side_by_side(bills[0], bills[1], machine))
+        typer.echo(_cost_report.side_by_side(reports[0], reports[1], machine))
 
 
 def _range(
@@ -224,7 +227,7 @@ def _range(
     json: bool,
 ) -> None:
     """A row for each context, and a chart of them."""
-    from regard.cli import _bill
+    from regard.cli import _cost_report
 
     asked = doubling(span)
     contexts = fitting(asked, *models)
@@ -243,4 +246,4 @@ def _range(
     if json:
         typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
     else:
-        typer.echo("\n\n".join(_bill.swept(name, found) for name, found in rows.items()))
+        typer.echo("\n\n".join(_cost_report.swept(name, found) for name, found in rows.items()))

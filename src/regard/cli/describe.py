@@ -123,7 +123,7 @@ def _page(
                 f"It takes a second sequence, so that a layer has no cache figures ({sizes}).",
             ]
         )
-    kept = f"{'numbers kept in all':<26}{told.kept:,}"
+    kept = f"{'values cached in all':<26}{told.kept:,}"
     head, *rows = str(told).splitlines()
     return "\n".join(
         [

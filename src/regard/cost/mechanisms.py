@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from regard.cost.mixers import NSA, Heads, Infini, Latent, Mixer, recurrent
+from regard.cost import recurrent
+from regard.cost.infini import InfiniSpec
+from regard.cost.latent import LatentSpec
+from regard.cost.selected import NSASpec
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
 
 FREE = frozenset(
@@ -26,12 +31,12 @@ class Mechanism:
         needs, takes: options that must, and that may be given.
     """
 
-    build: Callable[[int, int, Numbers], Mixer]
+    build: Callable[[int, int, Numbers], Spec]
     needs: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
 
 
-def _heads(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int = 1) -> Heads:
+def _shape(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int = 1) -> HeadShape:
     """H, G, D, E: D is M / (halves H), E is `wide` times D, if they are not given."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
@@ -45,56 +50,74 @@ def _heads(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int
                 f"dim {dim} is not divisible by {halves * heads}, {heads} heads; give head_dim"
             )
         D = dim // (halves * heads)
-    E = options.get("value_dim", wide * D)
-    return Heads(dim, heads, groups, D, E, window=options.get("window"))
+    return HeadShape(heads, groups, D, options.get("value_dim", wide * D))
 
 
-def _multi(dim: int, heads: int, options: Numbers) -> Mixer:
-    return _heads(dim, heads, {**options, "groups": 1})
+def _softmax(dim: int, heads: int, options: Numbers) -> Spec:
+    return SoftmaxSpec.of(dim, _shape(dim, heads, options), window=options.get("window"))
 
 
-def _latent(dim: int, heads: int, o: Numbers) -> Mixer:
+def _mqa(dim: int, heads: int, options: Numbers) -> Spec:
+    return _softmax(dim, heads, {**options, "groups": 1})
+
+
+def _latent(dim: int, heads: int, o: Numbers) -> Spec:
     form = o.get("form", "auto")
     if form not in ("auto", "expand", "absorb"):
         raise ArgumentError(f"form is {form!r}; counted are auto, expand and absorb")
-    return Latent(
-        dim, heads, o["kv_rank"], o["nope_dim"], o["rope_dim"], o["value_dim"], o.get("q_rank"), form=form
-    )  # fmt: skip
+    sizes = {name: o[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
+    return LatentSpec.of(dim, heads, **sizes, q_rank=o.get("q_rank"), form=form)
 
 
-def _nsa(dim: int, heads: int, options: Numbers) -> Mixer:
-    own = {
-        k: options[k] for k in ("compress", "stride", "select", "count", "window") if k in options
-    }
-    return NSA(_heads(dim, heads, {**options, "window": None}), **own)
+def _nsa(dim: int, heads: int, options: Numbers) -> Spec:
+    blocks = ("compress", "stride", "select", "count", "window")
+    own = {name: options[name] for name in blocks if name in options}
+    return NSASpec.of(dim, _shape(dim, heads, options), **own)
 
 
-def _gated_linear(dim: int, heads: int, options: Numbers) -> Mixer:
-    sizes = _heads(dim, heads, options, wide=2, halves=2)
-    return recurrent.gated_linear(sizes, options.get("rank", 16))
+def _linear_attention(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.linear_attention(dim, _shape(dim, heads, options))
+
+
+def _retention(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.retention(dim, _shape(dim, heads, options, wide=2))
+
+
+def _gated_linear(dim: int, heads: int, options: Numbers) -> Spec:
+    shape = _shape(dim, heads, options, wide=2, halves=2)
+    return recurrent.gated_linear(dim, shape, options.get("rank", 16))
+
+
+def _delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.delta_net(dim, _shape(dim, heads, options))
+
+
+def _gated_delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.gated_delta_net(dim, _shape(dim, heads, options))
 
 
 def _infini(*, delta: bool) -> Mechanism:
-    def build(dim: int, heads: int, options: Numbers) -> Mixer:
-        return Infini(_heads(dim, heads, options), options.get("segment", 2048), delta)
+    def build(dim: int, heads: int, options: Numbers) -> Spec:
+        segment = options.get("segment", 2048)
+        return InfiniSpec.of(dim, _shape(dim, heads, options), segment, delta=delta)
 
     return Mechanism(build, takes=frozenset({"groups", "head_dim", "segment"}))
 
 
 _SIZES = frozenset({"groups", "head_dim", "value_dim"})
 MECHANISMS: dict[str, Mechanism] = {
-    "mha": Mechanism(_heads, takes=frozenset({"head_dim", "window"})),
-    "gqa": Mechanism(_heads, frozenset({"groups"}), frozenset({"head_dim", "window"})),
-    "mqa": Mechanism(_multi, takes=frozenset({"head_dim", "window"})),
-    "sliding_window": Mechanism(_heads, frozenset({"groups", "window"}), frozenset({"head_dim"})),
+    "mha": Mechanism(_softmax, takes=frozenset({"head_dim", "window"})),
+    "gqa": Mechanism(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),
+    "mqa": Mechanism(_mqa, takes=frozenset({"head_dim", "window"})),
+    "sliding_window": Mechanism(_softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})),
     "mla": Mechanism(
         _latent, frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}), frozenset({"q_rank", "form"})
     ),
-    "linear_attention": Mechanism(lambda *a: recurrent.linear_attention(_heads(*a)), takes=_SIZES),
-    "retention": Mechanism(lambda *a: recurrent.retention(_heads(*a, wide=2)), takes=_SIZES),
+    "linear_attention": Mechanism(_linear_attention, takes=_SIZES),
+    "retention": Mechanism(_retention, takes=_SIZES),
     "gated_linear": Mechanism(_gated_linear, takes=_SIZES | {"rank"}),
-    "delta_net": Mechanism(lambda *a: recurrent.delta_net(_heads(*a)), takes=_SIZES),
-    "gated_delta_net": Mechanism(lambda *a: recurrent.gated_delta_net(_heads(*a)), takes=_SIZES),
+    "delta_net": Mechanism(_delta_net, takes=_SIZES),
+    "gated_delta_net": Mechanism(_gated_delta_net, takes=_SIZES),
     "infini": _infini(delta=False),
     "infini_delta": _infini(delta=True),
     "nsa": Mechanism(
@@ -105,7 +128,7 @@ MECHANISMS: dict[str, Mechanism] = {
 """Name in the catalogue -> how it is made of sizes."""
 
 
-def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Mixer:
+def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
     """One layer of a mechanism.
 
     Args:

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from regard.cost.mixers import Cross, FeedForward, Mixer, Weights
+from regard.cost.feed_forward import FeedForward
+from regard.cost.softmax import CrossSpec
+from regard.cost.spec import Spec, Weights
 
 PARTS = (
     "embedding", "positions", "attention", "feed-forward", "experts", "shared expert", "router",
@@ -21,22 +23,23 @@ NOTHING = Weights()
 class Layer:
     """One block: attention, attention to another text, and a feed-forward layer, with the numbers of its norms."""
 
-    mixer: Mixer
+    mixer: Spec
     feed_forward: FeedForward | None = None
     norms: Weights = NOTHING
-    cross: Cross | None = None
+    cross: CrossSpec | None = None
 
     @property
-    def mixers(self) -> tuple[Mixer, ...]:
+    def mixers(self) -> tuple[Spec, ...]:
         """Both attentions, or one."""
         return (self.mixer,) if self.cross is None else (self.mixer, self.cross)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A row of the table: all numbers of a part, and those that one token meets.
+    """A row of the table: all parameters of a part, and its active parameters, which one token uses.
 
-    Of an embedding or a table of positions, a token meets one row. A tied head has no numbers of its own, and is met whole.
+    A token uses one row of an embedding or of a table of positions. A tied head has no parameters of its own, and all
+    of it is active.
     """
 
     name: str
@@ -53,13 +56,13 @@ class Model:
         vocab, dim: V and M.
         layers: those that decode; of an encoder, all.
         reader: layers of an encoder in front, which read another text.
-        positions: numbers of learned tables of positions and segments, and `rows` of M of them that a token meets.
+        positions: values of learned tables of positions and segments; `rows`: how many rows of them a token uses.
         norms: outside layers.
         head: whether there is a matrix to logits; `tied`: whether it is the embedding.
         top: other parameters on top, as a pooler has.
         decodes: whether it writes token by token.
         longest: the longest text, where learned positions end; None is no bound.
-        dtype: the format that its file names, as in `regard.cost.kept.BITS`.
+        dtype: the format that its file names, as in `regard.cost.kv_formats.BITS`.
         notes: what a reader should know.
 
     >>> from regard.cost import model_of
@@ -86,12 +89,12 @@ class Model:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Parameters by part, and those that one token meets; parts that the model lacks are left out."""
+        """All parameters and active parameters by part; parts that the model lacks are left out."""
         return self.table(1)
 
     def table(self, tokens: int) -> tuple[Part, ...]:
-        """The same, met by so many tokens together: experts are met by more of them."""
-        whole, met = self._sums(None), self._sums(tokens)
+        """The same, where so many tokens together decide what is active: they use more experts than one does."""
+        whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0
         own = {"embedding": self.vocab * self.dim, "positions": self.positions}
         own["head"] = 0 if self.tied else head
@@ -100,7 +103,7 @@ class Model:
             "positions": min(tokens * self.rows * self.dim, self.positions), "head": head,
         }  # fmt: skip
         return tuple(
-            Part(name, whole[name] + own.get(name, 0), met[name] + used.get(name, 0))
+            Part(name, whole[name] + own.get(name, 0), active[name] + used.get(name, 0))
             for name in PARTS
             if whole[name] + own.get(name, 0) + used.get(name, 0)
         )
@@ -112,7 +115,7 @@ class Model:
 
     @property
     def active(self) -> int:
-        """Those that one token meets."""
+        """The number of active parameters, which one token uses."""
         return sum(part.active for part in self.parts)
 
     @property
@@ -121,7 +124,7 @@ class Model:
         return self._sums(None)["attention"]
 
     @property
-    def mixers(self) -> Iterator[Mixer]:
+    def mixers(self) -> Iterator[Spec]:
         """Every attention that decodes."""
         return (mixer for layer in self.layers for mixer in layer.mixers)
 
@@ -135,12 +138,12 @@ class Model:
         return (*self.reader, *self.layers)
 
     def _sums(self, tokens: int | None) -> Counter[str]:
-        """Numbers of layers and of what is on top, by part; those that so many tokens meet, or all."""
+        """Parameters of layers and of what is on top, by part: those active for so many tokens, or all."""
         sums: Counter[str] = Counter()
         for layer, times in Counter(self._all).items():
             own = [("attention", mixer.weights) for mixer in layer.mixers]
             if (feed := layer.feed_forward) is not None:
-                own += (feed.weights if tokens is None else feed.met(tokens)).items()
+                own += (feed.weights if tokens is None else feed.active_weights(tokens)).items()
             for name, weights in (*own, ("norms", layer.norms)):
                 sums.update(_split(name, weights, times))
         for weights in (self.norms, self.top):

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Cross, kept
 from regard.cost import Description
-from regard.cost.additive import additive_flops
-from regard.nn.cross import description, recollect
+from regard.cost.softmax import AdditiveSpec
+from regard.nn.cross import cross_weights, recollect
 from regard.nn.project import Projection
 from regard.ops.additive import additive_attention
 from regard.span import Positions, Span
@@ -83,8 +83,13 @@ class AdditiveAttention(nn.Module):
         """An empty cache for one encoder's memory."""
         return Cross()
 
+    @property
+    def spec(self) -> AdditiveSpec:
+        """The cost of this layer for one step of the decoder; the states' keys are made once."""
+        return AdditiveSpec(
+            cross_weights(self, self.project), self.project.shape.parts, self.project.shape.heads
+        )
+
     def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps for `context` states of memory, and computes for one step."""
-        H, _, A, E, _ = self.project.shape
-        formula = f"H S (3 A + 2 E) = {H} x {context} x (3 x {A} + 2 x {E})"
-        return description(self, context, additive_flops(H * context, A, E), formula)
+        """The parameters, the cached values and the FLOPs of this layer for `context` states of memory and one step."""
+        return self.spec.describe(context, type(self).__name__)

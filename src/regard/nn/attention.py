@@ -7,12 +7,11 @@ from torch import Tensor, nn
 from regard.arguments import check_number
 from regard.biases import Bias
 from regard.caches import Cache, Parts, for_reach
-from regard.cost import Description
+from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
-from regard.nn import describe
-from regard.nn.mixer import Mixer
-from regard.nn.project import Projection, aimed, facing
+from regard.nn.mixer import MaskVisibility, Mixer, count_weights
+from regard.nn.project import Projection, aimed, attention_spec, facing
 from regard.ops.softmax import attend
 from regard.span import Positions, count
 from regard.tap import tap
@@ -113,9 +112,10 @@ class Attention(Mixer):
         """An empty cache that keeps what the mask may still show: everything, or the last tokens."""
         return for_reach(reach(self.mask))
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        return describe.softmax(self, context)
+    @property
+    def spec(self) -> Spec:
+        """The cost of this layer: what the projection remembers, for the tokens that the mask still shows."""
+        return attention_spec(self.project, count_weights(self), MaskVisibility(self.mask))
 
     def _bias(self) -> Bias | None:
         """The bias over the parameters of this module, which a copy or a move of it has replaced."""

@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Parts
+from regard.cost.softmax import Visible
+from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.norms import RMSNorm
 from regard.nn.project import (
-    Forms,
     Heads,
     Projection,
     ProjectionShape,
     Separate,
     aimed,
+    attention_spec,
     facing,
     stale,
 )  # fmt: skip
@@ -77,10 +79,9 @@ class Gated(nn.Module):
         """As the projection."""
         return aimed(self.project, q, positions, seen)
 
-    @property
-    def recall_flops(self) -> int:
-        """As the projection's."""
-        return self.project.recall_flops if isinstance(self.project, Forms) else 0
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention through the projection; `weights` hold those of the gate, too."""
+        return attention_spec(self.project, weights, visible)
 
     @property
     def shape(self) -> ProjectionShape:

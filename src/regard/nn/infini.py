@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import Cache, Memory
-from regard.cost import Description, Figure, infini_flops, infini_state
+from regard.cost.infini import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn import describe
 from regard.nn.late import check_rotary, check_unrotated
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.project import Projection
 from regard.ops.memory import Compressed, infini_attention
 from regard.ops.memory.compressive import Update
@@ -111,22 +110,13 @@ class InfiniAttention(Mixer):
         """An empty cache: a new text begins with a new one, or with `reset()`."""
         return Memory(self.segment)
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        describe.check_context(context)
-        H, G, D, E, memory = self.project.shape
-        maps, N, delta = describe.matrices(self), self.segment, self.update == "delta"
-        seen = (context - 1) % N + 1
-        flops = 2 * maps + infini_flops(H, G, seen, D, E, delta=delta)
-        reads = f"{H} + {G}" if delta else f"{H}"
-        return Description(
-            type(self).__name__, context, describe.parameters(self),
-            Figure(sum(memory), " + ".join(str(n) for n in memory)),
-            Figure(context % N, f"S mod N = {context} mod {N}: the open segment"),
-            Figure(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)"),
-            Figure(flops, f"2 x {maps} + 2 H n (D + E) = 2 x {H} x {seen} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
-                          f"writes {G} x (2 D E + D)"),
-        )  # fmt: skip
+    @property
+    def spec(self) -> InfiniSpec:
+        """The cost of this layer."""
+        shape = self.project.shape
+        return InfiniSpec(
+            count_weights(self), shape.parts, shape.heads, self.segment, self.update == "delta"
+        )
 
     def extra_repr(self) -> str:
         """The segment, the rule of writing, and what the gate does without a memory."""

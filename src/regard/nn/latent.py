@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from dataclasses import replace
+from typing import get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Parts
-from regard.cost.latent import absorbing_is_cheaper, recall_flops
+from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
+from regard.cost.softmax import SoftmaxSpec, Visible
+from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.nn.low_rank import LowRank
@@ -17,9 +20,6 @@ from regard.nn.norms import RMSNorm
 from regard.nn.project import Heads, Projection, ProjectionShape, stale
 from regard.positions import Rotary
 from regard.span import Positions
-
-Form: TypeAlias = Literal["auto", "expand", "absorb"]
-"""How queries meet the latents: keys and values of all heads are expanded from them, or queries are taken to them."""
 
 
 class Latent(nn.Module):
@@ -134,10 +134,19 @@ class Latent(nn.Module):
         H, D = self.heads, self.nope_dim + self.rotary.dim
         return ProjectionShape(H, H, D, self.value_dim, (self.kv_rank + self.rotary.dim,))
 
-    @property
-    def recall_flops(self) -> int:
-        """FLOPs of recalling one token."""
-        return recall_flops(1, self.heads, self.kv_rank, self.nope_dim, self.value_dim)
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention through this projection, by its sizes."""
+        return LatentSpec(
+            replace(weights, apart=weights.apart + self.kv_up.linear.weight.numel()),
+            self.shape.parts,
+            self.heads,
+            self.kv_rank,
+            self.nope_dim,
+            self.rotary.dim,
+            self.value_dim,
+            self.form,
+            visible,
+        )
 
     @property
     def scale(self) -> float:
@@ -227,7 +236,6 @@ class Naive(Latent):
         H, _, D, E, _ = super().shape
         return ProjectionShape(H, H, D, E, (H * D, H * E))
 
-    @property
-    def recall_flops(self) -> int:
-        """Nothing is left to do."""
-        return 0
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention with cached keys and values of all heads: that of multi-head attention."""
+        return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import Cache, Growing, Parts
-from regard.cost import Description
+from regard.cost.softmax import SoftmaxSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Window
-from regard.nn import describe
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.project import Projection
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
@@ -130,6 +129,8 @@ class Longformer(Mixer):
         """An empty cache that keeps everything: global keys may stand anywhere, and global queries see all."""
         return Growing()
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        return describe.longformer(self, context)
+    @property
+    def spec(self) -> SoftmaxSpec:
+        """The cost of this layer: both projections are cached, and a decoded token that is not global reads one."""
+        shape, visible = self.local.shape, MaskVisibility(self.mask, keeps_all=True)
+        return SoftmaxSpec(count_weights(self), 2 * shape.parts, shape.heads, visible)

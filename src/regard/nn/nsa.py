@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Cache, Growing, Parts
-from regard.cost import Description, Figure, attention_flops
-from regard.cost.selected import block_tokens, compressed_tokens, compression_flops, nsa_tokens
+from regard.cost import Figure
+from regard.cost.selected import NSASpec
+from regard.cost.spec import HeadShape
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
-from regard.nn.describe import check_context, matrices, parameters
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.project import Heads
 from regard.ops.selection.blocks import Order, order
 from regard.ops.selection.nsa import NSABlocks, ends, selection_mask, windows
@@ -183,32 +183,26 @@ class NSA(Mixer):
 
     def tokens(self, context: int) -> Figure:
         """Tokens that decoding the token at position context - 1 reads, as table 4 of the paper counts them."""
-        s = self.sizes
-        return Figure(
-            nsa_tokens(context, s.stride, s.select, s.count, s.window),
-            f"S / {s.stride} + min(S, {s.count} x {s.select}) + min(S, {s.window})",
-        )
+        return self.spec.read_by_paper(context)
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        check_context(context)
-        s, H, D = self.sizes, self.q.heads, self.q.head_dim
-        value = self.values[0]
+    @property
+    def spec(self) -> NSASpec:
+        """The cost of this layer, which compresses all blocks anew for each token."""
+        s, value = self.sizes, self.values[0]
         assert isinstance(value, Heads)
-        G, E = value.heads, value.head_dim
-        C = compressed_tokens(context, s.compress, s.stride)
-        seen = C + block_tokens(context, s.select, s.count) + min(context, s.window)
+        shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
         phi = (self.compress_key, self.compress_value)
-        again = sum(
-            G * compression_flops(C, m.length, m.dim, m.hidden)
-            for m in phi
-            if isinstance(m, Compress)
+        # a network of another class says no width, and is not counted
+        widths = [network.hidden if isinstance(network, Compress) else 0 for network in phi]
+        return NSASpec(
+            count_weights(self, *phi),
+            3 * shape.parts,
+            shape,
+            s.compress,
+            s.stride,
+            s.select,
+            s.count,
+            s.window,
+            hidden=(widths[0], widths[1]),
+            recompress=True,
         )
-        maps = matrices(self) - sum(matrices(m) for m in phi)
-        flops = 2 * maps + attention_flops(H * seen, D, E) + 2 * H * C * D + again
-        return Description(
-            type(self).__name__, context, parameters(self),
-            Figure(3 * G * (D + E), f"3 G (D + E) = 3 x {G} x ({D} + {E})"),
-            Figure(context, "S"), Figure(0, ""),
-            Figure(flops, f"2 x {maps} (matrices) + 2 H n (D + E), n = {seen} + 2 H C D (importance), C = {C} + {again} (compression, anew)"),
-        )  # fmt: skip

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Parts
+from regard.cost.softmax import SoftmaxSpec, Visible
+from regard.cost.spec import HeadShape, Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.positions import Rotary
@@ -50,9 +52,8 @@ class Forms(Projection, Protocol):
     def facing(self, queries: int, keys: int) -> Projection:
         """The form for so many queries against so many keys in memory."""
 
-    @property
-    def recall_flops(self) -> int:
-        """FLOPs of recalling one token of memory."""
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention through this projection, by the form that has fewer FLOPs."""
 
 
 def facing(project: Projection, queries: int, keys: int) -> Projection:
@@ -93,6 +94,31 @@ class ProjectionShape(NamedTuple):
     D: int
     E: int
     memory: tuple[int, ...]
+
+    @property
+    def heads(self) -> HeadShape:
+        """The heads, as `regard.cost` has them."""
+        return HeadShape(self.H, self.G, self.D, self.E)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """What a cache holds of one token, as `regard.cost` has it."""
+        if self.memory == (self.G * self.D, self.G * self.E):
+            return self.heads.parts
+        return tuple((1, size) for size in self.memory)
+
+
+def attention_spec(project: Projection, weights: Weights, visible: Visible) -> Spec:
+    """The cost of softmax attention through a projection.
+
+    Args:
+        project: the projection; one with several forms says its cost itself.
+        weights: the parameters of the layer, counted.
+        visible: the keys that a query sees.
+    """
+    if isinstance(project, Forms):
+        return project.spec(weights, visible)
+    return SoftmaxSpec(weights, project.shape.parts, project.shape.heads, visible)
 
 
 class Heads(nn.Module):

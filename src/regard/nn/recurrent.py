@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.caches import Cache, Parts, State
-from regard.cost import Description, Figure
+from regard.cost import Spec
+from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn import describe
-from regard.nn.mixer import Mixer
-from regard.nn.project import Heads, Projection, ProjectionShape
+from regard.nn.mixer import Mixer, count_weights
+from regard.nn.project import Heads, Projection
 from regard.span import Positions
 from regard.tap import tap
 
@@ -33,11 +33,8 @@ class Rule(Protocol):
     ) -> tuple[Tensor, Parts]:
         """x [B,T,M], q [B,H,T,D], k [B,G,T,D], v [B,G,T,E] -> what the queries read [B,H,T,E], and the new state."""
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
+    def spec(self, weights: Weights, shape: HeadShape) -> Spec:
+        """The cost of a layer with this rule, from its parameters and the sizes of its heads."""
 
 
 class Recurrent(Mixer):
@@ -117,13 +114,7 @@ class Recurrent(Mixer):
         """An empty cache: a new text begins with a new one, or with `reset()`."""
         return State()
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        describe.check_context(context)
-        maps, shape = describe.matrices(self), self.project.shape
-        state, flops = self.rule.state(shape), self.rule.flops(shape)
-        return Description(
-            type(self).__name__, context, describe.parameters(self),
-            Figure(0, ""), Figure(0, ""), state,
-            Figure(2 * maps + flops.value, f"2 x {maps} (matrices) + {flops.formula}"),
-        )  # fmt: skip
+    @property
+    def spec(self) -> Spec:
+        """The cost of this layer: that of its rule."""
+        return self.rule.spec(count_weights(self), self.project.shape.heads)

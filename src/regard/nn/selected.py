@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, Growing
-from regard.cost import Description, Figure, attention_flops
+from regard.cost import Description
+from regard.cost.selected import SelectedSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal
-from regard.nn.describe import check_context, matrices, parameters
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.project import Projection, aimed, facing
 from regard.nn.selectors import Indexer, Selector
 from regard.ops.selection.indexer import index_scores, indexer_loss
@@ -78,22 +78,16 @@ class SelectedAttention(Mixer):
         """An empty cache that keeps everything: any token may be chosen later."""
         return Growing()
 
+    @property
+    def spec(self) -> SelectedSpec:
+        """The cost of this layer: a cache holds all keys, and what the selector remembers."""
+        shape, selection = self.project.shape, self.select.spec
+        own = ((1, selection.values_per_token),) if selection.values_per_token else ()
+        return SelectedSpec(count_weights(self), (*shape.parts, *own), shape.heads, selection)
+
     def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        check_context(context)
-        H, _, D, E, memory = self.project.shape
-        kept_, maps = (
-            (*memory, *((self.select.numbers(),) * bool(self.select.numbers()))),
-            matrices(self),
-        )
-        read, choice = self.select.tokens(context), self.select.flops(context, H, D)
-        flops = 2 * maps + attention_flops(H * read.value, D, E) + choice.value
-        return Description(
-            type(self.select).__name__, context, parameters(self),
-            Figure(sum(kept_), " + ".join(str(n) for n in kept_)),
-            Figure(context, "S"), Figure(0, ""),
-            Figure(flops, f"2 x {maps} (matrices) + 2 H n (D + E), n = {read} + {choice.formula}"),
-        )  # fmt: skip
+        """As every mechanism; the selector gives the name."""
+        return self.spec.describe(context, type(self.select).__name__)
 
 
 def indexer_losses(

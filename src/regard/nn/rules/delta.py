@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.caches import Parts
-from regard.cost import Figure
-from regard.cost.delta import delta_flops, delta_state
+from regard.cost.recurrent import DeltaSpec
+from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError
-from regard.nn.project import ProjectionShape
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.span import Positions
 
@@ -100,18 +99,9 @@ class Delta(nn.Module):
         g = self.decay(x)
         return gated_delta_rule(q, k, v, beta, g, state=state, k_positions=positions, form=form)
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        G, D, E = shape.G, shape.D, shape.E
-        return Figure(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
-        H, G, D, E, _ = shape
-        gated = self.decay is not None
-        left = " + D E" if gated else ""
-        formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{left}), D = {D}, E = {E}"
-        return Figure(delta_flops(H, G, D, E, gated=gated), formula)
+    def spec(self, weights: Weights, shape: HeadShape) -> DeltaSpec:
+        """The cost of a layer with this rule."""
+        return DeltaSpec(weights, (), shape, gated=self.decay is not None)
 
     def extra_repr(self) -> str:
         """The greatest strength."""

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.caches import Parts
-from regard.cost import Figure
-from regard.cost.linear import linear_flops, linear_state
+from regard.cost.recurrent import LinearSpec
+from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError
-from regard.nn.project import ProjectionShape
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.features import FeatureMap, feature_map_of
 from regard.span import Positions
@@ -62,20 +61,9 @@ class Features(nn.Module):
             state=state, k_positions=positions, form=form,
         )  # fmt: skip
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        G, D, E = shape.G, shape.D, shape.E
-        each = f"({E} + 1)" if self.normalise else f"{E}"
-        letters = "G D (E + 1)" if self.normalise else "G D E"
-        return Figure(
-            linear_state(G, D, E, normalised=self.normalise), f"{letters} = {G} x {D} x {each}"
-        )
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps and features not counted."""
-        H, G, D, E, _ = shape
-        read, write = ("2 D E + 2 D + E", "2 D E + D") if self.normalise else ("2 D E", "2 D E")
-        return _flops(linear_flops(H, G, D, E, normalised=self.normalise), shape, read, write)
+    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+        """The cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, normalised=self.normalise)
 
     def extra_repr(self) -> str:
         """The feature map, and whether it is normalised."""
@@ -132,14 +120,9 @@ class Retention(nn.Module):
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
         return retention(q, k, v, decay=decay, state=state, k_positions=positions, form=form)
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        return _matrix(shape)
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
-        H, G, D, E, _ = shape
-        return _flops(linear_flops(H, G, D, E, decayed=True), shape, "2 D E", "3 D E")
+    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+        """The cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "retention", decayed=True)
 
     def extra_repr(self) -> str:
         """The decays, where they are not the paper's."""
@@ -200,25 +183,10 @@ class Gated(nn.Module):
         g = self.log_decay(x)
         return gated_linear(q, k, v, g, state=state, k_positions=positions, form=form)
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        return _matrix(shape)
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
-        H, G, D, E, _ = shape
-        return _flops(linear_flops(H, G, D, E, decayed=True), shape, "2 D E", "3 D E")
+    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+        """The cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
     def extra_repr(self) -> str:
         """The temperature."""
         return f"temperature={self.temperature}"
-
-
-def _matrix(shape: ProjectionShape) -> Figure:
-    G, D, E = shape.G, shape.D, shape.E
-    return Figure(linear_state(G, D, E), f"G D E = {G} x {D} x {E}")
-
-
-def _flops(value: int, shape: ProjectionShape, read: str, write: str) -> Figure:
-    H, G, D, E, _ = shape
-    return Figure(value, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from regard.cost.mixers.weights import Weights
+from regard.cost.spec import Weights
 
 
 class FeedForward(Protocol):
@@ -17,8 +17,8 @@ class FeedForward(Protocol):
         """Its parameters, by part."""
         ...
 
-    def met(self, tokens: int) -> dict[str, Weights]:
-        """Those that so many tokens meet together: for experts the mean over even choices, rounded up."""
+    def active_weights(self, tokens: int) -> dict[str, Weights]:
+        """Its active parameters for so many tokens together; for experts the mean over even choices, rounded up."""
         ...
 
 
@@ -47,7 +47,7 @@ class Dense:
         """One part."""
         return {"feed-forward": self.all}
 
-    def met(self, tokens: int) -> dict[str, Weights]:
+    def active_weights(self, tokens: int) -> dict[str, Weights]:
         """All of it."""
         return self.weights
 
@@ -63,9 +63,9 @@ class Experts:
         router_bias: numbers beside the router's matrix, for each expert one or none.
 
     >>> experts = Experts(Dense(7168, 2048), 256, 8, Dense(7168, 2048), router_bias=256)  # DeepSeek-V3
-    >>> experts.weights["experts"].matrices // experts.met(1)["experts"].matrices
+    >>> experts.weights["experts"].matrices // experts.active_weights(1)["experts"].matrices
     32
-    >>> round(experts.met(32)["experts"].matrices / experts.met(1)["experts"].matrices, 2)  # of 32 tokens, not 32 times
+    >>> round(experts.active_weights(32)["experts"].matrices / experts.active_weights(1)["experts"].matrices, 2)  # of 32 tokens, not 32 times
     20.41
 
     Source: Shazeer et al. 2017 (arXiv 1701.06538), equation 1.
@@ -82,7 +82,7 @@ class Experts:
         """Experts, router, and the shared one."""
         return self._parts(self.count)
 
-    def met(self, tokens: int) -> dict[str, Weights]:
+    def active_weights(self, tokens: int) -> dict[str, Weights]:
         """E (1 - (1 - k / E)^n) experts, where n tokens choose independently and evenly."""
         # exact for the few of a batch, a float for the many of a prompt, where nothing is left
         missed = 1 - Fraction(self.active, self.count)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from regard.cost.feed_forward import Dense, Experts, FeedForward
 from regard.cost.mechanisms import MECHANISMS, mechanism
-from regard.cost.mixers import Dense, Experts, FeedForward, Mixer, Weights
 from regard.cost.model import Layer, Model
+from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
 
 WINDOWED = tuple(
@@ -80,10 +81,10 @@ class Sizes:
 
     def model(self, name: str = "flags") -> Model:
         """The model."""
-        everywhere = self._mixer(self.options)
+        everywhere = self._spec(self.options)
         unbounded = everywhere
         if self.global_every is not None:
-            unbounded = self._mixer({**self.options, "window": None})
+            unbounded = self._spec({**self.options, "window": None})
         norms, layers = Weights(norms=2 * self.dim), []
         for i in range(self.layers):
             far = self.global_every is not None and (i + 1) % self.global_every == 0
@@ -92,7 +93,7 @@ class Sizes:
             name, self.vocab, self.dim, tuple(layers), norms=Weights(norms=self.dim), tied=self.tied
         )  # fmt: skip
 
-    def _mixer(self, options: dict[str, Any]) -> Mixer:
+    def _spec(self, options: dict[str, Any]) -> Spec:
         name = self.attention
         if name is None:
             groups = options.get("groups")
