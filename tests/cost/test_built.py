@@ -38,7 +38,9 @@ def parameters(network: nn.Module) -> int:
 
 
 def of_kinds(network: nn.Module) -> tuple[int, int, int]:
-    """Numbers of matrices and tables, of biases, and of norms, told apart by the modules that own them."""
+    """Numbers of matrices and tables, of biases, and of norms, told apart by the modules that own
+    them.
+    """
     norms = {
         id(p)
         for m in network.modules()
@@ -46,8 +48,10 @@ def of_kinds(network: nn.Module) -> tuple[int, int, int]:
         for p in m.parameters(recurse=False)
     }
     matrices = {
-        id(m.weight): m.weight.numel() for m in network.modules() if isinstance(m, (nn.Linear, nn.Embedding))
-    }  # fmt: skip
+        id(m.weight): m.weight.numel()
+        for m in network.modules()
+        if isinstance(m, (nn.Linear, nn.Embedding))
+    }
     sizes = {id(p): p.numel() for p in network.parameters()}
     assert not norms & matrices.keys()
     in_norms = sum(sizes[i] for i in norms)

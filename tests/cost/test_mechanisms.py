@@ -1,4 +1,6 @@
-"""Mechanisms as sizes against the catalogue's modules, and prompts against the sum over their tokens."""
+"""Mechanisms as sizes against the catalogue's modules, and prompts against the sum over their
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,18 @@ def test_one_layer_as_the_catalogue_builds_and_describes_it(
         assert cached.tokens == told.kv_tokens.value
     flops = 2 * ours.weights.mapped + ours.decode_flops(context)
     assert flops == told.flops_per_token.value - _again(ours, context)
+    assert (layer.spec.weights.total, layer.spec.weights.mapped) == (
+        ours.weights.total,
+        ours.weights.mapped,
+    )
+    if name not in ("mha", "nsa"):
+        assert layer.spec.prefill_flops(context) == ours.prefill_flops(context)
 
 
 def _again(mixer: Spec, context: int) -> int:
-    """What regard's own NSA computes beyond the mechanism: every block is compressed anew for each token, not once."""
+    """What regard's own NSA computes beyond the mechanism: every block is compressed anew for each
+    token, not once.
+    """
     if not isinstance(mixer, NSASpec):
         return 0
     D, l, groups = mixer.shape.head_dim, mixer.compress, mixer.shape.groups

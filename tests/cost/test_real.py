@@ -45,7 +45,9 @@ DECODERS = [name for name, raw in TINY.items() if raw["model_type"] not in ("ber
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(("tokens", "rows"), [(21, 1), (3, 2)])
 def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
-    """Three windows and more, and less than one, when a ring has room for the rest already; fp32, as the weights are."""
+    """Three windows and more, and less than one, when a ring has room for the rest already; fp32,
+    as the weights are.
+    """
     report = CostReport(config.read(TINY[name], name), Setting(tokens, rows, "fp32"))
     rings = [m for m in report.model.mixers if isinstance(m, SoftmaxSpec) and m.window is not None]
     room = sum(4 * max(0, (m.window or 0) - tokens) * m.cached(1).per_token for m in rings)
@@ -57,7 +59,9 @@ def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
 )
 @pytest.mark.parametrize("tokens", [20, 40, 200])
 def test_bytes_of_real_caches_in_8_bits(name: str, tokens: int) -> None:
-    """Behind the last 128 tokens, codes and scales; layers with a window, and states, stay as they are."""
+    """Behind the last 128 tokens, codes and scales; layers with a window, and states, stay as they
+    are.
+    """
     raw = {**TINY[name], "n_positions": 256} if name == "gpt2" else TINY[name]
     report = CostReport(config.read(raw, name), Setting(tokens, 1, "fp32", "int8"))
     assert report.kv_bytes == read(raw, tokens, Room("quantised")).bytes
@@ -74,8 +78,8 @@ def test_a_cache_without_scales_would_be_smaller() -> None:
 def counted(raw: dict[str, Any], tokens: int, then: int = 0) -> int:
     """FLOPs that torch's counter sees when a prompt is read; or, behind it, of one more token.
 
-    It sees products of matrices, and attention as if every pair were computed, whether or not a mask spares it; neither norms
-    nor activations.
+    It sees products of matrices, and attention as if every pair were computed, whether or not a
+    mask spares it; neither norms nor activations.
     """
     decoder = running(raw)
     caches = decoder.new_caches()
@@ -104,9 +108,19 @@ def spared(model: Model, tokens: int) -> int:
 
 
 COUNTED = [
-    "llama", "gpt2", "gemma", "gemma2", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "llama",
+    "gpt2",
+    "gemma",
+    "gemma2",
+    "mistral",
+    "qwen3",
+    "olmo2",
+    "gpt_neox",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
     "deepseek_v2, queries from x",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", COUNTED)

@@ -1,4 +1,6 @@
-"""Formats of caches, machines, bounds, ranges and sizes given by hand: values worked out here, and what is refused."""
+"""Formats of caches, machines, bounds, ranges and sizes given by hand: values worked out here, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_bits_of_kivi(bits: int, group: int, each: float) -> None:
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
 @pytest.mark.parametrize("count", [0, 128, 159, 160, 1000])
 def test_bytes_of_codes(name: str, bits: int, count: int) -> None:
-    """Keys and values of 2 heads of 48: groups of 24 channels, and of as many tokens, behind the last 128."""
+    """Keys and values of 2 heads of 48: groups of 24 channels, and of as many tokens, behind the
+    last 128.
+    """
     memory = Cached(((2, 48), (2, 48)), count)
     coded = max(0, count - 128) // 24 * 24
     codes = 2 * 2 * 48 * coded * bits / 8
@@ -77,7 +81,9 @@ def test_a_batch_reads_weights_once_and_experts_as_they_are_met() -> None:
 
 
 def test_bytes_of_one_token_by_hand() -> None:
-    """Weights but for the embedding, of which one row is read; the cache, and the new token's part of it."""
+    """Weights but for the embedding, of which one row is read; the cache, and the new token's part
+    of it.
+    """
     report = CostReport(model_of("llama-3-8b"), Setting(8192))
     weights = 2 * (8_030_261_248 - 128256 * 4096 + 4096)
     assert report.decode_bytes == weights + 8192 * 131_072 + 131_072
@@ -151,9 +157,20 @@ def test_bounds_by_hand() -> None:
 
 
 DRIVERS = {  # MiB in all: memory.total of nvidia-smi, and rocminfo's 201,310,208 KiB
-    "v100-sxm": 32510, "t4": 15360, "a100-40gb": 40960, "a100-80gb": 81920, "l4": 23034, "l40s": 46068, "h100-pcie": 81559,
-    "h100-sxm": 81559, "h200-sxm": 143771, "b200": 183359, "rtx-3090": 24576, "rtx-4090": 24564, "mi300x": 201_310_208 // 1024,
-}  # fmt: skip
+    "v100-sxm": 32510,
+    "t4": 15360,
+    "a100-40gb": 40960,
+    "a100-80gb": 81920,
+    "l4": 23034,
+    "l40s": 46068,
+    "h100-pcie": 81559,
+    "h100-sxm": 81559,
+    "h200-sxm": 143771,
+    "b200": 183359,
+    "rtx-3090": 24576,
+    "rtx-4090": 24564,
+    "mi300x": 201_310_208 // 1024,
+}
 
 
 def test_memory_is_what_the_driver_reports() -> None:
@@ -272,9 +289,19 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
     assert mixtral.model().parameters == model_of("mixtral-8x7b").parameters
     latent = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
     v2 = Sizes(
-        60, 5120, 128, "mla", latent, ff=12288, vocab=102400, experts=160, active=6, expert_ff=1536, shared=2,
+        60,
+        5120,
+        128,
+        "mla",
+        latent,
+        ff=12288,
+        vocab=102400,
+        experts=160,
+        active=6,
+        expert_ff=1536,
+        shared=2,
         dense_layers=1,
-    )  # fmt: skip
+    )
     assert v2.model().parameters == model_of("deepseek-v2").parameters
     plain = Sizes(1, 32, 4, ff=64, gated=False, vocab=100, tied=True).model()
     assert plain.parameters == 4 * 32 * 32 + 2 * 32 * 64 + 100 * 32 + 3 * 32
@@ -283,26 +310,64 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"model_type": "lama"}, "model_type 'lama' is not known; did you mean 'llama'\\? Known are bert"),
-        ({}, "model_type None is not known"),
-        ({"model_type": "llama"}, "config.json: hidden_size is missing; it is needed to count parameters"),
-        ({**LLAMA, "model_type": "llama", "hidden_size": "24"}, "hidden_size is '24'; it must be an integer"),
-        ({**LLAMA, "model_type": "llama", "num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({**LLAMA, "model_type": "llama", "num_key_value_heads": 4}, "6 query heads are not divisible by 4 key/value"),
-        ({**LLAMA, "model_type": "llama", "tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true"),
-        ({**LLAMA, "model_type": "llama", "head_dim": None, "hidden_size": 25}, "25 is not divisible by 6 heads"),
-        ({**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]}, "has 1 entries for 3 layers"),
-        ({**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3}, "layer_types has 'full'; known are full_att"),
         (
-            {**LLAMA, "model_type": "gemma2", "sliding_window": None, "layer_types": ["sliding_attention"] * 3},
+            {"model_type": "lama"},
+            "model_type 'lama' is not known; did you mean 'llama'\\? Known are bert",
+        ),
+        ({}, "model_type None is not known"),
+        (
+            {"model_type": "llama"},
+            "config.json: hidden_size is missing; it is needed to count parameters",
+        ),
+        (
+            {**LLAMA, "model_type": "llama", "hidden_size": "24"},
+            "hidden_size is '24'; it must be an integer",
+        ),
+        ({**LLAMA, "model_type": "llama", "num_hidden_layers": True}, "num_hidden_layers is True"),
+        (
+            {**LLAMA, "model_type": "llama", "num_key_value_heads": 4},
+            "6 query heads are not divisible by 4 key/value",
+        ),
+        (
+            {**LLAMA, "model_type": "llama", "tie_word_embeddings": 1},
+            "tie_word_embeddings is 1; it must be true",
+        ),
+        (
+            {**LLAMA, "model_type": "llama", "head_dim": None, "hidden_size": 25},
+            "25 is not divisible by 6 heads",
+        ),
+        (
+            {**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]},
+            "has 1 entries for 3 layers",
+        ),
+        (
+            {**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3},
+            "layer_types has 'full'; known are full_att",
+        ),
+        (
+            {
+                **LLAMA,
+                "model_type": "gemma2",
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 3,
+            },
             "layer_types has 'sliding_attention', and sliding_window is null",
         ),
-        ({**DEEPSEEK, "model_type": "deepseek_v2", "n_routed_experts": None}, "n_routed_experts is missing"),
-        ({**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is counted"),
+        (
+            {**DEEPSEEK, "model_type": "deepseek_v2", "n_routed_experts": None},
+            "n_routed_experts is missing",
+        ),
+        (
+            {**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2},
+            "moe_layer_freq is 2; only 1 is counted",
+        ),
         ({**TINY["regard"], "attention": "moba"}, "attention 'moba' is not counted"),
-        ({**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}}, "mha with bias is not counted"),
+        (
+            {**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}},
+            "mha with bias is not counted",
+        ),
     ],
-)  # fmt: skip
+)
 def test_configs_that_are_refused(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         config.read(raw, "x")

@@ -64,12 +64,8 @@ def page(report: CostReport, machine: Machine | None) -> str:
 def _head(report: CostReport) -> str:
     model = report.model
     kinds = [f"  {n} x {kind}" for kind, n in model.kinds.items()]
-    return "\n".join(
-        [
-            f"{model.name}: {model.parameters:,} parameters, of which {model.active:,} are active for one token",
-            *kinds,
-        ]
-    )
+    title = f"{model.name}: {model.parameters:,} parameters, {model.active:,} active for one token"
+    return "\n".join([title, *kinds])
 
 
 def _parts(report: CostReport) -> str:
@@ -85,8 +81,10 @@ def _parts(report: CostReport) -> str:
     if isinstance(first, SoftmaxSpec) and not model.reader:
         one = first.weights.matrices
         lines.append(
-            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} layers: "
-            f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} of all"
+            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} "
+            "layers: "
+            f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} "
+            "of all"
         )
     if model.tied:
         lines.append(
@@ -100,9 +98,13 @@ def _costs(report: CostReport) -> str:
     rows = [("weights", f"{report.weight_bytes:,} bytes", size(report.weight_bytes))]
     if model.decodes:
         rows += [
-            ("cache, for each token", f"{report.kv_bytes_per_token:,} bytes", size(report.kv_bytes_per_token)),
+            (
+                "cache, for each token",
+                f"{report.kv_bytes_per_token:,} bytes",
+                size(report.kv_bytes_per_token),
+            ),
             ("cache, all", f"{report.kv_bytes:,} bytes", size(report.kv_bytes)),
-        ]  # fmt: skip
+        ]
         if report.kv_growth != report.kv_bytes_per_token:
             grows = f"{report.kv_growth:,} bytes"
             rows.insert(2, ("  in layers that forget nothing", grows, size(report.kv_growth)))
@@ -154,7 +156,10 @@ def _fit(report: CostReport, machine: Machine) -> str:
         return f"{size(room.needed)}; its memory is not known"
     if room.fits:
         left = size(room.memory - room.needed)
-        return f"{size(room.needed)}; its memory is {size(room.memory)}: they fit, with {left} to spare"
+        return (
+            f"{size(room.needed)}; its memory is {size(room.memory)}: they fit, with {left} to "
+            "spare"
+        )
     return f"{size(room.needed)}; its memory is {size(room.memory)}: they do not fit"
 
 
@@ -192,7 +197,8 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
             for report in (first, second)
         ]
     title = (
-        f"context {at.context:,}, batch {at.batch}; the last column is {names[0]} divided by {names[1]}: "
+        f"context {at.context:,}, batch {at.batch}; the last column is {names[0]} divided by "
+        f"{names[1]}: "
         f"above 1x, {names[0]} needs more"
     )
     return "\n".join([title, grid(rows), *notes])
@@ -225,10 +231,14 @@ def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
         )
         table.append(
             (
-                f"{row['context']:,}", size(row["kv_bytes"]), flops(row["prefill_flops"]),
-                flops(row["decode_flops"]), size(row["decode_bytes"]), *at_best,
+                f"{row['context']:,}",
+                size(row["kv_bytes"]),
+                flops(row["prefill_flops"]),
+                flops(row["decode_flops"]),
+                size(row["decode_bytes"]),
+                *at_best,
             )
-        )  # fmt: skip
+        )
     return f"{name}\n{grid(table)}"
 
 
@@ -261,11 +271,15 @@ def listing(*, json: bool) -> str:
     ]
     most = max(map(len, rates))
     rates = [(*row, *[""] * (most - len(row))) for row in rates]
-    return "\n\n".join([
-        "models, with their parameters\n" + grid([(name, f"{n:,}") for name, n in sizes.items()]),
-        "machines, at most\n" + grid(rates),
-        "where from\n" + "\n".join(
-            f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")
-            for name, m in MACHINES.items()
-        ),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            "models, with their parameters\n"
+            + grid([(name, f"{n:,}") for name, n in sizes.items()]),
+            "machines, at most\n" + grid(rates),
+            "where from\n"
+            + "\n".join(
+                f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")
+                for name, m in MACHINES.items()
+            ),
+        ]
+    )

@@ -1,4 +1,6 @@
-"""`regard cost`: parameters, FLOPs, cache bytes and the least time of a model, from its sizes alone."""
+"""`regard cost`: parameters, FLOPs, cache bytes and the least time of a model, from its sizes
+alone.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,11 @@ def cost(
     shared: flag.Shared = None,
     dense_layers: flag.DenseLayers = None,
 ) -> None:
-    """Parameters by part, FLOPs of a prompt and of a token, bytes of cache, and the least time on a machine.
+    """Parameters by part, FLOPs of a prompt and of a token, bytes of cache, and the least time on a
+    machine.
 
-    A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last token. Times are lower
+    A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last
+    token. Times are lower
     bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever takes longer.
     """
     if list_:
@@ -71,10 +75,21 @@ def cost(
         typer.echo(listing(json=json))
         return
     sizes = {
-        "layers": layers, "dim": dim, "heads": heads, "attention": attention, "global_every": global_every, "ff": ff,
-        "gated": gated, "vocab": vocab, "tied": tied, "experts": experts, "active": active, "expert_ff": expert_ff,
-        "shared": shared, "dense_layers": dense_layers,
-    }  # fmt: skip
+        "layers": layers,
+        "dim": dim,
+        "heads": heads,
+        "attention": attention,
+        "global_every": global_every,
+        "ff": ff,
+        "gated": gated,
+        "vocab": vocab,
+        "tied": tied,
+        "experts": experts,
+        "active": active,
+        "expert_ff": expert_ff,
+        "shared": shared,
+        "dense_layers": dense_layers,
+    }
     own = {"groups": kv_heads, "head_dim": head_dim, "window": window}
     try:
         models = [_model(source, revision, sizes, _joined(own, option or []))]
@@ -99,7 +114,9 @@ def cost(
 
 
 def _named(source: str, revision: str | None) -> Model:
-    """The model of a known name, a path, or a repository of the hub, of which config.json alone is downloaded."""
+    """The model of a known name, a path, or a repository of the hub, of which config.json alone is
+    downloaded.
+    """
     if "/" in source and source.lower() not in KNOWN:
         # the package of models imports torch, which no other source of sizes waits for
         from regard.models import hub
@@ -122,7 +139,8 @@ def _model(
         if extra := [*given, *own]:
             names = ", ".join(_spelled(name) for name in extra)
             raise ArgumentError(
-                f"{source} says all sizes, and {names} too; leave them out, or leave out the name and give all sizes"
+                f"{source} says all sizes, and {names} too; leave them out, or leave out the name "
+                "and give all sizes"
             )
         return _named(source, revision)
     if revision is not None:
@@ -169,7 +187,8 @@ def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> 
     if bandwidth is not None and flops is not None:
         if name is not None:
             raise ArgumentError(
-                "--machine says bandwidth and FLOPs: leave out --bandwidth and --flops, or --machine"
+                "--machine says bandwidth and FLOPs: leave out --bandwidth and --flops, or "
+                "--machine"
             )
         if not (0 < bandwidth < float("inf") and 0 < flops < float("inf")):
             raise ArgumentError(
@@ -196,7 +215,10 @@ def _here() -> Machine:
     typer.echo("... what this machine does at most", err=True)
     top, found = Ceilings.measure(names, device), about(device)
     threads = f"{found['threads']} threads" if device.type == "cpu" else "GPU"
-    said = f"measured now, the best of several: {found.get('gpu', found['processor'])}, {threads}, torch {found['torch']}"
+    said = (
+        f"measured now, the best of several: {found.get('gpu', found['processor'])}, "
+        f"{threads}, torch {found['torch']}"
+    )
     rates = {names[d]: rate for d, rate in top.gemm.items()}
     return Machine("here", top.read, rates, free(device), said, "what is free now")
 

@@ -1,8 +1,9 @@
-"""The cost of attention, from sizes alone and without torch: parameters, cached values, FLOPs, bytes and times.
+"""The cost of attention, from sizes alone and without torch: parameters, cached values, FLOPs,
+bytes and times.
 
-Each mechanism has one `Spec`, which `regard.nn` modules, `regard describe` and `regard cost` use. The formulas of
-softmax attention and of Infini-attention are imported at once, since kernels use them; the rest is imported when it is
-first used.
+Each mechanism has one `Spec`, which `regard.nn` modules, `regard describe` and `regard cost` use.
+The formulas of softmax attention and of Infini-attention are imported at once, since kernels use
+them; the rest is imported when it is first used.
 """
 
 from __future__ import annotations

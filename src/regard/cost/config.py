@@ -1,7 +1,8 @@
-"""Reads a config.json into a `Model` of sizes, without torch: one reader for each group of similar architectures.
+"""Reads a config.json into a `Model` of sizes, without torch.
 
-Only the keys that change sizes are read, so that published configs with other keys work as well. `regard.load` checks
-every key instead (`regard.models.families`), and a test counts both against each other.
+There is one reader for each group of similar architectures; `READERS` names them. They read only
+the keys that change sizes, so that configs with other keys work as well. `regard.load` checks every
+key instead (`regard.models.families`), and a test compares the parameters that both make.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Keys:
         return value
 
     def heads(self, heads: int, groups: int) -> None:
-        """See that key/value heads serve the query heads evenly.
+        """Check that the query heads are divisible by the key/value heads.
 
         Raises:
             ArgumentError: they do not.
@@ -102,13 +103,14 @@ class Keys:
         """
         if dim % heads:
             raise ArgumentError(
-                f"{self.where}: a width of {dim} is not divisible by {heads} heads, and head_dim is not given"
+                f"{self.where}: a width of {dim} is not divisible by {heads} heads, and head_dim "
+                "is not given"
             )
         return dim // heads
 
     @property
     def dtype(self) -> str:
-        """The format that the file names, as in `regard.cost.kv_formats.BITS`; bf16 where it names none."""
+        """The format of the weights, a name in `regard.cost.kv_formats.BITS`; bf16 by default."""
         names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
         return names.get(str(self.get("dtype", "torch_dtype")).removeprefix("torch."), "bf16")
 
@@ -120,7 +122,10 @@ KINDS = ("full_attention", SLIDING)
 def windows(
     keys: Keys, layers: int, width: int | None, *, pattern: int | None = None, first: int = 0
 ) -> tuple[int | None, ...]:
-    """The window of each layer, or None: by layer_types; else every layer but each `pattern`-th; else from `first` on.
+    """The window of each layer; None is no window.
+
+    The first rule that applies decides: layer_types, if the file has them; a window in every layer
+    but each `pattern`-th, if a pattern is given; a window in the layers from `first` on.
 
     Raises:
         ArgumentError: layer_types has another length, or a kind that is not known.
@@ -150,6 +155,7 @@ def windows(
 
 
 Windows = Callable[[Keys, int], tuple[int | None, ...]]
+"""A function of the keys and the number of layers that returns the window of each layer."""
 
 
 def _none(_: Keys, layers: int) -> tuple[int | None, ...]:
@@ -230,7 +236,9 @@ SHAPES: dict[str, Shape] = {
     "mixtral": Shape(bias=False, output_bias=False, windows=_everywhere(None), experts=_mixtral),
     "qwen2": Shape(bias=True, output_bias=False, windows=_from_a_layer_on),
     "qwen3": _QWEN3,
-    "qwen3_moe": Shape(head_dim=128, head_norms="head", windows=_from_a_layer_on, experts=_qwen3_moe),
+    "qwen3_moe": Shape(
+        head_dim=128, head_norms="head", windows=_from_a_layer_on, experts=_qwen3_moe
+    ),
     "gemma": Shape(head_dim=256, tied=True),
     "gemma2": Shape(head_dim=256, norms=4, windows=_patterned(4096, 2), tied=True),
     "gemma3_text": Shape(
@@ -239,23 +247,31 @@ SHAPES: dict[str, Shape] = {
     "olmo2": Shape(head_norms="flat"),
     "phi3": Shape(bias=False, output_bias=False, windows=_everywhere(None)),
     "gpt_oss": Shape(
-        bias=True, output_bias=True, head_dim=64, windows=_patterned(128, 2), experts=_clipped, sinks=True
+        bias=True,
+        output_bias=True,
+        head_dim=64,
+        windows=_patterned(128, 2),
+        experts=_clipped,
+        sinks=True,
     ),
-}  # fmt: skip
+}
 
 
 def _llama_like(keys: Keys, name: str) -> Model:
-    """The model of a config with one of these types."""
+    """Llama and its relatives: grouped queries, gated feed-forward layers or experts, RMS norms."""
     shape = SHAPES[keys.get("model_type")]
     M, V, layers = keys.size("hidden_size"), keys.size("vocab_size"), keys.size("num_hidden_layers")
     feed = _feed_forward(keys, M, shape)
     norms = Weights(norms=shape.norms * M)
     return Model(
-        name, V, M,
+        name,
+        V,
+        M,
         tuple(Layer(_heads(keys, M, shape, w), feed, norms) for w in shape.windows(keys, layers)),
-        norms=Weights(norms=M), tied=keys.flag("tie_word_embeddings", default=shape.tied),
+        norms=Weights(norms=M),
+        tied=keys.flag("tie_word_embeddings", default=shape.tied),
         dtype=keys.dtype,
-    )  # fmt: skip
+    )
 
 
 def _feed_forward(keys: Keys, dim: int, shape: Shape) -> FeedForward:
@@ -273,15 +289,18 @@ def _heads(keys: Keys, dim: int, shape: Shape, window: int | None) -> SoftmaxSpe
     said = keys.flag("attention_bias", default=False)
     sizes = {"": 0, "head": 2 * D, "flat": (H + G) * D}
     return SoftmaxSpec.of(
-        dim, HeadShape(H, G, D, D),
+        dim,
+        HeadShape(H, G, D, D),
         bias=said if shape.bias is None else shape.bias,
         output_bias=said if shape.output_bias is None else shape.output_bias,
-        norms=sizes[shape.head_norms], extra=H if shape.sinks else 0, window=window,
-    )  # fmt: skip
+        norms=sizes[shape.head_norms],
+        extra=H if shape.sinks else 0,
+        window=window,
+    )
 
 
 def text_config(raw: Any) -> dict[str, Any]:
-    """The language model in the config of a Gemma 3 that also sees pictures, with what such files leave out.
+    """The language model's part of the config of a multimodal Gemma 3, with its default sizes.
 
     >>> text_config({"text_config": {"hidden_size": 2560}})["num_attention_heads"]
     8
@@ -295,7 +314,7 @@ GPT_TYPES = ("gpt2", "gpt_neox", "bloom", "mpt")
 
 
 def _gpt_like(keys: Keys, name: str) -> Model:
-    """GPT-2, GPT-NeoX, BLOOM and MPT: as many keys as queries, LayerNorms, two matrices per feed-forward layer."""
+    """GPT-2, GPT-NeoX, BLOOM and MPT: multi-head attention, LayerNorms, and plain MLPs."""
     kind = keys.get("model_type")
     V, M = keys.size("vocab_size"), keys.size("n_embd", "hidden_size", "n_embed", "d_model")
     H = keys.size("n_head", "num_attention_heads", "n_heads")
@@ -308,15 +327,22 @@ def _gpt_like(keys: Keys, name: str) -> Model:
     norm = Weights(norms=2 * M if bias else M)
     layer = Layer(
         SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=own_bias, output_bias=own_bias),
-        Dense(M, hidden, gated=False, bias=bias), norm + norm,
-    )  # fmt: skip
+        Dense(M, hidden, gated=False, bias=bias),
+        norm + norm,
+    )
     positions = keys.size("n_positions", "max_position_embeddings") if kind == "gpt2" else 0
     return Model(
-        name, V, M, (layer,) * layers,
-        positions=positions * M, rows=1 if positions else 0, longest=positions or None,
+        name,
+        V,
+        M,
+        (layer,) * layers,
+        positions=positions * M,
+        rows=1 if positions else 0,
+        longest=positions or None,
         norms=norm + norm if kind == "bloom" else norm,
-        tied=keys.flag("tie_word_embeddings", default=kind != "gpt_neox"), dtype=keys.dtype,
-    )  # fmt: skip
+        tied=keys.flag("tie_word_embeddings", default=kind != "gpt_neox"),
+        dtype=keys.dtype,
+    )
 
 
 DEEPSEEK_TYPES = ("deepseek_v2", "deepseek_v3")
@@ -326,46 +352,68 @@ def _deepseek(keys: Keys, name: str) -> Model:
     """DeepSeek-V2 and V3: latent attention, and dense layers below mixtures of experts."""
     M, layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
     mixer = LatentSpec.of(
-        M, keys.size("num_attention_heads"), keys.size("kv_lora_rank"), keys.size("qk_nope_head_dim"),
-        keys.size("qk_rope_head_dim"), keys.size("v_head_dim"), keys.optional("q_lora_rank"),
+        M,
+        keys.size("num_attention_heads"),
+        keys.size("kv_lora_rank"),
+        keys.size("qk_nope_head_dim"),
+        keys.size("qk_rope_head_dim"),
+        keys.size("v_head_dim"),
+        keys.optional("q_lora_rank"),
         bias=keys.flag("attention_bias", default=False),
-    )  # fmt: skip
+    )
     dense: FeedForward = Dense(M, keys.size("intermediate_size"))
     count, width = keys.size("n_routed_experts"), keys.size("moe_intermediate_size")
     # V3's correction of its choice is one number per expert
     correction = count if keys.get("model_type") == "deepseek_v3" else 0
     experts: FeedForward = Experts(
-        Dense(M, width), count, keys.size("num_experts_per_tok"),
-        Dense(M, width * keys.size("n_shared_experts")), correction,
-    )  # fmt: skip
+        Dense(M, width),
+        count,
+        keys.size("num_experts_per_tok"),
+        Dense(M, width * keys.size("n_shared_experts")),
+        correction,
+    )
     first = keys.size("first_k_dense_replace", least=0)
     norms = Weights(norms=2 * M)
     return Model(
-        name, keys.size("vocab_size"), M,
+        name,
+        keys.size("vocab_size"),
+        M,
         tuple(Layer(mixer, dense if i < first else experts, norms) for i in range(layers)),
-        norms=Weights(norms=M), tied=keys.flag("tie_word_embeddings", default=False), dtype=keys.dtype,
-    )  # fmt: skip
+        norms=Weights(norms=M),
+        tied=keys.flag("tie_word_embeddings", default=False),
+        dtype=keys.dtype,
+    )
 
 
 def _bert(keys: Keys, name: str) -> Model:
-    """Encoder, tables of positions and segments, and a pooler, as a config alone says."""
+    """BERT: an encoder with tables of positions and segments, and a pooler."""
     M, H = keys.size("hidden_size"), keys.size("num_attention_heads")
     D, norm = keys.divided(M, H), Weights(norms=2 * M)
     layer = Layer(
         SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=True, output_bias=True, causal=False),
-        Dense(M, keys.size("intermediate_size"), gated=False, bias=True), norm + norm,
-    )  # fmt: skip
+        Dense(M, keys.size("intermediate_size"), gated=False, bias=True),
+        norm + norm,
+    )
     longest = keys.size("max_position_embeddings")
     rows = longest + keys.size("type_vocab_size", default=2)
     return Model(
-        name, keys.size("vocab_size"), M, (layer,) * keys.size("num_hidden_layers"),
-        positions=rows * M, rows=2, norms=norm, head=False, top=Weights(M * M, M), decodes=False,
-        longest=longest, dtype=keys.dtype,
-    )  # fmt: skip
+        name,
+        keys.size("vocab_size"),
+        M,
+        (layer,) * keys.size("num_hidden_layers"),
+        positions=rows * M,
+        rows=2,
+        norms=norm,
+        head=False,
+        top=Weights(M * M, M),
+        decodes=False,
+        longest=longest,
+        dtype=keys.dtype,
+    )
 
 
 def _t5(keys: Keys, name: str) -> Model:
-    """Two stacks, each with one table of distance buckets per head."""
+    """T5: an encoder and a decoder, each with one table of relative position biases per head."""
     M, H, D = keys.size("d_model"), keys.size("num_heads"), keys.size("d_kv")
     layers = keys.size("num_layers")
     gated = str(keys.get("feed_forward_proj", default="relu")).startswith("gated-")
@@ -375,19 +423,24 @@ def _t5(keys: Keys, name: str) -> Model:
     reader = Layer(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
     writer = Layer(SoftmaxSpec.of(M, shape), feed, norm + norm + norm, CrossSpec.of(M, shape))
     return Model(
-        name, keys.size("vocab_size"), M, (writer,) * keys.size("num_decoder_layers", default=layers),
-        (reader,) * layers, norms=norm + norm + Weights(biases=2 * buckets),
-        tied=keys.flag("tie_word_embeddings", default=True), dtype=keys.dtype,
+        name,
+        keys.size("vocab_size"),
+        M,
+        (writer,) * keys.size("num_decoder_layers", default=layers),
+        (reader,) * layers,
+        norms=norm + norm + Weights(biases=2 * buckets),
+        tied=keys.flag("tie_word_embeddings", default=True),
+        dtype=keys.dtype,
         notes=("the prompt is the encoder's; the decoder's text is counted at the same length",),
-    )  # fmt: skip
+    )
 
 
 _DECODER_OPTIONS = ("is_causal", "bidirectional")
-"""Options that a decoder gives itself."""
+"""Options that a decoder sets itself."""
 
 
 def _regard(keys: Keys, name: str) -> Model:
-    """A model that `regard train` wrote: pre-norm blocks of any mechanism in `MECHANISMS`, and SwiGLU.
+    """A model that `regard train` wrote: pre-norm blocks of any mechanism in `MECHANISMS`.
 
     Raises:
         ArgumentError: its mechanism is not counted here.
@@ -404,15 +457,24 @@ def _regard(keys: Keys, name: str) -> Model:
     if kind == "mha" and options.pop("bias", False):
         raise ArgumentError(f"{keys.where}: mha with bias is not counted; gpt2 has the same shape")
     layer = Layer(
-        mechanism(kind, M, H, options), Dense(M, keys.size("intermediate_size")), Weights(norms=2 * M)
-    )  # fmt: skip
+        mechanism(kind, M, H, options),
+        Dense(M, keys.size("intermediate_size")),
+        Weights(norms=2 * M),
+    )
     learned = keys.get("position") == "learned"
     rows = keys.size("max_position_embeddings", default=2048) if learned else 0
     return Model(
-        name, keys.size("vocab_size"), M, (layer,) * keys.size("num_hidden_layers"),
-        positions=rows * M, rows=int(learned), longest=rows or None, norms=Weights(norms=M),
-        tied=keys.flag("tie_word_embeddings", default=False), dtype="fp32",
-    )  # fmt: skip
+        name,
+        keys.size("vocab_size"),
+        M,
+        (layer,) * keys.size("num_hidden_layers"),
+        positions=rows * M,
+        rows=int(learned),
+        longest=rows or None,
+        norms=Weights(norms=M),
+        tied=keys.flag("tie_word_embeddings", default=False),
+        dtype="fp32",
+    )
 
 
 READERS: dict[str, Callable[[Keys, str], Model]] = {
@@ -423,14 +485,14 @@ READERS: dict[str, Callable[[Keys, str], Model]] = {
     "t5": _t5,
     "regard": _regard,
 }
-"""model_type -> who reads its keys."""
+"""The function that reads the keys of each model_type."""
 UNDERSTOOD: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "decoder_sparse_step": (None, 1),
     "mlp_only_layers": (None, []),
     "moe_layer_freq": (None, 1),
 }
-"""Keys that change sizes, and are counted with these values only."""
+"""Keys that change sizes: any other value than these is refused."""
 LONGEST = 16 << 20
 """Bytes of a config.json, at most."""
 
@@ -439,15 +501,16 @@ def read(raw: Mapping[str, Any], name: str, where: str = "config.json") -> Model
     """The model of a parsed config.json.
 
     Args:
-        raw: Hugging Face's keys; what does not change sizes is not looked at.
+        raw: the keys of Hugging Face; those that do not change sizes are ignored.
         name: what the model is called.
         where: for messages.
 
     Raises:
-        ArgumentError: model_type is not known, a key is missing or makes no sense, or asks for what is not counted.
+        ArgumentError: model_type is not known, or a key is missing, of a wrong type, or has a value
+            that is not counted.
 
-    >>> read({"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12,
-    ...       "n_head": 12}, "gpt2").parameters
+    >>> sizes = {"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    >>> read({"model_type": "gpt2", "vocab_size": 50257, **sizes}, "gpt2").parameters
     124439808
     """
     kind = raw.get("model_type")
@@ -457,13 +520,15 @@ def read(raw: Mapping[str, Any], name: str, where: str = "config.json") -> Model
         close = difflib.get_close_matches(str(kind), READERS, 1)
         better = f"; did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(
-            f"{where}: model_type {kind!r} is not known{better} Known are {', '.join(sorted(READERS))}; "
+            f"{where}: model_type {kind!r} is not known{better} Known are "
+            f"{', '.join(sorted(READERS))}; "
             "for another one give the sizes as flags: --layers --dim --heads ..."
         )
     for key, values in UNDERSTOOD.items():
         if raw.get(key) not in values:
             raise ArgumentError(
-                f"{where}: {key} is {raw[key]!r}; only {values[-1]!r} is counted: give the sizes as flags"
+                f"{where}: {key} is {raw[key]!r}; only {values[-1]!r} is counted: give the sizes "
+                "as flags"
             )
     return READERS[str(kind)](Keys(raw, where), name)
 

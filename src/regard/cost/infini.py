@@ -1,4 +1,5 @@
-"""Infini-attention: what its compressive memory holds and computes, and what the mechanisms hold that it is compared with.
+"""Infini-attention: what its compressive memory holds and computes, and what the mechanisms hold
+that it is compared with.
 
 The functions take sizes and return exact integers; `InfiniSpec` adds them up for one layer.
 """
@@ -12,7 +13,8 @@ from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
-    """Numbers of the compressive memory, M and z, whatever the length: D (E + 1) per key/value head and layer.
+    """Numbers of the compressive memory, M and z, whatever the length: D (E + 1) per key/value head
+    and layer.
 
     >>> infini_state(groups=8, D=128, E=128, layers=12)  # the paper's model: "1.6M (114x)"
     1585152
@@ -23,10 +25,11 @@ def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
 
 
 def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: bool = False) -> int:
-    """FLOPs of one token behind its projections: local softmax over `seen` keys, one read per head, one write per group.
+    """FLOPs of one token behind its projections: local softmax over `seen` keys, one read per head,
+    one write per group.
 
-    A read is sigma(q) M and sigma(q) z, 2 D (E + 1); a write is sigma(k)^T v and the sum of sigma(k), 2 D E + D; under the
-    delta rule every key reads as well.
+    A read is sigma(q) M and sigma(q) z, 2 D (E + 1); a write is sigma(k)^T v and the sum of
+    sigma(k), 2 D E + D; under the delta rule every key reads as well.
 
     >>> infini_flops(heads=2, groups=1, seen=10, D=4, E=4)
     436
@@ -39,7 +42,8 @@ def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: b
 
 
 def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> int:
-    """Numbers of keys and values of so many earlier tokens, as Transformer-XL keeps them: (D + E) G N l.
+    """Numbers of keys and values of so many earlier tokens, as Transformer-XL keeps them: (D + E) G
+    N l.
 
     >>> segment_cache(8, 128, 128, 2048, 12)  # "50M (3.7x)"
     50331648
@@ -50,7 +54,8 @@ def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> 
 
 
 def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, layers: int = 1) -> int:
-    """The same, and one layer's keys and values of a large memory, as the Memorizing Transformer keeps them.
+    """The same, and one layer's keys and values of a large memory, as the Memorizing Transformer
+    keeps them.
 
     >>> memorizing_cache(8, 128, 128, 2048, 65000, 12)  # "183M": 65K means 65,000
     183451648
@@ -66,14 +71,16 @@ def summary_tokens(dim: int, tokens: int, layers: int = 1) -> int:
     >>> summary_tokens(1024, 100, 12)  # "2.5M (73x)"
     2457600
 
-    Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1 and 2.
+    Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1 and
+    2.
     """
     return 2 * dim * tokens * layers
 
 
 @dataclass(frozen=True)
 class InfiniSpec(Spec):
-    """Softmax attention inside a segment, and a memory of G D (E + 1) values for all segments before.
+    """Softmax attention inside a segment, and a memory of G D (E + 1) values for all segments
+    before.
 
     Attributes:
         shape: H, G, D and E.

@@ -1,4 +1,4 @@
-"""Published models by name, as the keys of their config.json that say sizes; `model_of` looks them up.
+"""Published models by name, as keys of their config.json; `model_of` looks a model up.
 
 The table is data: `regard.cost.config` reads its entries as it reads any config.json.
 """
@@ -34,26 +34,36 @@ class Known:
 def _gpt2(n_embd: int, n_layer: int, n_head: int, n_positions: int = 1024) -> dict[str, Any]:
     return {
         "model_type": "gpt2", "vocab_size": 50257, "n_positions": n_positions, "n_embd": n_embd,
-        "n_layer": n_layer, "n_head": n_head, "torch_dtype": "float16" if n_positions == 2048 else "float32",
+        "n_layer": n_layer, "n_head": n_head,
+        "torch_dtype": "float16" if n_positions == 2048 else "float32",
     }  # fmt: skip
 
 
 GPT2 = "config.json of openai-community/gpt2 and its sizes"
-GPT3 = "Brown et al. 2020 (arXiv 2005.14165), table 2.1; vocabulary and positions of GPT-2, context 2048"
-BANDED = "every second layer of GPT-3 has banded sparse attention of an unpublished width: counted as dense"
+GPT3 = (
+    "Brown et al. 2020 (arXiv 2005.14165), table 2.1; vocabulary and positions of GPT-2, "
+    "context 2048"
+)
+BANDED = (
+    "every second layer of GPT-3 has banded sparse attention of an unpublished width: "
+    "counted as dense"
+)
 SHARE = (
-    "attention is 4 x 12,288 x 128 = 6,291,456 per head, x 96 heads = 603,979,776 in one layer, x 96 layers = 57,982,058,496: "
-    "a third of 175 billion. Notes that have 5.95 billion of 17.5 billion call one layer's 96 heads the whole model, and slip "
-    "by ten in both numbers (0.604 billion is one layer, 57.98 of 175 billion are all), so that the ratio comes out all the same"
+    "attention is 4 x 12,288 x 128 = 6,291,456 per head, x 96 heads = 603,979,776 in one layer, "
+    "x 96 layers = 57,982,058,496: a third of 175 billion. Notes that have 5.95 billion of 17.5 "
+    "billion call one layer's 96 heads the whole model, and slip by ten in both numbers (0.604 "
+    "billion is one layer, 57.98 of 175 billion are all), so that the ratio comes out all the same"
 )
 
 
 def _gpt_oss(layers: int, experts: int) -> Known:
     return Known(
         {
-            "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+            "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+            "intermediate_size": 2880,
             "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
-            "head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128,
+            "head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4,
+            "sliding_window": 128,
             "attention_bias": True, "tie_word_embeddings": False,
         },
         "OpenAI 2025 (arXiv 2508.10925), section 2; config.json of openai/gpt-oss",
@@ -77,7 +87,8 @@ def _llama(
     dim: int, layers: int, heads: int, groups: int, ff: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "model_type": "llama", "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "num_key_value_heads": groups, "intermediate_size": ff, "vocab_size": vocab,
         "tie_word_embeddings": False, **more,
     }  # fmt: skip
@@ -109,10 +120,13 @@ LLAMA = {
         _llama(3072, 28, 24, 8, 8192, 128256, head_dim=128, tie_word_embeddings=True), LLAMA32
     ),
     "llama-3.3-70b": _L70,
-    "mistral-7b-v0.1": Known(_llama(4096, 32, 32, 8, 14336, 32000, sliding_window=4096, **_MISTRAL), MISTRAL),
-    "mistral-7b-v0.3": Known(_llama(4096, 32, 32, 8, 14336, 32768, sliding_window=None, **_MISTRAL), MISTRAL),
+    "mistral-7b-v0.1": Known(_llama(4096, 32, 32, 8, 14336, 32000, sliding_window=4096,
+    **_MISTRAL), MISTRAL),
+    "mistral-7b-v0.3": Known(_llama(4096, 32, 32, 8, 14336, 32768, sliding_window=None,
+    **_MISTRAL), MISTRAL),
     "mistral-nemo": Known(
-        _llama(5120, 40, 32, 8, 14336, 131072, head_dim=128, sliding_window=None, **_MISTRAL), MISTRAL
+        _llama(5120, 40, 32, 8, 14336, 131072, head_dim=128, sliding_window=None, **_MISTRAL),
+        MISTRAL
     ),
     "mixtral-8x7b": Known(
         _llama(
@@ -129,7 +143,8 @@ def _qwen(
     kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "num_key_value_heads": groups, "intermediate_size": ff, "vocab_size": 151936,
         "tie_word_embeddings": False, **more,
     }  # fmt: skip
@@ -173,8 +188,10 @@ def _gemma(
     kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": groups, "intermediate_size": ff, "head_dim": 256, "tie_word_embeddings": True,
+        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups, "intermediate_size": ff, "head_dim": 256,
+        "tie_word_embeddings": True,
         **more,
     }  # fmt: skip
 
@@ -220,7 +237,8 @@ GEMMA = {
 
 def _deepseek(dim: int, layers: int, heads: int, q_rank: int | None, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": dim, "num_hidden_layers": layers,
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": dim,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": q_rank,
         "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "first_k_dense_replace": 1, "tie_word_embeddings": False, **more,
@@ -267,7 +285,8 @@ def model_of(source: str) -> Model:
         source: a name in `KNOWN`, in any case; or a path.
 
     Raises:
-        ArgumentError: no model has this name, and no file either; the message has the nearest names.
+        ArgumentError: there is neither a model nor a file of this name; the message has the
+            nearest names.
         FileError: the path has no readable config.json.
 
     >>> model_of("gpt3").attention_parameters
@@ -286,5 +305,6 @@ def model_of(source: str) -> Model:
     better = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
     raise ArgumentError(
         f"{source!r} is neither a known model nor a path{better} "
-        "regard cost --list names all; a config.json, org/name on the hub, or sizes as flags, serve for others"
+        "regard cost --list names all; for others give a config.json, org/name on the hub, or "
+        "sizes as flags"
     )

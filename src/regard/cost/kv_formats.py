@@ -1,4 +1,6 @@
-"""Number formats of a KV cache, and the bytes that it has in them: plain ones, and quantised ones with scales."""
+"""Number formats of a KV cache, and the bytes that it has in them: plain ones, and quantised ones
+with scales.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int
 CODED = ("int8", "int4", "int2")
 """Formats that keep a scale and a zero for each group."""
 STATE_BYTES = 4
-"""Bytes of a value of a state of fixed size: it is held in fp32, whatever the format of the rest."""
+"""Bytes of a value of a state of fixed size: it is held in fp32, whatever the format of the
+rest.
+"""
 
 
 def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
@@ -31,9 +35,9 @@ def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
 class Format:
     """The format in which a cache holds its values.
 
-    Integer codes stand in groups: of tokens for the first of several parts (keys: a scale per channel), of channels for the
-    others (a scale per token), as `regard.caches.Quantised` has them. The last tokens stay as they are, and so do layers
-    with a window, whose caches are small.
+    Integer codes stand in groups: of tokens for the first of several parts (keys: a scale per
+    channel), of channels for the others (a scale per token), as `regard.caches.Quantised` has them.
+    The last tokens stay as they are, and so do layers with a window, whose caches are small.
 
     Attributes:
         name: a name in `BITS`.

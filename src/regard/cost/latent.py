@@ -1,4 +1,5 @@
-"""Multi-head latent attention (MLA): what it caches and computes in its two forms, "expand" and "absorb".
+"""Multi-head latent attention (MLA): what it caches and computes in its two forms, "expand" and
+"absorb".
 
 The functions take sizes and return exact integers; `LatentSpec` adds them up for one layer.
 """
@@ -16,7 +17,8 @@ Form: TypeAlias = Literal["auto", "expand", "absorb"]
 
 
 def latent_numbers(kv_rank: int, rope_dim: int) -> int:
-    """Numbers that one token takes in a cache of latents: the latent, and the one rotary key that all heads share.
+    """Numbers that one token takes in a cache of latents: the latent, and the one rotary key that
+    all heads share.
 
     >>> latent_numbers(512, 64)  # DeepSeek-V3
     576
@@ -62,7 +64,8 @@ def expand_flops(
 def absorb_flops(
     queries: int, keys: int, H: int, kv_rank: int, nope_dim: int, rope_dim: int, value_dim: int
 ) -> int:
-    """FLOPs of taking queries to the latents, attending there, and taking the result to the values of each head.
+    """FLOPs of taking queries to the latents, attending there, and taking the result to the values
+    of each head.
 
     2 T H r (d_nope + d_v) + 2 H n (2 r + d_rope), n pairs
 
@@ -79,11 +82,14 @@ def absorbing_is_cheaper(
 ) -> bool:
     """Whether `absorb_flops` is below `expand_flops`; the heads and the rotary dim cancel.
 
-    r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v), n pairs: at DeepSeek-V3's sizes, up to 170 queries against many keys
+    r (d_nope + d_v) (S - T) > n (2 r - d_nope - d_v), n pairs: at DeepSeek-V3's sizes, up to 170
+    queries against many keys
 
     >>> size = {"kv_rank": 512, "nope_dim": 128, "value_dim": 128}
-    >>> [absorbing_is_cheaper(T, 65536, **size) for T in (1, 170, 171)], absorbing_is_cheaper(1, 1, **size)
-    ([True, True, False], False)
+    >>> [absorbing_is_cheaper(T, 65536, **size) for T in (1, 170, 171)]
+    [True, True, False]
+    >>> absorbing_is_cheaper(1, 1, **size)
+    False
     """
     saved = kv_rank * (nope_dim + value_dim) * (keys - queries)
     return saved > causal_pairs(queries, keys) * (2 * kv_rank - nope_dim - value_dim)
@@ -91,18 +97,19 @@ def absorbing_is_cheaper(
 
 @dataclass(frozen=True)
 class LatentSpec(Spec):
-    """MLA: a cache holds one latent of r values and one rotary key per token, which all heads share.
+    """MLA: a cache holds one latent of r values and one rotary key per token, which all heads
+    share.
 
-    The matrix that makes keys and values from latents stands `apart`: "expand" applies it to every cached token,
-    "absorb" applies it to the query and to the result.
+    The matrix that makes keys and values from latents stands `apart`: "expand" applies it to every
+    cached token, "absorb" applies it to the query and to the result.
 
     Attributes:
         heads: H.
         kv_rank: r.
         nope_dim, rope_dim: dims of a query and key head without and with rotary position.
         value_dim: E.
-        form: "expand" makes keys and values of all heads from latents, "absorb" takes queries to the latents, and
-            "auto" takes the one with fewer FLOPs.
+        form: "expand" makes keys and values of all heads from latents, "absorb" takes queries to
+            the latents, and "auto" takes the one with fewer FLOPs.
         visible: the keys that a query sees.
 
     >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)  # DeepSeek-V3
@@ -174,7 +181,9 @@ class LatentSpec(Spec):
         return Figure(min(context, bound), f"min(S, {bound})")
 
     def absorbs(self, queries: int, keys: int) -> bool:
-        """Whether so many queries are taken to the latents, instead of expanding so many cached tokens."""
+        """Whether so many queries are taken to the latents, instead of expanding so many cached
+        tokens.
+        """
         if self.form == "auto":
             return absorbing_is_cheaper(
                 queries,
@@ -198,7 +207,9 @@ class LatentSpec(Spec):
         return self.flops(context, context, self.form)
 
     def flops(self, queries: int, keys: int, form: str) -> int:
-        """FLOPs of the last queries under a causal mask, the matrices from latents to keys and values included."""
+        """FLOPs of the last queries under a causal mask, the matrices from latents to keys and
+        values included.
+        """
         r, nope, rope, E = self.kv_rank, self.nope_dim, self.rope_dim, self.value_dim
         if form == "auto":
             form = "absorb" if self.absorbs(queries, keys) else "expand"

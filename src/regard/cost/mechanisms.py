@@ -1,4 +1,7 @@
-"""Mechanisms by the names and options that they have in the catalogue (`regard describe`), as sizes."""
+"""Makes a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`.
+
+The names and options are those of `regard describe`; `MECHANISMS` has those that can be counted.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ from regard.errors import ArgumentError
 FREE = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
 )
-"""Options of the catalogue that cost nothing."""
+"""Options of the catalogue that do not change the cost."""
 Numbers = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How the sizes of a layer are made.
+    """How the spec of a mechanism is made.
 
     Attributes:
-        build: (M, H, options) -> the layer.
-        needs, takes: options that must, and that may be given.
+        build: a function of M, H and the options that returns the spec.
+        needs, takes: the options that must be given, and those that may be given.
     """
 
     build: Callable[[int, int, Numbers], Spec]
@@ -42,7 +45,8 @@ def _shape(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int
     if heads % groups:
         allowed = ", ".join(str(g) for g in range(1, heads + 1) if heads % g == 0)
         raise ArgumentError(
-            f"{heads} query heads are not divisible by {groups} key/value heads; allowed are {allowed}"
+            f"{heads} query heads are not divisible by {groups} key/value heads; allowed are "
+            f"{allowed}"
         )
     if D is None:
         if dim % (halves * heads):
@@ -111,7 +115,9 @@ MECHANISMS: dict[str, Mechanism] = {
     "mqa": Mechanism(_mqa, takes=frozenset({"head_dim", "window"})),
     "sliding_window": Mechanism(_softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})),
     "mla": Mechanism(
-        _latent, frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}), frozenset({"q_rank", "form"})
+        _latent,
+        frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}),
+        frozenset({"q_rank", "form"}),
     ),
     "linear_attention": Mechanism(_linear_attention, takes=_SIZES),
     "retention": Mechanism(_retention, takes=_SIZES),
@@ -121,23 +127,25 @@ MECHANISMS: dict[str, Mechanism] = {
     "infini": _infini(delta=False),
     "infini_delta": _infini(delta=True),
     "nsa": Mechanism(
-        _nsa, frozenset({"groups"}),
+        _nsa,
+        frozenset({"groups"}),
         frozenset({"head_dim", "compress", "stride", "select", "count", "window"}),
     ),
-}  # fmt: skip
-"""Name in the catalogue -> how it is made of sizes."""
+}
+"""The mechanisms that can be counted, by their names in the catalogue."""
 
 
 def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
-    """One layer of a mechanism.
+    """The spec of one layer of a mechanism.
 
     Args:
-        name: in the catalogue.
+        name: the name in the catalogue.
         dim, heads: M and H.
-        options: its sizes there; None is as if it were not given.
+        options: the options there; one that is None counts as not given.
 
     Raises:
-        ArgumentError: the name is not counted here, an option is missing or is another mechanism's, or sizes do not fit.
+        ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or
+            sizes do not fit one another.
 
     >>> mechanism("mla", 32, 4, {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}).name
     'MLA 4 heads, latent 16 + 4'
@@ -155,7 +163,8 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
     if extra := sorted(given.keys() - made.needs - made.takes - FREE):
         takes = ", ".join(sorted(made.needs | made.takes))
         raise ArgumentError(
-            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, or choose another"
+            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, "
+            "or choose another"
         )
     for key, value in given.items():
         if key not in FREE and key != "form" and (not isinstance(value, int) or value < 1):

@@ -1,7 +1,8 @@
-"""Mechanisms with a state of fixed size: linear attention, retention, gated linear attention and the delta rule.
+"""Mechanisms with a state of fixed size: linear attention, retention, gated linear attention and
+the delta rule.
 
-The functions take sizes and return exact integers for one token, step by step. A prompt is counted as its tokens one
-after another: chunks compute more, of matrix products that run faster.
+The functions take sizes and return exact integers for one token, step by step. A prompt is counted
+as its tokens one after another: chunks compute more, of matrix products that run faster.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from regard.cost.spec import Figure, HeadShape, Spec, Weights
 
 
 def linear_state(groups: int, D: int, E: int, *, normalised: bool = False) -> int:
-    """Numbers of the state, whatever the length: S has D E per key/value head, a normaliser z has D.
+    """Numbers of the state, whatever the length: S has D E per key/value head, a normaliser z has
+    D.
 
     >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalised=True)
     (32768, 33280)
@@ -26,17 +28,21 @@ def linear_state(groups: int, D: int, E: int, *, normalised: bool = False) -> in
 def linear_flops(
     heads: int, groups: int, D: int, E: int, *, normalised: bool = False, decayed: bool = False
 ) -> int:
-    """FLOPs of one token behind its projections, step by step: one read per head, one write per key/value head.
+    """FLOPs of one token behind its projections, step by step: one read per head, one write per
+    key/value head.
 
-    A read is S^T q, 2 D E; a write is k v^T and the sum, 2 D E; a decay multiplies the state, D E. A normaliser is read by
-    z . q and a division, 2 D + E, and written by D additions. Feature maps are not counted.
+    A read is S^T q, 2 D E; a write is k v^T and the sum, 2 D E; a decay multiplies the state, D E.
+    A normaliser is read by z . q and a division, 2 D + E, and written by D additions. Feature maps
+    are not counted.
 
-    >>> linear_flops(heads=2, groups=1, D=4, E=4), linear_flops(heads=2, groups=1, D=4, E=4, normalised=True)
+    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
+    >>> linear_flops(**sizes), linear_flops(**sizes, normalised=True)
     (96, 124)
-    >>> linear_flops(heads=2, groups=1, D=4, E=4, decayed=True)
+    >>> linear_flops(**sizes, decayed=True)
     112
 
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; decay: Sun et al. 2023 (arXiv 2307.08621), equation 6.
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; decay: Sun et al. 2023 (arXiv
+    2307.08621), equation 6.
     """
     read = 2 * D * E + (2 * D + E if normalised else 0)
     write = 2 * D * E + (D * E if decayed else 0) + (D if normalised else 0)
@@ -55,15 +61,18 @@ def delta_state(groups: int, D: int, E: int) -> int:
 
 
 def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False) -> int:
-    """FLOPs of one token behind its projections, step by step: H reads, and per key/value head one correction.
+    """FLOPs of one token behind its projections, step by step: H reads, and per key/value head one
+    correction.
 
-    A read is S^T q, 2 D E; a correction is S^T k, 2 D E, beta (v - S^T k), 2 E, and the outer product added to S, 2 D E;
-    a decay multiplies the state, D E.
+    A read is S^T q, 2 D E; a correction is S^T k, 2 D E, beta (v - S^T k), 2 E, and the outer
+    product added to S, 2 D E; a decay multiplies the state, D E.
 
-    >>> delta_flops(heads=2, groups=1, D=4, E=4), delta_flops(heads=2, groups=1, D=4, E=4, gated=True)
+    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
+    >>> delta_flops(**sizes), delta_flops(**sizes, gated=True)
     (136, 152)
 
-    Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: arXiv 2412.06464, equation 10.
+    Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: arXiv 2412.06464, equation
+    10.
     """
     return heads * 2 * D * E + groups * (4 * D * E + 2 * E + (D * E if gated else 0))
 
@@ -196,7 +205,8 @@ def retention(dim: int, shape: HeadShape) -> LinearSpec:
 
 
 def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
-    """Gated linear attention: decays through a bottleneck, an output gate with bias, and one norm for all heads.
+    """Gated linear attention: decays through a bottleneck, an output gate with bias, and one norm
+    for all heads.
 
     >>> gated_linear(32, HeadShape(4, 4, 4, 8), rank=3).weights.total
     4304
@@ -223,7 +233,8 @@ def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
 
 def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
-    """Gated DeltaNet: strength and decay per key/value head, an output gate, and one norm for all heads.
+    """Gated DeltaNet: strength and decay per key/value head, an output gate, and one norm for all
+    heads.
 
     >>> gated_delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
     5392

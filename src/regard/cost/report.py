@@ -1,8 +1,9 @@
-"""The cost of a whole model at a context: bytes of weights and caches, FLOPs and bytes of a prompt and of a token.
+"""The cost of a whole model at a context: bytes, and the FLOPs of a prompt and of a token.
 
-A multiplication and an addition are two FLOPs. Counted are products of matrices, scores and mix of the pairs that the mask
-leaves, and the steps of recurrences; embeddings, norms, biases, activations and the softmax itself are not, as is usual.
-A prompt is charged for the logits of its last token only, which is what generation computes.
+A multiplication and an addition are two FLOPs. Counted are products of matrices, scores and mix of
+the pairs that the mask leaves, and the steps of recurrences; embeddings, norms, biases, activations
+and the softmax itself are not, as is usual. A prompt is charged for the logits of its last token
+only, which is what generation computes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Setting:
         context: tokens of the prompt, and up to the one that is decoded, its own included.
         batch: texts at once.
         dtype: of weights.
-        kv_dtype: of what caches keep; None is the dtype of weights, or bf16 where that has fewer than 16 bits.
+        kv_dtype: of cached values; None is the dtype of weights, or bf16 where that has fewer
+            than 16 bits.
 
     Raises:
         ArgumentError: context or batch is less than 1, or a dtype is not known.
@@ -49,14 +51,14 @@ class Setting:
 
     @property
     def format(self) -> Format:
-        """How caches keep numbers."""
+        """The format of cached values."""
         exact = self.dtype if BITS[self.dtype] >= 16 else "bf16"
         return Format(self.kv_dtype or exact, exact)
 
 
 @dataclass(frozen=True)
 class CostReport:
-    """A model at a setting.
+    """The cost of a model at a setting: `as_json()` has all figures.
 
     Raises:
         ArgumentError: the context is longer than the model's learned positions.
@@ -74,8 +76,8 @@ class CostReport:
         longest = self.model.longest
         if longest is not None and self.setting.context > longest:
             raise ArgumentError(
-                f"context is {self.setting.context:,}, and {self.model.name} has learned positions for {longest:,} "
-                "tokens: ask for at most that"
+                f"context is {self.setting.context:,}, and {self.model.name} has learned "
+                f"positions for {longest:,} tokens: ask for at most that"
             )
 
     @cached_property
@@ -84,12 +86,15 @@ class CostReport:
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that one token puts into the caches of all layers: those with a window drop it later."""
+        """Bytes that one token adds to the caches of all layers.
+
+        Layers with a window drop it later.
+        """
         return self._token_bytes(lambda cached: not cached.given)
 
     @cached_property
     def kv_growth(self) -> int:
-        """Of these, bytes in layers that forget nothing."""
+        """The part of `kv_bytes_per_token` in layers that keep all tokens."""
         return self._token_bytes(lambda cached: not cached.given and not cached.bounded)
 
     def _token_bytes(self, counts: Callable[[Cached], bool]) -> int:
@@ -102,7 +107,7 @@ class CostReport:
         return self.setting.batch * self._cache_bytes("cached")
 
     def _cache_bytes(self, what: str) -> int:
-        """Bytes for one text of what each mixer answers."""
+        """Bytes for one text of what each spec answers to this method."""
         form, at = self.setting.format, self.setting.context
         if not self.model.decodes:
             return 0
@@ -110,7 +115,7 @@ class CostReport:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of these, bytes whose number does not depend on the length, for one text."""
+        """The part of `kv_bytes` that does not depend on the context, for one text."""
         return STATE_BYTES * sum(n * m.state.value for m, n in self._mixers.items())
 
     @cached_property
@@ -152,7 +157,10 @@ class CostReport:
 
     @property
     def decode_flops(self) -> int:
-        """FLOPs of the token at position context - 1, over the batch; latents in the form that computes less."""
+        """FLOPs of the token at position context - 1, over the batch.
+
+        Latent attention counts in the form that has fewer.
+        """
         return self._decode(None)
 
     @property
@@ -172,7 +180,7 @@ class CostReport:
 
     @cached_property
     def decode_bytes(self) -> int:
-        """Bytes of a decoded token: active parameters of the batch, caches that are read, and what is written."""
+        """Bytes of a decoded token: active parameters, what is read of caches, what is written."""
         if not self.model.decodes:
             return 0
         written = self.kv_bytes_per_token + self.state_bytes
@@ -184,19 +192,30 @@ class CostReport:
         """All figures by name."""
         model, setting = self.model, self.setting
         return {
-            "model": model.name, "context": setting.context, "batch": setting.batch,
-            "dtype": setting.dtype, "kv_dtype": setting.format.name,
-            "parameters": model.parameters, "active_parameters": model.active,
+            "model": model.name,
+            "context": setting.context,
+            "batch": setting.batch,
+            "dtype": setting.dtype,
+            "kv_dtype": setting.format.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active,
             "attention_parameters": model.attention_parameters,
             "weight_bytes": self.weight_bytes,
-            "kv_bytes_per_token": self.kv_bytes_per_token, "kv_bytes_growth": self.kv_growth,
-            "kv_bytes": self.kv_bytes, "state_bytes": self.state_bytes,
-            "prefill_flops": self.prefill_flops, "prefill_bytes": self.prefill_bytes,
-            "decode_flops": self.decode_flops, "decode_bytes": self.decode_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_growth": self.kv_growth,
+            "kv_bytes": self.kv_bytes,
+            "state_bytes": self.state_bytes,
+            "prefill_flops": self.prefill_flops,
+            "prefill_bytes": self.prefill_bytes,
+            "decode_flops": self.decode_flops,
+            "decode_bytes": self.decode_bytes,
             "decode_flops_by_form": self.decode_forms,
-            "parts": {p.name: {"parameters": p.parameters, "active": p.active} for p in model.parts},
-            "layers": model.kinds, "notes": list(model.notes),
-        }  # fmt: skip
+            "parts": {
+                p.name: {"parameters": p.parameters, "active": p.active} for p in model.parts
+            },
+            "layers": model.kinds,
+            "notes": list(model.notes),
+        }
 
 
 def _mapped(layers: tuple[Layer, ...]) -> int:

@@ -1,6 +1,7 @@
 """Attention to selected keys (MoBA, DSA, NSA): which keys it reads, and what choosing them costs.
 
-The functions take sizes and return exact integers; `SelectedSpec` and `NSASpec` add them up for one layer.
+The functions take sizes and return exact integers; `SelectedSpec` and `NSASpec` add them up for one
+layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
 def block_tokens(context: int, size: int, blocks: int) -> int:
     """Keys that the last token sees in its own block and the `blocks` - 1 fullest others.
 
-    The own block ends at the token: min(blocks - 1, blocks in front) size + (context - 1) mod size + 1.
+    The own block ends at the token: min(blocks - 1, blocks in front) size + (context - 1) mod size
+    + 1.
 
     >>> block_tokens(8192, 64, 16)
     1024
@@ -27,7 +29,8 @@ def block_tokens(context: int, size: int, blocks: int) -> int:
 
 
 def compressed_tokens(context: int, compress: int, stride: int) -> int:
-    """Compressed tokens that the last token sees: those whose blocks are complete, floor((s - l) / d) + 1.
+    """Compressed tokens that the last token sees: those whose blocks are complete, floor((s - l) /
+    d) + 1.
 
     >>> compressed_tokens(8192, 32, 16), compressed_tokens(31, 32, 16)
     (511, 0)
@@ -36,7 +39,8 @@ def compressed_tokens(context: int, compress: int, stride: int) -> int:
 
 
 def block_pairs(context: int, size: int, blocks: int) -> int:
-    """Query-key pairs of selected blocks over the first `context` tokens: the sum of `block_tokens`, in closed form.
+    """Query-key pairs of selected blocks over the first `context` tokens: the sum of
+    `block_tokens`, in closed form.
 
     >>> block_pairs(100, 8, 3) == sum(block_tokens(t, 8, 3) for t in range(1, 101))
     True
@@ -51,9 +55,11 @@ def block_pairs(context: int, size: int, blocks: int) -> int:
 
 
 def compressed_pairs(context: int, compress: int, stride: int) -> int:
-    """Query-key pairs of compressed tokens over the first `context` tokens: the sum of `compressed_tokens`.
+    """Query-key pairs of compressed tokens over the first `context` tokens: the sum of
+    `compressed_tokens`.
 
-    n (s - l + 1) - d n (n - 1) / 2, n = `compressed_tokens`: number j is seen from the token l + j d on
+    n (s - l + 1) - d n (n - 1) / 2, n = `compressed_tokens`: number j is seen from the token l + j
+    d on
 
     >>> compressed_pairs(100, 8, 4) == sum(compressed_tokens(t, 8, 4) for t in range(1, 101))
     True
@@ -63,10 +69,11 @@ def compressed_pairs(context: int, compress: int, stride: int) -> int:
 
 
 def nsa_tokens(context: int, stride: int, select: int, count: int, window: int) -> int:
-    """Tokens that one decoding step of native sparse attention reads, as the paper counts them: s / d + n l' + w.
+    """Tokens that one decoding step of native sparse attention reads, as the paper counts them: s /
+    d + n l' + w.
 
-    Never more than the context in a branch. The exact number of compressed tokens is `compressed_tokens`, which is
-    l / d - 1 less.
+    Never more than the context in a branch. The exact number of compressed tokens is
+    `compressed_tokens`, which is l / d - 1 less.
 
     >>> nsa_tokens(8192, 16, 64, 16, 512)
     2048
@@ -229,19 +236,22 @@ class SelectedSpec(Spec):
 
 @dataclass(frozen=True)
 class NSASpec(Spec):
-    """Native sparse attention: compressed tokens, the blocks that they point at, and a window, each with its own keys.
+    """Native sparse attention: compressed tokens, the blocks that they point at, and a window, each
+    with its own keys.
 
-    The two networks that compress a block stand `apart`: they run once per block, and not once per token.
+    The two networks that compress a block stand `apart`: they run once per block, and not once per
+    token.
 
     Attributes:
         shape: H, G, D and E of each branch.
         compress, stride, select, count, window: l, d, l', n and w.
         hidden: the widths of the networks that compress keys and values; None is D and E.
-        recompress: whether each decoded token compresses all blocks anew, as `regard.nn.NSA` does. Otherwise a block
-            is compressed once, which is 1 / d of a block for each token.
+        recompress: whether each decoded token compresses all blocks anew, as `regard.nn.NSA` does.
+            Otherwise a block is compressed once, which is 1 / d of a block for each token.
 
     >>> layer = NSASpec.of(2560, HeadShape(64, 4, 192, 128))  # the paper's model
-    >>> layer.read(65536).tokens, layer.cached(65536).per_token  # table 4 says 5632: it counts s / d compressed tokens
+    >>> # table 4 says 5632: it counts s / d compressed tokens
+    >>> layer.read(65536).tokens, layer.cached(65536).per_token
     (5631, 3840)
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), section 3 and table 4.
@@ -267,7 +277,9 @@ class NSASpec(Spec):
         count: int = 16,
         window: int = 512,
     ) -> NSASpec:
-        """The spec of three branches, three gates per head with biases, and two networks with place vectors."""
+        """The spec of three branches, three gates per head with biases, and two networks with place
+        vectors.
+        """
         matrices = shape.query_maps(dim) + 3 * shape.key_maps(dim) + 3 * dim * shape.heads
         weights = Weights(matrices, 3 * shape.heads)
         for D in (shape.head_dim, shape.value_dim):

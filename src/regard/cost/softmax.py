@@ -1,6 +1,8 @@
-"""Softmax attention: FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and cross-attention.
+"""Softmax attention: FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and
+cross-attention.
 
-The functions take sizes and return exact integers. Pairs are (query, key) pairs that the mask leaves.
+The functions take sizes and return exact integers. Pairs are (query, key) pairs that the mask
+leaves.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
 
 
 def attention_flops(pairs: int, D: int, E: int) -> int:
-    """FLOPs of scores and mix for a number of query-key pairs (over all batch rows and query heads).
+    """FLOPs of scores and mix for a number of query-key pairs (over all batch rows and query
+    heads).
 
     2 pairs D for q k^T and 2 pairs E for p v; the softmax itself is not counted, as is usual.
 
@@ -27,7 +30,8 @@ def attention_flops(pairs: int, D: int, E: int) -> int:
 def training_flops(pairs: int, D: int, E: int) -> int:
     """FLOPs of a call and its gradient, which computes the scores again: n (8 D + 6 E), n pairs.
 
-    q k^T and p v; then q k^T, dO v^T, p^T dO, ds k and ds^T q. For D = E that is 3.5 times the call alone.
+    q k^T and p v; then q k^T, dO v^T, p^T dO, ds k and ds^T q. For D = E that is 3.5 times the call
+    alone.
 
     >>> training_flops(1000, 64, 64) / (4 * 1000 * 64)
     3.5
@@ -38,9 +42,11 @@ def training_flops(pairs: int, D: int, E: int) -> int:
 
 
 def additive_flops(pairs: int, A: int, E: int) -> int:
-    """FLOPs of additive scores and of the mix for a number of query-key pairs, over all batch rows and heads.
+    """FLOPs of additive scores and of the mix for a number of query-key pairs, over all batch rows
+    and heads.
 
-    A additions and 2 A for the vector that reads the hidden layer, and 2 E for p v; tanh and softmax are not counted.
+    A additions and 2 A for the vector that reads the hidden layer, and 2 E for p v; tanh and
+    softmax are not counted.
 
     >>> additive_flops(pairs=30, A=1000, E=2000)  # a sentence of 30 words, one step
     210000
@@ -62,7 +68,8 @@ def attention_bytes(
 
 
 def training_bytes(*, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int) -> int:
-    """Bytes of a call and its gradient: q, k, v and out twice, and as much again for dO, dq, dk and dv.
+    """Bytes of a call and its gradient: q, k, v and out twice, and as much again for dO, dq, dk and
+    dv.
 
     >>> sizes = {"B": 1, "H": 1, "G": 1, "T": 8, "S": 8, "D": 4, "E": 4}
     >>> training_bytes(**sizes, itemsize=4) / attention_bytes(**sizes, itemsize=4)
@@ -72,7 +79,8 @@ def training_bytes(*, B: int, H: int, G: int, T: int, S: int, D: int, E: int, it
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Query-key pairs of the last T of S tokens under a causal mask: T S - T (T - 1) / 2, T at most S.
+    """Query-key pairs of the last T of S tokens under a causal mask: T S - T (T - 1) / 2, T at most
+    S.
 
     >>> causal_pairs(3, 5)
     12
@@ -81,7 +89,8 @@ def causal_pairs(queries: int, keys: int) -> int:
 
 
 def window_pairs(queries: int, keys: int, window: int) -> int:
-    """Query-key pairs of the last T of S tokens under a causal window of W: the sum of min(W, i + 1), T at most S.
+    """Query-key pairs of the last T of S tokens under a causal window of W: the sum of min(W, i +
+    1), T at most S.
 
     >>> window_pairs(5, 5, 2), window_pairs(1, 5, 2), window_pairs(3, 5, 9)
     (9, 2, 12)
@@ -92,7 +101,8 @@ def window_pairs(queries: int, keys: int, window: int) -> int:
 
 
 def window_reach(window: int, layers: int) -> int:
-    """How far information travels through layers with a window, the token's own place included at each: W l.
+    """How far information travels through layers with a window, the token's own place included at
+    each: W l.
 
     >>> window_reach(4096, 32)  # Mistral 7B
     131072
@@ -103,7 +113,8 @@ def window_reach(window: int, layers: int) -> int:
 
 
 def bigbird_dense(block: int, random: int) -> int:
-    """The longest text that BigBird's window, global and random blocks cover completely: (5 + 2 r) b tokens.
+    """The longest text that BigBird's window, global and random blocks cover completely: (5 + 2 r)
+    b tokens.
 
     >>> bigbird_dense(64, 3)  # the released configuration
     704
@@ -166,17 +177,20 @@ EVERY_EARLIER_KEY = Visibility()
 
 @dataclass(frozen=True)
 class SoftmaxSpec(Spec):
-    """Softmax attention of H query heads against G keys and values: MHA, GQA and MQA, under any mask.
+    """Softmax attention of H query heads against G keys and values: MHA, GQA and MQA, under any
+    mask.
 
-    matrices M H D + M G (D + E) + H E M;  G (D + E) values cached per token, of the last W where there is a window;
-    2 H n (D + E) FLOPs for a token that sees n keys
+    The matrices have M H D + M G (D + E) + H E M values. A cache holds G (D + E) values per token,
+    of the last W tokens where there is a window. A token that sees n keys takes 2 H n (D + E)
+    FLOPs.
 
     Attributes:
         shape: H, G, D and E.
         visible: the keys that a query sees.
 
     >>> layer = SoftmaxSpec.of(12288, HeadShape(96, 96, 128, 128))  # one layer of GPT-3
-    >>> layer.weights.matrices, layer.cached(2048).per_token  # 4 x 12288 x 128 numbers for each of 96 heads
+    >>> # 4 x 12288 x 128 values for each of 96 heads
+    >>> layer.weights.matrices, layer.cached(2048).per_token
     (603979776, 24576)
     >>> SoftmaxSpec.of(1152, HeadShape(4, 1, 256, 256), window=512).cached(32768).tokens
     512
@@ -209,7 +223,8 @@ class SoftmaxSpec(Spec):
             norms: how many values norms on queries and keys have.
             extra: other parameters, such as one sink per head.
             window: W; None is no window.
-            causal: whether a query sees its own and earlier keys only; if not, nothing is decoded and nothing cached.
+            causal: whether a query sees its own and earlier keys only; if not, nothing is decoded
+                and nothing cached.
         """
         H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
         biases = (H * D + G * (D + E) if bias else 0) + (dim if output_bias else 0)
@@ -300,7 +315,8 @@ class CrossSpec(Spec):
 
 @dataclass(frozen=True)
 class AdditiveSpec(CrossSpec):
-    """Additive attention from a decoder's state to an encoder's states: D is the hidden size A of the score.
+    """Additive attention from a decoder's state to an encoder's states: D is the hidden size A of
+    the score.
 
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
     """

@@ -1,9 +1,10 @@
-"""What every mechanism answers about its cost: the class `Spec`, and the records that its answers are made of.
+"""What every mechanism answers about its cost: the class `Spec`, and the records that its answers
+are made of.
 
-A `Spec` describes one layer of one mechanism by its sizes alone, without torch. `regard.nn` modules make one in
-`module.spec` and answer `describe()` with it; `regard cost` makes them from a config.json or from flags. Each
-mechanism has one subclass: `SoftmaxSpec`, `CrossSpec`, `AdditiveSpec`, `LatentSpec`, `LinearSpec`, `DeltaSpec`,
-`InfiniSpec`, `SelectedSpec` and `NSASpec`.
+A `Spec` describes one layer of one mechanism by its sizes alone, without torch. `regard.nn` modules
+make one in `module.spec` and answer `describe()` with it; `regard cost` makes them from a
+config.json or from flags. Each mechanism has one subclass: `SoftmaxSpec`, `CrossSpec`,
+`AdditiveSpec`, `LatentSpec`, `LinearSpec`, `DeltaSpec`, `InfiniSpec`, `SelectedSpec` and `NSASpec`.
 
 A multiplication and an addition are two FLOPs.
 """
@@ -36,7 +37,8 @@ NOTHING = Figure(0, "")
 
 @dataclass(frozen=True)
 class Description:
-    """The cost of one layer at a context of `context` tokens, for batch 1, as `describe()` returns it.
+    """The cost of one layer at a context of `context` tokens, for batch 1, as `describe()` returns
+    it.
 
     Attributes:
         name: the mechanism.
@@ -48,7 +50,8 @@ class Description:
         flops_per_token: FLOPs of one decoded token at this context, linear maps included.
 
     >>> kv = Figure(32, "2 G D = 2 x 2 x 8")
-    >>> layer = Description("gqa", 100, Figure(0, ""), kv, Figure(100, "S"), Figure(0, ""), Figure(0, ""))
+    >>> none = Figure(0, "")
+    >>> layer = Description("gqa", 100, none, kv, Figure(100, "S"), none, none)
     >>> layer.kept
     3200
     """
@@ -86,8 +89,8 @@ class Weights:
         matrices: values of linear maps.
         biases: values of biases; sinks and gates count as biases.
         norms: values of norms.
-        apart: how many of the values in `matrices` a decoded token does not multiply exactly once. The FLOPs of those
-            depend on the context, and `Spec.step` counts them.
+        apart: how many of the values in `matrices` a decoded token does not multiply exactly once.
+            The FLOPs of those depend on the context, and `Spec.step` counts them.
 
     >>> Weights(12, 4) + Weights(norms=2)
     Weights(matrices=12, biases=4, norms=2, apart=0)
@@ -119,10 +122,12 @@ class Weights:
 
 @dataclass(frozen=True)
 class Cached:
-    """What a cache holds of one text: the same parts for each of some tokens, and a state of fixed size.
+    """What a cache holds of one text: the same parts for each of some tokens, and a state of fixed
+    size.
 
     Attributes:
-        parts: the number of heads and their dim for each part of a token: keys and values, or a latent.
+        parts: the number of heads and their dim for each part of a token: keys and values, or a
+            latent.
         tokens: how many tokens are held.
         state: values that are held whatever the length.
         bounded: whether old tokens are dropped.
@@ -196,8 +201,10 @@ class Spec(ABC):
     """The cost of one layer of a mechanism, as a function of its sizes and of the context.
 
     Attributes:
-        weights: its parameters: computed from sizes by the classmethod `of`, or counted in a built module.
-        parts: what a cache holds of one token, as heads and dims of each part; empty if nothing is cached by token.
+        weights: its parameters: computed from sizes by the classmethod `of`, or counted in a built
+            module.
+        parts: what a cache holds of one token, as heads and dims of each part; empty if nothing is
+            cached by token.
     """
 
     weights: Weights
@@ -210,11 +217,15 @@ class Spec(ABC):
 
     @abstractmethod
     def step(self, context: int) -> Figure:
-        """FLOPs of the decoded token at position context - 1, without the 2 FLOPs for each of `weights.mapped`."""
+        """FLOPs of the decoded token at position context - 1, without the 2 FLOPs for each of
+        `weights.mapped`.
+        """
 
     @abstractmethod
     def prefill_flops(self, context: int) -> int:
-        """FLOPs of the first `context` tokens at once, without the 2 FLOPs for each of `weights.mapped` and token."""
+        """FLOPs of the first `context` tokens at once, without the 2 FLOPs for each of
+        `weights.mapped` and token.
+        """
 
     @property
     def values_per_token(self) -> Figure:
@@ -238,7 +249,9 @@ class Spec(ABC):
 
     @property
     def forms(self) -> tuple[str, ...]:
-        """The names of equivalent forms with different FLOPs; empty if the mechanism has only one."""
+        """The names of equivalent forms with different FLOPs; empty if the mechanism has only
+        one.
+        """
         return ()
 
     def cached(self, context: int) -> Cached:

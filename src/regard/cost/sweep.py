@@ -1,4 +1,4 @@
-"""The same model over a range of contexts, and two models side by side."""
+"""Figures of one model over a range of contexts (`sweep`), and of two models (`versus`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from regard.errors import ArgumentError
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 LONGEST = 1 << 40
-"""The longest context that makes sense."""
+"""The longest context that is accepted."""
 FIGURES = (
-    "parameters", "active_parameters", "attention_parameters", "weight_bytes", "kv_bytes_per_token", "kv_bytes",
-    "prefill_flops", "prefill_bytes", "decode_flops", "decode_bytes",
-)  # fmt: skip
+    "parameters",
+    "active_parameters",
+    "attention_parameters",
+    "weight_bytes",
+    "kv_bytes_per_token",
+    "kv_bytes",
+    "prefill_flops",
+    "prefill_bytes",
+    "decode_flops",
+    "decode_bytes",
+)
 """What two models are compared by."""
 
 
@@ -76,7 +84,8 @@ def fitting(contexts: list[int], *models: Model) -> list[int]:
 def sweep(
     model: Model, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds at best, and whether it fits.
+    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds
+    at best, and whether it fits.
 
     >>> from regard.cost import model_of
     >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
@@ -98,7 +107,8 @@ def sweep(
 def versus(first: CostReport, second: CostReport, machine: Machine | None = None) -> dict[str, Any]:
     """Two models, and the first's figures divided by the second's; null where those are 0.
 
-    With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there is no such time.
+    With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there
+    is no such time.
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
@@ -120,7 +130,8 @@ def versus(first: CostReport, second: CostReport, machine: Machine | None = None
 def times(
     first: CostReport, second: CostReport, machine: Machine
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Seconds at best of two models, for what both can do; None where a model does not fit the machine.
+    """Seconds at best of two models, for what both can do; None where a model does not fit the
+    machine.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]

@@ -21,8 +21,9 @@ class CrossAttention(Attention):
 
     q = query(x);  k, v = recall(remember(memory));  out = output(attend(q, k, v))
 
-    The arguments are those of `Attention`; positions of x and of memory are two different counts, so a mask is rarely
-    wanted. A cache is written once, by the call that gives memory, and read by every later one.
+    The arguments are those of `Attention`; positions of x and of memory are two different counts,
+    so a mask is rarely wanted. A cache is written once, by the call that gives memory, and read by
+    every later one.
 
     Raises:
         ArgumentError: there is no memory, neither given nor in the cache; or there are two.
@@ -49,7 +50,8 @@ class CrossAttention(Attention):
     ) -> Float[Tensor, "B T M2"]:
         """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
 
-        Positions of x default to 0..T-1, those of memory to 0..S-1; a slot of memory at -1 is padding.
+        Positions of x default to 0..T-1, those of memory to 0..S-1; a slot of memory at -1 is
+        padding.
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or torch.compiler.is_compiling():
@@ -65,7 +67,9 @@ class CrossAttention(Attention):
 
     @property
     def spec(self) -> CrossSpec:
-        """The cost of this layer for one token that asks; the memory's keys and values are made once."""
+        """The cost of this layer for one token that asks; the memory's keys and values are made
+        once.
+        """
         return CrossSpec(
             cross_weights(self, self.project), self.project.shape.parts, self.project.shape.heads
         )
@@ -77,10 +81,13 @@ def recollect(
     positions: Positions | None,
     cache: Cache | None,
 ) -> tuple[Parts, Positions]:
-    """What a projection remembers of memory [B,S,M], and where: made now, and written to the cache, or read from it."""
+    """What a projection remembers of memory [B,S,M], and where: made now, and written to the cache,
+    or read from it.
+    """
     if cache is not None and not isinstance(cache, Cross):
         raise ArgumentError(
-            f"cross-attention was given a {type(cache).__name__} cache, which belongs to self-attention; "
+            f"cross-attention was given a {type(cache).__name__} cache, which belongs to "
+            "self-attention; "
             "give a Cross cache, which new_cache() makes"
         )
     if memory is None:
@@ -88,7 +95,8 @@ def recollect(
             raise ArgumentError("memory_positions were given without memory; a cache has its own")
         if cache is None or not cache.written:
             raise ArgumentError(
-                "there is no memory to attend to: give memory [batch, length, dim], or a cache that holds one"
+                "there is no memory to attend to: give memory [batch, length, dim], or a cache "
+                "that holds one"
             )
         return cache.read()
     positions = Span(0, memory.shape[1]) if positions is None else positions
@@ -97,7 +105,9 @@ def recollect(
 
 
 def cross_weights(module: nn.Module, project: Projection) -> Weights:
-    """The parameters of a layer that reads another text, with the maps that the query does not use set apart."""
+    """The parameters of a layer that reads another text, with the maps that the query does not use
+    set apart.
+    """
     inner: object = project
     while isinstance(wrapped := getattr(inner, "project", None), Projection):
         inner = wrapped

@@ -1,4 +1,6 @@
-"""The base class of all mechanisms: default positions, a cache that a refused call leaves unchanged, and the cost."""
+"""The base class of all mechanisms: default positions, a cache that a refused call leaves
+unchanged, and the cost.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ class Mixer(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Mix x [B,T,M] at its positions with itself and with what the cache holds, which afterwards holds x, too.
+        """Mix x [B,T,M] at its positions with itself and with what the cache holds, which
+        afterwards holds x, too.
 
-        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that is refused leaves
-        the cache as it was.
+        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that
+        is refused leaves the cache as it was.
 
         Args:
             x: hidden states; slots at position -1 are no tokens.
@@ -82,8 +85,10 @@ def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
     """The parameters of a module, by kind.
 
     Args:
-        module: a module; weights of its linear maps count as matrices, one-dimensional weights of norms as norms.
-        apart: modules inside it whose linear maps a decoded token does not apply exactly once (`Weights.apart`).
+        module: a module; weights of its linear maps count as matrices, one-dimensional weights of
+            norms as norms.
+        apart: modules inside it whose linear maps a decoded token does not apply exactly once
+            (`Weights.apart`).
 
     >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
     Weights(matrices=6, biases=2, norms=4, apart=0)
@@ -123,7 +128,9 @@ class MaskVisibility:
 
     @property
     def bound(self) -> int | None:
-        """The most tokens that the mask may still show; None if it has no bound, or if all are kept."""
+        """The most tokens that the mask may still show; None if it has no bound, or if all are
+        kept.
+        """
         return None if self.keeps_all else reach(self.mask).tokens
 
     def seen(self, context: int) -> int:

@@ -1,4 +1,6 @@
-"""Native sparse attention: three branches, compressed, selected and window, each with its own keys and values, and a gate."""
+"""Native sparse attention: three branches, compressed, selected and window, each with its own keys
+and values, and a gate.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ BRANCHES = ("compressed", "selected", "window")
 
 
 class Compress(nn.Module):
-    """The l tokens of a block as one: phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2, e by place in the block.
+    """The l tokens of a block as one: phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2, e
+    by place in the block.
 
     x [B,G,C,l,D] -> [B,G,C,D], the same map for every head.
 
@@ -43,7 +46,8 @@ class Compress(nn.Module):
     >>> Compress(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
     torch.Size([1, 2, 5, 8])
 
-    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper leaves the shape of the network open.
+    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper leaves the shape of the
+    network open.
     """
 
     def __init__(self, length: int, dim: int, hidden: int | None = None) -> None:
@@ -69,21 +73,26 @@ class Compress(nn.Module):
 
 
 class NSA(Mixer):
-    """out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b: compressed, selected, window.
+    """out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b: compressed, selected,
+    window.
 
-    compressed: one key and value per block of l tokens, every d tokens, seen once the block is complete;
-    selected: the blocks of l' tokens that got most of the compressed branch's attention, k <= q within;
+    compressed: one key and value per block of l tokens, every d tokens, seen once the block is
+        complete;
+    selected: the blocks of l' tokens that got most of the compressed branch's attention, k <= q
+        within;
     window: the last w tokens
 
-    A cache keeps the keys and values of all three branches; compressed ones are computed again in each call.
+    A cache keeps the keys and values of all three branches; compressed ones are computed again in
+    each call.
 
     Args:
         q: `Heads` that make H queries.
-        keys, values: `Heads` that make G keys and values, one per branch. Keys of the compressed branch are remembered
-            as their heads make them: give those no rotary.
+        keys, values: `Heads` that make G keys and values, one per branch. Keys of the compressed
+            branch are remembered as their heads make them: give those no rotary.
         compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `Compress`.
-        late: a step on compressed keys at the position of their last token, such as a rotary; None is no step. The
-            paper leaves open where positions enter; so a score depends on the distance only.
+        late: a step on compressed keys at the position of their last token, such as a rotary; None
+            is no step. The paper leaves open where positions enter; so a score depends on the
+            distance only.
         gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
         output: a module [B,T,H*E] -> [B,T,M].
         sizes: of blocks and window.
@@ -117,7 +126,8 @@ class NSA(Mixer):
         super().__init__()
         if len(keys) != 3 or len(values) != 3:
             raise ArgumentError(
-                f"{len(keys)} keys and {len(values)} values; give one each for {', '.join(BRANCHES)}"
+                f"{len(keys)} keys and {len(values)} values; give one each for "
+                f"{', '.join(BRANCHES)}"
             )
         made = {
             (k.heads, k.head_dim, v.heads, v.head_dim) for k, v in zip(keys, values, strict=True)
@@ -126,7 +136,8 @@ class NSA(Mixer):
         if len(made) > 1 or G_v != G or q.head_dim != D:
             raise ArgumentError(
                 f"q is {q.extra_repr()}, keys are {[k.extra_repr() for k in keys]}, values "
-                f"{[v.extra_repr() for v in values]}: every branch needs the same heads and dims, keys the dim of q"
+                f"{[v.extra_repr() for v in values]}: every branch needs the same heads and dims, "
+                "keys the dim of q"
             )
         check_groups(q.heads, G)
         self.q, self.keys, self.values = q, nn.ModuleList(keys), nn.ModuleList(values)
@@ -134,7 +145,9 @@ class NSA(Mixer):
         self.gate, self.output, self.sizes = gate, output, sizes
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds, branch by branch."""
+        """Attend from x [B,T,M] at its positions to itself and to what the cache holds, branch by
+        branch.
+        """
         q = tap("q", self.q(x, positions))
         memory: Parts = tuple(heads(x, positions) for heads in (*self.keys, *self.values))
         seen = positions
@@ -151,10 +164,17 @@ class NSA(Mixer):
             BRANCHES, keys, values, masks, (at, seen, seen), strict=True
         ):
             with place(name):
-                zs.append(attend(
-                    q, tap("k", k), tap("v", v), mask=mask,
-                    q_positions=positions, k_positions=where, backend=backend,
-                ))  # fmt: skip
+                zs.append(
+                    attend(
+                        q,
+                        tap("k", k),
+                        tap("v", v),
+                        mask=mask,
+                        q_positions=positions,
+                        k_positions=where,
+                        backend=backend,
+                    )
+                )
         z = tap("z", self.gated(torch.stack(zs), x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
@@ -165,7 +185,9 @@ class NSA(Mixer):
         laid: Order,
         at: Positions,
     ) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C E"]]:
-        """Compressed keys and values; those of blocks that are not complete stand at position -1, and mean nothing."""
+        """Compressed keys and values; those of blocks that are not complete stand at position -1,
+        and mean nothing.
+        """
         k = self.compress_key(windows(k, laid, self.sizes))
         v = self.compress_value(windows(v, laid, self.sizes))
         return (k if self.late is None else self.late(k, at)), v
@@ -182,7 +204,9 @@ class NSA(Mixer):
         return Growing()
 
     def tokens(self, context: int) -> Figure:
-        """Tokens that decoding the token at position context - 1 reads, as table 4 of the paper counts them."""
+        """Tokens that decoding the token at position context - 1 reads, as table 4 of the paper
+        counts them.
+        """
         return self.spec.read_by_paper(context)
 
     @property

@@ -1,4 +1,6 @@
-"""Projections: what a query is, what is worth remembering, and how memory becomes keys and values."""
+"""Projections: what a query is, what is worth remembering, and how memory becomes keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Projection(Protocol):
         """What was remembered, and where it stands -> k [B,G,S,D], v [B,G,S,E]."""
 
     def finish(self, z: Tensor, x: Tensor) -> Tensor:
-        """What attention gave, [B,H,T,E] -> the heads that the output joins; x [B,T,M] is where the queries came from."""
+        """What attention gave, [B,H,T,E] -> the heads that the output joins; x [B,T,M] is where the
+        queries came from.
+        """
 
     @property
     def shape(self) -> ProjectionShape:
@@ -44,7 +48,8 @@ class Projection(Protocol):
 
 @runtime_checkable
 class Forms(Projection, Protocol):
-    """A projection with several forms, equal in exact arithmetic, of which lengths decide: latents, expanded or not.
+    """A projection with several forms, equal in exact arithmetic, of which lengths decide: latents,
+    expanded or not.
 
     All forms remember the same, so that they share a cache.
     """
@@ -57,7 +62,9 @@ class Forms(Projection, Protocol):
 
 
 def facing(project: Projection, queries: int, keys: int) -> Projection:
-    """The form of a projection for so many queries against so many keys: itself, unless it has `Forms`."""
+    """The form of a projection for so many queries against so many keys: itself, unless it has
+    `Forms`.
+    """
     has_forms = hasattr(
         type(project), "facing"
     )  # as isinstance, which would evaluate every property
@@ -66,7 +73,9 @@ def facing(project: Projection, queries: int, keys: int) -> Projection:
 
 @runtime_checkable
 class Aims(Projection, Protocol):
-    """A projection whose queries depend on where the keys in memory stand, such as rotary frequencies that follow the length."""
+    """A projection whose queries depend on where the keys in memory stand, such as rotary
+    frequencies that follow the length.
+    """
 
     def aim(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
         """Queries [B,H,T,D] at positions -> those for keys at the positions seen."""
@@ -126,8 +135,8 @@ class Heads(nn.Module):
 
     x [B,L,M] -> W x + b -> (flat norm) -> [B,n,L,d] -> step(., positions) -> ...
 
-    Order is data: `Heads(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `Heads(M, H, D, rotary, RMSNorm(D))`
-    after.
+    Order is data: `Heads(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `Heads(M, H, D,
+    rotary, RMSNorm(D))` after.
 
     Args:
         dim: the model dim M.
@@ -179,13 +188,14 @@ class Heads(nn.Module):
 
 
 class Separate(nn.Module):
-    """Queries, keys and values each from heads of their own; keys and values are remembered as the heads made them.
+    """Queries, keys and values each from heads of their own; keys and values are remembered as the
+    heads made them.
 
     Args:
         q: `Heads` that make H query heads.
         k, v: `Heads` that make G key and value heads; G divides H.
-        late: a step on keys when they are recalled, such as a rotary whose frequencies follow the length: keys are then
-            remembered without it (`regard.nn.policy`).
+        late: a step on keys when they are recalled, such as a rotary whose frequencies follow the
+            length: keys are then remembered without it (`regard.nn.policy`).
 
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
@@ -237,7 +247,8 @@ def stale(heads: nn.Module) -> str | None:
     for step in heads.modules():
         if isinstance(step, Rotary) and step.follows:
             return (
-                f"{step} follows the length of each call, so that keys rotated before are stale; freeze its length, or "
+                f"{step} follows the length of each call, so that keys rotated before are stale; "
+                "freeze its length, or "
                 "remember keys before they are rotated (regard.nn.policy)"
             )
     return None

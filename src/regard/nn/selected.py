@@ -21,7 +21,8 @@ from regard.tap import tap
 
 
 class SelectedAttention(Mixer):
-    """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made from each call.
+    """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made
+    from each call.
 
     mask = choose(q, k, x);  z = finish(attend(q, k, v, mask), x);  out = output(z, heads joined)
 
@@ -33,7 +34,8 @@ class SelectedAttention(Mixer):
 
     >>> from regard.nn import Heads, Separate
     >>> from regard.nn.selectors import MoBA
-    >>> layer = SelectedAttention(Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)), MoBA(4, 2), nn.Linear(8, 8))
+    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> layer = SelectedAttention(project, MoBA(4, 2), nn.Linear(8, 8))
     >>> layer(torch.zeros(1, 9, 8)).shape
     torch.Size([1, 9, 8])
     """
@@ -50,7 +52,9 @@ class SelectedAttention(Mixer):
         self.project, self.select, self.output, self.scale = project, select, output, scale
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to the chosen tokens of x and of what the cache holds."""
+        """Attend from x [B,T,M] at its positions to the chosen tokens of x and of what the cache
+        holds.
+        """
         memory, seen = self.project.remember(x, positions), positions
         n = len(memory)
         memory = (*memory, *self.select.remember(x, positions))
@@ -64,8 +68,15 @@ class SelectedAttention(Mixer):
         k, v = tap("k", k), tap("v", v)
         mask = self.select.choose(q, k, x, memory[n:], positions, seen)
         z = attend(
-            q, k, v, mask=mask, scale=self._scale, q_positions=positions, k_positions=seen, backend=backend,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=self._scale,
+            q_positions=positions,
+            k_positions=seen,
+            backend=backend,
+        )
         z = tap("z", project.finish(z, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
@@ -97,11 +108,13 @@ def indexer_losses(
     *,
     chosen: bool = True,
 ) -> Float[Tensor, "B T"]:
-    """The loss of each query that the indexer of a layer learns from, without a cache; its gradient reaches the indexer alone.
+    """The loss of each query that the indexer of a layer learns from, without a cache; its gradient
+    reaches the indexer alone.
 
     Args:
         x, positions: as the layer takes them.
-        chosen: compare over the keys that the indexer chose (the sparse stage), or over all past ones (the warm-up).
+        chosen: compare over the keys that the indexer chose (the sparse stage), or over all past
+            ones (the warm-up).
 
     Raises:
         ArgumentError: the layer's selector is no `Indexer`.

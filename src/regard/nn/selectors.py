@@ -22,12 +22,16 @@ class Selector(Protocol):
     """From queries, keys and what it remembered itself to the keys that each query reads."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """x [B,S,M] -> what a cache stores for it per position, beside keys and values; may be nothing."""
+        """x [B,S,M] -> what a cache stores for it per position, beside keys and values; may be
+        nothing.
+        """
 
     def choose(
         self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, positions: Positions, seen: Positions
     ) -> Mask:
-        """A causal mask for this call: queries q [B,H,T,D] of x [B,T,M] at positions, keys k [B,G,S,D] at seen."""
+        """A causal mask for this call: queries q [B,H,T,D] of x [B,T,M] at positions, keys k
+        [B,G,S,D] at seen.
+        """
 
     @property
     def spec(self) -> Selection:
@@ -35,7 +39,8 @@ class Selector(Protocol):
 
 
 class MoBA(nn.Module):
-    """The own block, and those past blocks whose mean key fits the query best: `regard.ops.selection.moba_mask`.
+    """The own block, and those past blocks whose mean key fits the query best:
+    `regard.ops.selection.moba_mask`.
 
     Args:
         size: positions per block.
@@ -86,7 +91,8 @@ class Indexer(nn.Module):
 
     Args:
         q: `Heads` that make J index queries of dim d.
-        k: `Heads` that make one index key of dim d; a cache keeps it beside what the projection remembers.
+        k: `Heads` that make one index key of dim d; a cache keeps it beside what the projection
+            remembers.
         weight: a linear map [B,T,M] -> [B,T,J].
         topk: keys per query, for all heads together.
 
@@ -97,7 +103,8 @@ class Indexer(nn.Module):
     >>> indexer.spec.tokens(100)
     Figure(value=3, formula='min(S, 3)')
 
-    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are of its published code.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
+    of its published code.
     """
 
     def __init__(self, q: Heads, k: Heads, weight: nn.Linear, *, topk: int) -> None:
@@ -105,7 +112,8 @@ class Indexer(nn.Module):
         check_topk(topk)
         if k.heads != 1 or q.head_dim != k.head_dim or weight.out_features != q.heads:
             raise ArgumentError(
-                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weights for {weight.out_features} heads: k must be "
+                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weights for "
+                f"{weight.out_features} heads: k must be "
                 f"1 heads of {q.head_dim}, and weight must give {q.heads}"
             )
         self.q, self.k, self.weight, self.topk = q, k, weight, topk

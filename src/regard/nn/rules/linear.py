@@ -23,12 +23,14 @@ class Features(nn.Module):
     """Linear attention by a feature map, with its normaliser or without.
 
     Args:
-        feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the shape.
+        feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
+            shape.
         normalise: whether the weights are divided by their sum.
         scale: on the queries, without `normalise`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the feature map is not known, or scale is not a finite number.
+        ArgumentError, ArgumentTypeError: the feature map is not known, or scale is not a finite
+            number.
 
     >>> x = torch.ones(1, 1, 3, 2)
     >>> Features()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
@@ -55,11 +57,20 @@ class Features(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """What the queries read, and the state (S, z), or (S,) without a normaliser, behind the last token."""
+        """What the queries read, and the state (S, z), or (S,) without a normaliser, behind the
+        last token.
+        """
         return linear_attention(
-            q, k, v, feature_map=self.feature_map, normalise=self.normalise, scale=self.scale,
-            state=state, k_positions=positions, form=form,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            normalise=self.normalise,
+            scale=self.scale,
+            state=state,
+            k_positions=positions,
+            form=form,
+        )
 
     def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
         """The cost of a layer with this rule."""
@@ -95,12 +106,14 @@ class Retention(nn.Module):
         if decay is not None:
             if len(decay) != groups:
                 raise ArgumentError(
-                    f"decay has {len(decay)} numbers for {groups} key/value heads; give one per head, or None"
+                    f"decay has {len(decay)} numbers for {groups} key/value heads; give one per "
+                    "head, or None"
                 )
             for g, gamma in enumerate(decay):
                 if not 0 <= gamma <= 1:
                     raise ArgumentError(
-                        f"decay of head {g} is {gamma}; it must be from 0, which keeps nothing, to 1, which keeps all"
+                        f"decay of head {g} is {gamma}; it must be from 0, which keeps nothing, "
+                        "to 1, which keeps all"
                     )
         self.decay = None if decay is None else tuple(float(gamma) for gamma in decay)
 
@@ -130,7 +143,8 @@ class Retention(nn.Module):
 
 
 class Gated(nn.Module):
-    """Gated linear attention: each token decays the state, channel by channel, by a gate of low rank.
+    """Gated linear attention: each token decays the state, channel by channel, by a gate of low
+    rank.
 
     g = log sigmoid(W_2 W_1 x + b) / temperature, in fp32 or better
 
@@ -156,7 +170,8 @@ class Gated(nn.Module):
         super().__init__()
         if min(dim, groups, head_dim, rank) < 1:
             raise ArgumentError(
-                f"Gated(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): each must be at least 1"
+                f"Gated(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): each must "
+                "be at least 1"
             )
         check_number("temperature", temperature, 0, float("inf"), "greater than 0")
         self.down = nn.Linear(dim, rank, bias=False)
