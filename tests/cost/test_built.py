@@ -14,7 +14,8 @@ from regard.cost.known import KNOWN
 from regard.cost.softmax import SoftmaxSpec
 from regard.models.checkpoint.config import parse
 from regard.models.families import FAMILIES, family
-from regard.nn import Attention
+from regard.nn import Attention, Block
+from regard.nn.mixer import Mixer
 from tests.cost.tiny import TINY
 
 
@@ -113,6 +114,25 @@ def test_windows_of_every_family(name: str) -> None:
         assert mask is not None
         seen.append(int(mask.allows(positions[:, -1:, None], positions[:, None]).sum()))
     assert told == seen
+
+
+@pytest.mark.parametrize("name", [n for n in TINY if TINY[n]["model_type"] not in ("bert", "t5")])
+@pytest.mark.parametrize("context", [1, 12, 40])
+def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context: int) -> None:
+    """What a config says of a layer and what the built module says of itself are the same."""
+    model = config.read(TINY[name], name)
+    blocks = [m for m in network_of(name).modules() if isinstance(m, Block)]
+    assert len(blocks) == len(model.layers)
+    for block, layer in zip(blocks, model.layers, strict=True):
+        assert isinstance(block.attention, Mixer)
+        module, ours = block.attention.spec, layer.mixer
+        assert type(module) is type(ours)
+        assert module.weights.total == ours.weights.total
+        assert module.weights.mapped == ours.weights.mapped
+        assert module.cached(context).numbers == ours.cached(context).numbers
+        assert module.bounded == ours.bounded
+        assert module.step(context).value == ours.step(context).value
+        assert module.prefill_flops(context) == ours.prefill_flops(context)
 
 
 SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_local_experts": 8}

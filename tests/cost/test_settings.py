@@ -338,11 +338,11 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
         ),
         (
             {**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]},
-            "has 1 entries for 3 layers",
+            "layer_types has 1 entries and num_hidden_layers is 3",
         ),
         (
             {**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3},
-            "layer_types has 'full'; known are full_att",
+            "layer_types\\[0\\] is 'full'; supported are 'full_attention'",
         ),
         (
             {
@@ -351,7 +351,7 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
                 "sliding_window": None,
                 "layer_types": ["sliding_attention"] * 3,
             },
-            "layer_types has 'sliding_attention', and sliding_window is null",
+            "layer_types makes layer 0 'sliding_attention', and sliding_window is null",
         ),
         (
             {**DEEPSEEK, "model_type": "deepseek_v2", "n_routed_experts": None},

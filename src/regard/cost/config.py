@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regard.cost import layer_types
 from regard.cost.feed_forward import Dense, Experts, FeedForward
 from regard.cost.latent import LatentSpec
 from regard.cost.mechanisms import mechanism
@@ -108,6 +109,23 @@ class Keys:
             )
         return dim // heads
 
+    def width(self, default: int | None) -> int | None:
+        """The width of the sliding window; a file that says null has none."""
+        if self.raw.get("sliding_window", default) is None:
+            return None
+        return self.size("sliding_window", default=default)
+
+    def windows(self, layers: int, **rules: Any) -> tuple[int | None, ...]:
+        """The window of each layer, by `regard.cost.layer_types.windows`.
+
+        Raises:
+            ArgumentError: the keys contradict one another.
+        """
+        try:
+            return layer_types.windows(layers, **rules)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.where}: {error}") from None
+
     @property
     def dtype(self) -> str:
         """The format of the weights, a name in `regard.cost.kv_formats.BITS`; bf16 by default."""
@@ -115,75 +133,50 @@ class Keys:
         return names.get(str(self.get("dtype", "torch_dtype")).removeprefix("torch."), "bf16")
 
 
-SLIDING = "sliding_attention"
-KINDS = ("full_attention", SLIDING)
-
-
-def windows(
-    keys: Keys, layers: int, width: int | None, *, pattern: int | None = None, first: int = 0
-) -> tuple[int | None, ...]:
-    """The window of each layer; None is no window.
-
-    The first rule that applies decides: layer_types, if the file has them; a window in every layer
-    but each `pattern`-th, if a pattern is given; a window in the layers from `first` on.
-
-    Raises:
-        ArgumentError: layer_types has another length, or a kind that is not known.
-
-    >>> windows(Keys({}, "config.json"), 4, 512, pattern=2)
-    (512, None, 512, None)
-    """
-    kinds = keys.get("layer_types")
-    if kinds is not None:
-        if len(kinds) != layers:
-            raise ArgumentError(
-                f"{keys.where}: layer_types has {len(kinds)} entries for {layers} layers"
-            )
-        for kind in kinds:
-            if kind not in KINDS:
-                raise ArgumentError(
-                    f"{keys.where}: layer_types has {kind!r}; known are {' and '.join(KINDS)}"
-                )
-        if SLIDING in kinds and width is None:
-            raise ArgumentError(
-                f"{keys.where}: layer_types has {SLIDING!r}, and sliding_window is null"
-            )
-        return tuple(width if kind == SLIDING else None for kind in kinds)
-    if pattern is not None:
-        return tuple(width if (i + 1) % pattern else None for i in range(layers))
-    return tuple(width if i >= first else None for i in range(layers))
-
-
 Windows = Callable[[Keys, int], tuple[int | None, ...]]
 """A function of the keys and the number of layers that returns the window of each layer."""
 
 
-def _none(_: Keys, layers: int) -> tuple[int | None, ...]:
+def _no_windows(_: Keys, layers: int) -> tuple[int | None, ...]:
     return (None,) * layers
 
 
-def _everywhere(default: int | None) -> Windows:
-    def found(keys: Keys, layers: int) -> tuple[int | None, ...]:
-        said = keys.raw.get("sliding_window", default)
-        return (said if said is None else keys.size("sliding_window", default=default),) * layers
+def _same_window(default: int | None) -> Windows:
+    """Every layer has the same window, or none."""
 
-    return found
+    def windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+        return keys.windows(layers, sliding_window=keys.width(default))
 
-
-def _patterned(width: int, pattern: int) -> Windows:
-    def found(keys: Keys, layers: int) -> tuple[int | None, ...]:
-        said = keys.raw.get("sliding_window", width)
-        each = keys.size("sliding_window_pattern", "_sliding_window_pattern", default=pattern)
-        return windows(keys, layers, said, pattern=None if said is None else each)
-
-    return found
+    return windows
 
 
-def _from_a_layer_on(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    if not keys.flag("use_sliding_window", default=False):
-        return (None,) * layers
-    first = keys.size("max_window_layers", default=28, least=0)
-    return windows(keys, layers, keys.size("sliding_window", default=4096), first=first)
+def _pattern(default: int, pattern: int) -> Windows:
+    """Every layer has a window but each `pattern`-th, unless layer_types or a key say otherwise."""
+
+    def windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+        width, kinds = keys.width(default), keys.get("layer_types")
+        each = keys.optional("sliding_window_pattern", "_sliding_window_pattern")
+        if each is None and kinds is None:
+            each = pattern
+        return keys.windows(
+            layers,
+            sliding_window=width,
+            layer_types=kinds,
+            sliding_window_pattern=None if width is None else each,
+        )
+
+    return windows
+
+
+def _upper_layers(keys: Keys, layers: int) -> tuple[int | None, ...]:
+    """The layers from max_window_layers on have a window, if use_sliding_window is true."""
+    return keys.windows(
+        layers,
+        sliding_window=keys.width(4096),
+        layer_types=keys.get("layer_types"),
+        max_window_layers=keys.size("max_window_layers", default=28, least=0),
+        use_sliding_window=keys.flag("use_sliding_window", default=False),
+    )
 
 
 @dataclass(frozen=True)
@@ -206,7 +199,7 @@ class Shape:
     head_dim: int | None = None
     head_norms: str = ""
     norms: int = 2
-    windows: Windows = _none
+    windows: Windows = _no_windows
     tied: bool = False
     experts: Callable[[Keys, int], FeedForward] | None = None
     sinks: bool = False
@@ -229,28 +222,26 @@ def _qwen3_moe(keys: Keys, dim: int) -> FeedForward:
     return Experts(expert, keys.size("num_experts"), keys.size("num_experts_per_tok"))
 
 
-_QWEN3 = Shape(head_dim=128, head_norms="head", windows=_from_a_layer_on)
+_QWEN3 = Shape(head_dim=128, head_norms="head", windows=_upper_layers)
 SHAPES: dict[str, Shape] = {
     "llama": Shape(),
-    "mistral": Shape(bias=False, output_bias=False, windows=_everywhere(4096)),
-    "mixtral": Shape(bias=False, output_bias=False, windows=_everywhere(None), experts=_mixtral),
-    "qwen2": Shape(bias=True, output_bias=False, windows=_from_a_layer_on),
+    "mistral": Shape(bias=False, output_bias=False, windows=_same_window(4096)),
+    "mixtral": Shape(bias=False, output_bias=False, windows=_same_window(None), experts=_mixtral),
+    "qwen2": Shape(bias=True, output_bias=False, windows=_upper_layers),
     "qwen3": _QWEN3,
-    "qwen3_moe": Shape(
-        head_dim=128, head_norms="head", windows=_from_a_layer_on, experts=_qwen3_moe
-    ),
+    "qwen3_moe": Shape(head_dim=128, head_norms="head", windows=_upper_layers, experts=_qwen3_moe),
     "gemma": Shape(head_dim=256, tied=True),
-    "gemma2": Shape(head_dim=256, norms=4, windows=_patterned(4096, 2), tied=True),
+    "gemma2": Shape(head_dim=256, norms=4, windows=_pattern(4096, 2), tied=True),
     "gemma3_text": Shape(
-        head_dim=256, head_norms="head", norms=4, windows=_patterned(4096, 6), tied=True
+        head_dim=256, head_norms="head", norms=4, windows=_pattern(4096, 6), tied=True
     ),
     "olmo2": Shape(head_norms="flat"),
-    "phi3": Shape(bias=False, output_bias=False, windows=_everywhere(None)),
+    "phi3": Shape(bias=False, output_bias=False, windows=_same_window(None)),
     "gpt_oss": Shape(
         bias=True,
         output_bias=True,
         head_dim=64,
-        windows=_patterned(128, 2),
+        windows=_pattern(128, 2),
         experts=_clipped,
         sinks=True,
     ),
