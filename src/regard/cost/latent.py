@@ -164,6 +164,12 @@ class LatentSpec(Spec):
         return f"MLA {self.heads} heads, latent {self.kv_rank} + {self.rope_dim}"
 
     @property
+    def values_per_token(self) -> Figure:
+        """The latent and the rotary key."""
+        numbers = latent_numbers(self.kv_rank, self.rope_dim)
+        return Figure(numbers, f"r + d_rope = {self.kv_rank} + {self.rope_dim}")
+
+    @property
     def forms(self) -> tuple[str, ...]:
         """Both forms."""
         return ("expand", "absorb")
