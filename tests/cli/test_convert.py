@@ -32,7 +32,7 @@ def test_a_table(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {row[:24].strip(): row[24:].split() for row in out.splitlines()}
     assert rows["family"] == ["llama", "deepseek_v2"]
     assert rows["dtype"] == ["float32", "bfloat16"]
-    assert rows["numbers per token kept"] == ["160", "52"]
+    assert rows["values cached per token"] == ["160", "52"]
     assert rows["perplexity"][1] == rows["loss, nats per token"][1] == "->"
     assert rows["KL(before | after)"][1:5] == ["±", rows["KL(before | after)"][2], "nats", "per"]
     assert float(rows["KL(before | after)"][0]) > 0
