@@ -140,7 +140,7 @@ class Trace:
         return bool(self._matches(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._heard)
+        return iter(list(self._heard))  # another thread may capture something more meanwhile
 
     def __len__(self) -> int:
         return len(self._heard)

@@ -8,7 +8,6 @@ Source: Dong et al. 2024 (arXiv 2412.05496).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
@@ -77,12 +76,10 @@ class Flex:
         q, k, v = call.q, call.k, call.v
         if q.device.type == "cpu":  # uncompiled, it would round the scores to a half type
             q, k, v = (x.detach().to(call.score_dtype) for x in (q, k, v))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            out, aux = _function(q.device.type)(
-                q, k, v, score_mod=score_mod(call), block_mask=block_mask(call), scale=call.scale,
-                enable_gqa=call.G != call.H, return_aux=AuxRequest(lse=True),
-            )  # fmt: skip
+        out, aux = _function(q.device.type)(
+            q, k, v, score_mod=score_mod(call), block_mask=block_mask(call), scale=call.scale,
+            enable_gqa=call.G != call.H, return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
         lse = aux.lse.to(call.score_dtype)
         out = out if call.sink is None else with_sink(out, lse, call.sink)
         return Result(out.to(call.q.dtype), lse)
@@ -136,10 +133,13 @@ def _why_not_cuda(call: Call) -> list[str]:
 
 @cache
 def _function(device: str) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention import flex_attention as module
 
+    # torch warns once in a process of the uncompiled form. Its own list of what was said is told so, because a filter around
+    # each call is one for all threads: two that come and go in turns leave it behind.
+    module._WARNINGS_SHOWN.add("flex_attention_performance")
     # uncompiled it holds every score: never on CUDA; on CPU compiling takes seconds, gives no lse and no float64
-    chosen: Callable[..., Any] = flex_attention
+    chosen: Callable[..., Any] = module.flex_attention
     return chosen if device == "cpu" else torch.compile(chosen, dynamic=False)
 
 
