@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process import is_compiling
 from regard.span import Positions, Span
 
 if TYPE_CHECKING:
@@ -47,9 +48,7 @@ def checks(*, finite: bool = True) -> Iterator[None]:
 
 def check_finite(**tensors: Tensor) -> None:
     """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
-    import torch
-
-    if torch.compiler.is_compiling() or not _finite.get():
+    if is_compiling() or not _finite.get():
         return
     for name, x in tensors.items():
         bad = ~x.isfinite()

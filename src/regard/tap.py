@@ -262,9 +262,9 @@ def watchers() -> list[Trace]:
     """The open traces of this thread that want to see whole calls; none in a compiled graph."""
     if not _open.stack:
         return []
-    import torch
+    from regard.process import is_compiling
 
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return []
     return [opening.trace for opening in _open.stack if opening.trace.watches]
 

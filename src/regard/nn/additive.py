@@ -12,6 +12,7 @@ from regard.cost.additive import additive_flops
 from regard.nn.cross import description, recollect
 from regard.nn.project import Projection
 from regard.ops.additive import additive_attention
+from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import tap
 
@@ -56,7 +57,7 @@ class AdditiveAttention(nn.Module):
     ) -> Float[Tensor, "B T M2"]:
         """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds; a slot at -1 is padding."""
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             return self._forward(x, positions, cache, memory, memory_positions)
         with kept(cache):
             return self._forward(x, positions, cache, memory, memory_positions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -14,6 +13,7 @@ from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.describe import check_context, matrices, parameters
 from regard.nn.project import Projection
+from regard.process import is_compiling
 from regard.span import Positions, Span
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CrossAttention(Attention):
         Positions of x default to 0..T-1, those of memory to 0..S-1; a slot of memory at -1 is padding.
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             held, seen = recollect(self.project, memory, memory_positions, cache)
             return self._answer(x, positions, held, seen, backend)
         with kept(cache):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, kept
 from regard.cost import Description
 from regard.errors import ArgumentError
+from regard.process import is_compiling
 from regard.span import Positions, Span
 
 
@@ -48,7 +48,7 @@ class Mixer(nn.Module):
             self.check_cache(cache)
         if positions is None:
             positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             return self.mix(x, positions, cache, backend)
         with kept(cache):
             return self.mix(x, positions, cache, backend)

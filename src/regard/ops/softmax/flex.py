@@ -22,6 +22,7 @@ from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.entry import of_numbers
 from regard.ops.softmax.merge import with_sink
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, part
 
 BLOCK = 128
@@ -54,7 +55,7 @@ class Flex:
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
-        if torch.compiler.is_compiling():
+        if is_compiling():
             reasons.append("not inside a graph that is being compiled")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
