@@ -14,7 +14,6 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.process import is_compiling
 from regard.span import Positions, Span
 
 if TYPE_CHECKING:
@@ -48,6 +47,8 @@ def checks(*, finite: bool = True) -> Iterator[None]:
 
 def check_finite(**tensors: Tensor) -> None:
     """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
+    from regard.process import is_compiling  # it needs torch, which must not be there at the start
+
     if is_compiling() or not _finite.get():
         return
     for name, x in tensors.items():

@@ -118,7 +118,7 @@ RULES: tuple[dict[str, Any], ...] = (
 def test_kernels(name: str) -> None:
     """Ranges, tables and plans of masks are kept for the layers of a model, and shared by all threads."""
     calls, T = [], 3 if name == "cpu" else 40
-    for n, rule in enumerate(RULES):
+    for n, rule in enumerate(RULES[1::2] if name == "flex" else RULES):  # flex compiles each anew
         q, k, v = inputs(T, 40 + n, n)
         try:
             regard.attend(q, k, v, backend=name, **rule)
@@ -241,25 +241,25 @@ def test_a_module_that_remembers_its_last_call_is_caught() -> None:
     assert not torch.equal(Remembers()(x), x)
 
 
-def test_a_model_is_read_and_continued() -> None:
-    model = regard.load("tiny")
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return regard.load("tiny")
+
+
+def test_a_model_is_read_and_continued(model: Any) -> None:
     texts = ["to be", "or not", "that is the question", "whether"]
     ids = [torch.tensor([model.tokenizer.encode(text)]) for text in texts]
-    calls: list[Callable[[], Any]] = [lambda x=x: model.forward(x) for x in ids]
-    calls += [lambda t=t: "".join(model.generate(t, max_tokens=3)) for t in texts[:2]]
-    calls += [lambda s=s: "".join(model.generate("to", max_tokens=3, temperature=1.0, seed=s)) for s in (1, 2)]  # fmt: skip
-    with torch.inference_mode():
-        check_crowd([lambda call=call: torch.inference_mode()(call)() for call in calls], 1)
+    forward = torch.inference_mode()(model.forward)
+    calls: list[Callable[[], Any]] = [lambda x=x: forward(x) for x in ids]
+    calls.append(lambda: "".join(model.generate(texts[0], max_tokens=2)))
+    calls += [lambda s=s: "".join(model.generate("to", max_tokens=2, temperature=1.0, seed=s)) for s in (1, 2)]  # fmt: skip
+    check_crowd(calls, 1)
 
 
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantised"])
-def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None) -> None:
-    model = regard.load("tiny")
-    try:
-        read = model.read("to be or not to be", cache=cache, max_context=64 if cache else None)
-    except regard.ArgumentError as error:
-        pytest.skip(f"no room of this kind: {error}")
-    check_crowd([lambda s=s: "".join(model.generate("x", after=read, max_tokens=3, temperature=1.0, seed=s)) for s in (1, 2, 3)], 1)  # fmt: skip
+def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
+    read = model.read("to be or not to be", cache=cache, max_context=64 if cache else None)
+    check_crowd([lambda s=s: "".join(model.generate("x", after=read, max_tokens=2, temperature=1.0, seed=s)) for s in (1, 2)], 1)  # fmt: skip
 
 
 def test_a_model_of_transformers() -> None:
@@ -521,11 +521,13 @@ def test_layers_and_audits_of_a_seed() -> None:
     def stages(seed: int) -> list[Tensor]:
         return [s.values for s in layer.layer("mha", x, 2, None, seed).stages]
 
-    calls: list[Callable[[], Any]] = [lambda s=s: stages(s) for s in (0, 1, 2)]
-    calls.append(lambda: audit(attend, heads=1, head_dim=4).names)
-    state = torch.get_rng_state()
-    before = list(warnings.filters)
-    check_crowd(calls, 1)
+    def audited() -> tuple[str, ...]:
+        return audit(attend, heads=1, head_dim=4).names
+
+    right, state, before = [stages(s) for s in range(3)], torch.get_rng_state(), list(warnings.filters)  # fmt: skip
+    found = crowd(lambda i: audited() if i % 4 == 0 else [stages(s) for s in range(3)])
+    assert found[0] == found[4] == ("scale-missing",)
+    assert all(same(x, right) for i, x in enumerate(found) if i % 4)
     assert torch.equal(torch.get_rng_state(), state)
     assert warnings.filters == before
 
@@ -604,9 +606,8 @@ def test_a_graph_of_this_thread_is_known() -> None:
 # those who look on
 
 
-def test_hooks_hear_their_own_thread_only() -> None:
+def test_hooks_hear_their_own_thread_only(model: Any) -> None:
     """While a text is explained, another thread runs the same model."""
-    model = regard.load("tiny")
     read = reading(model, "to be or not to be")
     site, turns = read.sites[0], [True]
     alone = capture.capture(read, site)
