@@ -18,6 +18,7 @@ from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.residual import PostNorm
 from regard.nn.variants.registry import find
+from regard.process import seeded
 from regard.span import Span
 
 DROPOUT = 0.1
@@ -112,8 +113,7 @@ def layer(
     """
     entry, dim = find(name), x.shape[2]
     own = options_of(name, dim, heads) if options is None else dict(options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         module = entry.build(dim, heads, **own)
     if type(module) is not Attention:
         raise ArgumentError(

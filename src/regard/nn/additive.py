@@ -14,6 +14,7 @@ from regard.cost.softmax import AdditiveSpec
 from regard.nn.cross import cross_weights, recollect
 from regard.nn.project import Projection
 from regard.ops.additive import additive_attention
+from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import tap
 
@@ -62,7 +63,7 @@ class AdditiveAttention(nn.Module):
         at -1 is padding.
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             return self._forward(x, positions, cache, memory, memory_positions)
         with kept(cache):
             return self._forward(x, positions, cache, memory, memory_positions)

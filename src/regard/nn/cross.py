@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.mixer import count_weights
 from regard.nn.project import Projection
+from regard.process import is_compiling
 from regard.span import Positions, Span
 
 
@@ -54,7 +54,7 @@ class CrossAttention(Attention):
         padding.
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             held, seen = recollect(self.project, memory, memory_positions, cache)
             return self._answer(x, positions, held, seen, backend)
         with kept(cache):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -15,7 +14,10 @@ from regard.caches import Cache, kept
 from regard.cost import Description, Spec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
-from regard.masks import Full, Mask, reach
+from regard.masks import Full
+from regard.masks import Mask
+from regard.masks import reach
+from regard.process import is_compiling
 from regard.span import Positions, Span
 
 
@@ -54,7 +56,7 @@ class Mixer(nn.Module):
             self.check_cache(cache)
         if positions is None:
             positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             return self.mix(x, positions, cache, backend)
         with kept(cache):
             return self.mix(x, positions, cache, backend)
