@@ -181,10 +181,15 @@ def test_crop_and_rows_are_checked(kind: Kind) -> None:
     driver.feed(3)
 
 
-@every
+ORDERED = {name: kind for name, kind in KINDS.items() if kind.in_order}
+
+
+def test_which_caches_refuse_positions_that_do_not_go_on() -> None:
+    assert ORDERED.keys() >= {"ring", "ring, rewind", "streaming", "streaming, rewind"}
+
+
+@pytest.mark.parametrize("kind", ORDERED.values(), ids=ORDERED)
 def test_positions_that_do_not_go_on(kind: Kind) -> None:
-    if not kind.in_order:
-        return
     driver = Run(kind)
     driver.feed(5)
     before = driver.seen()
