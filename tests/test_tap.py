@@ -422,6 +422,7 @@ def near(x: Tensor, y: Tensor, exact: Tensor) -> None:
     assert_close_rule(x, y, exact)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kernel", ["sdpa", "reference"])
 def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:
@@ -441,6 +442,7 @@ def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:
     assert_close_rule(mine, eager, exact.double(), factor=3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiles_with_a_trace_around_it(compiler: str) -> None:
     model, x = Two(), torch.randn(1, 24, 8)
@@ -463,6 +465,7 @@ def test_compiles_with_a_trace_around_it(compiler: str) -> None:
     assert tap._open.stack == ()
 
 
+@pytest.mark.full
 def test_a_compiled_graph_belongs_to_the_traces_of_its_thread() -> None:
     model, x = attention(), torch.randn(1, 4, 8)
     run, found = compiled(model, "eager"), {}

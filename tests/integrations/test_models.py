@@ -304,6 +304,7 @@ def test_masks_travel_as_rules(monkeypatch: Any) -> None:
     assert sorted(seen) == [f"causal & {padding}", f"window({WINDOW}) & causal & {padding}"]
 
 
+@pytest.mark.full
 def test_a_compiled_model() -> None:
     compiled = torch.compile(decoder("Mistral", "regard"), backend="eager", fullgraph=True)
     judge("Mistral", tokens(2, LENGTH), ours=compiled, real=keep([LENGTH, 7], LENGTH, "right"))

@@ -35,6 +35,7 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
 }
 
 
+@pytest.mark.full(keep=200)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CASES)
 def test_mask_equals_brute_force(name: str, call: str) -> None:

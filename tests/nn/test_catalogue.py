@@ -68,6 +68,7 @@ EVERYTHING = {
 TOKENS = {n: v for n, v in CAUSAL.items() if not isinstance(example(v).new_cache(), State)}
 
 
+@pytest.mark.full(keep=50)
 @pytest.mark.parametrize("kind", EVERYTHING)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
@@ -229,6 +230,7 @@ def test_evaluation_is_the_same_twice(name: str) -> None:
     assert torch.equal(forward(module, x), forward(module, x))
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", MIXERS)
 def test_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
@@ -237,6 +239,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     close(forward(compiled, x), forward(module, x))
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_compiles_at_most_three_times(name: str) -> None:
     """Behind a prompt: once, and at most two recompilations over 64 steps."""

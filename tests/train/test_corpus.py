@@ -50,6 +50,7 @@ def test_nothing_to_read(tmp_path: Path, name: str, message: str) -> None:
         read(tmp_path / name)
 
 
+@pytest.mark.full
 def test_the_default_corpus_is_large_english_and_imports_nothing() -> None:
     before = set(sys.modules)
     documents = read()

@@ -50,6 +50,7 @@ def close(x: Tensor, y: Tensor) -> None:
     assert float((x - y).abs().max()) <= 1e-10 * max(1.0, float(y.abs().max()))
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", decoders())
 def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
     made = config(name)
@@ -79,6 +80,7 @@ def json_twin(made: Config) -> Config:
     return Config(**json.loads(json.dumps(vars(made))))
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", decoders())
 def test_a_cache_continues_it_and_nothing_looks_ahead(name: str) -> None:
     model = drawn(config(name)).double()

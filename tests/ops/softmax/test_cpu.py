@@ -274,6 +274,7 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 
+@pytest.mark.full
 def test_numba_is_imported_by_the_first_call_that_needs_it() -> None:
     code = """
 import sys, torch, regard

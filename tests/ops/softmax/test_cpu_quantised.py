@@ -130,6 +130,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
@@ -141,6 +142,7 @@ def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
     assert opened == []
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group, D, E", [(4, 8, 8), (16, 24, 16), (64, 20, 64), (96, 9, 96)])
 def test_groups(bits: int, group: int, D: int, E: int) -> None:
@@ -153,6 +155,7 @@ def test_groups(bits: int, group: int, D: int, E: int) -> None:
     check(wide, calls, f"{bits} bits, groups of {group}")
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales(dtype: torch.dtype, scale: float) -> None:
@@ -199,6 +202,7 @@ def test_slots_that_hold_nothing(opened: list[str]) -> None:
     assert opened == []
 
 
+@pytest.mark.full
 def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts for several threads, rows that were chosen, a fork, and codes that lie otherwise."""
     k, v = tokens(1500, B=1, D=64, E=64)

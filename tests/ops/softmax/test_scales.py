@@ -90,6 +90,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("backend, dtype", CELLS, ids=str)
 @settings(max_examples=12)
 @given(st.floats(-4, 4), st.integers(0, 10**6), st.sampled_from(SHAPES), st.booleans())
@@ -181,6 +182,7 @@ def test_a_large_bias_counts_where_a_row_sees_nothing_better() -> None:
     assert sdpa.why_not(make_call(q, k, v, bias=biases.ALiBi(2), mask=masks.Causal())) == []
 
 
+@pytest.mark.full
 def test_a_compiled_graph_cannot_look_and_takes_the_definition_for_gradients() -> None:
     torch._dynamo.reset()
     inputs = draw(0, SHAPES[1], 1e4, torch.float32)

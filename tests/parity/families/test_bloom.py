@@ -30,6 +30,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_bloom(name: str, tmp_path: Path) -> None:
     model = theirs("Bloom", SMALL | CHANGES[name])

@@ -43,6 +43,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_deepseek_v2(name: str, tmp_path: Path) -> None:
     start = 1000 if name == "as V2" else 0
@@ -121,6 +122,7 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("DeepseekV2", SMALL | GROUPS)
     mine = check_decoder(model, tmp_path)

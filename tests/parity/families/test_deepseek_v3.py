@@ -53,6 +53,7 @@ def made(**change: Any) -> Any:
     return model
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_deepseek_v3(name: str, tmp_path: Path) -> None:
     start = 1000 if name == "as V3" else 0
@@ -120,6 +121,7 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = made()
     mine = check_decoder(model, tmp_path)

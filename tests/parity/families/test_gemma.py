@@ -29,6 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gemma(name: str, tmp_path: Path) -> None:
     model = theirs("Gemma", SMALL | CHANGES[name])

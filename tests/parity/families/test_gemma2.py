@@ -31,6 +31,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gemma2(name: str, tmp_path: Path) -> None:
     model = theirs("Gemma2", SMALL | CHANGES[name])

@@ -57,6 +57,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gemma3(name: str, tmp_path: Path) -> None:
     model = gemma3(CHANGES[name])

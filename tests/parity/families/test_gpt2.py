@@ -43,6 +43,7 @@ def gpt2(name: str = "plain") -> Any:
     return theirs("GPT2", SMALL | CHANGES[name], head="LMHeadModel")
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gpt2(name: str, tmp_path: Path) -> None:
     model = gpt2(name)

@@ -36,6 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gpt_neox(name: str, tmp_path: Path) -> None:
     model = theirs("GPTNeoX", SMALL | CHANGES[name])

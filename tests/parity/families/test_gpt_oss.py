@@ -34,6 +34,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gpt_oss(name: str, tmp_path: Path) -> None:
     start = 1000 if name == "as published" else 0
@@ -109,6 +110,7 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("GptOss", SMALL)
     mine = check_decoder(model, tmp_path)

@@ -40,6 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_llama(name: str, tmp_path: Path) -> None:
     model = theirs("Llama", SMALL | CHANGES[name])

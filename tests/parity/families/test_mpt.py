@@ -49,6 +49,7 @@ def steepness_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "build_mpt_alibi_tensor", build)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_mpt(name: str, tmp_path: Path) -> None:
     model = theirs("Mpt", SMALL | CHANGES[name])

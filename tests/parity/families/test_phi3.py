@@ -49,6 +49,7 @@ def test_phi3(tmp_path: Path) -> None:
     check_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full(keep=1)
 def test_a_window_and_a_part_of_each_head_that_turns(tmp_path: Path) -> None:
     model = theirs("Phi3", SMALL | PARTIAL | {"sliding_window": W, "tie_word_embeddings": True})
     mine = check_decoder(model, tmp_path, start=1000)
@@ -57,6 +58,7 @@ def test_a_window_and_a_part_of_each_head_that_turns(tmp_path: Path) -> None:
     check_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("partial", [1.0, 0.75])
 def test_longrope(partial: float, tmp_path: Path) -> None:
     """Below the trained length as any other; and across it."""

@@ -40,6 +40,7 @@ def test_qwen2(tmp_path: Path) -> None:
     check_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("keys, widths", [(SLIDING, (None, W, W)), (NAMED, (W, None, W))])
 def test_sliding_layers(
     keys: dict[str, Any], widths: tuple[int | None, ...], tmp_path: Path

@@ -20,6 +20,7 @@ SMALL: dict[str, Any] = {
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "change", [{}, {"attention_bias": True, "tie_word_embeddings": True}, SLIDING]
 )

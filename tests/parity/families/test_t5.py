@@ -63,6 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits(kind: str, tmp_path: Path) -> None:
     """Whole, in any chunks, token by token, in rows alone, and at positions far from 0."""

@@ -21,7 +21,7 @@ from regard.view.report import page
 from tests.inspect.test_report import run
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
 T, H = 96, 3
 BAR = 1e-6
 
@@ -129,6 +129,7 @@ def test_the_atlas_sorts_filters_and_walks(tab: Tab, folder: Path) -> None:
     assert tab.js("R.state.view") == "map"
 
 
+@pytest.mark.full(keep=1)
 def test_the_map_shows_the_recorded_weights(tab: Tab, folder: Path, recording: Recording) -> None:
     opened(tab, folder, "all", "#L1H1&v=map&i=40&j=7&scale=linear")
     found, exact = drawn(tab, "R.plots.map"), recording.weights(1, 1)
