@@ -418,7 +418,7 @@ def compiled(model: nn.Module, backend: str) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
-def near(x: Tensor, y: Tensor, exact: Tensor) -> None:
+def assert_near(x: Tensor, y: Tensor, exact: Tensor) -> None:
     assert_close_rule(x, y, exact)
 
 
@@ -431,7 +431,7 @@ def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:
     with torch.no_grad():
         exact = Two.forward(model.double(), x.double(), "reference")
         model.float()
-        near(run(x, kernel), model(x, kernel), exact)
+        assert_near(run(x, kernel), model(x, kernel), exact)
     x.requires_grad_()
     served = (
         "auto" if kernel == "sdpa" else kernel
