@@ -1,15 +1,18 @@
 # Tasks of the project. `make check` is what a change must pass; .ci/run does the same in a fresh environment.
 PYTHON ?= python
 
-.PHONY: check test docs lint types arrows bench format
+.PHONY: check test full docs lint types arrows bench format
 
-check: lint types arrows test
+check: lint types arrows full
 
-test:  ## the whole suite (docs and doctests are part of it)
+test:  ## the quick run: every feature once
 	$(PYTHON) -m pytest
 
+full:  ## the whole suite (docs and doctests are part of it)
+	$(PYTHON) -m pytest --full
+
 docs:  ## the code blocks of README.md and docs/, and every doctest
-	$(PYTHON) -m pytest tests/docs
+	$(PYTHON) -m pytest --full tests/docs
 
 lint:
 	$(PYTHON) -m ruff check .
@@ -21,7 +24,7 @@ types:
 arrows:  ## which package may import which: the contracts in pyproject.toml
 	$(PYTHON) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
 
-bench: test  ## figures count only behind a green gate
+bench: full  ## figures count only behind a green gate
 	$(PYTHON) -m bench
 
 format:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-NAMES = ("startup", "attend", "window", "memory", "load")
+NAMES = ("startup", "attend", "window", "memory", "load", "page")
 
 
 def main() -> None:

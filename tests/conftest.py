@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small shapes: threads cost more than they give
@@ -17,7 +18,7 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from tests import annotations
+from tests import annotations, selection
 
 annotations.install("regard")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -35,6 +36,45 @@ hypothesis.settings.register_profile(
     ],
 )
 hypothesis.settings.load_profile("regard")
+
+
+FULL = "run the tests marked full, too: compilation, training, every family, browser pages, all doctests"
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help=FULL)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked full, unless --full is given or tests are asked for by name (`::`, -k or -m)."""
+    named = config.option.keyword or config.option.markexpr or any("::" in x for x in config.args)
+    if config.option.full or named:
+        return
+    quick = {*selection.quick(items)}
+    left_out = [item for item in items if item not in quick]
+    items[:] = [item for item in items if item in quick]
+    config.hook.pytest_deselected(items=left_out)
+    if hasattr(config, "workeroutput"):  # a worker of xdist tells the process that reports
+        config.workeroutput["left out"] = len(left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Show in the last line how many tests the workers left out, as a run in one process does."""
+    count = getattr(node, "workeroutput", {}).get("left out", 0)
+    reporter = node.config.pluginmanager.get_plugin("terminalreporter")
+    if count and reporter is not None:  # every worker collects the same tests
+        reporter.stats["deselected"] = [SimpleNamespace()] * count
+        node.config.stash[LEFT_OUT] = count
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(
+            f"{count} tests marked full were left out; `pytest --full` runs them"
+        )
 
 
 def pytest_configure() -> None:

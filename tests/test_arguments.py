@@ -54,7 +54,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def refuse(
+def assert_refused(
     kind: type[Exception],
     message: str,
     inputs: list[Any],
@@ -89,31 +89,31 @@ def test_key_and_value_lengths(S: int, other: int) -> None:
     message = (
         f"key length {S} != value length {other} (key (1, 2, {S}, 8), value (1, 2, {other}, 8))"
     )
-    refuse(ArgumentError, message, [q, k, v], NO_VALUES)
+    assert_refused(ArgumentError, message, [q, k, v], NO_VALUES)
 
 
 def test_batches_do_not_broadcast() -> None:
     """Row 14."""
     q, k, v = make(B=2)
     words = "batch 1 != query batch 2; batches do not broadcast: if one {0} serves all rows, pass {0}.expand(2, -1, -1, -1)"
-    refuse(ArgumentError, "key " + words.format("key"), [q, k[:1], v])
-    refuse(ArgumentError, "value " + words.format("value"), [q, k, v[:1]], NO_VALUES)
+    assert_refused(ArgumentError, "key " + words.format("key"), [q, k[:1], v])
+    assert_refused(ArgumentError, "value " + words.format("value"), [q, k, v[:1]], NO_VALUES)
     assert regard.plan(q, k[:1].expand(2, -1, -1, -1), v).kernel
 
 
 def test_dims_and_heads() -> None:
     q, k, v = make()
-    refuse(
+    assert_refused(
         ArgumentError,
         "query dim 8 and key dim 7 must be equal and at least 1 (query (1, 2, 4, 8), key (1, 2, 4, 7))",
         [q, k[..., :7], v],
     )
-    refuse(
+    assert_refused(
         ArgumentError,
         "query dim 0 and key dim 0 must be equal and at least 1 (query (1, 2, 4, 0), key (1, 2, 4, 0))",
         [q[..., :0], k[..., :0], v],
     )
-    refuse(
+    assert_refused(
         ArgumentError, "key heads 2 != value heads 1 (key (1, 2, 4, 8), value (1, 1, 4, 8))",
         [q, k, v[:, :1]], NO_VALUES,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def test_dims_and_heads() -> None:
 def test_groups_divide_heads(H: int, G: int, allowed: str) -> None:
     """Row 13, at the call and at construction."""
     message = f"{H} query heads are not divisible by {G} key/value heads; allowed key/value heads: {allowed}"
-    refuse(ArgumentError, message, make(H=H, G=G))
+    assert_refused(ArgumentError, message, make(H=H, G=G))
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         check_groups(H, G)
     if min(H, G) > 0:
@@ -144,13 +144,15 @@ def test_groups_divide_heads(H: int, G: int, allowed: str) -> None:
 def test_four_dimensions() -> None:
     q, k, v = make()
     rest = "it must be [batch, heads, length, dim]"
-    refuse(
+    assert_refused(
         ArgumentError,
         f"query has 3 dimensions, (2, 4, 8); {rest}: add a batch dimension with [None]",
         [q[0], k, v],
     )
-    refuse(ArgumentError, f"key has 2 dimensions, (4, 8); {rest}: reshape it", [q, k[0, 0], v])
-    refuse(
+    assert_refused(
+        ArgumentError, f"key has 2 dimensions, (4, 8); {rest}: reshape it", [q, k[0, 0], v]
+    )
+    assert_refused(
         ArgumentError,
         f"value has 5 dimensions, (1, 1, 2, 4, 8); {rest}",
         [q, k, v[None]],
@@ -160,23 +162,29 @@ def test_four_dimensions() -> None:
 
 def test_types_and_dtypes() -> None:
     q, k, v = make()
-    refuse(ArgumentTypeError, "query is list; it must be a torch tensor", [[1.0], k, v])
-    refuse(ArgumentTypeError, "key is ndarray; it must be a torch tensor", [q, k.numpy(), v])
-    refuse(
+    assert_refused(ArgumentTypeError, "query is list; it must be a torch tensor", [[1.0], k, v])
+    assert_refused(
+        ArgumentTypeError, "key is ndarray; it must be a torch tensor", [q, k.numpy(), v]
+    )
+    assert_refused(
         ArgumentTypeError, "value is NoneType; it must be a torch tensor", [q, k, None], NO_VALUES
     )
     floats = "it must be float64, float32, bfloat16 or float16"
-    refuse(ArgumentTypeError, f"query is int64; {floats}: use query.float()", [q.long(), k, v])
-    refuse(ArgumentTypeError, f"key is bool; {floats}: use key.float()", [q, k.bool(), v])
-    refuse(
+    assert_refused(
+        ArgumentTypeError, f"query is int64; {floats}: use query.float()", [q.long(), k, v]
+    )
+    assert_refused(ArgumentTypeError, f"key is bool; {floats}: use key.float()", [q, k.bool(), v])
+    assert_refused(
         ArgumentTypeError,
         f"value is complex64; {floats}: use value.float()",
         [q, k, v.to(torch.complex64)],
         NO_VALUES,
     )
     one = "all must have one dtype: convert one with .to()"
-    refuse(ArgumentTypeError, f"query is float32 and key is bfloat16; {one}", [q, k.bfloat16(), v])
-    refuse(
+    assert_refused(
+        ArgumentTypeError, f"query is float32 and key is bfloat16; {one}", [q, k.bfloat16(), v]
+    )
+    assert_refused(
         ArgumentTypeError,
         f"query is float32 and value is float64; {one}",
         [q, k, v.double()],
@@ -186,10 +194,10 @@ def test_types_and_dtypes() -> None:
 
 def test_devices() -> None:
     q, k, v = make()
-    refuse(
+    assert_refused(
         ArgumentError, "query is on cpu and key on meta; move one with .to()", [q, k.to("meta"), v]
     )
-    refuse(
+    assert_refused(
         ArgumentError,
         "query is on cpu and value on meta; move one with .to()",
         [q, k, v.to("meta")],
@@ -202,7 +210,7 @@ def test_devices() -> None:
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.0])
 def test_scale_of_zero(value: float) -> None:
-    refuse(
+    assert_refused(
         ArgumentError,
         f"scale is {value}; it must be finite and not 0: None is 1/sqrt(D)".replace(
             f"{value};", "0;"
@@ -222,7 +230,7 @@ def test_scale_of_zero(value: float) -> None:
 )  # fmt: skip
 def test_numbers_out_of_range(name: str, value: float, allowed: str) -> None:
     without = ("attend_partial", "attention_weights") if name == "dropout" else ()
-    refuse(
+    assert_refused(
         ArgumentError, f"{name} is {value}; it must be {allowed}", make(), without, **{name: value}
     )
 
@@ -234,7 +242,7 @@ def test_numbers_out_of_range(name: str, value: float, allowed: str) -> None:
 )
 def test_numbers_of_a_wrong_type(name: str, allowed: str, value: Any) -> None:
     message = f"{name} is {type(value).__name__}; it must be a number, {allowed}"
-    refuse(ArgumentTypeError, message, make(), **{name: value})
+    assert_refused(ArgumentTypeError, message, make(), **{name: value})
 
 
 def test_check_number_takes_none_and_what_lies_inside() -> None:
@@ -245,25 +253,27 @@ def test_check_number_takes_none_and_what_lies_inside() -> None:
 def test_sinks() -> None:
     q, k, v = make()
     without = ("attend_partial",)
-    refuse(
+    assert_refused(
         ArgumentError,
         "sink is (3,); it holds one logit per query head, (2,)",
         [q, k, v],
         without,
         sink=torch.zeros(3),
     )
-    refuse(
+    assert_refused(
         ArgumentError,
         "sink is (1, 2); it holds one logit per query head, (2,)",
         [q, k, v],
         without,
         sink=torch.zeros(1, 2),
     )
-    refuse(
+    assert_refused(
         ArgumentTypeError, "sink is float; it must be a torch tensor", [q, k, v], without, sink=0.5
     )
     message = "sink is int64; it must be float64, float32, bfloat16 or float16: use sink.float()"
-    refuse(ArgumentTypeError, message, [q, k, v], without, sink=torch.zeros(2, dtype=torch.int64))
+    assert_refused(
+        ArgumentTypeError, message, [q, k, v], without, sink=torch.zeros(2, dtype=torch.int64)
+    )
 
 
 def test_attend_partial_takes_no_sink_and_no_dropout() -> None:
@@ -299,13 +309,13 @@ def test_float_masks_and_other_things() -> None:
             f"mask is {str(dtype).removeprefix('torch.')}; a mask is bool, True = may attend: "
             "use regard.masks.from_additive(mask), or pass it as bias="
         )
-        refuse(ArgumentTypeError, message, [q, k, v], mask=torch.zeros(4, 4, dtype=dtype))
+        assert_refused(ArgumentTypeError, message, [q, k, v], mask=torch.zeros(4, 4, dtype=dtype))
     allowed = "it must be a regard.masks mask, a bool tensor or None"
-    refuse(ArgumentTypeError, f"mask is str; {allowed}", [q, k, v], mask="causal")
-    refuse(ArgumentTypeError, f"mask is bool; {allowed}", [q, k, v], mask=True)
+    assert_refused(ArgumentTypeError, f"mask is str; {allowed}", [q, k, v], mask="causal")
+    assert_refused(ArgumentTypeError, f"mask is bool; {allowed}", [q, k, v], mask=True)
     allowed = "it must be a regard.biases bias, a float tensor or None"
-    refuse(ArgumentTypeError, f"bias is float; {allowed}", [q, k, v], bias=0.5)
-    refuse(
+    assert_refused(ArgumentTypeError, f"bias is float; {allowed}", [q, k, v], bias=0.5)
+    assert_refused(
         ArgumentTypeError, "bias is int64; it must be float64, float32, bfloat16 or float16: use bias.float()",
         [q, k, v], bias=torch.zeros(4, 4, dtype=torch.int64),
     )  # fmt: skip
@@ -361,29 +371,29 @@ def test_masks_of_another_batch_or_heads() -> None:
 
 def test_positions() -> None:
     inputs = make(B=2, T=3, S=5)
-    refuse(
+    assert_refused(
         ArgumentError, "q_positions is Span(start=0, length=5) but there are 3 slots; give Span(0, 3)",
         inputs, q_positions=Span(0, 5),
     )  # fmt: skip
-    refuse(
+    assert_refused(
         ArgumentError, "k_positions is Span(start=2, length=3) but there are 5 slots; give Span(2, 5)",
         inputs, k_positions=Span(2, 3), q_positions=Span(0, 3),
     )  # fmt: skip
     for wrong in (torch.arange(5), torch.arange(4)[None], torch.zeros(3, 5, dtype=torch.int64)):
-        refuse(
+        assert_refused(
             ArgumentError, f"k_positions is {tuple(wrong.shape)}; it must be (2, 5) or (1, 5)",
             inputs, k_positions=wrong, q_positions=Span(0, 3),
         )  # fmt: skip
     for dtype in (torch.float32, torch.bool, torch.complex64):
         name = str(dtype).removeprefix("torch.")
-        refuse(
+        assert_refused(
             ArgumentTypeError, f"q_positions is {name}; positions are integers: use .long()",
             inputs, q_positions=torch.zeros(1, 3, dtype=dtype),
         )  # fmt: skip
     for wrong in ([0, 1, 2], range(3), 3):
         message = f"q_positions is {type(wrong).__name__}; it must be a regard.Span or an integer tensor [batch, length]"
-        refuse(ArgumentTypeError, message, inputs, q_positions=wrong)
-    refuse(
+        assert_refused(ArgumentTypeError, message, inputs, q_positions=wrong)
+    assert_refused(
         ArgumentError, "4 queries for 2 keys at given k_positions: give q_positions as well",
         make(T=4, S=2), k_positions=torch.tensor([[0, 1]]),
     )  # fmt: skip
@@ -440,7 +450,7 @@ def test_checks_finite() -> None:
                 changed[i][0, 1, 2, 5] = bad
             count = f"{n} non-finite value" + "s" * (n > 1)
             with regard.checks(finite=True):
-                refuse(
+                assert_refused(
                     ArgumentError, message.format(name, count, "[0, 1, 2, 3]"), changed,
                     NO_VALUES if name == "value" else (),
                 )  # fmt: skip

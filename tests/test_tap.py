@@ -418,10 +418,11 @@ def compiled(model: nn.Module, backend: str) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend)
 
 
-def near(x: Tensor, y: Tensor, exact: Tensor) -> None:
+def assert_near(x: Tensor, y: Tensor, exact: Tensor) -> None:
     assert_close_rule(x, y, exact)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kernel", ["sdpa", "reference"])
 def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:
@@ -430,7 +431,7 @@ def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:
     with torch.no_grad():
         exact = Two.forward(model.double(), x.double(), "reference")
         model.float()
-        near(run(x, kernel), model(x, kernel), exact)
+        assert_near(run(x, kernel), model(x, kernel), exact)
     x.requires_grad_()
     served = (
         "auto" if kernel == "sdpa" else kernel
@@ -441,6 +442,7 @@ def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:
     assert_close_rule(mine, eager, exact.double(), factor=3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiles_with_a_trace_around_it(compiler: str) -> None:
     model, x = Two(), torch.randn(1, 24, 8)
@@ -463,6 +465,7 @@ def test_compiles_with_a_trace_around_it(compiler: str) -> None:
     assert tap._open.stack == ()
 
 
+@pytest.mark.full
 def test_a_compiled_graph_belongs_to_the_traces_of_its_thread() -> None:
     model, x = attention(), torch.randn(1, 4, 8)
     run, found = compiled(model, "eager"), {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from itertools import pairwise
 
@@ -35,23 +34,44 @@ def test_over_two_turns_each_follows_each_equally_often() -> None:
     assert rotated([], 3) == []
 
 
-def test_short_calls_are_repeated_and_the_time_is_of_one() -> None:
+class Clock:
+    """A clock that stands still but for what sleeps by it, in whole milliseconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now = round(self.now + seconds, 6)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("regard.bench.timing.time", clock)
+    return clock
+
+
+def test_short_calls_are_repeated_and_the_time_is_of_one(clock: Clock) -> None:
     count = 0
 
     def short() -> None:
         nonlocal count
         count += 1
-        time.sleep(0.001)
+        clock.sleep(0.001)
 
-    times = interleaved({"short": short}, rounds=2, sample=0.01)
+    times = interleaved({"short": short}, rounds=2, sample=0.01, clock=clock.perf_counter)
     assert count > 2 + 2
-    assert all(found > 0.0009 for found in times["short"])
+    assert times["short"] == pytest.approx([0.001, 0.001])
 
 
-def test_no_round_begins_behind_the_limit_but_one_always_runs() -> None:
-    times = interleaved({"a": lambda: time.sleep(0.01)}, rounds=1000, sample=0.0, limit=0.05)
-    assert 1 <= len(times["a"]) <= 6
-    assert len(interleaved({"a": lambda: None}, rounds=9, sample=0.0, limit=0.0)["a"]) == 1
+def test_no_round_begins_behind_the_limit_but_one_always_runs(clock: Clock) -> None:
+    options = {"sample": 0.0, "clock": clock.perf_counter}
+    for limit, rounds in ((0.055, 6), (0.0, 1)):
+        times = interleaved({"a": lambda: clock.sleep(0.01)}, rounds=1000, limit=limit, **options)  # type: ignore[arg-type]
+        assert len(times["a"]) == rounds
 
 
 def test_an_interrupt_leaves_complete_rounds() -> None:

@@ -85,7 +85,7 @@ class Run:
         """Give the cache a step, and hold what it answers against all that it was given."""
         positions = self.positions(step)
         self.poison()
-        self.check_next()
+        self.assert_next()
         new = self.tokens(positions)
         memory, where = self.cache.update(tuple(x.clone() for x in new), positions)
         at = as_tensor(positions).expand(len(self.rows), -1)
@@ -93,18 +93,18 @@ class Run:
             self.rows[b] = [
                 torch.cat([old, x[b][:, at[b] >= 0]], 1) for old, x in zip(row, new, strict=True)
             ]
-        self.check_answer(memory, where, at.tolist())
+        self.assert_answer(memory, where, at.tolist())
         if attend:
             self.attend(memory, where, positions)
 
-    def check_next(self) -> None:
+    def assert_next(self) -> None:
         found = as_tensor(self.cache.next(2)).expand(len(self.rows), -1).tolist()
         ends = self.ends()
         if self.start and not any(ends):
             return  # where a sequence starts is the caller's matter
         assert found == [[n, n + 1] for n in ends], f"next is {found}, rows end at {ends}"
 
-    def check_answer(self, memory: Parts, where: Positions, at: list[list[int]]) -> None:
+    def assert_answer(self, memory: Parts, where: Positions, at: list[list[int]]) -> None:
         """Each token once, with its own values; every one that a query may see; and nothing that was not given."""
         p = as_tensor(where).expand(len(self.rows), -1)
         for b, row in enumerate(self.rows):
@@ -202,14 +202,14 @@ class Run:
 # the laws
 
 
-def any_chunks_are_one_pass(kind: Kind, run: list[Step], start: int = 0) -> None:
+def assert_any_chunks_are_one_pass(kind: Kind, run: list[Step], start: int = 0) -> None:
     """Attention over what the cache answers is attention over everything, in any chunks, with any padding."""
     driver = Run(kind, start=start)
     for step in run:
         driver.feed(step)
 
 
-def a_crop_forgets(kind: Kind, run: list[Step], more: list[Step], back: int) -> None:
+def assert_a_crop_forgets(kind: Kind, run: list[Step], more: list[Step], back: int) -> None:
     """Crop, then go on: as if the rest had never been there."""
     driver = Run(kind)
     for step in run:
@@ -220,7 +220,7 @@ def a_crop_forgets(kind: Kind, run: list[Step], more: list[Step], back: int) -> 
             driver.feed(step)
 
 
-def copies_are_apart(kind: Kind, run: list[Step], more: list[Step]) -> None:
+def assert_copies_are_apart(kind: Kind, run: list[Step], more: list[Step]) -> None:
     """What is done to a fork or a deep copy does not change the other, nor the other way round."""
     driver = Run(kind)
     for step in run:
@@ -239,7 +239,9 @@ def copies_are_apart(kind: Kind, run: list[Step], more: list[Step]) -> None:
             assert other.seen() == before, "an update of the original changes the copy"
 
 
-def rows_are_selected(kind: Kind, run: list[Step], more: list[Step], rows: list[int]) -> None:
+def assert_rows_are_selected(
+    kind: Kind, run: list[Step], more: list[Step], rows: list[int]
+) -> None:
     """Rows in another order, twice, or not at all: each goes on as it was."""
     driver = Run(kind)
     for step in run:
@@ -258,7 +260,7 @@ def rows_are_selected(kind: Kind, run: list[Step], more: list[Step], rows: list[
             chosen.feed([step[i % len(step)] for i in rows])
 
 
-def a_failed_update_is_taken_back(kind: Kind, run: list[Step], n: int) -> None:
+def assert_a_failed_update_is_taken_back(kind: Kind, run: list[Step], n: int) -> None:
     """mark and restore around an update, bit by bit: whether it succeeded or not."""
     driver = Run(kind)
     for step in run:
@@ -286,7 +288,7 @@ def a_failed_update_is_taken_back(kind: Kind, run: list[Step], n: int) -> None:
         assert driver.seen(back=back) == before, "a refused update has left something"
 
 
-def storage_is_bounded(kind: Kind, rows: int = 2) -> None:
+def assert_storage_is_bounded(kind: Kind, rows: int = 2) -> None:
     """Bytes held after 1, 10 and 40 tokens are what the formula says, in one chunk or one by one."""
     assert kind.held is not None
     for chunk in (1, 13):
@@ -298,10 +300,10 @@ def storage_is_bounded(kind: Kind, rows: int = 2) -> None:
 
 
 LAWS = (
-    any_chunks_are_one_pass,
-    a_crop_forgets,
-    copies_are_apart,
-    rows_are_selected,
-    a_failed_update_is_taken_back,
-    storage_is_bounded,
+    assert_any_chunks_are_one_pass,
+    assert_a_crop_forgets,
+    assert_copies_are_apart,
+    assert_rows_are_selected,
+    assert_a_failed_update_is_taken_back,
+    assert_storage_is_bounded,
 )

@@ -37,6 +37,7 @@ def attention(mask: masks.Mask) -> Attention:
     return Attention(project, nn.Linear(32, 16), mask=mask)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_decode_steps_share_few_graphs(name: str, padded: bool) -> None:
@@ -61,6 +62,7 @@ def test_decode_steps_share_few_graphs(name: str, padded: bool) -> None:
     assert len(mine) == len(other)
 
 
+@pytest.mark.full
 def test_a_graph_that_writes_in_place_through_aot() -> None:
     """aot_eager turns writes into values and back: the ring must come out written."""
     module = attention(CAUSAL & masks.Window(6))

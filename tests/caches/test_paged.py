@@ -46,7 +46,7 @@ def rows(cache: Paged) -> list[dict[int, list[float]]]:
     return found
 
 
-def counted(pool: Pool, *caches: Paged) -> None:
+def assert_counted(pool: Pool, *caches: Paged) -> None:
     """Every count is the number of rows that refer to the page; pages nobody refers to are free, once each."""
     refer = [0] * pool.pages
     for cache in caches:
@@ -70,7 +70,7 @@ def test_rows_pay_for_their_own_length() -> None:
     assert positions.tolist() == [[*range(9)], [0, *[-1] * 8], [*range(4), *[-1] * 5]]
     assert torch.equal(k[1, :, 0], tokens(3, 9)[0][1, :, 8])
     assert k[1, :, 1:].eq(0).all(), "holes are zeros, whatever the pages held"
-    counted(cache.pool, cache)
+    assert_counted(cache.pool, cache)
 
 
 def test_stale_pages_never_show() -> None:
@@ -120,7 +120,7 @@ def test_a_fork_shares_pages_until_it_writes() -> None:
     cache.update(tokens(2, 1, seed=2), Span(6, 1))
     assert rows(forks[1]) == before
     assert rows(fork)[0][6] != rows(cache)[0][6]
-    counted(cache.pool, cache, *forks)
+    assert_counted(cache.pool, cache, *forks)
     pool = cache.pool
     del fork, forks, cache
     gc.collect()
@@ -136,12 +136,12 @@ def test_the_last_to_write_keeps_the_page() -> None:
     cache.update(tokens(3, 1), Span(2, 1))
     assert cache.pool.used == 3
     assert len({row[0] for row in cache.table}) == 3
-    counted(cache.pool, cache)
+    assert_counted(cache.pool, cache)
     fork = cache.fork()
     cache.reset()
     fork.update(tokens(3, 1), Span(3, 1))
     assert fork.pool.used == 3
-    counted(fork.pool, cache, fork)
+    assert_counted(fork.pool, cache, fork)
 
 
 def test_a_full_page_that_is_shared_is_not_copied() -> None:
@@ -165,7 +165,7 @@ def test_pages_return_to_the_pool() -> None:
     cache.reset()
     assert (cache.pool.free, cache.bytes, cache.batch, cache.table) == (8, 0, None, [])
     cache.update((torch.ones(3, 5, 2, 1),), Span(0, 2))  # other memory: the pool was empty
-    counted(cache.pool, cache)
+    assert_counted(cache.pool, cache)
 
 
 def test_a_full_pool_names_its_pages_and_changes_nothing() -> None:
@@ -182,7 +182,7 @@ def test_a_full_pool_names_its_pages_and_changes_nothing() -> None:
         )
         assert rows(fork) == rows(cache) == held
         assert fork.table == cache.table == before
-        counted(cache.pool, cache, fork)
+        assert_counted(cache.pool, cache, fork)
     empty = Paged(2, 1)
     with pytest.raises(regard.ArgumentError, match="2 pages of 2 tokens are needed, and 1 of the"):
         empty.update(tokens(1, 3), Span(0, 3))
@@ -222,7 +222,7 @@ def test_an_update_of_shared_pages_is_taken_back() -> None:
     except KeyError:
         pass
     assert rows(fork) == rows(cache) == before
-    counted(cache.pool, cache, fork)
+    assert_counted(cache.pool, cache, fork)
 
 
 def test_a_deep_copy_has_a_pool_of_its_own() -> None:
@@ -232,8 +232,8 @@ def test_a_deep_copy_has_a_pool_of_its_own() -> None:
     other = copy.deepcopy(cache)
     assert other.pool is not cache.pool
     assert rows(other) == rows(cache)
-    counted(other.pool, other)
-    counted(cache.pool, cache, fork)
+    assert_counted(other.pool, other)
+    assert_counted(cache.pool, cache, fork)
 
 
 def test_a_crop_between_tokens_leaves_holes() -> None:
@@ -310,7 +310,7 @@ def test_any_program_is_lists_of_tokens(program: list[tuple[str, int, int]], siz
             gc.collect(0)
         for c, m in caches:
             assert rows(c) == m
-        counted(caches[0][0].pool, *(c for c, _ in caches))
+        assert_counted(caches[0][0].pool, *(c for c, _ in caches))
 
 
 def _update(cache: Paged, model: list[dict[int, list[float]]], n: int, seed: int) -> None:
@@ -334,7 +334,7 @@ def test_the_count_would_find_a_leak() -> None:
     fork = cache.fork()
     fork.pool.release(page for row in fork.table for page in row)
     with pytest.raises(AssertionError):
-        counted(cache.pool, cache, fork)
+        assert_counted(cache.pool, cache, fork)
     cache.update(tokens(1, 1, seed=5), Span(6, 1))
     assert 6 not in rows(fork)[0]
     fork.update(tokens(1, 1, seed=6), Span(6, 1))  # into a page that the other one has written

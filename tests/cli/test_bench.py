@@ -44,6 +44,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> t
 QUICK = ("--rounds", "2", "--seconds", "0.05")
 
 
+@pytest.mark.full
 def test_all_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="a chart needs the plot extra")
     file, chart = tmp_path / "found.json", tmp_path / "found.svg"

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -327,31 +326,26 @@ def test_no_matplotlib(
 
 
 CODE = """
-import contextlib, sys
+import contextlib, json, sys
+before = {*sys.modules}
 from regard.cli import main
 with contextlib.suppress(SystemExit):
     main(["cost", "gpt3", "--json"])
-heavy = {"torch", "numpy", "numba", "matplotlib", "transformers", "tokenizers", "safetensors"}
-print(sorted(heavy & set(sys.modules)), file=sys.stderr)
+print(json.dumps(sorted({*sys.modules} - before)), file=sys.stderr)
 """
+LIGHT = ("arguments", "cli", "cost", "errors", "files", "foreign", "span")
 
 
-def test_it_starts_without_torch_and_numpy_and_is_quick() -> None:
+def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
+    """Time follows from what is imported: `python -m bench startup` measures it."""
     environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
-    taken = []
-    for _ in range(4):
-        start = time.perf_counter()
-        done = subprocess.run(
-            [sys.executable, "-c", CODE],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        taken.append(time.perf_counter() - start)
-        assert done.stderr.strip() == "[]"
-        assert json.loads(done.stdout)["attention_parameters"] == 57_982_058_496
-    assert (
-        min(taken) < 0.6
-    )  # with the start of Python; the rest of the four is what else the machine was doing
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )  # fmt: skip
+    assert json.loads(done.stdout)["attention_parameters"] == 57_982_058_496
+    found = json.loads(done.stderr)
+    heavy = {"torch", "numpy", "numba", "matplotlib", "transformers", "tokenizers", "safetensors"}
+    assert heavy.isdisjoint(found)
+    ours = {name.split(".")[1] for name in found if name.startswith("regard.")}
+    assert ours <= {*LIGHT}
+    assert len(found) <= 450

@@ -110,6 +110,7 @@ def killed_at(batch: int, number: int, work: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_killed_and_resumed_gives_the_same_weights(
     text: Path, tmp_path: Path, number: signal.Signals

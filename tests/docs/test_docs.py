@@ -43,6 +43,7 @@ def run_page(path: Path) -> int:
     return len(found)
 
 
+@pytest.mark.full(keep=["README.md"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,6 +62,7 @@ class _Finder(doctest.DocTestFinder):
         return bool(super()._from_module(module, object))  # type: ignore[misc]
 
 
+@pytest.mark.full(keep=120)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ from tests.fuzz import box, mutations
 CASES = int(os.environ.get("REGARD_FUZZ", "105"))
 
 
+@pytest.mark.full
 def test_damaged_files_are_refused_or_load(root: Path) -> None:
     """In a process of its own, without the checked annotations, whose errors are not the package's."""
     command = [sys.executable, "-m", "tests.fuzz", "--cases", str(CASES), "--seed", "0"]

@@ -90,7 +90,7 @@ def parts(name: str, layer: int = 0) -> tuple[Any, dict[str, Any]]:
     return site.attention, {k: x.double().numpy() for k, x in (kept.taps | kept.hidden).items()}
 
 
-def near(f: Explanation, row: Any) -> None:
+def assert_near(f: Explanation, row: Any) -> None:
     """The effective row equals an oracle's, relative to its largest weight."""
     row = np.asarray(row)
     assert np.abs(f.weights - row).max() < ROUNDING * max(np.abs(row).max(), 1)
@@ -104,7 +104,7 @@ def test_retention_leaves_a_power_of_its_decay(head: int) -> None:
     f = found("retention", head=head, query=20)
     q, k, D = x["q"][head, 20], x["k"][head], x["q"].shape[2]
     dots = [float(q @ k[j]) / math.sqrt(D) if j <= 20 else 0.0 for j in range(len(k))]
-    near(f, [(1 - 2 ** (-5 - head)) ** (20 - j) * dots[j] for j in range(len(k))])
+    assert_near(f, [(1 - 2 ** (-5 - head)) ** (20 - j) * dots[j] for j in range(len(k))])
     named = {step.name: step.values for step in f.scores}
     assert named["scaled"][:21] == pytest.approx(dots[:21], abs=1e-9)
     assert f.scale == D**-0.5
@@ -122,7 +122,7 @@ def test_linear_attention_divides_by_its_sum() -> None:
         for rows in (x["q"][2], x["k"][2])
     ]
     raw = [float(phi[0][11] @ phi[1][j]) if j <= 11 else 0.0 for j in range(len(phi[1]))]
-    near(f, np.array(raw) / sum(raw))
+    assert_near(f, np.array(raw) / sum(raw))
     named = {step.name: step.values for step in f.scores}
     assert np.abs(named["unnormalised"] - raw).max() < ROUNDING * max(raw)
     assert f.weights.sum() == pytest.approx(1, abs=1e-5)
@@ -150,7 +150,7 @@ def test_the_delta_rule_takes_off_what_its_keys_said_already(name: str) -> None:
             S = decay[t] * S
             S = S - beta[t] * float(S @ k[t]) * k[t] + (beta[t] * k[t] if t == j else 0)
         row.append(float(S @ q[i]) / math.sqrt(k.shape[1]))
-    near(f, row)
+    assert_near(f, row)
     assert f.state is not None
     assert f.state.shape == (k.shape[1], f.v.shape[1])
     assert f.state.numbers == math.prod(f.state.shape)

@@ -53,7 +53,7 @@ def there_and_back(found: Recording, folder: Path) -> Recording:
     return load(folder / "run.safetensors")
 
 
-def same(a: Recording, b: Recording) -> None:
+def assert_same(a: Recording, b: Recording) -> None:
     """Every number and word."""
     assert list(a.places) == list(b.places)
     assert (a.pieces, a.about, a.source_pieces) == (b.pieces, b.about, b.source_pieces)
@@ -83,7 +83,7 @@ def call(mask: Any = None, bias: Any = None, **options: Any) -> Recording:
 def test_every_mask(name: str, tmp_path: Path) -> None:
     found = call(MASKS[name])
     again = there_and_back(found, tmp_path)
-    same(found, again)
+    assert_same(found, again)
     mask = again[0].steps[0].mask
     if name in ("none", "text", "padding"):
         assert mask == found[0].steps[0].mask  # as a rule, not as a table
@@ -96,7 +96,7 @@ def test_every_mask(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", BIASES)
 def test_every_bias(name: str, tmp_path: Path) -> None:
     found = call(masks.Causal(), BIASES[name], softcap=3.0, sink=torch.randn(4), scale=0.3)
-    same(found, there_and_back(found, tmp_path))
+    assert_same(found, there_and_back(found, tmp_path))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -106,7 +106,7 @@ def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
         regard.attend(q, q, q)
     found = recorder.recording()
     again = there_and_back(found, tmp_path)
-    same(found, again)
+    assert_same(found, again)
     assert again[0].k.dtype == dtype
 
 
@@ -120,14 +120,14 @@ def test_steps_rings_latents_and_quantised_caches(name: str, tmp_path: Path) -> 
             module(x[:, start:stop], cache=cache)
     found = recorder.recording()
     again = there_and_back(found, tmp_path)
-    same(found, again)
+    assert_same(found, again)
     assert torch.equal(again[0].row_positions, found[0].row_positions)
 
 
 def test_a_run_of_a_model_with_its_tokens(tmp_path: Path) -> None:
     found = record(regard.load("tiny"), "to be or not to be", tokens=3, rows=2)
     again = there_and_back(found, tmp_path)
-    same(found, again)
+    assert_same(found, again)
     assert again.ids is not None
     assert torch.equal(again.ids, found.ids)
     assert again.labels(0) == found.labels(0)

@@ -43,7 +43,7 @@ def by_loops(p: Tensor, seen: Tensor, tall: int, wide: int) -> tuple[Tensor, ...
     return mass_.view(shape), most.view(shape), seeing, visible.view(shape), pairs.view(shape)
 
 
-def check(x: Pooled, recording: Recording, head: int, batch: int) -> None:
+def assert_right(x: Pooled, recording: Recording, head: int, batch: int) -> None:
     seen = recording.scores(0, head, batch=batch).isfinite()
     mass, most, seeing, visible, pairs = by_loops(recording.weights(0, head, batch=batch), seen, *x.size)  # fmt: skip
     assert (x.mass - mass).abs().max() < 1e-6  # the loops sum in fp32
@@ -58,13 +58,13 @@ def check(x: Pooled, recording: Recording, head: int, batch: int) -> None:
 def test_blocks_are_sums_and_maxima(size: int | tuple[int, int]) -> None:
     found = some(q_positions=AT, k_positions=AT)
     for batch in (0, 1):
-        check(found.pooled(0, 3, size, batch=batch), found, 3, batch)
+        assert_right(found.pooled(0, 3, size, batch=batch), found, 3, batch)
 
 
 def test_fewer_queries_than_keys_and_a_sink() -> None:
     sink = torch.tensor([0.0, 1.0, -1.0, 2.0])
     found = some(T=9, mask=None, sink=sink)
-    check(found.pooled(0, 1, 4), found, 1, 0)
+    assert_right(found.pooled(0, 1, 4), found, 1, 0)
     share = 1 - found.sums(0, 1)
     assert float(share.min()) > 0
     for size in (1, 3, 9):

@@ -36,7 +36,7 @@ def translator() -> Seq2Seq:
     return Seq2Seq(t5.build(config).eval(), tokenizer(), config, start=0, ends=[1])
 
 
-def right_sums(found: Recording, *, ahead: bool = False) -> None:
+def assert_right_sums(found: Recording, *, ahead: bool = False) -> None:
     """Every token's row of every head sums to 1; padding sees nothing, unless all may look at all."""
     for name, place in found.places.items():
         for h in place.heads:
@@ -63,7 +63,7 @@ def test_a_text(stand_in: Model) -> None:
         "training": "False",
     }
     assert found.sound
-    right_sums(found)
+    assert_right_sums(found)
 
 
 def test_ids_and_positions_and_several_texts(stand_in: Model) -> None:
@@ -72,7 +72,7 @@ def test_ids_and_positions_and_several_texts(stand_in: Model) -> None:
     short = stand_in.encode(texts[1]).shape[1]
     T = found[0].T
     assert found.positions(0, batch=1).tolist() == [-1] * (T - short) + list(range(short))
-    right_sums(found)
+    assert_right_sums(found)
     assert found.sound
     alone = record(stand_in, texts[1])
     for h in range(4):
@@ -111,7 +111,7 @@ def test_going_on_by_some_tokens(stand_in: Model, cache: str | None) -> None:
     assert found.labels(0)[0] == found.pieces[: n + 7]
     if cache != "streaming":
         assert place.T == place.N == n + 7
-        right_sums(found)
+        assert_right_sums(found)
     if forgets:
         return
     whole = record(stand_in, found.ids[:, :-1])  # the last token is said, not read
@@ -123,7 +123,7 @@ def test_an_encoder(encoder: TextEncoder) -> None:
     found = record(encoder, [TEXT, "the blue forest"])
     assert list(found.places) == ["layers.0", "layers.1"]
     assert found.sound
-    right_sums(found, ahead=True)
+    assert_right_sums(found, ahead=True)
     ids, positions, _ = encoder.encode([TEXT, "the blue forest"])
     again = record(encoder, ids, positions=positions)
     assert torch.equal(again.weights(1, 3, batch=1), found.weights(1, 3, batch=1))
@@ -141,7 +141,7 @@ def test_an_encoder_and_a_decoder(translator: Seq2Seq, target: str | None) -> No
         "decoder.layers.1.attention", "decoder.layers.1.cross",
     ]  # fmt: skip
     assert found.sound
-    right_sums(found)
+    assert_right_sums(found)
     assert list(found.source_pieces) == source
     rows, columns = found.labels("decoder.layers.1.cross")
     assert list(columns) == source

@@ -73,7 +73,7 @@ def recorded(q: Tensor, k: Tensor, **options: Any) -> Recording:
     return recorder.recording()
 
 
-def check(found: Recording, case: Case) -> None:
+def assert_right(found: Recording, case: Case) -> None:
     """Scores and weights to fp64's last digits, given the kernel's lse; which is as near as plain math in its dtype."""
     G, scale = case.k.shape[1], case.scale or case.q.shape[3] ** -0.5
     every: list[list[Tensor]] = []
@@ -105,7 +105,7 @@ def test_a_recorded_pattern_is_the_definition(name: str, spread: float) -> None:
     mask, sees, options, same = CASES[name]
     q, k = tokens(1, 4, 12, 8, spread=spread), tokens(1, 2, 12, 8, seed=1, spread=spread)
     at = [list(range(12))]
-    check(recorded(q, k, mask=mask, **options), Case(q, k, at, at, sees, **same))
+    assert_right(recorded(q, k, mask=mask, **options), Case(q, k, at, at, sees, **same))
 
 
 @pytest.mark.parametrize("name", ["causal", "everything"])
@@ -115,7 +115,7 @@ def test_padding_on_the_left_and_groups(name: str, G: int) -> None:
     q, k = tokens(2, 4, 12, 8), tokens(2, G, 12, 8, seed=1)
     k[0, :, :2] = torch.nan  # nobody may see what stands there
     found = recorded(q, k, mask=mask, q_positions=PADDED, k_positions=PADDED, **options)
-    check(found, Case(q, k, PADDED.tolist(), PADDED.tolist(), sees, **same))
+    assert_right(found, Case(q, k, PADDED.tolist(), PADDED.tolist(), sees, **same))
     assert found.sums(0, 0, batch=0)[:2].tolist() == [0, 0]
 
 
@@ -123,7 +123,7 @@ def test_padding_on_the_left_and_groups(name: str, G: int) -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     q, k = tokens(1, 4, 12, 8, dtype=dtype), tokens(1, 2, 12, 8, seed=1, dtype=dtype)
     at = [list(range(12))]
-    check(recorded(q, k, mask=masks.Causal()), Case(q, k, at, at, causal))
+    assert_right(recorded(q, k, mask=masks.Causal()), Case(q, k, at, at, causal))
 
 
 def test_masks_and_biases_that_speak_of_slots() -> None:
@@ -139,7 +139,7 @@ def test_masks_and_biases_that_speak_of_slots() -> None:
     def add(h: int, i: int, j: int) -> float:
         return float(bias[0, h, i - 2, j])
 
-    check(found, Case(q, k, q_at, k_at, sees, add))
+    assert_right(found, Case(q, k, q_at, k_at, sees, add))
     table.fill_(True)
     bias.zero_()  # what the caller does with its own tensors changes no recording
     assert not bool((found.weights(0, 0) > 0).all())
@@ -220,7 +220,7 @@ def test_negative_control_another_rule_is_far() -> None:
 def test_a_span_of_queries_behind_the_keys() -> None:
     q, k = tokens(1, 4, 3, 8), tokens(1, 2, 9, 8, seed=1)
     found = recorded(q, k, mask=masks.Causal(), q_positions=Span(4, 3), k_positions=Span(2, 9))
-    check(found, Case(q, k, [[4, 5, 6]], [[*range(2, 11)]], causal))
+    assert_right(found, Case(q, k, [[4, 5, 6]], [[*range(2, 11)]], causal))
 
 
 def test_a_notebook_shows_places_and_audits_as_text() -> None:

@@ -88,7 +88,7 @@ def dense(
     return torch.where(total > 0, e / total, 0)
 
 
-def check(found: Recording, head: int, right: Tensor) -> None:
+def assert_right(found: Recording, head: int, right: Tensor) -> None:
     """Every tile that is walked over, and zero where none is."""
     left = right.clone()
     for tile in walk(found[0], SIZE, heads=slice(head, head + 1)):
@@ -124,7 +124,7 @@ def test_every_tile_is_a_dense_softmax_and_every_level_sums_to_one(mask: str, ex
     found, q, k, _ = recorded(H, G, mask, extra)
     head = H - 1
     right = dense(q, k, mask, extra, head, H // G)
-    check(found, head, right)
+    assert_right(found, head, right)
     sums, rows = found.pooled(0, head, 32), right.sum(1)  # 1, or less by the share of the sink
     rows[: GAP * (extra == "left padding")] = 0  # padding that asks is nobody
     for _ in range(5):
@@ -173,7 +173,7 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     place = found[0]
     own = place.steps[0].q[0, head].double(), place.k[0, place.pools[0].at(head, place.H)].double()
     s = (own[0] @ own[1].T * place.steps[0].scale).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)  # fmt: skip
-    check(found, head, s.softmax(1))
+    assert_right(found, head, s.softmax(1))
 
 
 def test_empty_tiles_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,4 +234,4 @@ def test_negative_control_the_bar_is_above_rounding_and_below_a_mistake() -> Non
     found, q, k, _ = recorded(2, 2, "causal", "none")
     right = dense(q, k, "window", "none", 1, 1)
     with pytest.raises(AssertionError):
-        check(found, 1, right)
+        assert_right(found, 1, right)

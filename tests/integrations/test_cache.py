@@ -35,7 +35,7 @@ def pair(window: int | None, max_length: int | None = None) -> tuple[Preallocate
     )
 
 
-def same(ours: PreallocatedLayer, theirs: Any, n: int, rows: int = B) -> None:
+def assert_same(ours: PreallocatedLayer, theirs: Any, n: int, rows: int = B) -> None:
     """One update, and the sizes that are said before it."""
     assert ours.get_mask_sizes(n) == theirs.get_mask_sizes(n)
     assert ours.get_seq_length() == theirs.get_seq_length()
@@ -53,7 +53,7 @@ def test_it_gives_out_what_transformers_own_gives_out(
     monkeypatch.setattr("regard.integrations.transformers.cache.LEAST", 2)
     ours, theirs = pair(window, max_length)
     for n in chunks:
-        same(ours, theirs, n)
+        assert_same(ours, theirs, n)
     assert ours.is_sliding == (window is not None)
 
 
@@ -109,15 +109,15 @@ def test_a_window_needs_room_for_two_and_moves_rarely() -> None:
 def test_what_a_crop_took_back_never_was(window: int | None, monkeypatch: Any) -> None:
     monkeypatch.setattr("regard.integrations.transformers.cache.LEAST", 2)
     ours, theirs = pair(window)
-    same(ours, theirs, 9)
+    assert_same(ours, theirs, 9)
     ours.activate_past_recording()
     if window is not None:
         theirs.activate_past_recording()
     for n, back in ((4, 2), (1, 0), (5, 5), (4, 1), (3, 3), (4, 4), (1, 1), (2, 0), (7, 6)):
-        same(ours, theirs, n)
+        assert_same(ours, theirs, n)
         for layer in (ours, theirs):
             layer.crop(-back)
-    same(ours, theirs, 1)
+    assert_same(ours, theirs, 1)
 
 
 def test_a_crop_needs_the_tokens_in_front_of_it(monkeypatch: Any) -> None:
@@ -142,7 +142,7 @@ def test_rows_are_reordered_repeated_and_selected(window: int | None) -> None:
         layer.reorder_cache(torch.tensor([0]))
         layer.batch_repeat_interleave(2)
         layer.batch_select_indices(torch.tensor([0]))
-    same(ours, theirs, 8)
+    assert_same(ours, theirs, 8)
     steps = (
         lambda x: x.reorder_cache(torch.tensor([2, 0, 0])),
         lambda x: x.reorder_cache(torch.tensor([0, 1, 2])),
@@ -154,10 +154,10 @@ def test_rows_are_reordered_repeated_and_selected(window: int | None) -> None:
         step(ours)
         step(theirs)
         assert torch.equal(ours.keys[:, :, -3:], theirs.keys[:, :, -3:])
-        same(ours, theirs, 2, rows)
+        assert_same(ours, theirs, 2, rows)
     ours.reset()
     theirs.reset()
-    same(ours, theirs, 3)
+    assert_same(ours, theirs, 3)
 
 
 def test_a_gradient_goes_through_what_was_stored() -> None:

@@ -56,6 +56,7 @@ def greedy(name: str) -> Tensor:
     return generate(name, "eager")
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_tokens_are_the_same_with_every_cache(name: str) -> None:
     for kind, cache in CACHES.items():
@@ -83,6 +84,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("name", FEW)
 def test_every_search_finds_the_same_tokens(name: str, search: str) -> None:
@@ -120,6 +122,7 @@ def both(mine: PreallocatedCache, config: Any) -> Any:
     return transformers.EncoderDecoderCache(mine, PreallocatedCache(config))
 
 
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("name", DECODERS)
 def test_chunks_and_steps_have_the_logits_of_one_pass(name: str) -> None:
     chunks = (5, 1, 1, 3, 1, 2, 6, 1)

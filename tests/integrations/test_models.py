@@ -46,7 +46,7 @@ def plains(name: str) -> tuple[str, ...]:
     return ("eager",) if name in ("Gemma2", "GptOss") else ("eager", "sdpa")
 
 
-def judge(
+def assert_like_eager(
     name: str, ids: Tensor, real: Tensor | None = None, ours: Any = None, **given: Any
 ) -> None:
     """The first output, where tokens are real; the reference reads each padded row alone, without its padding."""
@@ -81,21 +81,21 @@ def joined(rows: list[Tensor], real: Tensor | None) -> Tensor:
 def test_a_decoder_computes_what_it_computes_eagerly(name: str) -> None:
     for side, lengths in PADDED.items():
         mask = None if lengths is None else keep(lengths, LENGTH, side)
-        judge(name, tokens(2, LENGTH), real=mask)
+        assert_like_eager(name, tokens(2, LENGTH), real=mask)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_an_encoder_sees_both_ways(name: str) -> None:
     mask = keep([LENGTH, 7], LENGTH, "right")
-    judge(name, tokens(2, LENGTH))
-    judge(name, tokens(2, LENGTH), real=mask)
+    assert_like_eager(name, tokens(2, LENGTH))
+    assert_like_eager(name, tokens(2, LENGTH), real=mask)
 
 
 @pytest.mark.parametrize("name", SEQ2SEQ)
 def test_a_decoder_attends_to_its_encoder(name: str) -> None:
     mask = keep([LENGTH, 7], LENGTH, "right")
     for more in ({}, {"attention_mask": mask}):
-        judge(name, tokens(2, LENGTH), decoder_input_ids=tokens(2, 6, seed=9), **more)
+        assert_like_eager(name, tokens(2, LENGTH), decoder_input_ids=tokens(2, 6, seed=9), **more)
 
 
 def test_a_window_that_is_off_hides_nothing() -> None:
@@ -166,17 +166,17 @@ def each(model: Any, name: str, value: Any) -> None:
 def test_a_wrong_model_is_found(what: str) -> None:
     name, spoil = WRONG[what]
     model = (decoder if name in DECODERS else other)(name, "regard")
-    judge(name, tokens(2, LENGTH), ours=model)
+    assert_like_eager(name, tokens(2, LENGTH), ours=model)
     spoil(model)
     with pytest.raises(AssertionError, match=r"error .* above"):
-        judge(name, tokens(2, LENGTH), ours=model)
+        assert_like_eager(name, tokens(2, LENGTH), ours=model)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "Llama4"])
 def test_packed_sequences_do_not_see_one_another(name: str) -> None:
     positions = torch.tensor([[*range(5), *range(8)], [*range(10), *range(3)]])
     ids = tokens(2, LENGTH)
-    judge(name, ids, position_ids=positions)
+    assert_like_eager(name, ids, position_ids=positions)
     model = kept(name, "regard")
     with torch.no_grad():
         packed = model(ids, position_ids=positions, use_cache=False).logits[:1, 5:]
@@ -304,9 +304,12 @@ def test_masks_travel_as_rules(monkeypatch: Any) -> None:
     assert sorted(seen) == [f"causal & {padding}", f"window({WINDOW}) & causal & {padding}"]
 
 
+@pytest.mark.full
 def test_a_compiled_model() -> None:
     compiled = torch.compile(decoder("Mistral", "regard"), backend="eager", fullgraph=True)
-    judge("Mistral", tokens(2, LENGTH), ours=compiled, real=keep([LENGTH, 7], LENGTH, "right"))
+    assert_like_eager(
+        "Mistral", tokens(2, LENGTH), ours=compiled, real=keep([LENGTH, 7], LENGTH, "right")
+    )
 
 
 def test_a_graph_takes_a_rule_as_its_argument() -> None:
@@ -318,4 +321,4 @@ def test_a_graph_takes_a_rule_as_its_argument() -> None:
     def graph(ids: Tensor, attention_mask: Tensor, **given: Any) -> Any:
         return compiled(ids, attention_mask=rule, **given)
 
-    judge("Llama", tokens(2, LENGTH), ours=graph, real=real)
+    assert_like_eager("Llama", tokens(2, LENGTH), ours=graph, real=real)

@@ -31,7 +31,7 @@ def qkv(seed: int, T: int, S: int, H: int = 4, G: int = 2) -> list[Tensor]:
     return draw(seed, (2, H, T, 8), (2, G, S, 8), (2, G, S, 5), size=2.0)
 
 
-def same(x: Tensor, y: Tensor) -> None:
+def assert_same(x: Tensor, y: Tensor) -> None:
     """Equal to rounding in float64, thousands of times less than any of these laws broken."""
     torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-12)
 
@@ -45,8 +45,8 @@ def test_queries_permute(seed: int, T: int, S: int, backend: str) -> None:
     q, k, v = qkv(seed, T, S)
     order = torch.randperm(T)
     one, two = attend(q, k, v, backend=backend), attend(q[:, :, order], k, v, backend=backend)
-    same(one[0][:, :, order], two[0])
-    same(one[1][:, :, order], two[1])
+    assert_same(one[0][:, :, order], two[0])
+    assert_same(one[1][:, :, order], two[1])
 
 
 @given(seeds, sizes, sizes, kernels)
@@ -63,8 +63,8 @@ def test_keys_permute_with_their_positions(seed: int, T: int, S: int, backend: s
         k_positions=order[None],
         **options,
     )
-    same(one[0], two[0])
-    same(one[1], two[1])
+    assert_same(one[0], two[0])
+    assert_same(one[1], two[1])
 
 
 @given(seeds, sizes, sizes, st.sampled_from([(6, 1), (6, 2), (6, 3), (6, 6)]), kernels)
@@ -76,7 +76,7 @@ def test_groups_are_repeated_heads(
     one = attend(q, k, v, mask=masks.Causal(), backend=backend)
     repeated = (x.repeat_interleave(H // G, 1) for x in (k, v))
     two = attend(q, *repeated, mask=masks.Causal(), backend=backend)
-    same(one[0], two[0])
+    assert_same(one[0], two[0])
     if 1 < G < H:
         wrong = attend(
             q, *(x.repeat(1, H // G, 1, 1) for x in (k, v)), mask=masks.Causal(), backend=backend
@@ -99,15 +99,15 @@ def test_any_split_of_the_keys_merges_to_the_whole(
     ]
     whole = attend(q, k, v, backend=backend, **options)
     merged = regard.merge(parts[::-1], sink=sink if with_sink else None)
-    same(merged.lse, whole[1])
+    assert_same(merged.lse, whole[1])
     out = regard.attend(q, k, v, sink=sink if with_sink else None, backend=backend, **options)
-    same(merged.out, out)
+    assert_same(merged.out, out)
     nothing = regard.Partial(torch.zeros_like(merged.out), torch.full_like(merged.lse, -math.inf))
-    same(regard.merge([nothing, *parts]).out, regard.merge(parts).out)
+    assert_same(regard.merge([nothing, *parts]).out, regard.merge(parts).out)
     pairwise = parts[0]
     for part in parts[1:]:
         pairwise = regard.merge([pairwise, part])
-    same(pairwise.out, regard.merge(parts).out)
+    assert_same(pairwise.out, regard.merge(parts).out)
 
 
 @given(seeds, sizes, st.integers(0, 24), kernels)
@@ -116,7 +116,7 @@ def test_a_causal_prefix_knows_nothing_of_the_rest(seed: int, T: int, t: int, ba
     t = min(t, T)
     whole = attend(q, k, v, mask=masks.Causal(), backend=backend)
     first = attend(q[:, :, :t], k[:, :, :t], v[:, :, :t], mask=masks.Causal())
-    same(whole[0][:, :, :t], first[0])
+    assert_same(whole[0][:, :, :t], first[0])
     k, v = k.clone(), v.clone()
     k[:, :, t:], v[:, :, t:] = math.nan, math.inf
     assert torch.equal(
@@ -132,8 +132,8 @@ def test_a_constant_added_to_all_keys_shifts_the_lse_only(
     q, k, v = qkv(seed, T, S)
     (shift,) = draw(seed + 1, (1, 1, 1, 8))
     one, two = attend(q, k, v, backend=backend), attend(q, k + shift, v, backend=backend)
-    same(one[0], two[0])
-    same(one[1] + (q * shift).sum(-1) * 8**-0.5, two[1])
+    assert_same(one[0], two[0])
+    assert_same(one[1] + (q * shift).sum(-1) * 8**-0.5, two[1])
 
 
 @given(seeds, sizes, st.integers(0, 5), kernels)
@@ -142,12 +142,12 @@ def test_a_window_of_everything_is_causal_and_of_one_is_itself(
 ) -> None:
     q, k, v = qkv(seed, T, T)
     causal = masks.Causal()
-    same(
+    assert_same(
         attend(q, k, v, mask=causal & masks.Window(T + more), backend=backend)[0],
         attend(q, k, v, mask=causal, backend=backend)[0],
     )
     own = attend(q, k, v, mask=causal & masks.Window(1), backend=backend)
-    same(own[0], v.repeat_interleave(2, 1))
+    assert_same(own[0], v.repeat_interleave(2, 1))
 
 
 @given(seeds, sizes, st.integers(0, 6), st.integers(0, 6), kernels)
@@ -161,8 +161,8 @@ def test_padding_left_and_right_changes_nothing(
     out, lse = attend(
         *padded, mask=masks.Causal(), q_positions=positions, k_positions=positions, backend=backend
     )
-    same(out[:, :, left : left + T], alone[0])
-    same(lse[:, :, left : left + T], alone[1])
+    assert_same(out[:, :, left : left + T], alone[0])
+    assert_same(lse[:, :, left : left + T], alone[1])
 
 
 @given(seeds, sizes, sizes, st.floats(-3, 3), st.floats(-3, 3), kernels)
@@ -172,7 +172,9 @@ def test_it_is_linear_in_the_values(
     q, k, v = qkv(seed, T, S)
     (w,) = draw(seed + 1, v.shape)
     mix = attend(q, k, a * v + b * w, backend=backend)[0]
-    same(mix, a * attend(q, k, v, backend=backend)[0] + b * attend(q, k, w, backend=backend)[0])
+    assert_same(
+        mix, a * attend(q, k, v, backend=backend)[0] + b * attend(q, k, w, backend=backend)[0]
+    )
 
 
 @given(seeds, sizes, sizes, kernels)
@@ -185,8 +187,8 @@ def test_a_zero_query_gives_the_mean_of_what_it_sees(
     see = mask.block(Span(S - T, T), Span(0, S)).double()[0, 0]
     n = see.sum(-1)
     mean = (see / n.clamp(min=1)[:, None]) @ v.repeat_interleave(2, 1)
-    same(out, mean)
-    same(lse, n.log().expand(2, 4, T))
+    assert_same(out, mean)
+    assert_same(lse, n.log().expand(2, 4, T))
 
 
 @given(seeds, sizes, sizes, kernels)
@@ -200,7 +202,7 @@ def test_out_is_inside_the_values(seed: int, T: int, S: int, backend: str) -> No
 @given(seeds, sizes, sizes, st.floats(0.25, 4.0), kernels)
 def test_scale_and_query_trade(seed: int, T: int, S: int, c: float, backend: str) -> None:
     q, k, v = qkv(seed, T, S)
-    same(
+    assert_same(
         attend(q / c, k, v, scale=c * 8**-0.5, backend=backend)[0],
         attend(q, k, v, backend=backend)[0],
     )
@@ -211,8 +213,8 @@ def test_every_key_twice_adds_ln_2(seed: int, T: int, S: int, backend: str) -> N
     q, k, v = qkv(seed, T, S)
     one = attend(q, k, v, backend=backend)
     two = attend(q, torch.cat([k, k], 2), torch.cat([v, v], 2), backend=backend)
-    same(one[0], two[0])
-    same(one[1] + math.log(2), two[1])
+    assert_same(one[0], two[0])
+    assert_same(one[1] + math.log(2), two[1])
 
 
 @given(seeds, sizes, sizes, kernels)
@@ -221,17 +223,17 @@ def test_bool_and_additive_and_dropping_keys_agree(seed: int, T: int, S: int, ba
     keep = torch.rand(S) < 0.7
     one = attend(q, k, v, mask=keep.expand(T, S), backend=backend)
     additive = torch.zeros(T, S, dtype=torch.float64).masked_fill(~keep, -math.inf)
-    same(one[0], attend(q, k, v, bias=additive, backend=backend)[0])
+    assert_same(one[0], attend(q, k, v, bias=additive, backend=backend)[0])
     dropped = attend(q, k[:, :, keep], v[:, :, keep], q_positions=Span(0, T))
-    same(one[0], dropped[0])
-    same(one[1], dropped[1])
+    assert_same(one[0], dropped[0])
+    assert_same(one[1], dropped[1])
 
 
 @given(seeds, sizes, sizes, kernels)
 def test_limits_of_softcap_and_sink(seed: int, T: int, S: int, backend: str) -> None:
     q, k, v = qkv(seed, T, S)
     plain = regard.attend(q, k, v, backend=backend)
-    same(
+    assert_same(
         regard.attend(q, k, v, sink=torch.full((4,), -1e4, dtype=torch.float64), backend=backend),
         plain,
     )
@@ -247,7 +249,7 @@ def test_rows_of_a_batch_do_not_meet(seed: int, T: int, S: int) -> None:
     q, k, v = qkv(seed, T, S)
     whole = attend(q, k, v, mask=masks.Causal())[0]
     for b in range(2):
-        same(
+        assert_same(
             whole[b : b + 1],
             attend(q[b : b + 1], k[b : b + 1], v[b : b + 1], mask=masks.Causal())[0],
         )
@@ -268,7 +270,7 @@ def test_only_differences_of_positions_matter(seed: int, T: int, shift: int, bac
         k_positions=Span(shift, T),
         backend=backend,
     )
-    same(one[0], moved[0])
+    assert_same(one[0], moved[0])
 
 
 @pytest.mark.parametrize("backend", KERNELS)
@@ -287,4 +289,4 @@ def test_a_chunked_prefill_is_one_pass(backend: str) -> None:
             )[0]
             for i in range(0, 24, step)
         ]
-        same(torch.cat(parts, 2), whole)
+        assert_same(torch.cat(parts, 2), whole)

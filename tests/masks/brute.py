@@ -154,7 +154,7 @@ def tiles(dense: Pairs, bq: int, bk: int) -> Pairs:
     return [[of_head(rows) for rows in heads] for heads in dense]
 
 
-def check(
+def assert_brute_force(
     mask: Mask,
     rule: Rule,
     q: Positions,
@@ -181,10 +181,10 @@ def check(
             row = mask.tile_row(q, k, slice(1, 3), bk).expand(B, H, -(-S // bk))
             cut = [[rows[1:3] for rows in heads] for heads in dense]
             assert row.tolist() == [[rows[0] for rows in heads] for heads in tiles(cut, 2, bk)]
-    _check_intervals(mask, rule, q)
+    _assert_intervals(mask, rule, q)
 
 
-def _check_intervals(mask: Mask, rule: Rule, q: Positions) -> None:
+def _assert_intervals(mask: Mask, rule: Rule, q: Positions) -> None:
     Q, least = stored(q), least_token(q)
     found = mask.intervals(q)
     if found is None:

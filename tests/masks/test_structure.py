@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from regard import masks
 from regard.masks import Mask
 from regard.span import Positions, Span
-from tests.masks.brute import CASES, WITH_INTERVALS, WITHOUT_INTERVALS, B, Case, check, pairs
+from tests.masks.brute import (
+    CASES,
+    WITH_INTERVALS,
+    WITHOUT_INTERVALS,
+    B,
+    Case,
+    assert_brute_force,
+    pairs,
+)
 
 E = -1
 Tree = str | tuple  # of an operator and trees
@@ -35,18 +43,19 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
 }
 
 
+@pytest.mark.full(keep=200)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CASES)
 def test_mask_equals_brute_force(name: str, call: str) -> None:
     mask, rule = CASES[name]
-    check(mask, rule, *CALLS[call], sizes=((3, 4), (1, 1), (64, 64)))
+    assert_brute_force(mask, rule, *CALLS[call], sizes=((3, 4), (1, 1), (64, 64)))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_opposite_equals_brute_force(name: str) -> None:
     mask, rule = CASES[name]
     for call in ("last queries", "unordered queries", "keys before 0"):
-        check(~mask, lambda q, k, b, h: not rule(q, k, b, h), *CALLS[call])
+        assert_brute_force(~mask, lambda q, k, b, h: not rule(q, k, b, h), *CALLS[call])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -103,7 +112,7 @@ def positions(draw: st.DrawFn) -> Positions:
 
 @given(trees(), positions(), positions(), st.integers(1, 5), st.integers(1, 5))
 def test_random_expressions(tree: Tree, q: Positions, k: Positions, bq: int, bk: int) -> None:
-    check(*grow(tree), q, k, sizes=((bq, bk),))
+    assert_brute_force(*grow(tree), q, k, sizes=((bq, bk),))
 
 
 @given(trees(depth=2), st.integers(1, 4))
@@ -209,7 +218,7 @@ class Overlapping(masks.Causal):
 )
 def test_wrong_masks_are_caught(wrong: Case) -> None:
     with pytest.raises(AssertionError):
-        check(*wrong, Span(5, 6), Span(0, 11))
+        assert_brute_force(*wrong, Span(5, 6), Span(0, 11))
 
 
 def test_operators_equal_constructors() -> None:

@@ -256,6 +256,7 @@ def test_one_matrix_serves_both_embeddings_and_the_head() -> None:
     assert torch.equal(other(source, target), model(source, target))
 
 
+@pytest.mark.full
 def test_compiles_without_a_break() -> None:
     torch._dynamo.reset()
     model = build(layers=1).float()

@@ -57,7 +57,7 @@ def ids(B: int = 2, T: int = LENGTH) -> Tensor:
     return torch.randint(0, 300, (B, T), generator=torch.Generator().manual_seed(1))
 
 
-def near(mine: Tensor, theirs: Tensor) -> None:
+def assert_near(mine: Tensor, theirs: Tensor) -> None:
     """1e-5 of the largest logit, in fp32."""
     assert mine.shape == theirs.shape
     worst, most = float((mine - theirs).detach().abs().max()), 1e-5 * float(theirs.abs().max())
@@ -79,7 +79,7 @@ def test_the_weights_are_all_theirs_and_all_ours(models: tuple[Model, Any]) -> N
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_prefill(models: tuple[Model, Any], backend: str) -> None:
     ours, theirs = models
-    near(ours(ids(), backend=backend), theirs(ids()).logits)
+    assert_near(ours(ids(), backend=backend), theirs(ids()).logits)
 
 
 def test_chunks_and_decoding(models: tuple[Model, Any]) -> None:
@@ -90,8 +90,8 @@ def test_chunks_and_decoding(models: tuple[Model, Any]) -> None:
         for n in chunks:
             part = ids()[:, start : start + n]
             mine = ours(part, caches=caches)
-            near(mine, whole[:, start : start + n])
-            near(mine, theirs(part, past_key_values=theirs_cache, use_cache=True).logits)
+            assert_near(mine, whole[:, start : start + n])
+            assert_near(mine, theirs(part, past_key_values=theirs_cache, use_cache=True).logits)
             start += n
 
 
@@ -103,16 +103,16 @@ def test_left_padding(models: tuple[Model, Any]) -> None:
     padded = ids(3)
     mine = ours(padded, positions)
     full = theirs(padded, attention_mask=keep.long(), position_ids=positions.clamp(min=0)).logits
-    near(mine[keep], full[keep])
+    assert_near(mine[keep], full[keep])
     other = torch.where(keep, padded, 7)
     assert torch.equal(ours(other, positions)[keep], mine[keep])
     alone = ours(padded[1:2, -23:])
-    near(mine[1:2, -23:], alone)
+    assert_near(mine[1:2, -23:], alone)
     caches, half = ours.new_caches(), LENGTH // 2
     ours(padded[:, :half], positions[:, :half], caches)
     for t in range(half, LENGTH):
         step = ours(padded[:, t : t + 1], positions[:, t : t + 1], caches)
-        near(step[:, 0][keep[:, t]], full[:, t][keep[:, t]])
+        assert_near(step[:, 0][keep[:, t]], full[:, t][keep[:, t]])
 
 
 def test_generated_ids_are_theirs(grouped: tuple[Model, Any]) -> None:
@@ -159,7 +159,7 @@ def test_their_folder_is_read(tmp_path: Path) -> None:
     small.model().tokenizer.save(tmp_path)
     ours = regard.load(tmp_path)
     assert ours.config.rope_theta == 700.0
-    near(ours(ids()), theirs(ids()).logits)
+    assert_near(ours(ids()), theirs(ids()).logits)
 
 
 # Negative controls: what must be told apart.
@@ -212,9 +212,9 @@ def plain_norm(attention: Any) -> None:
 def test_a_wrong_model_is_caught(grouped: tuple[Model, Any], change: Any) -> None:
     ours, theirs = grouped
     right = theirs(ids()).logits
-    near(wrong(ours, lambda attention: None), right)
+    assert_near(wrong(ours, lambda attention: None), right)
     with pytest.raises(AssertionError, match="logits differ"):
-        near(wrong(ours, change), right)
+        assert_near(wrong(ours, change), right)
 
 
 def test_norm_weights_of_one_would_hide_a_missing_norm() -> None:

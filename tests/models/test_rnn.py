@@ -290,6 +290,7 @@ def learn(attention: str | None, steps: int) -> tuple[RecurrentEncoderDecoder, f
     return model, float((said == target).float().mean())
 
 
+@pytest.mark.full
 def test_attention_solves_a_length_that_one_state_does_not() -> None:
     """With the same state of 16 numbers and at least as many steps, the model without attention forgets; attention looks it up."""
     _, without = learn(None, 130)

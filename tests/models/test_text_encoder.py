@@ -19,7 +19,7 @@ from regard.models.families import bert
 from regard.models.pooling import Pooling
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
-from tests.parity.layers import near
+from tests.parity.layers import assert_near
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 CONFIG = bert.Config(len(WORDS), 12, 2, 3, 16, 10)
@@ -76,7 +76,7 @@ def test_pairs(model: TextEncoder) -> None:
     assert positions.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, -1]]
     states = model.hidden(ids, positions, segments)
     alone = model.hidden(*model.encode("c", "e"))
-    near(states[1:, :5], alone)
+    assert_near(states[1:, :5], alone)
     wrong = model.hidden(ids, positions)
     assert float((wrong - states)[positions >= 0].abs().max()) > 0.01, "segments left out"
 
@@ -89,11 +89,11 @@ def test_vectors(model: TextEncoder) -> None:
     """One for each text, in order; alone or beside others, however many at once; of length 1."""
     alone = torch.cat([model.embed(text) for text in TEXTS])
     for batch in (1, 2, 3, 32):
-        near(model.embed(TEXTS, batch=batch), alone)
-    near(alone.norm(dim=1), torch.ones(5))
+        assert_near(model.embed(TEXTS, batch=batch), alone)
+    assert_near(alone.norm(dim=1), torch.ones(5))
     assert model.embed("a").shape == (1, 12)
     shuffled = [TEXTS[i] for i in (3, 0, 4, 2, 1)]
-    near(model.embed(shuffled), alone[[3, 0, 4, 2, 1]])
+    assert_near(model.embed(shuffled), alone[[3, 0, 4, 2, 1]])
     assert not model.embed(TEXTS).requires_grad
     assert not model.embed(TEXTS).is_inference(), "it may be learned from"
 
@@ -109,11 +109,11 @@ def test_the_models_own_pooling_and_another(network: HeadedEncoder, mode: Any) -
         "mean": states.sum(0) / 5,
         "mean_sqrt_len": states.sum(0) / math.sqrt(5),
     }
-    near(made.embed("a b c")[0].double(), exact[mode])
+    assert_near(made.embed("a b c")[0].double(), exact[mode])
     for other, wanted in exact.items():
         chosen: Any = other
-        near(made.pool(states[None], tokens.positions, mode=chosen)[0], wanted)
-        near(
+        assert_near(made.pool(states[None], tokens.positions, mode=chosen)[0], wanted)
+        assert_near(
             made.pool(states[None], tokens.positions, mode=chosen, normalise=True)[0],
             wanted / wanted.norm(),
         )
@@ -188,7 +188,7 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     made = regard.load(tmp_path, kind=TextEncoder)
     assert made.pooling == Pooling("cls", normalise=False)
     assert made.longest == 6
-    near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
+    assert_near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
     with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads 6"):
         made.embed(TEXTS)
 

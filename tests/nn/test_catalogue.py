@@ -23,7 +23,7 @@ T = 17
 CHUNKS = ([1] * T, [T], [2, 7, 1, 1, 6], [5, 5, 5, 2], [16, 1], [1, 16], [3, 0, 14])
 
 
-def close(x: Tensor, y: Tensor, what: str = "") -> None:
+def assert_close(x: Tensor, y: Tensor, what: str = "") -> None:
     """Equal but for the order of sums in fp64."""
     bound = 1e-10 * max(1.0, float(y.detach().abs().max()))
     error = float((x - y).detach().abs().max()) if x.numel() else 0.0
@@ -52,7 +52,7 @@ def test_any_chunks_with_a_cache_are_one_pass(name: str) -> None:
     whole = forward(module, x)
     for sizes in CHUNKS:
         with torch.no_grad():
-            close(in_chunks(module, x, sizes, module.new_cache()), whole, f"{name} {sizes}")
+            assert_close(in_chunks(module, x, sizes, module.new_cache()), whole, f"{name} {sizes}")
 
 
 EVERYTHING = {
@@ -68,6 +68,7 @@ EVERYTHING = {
 TOKENS = {n: v for n, v in CAUSAL.items() if not isinstance(example(v).new_cache(), State)}
 
 
+@pytest.mark.full(keep=50)
 @pytest.mark.parametrize("kind", EVERYTHING)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
@@ -80,7 +81,7 @@ def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
         parts = len(first.contents()) - 1  # the positions are no part
         for sizes in ([2, 7, 1, 1, 6], [16, 1]):
             found = in_chunks(module, x, sizes, EVERYTHING[kind](parts))
-            close(found, whole, f"{name} {kind} {sizes}")
+            assert_close(found, whole, f"{name} {kind} {sizes}")
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -91,8 +92,8 @@ def test_a_fork_goes_its_own_way(name: str) -> None:
         module(x[:, :9], None, cache)
         fork = cache.fork()
         other = module(y[:, 9:], None, fork)
-        close(module(x[:, 9:], None, cache), forward(module, x)[:, 9:])
-        close(other, forward(module, torch.cat([x[:, :9], y[:, 9:]], 1))[:, 9:])
+        assert_close(module(x[:, 9:], None, cache), forward(module, x)[:, 9:])
+        assert_close(other, forward(module, torch.cat([x[:, :9], y[:, 9:]], 1))[:, 9:])
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -102,7 +103,7 @@ def test_selected_rows_go_on_as_those_rows(name: str) -> None:
     with torch.no_grad():
         module(x[:, :9], None, cache)
         cache.reorder(rows)
-        close(module(x[rows][:, 9:], None, cache), forward(module, x[rows])[:, 9:])
+        assert_close(module(x[rows][:, 9:], None, cache), forward(module, x[rows])[:, 9:])
 
 
 def leaks(module: nn.Module, x: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ def test_nan_in_the_future_changes_nothing(name: str) -> None:
     for first in (1, 8, T - 1):
         poisoned = x.clone()
         poisoned[:, first:] = float("nan")
-        close(forward(module, poisoned)[:, :first], whole[:, :first], f"{name} {first}")
+        assert_close(forward(module, poisoned)[:, :first], whole[:, :first], f"{name} {first}")
 
 
 def padded(n: int, left: int, right: int) -> Tensor:
@@ -160,7 +161,9 @@ def test_padding_changes_nothing(name: str, left: int, right: int) -> None:
         row = x[0].clone()
         row[positions[0] < 0] = garbage
         both = torch.stack([row, tokens(T, B=1, seed=3)[0]])
-        close(forward(module, both, positions)[:1, left : left + n], alone, f"{name} {garbage}")
+        assert_close(
+            forward(module, both, positions)[:1, left : left + n], alone, f"{name} {garbage}"
+        )
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -176,13 +179,13 @@ def test_a_padded_batch_decodes_as_each_row_alone(name: str) -> None:
     with torch.no_grad():
         module(prompt, positions, cache)
         steps = [module(x[:, i : i + 1], None, cache) for i in (9, 10, 11)]
-    close(torch.cat(steps, 1), torch.cat(alone), name)
+    assert_close(torch.cat(steps, 1), torch.cat(alone), name)
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_row_does_not_depend_on_the_others(name: str) -> None:
     module, x = example(MIXERS[name]), tokens(T, B=3)
-    close(forward(module, x)[1:2], forward(module, x[1:2]))
+    assert_close(forward(module, x)[1:2], forward(module, x[1:2]))
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -229,14 +232,16 @@ def test_evaluation_is_the_same_twice(name: str) -> None:
     assert torch.equal(forward(module, x), forward(module, x))
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", MIXERS)
 def test_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
     module, x = example(MIXERS[name]), tokens(T)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
-    close(forward(compiled, x), forward(module, x))
+    assert_close(forward(compiled, x), forward(module, x))
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_compiles_at_most_three_times(name: str) -> None:
     """Behind a prompt: once, and at most two recompilations over 64 steps."""
@@ -247,7 +252,7 @@ def test_decoding_compiles_at_most_three_times(name: str) -> None:
         prompt = module(x[:, :20], None, cache)
         out = [compiled(x[:, i : i + 1], None, cache) for i in range(20, 84)]
     assert counter.frame_count <= 3
-    close(torch.cat([prompt, *out], 1), forward(module, x), name)
+    assert_close(torch.cat([prompt, *out], 1), forward(module, x), name)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -280,7 +285,7 @@ def test_a_refused_call_changes_no_cache(name: str) -> None:
         for key, value in held.items():
             same = torch.equal(now[key], value) if isinstance(value, Tensor) else now[key] == value
             assert same, key
-        close(module(x[:, 9:], None, cache), forward(module, x)[:, 9:])
+        assert_close(module(x[:, 9:], None, cache), forward(module, x)[:, 9:])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -292,6 +292,7 @@ def test_what_a_module_owes(name: str) -> None:
     assert module.bfloat16()(x.bfloat16(), memory=memory.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["cross", "bahdanau"])
 def test_compiles_without_a_break(name: str) -> None:
     torch._dynamo.reset()

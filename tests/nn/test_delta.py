@@ -195,6 +195,7 @@ def test_steps() -> None:
     assert repr(unit) == "UnitLength(eps=0.01)"
 
 
+@pytest.mark.full
 def test_copies_compile_and_names() -> None:
     torch._dynamo.reset()
     x = torch.randn(1, 5, 12)

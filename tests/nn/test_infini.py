@@ -246,6 +246,7 @@ def test_taps() -> None:
         assert near(module(x), module.output.bias.expand_as(x))
 
 
+@pytest.mark.full
 def test_a_compiled_step_is_made_twice() -> None:
     """Once for the length that the prompt left, once for all others: over 12 steps and 3 borders."""
     module, x = build(update="delta"), tokens(1, 18)

@@ -164,6 +164,7 @@ class Scattered(Growing):
         return tuple(holed), as_tensor(positions)[:, order].masked_fill(hole, -1)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("scaling", [None, YARN])
 def test_all_forms_are_equal_under_any_cache_and_chunks(scaling: YaRN | None) -> None:
     x = torch.randn(2, 24, M, dtype=torch.float64)
@@ -588,6 +589,7 @@ def test_maps_down_may_have_a_bias() -> None:
     assert biased == ["q.down.bias", "kv_down.bias"]
 
 
+@pytest.mark.full
 def test_decodes_in_one_compiled_graph() -> None:
     """No graph break, and two graphs for all lengths: the choice of the form does not tie a graph to one."""
     torch._dynamo.reset()
@@ -610,6 +612,7 @@ def test_decodes_in_one_compiled_graph() -> None:
     assert_close_rule(torch.cat(parts, 1), usual, wide(x.double()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["naive", "absorb", "auto"])
 def test_a_prompt_compiles_without_a_break(form: str) -> None:
     torch._dynamo.reset()

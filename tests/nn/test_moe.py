@@ -112,6 +112,7 @@ def plain_ones(moe: Any, x: Tensor) -> list[Tensor]:
     return [plainly(moe, x), plainly(moe, x, backwards=True), torch.cat(alone).reshape(x.shape)]
 
 
+@pytest.mark.full(keep=7)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_it_is_the_weighted_sum(name: str, dtype: torch.dtype) -> None:
@@ -232,6 +233,7 @@ def gradients(run: Any, moe: Any, x: Tensor, towards: Tensor) -> dict[str, Tenso
     return {key: torch.stack(grads) for key, grads in found.items()}
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", ROUTERS)
 def test_gradients(name: str) -> None:
     """Against autograd through every expert on every token, in fp64."""
@@ -253,6 +255,7 @@ def test_an_expert_that_nobody_chose_has_no_gradient() -> None:
     assert [e.up.weight.grad is None for e in moe.experts] == [True, True, False]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["softmax over the chosen, bias", "groups by their best", "sigmoid, groups by their best two"])  # fmt: skip
 def test_gradcheck(name: str) -> None:
     """Finite differences: where the choice does not change, the function is smooth."""

@@ -100,7 +100,7 @@ def test_a_missing_part_is_caught() -> None:
     """Negative controls: without the gate, the norm, the rotary, the normaliser, the decay, or with another temperature."""
     x = torch.randn(1, 9, 12)
 
-    def check(module: Any, change: Any, **given: Any) -> None:
+    def assert_caught(module: Any, change: Any, **given: Any) -> None:
         usual = written_out(module, x, **given)
         exact = written_out(copy.deepcopy(module).double(), x.double(), **given)
         assert_close_rule(module(x), usual, exact)
@@ -111,14 +111,14 @@ def test_a_missing_part_is_caught() -> None:
     def build(make: Any) -> Any:
         return random(make(12, 4, **SIZES))
 
-    check(build(linear_attention), lambda m: setattr(m.rule, "normalise", False))
-    check(build(linear_attention), lambda m: setattr(m.rule, "feature_map", "softmax"))
-    check(build(retention), lambda m: setattr(m, "gate", None))
-    check(build(retention), lambda m: setattr(m, "norm", None))
-    check(build(retention), lambda m: setattr(m.project.q, "steps", nn.ModuleList()))
-    check(build(retention), lambda m: setattr(m.rule, "decay", (1.0, 1.0)))
-    check(build(gated_linear), lambda m: setattr(m.rule, "temperature", 8.0))
-    check(build(gated_linear), lambda m: m.rule.up.bias.data.add_(1))
+    assert_caught(build(linear_attention), lambda m: setattr(m.rule, "normalise", False))
+    assert_caught(build(linear_attention), lambda m: setattr(m.rule, "feature_map", "softmax"))
+    assert_caught(build(retention), lambda m: setattr(m, "gate", None))
+    assert_caught(build(retention), lambda m: setattr(m, "norm", None))
+    assert_caught(build(retention), lambda m: setattr(m.project.q, "steps", nn.ModuleList()))
+    assert_caught(build(retention), lambda m: setattr(m.rule, "decay", (1.0, 1.0)))
+    assert_caught(build(gated_linear), lambda m: setattr(m.rule, "temperature", 8.0))
+    assert_caught(build(gated_linear), lambda m: m.rule.up.bias.data.add_(1))
 
 
 def test_options_change_what_they_say() -> None:
@@ -194,6 +194,7 @@ def test_a_refused_call_changes_no_cache(make: Any) -> None:
     assert isinstance(module.new_cache(), State)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("make", ALL)
 def test_a_decode_step_compiles_and_copies_are_equal(make: Any) -> None:
     torch._dynamo.reset()

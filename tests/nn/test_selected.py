@@ -125,6 +125,7 @@ def test_single_precision_by_the_error_rule(name: str) -> None:
         assert_close_rule(out, other(x[..., order]), exact)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_any_chunks_with_a_cache_equal_one_pass(name: str) -> None:
@@ -337,6 +338,7 @@ def test_a_refused_call_leaves_the_cache(name: str) -> None:
     assert torch.equal(module(x, None, cache), module(x, None, twin))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "padded"), [("nsa", True), ("moba", False), ("dsa", True)])
 @torch.no_grad()
 def test_compiled_whole(name: str, padded: bool) -> None:

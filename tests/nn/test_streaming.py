@@ -55,6 +55,7 @@ def near(a: Tensor, b: Tensor) -> bool:
     return float((a - b).abs().max()) < 1e-11  # sums of some dozen products of weights of size 1
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(("sinks", "recent"), [(2, 5), (1, 1), (0, 4), (3, 8), (4, 30)])
 def test_is_the_procedure_of_the_paper(sinks: int, recent: int) -> None:
     module, x = build(sinks, recent), tokens()
@@ -182,6 +183,7 @@ def test_rounds_no_worse_than_the_mask_alone(dtype: torch.dtype) -> None:
     assert_close_rule(exact(x), (ref + error).to(dtype), ref)
 
 
+@pytest.mark.full
 def test_a_compiled_pass_has_no_graph_break() -> None:
     module, x = build(), tokens(1)
     compiled = torch.compile(module, fullgraph=True, backend="eager")

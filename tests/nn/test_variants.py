@@ -48,7 +48,7 @@ from tests.nn.catalogue import DIM, VARIANTS, example, randomise, tokens
 T = 11
 
 
-def near(x: Tensor, y: Tensor) -> None:
+def assert_near(x: Tensor, y: Tensor) -> None:
     """Equal but for the order of sums in fp64."""
     assert x.shape == y.shape
     assert float((x - y).detach().abs().max()) <= 1e-11 * max(1.0, float(y.detach().abs().max()))
@@ -93,7 +93,7 @@ EVERY = torch.ones(T, T, dtype=torch.bool)
 
 def test_attention_without_weights() -> None:
     x = tokens(T, B=1)
-    near(
+    assert_near(
         weightless(DIM)(x),
         joined(attention_by_loops(x[:, None], x[:, None], x[:, None], EVERY, 1.0)),
     )
@@ -104,7 +104,7 @@ def test_one_head_with_weights() -> None:
     q, k, v = (
         x @ part.linear.weight.T for part in (module.project.q, module.project.k, module.project.v)
     )
-    near(module(x), joined(attention_by_loops(q[:, None], k[:, None], v[:, None], EVERY)))
+    assert_near(module(x), joined(attention_by_loops(q[:, None], k[:, None], v[:, None], EVERY)))
 
 
 @pytest.mark.parametrize("order", ["parts", "heads", "groups"])
@@ -122,7 +122,7 @@ def test_fused_rows_in_every_order(order: str) -> None:
     }[order]
     q, k, v = (torch.stack([rows[:, i] for i in part])[None] for part in where)
     z = joined(attention_by_loops(q, k, v, CAUSAL))
-    near(module(x), z @ module.output.weight.T + module.output.bias)
+    assert_near(module(x), z @ module.output.weight.T + module.output.bias)
     other = "groups" if order == "parts" else "parts"
     wrong = gpt(DIM, 4, groups=groups, order=other).double()
     wrong.load_state_dict(module.state_dict())
@@ -132,7 +132,7 @@ def test_fused_rows_in_every_order(order: str) -> None:
 def test_heads_one_by_one_are_heads_stacked() -> None:
     split = made(mha_per_head(DIM, 4, bias=True))
     whole, x = stacked(split), tokens(T)
-    near(whole(x), split(x))
+    assert_near(whole(x), split(x))
     assert isinstance(whole.project.q, Heads)
     assert not isinstance(whole.project.q, PerHead)
     assert torch.equal(whole.project.q.linear.weight[8:16], split.project.q.linear[1].weight)
@@ -149,7 +149,7 @@ def test_mha_is_gqa_with_as_many_groups_and_gqa_is_mha_with_repeated_heads() -> 
     plain = mha(DIM, 4, is_causal=True).double()
     plain.load_state_dict(grouped.state_dict())
     plain.project.q.steps, plain.project.k.steps = grouped.project.q.steps, grouped.project.k.steps
-    near(plain(x), grouped(x))
+    assert_near(plain(x), grouped(x))
     for groups in (1, 2):
         few = made(gqa(DIM, 4, groups=groups), seed=groups)
         many = gqa(DIM, 4, groups=4).double()
@@ -159,7 +159,7 @@ def test_mha_is_gqa_with_as_many_groups_and_gqa_is_mha_with_repeated_heads() -> 
             for mine, theirs in ((many.project.k, few.project.k), (many.project.v, few.project.v)):
                 heads = theirs.linear.weight.unflatten(0, (groups, 8))
                 mine.linear.weight.copy_(heads.repeat_interleave(4 // groups, 0).flatten(0, 1))
-        near(many(x), few(x))
+        assert_near(many(x), few(x))
         with (
             torch.no_grad()
         ):  # repeat in place of repeat_interleave is another model, with two groups
@@ -181,7 +181,7 @@ def test_each_head_uses_its_own_group() -> None:
         module.project.v.linear.weight[:8, 0], module.project.v.linear.weight[8:, 0] = 1.0, 2.0
     x = tokens(3)
     x[..., 0] = 1.0
-    near(
+    assert_near(
         module(x)[0, 0],
         torch.tensor([1.0, 1.0, 2.0, 2.0], dtype=torch.float64).repeat_interleave(8),
     )
@@ -199,7 +199,7 @@ def test_norm_before_rotary_is_not_norm_after() -> None:
             for step in part.steps:
                 if hasattr(step, "weight"):
                     step.weight.data.fill_(1.0)
-    near(before(x), after(x))
+    assert_near(before(x), after(x))
 
 
 def test_differential_by_loops() -> None:
@@ -216,7 +216,7 @@ def test_differential_by_loops() -> None:
     second = attention_by_loops(q[:, 4:], k[:, 2:], v, CAUSAL)
     z = first - share * second
     z = z / (z.square().mean(-1, keepdim=True) + 1e-5).sqrt() * project.norm.weight * (1 - start)
-    near(module(x), joined(z) @ module.output.weight.T)
+    assert_near(module(x), joined(z) @ module.output.weight.T)
     assert module.project.shape.memory == (16, 16)
 
 
@@ -224,7 +224,7 @@ def test_a_gate_acts_on_every_number_of_the_heads() -> None:
     module, x = made(gated(DIM, 4, groups=2)), tokens(T)
     plain = Attention(module.project.project, nn.Identity(), mask=masks.Causal())
     gate = (x @ module.project.gate.linear.weight.T).sigmoid()
-    near(module(x), (plain(x) * gate) @ module.output.weight.T)
+    assert_near(module(x), (plain(x) * gate) @ module.output.weight.T)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
@@ -242,8 +242,8 @@ def test_longformer_by_loops(is_causal: bool, step: int) -> None:
     past = CAUSAL if is_causal else EVERY
     z = attention_by_loops(*near_, sees & past)
     z[:, :, glob] = attention_by_loops(*wide, past)[:, :, glob]
-    near(module(x), joined(z) @ module.output.weight.T + module.output.bias)
-    near(module(x, at[None]), module(x))
+    assert_near(module(x), joined(z) @ module.output.weight.T + module.output.bias)
+    assert_near(module(x, at[None]), module(x))
     single = copy_of_local(module, step)
     assert float((single(x) - module(x)).detach().abs().max()) > 0.1
 
@@ -266,7 +266,7 @@ def test_a_window_as_long_as_the_text_is_no_window() -> None:
         build("chunked", DIM, 4, groups=2, chunk=T),
     ):
         wide.double().load_state_dict(whole.state_dict())
-        near(wide(x), whole(x))
+        assert_near(wide(x), whole(x))
     short = sliding_window(DIM, 4, groups=2, window=T - 1).double()
     short.load_state_dict(whole.state_dict())
     assert float((short(x) - whole(x)).detach()[:, -1].abs().max()) > 1e-3
@@ -280,7 +280,7 @@ def test_sparse_patterns_that_see_everything_are_dense() -> None:
         "all blocks random": bigbird(DIM, 4, block=2, blocks=6, random=6, is_causal=True),
     }.items():
         module.double().load_state_dict(whole.state_dict())
-        near(module(x), whole(x))
+        assert_near(module(x), whole(x))
         assert name
 
 
@@ -332,7 +332,7 @@ def test_two_projections_of_other_shapes_make_no_longformer() -> None:
 def test_a_padded_slot_of_a_global_position_is_not_global() -> None:
     module, x = example(VARIANTS["longformer"]), tokens(9, B=1)
     positions = torch.tensor([[-1, -1, 0, 1, 2, 3, 4, 5, 6]])
-    near(module(x, positions)[:, 2:], module(x[:, 2:]))
+    assert_near(module(x, positions)[:, 2:], module(x[:, 2:]))
 
 
 def test_a_gate_leaves_a_latent_its_forms() -> None:
@@ -346,7 +346,7 @@ def test_a_gate_leaves_a_latent_its_forms() -> None:
     x, cache = tokens(T), module.new_cache()
     with torch.no_grad():
         steps = [module(x[:, i : i + 1], None, cache) for i in range(T)]
-        near(torch.cat(steps, 1), module(x))
+        assert_near(torch.cat(steps, 1), module(x))
 
 
 @pytest.mark.parametrize("make", [causal, mha, gpt])
@@ -359,7 +359,7 @@ def test_dropout_acts_on_the_weights_in_training_only(make: Any) -> None:
     with regard.Trace("pattern") as trace:
         first = module(x)
     assert not torch.equal(first, module(x))
-    near(trace["pattern"].sum(-1), torch.ones_like(trace["pattern"].sum(-1)))
+    assert_near(trace["pattern"].sum(-1), torch.ones_like(trace["pattern"].sum(-1)))
     draws = torch.stack([module(x).detach() for _ in range(100)])
     spread = draws.std(0) / 10  # of the mean of 100
     assert float(((draws.mean(0) - plain(x).detach()).abs() / (spread + 1e-12)).max()) < 6

@@ -36,11 +36,11 @@ def distance(mine: Tensor, theirs: Tensor) -> float:
     return float((mine - theirs).abs().max()) / (SHARE * float(theirs.abs().max()))
 
 
-def near(mine: Tensor, theirs: Tensor) -> None:
+def assert_near(mine: Tensor, theirs: Tensor) -> None:
     assert distance(mine, theirs) <= 1, f"{distance(mine, theirs):.3g} times the bound"
 
 
-def far(mine: Tensor, theirs: Tensor) -> None:
+def assert_far(mine: Tensor, theirs: Tensor) -> None:
     assert distance(mine, theirs) >= FAR, f"only {distance(mine, theirs):.3g} times the bound"
 
 
@@ -144,14 +144,14 @@ class Pair:
         return change(other) or other
 
 
-def check_prefill(pair: Pair) -> None:
+def assert_prefill(pair: Pair) -> None:
     x, y = pair.run(pair.tokens(), use_cache=False)
     for backend in ("auto", "reference"):
-        near(pair.ours(x, backend=backend), y)
-    near(pair.ours(x, torch.arange(LENGTH).expand(2, -1)), y)
+        assert_near(pair.ours(x, backend=backend), y)
+    assert_near(pair.ours(x, torch.arange(LENGTH).expand(2, -1)), y)
 
 
-def check_chunks(pair: Pair, chunks: Sequence[int] = (3, 11, 1, 1, 7, 1, 1, 1)) -> None:
+def assert_chunks(pair: Pair, chunks: Sequence[int] = (3, 11, 1, 1, 7, 1, 1, 1)) -> None:
     """Both sides in chunks with their own caches, and both equal to one pass."""
     assert sum(chunks) == LENGTH
     embeds, start = pair.tokens(), 0
@@ -160,43 +160,43 @@ def check_chunks(pair: Pair, chunks: Sequence[int] = (3, 11, 1, 1, 7, 1, 1, 1)) 
     for n in chunks:
         at = slice(start, start + n)
         x, y = pair.run(embeds[:, at], past_key_values=theirs_cache, use_cache=True)
-        near(pair.ours(x, cache=both), y)
-        near(pair.ours(whole_x[:, at], cache=cache), whole[:, at])
+        assert_near(pair.ours(x, cache=both), y)
+        assert_near(pair.ours(whole_x[:, at], cache=cache), whole[:, at])
         start += n
 
 
-def check_left_padding(pair: Pair) -> None:
+def assert_left_padding(pair: Pair) -> None:
     """Rows of all, 17 and 1 tokens; NaN in our padding reaches nothing, in one pass and with a cache."""
     keep = torch.arange(LENGTH) >= LENGTH - torch.tensor([LENGTH, 17, 1])[:, None]
     positions = torch.where(keep, keep.long().cumsum(1) - 1, -1)
     x, y = pair.run(pair.tokens(3), positions, attention_mask=keep.long(), use_cache=False)
     x = x.masked_fill(~keep[..., None], math.nan)
-    near(pair.ours(x, positions)[keep], y[keep])
+    assert_near(pair.ours(x, positions)[keep], y[keep])
     cache, half = pair.ours.new_cache(), LENGTH // 2
     pair.ours(x[:, :half], positions[:, :half], cache)
     for t in range(half, LENGTH):
         z = pair.ours(x[:, t : t + 1], positions[:, t : t + 1], cache)
-        near(z[:, 0][keep[:, t]], y[:, t][keep[:, t]])
+        assert_near(z[:, 0][keep[:, t]], y[:, t][keep[:, t]])
 
 
-def check_offset(pair: Pair, start: int = 1000) -> None:
+def assert_offset(pair: Pair, start: int = 1000) -> None:
     """Far from the origin, in one pass and from a cache: as theirs there."""
     positions = torch.arange(start, start + LENGTH)[None]
     x, y = pair.run(pair.tokens(), positions, use_cache=False)
-    near(pair.ours(x, Span(start, LENGTH)), y)
+    assert_near(pair.ours(x, Span(start, LENGTH)), y)
     cache, half = pair.ours.new_cache(), LENGTH // 2
-    near(pair.ours(x[:, :half], Span(start, half), cache), y[:, :half])
-    near(pair.ours(x[:, half:], cache=cache), y[:, half:])
+    assert_near(pair.ours(x[:, :half], Span(start, half), cache), y[:, :half])
+    assert_near(pair.ours(x[:, half:], cache=cache), y[:, half:])
 
 
-def check_shift(pair: Pair, start: int = 100_000) -> None:
+def assert_shift(pair: Pair, start: int = 100_000) -> None:
     """Ours very far from the origin as theirs at it: only differences of positions count."""
     x, y = pair.run(pair.tokens(), use_cache=False)
-    near(pair.ours(x, Span(start, LENGTH)), y)
+    assert_near(pair.ours(x, Span(start, LENGTH)), y)
 
 
-def check_wrong(pair: Pair, change: Change) -> None:
+def assert_wrong(pair: Pair, change: Change) -> None:
     """The right one is near, the changed one far."""
     x, y = pair.run(pair.tokens(), use_cache=False)
-    near(pair.ours(x), y)
-    far(pair.wrong(change)(x), y)
+    assert_near(pair.ours(x), y)
+    assert_far(pair.wrong(change)(x), y)

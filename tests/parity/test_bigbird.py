@@ -16,7 +16,7 @@ from regard.masks import BigBird, Blocks
 from regard.nn.variants import bigbird
 from tests.parity import layers
 from tests.parity.encoders import SIZES, H, M, names, parts, paths
-from tests.parity.layers import Change, capture, copy_weights, far, near
+from tests.parity.layers import Change, assert_far, assert_near, capture, copy_weights
 
 BLOCK, BLOCKS, RANDOM = 2, 16, 2
 SLOTS = BLOCK * BLOCKS
@@ -74,7 +74,7 @@ def test_bigbird_is_full_attention_under_its_mask(is_causal: bool) -> None:
     x, y = pair.run(attention_mask=torch.where(seen, 0.0, torch.finfo().min))
     keep = positions >= 0
     x = x.masked_fill(~keep[..., None], math.nan)
-    near(pair.ours(x, positions)[keep], y[keep])
+    assert_near(pair.ours(x, positions)[keep], y[keep])
     visible = pair.ours.mask.table[2:-2].sum(1)
     assert (visible < 5 + RANDOM).all() if is_causal else (visible == 5 + RANDOM).all()
 
@@ -91,11 +91,11 @@ def test_bigbird_in_training_is_the_definition_with_the_blocks_drawn(
     assert (middle == 5 + RANDOM).all(), "drawn outside of window and globals, none twice"
     assert not torch.equal(table[0, 0], table[0, 1])
     pair.ours.mask = Blocks(table, BLOCK)
-    near(pair.ours(x), y)
+    assert_near(pair.ours(x), y)
     pair.ours.mask = Blocks(table.flip(1), BLOCK)
-    far(pair.ours(x), y)
+    assert_far(pair.ours(x), y)
     pair.ours.mask = BigBird(BLOCK, BLOCKS, random=0)
-    far(pair.ours(x), y)
+    assert_far(pair.ours(x), y)
 
 
 def test_bigbird_in_evaluation_counts_the_first_block_again(
@@ -110,12 +110,12 @@ def test_bigbird_in_evaluation_counts_the_first_block_again(
     draws = pair.draws(monkeypatch)
     x, y = pair.run()
     assert all((np.asarray(drawn) == 0).all() for drawn in draws)
-    far(pair.ours(x), y)
+    assert_far(pair.ours(x), y)
     pair.ours.mask = BigBird(BLOCK, BLOCKS, random=0)
-    far(pair.ours(x), y)
+    assert_far(pair.ours(x), y)
     pair.ours.bias = biases.Dense(torch.zeros(SLOTS, SLOTS))
     pair.ours.bias.tensor[BLOCK:-BLOCK, :BLOCK] = math.log(1 + RANDOM)
-    near(pair.ours(x), y)
+    assert_near(pair.ours(x), y)
 
 
 def test_only_theirs_changes_with_the_mode() -> None:
@@ -124,8 +124,8 @@ def test_only_theirs_changes_with_the_mode() -> None:
     seen = [
         capture(pair.theirs.train(mode), *paths(0), inputs_embeds=embeds) for mode in (True, False)
     ]
-    near(seen[0][0], seen[1][0])
-    far(seen[0][1], seen[1][1])
+    assert_near(seen[0][0], seen[1][0])
+    assert_far(seen[0][1], seen[1][1])
     x = seen[0][0]
     assert torch.equal(pair.ours.train()(x), pair.ours.eval()(x))
 
@@ -155,7 +155,7 @@ def test_a_wrong_bigbird_is_far(change: Change) -> None:
     at = torch.arange(SLOTS)
     seen = pair.ours.mask.allows(at[None, None, :, None], at[None, None, None])
     x, y = pair.run(attention_mask=torch.where(seen, 0.0, torch.finfo().min).expand(2, 1, -1, -1))
-    near(pair.ours(x), y)
+    assert_near(pair.ours(x), y)
     other = copy.deepcopy(pair.ours)
     change(other)
-    far(other(x), y)
+    assert_far(other(x), y)

@@ -87,25 +87,25 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 
 def test_prefill(pair: Pair) -> None:
-    layers.check_prefill(pair)
+    layers.assert_prefill(pair)
 
 
 def test_chunks_and_decoding(pair: Pair) -> None:
-    layers.check_chunks(pair)
+    layers.assert_chunks(pair)
 
 
 def test_left_padding(pair: Pair) -> None:
-    layers.check_left_padding(pair)
+    layers.assert_left_padding(pair)
 
 
 @pytest.mark.parametrize("name", ["GPTNeoX", "Falcon"])
 def test_offset(name: str) -> None:
-    layers.check_offset(made(name))
+    layers.assert_offset(made(name))
 
 
 def test_shift(pair: Pair) -> None:
     """Rotary, ALiBi and no positions at all alike."""
-    layers.check_shift(pair)
+    layers.assert_shift(pair)
 
 
 def separated(pair: Pair) -> Any:
@@ -123,9 +123,9 @@ def separated(pair: Pair) -> Any:
 def test_alibi_of_the_catalogue_is_blooms() -> None:
     pair = Pair(FAMILIES["Bloom"])
     pair.ours = separated(pair)
-    layers.check_prefill(pair)
-    layers.check_chunks(pair)
-    layers.check_left_padding(pair)
+    layers.assert_prefill(pair)
+    layers.assert_chunks(pair)
+    layers.assert_left_padding(pair)
 
 
 def test_six_heads_have_slopes_between_those_of_four() -> None:
@@ -201,4 +201,4 @@ WRONG = [
 
 @pytest.mark.parametrize("name, change", WRONG, ids=lambda x: getattr(x, "__name__", x))
 def test_a_wrong_variant_is_far(name: str, change: Change) -> None:
-    layers.check_wrong(made(name), change)
+    layers.assert_wrong(made(name), change)

@@ -95,34 +95,34 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 def test_prefill(pair: Pair) -> None:
     assert LENGTH > 3 * WINDOW
-    layers.check_prefill(pair)
+    layers.assert_prefill(pair)
 
 
 def test_chunks_and_decoding(pair: Pair) -> None:
-    layers.check_chunks(pair)
+    layers.assert_chunks(pair)
 
 
 def test_left_padding(pair: Pair) -> None:
-    layers.check_left_padding(pair)
+    layers.assert_left_padding(pair)
 
 
 def test_offset(pair: Pair) -> None:
-    layers.check_offset(pair)
-    layers.check_shift(pair)
+    layers.assert_offset(pair)
+    layers.assert_shift(pair)
 
 
 @pytest.mark.parametrize("name, layer", LAYERS)
 def test_offset_with_exact_angles(name: str, layer: int) -> None:
     """With frequencies 1, 1/4, 1/16, 1/64, whose angles fp32 holds exactly."""
-    layers.check_offset(Pair(FAMILIES[name], layer, rope_parameters=EXACT), 4000)
+    layers.assert_offset(Pair(FAMILIES[name], layer, rope_parameters=EXACT), 4000)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_sinks_with_yarn(layer: int) -> None:
     pair = Pair(FAMILIES["GptOss"], layer, rope_parameters=YARN)
-    layers.check_prefill(pair)
-    layers.check_chunks(pair)
-    layers.check_offset(pair)
+    layers.assert_prefill(pair)
+    layers.assert_chunks(pair)
+    layers.assert_offset(pair)
 
 
 def test_a_local_cache_keeps_a_window(pair: Pair) -> None:
@@ -206,7 +206,7 @@ WRONG = (
 
 @pytest.mark.parametrize("name, layer, change", WRONG, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_a_wrong_variant_is_far(name: str, layer: int, change: Change) -> None:
-    layers.check_wrong(made(name, layer), change)
+    layers.assert_wrong(made(name, layer), change)
 
 
 WRONG_YARN: dict[str, Change] = {
@@ -220,4 +220,4 @@ WRONG_YARN: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", WRONG_YARN.values(), ids=WRONG_YARN)
 def test_a_wrong_yarn_is_far(change: Change) -> None:
-    layers.check_wrong(Pair(FAMILIES["GptOss"], 1, rope_parameters=YARN), change)
+    layers.assert_wrong(Pair(FAMILIES["GptOss"], 1, rope_parameters=YARN), change)

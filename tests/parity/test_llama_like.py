@@ -74,20 +74,20 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 
 def test_prefill(pair: Pair) -> None:
-    layers.check_prefill(pair)
+    layers.assert_prefill(pair)
 
 
 def test_chunks_and_decoding(pair: Pair) -> None:
-    layers.check_chunks(pair)
+    layers.assert_chunks(pair)
 
 
 def test_left_padding(pair: Pair) -> None:
-    layers.check_left_padding(pair)
+    layers.assert_left_padding(pair)
 
 
 def test_offset(pair: Pair) -> None:
-    layers.check_offset(pair)
-    layers.check_shift(pair)
+    layers.assert_offset(pair)
+    layers.assert_shift(pair)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -98,7 +98,7 @@ def test_offset_with_exact_angles(name: str) -> None:
     """
     pair = Pair(FAMILIES[name], **rope(256.0))
     assert pair.theirs.rotary_emb.inv_freq.tolist() == [1, 1 / 4, 1 / 16, 1 / 64]
-    layers.check_offset(pair, 4000)
+    layers.assert_offset(pair, 4000)
 
 
 # Negative controls: what must be told apart.
@@ -183,4 +183,4 @@ WRONG = [(name, change) for name in FAMILIES for change in EVERYWHERE] + [
 
 @pytest.mark.parametrize("name, change", WRONG, ids=lambda x: getattr(x, "__name__", x))
 def test_a_wrong_variant_is_far(name: str, change: Change) -> None:
-    layers.check_wrong(made(name), change)
+    layers.assert_wrong(made(name), change)

@@ -14,7 +14,7 @@ from regard.masks import Global, Window
 from regard.nn.variants import longformer
 from tests.parity import layers
 from tests.parity.encoders import SIZES, H, M, names, parts, paths
-from tests.parity.layers import Change, capture, copy_weights, far, near
+from tests.parity.layers import Change, assert_far, assert_near, capture, copy_weights
 
 WINDOWS, GLOBALS, LENGTH = (4, 8), (0, 7, 8, 20), 26
 
@@ -52,8 +52,8 @@ def test_longformer(layer: int, positions: tuple[int, ...]) -> None:
     assert LENGTH % max(WINDOWS)
     x, y = pair.whole()
     for backend in ("auto", "reference"):
-        near(pair.ours(x, backend=backend), y)
-    near(pair.ours(x, torch.arange(LENGTH)[None]), y)
+        assert_near(pair.ours(x, backend=backend), y)
+    assert_near(pair.ours(x, torch.arange(LENGTH)[None]), y)
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -67,7 +67,7 @@ def test_longformer_with_padding(layer: int, side: str) -> None:
     keep, pair = positions >= 0, Long(layer)
     x, y = pair.run(positions, keep)
     x = x.masked_fill(~keep[..., None], math.nan)
-    near(pair.ours(x, positions)[keep], y[keep])
+    assert_near(pair.ours(x, positions)[keep], y[keep])
 
 
 def wider(ours: Any) -> None:
@@ -115,7 +115,7 @@ WRONG = (
 def test_a_wrong_longformer_is_far(change: Change) -> None:
     pair = Long(0)
     x, y = pair.whole()
-    near(pair.ours(x), y)
+    assert_near(pair.ours(x), y)
     other = copy.deepcopy(pair.ours)
     change(other)
-    far(other(x), y)
+    assert_far(other(x), y)

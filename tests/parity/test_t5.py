@@ -14,7 +14,7 @@ from regard.biases import T5Relative
 from regard.nn.variants import cross_attention, t5
 from regard.span import Span
 from tests.parity import layers
-from tests.parity.layers import Change, capture, copy_weights, far, near
+from tests.parity.layers import Change, assert_far, assert_near, capture, copy_weights
 
 M, H, D = 24, 3, 10
 NAMES = {
@@ -90,8 +90,8 @@ def test_self_attention(small: T5, where: str) -> None:
     """At lengths behind the last bucket."""
     x, y = small.run(where, *texts(), use_cache=False)
     for backend in ("auto", "reference"):
-        near(small.ours[where](x, backend=backend), y)
-    near(small.ours[where](x, Span(1000, x.shape[1])), y)
+        assert_near(small.ours[where](x, backend=backend), y)
+    assert_near(small.ours[where](x, Span(1000, x.shape[1])), y)
 
 
 def test_buckets_as_released() -> None:
@@ -100,7 +100,7 @@ def test_buckets_as_released() -> None:
     long = torch.randn(1, 150, M)
     for where in (ENCODER, DECODER):
         x, y = made.run(where, long, long, use_cache=False)
-        near(made.ours[where](x), y)
+        assert_near(made.ours[where](x), y)
 
 
 def test_the_second_layer_uses_the_table_of_the_first(small: T5) -> None:
@@ -111,13 +111,13 @@ def test_the_second_layer_uses_the_table_of_the_first(small: T5) -> None:
     table = small.theirs.get_submodule(ENCODER).relative_attention_bias.weight
     made.load_state_dict({NAMES[n]: w for n, w in state.items()} | {"bias_tensors.0": table})
     x, y = small.run(where, *texts(), use_cache=False)
-    near(made.requires_grad_(False)(x), y)
+    assert_near(made.requires_grad_(False)(x), y)
 
 
 def test_cross_attention(small: T5) -> None:
     text, words = texts()
     x, y = small.run(CROSS, text, words, use_cache=False)
-    near(small.ours[CROSS](x, memory=small.memory(text, words)), y)
+    assert_near(small.ours[CROSS](x, memory=small.memory(text, words)), y)
 
 
 @pytest.mark.parametrize("where", [DECODER, CROSS])
@@ -134,8 +134,8 @@ def test_chunks_and_decoding(small: T5, where: str) -> None:
         at = slice(start, start + n)
         x, y = small.run(where, text, words[:, at], past_key_values=theirs_cache, use_cache=True)
         given = {"memory": memory} if where == CROSS and not start else {}
-        near(ours(x, cache=both, **given), y)
-        near(ours(whole_x[:, at], cache=cache, **given), whole[:, at])
+        assert_near(ours(x, cache=both, **given), y)
+        assert_near(ours(whole_x[:, at], cache=cache, **given), whole[:, at])
         start += n
     assert start == LENGTH
 
@@ -152,14 +152,14 @@ def test_left_padding(small: T5) -> None:
         x, y = small.run(where, text, words, **call)
         x = x.masked_fill(~real[..., None], math.nan)
         given = {"memory": memory, "memory_positions": there} if where == CROSS else {}
-        near(small.ours[where](x, positions, **given)[real], y[real])
+        assert_near(small.ours[where](x, positions, **given)[real], y[real])
     ours, half = small.ours[DECODER], LENGTH // 2
     x, y = small.run(DECODER, text, words, **call)
     cache = ours.new_cache()
     ours(x[:, :half], at[:, :half], cache)
     for t in range(half, LENGTH):
         z = ours(x[:, t : t + 1], at[:, t : t + 1], cache)
-        near(z[:, 0][keep[:, t]], y[:, t][keep[:, t]])
+        assert_near(z[:, 0][keep[:, t]], y[:, t][keep[:, t]])
 
 
 # Negative controls: what must be told apart.
@@ -210,10 +210,10 @@ WRONG: list[tuple[str, Change]] = [
 )
 def test_a_wrong_variant_is_far(small: T5, where: str, change: Change) -> None:
     x, y = small.run(where, *texts(), use_cache=False)
-    near(small.ours[where](x), y)
+    assert_near(small.ours[where](x), y)
     ours = copy.deepcopy(small.ours[where])
     change(ours)
-    far(ours(x), y)
+    assert_far(ours(x), y)
 
 
 def test_a_wrong_cross_attention_is_far(small: T5) -> None:
@@ -221,10 +221,10 @@ def test_a_wrong_cross_attention_is_far(small: T5) -> None:
     text, words = texts()
     x, y = small.run(CROSS, text, words, use_cache=False)
     memory, right = small.memory(text, words), small.ours[CROSS]
-    far(right(x, memory=memory[:, :-1]), y)
-    far(right(x, memory=x), y)
+    assert_far(right(x, memory=memory[:, :-1]), y)
+    assert_far(right(x, memory=x), y)
     for change in ({"scale": None}, {"bias": small.ours[DECODER].bias}):
         wrong = cross_attention(M, H, head_dim=D).requires_grad_(False)
         wrong.load_state_dict(right.state_dict())
         vars(wrong).update({"scale": 1.0} | change)
-        far(wrong(x, memory=memory), y)
+        assert_far(wrong(x, memory=memory), y)

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "src" / "regard"
-FILES = sorted(SOURCES.rglob("*.py"))
-
-
-def short(path: Path) -> str:
-    return path.relative_to(SOURCES).as_posix()
-
+from tests.surface.conftest import Source
 
 # a line of code -> the only places where it may stand
 HOMES = {
@@ -39,28 +32,18 @@ HOMES = {
 
 
 @pytest.mark.parametrize("line", HOMES)
-def test_a_line_has_one_home(line: str) -> None:
+def test_a_line_has_one_home(line: str, sources: dict[str, Source]) -> None:
     strangers = {
-        short(path)
-        for path in FILES
-        if re.search(line, code_of(path))
-        and not any(short(path).startswith(home) for home in HOMES[line])
+        name
+        for name, source in sources.items()
+        if re.search(line, source.code) and not any(name.startswith(home) for home in HOMES[line])
     }
     assert strangers == set()
 
 
-def code_of(path: Path) -> str:
-    """The source without docstrings and comments: what runs."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            node.value = ast.Constant(...)
-    return ast.unparse(tree)
-
-
-def test_every_module_says_what_it_is() -> None:
-    silent = [short(p) for p in FILES if not ast.get_docstring(ast.parse(p.read_text("utf-8")))]
-    assert silent == []
+def test_every_module_says_what_it_is(sources: dict[str, Source]) -> None:
+    assert len(sources) > 100
+    assert [name for name, source in sources.items() if not source.docstring] == []
 
 
 def test_the_checks_would_find_an_offender(tmp_path: Path) -> None:
@@ -69,4 +52,4 @@ def test_the_checks_would_find_an_offender(tmp_path: Path) -> None:
         '"""F.scaled_dot_product_attention(q)"""\nF.scaled_dot_product_attention(q)\n'
     )
     line = next(iter(HOMES))
-    assert len(re.findall(line, code_of(offender))) == 1  # the docstring does not count
+    assert len(re.findall(line, Source.of(offender).code)) == 1  # the docstring does not count

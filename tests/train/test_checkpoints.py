@@ -174,6 +174,7 @@ def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.full
 def test_killed_at_every_write_the_old_or_the_new_one_loads(tmp_path: Path) -> None:
     """SIGKILL at the n-th system call that matters, for every n, over a folder that has a checkpoint."""
     points = 0
@@ -215,6 +216,7 @@ def save_and_die(folder: Path, calls: int) -> None:
     checkpoints.save(folder, make(2), keep=1)
 
 
+@pytest.mark.full
 def test_killed_at_random_moments_latest_loads(tmp_path: Path) -> None:
     draw = random.Random(0)
 

@@ -74,6 +74,7 @@ def start_and_kill(arguments: list[str], out: Path, after: int) -> None:
     assert process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.full
 def test_a_killed_process_goes_on_to_the_same_bits(text: Path, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run(command(text, whole, MIXED)) == 0

@@ -45,11 +45,12 @@ def ids(length: int = LENGTH, seed: int = 0) -> Tensor:
     return torch.randint(0, V, (2, length), generator=torch.Generator().manual_seed(seed))
 
 
-def close(x: Tensor, y: Tensor) -> None:
+def assert_close(x: Tensor, y: Tensor) -> None:
     """Equal but for the order of sums in fp64."""
     assert float((x - y).abs().max()) <= 1e-10 * max(1.0, float(y.abs().max()))
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", decoders())
 def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
     made = config(name)
@@ -79,6 +80,7 @@ def json_twin(made: Config) -> Config:
     return Config(**json.loads(json.dumps(vars(made))))
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", decoders())
 def test_a_cache_continues_it_and_nothing_looks_ahead(name: str) -> None:
     model = drawn(config(name)).double()
@@ -91,10 +93,10 @@ def test_a_cache_continues_it_and_nothing_looks_ahead(name: str) -> None:
         whole = model(
             text
         )  # without a cache: it says the same, so that it would have chosen the same
-        close(torch.cat(found, 1), whole)
+        assert_close(torch.cat(found, 1), whole)
         other = torch.cat([text[:, :12], (text[:, 12:] + 1) % V], 1)
         changed = model(other)
-        close(changed[:, :12], whole[:, :12])
+        assert_close(changed[:, :12], whole[:, :12])
         assert (changed - whole)[:, 12:].abs().amax() > 1e-3
 
 
@@ -202,7 +204,7 @@ def test_which_positions_a_mechanism_takes(name: str) -> None:
             with torch.no_grad():
                 caches = model.new_caches()
                 parts = [model(x, None, caches) for x in ids().split([9, 1, 13], 1)]
-                close(torch.cat(parts, 1), model(ids()))
+                assert_close(torch.cat(parts, 1), model(ids()))
         elif position not in allowed:
             with pytest.raises(
                 ArgumentError,
@@ -258,10 +260,10 @@ def test_a_window_over_any_softmax_attention(name: str) -> None:
     with torch.no_grad():
         whole, caches = narrow(ids()), narrow.new_caches()
         parts = [narrow(x, None, caches) for x in ids().split([9, 1, 1, 12], 1)]
-        close(torch.cat(parts, 1), whole)
+        assert_close(torch.cat(parts, 1), whole)
         # two layers of 4 reach 6 tokens back
         other = torch.cat([(ids()[:, :1] + 1) % V, ids()[:, 1:]], 1)
-        close(narrow(other)[:, 7:], whole[:, 7:])
+        assert_close(narrow(other)[:, 7:], whole[:, 7:])
         assert (narrow(other) - whole)[:, :7].abs().amax() > 1e-6
         assert (wide(other) - wide(ids()))[:, 7:].abs().amax() > 1e-6
         assert len(caches[0]) <= 4 + 12

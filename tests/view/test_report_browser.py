@@ -20,7 +20,7 @@ from regard.inspect.report import report
 from regard.view.report import lang, page
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n"
 LAYER, HEAD, QUERY, KEY = 1, 2, 20, 3
@@ -134,6 +134,7 @@ def close(a: float, b: float) -> bool:
 # ---- it opens, and keeps to itself
 
 
+@pytest.mark.full(keep=1)
 def test_every_view_opens_without_a_word_and_without_a_request(tab: Tab, made: Made) -> None:
     ready(tab, made.url())
     assert tab.js("R.views.map(x => x.name)") == list(VIEWS)
@@ -169,6 +170,7 @@ def test_the_policy_keeps_even_our_own_page_from_calling_out(browser: Browser, m
 # ---- from the atlas to a cell, by clicks
 
 
+@pytest.mark.full(keep=1)
 def test_from_the_atlas_to_the_map_to_a_cell_by_clicks(tab: Tab, made: Made) -> None:
     ready(tab, made.url("#L0H0&v=atlas"))
     tab.click(f'.thumb[data-head="{LAYER} {HEAD}"]')

@@ -14,9 +14,7 @@ from regard.caches import Cache, kept
 from regard.cost import Description, Spec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
-from regard.masks import Full
-from regard.masks import Mask
-from regard.masks import reach
+from regard.masks import Full, Mask, reach
 from regard.process import is_compiling
 from regard.span import Positions, Span
 

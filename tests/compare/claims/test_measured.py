@@ -160,6 +160,7 @@ def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
     assert all(torch.equal(own[name], old[name]) for name in old)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_claims_run_at_a_tiny_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (groups, scale, values):  # one seed is enough to see that it runs

@@ -18,6 +18,7 @@ def label(entry: Entry) -> str:
     return entry.target.__name__
 
 
+@pytest.mark.full(keep=14)
 @pytest.mark.parametrize("entry", WRONG, ids=label)
 def test_the_fault_has_its_name(entry: Entry) -> None:
     found = audit(entry.target, **entry.given)
@@ -25,6 +26,7 @@ def test_the_fault_has_its_name(entry: Entry) -> None:
     assert found.exit_code == 1
 
 
+@pytest.mark.full(keep=7)
 @pytest.mark.parametrize("entry", RIGHT, ids=label)
 def test_right_code_passes_every_check_that_applies(entry: Entry) -> None:
     if entry.style == "transformers" and not HAVE_TRANSFORMERS:

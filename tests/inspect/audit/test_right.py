@@ -43,6 +43,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_code_has_no_fault(name: str) -> None:
     target, options, made = RIGHT[name]
@@ -66,6 +67,7 @@ def test_rows_that_nothing_claims_are_told_and_are_no_fault() -> None:
 OURS = ("gqa", "mqa", "mla", "sliding_window", "prefix_lm", "alibi", "retention", "gated_delta_net", "longformer")  # fmt: skip
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", OURS)
 def test_mechanisms_of_the_catalogue_have_no_fault(name: str) -> None:
     entry = VARIANTS[name]

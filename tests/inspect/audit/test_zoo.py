@@ -16,6 +16,7 @@ def label(entry: Wrong) -> str:
     return f"{entry.target.__name__}-{'+'.join(entry.names)}"
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("entry", ZOO, ids=label)
 def test_the_fault_is_named(entry: Wrong) -> None:
     found = audit(entry.target, **entry.options)

@@ -268,7 +268,7 @@ Run: TypeAlias = Callable[[str, torch.dtype], tuple[Tensor, ...]]
 """Runs a model under an attention implementation, in a dtype."""
 
 
-def compare(run: Run, factor: float = 2.0) -> None:
+def assert_like_eager(run: Run, factor: float = 2.0) -> None:
     """Hold regard against eager attention by the error rule.
 
     The reference is eager attention in float64, the plain math eager attention in float32. Where the code of a model needs
@@ -341,7 +341,7 @@ def _prefill(subject: Subject) -> None:
         with torch.no_grad():
             return (subject.outputs(attention, dtype, **given),)
 
-    compare(run)
+    assert_like_eager(run)
 
 
 def _padding(subject: Subject) -> None:
@@ -357,7 +357,7 @@ def _padding(subject: Subject) -> None:
             found = subject.outputs(attention, dtype, **given)
         return (found[mask.bool()] if found.shape[:2] == mask.shape else found,)
 
-    compare(run)
+    assert_like_eager(run)
 
 
 def _switch(subject: Subject) -> None:
@@ -371,7 +371,7 @@ def _switch(subject: Subject) -> None:
         with torch.no_grad():
             return (subject.outputs(attention, dtype, model=model, **given),)
 
-    compare(run)
+    assert_like_eager(run)
 
 
 def _generated(subject: Subject, **how: Any) -> None:
@@ -394,7 +394,7 @@ def _generated(subject: Subject, **how: Any) -> None:
             return (found.sequences,)
         return found.sequences, torch.stack(found.logits)
 
-    compare(run)
+    assert_like_eager(run)
 
 
 def _gradients(subject: Subject) -> None:
@@ -419,7 +419,7 @@ def _gradients(subject: Subject) -> None:
         scale = scale or float(joined.abs().max()) or 1.0
         return (joined / scale,)
 
-    compare(run, factor=GRADIENT)
+    assert_like_eager(run, factor=GRADIENT)
 
 
 def _compile(subject: Subject) -> None:
@@ -447,7 +447,7 @@ def _compile(subject: Subject) -> None:
                 raise NotApplicable(why) from error
             raise ours from None
 
-    compare(run)
+    assert_like_eager(run)
 
 
 _TRIALS: dict[str, Callable[[Subject], None]] = {

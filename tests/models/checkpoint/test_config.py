@@ -26,7 +26,7 @@ def change_config(folder: Path, **change: Any) -> None:
     path.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
 
 
-def fails(folder: Path, message: str) -> None:
+def assert_refused(folder: Path, message: str) -> None:
     """load raises FileError, an OSError, with the whole message; {} is the folder."""
     with pytest.raises(FileError) as error:
         regard.load(folder)
@@ -61,7 +61,7 @@ def test_older_and_newer_configs(folder: Path) -> None:
 )  # fmt: skip
 def test_files_that_are_no_config(folder: Path, content: bytes, message: str) -> None:
     (folder / "config.json").write_bytes(content)
-    fails(folder, message)
+    assert_refused(folder, message)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +122,12 @@ def test_configs_that_say_something_wrong(
     folder: Path, change: dict[str, Any], message: str
 ) -> None:
     change_config(folder, **change)
-    fails(folder, f"{{}}/config.json: {message}")
+    assert_refused(folder, f"{{}}/config.json: {message}")
 
 
 def test_configs_that_lack_something(folder: Path) -> None:
     change_config(folder, vocab_size=None, hidden_size=None)
-    fails(folder, "{}/config.json: it lacks vocab_size, hidden_size")
+    assert_refused(folder, "{}/config.json: it lacks vocab_size, hidden_size")
 
 
 def test_a_config_that_lies_elsewhere(folder: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_dtype_that_the_config_names(folder: Path, named: dict[str, Any], wa
     assert regard.load(folder).decoder.head.weight.dtype == getattr(torch, wanted)
     assert regard.load(folder, dtype=torch.float64).decoder.head.weight.dtype == torch.float64
     change_config(folder, torch_dtype="int8")
-    fails(
+    assert_refused(
         folder,
         "{}/config.json: torch_dtype is 'int8'; it must be float32, float16, bfloat16 or float64",
     )
@@ -177,4 +177,6 @@ def test_which_ids_end_a_text(folder: Path, generation: Any, config: Any, wanted
 
 def test_ends_that_are_no_ids(folder: Path) -> None:
     change_config(folder, eos_token_id=["a"])
-    fails(folder, "{}: eos_token_id is ['a']; it must be a token id or a list of token ids")
+    assert_refused(
+        folder, "{}: eos_token_id is ['a']; it must be a token id or a list of token ids"
+    )

@@ -18,7 +18,7 @@ from regard.models.checkpoint.config import IGNORED, MARKS, is_harmless, parse
 from regard.models.families import FAMILIES, bert, family, mpt
 from regard.models.save import save
 from tests.models import small
-from tests.models.families.test_configs_g import MPT_7B
+from tests.models.families.test_published_gemma_gpt_bloom_mpt import MPT_7B
 
 HARMLESS: dict[str, Any] = {
     "_attn_implementation": "flash_attention_2", "_attn_implementation_autoset": True, "_attn_implementation_internal": None,

@@ -23,7 +23,7 @@ def bytes_(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
     return torch.randint(low, high, shape, generator=make, dtype=torch.uint8)
 
 
-def same(mine: Tensor, rows: Any) -> None:
+def assert_same(mine: Tensor, rows: Any) -> None:
     """Bit for bit, the sign of zero too."""
     want = torch.tensor(rows, dtype=torch.float64).reshape(mine.shape)
     assert torch.equal(mine.double().nan_to_num(nan=math.pi), want.nan_to_num(nan=math.pi))
@@ -39,7 +39,7 @@ def test_mxfp4_is_exact(dtype: torch.dtype) -> None:
     assert mine.shape == (3, 16 * 32)
     assert mine.dtype == dtype
     rows = zip(blocks.tolist(), scales.tolist(), strict=True)
-    same(mine, [oracle.mxfp4_row(b, s) for b, s in rows])
+    assert_same(mine, [oracle.mxfp4_row(b, s) for b, s in rows])
     assert int(mine.isnan().sum()) == 32  # the block of the NaN scale
 
 
@@ -48,7 +48,7 @@ def test_mxfp4_of_many_shapes_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     whole = unpack_mxfp4(blocks, scales)
     assert whole.shape == (2, 3, 160)
     for i, j in ((0, 0), (1, 2)):
-        same(whole[i, j], oracle.mxfp4_row(blocks[i, j].tolist(), scales[i, j].tolist()))
+        assert_same(whole[i, j], oracle.mxfp4_row(blocks[i, j].tolist(), scales[i, j].tolist()))
     for piece in (16, 48, 112):
         monkeypatch.setattr(packed, "PIECE", piece)
         assert torch.equal(unpack_mxfp4(blocks, scales), whole)
@@ -69,9 +69,13 @@ def test_a_wrong_order_of_nibbles_is_seen() -> None:
     blocks, scales = bytes_(3, 16), bytes_(3, low=120, high=130)
     swapped = (blocks >> 4) | (blocks << 4)
     with pytest.raises(AssertionError):
-        same(unpack_mxfp4(swapped, scales), oracle.mxfp4_row(blocks.tolist(), scales.tolist()))
+        assert_same(
+            unpack_mxfp4(swapped, scales), oracle.mxfp4_row(blocks.tolist(), scales.tolist())
+        )
     with pytest.raises(AssertionError):
-        same(unpack_mxfp4(blocks, scales + 1), oracle.mxfp4_row(blocks.tolist(), scales.tolist()))
+        assert_same(
+            unpack_mxfp4(blocks, scales + 1), oracle.mxfp4_row(blocks.tolist(), scales.tolist())
+        )
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (1, 1), (5, 7), (8, 3), (3, 9)])
@@ -84,7 +88,7 @@ def test_fp8_is_rounded_once(shape: tuple[int, int]) -> None:
         mine = unpack_fp8(raw.view(torch.float8_e4m3fn), scale, dtype, block=4)
         assert mine.shape == shape
         # float64 too is float32's product: the format's own
-        same(mine, want.float().to(dtype).double().tolist())
+        assert_same(mine, want.float().to(dtype).double().tolist())
 
 
 def test_fp8_of_every_byte_and_its_usual_block() -> None:
@@ -92,7 +96,7 @@ def test_fp8_of_every_byte_and_its_usual_block() -> None:
     scale = torch.tensor([[1.0, 2.0, -0.5], [0.25, 1e-3, 7.0]])
     mine = unpack_fp8(raw.view(torch.float8_e4m3fn), scale)
     want = torch.tensor(oracle.fp8(raw.tolist(), scale.double().tolist(), 128))
-    same(mine, want.float().double().tolist())
+    assert_same(mine, want.float().double().tolist())
     assert unpack_fp8(raw[:0].view(torch.float8_e4m3fn), torch.zeros(0, 3)).shape == (0, 300)
 
 
@@ -107,11 +111,11 @@ def test_fp8_as_transformers_reads_it() -> None:
 def test_factors_of_other_blocks_are_seen() -> None:
     raw, scale = bytes_(8, 8, high=100).view(torch.float8_e4m3fn), torch.arange(1.0, 5.0).view(2, 2)
     want = oracle.fp8(raw.view(torch.uint8).tolist(), scale.double().tolist(), 4)
-    same(unpack_fp8(raw, scale, block=4), want)
+    assert_same(unpack_fp8(raw, scale, block=4), want)
     with pytest.raises(AssertionError):
-        same(unpack_fp8(raw, scale.T.contiguous(), block=4), want)
+        assert_same(unpack_fp8(raw, scale.T.contiguous(), block=4), want)
     with pytest.raises(AssertionError):
-        same(unpack_fp8(raw, 1 / scale, block=4), want)
+        assert_same(unpack_fp8(raw, 1 / scale, block=4), want)
 
 
 B, S, F8 = bytes_(2, 3, 16), bytes_(2, 3), torch.ones(4, 4).to(torch.float8_e4m3fn)

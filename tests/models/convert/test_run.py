@@ -66,6 +66,7 @@ EVERY: dict[str, tuple[Wanted, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", EVERY)
 def test_what_comes_out_loads_and_is_what_was_measured(
     name: str, source: Path, tmp_path: Path
@@ -113,6 +114,7 @@ def test_an_exact_conversion_is_told_as_exact(tmp_path: Path) -> None:
     assert (report.before.kept, report.after.kept) == (1024, 2048)
 
 
+@pytest.mark.full
 def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path) -> None:
     """`tiny`, 128 numbers per token and layer in place of 256: the latent is nearer than pooled heads, by svd or by mean."""
     tries = {
@@ -128,6 +130,7 @@ def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path
     assert loss["mla"] < loss["svd"] < loss["mean"]
 
 
+@pytest.mark.full(keep=1)
 def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
     before = state(source)
     how = partial(heal, steps=30, lr=3e-3, batch=4)

@@ -42,7 +42,7 @@ def model() -> Model:
     return small.model()
 
 
-def check_equal(found: Tensor, right: Decoder, ids: Tensor, ends: Tensor = ENDS) -> None:
+def assert_equal(found: Tensor, right: Decoder, ids: Tensor, ends: Tensor = ENDS) -> None:
     plain, ref64 = right(ids)[:, ends], exact(right, ids)[:, ends]
     assert_close_rule(found, plain, ref64)
 
@@ -52,7 +52,7 @@ def test_a_cache_that_keeps_all_equals_one_pass(model: Model, room: Room) -> Non
     """Quantised, too: fewer than its 128 recent tokens are held as they came."""
     ids = torch.randint(0, 300, (2, LENGTH))
     context = Context(model.decoder, room, rows=2)
-    check_equal(read_in_pieces(context, ids, PIECES), model.decoder, ids)
+    assert_equal(read_in_pieces(context, ids, PIECES), model.decoder, ids)
     assert kinds(context.caches) == [room.cache.capitalize()] * 2
 
 
@@ -61,7 +61,7 @@ def test_chunks_of_a_prompt_change_nothing(model: Model, chunk: int | None) -> N
     ids = torch.randint(0, 300, (2, 29))
     context = Context(model.decoder)
     found = context.read(ids, chunk=chunk)[:, None]
-    check_equal(found, model.decoder, ids, torch.tensor([28]))
+    assert_equal(found, model.decoder, ids, torch.tensor([28]))
     assert {len(cache) for cache in context.caches} == {29}
 
 
@@ -86,10 +86,10 @@ def test_a_ring_is_a_model_with_a_window(model: Model, pieces: list[int]) -> Non
     ids, ends = torch.randint(0, 300, (2, LENGTH)), torch.tensor(pieces).cumsum(0) - 1
     context = Context(model.decoder, Room("ring", 10))
     found = read_in_pieces(context, ids, pieces)
-    check_equal(found, by_hand(model.decoder, windowed(10)), ids, ends)
+    assert_equal(found, by_hand(model.decoder, windowed(10)), ids, ends)
     assert kinds(context.caches) == ["Ring"] * 2
     with pytest.raises(AssertionError):  # negative control: a window of another size
-        check_equal(found, by_hand(model.decoder, windowed(11)), ids, ends)
+        assert_equal(found, by_hand(model.decoder, windowed(11)), ids, ends)
 
 
 @pytest.mark.parametrize("pieces", [PIECES, [LENGTH], [1] * LENGTH], ids=["ragged", "one", "steps"])
@@ -100,17 +100,17 @@ def test_streaming_keeps_distances_inside_the_cache(model: Model, pieces: list[i
     ids, ends = torch.randint(0, 300, (2, LENGTH)), torch.tensor(pieces).cumsum(0) - 1
     context = Context(model.decoder, Room("streaming", 12))
     found = read_in_pieces(context, ids, pieces)
-    check_equal(found, by_hand(model.decoder, change), ids, ends)
+    assert_equal(found, by_hand(model.decoder, change), ids, ends)
     assert kinds(context.caches) == ["Streaming"] * 2
     with pytest.raises(AssertionError):  # negative control: true distances
-        check_equal(found, by_hand(model.decoder, windowed(8, 4)), ids, ends)
+        assert_equal(found, by_hand(model.decoder, windowed(8, 4)), ids, ends)
 
 
 def test_streaming_without_rotary_heads_stands_at_true_positions() -> None:
     decoder = stack(build("causal", M, H), build("alibi", M, H), positional=Sinusoidal(M))
     ids = torch.randint(0, 300, (2, LENGTH))
     found = read_in_pieces(Context(decoder, Room("streaming", 12)), ids, PIECES)
-    check_equal(found, by_hand(decoder, windowed(8, 4)), ids)
+    assert_equal(found, by_hand(decoder, windowed(8, 4)), ids)
 
 
 @pytest.mark.parametrize("room", [Room("ring", 6), Room("streaming", 6)], ids=str)
@@ -170,7 +170,7 @@ def test_layers_with_a_memory_of_their_own_keep_it(room: Room, wanted: list[str]
     context = Context(decoder, room, rows=2)
     found = read_in_pieces(context, ids, PIECES)
     assert kinds(context.caches) == wanted
-    check_equal(found, decoder, ids)
+    assert_equal(found, decoder, ids)
 
 
 SCALINGS = [DynamicNTK(2.0, 12), LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), 12, 4.0)]
@@ -181,16 +181,16 @@ def test_frequencies_that_follow_the_length_equal_one_pass_at_each(scaling: obje
     decoder, ids = following(scaling), torch.randint(0, 300, (2, 22))  # type: ignore[arg-type]
     context = Context(decoder)
     logits, n = context.read(ids[:, :9], chunk=4), 9
-    check_equal(logits[:, None], decoder, ids[:, :n], torch.tensor([n - 1]))
+    assert_equal(logits[:, None], decoder, ids[:, :n], torch.tensor([n - 1]))
     for n in range(10, 23):
         logits = context.read(ids[:, n - 1 : n])
-        check_equal(logits[:, None], decoder, ids[:, :n], torch.tensor([n - 1]))
+        assert_equal(logits[:, None], decoder, ids[:, :n], torch.tensor([n - 1]))
     assert context._prefix is not None
     assert context._prefix.reruns == (1 if isinstance(scaling, LongRoPE) else 10)
     context.select(torch.tensor([1, 1, 0]))
     more = torch.randint(0, 300, (3, 1))
     whole = torch.cat([ids[[1, 1, 0]], more], 1)
-    check_equal(context.read(more)[:, None], decoder, whole, torch.tensor([22]))
+    assert_equal(context.read(more)[:, None], decoder, whole, torch.tensor([22]))
 
 
 def test_rows_of_different_length_and_rows_that_leave() -> None:
@@ -208,7 +208,7 @@ def test_rows_of_different_length_and_rows_that_leave() -> None:
                 logits = logits[torch.tensor(kept)]
             for i, text in enumerate(texts):
                 alone = torch.tensor([text])
-                check_equal(logits[i][None, None], decoder, alone, torch.tensor([-1]))
+                assert_equal(logits[i][None, None], decoder, alone, torch.tensor([-1]))
             for text in texts:
                 text.append(30 + step)
             logits = context.read(torch.tensor([[30 + step]] * len(texts)))
@@ -223,7 +223,7 @@ def test_a_fork_is_a_context_of_its_own(model: Model) -> None:
         more = torch.randint(0, 300, (3, 19))
         for part in more.split([7, 1, 11], 1):
             logits = fork.read(part)
-        check_equal(logits[:, None], model.decoder, torch.cat([ids.expand(3, -1), more], 1), torch.tensor([-1]))  # fmt: skip
+        assert_equal(logits[:, None], model.decoder, torch.cat([ids.expand(3, -1), more], 1), torch.tensor([-1]))  # fmt: skip
         assert context.bytes == size
         again = context.read(more[:1])
         assert_close_rule(

@@ -23,7 +23,7 @@ def model() -> Model:
     return small.model()
 
 
-def near(x: torch.Tensor, y: torch.Tensor) -> None:
+def assert_near(x: torch.Tensor, y: torch.Tensor) -> None:
     assert float((x - y).abs().max()) <= 1e-5 * float(y.abs().max())
 
 
@@ -35,11 +35,11 @@ def test_cached_logits_are_the_uncached_ones(model: Model) -> None:
         for n in chunks:
             parts.append(model(ids[:, start : start + n], caches=caches))
             start += n
-        near(torch.cat(parts, 1), whole)
+        assert_near(torch.cat(parts, 1), whole)
         assert {len(cache) for cache in caches} == {41}
         assert sum(cache.bytes for cache in caches) == 2 * 2 * 41 * 2 * (10 + 10) * 4
     for backend in ("sdpa", "reference"):
-        near(model(ids, backend=backend), whole)
+        assert_near(model(ids, backend=backend), whole)
 
 
 def test_a_stale_position_is_caught(model: Model) -> None:
@@ -49,7 +49,7 @@ def test_a_stale_position_is_caught(model: Model) -> None:
     model(ids[:, :10], caches=caches)
     wrong = model(ids[:, 10:], Span(0, 10), caches)
     with pytest.raises(AssertionError):
-        near(wrong, model(ids)[:, 10:])
+        assert_near(wrong, model(ids)[:, 10:])
 
 
 def test_greedy_is_the_argmax_of_the_whole_pass(model: Model) -> None:

@@ -184,6 +184,7 @@ def test_taps() -> None:
         assert additive_attention(*given).context.eq(0).all()
 
 
+@pytest.mark.full
 def test_compiles_without_a_break_and_keeps_padding_out() -> None:
     torch._dynamo.reset()
     q, k, v, w = make()

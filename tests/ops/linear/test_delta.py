@@ -129,6 +129,7 @@ def test_gradients_round_as_those_of_plain_math() -> None:
             assert_close_rule(x, usual, right, GRADIENT, f"{form} {name}")
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("form, chunk", [("recurrent", 1), ("chunk", 2), ("parallel", 1)])
 @pytest.mark.parametrize("gated", [False, True])
 def test_gradcheck(gated: bool, form: str, chunk: int) -> None:

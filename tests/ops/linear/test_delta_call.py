@@ -61,6 +61,7 @@ def test_the_finite_check_names_the_tensor() -> None:
         delta_rule(Q, K, bad, BETA, k_positions=torch.tensor([[0, 1, 2, 3, -1]]))
 
 
+@pytest.mark.full
 def test_it_compiles_without_a_break() -> None:
     torch._dynamo.reset()
     q, k, v = torch.randn(1, 2, 12, 4), torch.randn(1, 1, 12, 4) / 4, torch.randn(1, 1, 12, 3)

@@ -81,6 +81,7 @@ def test_gradients_round_as_those_of_plain_math() -> None:
             assert_close_rule(x, usual, right, GRADIENT, f"{form} {name}")
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("form, chunk", [("recurrent", 1), ("chunk", 2), ("parallel", 1)])
 def test_gradcheck(form: str, chunk: int) -> None:
     c = channels(B=1, H=2, G=1, T=5, D=3, E=2)
@@ -189,6 +190,7 @@ def test_wrong_variants_are_caught() -> None:
             assert_close_rule(run(c._replace(g=g))[0], plains, exact.out)
 
 
+@pytest.mark.full
 def test_it_compiles_without_a_break() -> None:
     torch._dynamo.reset()
     c = channels(B=1, T=12).to(torch.float32)

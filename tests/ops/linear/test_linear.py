@@ -122,6 +122,7 @@ def test_gradients_round_as_those_of_plain_math(name: str) -> None:
                 assert_close_rule(x, others, right, GRADIENT, f"{name} {form} {field}")
 
 
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("form, chunk", [("recurrent", 1), ("chunk", 2), ("parallel", 1)])
 @pytest.mark.parametrize("name", ["elu+1", "exp", "softmax", "identity", "retention", "gated", "gated by head"])  # fmt: skip
 def test_gradcheck(name: str, form: str, chunk: int) -> None:

@@ -247,6 +247,7 @@ def test_autocast_does_not_lower_the_memory() -> None:
     assert torch.equal(other.z, state.z)
 
 
+@pytest.mark.full
 def test_a_compiled_graph_gives_the_same() -> None:
     q, k, v, gate = case()
 

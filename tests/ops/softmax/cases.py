@@ -49,7 +49,11 @@ MASKS: dict[str, tuple[Callable[[], Any], Rule]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call and what it means. Positions: None (the defaults), "shift" (a later Span), "rows" (a tensor with holes)."""
+    """One call and what it means.
+
+    Positions are "" (the defaults), "shift" (a later Span) or "rows" (a tensor with holes). A `fixed_bias` has no
+    gradient, whatever has one beside it.
+    """
 
     mask: str = "none"
     shape: tuple[int, int, int, int, int, int, int] = (2, 4, 2, 19, 33, 8, 8)  # B H G T S D E
@@ -60,10 +64,12 @@ class Case:
     positions: str = ""
     size: float = 1.0
     seed: int = 0
+    fixed_bias: bool = False
 
     def __str__(self) -> str:
         B, H, G, T, S, D, E = self.shape
-        words = [self.mask, f"B{B}H{H}G{G}T{T}S{S}D{D}E{E}", self.bias, self.positions]
+        bias = f"fixed-{self.bias}" if self.bias and self.fixed_bias else self.bias
+        words = [self.mask, f"B{B}H{H}G{G}T{T}S{S}D{D}E{E}", bias, self.positions]
         words += [f"cap{self.softcap}" if self.softcap else "", "sink" if self.sink else ""]
         words += [
             f"scale{self.scale}" if self.scale else "",
@@ -130,7 +136,7 @@ def make(
             *{"t5": (8, H), "dense": (1, H, T, S), "key": (B, 1, 1, S), "fn": (H,), "alibi": (H,)}[
                 case.bias
             ]
-        )
+        ).requires_grad_(gradient and not case.fixed_bias)
         dense = _dense_bias(case.bias, table, torch.tensor(qp), torch.tensor(kp))
         bias = _bias(case.bias, table)
     options = {
@@ -138,7 +144,8 @@ def make(
         "q_positions": q_positions if case.positions else None,
         "k_positions": k_positions if case.positions else None,
     }  # fmt: skip
-    leaves = [x for x in (q, k, v, sink, table) if x is not None]
+    learned = None if case.fixed_bias else table
+    leaves = [x for x in (q, k, v, sink, learned) if x is not None]
     return Made(q, k, v, sink, table, options, visible, dense, leaves)
 
 

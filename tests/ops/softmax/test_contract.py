@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,18 +12,29 @@ import torch
 from torch import Tensor
 
 from regard.ops.softmax import dispatch, pieces, tiled
-from regard.ops.softmax.call import Kernel
+from regard.ops.softmax.call import Call, Kernel
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HALVES = (torch.bfloat16, torch.float16)
+ALL = (torch.float64, torch.float32, *HALVES)
+DTYPES = {"cpu": ALL[1:], "gemm": ALL[1:]}  # the compiled kernels have no fp64; the others have all
+NO_GRADIENT = {"cpu", "flex"}
 # the same kernels with tiles so small that every case has many
 KERNELS = [*((kernel, False) for kernel in dispatch.KERNELS)] + [
     (kernel, True) for kernel in dispatch.KERNELS if kernel.name in ("tiled", "sdpa")
 ]
 IDS = [kernel.name + "-small-tiles" * small for kernel, small in KERNELS]
 SLOW = {"flex": 8}  # torch traces each call anew on CPU: every eighth case there
+LEAST = {
+    "cpu": 100, "sdpa": 95, "sdpa-small-tiles": 95, "tiled": 105, "tiled-small-tiles": 105,
+    "flex": 15, "gemm": 85, "reference": 105,
+}  # fmt: skip
+LEAST_GRADIENTS = {
+    "sdpa": 80, "sdpa-small-tiles": 80, "tiled": 105, "tiled-small-tiles": 105, "gemm": 85, "reference": 105,
+}  # fmt: skip
+"""How many cells each kernel must run: one that starts to refuse its calls fails here, where its cells would be skipped."""
 
 
 @pytest.fixture
@@ -39,26 +51,79 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
     return chosen
 
 
-def grid() -> list[Any]:
+def fitting(name: str, case: Case, i: int, *, gradient: bool) -> Case:
+    """The case in the form that a kernel is made for, where it would refuse the case for its size or for what learns."""
+    B, H, G, T, S, D, E = case.shape
+    if name == "cpu":  # decoding: one query, or a few
+        case = replace(case, shape=(B, H, G, min(T, 5 if i % 2 else 1), S, D, E))
+    if gradient and name in ("sdpa", "gemm"):
+        case = replace(case, fixed_bias=bool(case.bias))
+    if gradient and name == "sdpa":  # its gradient is right for small scores
+        case = replace(case, size=case.size * 0.75)
+    return case
+
+
+def grid(*, gradient: bool = False) -> list[Any]:
     cells = []
     for (chosen, small), name in zip(KERNELS, IDS, strict=True):
+        if gradient and chosen.name in NO_GRADIENT:
+            continue
+        dtypes = DTYPES.get(chosen.name, ALL)
+        n = len(dtypes)
         for i, case in enumerate(CONTRACT):
             if i % SLOW.get(chosen.name, 1):
                 continue
+            fit = fitting(chosen.name, case, i, gradient=gradient)
             # two dtypes a case, in turn, so that every kernel sees every option in every dtype
-            for dtype in {DTYPES[i % 4], DTYPES[(i + 1 + i // 4) % 4]}:
-                cells.append(
-                    pytest.param((chosen, small), case, dtype, id=f"{name}-{case}-{dtype}")
-                )
+            for dtype in {dtypes[i % n], dtypes[(i + 1 + i // n) % n]}:
+                cells.append(pytest.param((chosen, small), fit, dtype, id=f"{name}-{fit}-{dtype}"))
     return sorted(cells, key=lambda cell: str(cell.id))
 
 
+def reasons(kernel: Kernel, case: Case, dtype: torch.dtype, *, gradient: bool = False) -> list[str]:
+    return kernel.why_not(make(case, dtype, gradient=gradient).call(wants_lse=True))
+
+
+def skip_refused(kernel: Kernel, call: Call) -> None:
+    """What a kernel refuses is skipped with its reasons, so that a cell that ran nothing does not pass."""
+    if refused := kernel.why_not(call):
+        pytest.skip(f"{kernel.name}: {'; '.join(refused)}")
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", IDS)
+def test_each_kernel_runs_its_cells(name: str, gradient: bool) -> None:
+    cells = [
+        cell.values
+        for cell in grid(gradient=gradient)
+        if IDS[KERNELS.index(cell.values[0])] == name
+    ]
+    least = (LEAST_GRADIENTS if gradient else LEAST).get(name, 0)
+    if not least:
+        assert not cells
+        pytest.skip(f"{name} has no gradient")
+    if name in ("cpu", "gemm"):
+        pytest.importorskip("numba", reason=f"the kernel {name} is compiled by Numba")
+    refused = [
+        why for (kernel, _), *cell in cells if (why := reasons(kernel, *cell, gradient=gradient))
+    ]
+    ran = len(cells) - len(refused)
+    assert ran >= least, f"{name} refuses {len(refused)} of {len(cells)} cells: {refused}"
+
+
+def test_the_count_would_find_a_kernel_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A negative control."""
+    monkeypatch.setattr(type(KERNELS[IDS.index("tiled")][0]), "why_not", lambda self, call: ["no"])
+    with pytest.raises(AssertionError, match="tiled refuses 110 of 110 cells"):
+        test_each_kernel_runs_its_cells("tiled", gradient=False)
+
+
+@pytest.mark.full(keep=310)
 @pytest.mark.parametrize("kernel, case, dtype", grid(), indirect=["kernel"])
 def test_forward(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     made = make(case, dtype)
     call = made.call(wants_lse=True)
-    if kernel.why_not(call):
-        return  # what it refuses is said by the tests of that kernel
+    skip_refused(kernel, call)
     out, lse, *_ = kernel.run(call)
     assert lse is not None
     assert out.dtype == dtype
@@ -72,16 +137,12 @@ def test_forward(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     assert_close_rule(alone, outs, right[0], what="out without lse")
 
 
-@pytest.mark.parametrize(
-    "kernel, case, dtype",
-    [cell for cell in grid() if cell.values[0][0].name != "flex"],
-    indirect=["kernel"],
-)
+@pytest.mark.full(keep=230)
+@pytest.mark.parametrize("kernel, case, dtype", grid(gradient=True), indirect=["kernel"])
 def test_gradients(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     made = make(case, dtype, gradient=True)
     call = made.call(wants_lse=True)
-    if kernel.why_not(call):
-        return
+    skip_refused(kernel, call)
     out, lse, *_ = kernel.run(call)
     assert lse is not None
     found = gradients(made, out, lse)
@@ -91,7 +152,7 @@ def test_gradients(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
         "k",
         "v",
         *["sink"] * (made.sink is not None),
-        *["bias"] * (made.table is not None),
+        *["bias"] * (made.table is not None and not case.fixed_bias),
     ]
     for i, name in enumerate(names):
         assert found[i].dtype == made.leaves[i].dtype
@@ -138,36 +199,40 @@ def gradients(made: Made, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize(
+each_kernel = pytest.mark.parametrize(
     "kernel",
-    [*zip(dispatch.KERNELS, [False] * 9, strict=False)],
+    [(kernel, False) for kernel in dispatch.KERNELS],
     ids=lambda x: x[0].name,
     indirect=True,
 )
-def test_a_visible_nan_is_never_laundered(kernel: Kernel) -> None:
-    for where in ("q", "k", "v"):
-        made = make(Case("none"), torch.float32)
-        getattr(made, where)[0, 0, 3, 1] = math.nan
-        call = made.call()
-        if not kernel.why_not(call):
-            assert kernel.run(call).out[0, 0].isnan().any()
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [*zip(dispatch.KERNELS, [False] * 9, strict=False)],
-    ids=lambda x: x[0].name,
-    indirect=True,
-)
-def test_masked_garbage_never_arrives(kernel: Kernel) -> None:
-    made = make(Case("causal", (1, 2, 2, 20, 24, 8, 8)), torch.float32)
-    made.options["q_positions"] = torch.arange(20)[None]
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@each_kernel
+def test_a_visible_nan_is_never_laundered(kernel: Kernel, where: str) -> None:
+    """Tiles and flex refuse every NaN, because they do not look where it stands."""
+    made = make(fitting(kernel.name, Case("none"), 1, gradient=False), torch.float32)
+    getattr(made, where)[0, 0, 3, 1] = math.nan
+    call = made.call()
+    if kernel.name not in ("tiled", "flex"):
+        assert kernel.why_not(call) == []
+    skip_refused(kernel, call)
+    assert kernel.run(call).out[0, 0].isnan().any()
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e38], ids=str)
+@each_kernel
+def test_masked_garbage_never_arrives(kernel: Kernel, garbage: float) -> None:
+    T = 4 if kernel.name == "cpu" else 20
+    made = make(Case("causal", (1, 2, 2, T, 24, 8, 8)), torch.float32)
+    made.options["q_positions"] = torch.arange(20 - T, 20)[None]
     right = kernel.run(made.call()).out
-    for garbage in (math.nan, math.inf, 1e38):
-        made.k[:, :, 20:], made.v[:, :, 20:] = garbage, garbage
-        call = made.call()
-        if not kernel.why_not(call):
-            torch.testing.assert_close(kernel.run(call).out, right, rtol=1e-5, atol=1e-6)
+    made.k[:, :, 20:], made.v[:, :, 20:] = garbage, garbage
+    call = made.call()
+    if kernel.selects:
+        assert kernel.why_not(call) == []
+    skip_refused(kernel, call)
+    torch.testing.assert_close(kernel.run(call).out, right, rtol=1e-5, atol=1e-6)
 
 
 def test_every_case_is_run_by_several_kernels() -> None:

@@ -43,7 +43,7 @@ def inputs(
     return [torch.randn(shape, generator=make).to(dtype) for shape in shapes]
 
 
-def check(call: Call, what: str) -> None:
+def assert_right(call: Call, what: str) -> None:
     """out and lse against fp64 math over the mask and bias written out."""
     q, k, v = call.q, call.k, call.v
     where = (call.q_positions, call.k_positions)
@@ -85,7 +85,7 @@ def test_recipes(recipe: str, dtype: torch.dtype, T: int, H: int, G: int) -> Non
     k[:, :, 3] *= 4
     call = make_call(q, k, v, **options, wants_lse=True)
     assert KERNEL.why_not(call) == []
-    check(call, recipe)
+    assert_right(call, recipe)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,7 +105,7 @@ def test_rows_of_a_batch_have_their_own_lengths_and_holes(dtype: torch.dtype) ->
     clean = [x.nan_to_num(0.0) for x in (k, v)]
     assert torch.equal(found, regard.attend(q, *clean, **options, backend="cpu"))
     call = make_call(q, *clean, **options, wants_lse=True)
-    check(call, "holes")
+    assert_right(call, "holes")
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
@@ -150,7 +150,7 @@ def test_parts_and_threads_change_roundings_only(
     q, k, v = inputs(64 * 70 + 5, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
     assert entry._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
-    check(call, f"{workers} workers")
+    assert_right(call, f"{workers} workers")
 
 
 def test_memory_is_read_where_it_lies() -> None:
@@ -161,10 +161,10 @@ def test_memory_is_read_where_it_lies() -> None:
     assert entry.near(k).data_ptr() == k.data_ptr()
     assert entry.lines(k) == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
     call = make_call(q, k, v, wants_lse=True)
-    check(call, "a view")
+    assert_right(call, "a view")
     turned = torch.randn(2, 2, 40, 200).transpose(2, 3)
     call = make_call(q, turned, v, wants_lse=True)
-    check(call, "transposed")
+    assert_right(call, "transposed")
 
 
 def test_many_threads_of_python_at_once() -> None:
@@ -274,6 +274,7 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 
+@pytest.mark.full
 def test_numba_is_imported_by_the_first_call_that_needs_it() -> None:
     code = """
 import sys, torch, regard

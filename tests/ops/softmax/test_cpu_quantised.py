@@ -94,7 +94,7 @@ def meant(cache: Quantised) -> list[Tensor]:
     return [numbers(cache, i, axis) for i, axis in enumerate(("channel", "token"))]
 
 
-def check(wide: list[Tensor], calls: Call | list[Call], what: str) -> None:
+def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> None:
     """out and lse of codes against fp64 math over the numbers they stand for; plain math has them rounded to the dtype.
 
     Several calls are held to the rule together: of few numbers, plain math may be right by luck.
@@ -130,6 +130,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
@@ -137,10 +138,11 @@ def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
         cache = Quantised(bits, residual=residual)
         keys, values, seen = filled(cache, *tokens(203, dtype=dtype))
         given = make_call(query(T, dtype=dtype), keys, values, k_positions=seen, wants_lse=True, **RECIPES[recipe])  # fmt: skip
-        check(meant(cache), given, f"{recipe}, {bits} bits")
+        assert_right(meant(cache), given, f"{recipe}, {bits} bits")
     assert opened == []
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group, D, E", [(4, 8, 8), (16, 24, 16), (64, 20, 64), (96, 9, 96)])
 def test_groups(bits: int, group: int, D: int, E: int) -> None:
@@ -150,9 +152,10 @@ def test_groups(bits: int, group: int, D: int, E: int) -> None:
     wide = meant(cache)
     rows = (2, 4, 6, 10, 14)  # heads of 2 groups: 1 to 7 rows
     calls = [make_call(query(1, H, B=1, D=D), keys, values, wants_lse=True) for H in rows]
-    check(wide, calls, f"{bits} bits, groups of {group}")
+    assert_right(wide, calls, f"{bits} bits, groups of {group}")
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("scale", [1e-3, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scales(dtype: torch.dtype, scale: float) -> None:
@@ -160,7 +163,7 @@ def test_scales(dtype: torch.dtype, scale: float) -> None:
     k, v = tokens(203, dtype=dtype, scale=scale)
     k[..., 3] += 100  # an outlier channel
     keys, values, _ = filled(cache, k, v)
-    check(
+    assert_right(
         meant(cache),
         make_call(query(8, dtype=dtype), keys, values, wants_lse=True),
         f"scale {scale}",
@@ -177,7 +180,7 @@ def test_another_number_is_noticed() -> None:
         wrong.fill({**held, name: 1.01 * held[name]})  # type: ignore[dict-item]
         (keys, values), _ = wrong.update(tuple(x[:, :, :0] for x in tokens(203)), Span(203, 0))
         with pytest.raises(AssertionError, match="above"):
-            check(meant(cache), make_call(query(1), keys, values, wants_lse=True), name)
+            assert_right(meant(cache), make_call(query(1), keys, values, wants_lse=True), name)
 
 
 def test_slots_that_hold_nothing(opened: list[str]) -> None:
@@ -194,11 +197,12 @@ def test_slots_that_hold_nothing(opened: list[str]) -> None:
         filled(right, *clean, positions)  # type: ignore[arg-type]
         at = torch.tensor([[202, -1], [132, 133]])
         given = make_call(query(2), keys, values, mask=masks.Causal(), q_positions=at, k_positions=seen, wants_lse=True)  # fmt: skip
-        check(meant(right), given, "padded")
+        assert_right(meant(right), given, "padded")
         assert not KERNEL.run(given).out[0, :, 1].any()
     assert opened == []
 
 
+@pytest.mark.full
 def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts for several threads, rows that were chosen, a fork, and codes that lie otherwise."""
     k, v = tokens(1500, B=1, D=64, E=64)
@@ -211,7 +215,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     wide, out = meant(cache), []
     for workers in (3, 1):
         monkeypatch.setattr(pool, "threads", lambda n=workers: n)
-        check(wide, given, f"{workers} threads")
+        assert_right(wide, given, f"{workers} threads")
         out.append(KERNEL.run(given).out)
     held = dict(cache.contents())
     for name, x in held.items():

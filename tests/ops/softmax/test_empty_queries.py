@@ -78,6 +78,7 @@ def chosen(mask: Mask | Tensor | None) -> Mask:
     return mask if isinstance(mask, Mask) else masks.Dense(mask)
 
 
+@pytest.mark.full(keep=45)
 @pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_structure_of_a_mask(name: str, where: str) -> None:
@@ -96,6 +97,7 @@ def test_the_structure_of_a_mask(name: str, where: str) -> None:
         assert not lengths.expand(B, -1, T).transpose(1, 2)[empty].any()
 
 
+@pytest.mark.full(keep=80)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("where", ["holes", "span"])
 @pytest.mark.parametrize("name", MASKS)
@@ -158,6 +160,7 @@ def test_weights_and_plan(name: str) -> None:
     assert work.pairs == 0
 
 
+@pytest.mark.full
 def test_in_a_compiled_graph() -> None:
     q, k, v = inputs()
     run = torch.compile(regard.attend, backend="aot_eager")

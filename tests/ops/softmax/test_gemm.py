@@ -36,7 +36,7 @@ def qkv(
     return (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dense: Tensor | None = None, **options: Any) -> None:  # fmt: skip
+def assert_right(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dense: Tensor | None = None, **options: Any) -> None:  # fmt: skip
     """Out and lse of the kernel against the definition in float64, under the rule."""
     named = {name: options[name] for name in ("scale", "softcap", "sink") if name in options}
     right = plain_attention(
@@ -66,29 +66,29 @@ def test_several_tiles_and_blocks(dtype: torch.dtype, size: float) -> None:
     # 580 keys are three tiles and a ragged panel; 300 queries of 2 heads are three blocks
     q, k, v = qkv(T=300, S=580, dtype=dtype, size=size)
     i, j = grid(300, 580)
-    check(q, k, v, j <= i, mask=masks.Causal())
-    check(q, k, v, (j <= i) & ((i - j < 100) | (j < 3)), mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)))  # fmt: skip
+    assert_right(q, k, v, j <= i, mask=masks.Causal())
+    assert_right(q, k, v, (j <= i) & ((i - j < 100) | (j < 3)), mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)))  # fmt: skip
 
 
 @pytest.mark.parametrize("D, E", [(1, 1), (3, 70), (65, 64), (33, 130)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dims_that_divide_nothing(D: int, E: int, dtype: torch.dtype) -> None:
     q, k, v = qkv(H=6, G=2, T=9, S=67, D=D, E=E, dtype=dtype)
-    check(q, k, v, torch.ones(9, 67, dtype=torch.bool))
+    assert_right(q, k, v, torch.ones(9, 67, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("H, G", [(1, 1), (5, 5), (7, 1), (300, 1)])
 def test_groups_larger_and_smaller_than_a_block(H: int, G: int) -> None:
     q, k, v = qkv(H=H, G=G, T=3, S=20, D=4, E=4)
     i, j = grid(3, 20)
-    check(q, k, v, j <= i, mask=masks.Causal())
+    assert_right(q, k, v, j <= i, mask=masks.Causal())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_absorbed_latents(dtype: torch.dtype) -> None:
     """One shared key of which the first dims are the value, one query, many heads: no copy of the value is needed."""
     q, k, _ = qkv(H=20, G=1, T=1, S=300, D=48, dtype=dtype)
-    check(q, k, k[..., :32], torch.ones(1, 300, dtype=torch.bool))
+    assert_right(q, k, k[..., :32], torch.ones(1, 300, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -96,11 +96,11 @@ def test_strided_and_shared_memory(dtype: torch.dtype) -> None:
     q, k, v = qkv(B=2, T=40, S=70, dtype=dtype)
     seen = torch.ones(40, 70, dtype=torch.bool)
     swapped = q.transpose(1, 2).contiguous().transpose(1, 2)
-    check(swapped, k[:1].expand(2, -1, -1, -1), v, seen)
-    check(q, k.mT.contiguous().mT, torch.stack([v, v], -1)[..., 0], seen)
+    assert_right(swapped, k[:1].expand(2, -1, -1, -1), v, seen)
+    assert_right(q, k.mT.contiguous().mT, torch.stack([v, v], -1)[..., 0], seen)
     wide = torch.full((2, 2, 200, 16), math.nan, dtype=dtype)
     wide[:, :, 50:120] = k
-    check(q, wide[:, :, 50:120], v, seen)
+    assert_right(q, wide[:, :, 50:120], v, seen)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +111,7 @@ def test_left_padded_rows_and_holes(dtype: torch.dtype) -> None:
     positions[0, 70] = -1
     i, j = positions[:, None, :, None], positions[:, None, None, :]
     seen = (j <= i) & (j >= 0)
-    check(q, k, v, seen, mask=masks.Causal(), q_positions=positions, k_positions=positions)
+    assert_right(q, k, v, seen, mask=masks.Causal(), q_positions=positions, k_positions=positions)
 
 
 @pytest.mark.parametrize("softcap", [0.3, 4.0, 50.0])
@@ -119,7 +119,9 @@ def test_left_padded_rows_and_holes(dtype: torch.dtype) -> None:
 def test_softcap(dtype: torch.dtype, softcap: float) -> None:
     q, k, v = qkv(dtype=dtype, size=2.0)
     i, j = grid(70, 70)
-    check(q, k, v, j <= i, mask=masks.Causal(), softcap=softcap, sink=torch.randn(4).to(dtype))
+    assert_right(
+        q, k, v, j <= i, mask=masks.Causal(), softcap=softcap, sink=torch.randn(4).to(dtype)
+    )
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -131,16 +133,18 @@ def test_alibi(symmetric: bool) -> None:
     bias = -slopes.double()[:, None, None] * far
     mask = torch.ones(70, 90, dtype=torch.bool) if symmetric else j <= i
     rule = None if symmetric else masks.Causal()
-    check(q, k, v, mask, bias, mask=rule, bias=biases.ALiBi(slopes=slopes, symmetric=symmetric))
+    assert_right(
+        q, k, v, mask, bias, mask=rule, bias=biases.ALiBi(slopes=slopes, symmetric=symmetric)
+    )
 
 
 def test_a_wrong_mask_would_be_found() -> None:
     q, k, v = qkv()
     i, j = grid(70, 70)
     with pytest.raises(AssertionError, match="out error"):
-        check(q, k, v, j < i + 2, mask=masks.Causal())
+        assert_right(q, k, v, j < i + 2, mask=masks.Causal())
     with pytest.raises(AssertionError, match="out error"):
-        check(q, k, v, j <= i, torch.eye(70).double() * 0.01, mask=masks.Causal())
+        assert_right(q, k, v, j <= i, torch.eye(70).double() * 0.01, mask=masks.Causal())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

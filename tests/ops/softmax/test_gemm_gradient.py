@@ -63,7 +63,7 @@ def found_by_kernel(
     return torch.autograd.grad(loss_of(out, lse, with_lse=with_lse), leaves)
 
 
-def check(
+def assert_right(
     tensors: list[Tensor], seen: Tensor, dense: Tensor | None = None, *, with_lse: bool = True, **options: Any
 ) -> None:  # fmt: skip
     """Every gradient of the kernel against that of the definition in float64, under the rule."""
@@ -97,9 +97,9 @@ def test_several_tiles_and_blocks(dtype: torch.dtype, size: float) -> None:
     # 580 keys are ten panels, the last a ragged one; 300 queries of 2 heads are three blocks
     tensors = qkv(T=300, S=580, dtype=dtype, size=size)
     i, j = grid(300, 580)
-    check(tensors, j <= i, mask=masks.Causal())
+    assert_right(tensors, j <= i, mask=masks.Causal())
     seen = (j <= i) & ((i - j < 100) | (j < 3))
-    check(tensors, seen, mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)), sink=torch.randn(4).to(dtype))  # fmt: skip
+    assert_right(tensors, seen, mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)), sink=torch.randn(4).to(dtype))  # fmt: skip
 
 
 TABLE = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
@@ -121,20 +121,20 @@ RULES: dict[str, tuple[masks.Mask, Callable[[Tensor, Tensor], Tensor]]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masks(name: str, dtype: torch.dtype) -> None:
     mask, rule = RULES[name]
-    check(qkv(T=300, S=300, dtype=dtype), rule(*grid(300, 300)), mask=mask)
+    assert_right(qkv(T=300, S=300, dtype=dtype), rule(*grid(300, 300)), mask=mask)
 
 
 @pytest.mark.parametrize("D, E", [(1, 1), (3, 70), (65, 64), (33, 130)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dims_that_divide_nothing(D: int, E: int, dtype: torch.dtype) -> None:
     i, j = grid(9, 67)
-    check(qkv(H=6, G=2, T=9, S=67, D=D, E=E, dtype=dtype), j <= i, mask=masks.Causal())
+    assert_right(qkv(H=6, G=2, T=9, S=67, D=D, E=E, dtype=dtype), j <= i, mask=masks.Causal())
 
 
 @pytest.mark.parametrize("H, G, T, S", [(1, 1, 1, 1), (5, 5, 3, 20), (7, 1, 3, 20), (300, 1, 2, 9)])
 def test_groups_larger_and_smaller_than_a_block(H: int, G: int, T: int, S: int) -> None:
     i, j = grid(T, S)
-    check(qkv(B=2, H=H, G=G, T=T, S=S, D=4, E=4), j <= i, mask=masks.Causal())
+    assert_right(qkv(B=2, H=H, G=G, T=T, S=S, D=4, E=4), j <= i, mask=masks.Causal())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,7 +142,7 @@ def test_groups_larger_and_smaller_than_a_block(H: int, G: int, T: int, S: int) 
 def test_softcap(dtype: torch.dtype, softcap: float) -> None:
     i, j = grid(70, 70)
     tensors = qkv(dtype=dtype, size=2.0)
-    check(tensors, j <= i, mask=masks.Causal(), softcap=softcap, scale=-0.4)
+    assert_right(tensors, j <= i, mask=masks.Causal(), softcap=softcap, scale=-0.4)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -152,7 +152,7 @@ def test_alibi(symmetric: bool, softcap: float | None) -> None:
     slopes = torch.tensor([0.5, 0.25, 0.0, 0.01])
     bias = -slopes.double()[:, None, None] * ((i - j).abs() if symmetric else i - j)
     made = biases.ALiBi(slopes=slopes, symmetric=symmetric)
-    check(qkv(T=70, S=90), j <= i, bias, mask=masks.Causal(), bias=made, softcap=softcap)
+    assert_right(qkv(T=70, S=90), j <= i, bias, mask=masks.Causal(), bias=made, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,7 +162,7 @@ def test_left_padded_rows_and_holes(dtype: torch.dtype) -> None:
     positions[0, 70] = -1
     i, j = positions[:, None, :, None], positions[:, None, None, :]
     tensors = qkv(B=2, T=130, S=130, dtype=dtype)
-    check(tensors, (j <= i) & (j >= 0), mask=masks.Causal(), q_positions=positions, k_positions=positions)  # fmt: skip
+    assert_right(tensors, (j <= i) & (j >= 0), mask=masks.Causal(), q_positions=positions, k_positions=positions)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -180,14 +180,14 @@ def test_strided_and_shared_memory(dtype: torch.dtype) -> None:
     found = torch.autograd.grad(loss_of(out, lse), (q, k, v))
     assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
     one = k[:1].detach().expand(2, -1, -1, -1)
-    check([q, one, v], seen, mask=mask)
+    assert_right([q, one, v], seen, mask=mask)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_the_gradient_of_one_of_the_outputs(dtype: torch.dtype) -> None:
     i, j = grid(70, 70)
     tensors = qkv(dtype=dtype)
-    check(tensors, j <= i, mask=masks.Causal(), with_lse=False)
+    assert_right(tensors, j <= i, mask=masks.Causal(), with_lse=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -247,7 +247,7 @@ def test_central_differences() -> None:
 def test_a_wrong_gradient_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, (i, j) = qkv(), grid(70, 70)
     with pytest.raises(AssertionError, match="gradient of q error"):
-        check(tensors, j < i + 2, mask=masks.Causal())
+        assert_right(tensors, j < i + 2, mask=masks.Causal())
     real = gemm_gradient.backward
 
     def without_the_shift(call: Any, out: Tensor, *rest: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_wrong_gradient_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(gemm_gradient, "backward", without_the_shift)
     with pytest.raises(AssertionError, match="gradient of q error"):
-        check(tensors, j <= i, mask=masks.Causal())
+        assert_right(tensors, j <= i, mask=masks.Causal())
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -263,7 +263,7 @@ def test_a_wrong_gradient_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, workers: int, H: int, G: int) -> None:  # fmt: skip
     tensors, (i, j) = qkv(H=H, G=G, T=200, S=200), grid(200, 200)
     monkeypatch.setattr("regard.ops.jit.pool.threads", lambda: workers)
-    check(tensors, j <= i, mask=masks.Causal())
+    assert_right(tensors, j <= i, mask=masks.Causal())
     first, again = (found_by_kernel(tensors, mask=masks.Causal()) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
 

@@ -28,6 +28,7 @@ def inputs(size: float, *, gradient: bool = False) -> tuple[Tensor, Tensor, Tens
     return tuple(x.requires_grad_(gradient) for x in (q, k, v))  # type: ignore[return-value]
 
 
+@pytest.mark.full(keep=15)
 @pytest.mark.parametrize(
     "size", [2e17, -2e17, 1e24, -1e24, 3e29, -3e29, 3e38, -3e38, math.inf, math.nan]
 )

@@ -60,7 +60,9 @@ def plains(inputs: list[Tensor], visible: Tensor | None, *, gradient: bool) -> l
     return [[x.to(own) for x in one] for one in found]
 
 
-def check(backend: str, inputs: list[Tensor], *, causal: bool, gradient: bool) -> bool:
+def assert_rule_if_served(
+    backend: str, inputs: list[Tensor], *, causal: bool, gradient: bool
+) -> bool:
     """By the rule, if the kernel does not refuse the call; whether it ran."""
     T, S = inputs[0].shape[2], inputs[1].shape[2]
     visible = torch.ones(T, S, dtype=torch.bool).tril(S - T) if causal else None
@@ -80,15 +82,28 @@ def check(backend: str, inputs: list[Tensor], *, causal: bool, gradient: bool) -
     return True
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", NAMES)
+CELLS = [
+    (backend, dtype)
+    for backend in NAMES
+    for dtype in DTYPES
+    if dtype != torch.float64 or backend not in ("cpu", "gemm")  # these have no fp64
+]
+
+
+@pytest.mark.full(keep=12)
+@pytest.mark.parametrize("backend, dtype", CELLS, ids=str)
 @settings(max_examples=12)
 @given(st.floats(-4, 4), st.integers(0, 10**6), st.sampled_from(SHAPES), st.booleans())
 def test_every_scale(
     backend: str, dtype: torch.dtype, power: float, seed: int, shape: tuple[int, ...], causal: bool
 ) -> None:
+    if backend in ("cpu", "gemm"):
+        pytest.importorskip("numba", reason=f"the kernel {backend} is compiled by Numba")
     inputs = draw(seed, shape, 10.0**power, dtype)
-    ran = [check(backend, inputs, causal=causal, gradient=x) for x in (False, True)]
+    if backend == "cpu":  # made for few queries
+        inputs[0] = inputs[0][:, :, :6]
+    ran = [assert_rule_if_served(backend, inputs, causal=causal, gradient=x) for x in (False, True)]
+    assert ran[0]
     assert ran[1] or backend not in ("auto", "tiled", "reference")
 
 
@@ -96,7 +111,7 @@ def test_every_scale(
 def test_large_scores_have_their_gradients(scale: float) -> None:
     """The gradient of a row with one weight of 1 is 0; torch's CPU backward pass gives up to 1e29, or NaN."""
     for seed in range(3):
-        assert check("auto", draw(seed, SHAPES[1], scale, torch.float32), causal=False, gradient=True)  # fmt: skip
+        assert assert_rule_if_served("auto", draw(seed, SHAPES[1], scale, torch.float32), causal=False, gradient=True)  # fmt: skip
     q, k, v = draw(0, SHAPES[1], 1e4, torch.float32)
     leaves = leaves_of([q, k, v], torch.float32, gradient=True)
     regard.attend(*leaves).sum().backward()
@@ -167,6 +182,7 @@ def test_a_large_bias_counts_where_a_row_sees_nothing_better() -> None:
     assert sdpa.why_not(make_call(q, k, v, bias=biases.ALiBi(2), mask=masks.Causal())) == []
 
 
+@pytest.mark.full
 def test_a_compiled_graph_cannot_look_and_takes_the_definition_for_gradients() -> None:
     torch._dynamo.reset()
     inputs = draw(0, SHAPES[1], 1e4, torch.float32)

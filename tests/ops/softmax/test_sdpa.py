@@ -195,7 +195,7 @@ def with_gradients(
     return [out.detach(), None if lse is None else lse.detach(), *torch.autograd.grad(loss, inputs)]
 
 
-def check(
+def assert_right(
     case: Case, dtype: torch.dtype, sink: bool = False, scale: float = 0.25, gradients: bool = True
 ) -> None:
     """Out, lse (without a sink) and gradients by the rule; for those, torch's own dense call may be off as well."""
@@ -259,14 +259,14 @@ def test_a_recipe_is_what_it_says(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_out_lse_and_all_gradients(name: str) -> None:
     """In fp64, where what is wrong cannot hide behind rounding; alone, and under a sink."""
-    check(CASES[name], torch.float64)
+    assert_right(CASES[name], torch.float64)
     if CASES[name].H > 1:  # the error of one sum is no measure of another
-        check(CASES[name], torch.float64, sink=True)
+        assert_right(CASES[name], torch.float64, sink=True)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_rounding_of_out_and_lse(name: str) -> None:
-    check(CASES[name], torch.float32, gradients=False, scale=1.0)
+    assert_right(CASES[name], torch.float32, gradients=False, scale=1.0)
 
 
 @pytest.mark.parametrize("scale", [0.01, 0.1, 0.25])
@@ -274,14 +274,14 @@ def test_rounding_of_out_and_lse(name: str) -> None:
     "name", ["full", "causal, past and triangle", "window", "documents", "dense"]
 )
 def test_rounding_of_gradients(name: str, scale: float) -> None:
-    check(CASES[name], torch.float32, scale=scale)
+    assert_right(CASES[name], torch.float32, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["full", "causal square", "sinks and window", "E > D", "bias"])
 def test_half_types(name: str, dtype: torch.dtype) -> None:
-    check(CASES[name], dtype)
-    check(CASES[name], dtype, sink=True)
+    assert_right(CASES[name], dtype)
+    assert_right(CASES[name], dtype, sink=True)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -304,7 +304,7 @@ def test_the_one_call_without_lse(name: str) -> None:
 
 @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 31, 33, 48, 49, 67])
 def test_window_of_any_length(T: int) -> None:
-    check(Case(LOCAL, T, T + 16), torch.float64)
+    assert_right(Case(LOCAL, T, T + 16), torch.float64)
 
 
 def test_a_wrong_window_is_caught() -> None:
@@ -332,7 +332,7 @@ def test_a_stale_lse_in_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(sdpa, "fused_backward", stale)
     with pytest.raises(AssertionError, match="off by"):
-        check(CASES["window"], torch.float64)
+        assert_right(CASES["window"], torch.float64)
 
 
 GRADCHECKED = {

@@ -88,6 +88,7 @@ def test_blocks_shrink_with_many_heads() -> None:
         assert area <= max(tiled.TILE, 16 * tiled.KEYS * H)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "case",

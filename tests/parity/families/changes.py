@@ -132,7 +132,7 @@ def other_groups(network: Any) -> None:
             linear.weight.data = weight.flatten(dim, dim + 1)
 
 
-def check_other_gelu(mine: Any, model: Any) -> None:
+def assert_other_gelu(mine: Any, model: Any) -> None:
     """The two forms of GELU differ by 5e-4 at most: more than the bound allows, though not a hundred times as much."""
     ids = ids_of(model)
     exact = model(input_ids=ids, use_cache=False).logits

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import regard
 from regard.models.model import Model
 from regard.span import Span
-from tests.parity.layers import FAR, distance, far, near
+from tests.parity.layers import FAR, assert_far, assert_near, distance
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")
@@ -61,7 +61,7 @@ def ids_of(model: Any, batch: int = 2, length: int = LENGTH, seed: int = 5) -> T
     )
 
 
-def check_decoder(model: Any, folder: Path, *, start: int = 0, length: int = LENGTH) -> Model:
+def assert_decoder(model: Any, folder: Path, *, start: int = 0, length: int = LENGTH) -> Model:
     """Prefill, ragged chunks, decode token by token, left-padded rows with explicit positions, rows alone.
 
     Args:
@@ -75,19 +75,19 @@ def check_decoder(model: Any, folder: Path, *, start: int = 0, length: int = LEN
     where = torch.arange(start, start + length)[None].expand(len(ids), -1)
     positions = {} if start == 0 else {"position_ids": where}
     exact = model(input_ids=ids, use_cache=False, **positions).logits
-    near(mine(ids, Span(start, length)), exact)
+    assert_near(mine(ids, Span(start, length)), exact)
     for sizes in ([7, 1, 13, length - 21], [5] + [1] * (length - 5)):
         caches, found, at = mine.new_caches(), [], 0
         for size in sizes:
             found.append(mine(ids[:, at : at + size], Span(start + at, size), caches))
             at += size
-        near(torch.cat(found, 1), exact)
-    _check_padded(mine, model, ids, length)
-    near(mine(ids[1:], Span(start, length)), exact[1:])
+        assert_near(torch.cat(found, 1), exact)
+    _assert_padded(mine, model, ids, length)
+    assert_near(mine(ids[1:], Span(start, length)), exact[1:])
     return mine
 
 
-def _check_padded(mine: Model, model: Any, ids: Tensor, length: int) -> None:
+def _assert_padded(mine: Model, model: Any, ids: Tensor, length: int) -> None:
     """Row 0 has 6 slots of padding in front: each row is what it is alone, whole and with a cache."""
     pad = 6
     row = torch.cat([torch.full((1, pad), 2), ids[:1, :-pad]], 1)
@@ -96,17 +96,17 @@ def _check_padded(mine: Model, model: Any, ids: Tensor, length: int) -> None:
     positions = torch.cat([where, torch.arange(length)[None]])
     alone = [model(input_ids=x, use_cache=False).logits for x in (ids[:1, :-pad], ids[1:])]
     found = mine(both, positions)
-    near(found[:1, pad:], alone[0])
-    near(found[1:], alone[1])
+    assert_near(found[:1, pad:], alone[0])
+    assert_near(found[1:], alone[1])
     caches = mine.new_caches()
     parts = [mine(both[:, :17], positions[:, :17], caches)]
     parts += [mine(both[:, i : i + 1], positions[:, i : i + 1], caches) for i in range(17, length)]
     found = torch.cat(parts, 1)
-    near(found[:1, pad:], alone[0])
-    near(found[1:], alone[1])
+    assert_near(found[:1, pad:], alone[0])
+    assert_near(found[1:], alone[1])
 
 
-def must_differ(
+def assert_differs(
     mine: Model, model: Any, change: Callable[[nn.Module], Any], *, start: int = 0
 ) -> None:
     """A wrong variant: after `change` of a copy of our network, the logits are far from theirs."""
@@ -122,18 +122,18 @@ def must_differ(
     network = copy.deepcopy(mine.decoder)
     replaced = change(network)
     network = replaced if isinstance(replaced, nn.Module) else network
-    far(network(ids, Span(start, LENGTH)), exact)
+    assert_far(network(ids, Span(start, LENGTH)), exact)
 
 
 __all__ = [
     "FAR",
-    "check_decoder",
+    "assert_decoder",
+    "assert_differs",
+    "assert_far",
+    "assert_near",
     "distance",
     "draw",
-    "far",
     "ids_of",
-    "must_differ",
-    "near",
     "saved",
     "theirs",
 ]

@@ -17,7 +17,7 @@ from regard.models.families import family
 from regard.models.generation.context import Context
 from regard.models.model import Model
 from regard.models.save import save
-from tests.parity.families.harness import ids_of, near, transformers
+from tests.parity.families.harness import assert_near, ids_of, transformers
 
 
 def build(raw: dict[str, Any]) -> tuple[Any, nn.Module]:
@@ -57,7 +57,7 @@ def placed(raw: dict[str, Any], network: nn.Module, *names: str) -> list[str | N
     return [table.get(name) for name in names]
 
 
-def check_saved(mine: Model, model: Any, folder: Path, *, start: int = 0) -> None:
+def assert_saved(mine: Model, model: Any, folder: Path, *, start: int = 0) -> None:
     """Saving, loading and saving again gives the same bytes, and transformers reads what was saved."""
     first, second = folder / "first", folder / "second"
     for network, config, where in ((mine.decoder, mine.config, first), (None, None, second)):
@@ -81,7 +81,7 @@ def check_saved(mine: Model, model: Any, folder: Path, *, start: int = 0) -> Non
     assert torch.equal(old, new)
 
 
-def check_following(model: Any, folder: Path, change_at: int) -> Model:
+def assert_following(model: Any, folder: Path, change_at: int) -> Model:
     """Frequencies that follow the length: whole passes on both sides of the change, decoding across it, padded rows.
 
     Each row has the frequencies of its own length here, and those of the longest in transformers.
@@ -95,19 +95,19 @@ def check_following(model: Any, folder: Path, change_at: int) -> Model:
         return copy.deepcopy(model)(input_ids=rows, use_cache=False).logits
 
     for length in (change_at - 1, change_at, change_at + 1, ids.shape[1]):
-        near(mine(ids[:, :length]), exact(ids[:, :length]))
+        assert_near(mine(ids[:, :length]), exact(ids[:, :length]))
     prefix, context, at = regard.nn.Prefix(mine.decoder), Context(mine.decoder), 0
     while at < ids.shape[1]:
         size = {0: 7, 7: 1, 8: 3}.get(at, 1)
         at += size
         want = exact(ids[:, :at])
-        near(prefix(ids[:, at - size : at]), want[:, -size:])
-        near(context.read(ids[:, at - size : at]), want[:, -1])  # what generation does
+        assert_near(prefix(ids[:, at - size : at]), want[:, -size:])
+        assert_near(context.read(ids[:, at - size : at]), want[:, -1])  # what generation does
     assert prefix.reruns >= 1
     pad, length = 6, ids.shape[1]
     both = torch.cat([torch.cat([torch.full((1, pad), 2), ids[:1, :-pad]], 1), ids[1:]])
     positions = torch.stack([torch.arange(length) - pad, torch.arange(length)]).clamp(min=-1)
     found = mine(both, positions)
-    near(found[:1, pad:], exact(ids[:1, :-pad]))
-    near(found[1:], exact(ids[1:]))
+    assert_near(found[:1, pad:], exact(ids[:1, :-pad]))
+    assert_near(found[1:], exact(ids[1:]))
     return mine

@@ -17,7 +17,7 @@ from regard import Trace
 from regard.errors import FileError
 from regard.models.save import save
 from regard.models.text_encoder import TextEncoder
-from tests.parity.families.harness import far, near, saved, theirs, transformers
+from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -47,17 +47,17 @@ def test_states_pooler_and_head(tmp_path: Path) -> None:
     mine, exact = pair.mine, pair.exact()
     for backend in ("auto", "reference"):
         states = mine.hidden(pair.ids, segments=pair.segments, backend=backend)
-        near(states, exact.hidden_states[-1])
-    near(mine.network.logits(states), exact.prediction_logits)
-    near(
+        assert_near(states, exact.hidden_states[-1])
+    assert_near(mine.network.logits(states), exact.prediction_logits)
+    assert_near(
         mine.network.pooled(states),
         pair.theirs.bert(pair.ids, token_type_ids=pair.segments).pooler_output,
     )
-    near(
+    assert_near(
         mine.hidden(pair.ids),
         pair.exact(token_type_ids=torch.zeros_like(pair.ids)).hidden_states[-1],
     )
-    near(mine.hidden(pair.ids[1:2], segments=pair.segments[1:2]), states[1:2])
+    assert_near(mine.hidden(pair.ids[1:2], segments=pair.segments[1:2]), states[1:2])
 
 
 def test_every_layer_and_every_pattern(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_every_layer_and_every_pattern(tmp_path: Path) -> None:
         hook.remove()
     assert len(heard) == len(exact.hidden_states) == 3
     for states, other in zip(heard, exact.hidden_states, strict=True):
-        near(states, other)
+        assert_near(states, other)
     for i, pattern in enumerate(exact.attentions):
-        near(trace[f"layers.{i}.pattern"], pattern)
+        assert_near(trace[f"layers.{i}.pattern"], pattern)
 
 
 def test_padding_on_either_side_changes_nothing(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_padding_on_either_side_changes_nothing(tmp_path: Path) -> None:
             positions[i, where] = torch.arange(n)
         states = pair.mine.hidden(ids, positions, segments)
         for i, where in enumerate(at):
-            near(states[i : i + 1, where], alone[i].last_hidden_state)
-            near(
+            assert_near(states[i : i + 1, where], alone[i].last_hidden_state)
+            assert_near(
                 pair.mine.network.pooled(states, positions)[i : i + 1],
                 alone[i].pooler_output,
             )
@@ -127,13 +127,13 @@ def test_saving_gives_the_same_file_again_and_transformers_reads_it(
     kind: Any = getattr(transformers, "BertModel" if head == "Model" else f"Bert{head}")
     again = kind.from_pretrained(names[0], attn_implementation="eager").requires_grad_(False)
     exact = again(pair.ids, token_type_ids=pair.segments, output_hidden_states=True)
-    near(states, exact.hidden_states[-1])
-    near(exact.hidden_states[-1], pair.exact().hidden_states[-1])
+    assert_near(states, exact.hidden_states[-1])
+    assert_near(exact.hidden_states[-1], pair.exact().hidden_states[-1])
     if head == "Model":
-        near(model.network.pooled(states), exact.pooler_output)
+        assert_near(model.network.pooled(states), exact.pooler_output)
     else:
         logits = exact[0]
-        near(model.network.logits(states), logits)
+        assert_near(model.network.logits(states), logits)
 
 
 def test_what_is_not_stored_is_not_there(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
 def test_a_wrong_variant_is_far(right: Pair, change: Callable[[nn.Module], None]) -> None:
-    far(wrong(right, change), right.exact().hidden_states[-1])
+    assert_far(wrong(right, change), right.exact().hidden_states[-1])
 
 
 def test_the_other_gelu_is_not_near(right: Pair) -> None:
@@ -255,12 +255,12 @@ def test_a_wrong_head_is_far(right: Pair) -> None:
     states = right.mine.hidden(right.ids, segments=right.segments)
     exact = right.exact().prediction_logits
     head: Any = copy.deepcopy(right.mine.network.head)
-    near(head(states), exact)
+    assert_near(head(states), exact)
     head.norm = nn.Identity()
-    far(head(states), exact)
+    assert_far(head(states), exact)
     head = copy.deepcopy(right.mine.network.head)
     head.words.weight = nn.Parameter(torch.randn_like(head.words.weight), requires_grad=False)
-    far(head(states), exact)
+    assert_far(head(states), exact)
 
 
 def wrong(pair: Pair, change: Callable[[nn.Module], None]) -> Tensor:

@@ -16,8 +16,8 @@ from regard.biases.alibi import alibi_slopes
 from regard.nn import PreNorm
 from regard.nn.residual import NormedPath
 from tests.parity.families import changes
-from tests.parity.families.harness import check_decoder, ids_of, must_differ, saved, theirs
-from tests.parity.families.published import check_saved
+from tests.parity.families.harness import assert_decoder, assert_differs, ids_of, saved, theirs
+from tests.parity.families.published import assert_saved
 
 H = 6
 SMALL: dict[str, Any] = {
@@ -30,11 +30,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_bloom(name: str, tmp_path: Path) -> None:
     model = theirs("Bloom", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path)
-    check_saved(mine, model, tmp_path)
+    mine = assert_decoder(model, tmp_path)
+    assert_saved(mine, model, tmp_path)
 
 
 def test_the_hubs_form(tmp_path: Path) -> None:
@@ -81,10 +82,10 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("Bloom", SMALL)
     mine = regard.load(saved(model, tmp_path))
     for change in WRONG:
-        must_differ(mine, model, change)
-    changes.check_other_gelu(mine, model)
+        assert_differs(mine, model, change)
+    changes.assert_other_gelu(mine, model)
 
 
 def test_a_path_without_norm_is_far_where_it_has_one(tmp_path: Path) -> None:
     model = theirs("Bloom", SMALL | CHANGES["normed path, three heads"])
-    must_differ(regard.load(saved(model, tmp_path)), model, other_paths)
+    assert_differs(regard.load(saved(model, tmp_path)), model, other_paths)

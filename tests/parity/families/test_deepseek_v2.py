@@ -13,8 +13,8 @@ from regard.models.checkpoint.config import parse
 from regard.models.families import family
 from regard.nn.routers import Groups
 from regard.positions import Rotary
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_saved, count, layer, placed
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_saved, build, count, layer, placed
 
 H, NOPE, ROPE, V, RANK = 5, 8, 6, 10, 12
 YARN = {
@@ -43,16 +43,17 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_deepseek_v2(name: str, tmp_path: Path) -> None:
     start = 1000 if name == "as V2" else 0
     model = theirs("DeepseekV2", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path, start=start)
-    check_saved(mine, model, tmp_path, start=start)
+    mine = assert_decoder(model, tmp_path, start=start)
+    assert_saved(mine, model, tmp_path, start=start)
 
 
 def test_a_cache_keeps_latents(tmp_path: Path) -> None:
-    mine = check_decoder(theirs("DeepseekV2", SMALL), tmp_path)
+    mine = assert_decoder(theirs("DeepseekV2", SMALL), tmp_path)
     caches = mine.new_caches()
     mine(torch.full((1, 9), 3), caches=caches)
     assert [cache.bytes for cache in caches] == [9 * (RANK + ROPE) * 4] * 3
@@ -121,11 +122,12 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("DeepseekV2", SMALL | GROUPS)
-    mine = check_decoder(model, tmp_path)
+    mine = assert_decoder(model, tmp_path)
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
+        assert_differs(mine, model, change, start=1000)
 
 
 # Published files.

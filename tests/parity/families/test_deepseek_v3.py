@@ -16,8 +16,8 @@ from regard.models.families import family
 from regard.models.save import save
 from regard.nn.routers import Groups
 from regard.positions import Rotary
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_saved, count, layer, placed
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_saved, build, count, layer, placed
 
 H, NOPE, ROPE, V, RANK = 5, 8, 6, 10, 12
 YARN = {
@@ -53,12 +53,13 @@ def made(**change: Any) -> Any:
     return model
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_deepseek_v3(name: str, tmp_path: Path) -> None:
     start = 1000 if name == "as V3" else 0
     model = made(**CHANGES[name])
-    mine = check_decoder(model, tmp_path, start=start)
-    check_saved(mine, model, tmp_path, start=start)
+    mine = assert_decoder(model, tmp_path, start=start)
+    assert_saved(mine, model, tmp_path, start=start)
 
 
 # Negative controls.
@@ -120,11 +121,12 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = made()
-    mine = check_decoder(model, tmp_path)
+    mine = assert_decoder(model, tmp_path)
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
+        assert_differs(mine, model, change, start=1000)
 
 
 # Published files.

@@ -11,8 +11,8 @@ from torch import nn
 
 import regard
 from tests.parity.families import changes
-from tests.parity.families.harness import check_decoder, ids_of, must_differ, saved, theirs
-from tests.parity.families.published import check_saved
+from tests.parity.families.harness import assert_decoder, assert_differs, ids_of, saved, theirs
+from tests.parity.families.published import assert_saved
 
 D = 10
 SMALL: dict[str, Any] = {
@@ -29,18 +29,19 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gemma(name: str, tmp_path: Path) -> None:
     model = theirs("Gemma", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
-    check_saved(mine, model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
+    assert_saved(mine, model, tmp_path, start=1000)
 
 
 def test_the_first_name_of_the_activation(tmp_path: Path) -> None:
     """ "gelu" is the form with tanh."""
     model = theirs("Gemma", SMALL | {"hidden_act": "gelu"})
     model.config.hidden_act = "gelu"
-    check_decoder(model, tmp_path)
+    assert_decoder(model, tmp_path)
     assert '"gelu"' in (tmp_path / "config.json").read_text()
 
 
@@ -76,5 +77,5 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("Gemma", SMALL)
     mine = regard.load(saved(model, tmp_path))
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
-    changes.check_other_gelu(mine, model)
+        assert_differs(mine, model, change, start=1000)
+    changes.assert_other_gelu(mine, model)

@@ -10,8 +10,8 @@ from torch import nn
 
 import regard
 from tests.parity.families import changes
-from tests.parity.families.harness import check_decoder, must_differ, saved, theirs
-from tests.parity.families.published import check_saved
+from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
+from tests.parity.families.published import assert_saved
 
 W, CAP, FINAL = 6, 2.5, 3.0
 # frequencies 1, 1/4, 1/16 and 1/64, whose angles their fp32 holds exactly
@@ -31,11 +31,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gemma2(name: str, tmp_path: Path) -> None:
     model = theirs("Gemma2", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
-    check_saved(mine, model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
+    assert_saved(mine, model, tmp_path, start=1000)
 
 
 def test_a_layer_with_a_window_keeps_no_more(tmp_path: Path) -> None:
@@ -85,4 +86,4 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("Gemma2", SMALL)
     mine = regard.load(saved(model, tmp_path))
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
+        assert_differs(mine, model, change, start=1000)

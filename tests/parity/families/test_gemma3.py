@@ -15,15 +15,15 @@ from regard.errors import FileError
 from tests.parity.families import changes
 from tests.parity.families.harness import (
     LENGTH,
-    check_decoder,
+    assert_decoder,
+    assert_differs,
+    assert_near,
     draw,
     ids_of,
-    must_differ,
-    near,
     saved,
     transformers,
 )
-from tests.parity.families.published import check_saved
+from tests.parity.families.published import assert_saved
 
 W, D = 6, 8
 # frequencies 4^-i / 8 and 2^-i, whose angles their fp32 holds exactly
@@ -57,12 +57,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gemma3(name: str, tmp_path: Path) -> None:
     model = gemma3(CHANGES[name])
     deep = model.config.num_hidden_layers > 3
-    mine = check_decoder(model, tmp_path, start=0 if deep else 1000, length=24 if deep else LENGTH)
-    check_saved(mine, model, tmp_path)
+    mine = assert_decoder(model, tmp_path, start=0 if deep else 1000, length=24 if deep else LENGTH)
+    assert_saved(mine, model, tmp_path)
 
 
 def test_the_older_form_of_the_config(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_the_older_form_of_the_config(tmp_path: Path) -> None:
     path.write_text(json.dumps(raw))
     mine = regard.load(tmp_path)
     ids = ids_of(model)
-    near(mine(ids), model(input_ids=ids).logits)
+    assert_near(mine(ids), model(input_ids=ids).logits)
     assert mine.config.windows() == (W, None, W, None)
 
 
@@ -102,7 +103,7 @@ def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     assert any("vision_tower" in name for name in stored)
     ids = ids_of(model)
-    near(mine(ids), model(input_ids=ids).logits)
+    assert_near(mine(ids), model(input_ids=ids).logits)
     again = tmp_path / "text"
     again.mkdir()
     regard.models.save.save(mine.decoder, mine.config, again)
@@ -173,4 +174,4 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = gemma3({})
     mine = regard.load(saved(model, tmp_path))
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
+        assert_differs(mine, model, change, start=1000)

@@ -16,13 +16,13 @@ from regard.span import Span
 from tests.parity.families import changes
 from tests.parity.families.harness import (
     LENGTH,
-    check_decoder,
+    assert_decoder,
+    assert_differs,
     ids_of,
-    must_differ,
     saved,
     theirs,
 )
-from tests.parity.families.published import check_saved
+from tests.parity.families.published import assert_saved
 
 P = 48
 SMALL: dict[str, Any] = {
@@ -43,18 +43,19 @@ def gpt2(name: str = "plain") -> Any:
     return theirs("GPT2", SMALL | CHANGES[name], head="LMHeadModel")
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gpt2(name: str, tmp_path: Path) -> None:
     model = gpt2(name)
-    mine = check_decoder(model, tmp_path)
-    check_saved(mine, model, tmp_path)
+    mine = assert_decoder(model, tmp_path)
+    assert_saved(mine, model, tmp_path)
     if name == "erf":
-        changes.check_other_gelu(mine, model)
+        changes.assert_other_gelu(mine, model)
 
 
 def test_another_order_of_rounding_is_the_same_model(tmp_path: Path) -> None:
     model = theirs("GPT2", SMALL | {"reorder_and_upcast_attn": True}, head="LMHeadModel")
-    check_decoder(model, tmp_path)
+    assert_decoder(model, tmp_path)
 
 
 def test_names_of_the_hub(tmp_path: Path) -> None:
@@ -136,12 +137,12 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = gpt2()
     mine = regard.load(saved(model, tmp_path))
     for change in WRONG:
-        must_differ(mine, model, change)
-    changes.check_other_gelu(mine, model)
+        assert_differs(mine, model, change)
+    changes.assert_other_gelu(mine, model)
 
 
 def test_a_wrong_scale_by_layer_is_far(tmp_path: Path) -> None:
     model = gpt2("scale by layer, untied, wide")
     mine = regard.load(saved(model, tmp_path))
     for change in (not_by_layer, layers_from_zero):
-        must_differ(mine, model, change)
+        assert_differs(mine, model, change)

@@ -15,8 +15,8 @@ import regard
 from regard.errors import FileError
 from regard.nn import Block, ParallelBlock
 from tests.parity.families import changes
-from tests.parity.families.harness import check_decoder, ids_of, must_differ, saved, theirs
-from tests.parity.families.published import check_saved
+from tests.parity.families.harness import assert_decoder, assert_differs, ids_of, saved, theirs
+from tests.parity.families.published import assert_saved
 
 D = 16
 SMALL: dict[str, Any] = {
@@ -36,11 +36,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gpt_neox(name: str, tmp_path: Path) -> None:
     model = theirs("GPTNeoX", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
-    check_saved(mine, model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
+    assert_saved(mine, model, tmp_path, start=1000)
     kind = Block if "one after" in name else ParallelBlock
     assert all(type(block) is kind for block in mine.decoder.layers)
 
@@ -122,5 +123,5 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("GPTNeoX", SMALL)
     mine = regard.load(saved(model, tmp_path))
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
-    changes.check_other_gelu(mine, model)
+        assert_differs(mine, model, change, start=1000)
+    changes.assert_other_gelu(mine, model)

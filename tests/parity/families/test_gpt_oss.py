@@ -13,8 +13,8 @@ from regard.masks import Causal, Window
 from regard.models.checkpoint.config import parse
 from regard.models.families import family
 from regard.positions import Rotary
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_saved, count, layer, placed
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_saved, build, count, layer, placed
 
 H, G, D, WINDOW = 6, 2, 10, 8
 SMALL: dict[str, Any] = {
@@ -34,12 +34,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_gpt_oss(name: str, tmp_path: Path) -> None:
     start = 1000 if name == "as published" else 0
     model = theirs("GptOss", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path, start=start)
-    check_saved(mine, model, tmp_path, start=start)
+    mine = assert_decoder(model, tmp_path, start=start)
+    assert_saved(mine, model, tmp_path, start=start)
 
 
 # Negative controls.
@@ -109,11 +110,12 @@ WRONG = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("GptOss", SMALL)
-    mine = check_decoder(model, tmp_path)
+    mine = assert_decoder(model, tmp_path)
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
+        assert_differs(mine, model, change, start=1000)
 
 
 # Published files.

@@ -11,11 +11,11 @@ import torch
 
 from regard.errors import ArgumentError
 from regard.positions import Rotary
-from tests.parity.families.harness import check_decoder, must_differ, theirs
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import (
+    assert_following,
+    assert_saved,
     build,
-    check_following,
-    check_saved,
     count,
     layer,
     placed,
@@ -40,18 +40,19 @@ CHANGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_llama(name: str, tmp_path: Path) -> None:
     model = theirs("Llama", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
-    must_differ(mine, model, interleave, start=1000)
-    check_saved(mine, model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000 if name == "plain" else 0)
+    assert_differs(mine, model, interleave, start=1000)
+    assert_saved(mine, model, tmp_path, start=1000)
 
 
 def test_dynamic(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     sizes = SMALL | {"max_position_embeddings": 20, "rope_parameters": rope}
-    mine = check_following(theirs("Llama", sizes), tmp_path, 20)
+    mine = assert_following(theirs("Llama", sizes), tmp_path, 20)
     caches, ids = mine.new_caches(), torch.full((1, 15), 3)
     mine(ids, caches=caches)
     with pytest.raises(ArgumentError, match="run the whole prefix again"):
@@ -107,9 +108,9 @@ WRONG = (unscaled, scale_of_the_model, other_groups, gate_for_up, norms_swapped)
 
 def test_wrong_variants_are_far(tmp_path: Path) -> None:
     model = theirs("Llama", SMALL | CHANGES["llama3"])
-    mine = check_decoder(model, tmp_path)
+    mine = assert_decoder(model, tmp_path)
     for change in WRONG:
-        must_differ(mine, model, change, start=1000)
+        assert_differs(mine, model, change, start=1000)
 
 
 # Published files.

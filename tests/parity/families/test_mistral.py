@@ -11,8 +11,8 @@ from regard.caches import Ring
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
 from regard.positions import Rotary
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_saved, count, layer
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_saved, build, count, layer
 
 W = 9
 SMALL: dict[str, Any] = {
@@ -27,13 +27,13 @@ SMALL: dict[str, Any] = {
 )
 def test_mistral(change: dict[str, Any], tmp_path: Path) -> None:
     model = theirs("Mistral", SMALL | change)
-    mine = check_decoder(model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000)
     windowed = not change
     assert all(isinstance(cache, Ring) == windowed for cache in mine.new_caches())
     wrong = (wider, narrower, unbounded, one_layer, interleave) if windowed else (wider, interleave)
     for variant in wrong:
-        must_differ(mine, model, variant, start=1000)
-    check_saved(mine, model, tmp_path, start=1000)
+        assert_differs(mine, model, variant, start=1000)
+    assert_saved(mine, model, tmp_path, start=1000)
 
 
 # Negative controls.

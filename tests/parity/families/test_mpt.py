@@ -15,13 +15,13 @@ from regard.errors import FileError
 from regard.nn.fused import Fused
 from tests.parity.families import changes
 from tests.parity.families.harness import (
-    check_decoder,
-    must_differ,
+    assert_decoder,
+    assert_differs,
     saved,
     theirs,
     transformers,
 )
-from tests.parity.families.published import check_saved
+from tests.parity.families.published import assert_saved
 
 H, CLIP = 6, 0.7
 SMALL: dict[str, Any] = {
@@ -49,11 +49,12 @@ def steepness_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "build_mpt_alibi_tensor", build)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_mpt(name: str, tmp_path: Path) -> None:
     model = theirs("Mpt", SMALL | CHANGES[name])
-    mine = check_decoder(model, tmp_path)
-    check_saved(mine, model, tmp_path)
+    mine = assert_decoder(model, tmp_path)
+    assert_saved(mine, model, tmp_path)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -128,5 +129,5 @@ def test_wrong_variants_are_far(name: str, wrong: list[Any], tmp_path: Path) -> 
     model = theirs("Mpt", SMALL | CHANGES[name])
     mine = regard.load(saved(model, tmp_path))
     for change in wrong:
-        must_differ(mine, model, change)
-    changes.check_other_gelu(mine, model)
+        assert_differs(mine, model, change)
+    changes.assert_other_gelu(mine, model)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from regard.nn import PreNorm
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_following, check_saved, count, layer
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_following, assert_saved, build, count, layer
 
 H, G, D, M = 6, 2, 10, 36
 SMALL: dict[str, Any] = {
@@ -23,16 +23,16 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize("change", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
 def test_olmo2(change: dict[str, Any], tmp_path: Path) -> None:
     model = theirs("Olmo2", SMALL | change)
-    mine = check_decoder(model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000)
     for variant in (norm_head_by_head, norm_in_front, no_norm, norms_swapped):
-        must_differ(mine, model, variant, start=1000)
-    check_saved(mine, model, tmp_path)
+        assert_differs(mine, model, variant, start=1000)
+    assert_saved(mine, model, tmp_path)
 
 
 def test_norms_over_all_heads_stand_before_a_rotary_that_follows_the_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     sizes = SMALL | {"max_position_embeddings": 30, "rope_parameters": rope}
-    check_following(theirs("Olmo2", sizes), tmp_path, 30)
+    assert_following(theirs("Olmo2", sizes), tmp_path, 30)
 
 
 # Negative controls.

@@ -14,8 +14,8 @@ import regard
 from regard.errors import ArgumentError, FileError
 from regard.masks import Causal, Window
 from regard.positions import LongRoPE, Rotary
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_following, check_saved, count, layer
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_following, assert_saved, build, count, layer
 
 H, G, D, W = 6, 2, 8, 9
 # transformers takes hidden_size / num_attention_heads for the head dim: no other is possible
@@ -43,30 +43,32 @@ PARTIAL = {
 
 def test_phi3(tmp_path: Path) -> None:
     model = theirs("Phi3", SMALL)
-    mine = check_decoder(model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000)
     for variant in (keys_for_values, gate_for_up, group_by_group):
-        must_differ(mine, model, variant, start=1000)
-    check_saved(mine, model, tmp_path)
+        assert_differs(mine, model, variant, start=1000)
+    assert_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full(keep=1)
 def test_a_window_and_a_part_of_each_head_that_turns(tmp_path: Path) -> None:
     model = theirs("Phi3", SMALL | PARTIAL | {"sliding_window": W, "tie_word_embeddings": True})
-    mine = check_decoder(model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000)
     for variant in (wider, whole_heads, other_part):
-        must_differ(mine, model, variant, start=1000)
-    check_saved(mine, model, tmp_path)
+        assert_differs(mine, model, variant, start=1000)
+    assert_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("partial", [1.0, 0.75])
 def test_longrope(partial: float, tmp_path: Path) -> None:
     """Below the trained length as any other; and across it."""
     short, across = tmp_path / "short", tmp_path / "across"
     model = theirs("Phi3", SMALL | longrope(partial, 48))
-    mine = check_decoder(model, short)
-    must_differ(mine, model, long_list)
+    mine = assert_decoder(model, short)
+    assert_differs(mine, model, assert_long_list)
     (tmp_path / "saved").mkdir()
-    check_saved(mine, model, tmp_path / "saved")
-    check_following(theirs("Phi3", SMALL | longrope(partial, 17)), across, 17)
+    assert_saved(mine, model, tmp_path / "saved")
+    assert_following(theirs("Phi3", SMALL | longrope(partial, 17)), across, 17)
 
 
 # Negative controls.
@@ -114,7 +116,7 @@ def wider(network: Any) -> None:
         block.attention.mask = Causal() & Window(W + 1)
 
 
-def long_list(network: Any) -> None:
+def assert_long_list(network: Any) -> None:
     for module in network.modules():
         if isinstance(module, Rotary):
             s = module.scaling

@@ -10,8 +10,8 @@ import torch
 
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_saved, count, layer, placed
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_saved, build, count, layer, placed
 
 W, LAYERS = 9, 3
 SMALL: dict[str, Any] = {
@@ -33,23 +33,24 @@ YARN = {
 
 def test_qwen2(tmp_path: Path) -> None:
     model = theirs("Qwen2", SMALL | {"rope_parameters": YARN, "tie_word_embeddings": True})
-    mine = check_decoder(model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000)
     assert mine.config.windows() == (None,) * LAYERS
     for variant in (no_bias, no_key_bias, bias_behind):
-        must_differ(mine, model, variant, start=1000)
-    check_saved(mine, model, tmp_path)
+        assert_differs(mine, model, variant, start=1000)
+    assert_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("keys, widths", [(SLIDING, (None, W, W)), (NAMED, (W, None, W))])
 def test_sliding_layers(
     keys: dict[str, Any], widths: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     model = theirs("Qwen2", SMALL | keys)
-    mine = check_decoder(model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=1000)
     assert mine.config.windows() == widths
     for variant in (upside_down, all_slide, wider):
-        must_differ(mine, model, variant, start=1000)
-    check_saved(mine, model, tmp_path)
+        assert_differs(mine, model, variant, start=1000)
+    assert_saved(mine, model, tmp_path)
 
 
 # Negative controls.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from regard.positions import Rotary
-from tests.parity.families.harness import check_decoder, must_differ, theirs
-from tests.parity.families.published import build, check_following, check_saved, count, layer
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_following, assert_saved, build, count, layer
 
 H, G, D = 6, 2, 10
 SMALL: dict[str, Any] = {
@@ -20,22 +20,23 @@ SMALL: dict[str, Any] = {
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "change", [{}, {"attention_bias": True, "tie_word_embeddings": True}, SLIDING]
 )
 def test_qwen3(change: dict[str, Any], tmp_path: Path) -> None:
     model = theirs("Qwen3", SMALL | change)
     # their angles are fp32: at 1000 that alone is 0.98 of the bound
-    mine = check_decoder(model, tmp_path, start=500)
+    mine = assert_decoder(model, tmp_path, start=500)
     for variant in (norm_behind_rotary, norms_swapped, no_norm, other_eps, interleave):
-        must_differ(mine, model, variant, start=1000)
-    check_saved(mine, model, tmp_path)
+        assert_differs(mine, model, variant, start=1000)
+    assert_saved(mine, model, tmp_path)
 
 
 def test_norms_stand_before_a_rotary_that_follows_the_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     sizes = SMALL | {"max_position_embeddings": 30, "rope_parameters": rope}
-    check_following(theirs("Qwen3", sizes), tmp_path, 30)
+    assert_following(theirs("Qwen3", sizes), tmp_path, 30)
 
 
 # Negative controls.

@@ -18,7 +18,7 @@ from regard.biases import T5Relative
 from regard.errors import FileError
 from regard.models.save import save
 from regard.models.seq2seq import Seq2Seq
-from tests.parity.families.harness import far, near, saved, theirs, transformers
+from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
 
 # D = 36, H d_kv = 50; behind 12 everything is one bucket
 SMALL: dict[str, Any] = {
@@ -63,15 +63,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits(kind: str, tmp_path: Path) -> None:
     """Whole, in any chunks, token by token, in rows alone, and at positions far from 0."""
     pair = Pair(tmp_path, **KINDS[kind])
     mine, exact = pair.mine, pair.exact()
     assert (mine.network.head.weight is mine.network.embed.embedding.weight) == (kind != "1.1")
-    near(mine(pair.source, pair.target), exact)
-    near(mine(pair.source, pair.target, backend="reference"), exact)
-    near(mine(pair.source[1:2], pair.target[1:2]), exact[1:2])
+    assert_near(mine(pair.source, pair.target), exact)
+    assert_near(mine(pair.source, pair.target, backend="reference"), exact)
+    assert_near(mine(pair.source[1:2], pair.target[1:2]), exact[1:2])
     for sizes in ([7, 1, 13, 19], [1] * TARGET):
         caches, found, at = mine.network.new_caches(), [], 0
         memory = mine.network.encode(pair.source)
@@ -79,9 +80,9 @@ def test_logits(kind: str, tmp_path: Path) -> None:
             given = {} if at else {"memory": memory}
             found.append(mine.network.decode(pair.target[:, at : at + size], caches, **given))
             at += size
-        near(torch.cat(found, 1), exact)
+        assert_near(torch.cat(found, 1), exact)
     where = torch.arange(SOURCE) + 1000, torch.arange(TARGET) + 5000
-    near(mine(pair.source, pair.target, *(x.expand(3, -1) for x in where)), exact)
+    assert_near(mine(pair.source, pair.target, *(x.expand(3, -1) for x in where)), exact)
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -109,8 +110,8 @@ def test_padding_of_source_and_target_changes_nothing(left: bool, tmp_path: Path
         )
     for i, (n, m) in enumerate(sizes):
         alone = pair.exact(pair.source[i : i + 1, :n], pair.target[i : i + 1, :m])
-        near(found[i][to[i] >= 0], alone[0])
-        near(torch.cat(parts, 1)[i][to[i] >= 0], alone[0])
+        assert_near(found[i][to[i] >= 0], alone[0])
+        assert_near(torch.cat(parts, 1)[i][to[i] >= 0], alone[0])
 
 
 def test_behind_the_longest_distance(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_behind_the_longest_distance(tmp_path: Path) -> None:
     pair = Pair(tmp_path, relative_attention_num_buckets=32, relative_attention_max_distance=128)
     make = torch.Generator().manual_seed(8)
     source, target = (torch.randint(2, 96, (1, n), generator=make) for n in (150, 145))
-    near(pair.mine(source, target), pair.exact(source, target))
+    assert_near(pair.mine(source, target), pair.exact(source, target))
 
 
 @pytest.mark.parametrize("beams", [1, 4])
@@ -163,7 +164,7 @@ def test_saving_gives_the_same_file_again_and_transformers_reads_it(
         names[0], attn_implementation="eager"
     )
     exact = again.requires_grad_(False)(input_ids=pair.source, decoder_input_ids=pair.target).logits
-    near(model(pair.source, pair.target), exact)
+    assert_near(model(pair.source, pair.target), exact)
 
 
 def test_older_files(tmp_path: Path) -> None:
@@ -281,14 +282,14 @@ def gated(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
 def test_a_wrong_variant_is_far(right: Pair, change: Callable[[Any], None]) -> None:
-    far(wrong(right, change), right.exact())
+    assert_far(wrong(right, change), right.exact())
 
 
 @pytest.mark.parametrize("change", [gate_swapped, other_gelu], ids=lambda x: x.__name__)
 def test_a_wrong_gate_is_not_near(gated: Pair, change: Callable[[Any], None]) -> None:
     from tests.parity.families.harness import distance
 
-    near(gated.mine(gated.source, gated.target), gated.exact())
+    assert_near(gated.mine(gated.source, gated.target), gated.exact())
     assert distance(wrong(gated, change), gated.exact()) > 10
 
 

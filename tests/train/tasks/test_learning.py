@@ -25,6 +25,7 @@ def learned(
     return model.eval(), outcomes(model, task, examples)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("task", "name", "steps", "lr", "sizes"),
     [
@@ -54,6 +55,7 @@ def test_a_handful_of_rows_is_learned_by_heart(name: str) -> None:
     assert all(o.right for o in found)
 
 
+@pytest.mark.full
 def test_copying_aligns_each_letter_with_itself() -> None:
     """Not by heart: words of four letters out of six, most of them never seen, so it must look at the letter it says."""
     pick = torch.Generator().manual_seed(3)

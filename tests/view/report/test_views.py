@@ -21,7 +21,7 @@ from regard.view.report import page
 from tests.inspect.test_report import run
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
 T, H = 96, 3
 BAR = 1e-6
 
@@ -129,6 +129,7 @@ def test_the_atlas_sorts_filters_and_walks(tab: Tab, folder: Path) -> None:
     assert tab.js("R.state.view") == "map"
 
 
+@pytest.mark.full(keep=1)
 def test_the_map_shows_the_recorded_weights(tab: Tab, folder: Path, recording: Recording) -> None:
     opened(tab, folder, "all", "#L1H1&v=map&i=40&j=7&scale=linear")
     found, exact = drawn(tab, "R.plots.map"), recording.weights(1, 1)
@@ -335,15 +336,13 @@ def test_a_figure_carries_its_recipe(tab: Tab, folder: Path, kind: str) -> None:
     assert "head 1" in re.sub("<desc>.*</desc>", "", text)
 
 
-def test_a_page_of_144_heads_opens_in_two_seconds_and_8_megabytes(tab: Tab, tmp_path: Path) -> None:  # fmt: skip
+def test_a_page_of_144_heads_has_8_megabytes_at_most_and_shows_each(
+    tab: Tab, tmp_path: Path
+) -> None:
+    """How soon it is drawn is measured by `python -m bench page`."""
     text = page(report(whole_model()))
     assert len(text.encode()) <= 8_000_000
     (tmp_path / "large.html").write_text(text, "utf-8")
     opened(tab, tmp_path, "large")
-    # from the first byte to the atlas drawn; the best of two, since others may use the machine
-    times = [tab.js("R.ready")]
-    opened(tab, tmp_path, "large")
-    times.append(tab.js("R.ready"))
-    assert min(times) < 2000
     assert tab.js("document.querySelectorAll('.thumb').length") == 144
     assert tab.js("R.exactHeads().length") >= 8
