@@ -144,7 +144,7 @@ def test_without_a_tokenizer(
         ),
         (("--rotary-layout", "gptj"), "rotary_layout is 'gptj'; it is one of half, interleaved"),
         (("--dtype", "fp8"), "dtype is 'fp8'; it is one of float32"),
-        (("--to", "mqa", "--text", "nowhere"), "nowhere: [Errno 2]"),
+        (("--to", "mqa", "--text", "nowhere"), "nowhere is missing"),
         (("--to", "mqa", "--heal", "0"), "--heal"),
         (("--to", "mqa", "--heal", "1", "--lr", "-1"), "lr is -1.0; it must be positive"),
     ],
