@@ -13,6 +13,7 @@ LONGEST = 100
 LINES = "\n\t\u200c\u200d\ufe0e\ufe0f"
 """What a text of several lines keeps: ends of lines, tabs, and the marks that join letters and choose the form of a sign."""
 
+_WHOLE = re.compile("-?[0-9]{1,18}")
 _OBEYED = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufe00-\ufe0f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e0fff]"
@@ -69,6 +70,15 @@ def told(message: object, longest: int = 600) -> str:
     if len(text) > longest:
         text = f"{text[: longest * 2 // 3]} ... {text[-(longest // 3) - 1 :]}"
     return inert(text)
+
+
+def whole(text: str) -> int | None:
+    """The whole number that a text is, or None: plain digits, at most 18, behind a minus or none.
+
+    >>> whole("-12"), whole("\u00b2"), whole("9" * 5000)
+    (-12, None, None)
+    """
+    return int(text) if _WHOLE.fullmatch(text) else None
 
 
 class _Short(reprlib.Repr):

@@ -26,6 +26,7 @@ from regard.caches import (
     Quantised,
     Ring,
     State,
+    Streaming,
     files,
     load,
     save,
@@ -203,6 +204,12 @@ def latent() -> Cache:
     return cache
 
 
+def streaming() -> Cache:
+    cache = Streaming(2, 3)
+    cache.update((torch.ones(1, 2, 6, 4),) * 2, Span(0, 6))
+    return cache
+
+
 FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | None]] = {
     "unknown class": (lambda h, t: h.update({"class": "os.system"}), "the class 'os.system' is unknown; known: Cross, Fixed, ", None),
     "a protocol": (lambda h, t: h.update({"class": "Cache"}), "the class 'Cache' is unknown", None),
@@ -224,6 +231,9 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
     "a setting it refuses": (lambda h, t: h["settings"].update(bits=7), "do not make a Quantised: bits is 7; it must be 8, 4 or 2; save it again", quantised),
     "other groups": (lambda h, t: h["settings"].update(group=4), "do not make a Quantised: codes and scales of part 0 are", quantised),
     "expanded keys": (lambda h, t: t.update({"memory.0": torch.ones(1, 2, 2, 4)}), "a Latent cache takes one part", latent),
+    "a fraction of a slot": (lambda h, t: h["settings"].update(recent=3.0), "has 3.0 as 'recent'; it must be an integer", streaming),
+    "a truth for a number": (lambda h, t: h["settings"].update(sinks=True), "has True as 'sinks'; it must be an integer", streaming),
+    "another ring": (lambda h, t: h["settings"].update(recent=7), "memory.0 has 5 slots, and the settings {'sinks': 2, 'recent': 7, 'rewind': 0} make 9; save it again", streaming),
     "a negative length": (lambda h, t: h.update(spans={"positions": [0, -2]}), "has the span [0, -2] of 'positions'; it must be", latent),
 }  # fmt: skip
 
@@ -238,9 +248,31 @@ def test_a_forged_file_is_refused(name: str, tmp_path: Path) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("make", [lambda: Streaming(2, 3), lambda: Ring(4)])
+def test_positions_of_another_integer_dtype(
+    make: Callable[[], Cache], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """A ring goes on in whole numbers of 64 bits: what has 32 goes on likewise, and fewer are refused."""
+    cache = make()
+    held, step = torch.randn(2, 1, 6, 4), torch.randn(2, 1, 1, 4)
+    cache.update((held, held), torch.tensor([[0, 1, 2, 3, 4, 5], [-1, -1, 0, 1, 2, 3]]))
+    names = [name for name in ("positions", "lost") if name in cache.contents()]
+    path = forged(tmp_path / "a", lambda h, t: t.update({n: t[n].to(dtype) for n in names}), cache)
+    if dtype is not torch.int32:
+        with pytest.raises(regard.FileError, match=f"positions are {dtype}|lost is {dtype}"):
+            load(path)
+        return
+    again = load(path)
+    for p in ([[6], [4]], [[7], [5]]):
+        given, expected = (c.update((step, step), torch.tensor(p)) for c in (again, cache))
+        assert torch.equal(given[1], expected[1])
+        assert all(torch.equal(a, b) for a, b in zip(given[0], expected[0], strict=True))
+
+
 def test_the_forger_forges_nothing_by_itself(tmp_path: Path) -> None:
     """The controls fail for their change alone."""
-    for make in (None, quantised, latent):
+    for make in (None, quantised, latent, streaming):
         path = forged(tmp_path / "a", lambda h, t: None, None if make is None else make())
         assert len(load(path)) > 0
 

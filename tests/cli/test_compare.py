@@ -145,11 +145,12 @@ def test_wrong_usage(
 
 @pytest.mark.parametrize("flag", ["--csv", "--html"])
 def test_files_that_cannot_be_written_are_refused_first(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    err = said(capsys, "mha", flag, str(tmp_path / "none" / "x"), code=1)
+    monkeypatch.setenv("COLUMNS", "400")
+    err = said(capsys, "mha", flag, str(tmp_path / "none" / "x"), code=2)
     assert "there is no folder" in err
-    assert "..." not in err
+    assert "\n... " not in err, "nothing is measured before"
     (tmp_path / "file").write_text("")
     assert "is a file; give a folder" in said(
         capsys, "mha", "--out", str(tmp_path / "file"), code=1

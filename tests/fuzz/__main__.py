@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,10 +51,14 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="start no case after so long"
+    )
     given = parser.parse_args()
     kinds: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     slowest = 0.0
+    end = time.monotonic() + given.seconds
     with tempfile.TemporaryDirectory() as root:
         for number, name, done, found in cases(Path(root), given.cases, given.seed, given.only):
             kinds[found.kind] += 1
@@ -63,7 +69,9 @@ def main() -> None:
                     f"{number} {name}: {done}: {found.kind} {found.seconds:.1f} s {found.says!r:.330}",
                     flush=True,
                 )
-    print(f"{given.cases} cases: {dict(kinds)}; slowest {slowest:.1f} s")
+            if time.monotonic() > end:
+                break
+    print(f"{kinds.total()} cases: {dict(kinds)}; slowest {slowest:.1f} s")
     for what, n in sorted(bad.items()):
         print(f"  {what}: {n}")
     sys.exit(1 if bad else 0)

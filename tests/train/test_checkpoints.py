@@ -246,7 +246,7 @@ def test_too_little_space_is_told_before_writing(
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: 2**19)
     monkeypatch.setattr(checkpoints, "_write", None)  # must not be reached
     with pytest.raises(
-        FileError, match=r"checkpoint needs 1 MiB, 0 MiB free at .*; free some space"
+        FileError, match=r"checkpoint needs 2 MiB, 0 MiB free at .*; free some space"
     ):
         checkpoints.save(tmp_path, make(2), keep=1)
     found = checkpoints.latest(tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import math
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +33,7 @@ def t5_bucket(
     it, as they may with a logarithm in fp32.
 
     Raises:
-        ArgumentError: buckets is too small, odd and bidirectional, or max_distance not above e.
+        ArgumentError: buckets is too small, too large, odd and bidirectional, or max_distance not above e or too large.
         ArgumentTypeError: relative is not a tensor of integers.
 
     >>> t5_bucket(torch.tensor([-128, -16, -1, 0, 1, 16])).tolist()
@@ -64,13 +66,21 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     (8, 12, 16, 23, 32, 46, 64, 91)
     """
     e = buckets // 2
+    n = buckets - e
     starts = list(range(e))
-    d = e
-    for m in range(buckets - e):
-        while d ** (buckets - e) * e**m < max_distance**m * e ** (buckets - e):
-            d += 1
-        starts.append(d)
+    for m in range(n):
+        bound = max_distance**m * e ** (n - m)
+        # a logarithm says where about; whole numbers decide
+        near = e * math.exp(m / n * math.log(max_distance / e))
+        low, high = int(near * (1 - 1e-9)), int(near * (1 + 1e-9)) + 2
+        starts.append(low + bisect.bisect_left(range(low, high), bound, key=lambda d: d**n))
     return tuple(starts)
+
+
+MOST_BUCKETS = 1 << 10
+"""No table has more buckets: T5's have 32, and the bounds of n take numbers of n digits each."""
+FARTHEST = 1 << 53
+"""No max_distance is larger: no position is."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -138,8 +148,12 @@ def check_buckets(buckets: int, *, bidirectional: bool, max_distance: int) -> No
         )
     if buckets < 2:
         raise ArgumentError(f"buckets is {buckets}; it must be at least 2")
+    if buckets > MOST_BUCKETS:
+        raise ArgumentError(f"buckets is {buckets}; it must be at most {MOST_BUCKETS}")
     exact = (buckets // 2 if bidirectional else buckets) // 2
     if max_distance <= exact:
         raise ArgumentError(
             f"max_distance is {max_distance}; it must be above {exact}, the distances that have a bucket of their own"
         )
+    if max_distance > FARTHEST:
+        raise ArgumentError(f"max_distance is {max_distance}; it must be at most {FARTHEST}")

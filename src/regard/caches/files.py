@@ -192,8 +192,8 @@ def _span(name: str, found: Any) -> Span:
 
 
 def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
-    """A number is whole and no larger than positions are; settings may also be plain words, and lists of them."""
-    plain = found is None or isinstance(found, (bool, str, float)) if among_settings else False
+    """A number is whole and no larger than positions are; settings may also be None, words, and lists of these."""
+    plain = among_settings and (found is None or isinstance(found, str))
     if among_settings and isinstance(found, list):
         for x in found:
             _check_number(name, x, among_settings=True)

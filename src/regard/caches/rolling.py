@@ -79,13 +79,22 @@ class Rolling(Cache):
         return {**named(self._memory), **self._seen.contents()}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these slots."""
+        """Hold these slots.
+
+        Raises:
+            ArgumentError: there are not as many as the settings say.
+        """
         self._memory = memory_of(contents) if contents else None
+        for i, x in enumerate(self._memory or ()):
+            if x.shape[2] != self._slots.size:
+                raise ArgumentError(
+                    f"memory.{i} has {x.shape[2]} slots, and the settings {self.settings} make {self._slots.size}"
+                )
         self._overwritten = None
         positions, lost = contents.get("positions"), contents.get("lost")
         self._seen = Seen(0, 0)
         if isinstance(positions, Tensor) and isinstance(lost, Tensor):
-            self._seen = Rows(positions, lost)
+            self._seen = Rows(positions.long(), lost.long())  # what later steps write into them
         elif isinstance(positions, Span) and isinstance(lost, int):
             self._seen = Seen(positions.start, positions.stop, lost)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -17,11 +18,23 @@ from regard.foreign import LINES, inert, told
 
 _ABOUT = "Attention, exact, fast and visible: build with it, run it, see every number."
 _EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
+LONGEST = 3000
+"""Letters of an error message, at most; the middle of a longer one is left out."""
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 class Commands(TyperGroup):
     """The subcommands: listed from the table, imported on invocation."""
+
+    def make_context(self, *args: Any, **more: Any) -> Any:
+        """The context of a command line, whose usage errors are shown safely."""
+        with _shown():
+            return super().make_context(*args, **more)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the subcommand; its usage errors are shown safely."""
+        with _shown():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """The names whose module is there, in alphabetical order."""
@@ -62,7 +75,7 @@ def run(arguments: Sequence[str]) -> int:
             return 0
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except RegardError as error:
-        _say(inert(str(error), keep=LINES))
+        _say(_fit(str(error)))
         return 1
     except BrokenPipeError:
         raise
@@ -70,6 +83,29 @@ def run(arguments: Sequence[str]) -> int:
         _say(told(f"{error.filename or 'the output'}: {error.strerror or error}"))
         return 1
     return 0
+
+
+@contextmanager
+def _shown() -> Iterator[None]:
+    """Usage errors repeat what was given: it is cut, and nothing in it moves the cursor."""
+    try:
+        yield
+    except Exception as error:
+        # typer's usage errors, whichever copy of click it brings
+        if hasattr(error, "format_message") and isinstance(getattr(error, "message", None), str):
+            error.message = _fit(error.message)  # type: ignore[attr-defined]
+        raise
+
+
+def _fit(message: str) -> str:
+    """A message of several lines for a terminal, its middle left out if it is endless."""
+    return _cut(inert(_cut(message), keep=LINES))
+
+
+def _cut(message: str) -> str:
+    if len(message) <= LONGEST:
+        return message
+    return f"{message[: LONGEST * 2 // 3]} ... {message[-(LONGEST // 3) :]}"
 
 
 def _say(error: str) -> None:

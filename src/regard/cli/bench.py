@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regard.cli import _targets
+
 if TYPE_CHECKING:
     import torch
 
@@ -210,18 +212,9 @@ def _device(name: str) -> torch.device:
 
 def _check_files(json: str | None, plot: Path | None) -> None:
     """Refuse what could not be written, before minutes are spent."""
-    from regard.errors import FileError
-    from regard.files.write import check_target
-
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} is no .svg file", param_hint="--plot")
-    for hint, name in (("--json", json), ("--plot", plot)):
-        if name in (None, "-"):
-            continue
-        try:
-            check_target(Path(str(name)))
-        except FileError as error:
-            raise typer.BadParameter(str(error), param_hint=hint) from error
+    _targets.check({"--json": None if json in (None, "-") else Path(json), "--plot": plot})
 
 
 def _check(name: str, known: Any, what: str, hint: str) -> None:

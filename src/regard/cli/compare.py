@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli import _claims
+from regard.cli import _claims, _targets
 from regard.cli import _contest as flag
 from regard.errors import ArgumentError
 
@@ -66,7 +65,7 @@ def compare(
         return
     try:
         _claims.check(options)
-        _check_files(csv, html)
+        _targets.check({"--csv": csv, "--html": html})
         if claim:
             _claims.run(options, _command(sys.argv[1:]))
         plan = _plan(options)
@@ -161,15 +160,6 @@ def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupte
         write(o["csv"], as_csv(plan, done))
     if o["html"] is not None:
         write(o["html"], page(told))
-
-
-def _check_files(*paths: Path | None) -> None:
-    """Refuse what could not be written, before minutes are spent."""
-    from regard.view.html import check_target
-
-    for path in paths:
-        if path is not None:
-            check_target(path)
 
 
 def _listing() -> str:

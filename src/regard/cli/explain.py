@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from regard.cli import _targets
 from regard.cli._explained import Beside, BesideModel
 from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source
 from regard.errors import ArgumentError, FileError
+from regard.foreign import inert
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -173,18 +175,14 @@ def explain(
 
 def _check_targets(html: Path | None, figure: Path | None) -> None:
     """Refuse files that cannot be written, before anything is computed."""
-    for flag, path in (("--html", html), ("--figure", figure)):
+    _targets.check({"--html": html, "--figure": figure})
+    if figure is not None:
+        from regard.view.figure import check_format
+
         try:
-            if path is not None:
-                from regard.view.html import check_target
-
-                check_target(path)
-            if path is not None and flag == "--figure":
-                from regard.view.figure import check_format
-
-                check_format(path)
+            check_format(figure)
         except FileError as error:
-            raise typer.BadParameter(str(error), param_hint=flag) from error
+            raise typer.BadParameter(str(error), param_hint="--figure") from error
 
 
 def _check_lang(lang: str | None) -> None:
@@ -214,12 +212,13 @@ def _give(
 
         size = write(html, page(found, reads[0], data, lang, reads[1]))
         typer.echo(
-            f"{html}: {size / 1000:,.0f} kB, layer {found.layer}, head {found.head}", err=json
+            f"{inert(str(html))}: {size / 1000:,.0f} kB, layer {found.layer}, head {found.head}",
+            err=json,
         )
     if figure is not None:
         from regard.view.figure import draw
 
-        typer.echo(f"{figure}: {draw(data, figure) / 1000:,.0f} kB", err=json)
+        typer.echo(f"{inert(str(figure))}: {draw(data, figure) / 1000:,.0f} kB", err=json)
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:

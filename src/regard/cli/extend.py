@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regard.cli import _targets
 from regard.cli._model import Dtype, Ignore, Revision
 from regard.errors import ArgumentError, FileError
 
@@ -118,13 +119,9 @@ def _write(found: Extended, o: dict[str, Any]) -> None:
 
 def _check_files(html: Path | None, plot: Path | None) -> None:
     """Refuse what could not be written, before minutes are spent."""
-    from regard.view.html import check_target
-
     if plot is not None and plot.suffix != ".svg":
         raise typer.BadParameter(f"{plot} is no .svg file", param_hint="--plot")
-    for path in (html, plot):
-        if path is not None:
-            check_target(path)
+    _targets.check({"--html": html, "--plot": plot})
 
 
 def _say(line: str) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from regard.cli import _targets
 from regard.errors import ArgumentError
+from regard.foreign import inert
 
 if TYPE_CHECKING:
     from regard.inspect.layer import Layer
@@ -59,12 +61,8 @@ def layer(
     Shapes, mask, raw scores, masked scores and weights of every head, the output, and for each stage its mean, deviation and
     time. The sizes are those of the notes' run, 2 x 4 x 512 with 8 heads. It runs in evaluation mode: nothing is dropped.
     """
-    from regard.view.html import check_target
-
+    _targets.check({"--html": html, "--figure": figure})
     try:
-        for path in (html, figure):
-            if path is not None:
-                check_target(path)
         found = _found(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
         if figure is not None:
             _draw(found[0], head, figure)
@@ -126,4 +124,4 @@ def _write(told: list[dict[str, object]], path: Path) -> None:
     named = ", ".join(str(one["name"]) for one in told)
     facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
     page = findings.page("One layer of attention", named, facts, command, sections(told))
-    typer.echo(f"{path}: {write(path, page) / 1000:,.0f} kB", err=True)
+    typer.echo(f"{inert(str(path))}: {write(path, page) / 1000:,.0f} kB", err=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from regard.errors import ArgumentError, RegardError
+from regard.foreign import told, whole
 from regard.span import Span
 
 if TYPE_CHECKING:
@@ -217,14 +218,12 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
     if text is None:
         side = min(128, 1 << max(0, (max(T, S) // 4).bit_length() - 1))
         return side, side
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(
-        part.isdecimal() and part.isascii() and int(part) > 0 for part in parts
-    ):
+    sides = [whole(part) or 0 for part in text.lower().split("x")]
+    if len(sides) > 2 or min(sides) < 1:
         raise ArgumentError(
-            f'--tiles is "{text}"; it must be a size such as 16, or 16x32 for queries x keys'
+            f'--tiles is "{told(text, 60)}"; it must be a size such as 16, or 16x32 for queries x keys'
         )
-    return int(parts[0]), int(parts[-1])
+    return sides[0], sides[-1]
 
 
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:

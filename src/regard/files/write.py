@@ -104,26 +104,36 @@ def replacing(path: Path) -> Iterator[Path]:
         raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def check_target(path: Path) -> None:
-    """Refuse a path that cannot be written, before anything is computed.
+def check_place(path: Path) -> None:
+    """Refuse a path that does not name a file of a folder that is there.
 
     Raises:
-        FileError: it is a folder or a device, its folder is missing, or either cannot be written.
+        FileError: it is a folder or a device, or its folder is missing.
 
-    >>> check_target(Path("no such folder/page.html"))
+    >>> check_place(Path("no such folder/page.html"))
     Traceback (most recent call last):
     regard.errors.FileError: no such folder/page.html: there is no folder 'no such folder'; make it first
     """
-    parent = path.parent
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileError(f"{path} is a device or a pipe; give the name of a file")
     if path.is_dir():
         raise FileError(
             f"{path} is a folder; give the name of a file, such as {path / 'page.html'}"
         )
-    if not parent.is_dir():
-        raise FileError(f"{path}: there is no folder {str(parent)!r}; make it first")
-    if not os.access(parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    if not path.parent.is_dir():
+        raise FileError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
+
+
+def check_target(path: Path) -> None:
+    """Refuse a path that cannot be written, before anything is computed.
+
+    Raises:
+        FileError: as `check_place`; or the file or its folder cannot be written.
+
+    >>> check_target(Path("page.html"))
+    """
+    check_place(path)
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise FileError(f"{path} cannot be written: permission denied; choose another place")
 
 

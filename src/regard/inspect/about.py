@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regard.errors import ArgumentError
+from regard.foreign import shown, whole
 from regard.inspect.calls import Call
 from regard.inspect.capture import Capture
 from regard.inspect.choose import KEY_RULE, check_index, find_token
@@ -63,11 +64,12 @@ def which_call(call: int | str, names: Sequence[str]) -> int:
     >>> which_call("window", ["compressed", "selected", "window"])
     2
     """
-    if isinstance(call, str) and not call.lstrip("-").isdigit():
-        if call in names:
-            return names.index(call)
-        raise ArgumentError(f"call is {call!r}; the calls for this query are {', '.join(names)}")
-    return check_index("call", int(call), len(names), "call", "calls")
+    number = whole(call) if isinstance(call, str) else call
+    if number is not None:
+        return check_index("call", number, len(names), "call", "calls")
+    if call in names:
+        return names.index(str(call))
+    raise ArgumentError(f"call is {shown(call)}; the calls for this query are {', '.join(names)}")
 
 
 def keys_of(at: At, positions: Sequence[int], *, blocks: bool = False) -> Fields:

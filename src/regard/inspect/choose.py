@@ -235,7 +235,7 @@ def _end_of(word: str, text: str, name: str) -> int:
     words = list(dict.fromkeys(re.findall(r"\w+", text)))
     shown = ", ".join(words[:12]) + (", ..." if len(words) > 12 else "")
     raise ArgumentError(
-        f"{name} is {word!r}, which does not occur in the text; give a token index, or one of its words: {shown}"
+        f"{name} is {word[:100]!r}, which does not occur in the text; give a token index, or one of its words: {shown}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.foreign import shown
 
 
 class Tokens(NamedTuple):
@@ -98,7 +99,9 @@ class Reading:
                 if site.place == place:
                     return site
             known = ", ".join(site.place for site in self.sites)
-            raise ArgumentError(f"place is {place!r}, where no attention is; there are {known}")
+            raise ArgumentError(
+                f"place is {shown(place)}, where no attention is; there are {known}"
+            )
         sites = self.main
         if layer is None:
             return sites[0]

@@ -144,7 +144,7 @@ def names(place: str, wanted: Collection[str | int]) -> bool:
     >>> names("layers.3", [3]), names("decoder.layers.3.cross", ["decoder.layers.3"]), names("layers.3", [1])
     (True, True, False)
     """
-    number = next((int(word) for word in place.split(".") if word.isdigit()), None)
+    number = next((int(word) for word in place.split(".") if word.isdecimal()), None)
     return any(
         x == number if isinstance(x, int) else place == x or place.startswith(f"{x}.")
         for x in wanted

@@ -34,7 +34,8 @@ from regard.foreign import shown
 from regard.train.integrity import LONGEST, MANIFEST, crc, damage, describe
 
 _NAME = re.compile(r"step-(\d{8,})")
-_MARGIN = 1 << 20  # for the JSON files and the file system's own books
+MARGIN = 1 << 20
+"""Bytes that a run needs beside its tensors: for its other files and the file system's own books."""
 
 note = logging.getLogger("regard.train").warning
 
@@ -87,26 +88,31 @@ def save(folder: str | Path, checkpoint: Checkpoint, *, keep: int = 2) -> Path:
 
 
 def prepare(folder: str | Path, needed: int) -> None:
-    """Make the folder, and see that `needed` bytes fit: to be called before hours of work, too.
+    """See that `needed` bytes fit, and make the folder: to be called before hours of work, too.
 
     Raises:
-        FileError: the folder cannot be made, or has too little space; says how much.
+        FileError: there is too little space, of which it says how much; or the folder cannot be made.
 
     >>> import tempfile
     >>> prepare(tempfile.gettempdir(), needed=0)
     """
+    there = Path(folder)
     try:
+        while not there.exists():
+            there = there.parent
+        free = free_bytes(there)
+        if needed > free:  # rounded away from each other: they never look alike
+            raise FileError(
+                f"the checkpoint needs {-(-needed // 2**20)} MiB, {free // 2**20} MiB free at "
+                f"{folder}; free some space or choose another folder (older checkpoints are intact)"
+            )
         Path(folder).mkdir(parents=True, exist_ok=True)
-        free = free_bytes(Path(folder))
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(
             f"{folder}: cannot make the folder: {error.strerror or error}; choose another"
         ) from error
-    if needed > free:
-        raise FileError(
-            f"the checkpoint needs {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB free at "
-            f"{folder}; free some space or choose another folder (older checkpoints are intact)"
-        )
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -183,7 +189,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _size(checkpoint: Checkpoint) -> int:
-    return _MARGIN + sum(t.nbytes for named in checkpoint.tensors.values() for t in named.values())
+    return MARGIN + sum(t.nbytes for named in checkpoint.tensors.values() for t in named.values())
 
 
 def _write(folder: Path, checkpoint: Checkpoint) -> None:

@@ -230,7 +230,8 @@ class _Run:
         if self.folder is None:
             return
         # weights and two moments each, beside the checkpoint that is there until it is verified
-        checkpoints.prepare(self.folder, 2 * 3 * sum(p.nbytes for p in self.parameters))
+        size = checkpoints.MARGIN + 2 * 3 * sum(p.nbytes for p in self.parameters)
+        checkpoints.prepare(self.folder, size)
         checkpoints.sweep(self.folder)
         found = checkpoints.latest(self.folder)
         if found is None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from regard.errors import FileError
 from regard.files.regular import text
 from regard.files.write import written
-from regard.foreign import told
+from regard.foreign import told, whole
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,11 @@ class CsvLog:
             return []
         rows = list(csv.reader(io.StringIO(text(self._path, LONGEST), newline="")))[1:]
         return [
-            r for r in rows if len(r) == len(COLUMNS) and r[0].isdigit() and int(r[0]) <= after_step
+            r
+            for r in rows
+            if len(r) == len(COLUMNS)
+            and (step := whole(r[0])) is not None
+            and 0 <= step <= after_step
         ]
 
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, FileError
 from regard.files.lock import locked
 from regard.files.write import replacing, sync, workplace
-from regard.foreign import told
+from regard.foreign import LINES, inert, told
 from regard.models.families import type_of
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
+from regard.train import checkpoints
 from regard.train.batches import Batches, validation_rows
 from regard.train.corpus import read, split
 from regard.train.loop import Result, fit
@@ -44,12 +45,7 @@ class Run:
         settings, vocab = self.settings(), self.options["vocab"]
         config_of(self.options, vocab)  # refuses bad sizes before the long part
         check_device(self.options["device"])
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise FileError(
-                f"{self.out}: cannot make the folder: {error.strerror or error}"
-            ) from error
+        checkpoints.prepare(self.out, checkpoints.MARGIN)  # before the text is read
         with locked(self.out):
             return self._run(settings)
 
@@ -181,4 +177,4 @@ def about(config: Any) -> dict[str, Any]:
 
 def say(text: str) -> None:
     """A line for the person who waits, on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(inert(text, keep=LINES), file=sys.stderr, flush=True)

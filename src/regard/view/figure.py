@@ -113,10 +113,8 @@ def heat(weights: Sequence[Sequence[float]], title: str, path: Path) -> int:
             axes.set_xticks(range(len(row)))
             for j, x in enumerate(row):
                 axes.text(j, i, f"{x:.2f}", ha="center", va="center", fontsize=8, color="white" if x > 0.6 else "black")  # fmt: skip
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
+    with replacing(path) as place:
+        figure.savefig(place, dpi=150)
     return path.stat().st_size
 
 

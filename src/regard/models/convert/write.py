@@ -72,10 +72,12 @@ def place_for(source: Path, out: Path) -> Iterator[Path]:
         with workplace(out, alone=True) as folder:
             check_out(source, out)  # another run may have finished it meanwhile
             yield folder
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         if isinstance(error, FileError):
             raise
-        raise FileError(f"{out}: cannot write the folder: {error.strerror or error}") from error
+        raise FileError(
+            f"{out}: cannot write the folder: {told(error)}; free some space, or choose another"
+        ) from error
 
 
 def put(folder: Path, out: Path) -> None:
@@ -94,15 +96,9 @@ def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
     """Write a converted model into a folder, with everything of the source that is not a weight.
 
     Raises:
-        FileError: a file of the source cannot be read, or the disk refuses.
+        FileError: a file of the source cannot be read.
+        OSError, SafetensorError: the disk refuses; `place_for` tells it of the folder that the user named.
     """
-    try:
-        _write(held, source, raw, folder)
-    except SafetensorError as error:
-        raise FileError(f"{folder}: cannot write the weights: {told(error)}") from error
-
-
-def _write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
     assert held.network.head is not None  # `convert` refuses a model without one
     dtype = cast("Tensor", held.network.head.weight).dtype
     save(held.network, held.config, folder, dtype)

@@ -24,7 +24,8 @@ from regard.files.reading import load as read_tensors
 from regard.files.regular import inside
 from regard.files.strict import read_json
 from regard.files.write import replacing
-from regard.foreign import shown, told
+from regard.foreign import LINES, inert, shown, told
+from regard.train import checkpoints
 from regard.train.loop import Result, fit
 from regard.train.progress import show
 from regard.train.run import check_device
@@ -138,8 +139,8 @@ class TaskRun:
         sizes = asdict(self.recipe) | {"set": list(self.recipe.set)}
         content = {"task": self.task.name, "model": self.name, "sizes": sizes}
         file = self.out / RECIPE
+        checkpoints.prepare(self.out, checkpoints.MARGIN)
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(self.out))
             if not file.exists():
                 with replacing(self.out / "command.txt") as place:
@@ -260,4 +261,4 @@ def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 def say(text: str) -> None:
     """A line for the person who waits, on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(inert(text, keep=LINES), file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""Hostile words on the command line: refused soon and briefly, and nothing in them reaches the terminal as a command."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from regard.cli import _explained
+from regard.cli.app import LONGEST, run
+from regard.errors import ArgumentError
+from regard.inspect.reading import Reading
+from tests.fuzz.box import RAW
+
+WORDS = {
+    "controls": "a\x1b[2Jb\x9b0m", "direction": "a\u202eb", "long": "x" * 1_000_000, "long controls": "\x1b" * 300_000,
+    "digits": "9" * 5000, "other digits": "\u00b2", "half letters": "a\udcffb",
+}  # fmt: skip
+PLACES = {
+    "place": ("explain", "x", "--place", "@"), "call": ("explain", "x", "--attention", "nsa", "--call", "@"),
+    "query": ("explain", "x", "--attention", "mqa", "--query", "@"), "option": ("explain", "x", "--attention", "mqa", "--set", "@"),
+    "mechanism": ("describe", "@"), "mask": ("show", "@"), "size": ("show", "window(@)"), "tiles": ("show", "causal", "--tiles", "@"),
+    "figure": ("explain", "x", "--figure", "@"), "command": ("@",), "flag": ("show", "--@"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hostile_words(place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "100")
+    for name, word in WORDS.items():
+        assert run([x.replace("@", word) for x in PLACES[place]]) in (1, 2), name
+        said = capsys.readouterr()
+        assert said.out == ""
+        # the colours of typer's own box are no command of the word's
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", said.err)
+        assert not RAW.search(plain), (name, plain[:300])
+        assert "Traceback" not in plain
+        assert 20 < len(plain) < 2 * LONGEST, (name, len(plain))
+
+
+@pytest.mark.parametrize(
+    "expression, message",
+    [
+        ("window(10^20)", "a mask must stand here"),
+        ("window(10**20)", "a mask must stand here"),
+        (f"window({10**20})", f"a number above {1 << 53}"),
+        ("window(" + "9" * 5000 + ")", "not a mask expression"),
+        ("heads((" + "causal," * 5000 + "))", "more than 512 masks"),
+        ("causal" + " & window(3)" * 513, "more than 512 masks|nested deeper than 50"),
+        ("~" * 5000 + "causal", "nested deeper than 50|too deep|not a mask expression"),
+        ("(" * 5000 + "causal" + ")" * 5000, "not a mask expression"),
+        ("window(" + "(" * 190 + "1" + ",)" * 190 + ")", "nested deeper than 50"),
+        ("causal & " * 10_000 + "causal", "an expression of 90006 letters; at most 65536"),
+    ],
+)  # fmt: skip
+def test_hostile_masks(expression: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "200")
+    code = run(["show", expression])
+    said = capsys.readouterr()
+    assert code == 2
+    assert re.search(message, said.err), said.err[:500]
+    assert len(said.err) < 2 * LONGEST
+
+
+def _reading(tokens: int) -> Reading:
+    """What `_check_length` looks at."""
+    return SimpleNamespace(sides={"text": SimpleNamespace(ids=range(tokens))})  # type: ignore[return-value]
+
+
+def test_explain_takes_16384_tokens_and_no_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _explained.LONGEST == 16_384
+    check = getattr(_explained._check_length, "__wrapped__", _explained._check_length)
+    check(_reading(16_384))
+    with pytest.raises(
+        ArgumentError,
+        match="the text has 16,385 tokens, and every pair of them is looked at; at most 16,384 are explained: give a part",
+    ):
+        check(_reading(16_385))
+    monkeypatch.setattr(_explained, "LONGEST", 3)
+    monkeypatch.setenv("COLUMNS", "300")
+    for more in ((), ("--attention", "mqa")):
+        assert run(["explain", "to be or not to be", *more]) == 2
+        assert "every pair of them is looked at; at most 3 are explained" in capsys.readouterr().err
