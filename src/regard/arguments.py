@@ -47,9 +47,9 @@ def checks(*, finite: bool = True) -> Iterator[None]:
 
 def check_finite(**tensors: Tensor) -> None:
     """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
-    import torch
+    from regard.process import is_compiling  # it needs torch, which must not be there at the start
 
-    if torch.compiler.is_compiling() or not _finite.get():
+    if is_compiling() or not _finite.get():
         return
     for name, x in tensors.items():
         bad = ~x.isfinite()

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from regard.process import is_compiling
+
 LARGE = 4 << 20
 """Bytes from which on numpy asks the system for large pages."""
 
@@ -25,7 +27,7 @@ def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | st
     torch.Size([2, 3])
     """
     size = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or size < LARGE or torch.compiler.is_compiling():
+    if torch.device(device).type != "cpu" or size < LARGE or is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
     memory = np.empty(size + LINE, np.uint8)
     first = -memory.ctypes.data % LINE

@@ -140,7 +140,7 @@ class Trace:
         return bool(self._matches(name))
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._heard)
+        return iter(list(self._heard))  # another thread may capture something more meanwhile
 
     def __len__(self) -> int:
         return len(self._heard)
@@ -262,9 +262,9 @@ def watchers() -> list[Trace]:
     """The open traces of this thread that want to see whole calls; none in a compiled graph."""
     if not _open.stack:
         return []
-    import torch
+    from regard.process import is_compiling
 
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return []
     return [opening.trace for opening in _open.stack if opening.trace.watches]
 

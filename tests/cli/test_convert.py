@@ -32,7 +32,7 @@ def test_a_table(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = {row[:24].strip(): row[24:].split() for row in out.splitlines()}
     assert rows["family"] == ["llama", "deepseek_v2"]
     assert rows["dtype"] == ["float32", "bfloat16"]
-    assert rows["numbers per token kept"] == ["160", "52"]
+    assert rows["values cached per token"] == ["160", "52"]
     assert rows["perplexity"][1] == rows["loss, nats per token"][1] == "->"
     assert rows["KL(before | after)"][1:5] == ["±", rows["KL(before | after)"][2], "nats", "per"]
     assert float(rows["KL(before | after)"][0]) > 0
@@ -144,7 +144,7 @@ def test_without_a_tokenizer(
         ),
         (("--rotary-layout", "gptj"), "rotary_layout is 'gptj'; it is one of half, interleaved"),
         (("--dtype", "fp8"), "dtype is 'fp8'; it is one of float32"),
-        (("--to", "mqa", "--text", "nowhere"), "nowhere: [Errno 2]"),
+        (("--to", "mqa", "--text", "nowhere"), "nowhere is missing"),
         (("--to", "mqa", "--heal", "0"), "--heal"),
         (("--to", "mqa", "--heal", "1", "--lr", "-1"), "lr is -1.0; it must be positive"),
     ],

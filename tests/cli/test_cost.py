@@ -1,4 +1,6 @@
-"""`regard cost`: known models, configs and sizes; JSON, ranges, two models, machines, charts, and what is refused."""
+"""`regard cost`: known models, configs and sizes; JSON, ranges, two models, machines, charts, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,20 @@ import pytest
 
 import regard
 from regard.cli import main
-from regard.cost.bill import Bill, Setting
-from regard.cost.known import KNOWN
-from regard.cost.machines import MACHINES
-from regard.cost.source import model_of
+from regard.cost.known import KNOWN, model_of
+from regard.cost.report import CostReport, Setting
+from regard.cost.roofline import MACHINES
 
 KEYS = {
-    "parameters", "attention_parameters", "kv_bytes_per_token", "kv_bytes", "prefill_flops", "decode_flops",
-    "decode_bytes", "parts",
-}  # fmt: skip
+    "parameters",
+    "attention_parameters",
+    "kv_bytes_per_token",
+    "kv_bytes",
+    "prefill_flops",
+    "decode_flops",
+    "decode_bytes",
+    "parts",
+}
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -42,9 +49,9 @@ def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
 def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = figures(capsys, name, "--context", "2k")
     assert set(told) >= KEYS
-    bill = Bill(model_of(name), Setting(2048, dtype=model_of(name).dtype))
+    report = CostReport(model_of(name), Setting(2048, dtype=model_of(name).dtype))
     for key in KEYS - {"parts"}:
-        source = bill if hasattr(bill, key) else bill.model
+        source = report if hasattr(report, key) else report.model
         assert told[key] == getattr(source, key), key
     assert sum(part["parameters"] for part in told["parts"].values()) == told["parameters"]
     assert sum(part["active"] for part in told["parts"].values()) == told["active_parameters"]
@@ -54,8 +61,8 @@ def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_gpt3_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, "gpt3")
     assert (
-        "attention of one layer: 603,979,776 = M (H D + G D + G E + H E); of 96 layers: 57,982,058,496, 33.2% of all"
-        in out
+        "attention of one layer: 603,979,776 = M (H D + G D + G E + H E); of 96 layers: "
+        "57,982,058,496, 33.2% of all" in out
     )
     assert "57,982,058,496: a third of 175 billion" in out
     assert "5.95 billion of 17.5 billion call one layer's 96 heads the whole model" in out
@@ -254,9 +261,15 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         (("gpt2", "--vs", "gpt4"), "'gpt4' is neither a known model nor a path"),
         ((), "give a model, or its sizes: --layers, --dim, --heads missing"),
         (("--layers", "2"), "--dim, --heads missing. regard cost --list names what is known"),
-        (("gpt2", "--layers", "2", "--window", "4"), "gpt2 says all sizes, and --layers, --window too; leave them out"),
+        (
+            ("gpt2", "--layers", "2", "--window", "4"),
+            "gpt2 says all sizes, and --layers, --window too; leave them out",
+        ),
         ((*SIZES, "--attention", "mla", "--window", "4"), "attention 'mla' needs kv_rank"),
-        ((*SIZES, "--attention", "linear_attention", "--window", "4"), "'linear_attention' has no window"),
+        (
+            (*SIZES, "--attention", "linear_attention", "--window", "4"),
+            "'linear_attention' has no window",
+        ),
         ((*SIZES, "--set", "groups"), "give name=value"),
         ((*SIZES, "--set", "groups=\u00b2"), "give name=value"),
         ((*SIZES, "--kv-heads", "2", "--set", "groups=2"), "groups is given twice; keep one"),
@@ -264,11 +277,17 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         ((*SIZES, "--experts", "8"), "--experts and --active belong together"),
         (("gpt2", "--machine", "h100"), "did you mean 'h100-sxm'"),
         (("gpt2", "--bandwidth", "1e9"), "--bandwidth and --flops belong together"),
-        (("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"), "--machine says bandwidth and FLOPs"),
+        (
+            ("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"),
+            "--machine says bandwidth and FLOPs",
+        ),
         (("gpt2", "--bandwidth", "0", "--flops", "1e9"), "must be above 0, per second"),
         (("gpt2", "--context", "2k"), "gpt2 has learned positions for 1,024 tokens"),
         (("gpt2", "--context", "many"), "'many' is no number of tokens"),
-        (("gpt2", "--context", "1k", "--sweep", "context=1..2"), "--context is one length, and --sweep and --plot take a range"),
+        (
+            ("gpt2", "--context", "1k", "--sweep", "context=1..2"),
+            "--context is one length, and --sweep and --plot take a range",
+        ),
         (("gpt2", "--sweep", "heads=1..2"), "is no range; write such as context=1k..1M"),
         (("gpt2", "--dtype", "fp4"), "dtype is 'fp4'"),
         (("gpt2", "--kv-dtype", "fp4"), "'fp4' is no format of numbers"),
@@ -276,11 +295,13 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         (("gpt2", "--plot", "nowhere/a.svg"), "there is no folder nowhere"),
         (("gpt2", "--batch", "0"), "--batch"),
     ],
-)  # fmt: skip
+)
 def test_wrong_usage(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("NO_COLOR", "1")
     assert message in said(capsys, *arguments, code=2)

@@ -15,8 +15,8 @@ from regard.compare import speed, work
 from regard.compare.mechanisms import NAMES, Contestant, Shape, contestants, decoder
 from regard.compare.same import configs
 from regard.compare.speed import Timing
-from regard.cost.bill import Bill, Setting
 from regard.cost.config import read
+from regard.cost.report import CostReport, Setting
 from regard.errors import ArgumentError
 from regard.models.assembly.mechanism import decoders
 from regard.models.decoder import Decoder
@@ -54,7 +54,9 @@ def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
     assert row["kv_bytes"] == row["kv_bytes_formula"] == 2 * 4 * kept(name, context)
     if name in COUNTED:
         raw = {"model_type": "regard", **asdict(made[name])}
-        assert row["kv_bytes"] == Bill(read(raw, name), Setting(context, dtype="fp32")).kv_bytes
+        assert (
+            row["kv_bytes"] == CostReport(read(raw, name), Setting(context, dtype="fp32")).kv_bytes
+        )
 
 
 @pytest.mark.parametrize("name", decoders())

@@ -1,4 +1,4 @@
-"""Counted against built models: every family's parameters, windows, and what is met by a token."""
+"""Counted against built models: every family's parameters, windows, and active parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import nn
 
 from regard.cost import config, model_of
 from regard.cost.known import KNOWN
-from regard.cost.mixers import Heads
+from regard.cost.softmax import SoftmaxSpec
 from regard.models.checkpoint.config import parse
 from regard.models.families import FAMILIES, family
-from regard.nn import Attention
+from regard.nn import Attention, Block
+from regard.nn.mixer import Mixer
 from tests.cost.tiny import TINY
 
 
@@ -38,7 +39,9 @@ def parameters(network: nn.Module) -> int:
 
 
 def of_kinds(network: nn.Module) -> tuple[int, int, int]:
-    """Numbers of matrices and tables, of biases, and of norms, told apart by the modules that own them."""
+    """Numbers of matrices and tables, of biases, and of norms, told apart by the modules that own
+    them.
+    """
     norms = {
         id(p)
         for m in network.modules()
@@ -46,8 +49,10 @@ def of_kinds(network: nn.Module) -> tuple[int, int, int]:
         for p in m.parameters(recurse=False)
     }
     matrices = {
-        id(m.weight): m.weight.numel() for m in network.modules() if isinstance(m, (nn.Linear, nn.Embedding))
-    }  # fmt: skip
+        id(m.weight): m.weight.numel()
+        for m in network.modules()
+        if isinstance(m, (nn.Linear, nn.Embedding))
+    }
     sizes = {id(p): p.numel() for p in network.parameters()}
     assert not norms & matrices.keys()
     in_norms = sum(sizes[i] for i in norms)
@@ -84,7 +89,7 @@ HEADED = [
     name
     for name, raw in TINY.items()
     if raw["model_type"] not in ("bert", "t5")
-    and all(isinstance(layer.mixer, Heads) for layer in config.read(raw, name).layers)
+    and all(isinstance(layer.mixer, SoftmaxSpec) for layer in config.read(raw, name).layers)
 ]
 
 
@@ -99,7 +104,9 @@ def test_windows_of_every_family(name: str) -> None:
     """A mask that is built shows as many keys to the last of 12 tokens as are counted."""
     layers = [m for m in network_of(name).modules() if isinstance(m, Attention)]
     model = config.read(TINY[name], name)
-    told = [m.seen(12) for layer in model.layers for m in layer.mixers if isinstance(m, Heads)]
+    told = [
+        m.seen(12) for layer in model.layers for m in layer.mixers if isinstance(m, SoftmaxSpec)
+    ]
     positions = torch.arange(12)[None]
     seen = []
     for layer in layers:
@@ -107,6 +114,25 @@ def test_windows_of_every_family(name: str) -> None:
         assert mask is not None
         seen.append(int(mask.allows(positions[:, -1:, None], positions[:, None]).sum()))
     assert told == seen
+
+
+@pytest.mark.parametrize("name", [n for n in TINY if TINY[n]["model_type"] not in ("bert", "t5")])
+@pytest.mark.parametrize("context", [1, 12, 40])
+def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context: int) -> None:
+    """What a config says of a layer and what the built module says of itself are the same."""
+    model = config.read(TINY[name], name)
+    blocks = [m for m in network_of(name).modules() if isinstance(m, Block)]
+    assert len(blocks) == len(model.layers)
+    for block, layer in zip(blocks, model.layers, strict=True):
+        assert isinstance(block.attention, Mixer)
+        module, ours = block.attention.spec, layer.mixer
+        assert type(module) is type(ours)
+        assert module.weights.total == ours.weights.total
+        assert module.weights.mapped == ours.weights.mapped
+        assert module.cached(context).numbers == ours.cached(context).numbers
+        assert module.bounded == ours.bounded
+        assert module.step(context).value == ours.step(context).value
+        assert module.prefill_flops(context) == ours.prefill_flops(context)
 
 
 SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_local_experts": 8}

@@ -1,4 +1,6 @@
-"""Mechanisms as sizes against the catalogue's modules, and prompts against the sum over their tokens."""
+"""Mechanisms as sizes against the catalogue's modules, and prompts against the sum over their
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from regard.cost.infini import InfiniSpec
+from regard.cost.latent import LatentSpec
 from regard.cost.mechanisms import MECHANISMS, mechanism
-from regard.cost.mixers import NSA, Cross, Heads, Infini, Latent, Mixer
+from regard.cost.selected import NSASpec
+from regard.cost.softmax import CrossSpec, SoftmaxSpec
+from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
 from regard.nn.variants import VARIANTS
 
@@ -49,20 +55,28 @@ def test_one_layer_as_the_catalogue_builds_and_describes_it(
     with torch.device("meta"):
         layer = entry.build(32, 4, **options)
     told = layer.describe(context)
-    memory = ours.memory(context)
+    cached = ours.cached(context)
     assert ours.weights.total == sum(p.numel() for p in layer.parameters())
     if name != "mha":  # the catalogue's looks ahead, and so do its figures
-        assert (memory.per_token, memory.state) == (told.kv_per_token.value, told.state.value)
-        assert memory.tokens == told.kv_tokens.value
-    flops = 2 * ours.mapped + ours.decode_flops(context)
+        assert (cached.per_token, cached.state) == (told.kv_per_token.value, told.state.value)
+        assert cached.tokens == told.kv_tokens.value
+    flops = 2 * ours.weights.mapped + ours.decode_flops(context)
     assert flops == told.flops_per_token.value - _again(ours, context)
+    assert (layer.spec.weights.total, layer.spec.weights.mapped) == (
+        ours.weights.total,
+        ours.weights.mapped,
+    )
+    if name not in ("mha", "nsa"):
+        assert layer.spec.prefill_flops(context) == ours.prefill_flops(context)
 
 
-def _again(mixer: Mixer, context: int) -> int:
-    """What regard's own NSA computes beyond the mechanism: every block is compressed anew for each token, not once."""
-    if not isinstance(mixer, NSA):
+def _again(mixer: Spec, context: int) -> int:
+    """What regard's own NSA computes beyond the mechanism: every block is compressed anew for each
+    token, not once.
+    """
+    if not isinstance(mixer, NSASpec):
         return 0
-    D, l, groups = mixer.heads.head_dim, mixer.compress, mixer.heads.groups
+    D, l, groups = mixer.shape.head_dim, mixer.compress, mixer.shape.groups
     blocks = (context - l) // mixer.stride + 1 if context >= l else 0
     each = 2 * groups * 2 * (l * D * D + D * D)
     return blocks * each - each // mixer.stride
@@ -72,12 +86,12 @@ def test_every_mechanism_is_compared() -> None:
     assert {name for name, _ in CASES} == set(MECHANISMS) <= set(VARIANTS)
 
 
-HEADS = Heads(32, 4, 2, 8, 6)
-SUMMED: list[Mixer] = [
-    HEADS,
-    Heads(32, 4, 2, 8, 6, window=7),
-    Infini(HEADS, 8),
-    Infini(HEADS, 8, delta=True),
+SHAPE = HeadShape(4, 2, 8, 6)
+SUMMED: list[Spec] = [
+    SoftmaxSpec.of(32, SHAPE),
+    SoftmaxSpec.of(32, SHAPE, window=7),
+    InfiniSpec.of(32, SHAPE, 8),
+    InfiniSpec.of(32, SHAPE, 8, delta=True),
     mechanism("linear_attention", 32, 4, {}),
     mechanism("gated_delta_net", 32, 4, {}),
 ]
@@ -85,7 +99,7 @@ SUMMED: list[Mixer] = [
 
 @pytest.mark.parametrize("mixer", SUMMED, ids=lambda m: m.name)
 @pytest.mark.parametrize("context", [1, 6, 7, 8, 9, 40])
-def test_a_prompt_is_the_sum_of_its_tokens(mixer: Mixer, context: int) -> None:
+def test_a_prompt_is_the_sum_of_its_tokens(mixer: Spec, context: int) -> None:
     """Causal mechanisms compute for a prompt what its tokens cost one after another."""
     tokens = sum(mixer.decode_flops(t) for t in range(1, context + 1))
     assert mixer.prefill_flops(context) == tokens
@@ -95,7 +109,7 @@ def test_a_prompt_is_the_sum_of_its_tokens(mixer: Mixer, context: int) -> None:
 def test_a_prompt_of_nsa(context: int) -> None:
     """Pairs counted one by one from the definition; blocks are compressed once each."""
     l, d, size, count, window = SIZES.values()
-    mixer = NSA(HEADS, l, d, size, count, window)
+    mixer = NSASpec.of(32, SHAPE, l, d, size, count, window)
     pairs, compressed = 0, 0
     for t in range(context):
         ready = sum(1 for start in range(0, context, d) if start + l - 1 <= t)
@@ -106,7 +120,7 @@ def test_a_prompt_of_nsa(context: int) -> None:
         pairs += ready + chosen + min(window, t + 1)
         compressed += ready
     blocks = sum(1 for start in range(0, context, d) if start + l <= context)
-    D, E, H, G = HEADS.head_dim, HEADS.value_dim, HEADS.heads, HEADS.groups
+    D, E, H, G = SHAPE.head_dim, SHAPE.value_dim, SHAPE.heads, SHAPE.groups
     network = sum(2 * G * blocks * (l * w * w + w * w) for w in (D, E))
     assert (
         mixer.prefill_flops(context) == 2 * H * pairs * (D + E) + 2 * H * compressed * D + network
@@ -114,18 +128,18 @@ def test_a_prompt_of_nsa(context: int) -> None:
 
 
 def test_pairs_of_an_encoder_and_across() -> None:
-    both = Heads(32, 4, 4, 8, 8, causal=False)
+    both = SoftmaxSpec.of(32, HeadShape(4, 4, 8, 8), causal=False)
     assert both.prefill_flops(10) == 2 * 4 * 100 * 16
-    assert both.memory(10).numbers == 0
-    across = Cross(HEADS)
-    assert across.memory(10).numbers == 10 * 2 * (8 + 6)
-    assert across.memory(10).given
+    assert both.cached(10).numbers == 0
+    across = CrossSpec.of(32, SHAPE)
+    assert across.cached(10).numbers == 10 * 2 * (8 + 6)
+    assert across.cached(10).given
     assert across.prefill_flops(10) == 2 * 10 * 32 * 2 * (8 + 6)
-    assert across.mapped + 32 * 2 * (8 + 6) == HEADS.mapped
+    assert across.weights.mapped + 32 * 2 * (8 + 6) == SHAPE.maps(32).mapped
 
 
 def test_latents_absorb_few_queries_and_expand_many() -> None:
-    layer = Latent(7168, 128, 512, 128, 64, 128, 1536)
+    layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, 1536)
     assert (
         layer.decode_flops(8192) == layer.flops(1, 8192, "absorb") < layer.flops(1, 8192, "expand")
     )

@@ -6,40 +6,66 @@ from dataclasses import replace
 
 import pytest
 
-from regard.cost import Bill, Setting, model_of
-from regard.cost.flags import Sizes
-from regard.cost.infini import infini_state
-from regard.cost.known import KNOWN
-from regard.cost.latent import latent_numbers, naive_numbers
-from regard.cost.memories import (
-    bigbird_dense,
+from regard.cost import CostReport, Setting, model_of
+from regard.cost.infini import (
+    InfiniSpec,
+    infini_state,
     memorizing_cache,
     segment_cache,
     summary_tokens,
-    window_reach,
 )
-from regard.cost.mixers import NSA, Heads, Infini, Latent
-from regard.cost.selected import nsa_tokens
+from regard.cost.known import KNOWN
+from regard.cost.latent import LatentSpec, latent_numbers, naive_numbers
+from regard.cost.selected import NSASpec, nsa_tokens
+from regard.cost.sizes import Sizes
+from regard.cost.softmax import SoftmaxSpec, bigbird_dense, window_reach
+from regard.cost.spec import HeadShape
 
-# numbers of parameters that the files of these checkpoints hold; of GPT-3, which was never released, what its sizes make
+# numbers of parameters that the files of these checkpoints hold; of GPT-3, which was never
+# released, what its sizes make
 PARAMETERS = {
-    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
-    "gpt3": 174_604_259_328, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
-    "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
-    "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "llama-3-405b": 405_853_388_800,
-    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824,
-    "mistral-7b": 7_241_732_096, "mistral-7b-v0.3": 7_248_023_552, "mistral-nemo": 12_247_782_400,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3": 174_604_259_328,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo": 12_247_782_400,
     "mixtral-8x7b": 46_702_792_704,
-    "qwen2.5-0.5b": 494_032_768, "qwen2.5-1.5b": 1_543_714_304, "qwen2.5-3b": 3_085_938_688,
-    "qwen2.5-7b": 7_615_616_512, "qwen2.5-14b": 14_770_033_664, "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
-    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
-    "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
-    "gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
     "gemma-3-1b": 999_885_952,
-    "deepseek-v2": 235_741_434_880, "deepseek-v2-lite": 15_706_484_224, "deepseek-v3": 671_026_419_200,
-}  # fmt: skip
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_419_200,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -49,9 +75,17 @@ def test_parameters(name: str) -> None:
 
 # what the names of the others say, in billions
 ROUNDED = {
-    "gpt3-6.7b": 6.7, "llama-3.1-8b": 8, "llama-3.1-70b": 70, "llama-3.1-405b": 405, "llama-3.3-70b": 70,
-    "mistral-7b-v0.1": 7, "gemma-3-4b": 4, "gemma-3-12b": 12, "gemma-3-27b": 27, "deepseek-r1": 671,
-}  # fmt: skip
+    "gpt3-6.7b": 6.7,
+    "llama-3.1-8b": 8,
+    "llama-3.1-70b": 70,
+    "llama-3.1-405b": 405,
+    "llama-3.3-70b": 70,
+    "mistral-7b-v0.1": 7,
+    "gemma-3-4b": 4,
+    "gemma-3-12b": 12,
+    "gemma-3-27b": 27,
+    "deepseek-r1": 671,
+}
 
 
 def test_every_known_model_is_compared() -> None:
@@ -102,39 +136,49 @@ def test_the_table_of_the_gpt_oss_card(
         ("deepseek-v3", 37),
     ],
 )
-def test_what_a_token_meets(name: str, billions: int) -> None:
+def test_active_parameters(name: str, billions: int) -> None:
     assert round(model_of(name).active / 1e9) == billions
 
 
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("llama-3-8b", 131_072), ("llama-3-70b", 327_680), ("llama-2-7b", 524_288), ("deepseek-v3", 70_272),
-        ("deepseek-v2", 2 * 34_560), ("gpt3", 4_718_592),
+        ("llama-3-8b", 131_072),
+        ("llama-3-70b", 327_680),
+        ("llama-2-7b", 524_288),
+        ("deepseek-v3", 70_272),
+        ("deepseek-v2", 2 * 34_560),
+        ("gpt3", 4_718_592),
     ],
-)  # fmt: skip
+)
 def test_cache_bytes_per_token(name: str, size: int) -> None:
-    assert Bill(model_of(name), Setting(1)).kv_bytes_per_token == size
+    assert CostReport(model_of(name), Setting(1)).kv_bytes_per_token == size
 
 
 def test_gemma_3_1b_keeps_139_of_832_mib() -> None:
-    bill = Bill(model_of("gemma-3-1b"), Setting(32768))
-    assert bill.kv_bytes == 139 * 2**20
-    assert bill.kv_bytes_per_token * 32768 == 832 * 2**20
-    assert bill.kv_growth == 4 * 1024
-    assert [m.window for m in bill.model.mixers if isinstance(m, Heads)].count(512) == 22
+    report = CostReport(model_of("gemma-3-1b"), Setting(32768))
+    assert report.kv_bytes == 139 * 2**20
+    assert report.kv_bytes_per_token * 32768 == 832 * 2**20
+    assert report.kv_growth == 4 * 1024
+    assert [m.window for m in report.model.mixers if isinstance(m, SoftmaxSpec)].count(512) == 22
 
 
 def kept(groups: int, heads_by_layers: int) -> int:
     """Numbers per token of so many key/value heads of 128, in all layers."""
-    return groups * heads_by_layers * Heads(128, 1, 1, 128, 128).memory(1).per_token
+    return (
+        groups
+        * heads_by_layers
+        * SoftmaxSpec.of(128, HeadShape(1, 1, 128, 128)).cached(1).per_token
+    )
 
 
 def test_deepseek_v2_tables() -> None:
-    """Table 1: numbers per token of the model, which equal those of 2.25 groups; table 9: a small and a large model."""
+    """Table 1: numbers per token of the model, which equal those of 2.25 groups; table 9: a small
+    and a large model.
+    """
     v2 = model_of("deepseek-v2").layers[0].mixer
-    assert isinstance(v2, Latent)
-    assert latent_numbers(512, 64) * 60 == 60 * v2.memory(1).per_token == 34_560
+    assert isinstance(v2, LatentSpec)
+    assert latent_numbers(512, 64) * 60 == 60 * v2.cached(1).per_token == 34_560
     assert 2.25 * kept(1, 60) == 34_560
     assert kept(16, 27) == 110_592
     assert latent_numbers(512, 64) * 27 == 15_552
@@ -142,7 +186,7 @@ def test_deepseek_v2_tables() -> None:
     assert kept(1, 3360) == 860_160
     assert round(34_560 / 860_160, 2) == 0.04
     v3 = model_of("deepseek-v3")
-    assert sum(m.memory(1).per_token for m in v3.mixers) == 35_136
+    assert sum(m.cached(1).per_token for m in v3.mixers) == 35_136
     assert round(naive_numbers(128, 128, 64, 128) / latent_numbers(512, 64), 1) == 71.1
 
 
@@ -157,11 +201,11 @@ def test_deepseek_v2_tables() -> None:
 def test_one_token_of_latent_attention(context: int, expand: int, absorb: int, times: int) -> None:
     """One layer of DeepSeek-V3, without the matrices that both forms share."""
     mixer = model_of("deepseek-v3").layers[0].mixer
-    assert isinstance(mixer, Latent)
+    assert isinstance(mixer, LatentSpec)
     assert mixer.flops(1, context, "expand") == expand
     assert mixer.flops(1, context, "absorb") == absorb == mixer.decode_flops(context)
     assert round(expand / absorb) == times
-    forms = Bill(model_of("deepseek-v3"), Setting(context)).decode_forms
+    forms = CostReport(model_of("deepseek-v3"), Setting(context)).decode_forms
     assert forms["expand"] - forms["absorb"] == 61 * (expand - absorb)
 
 
@@ -169,7 +213,9 @@ def test_infini_table_2() -> None:
     """12 layers, 8 heads of 128, segments of 2048; factors against the Memorizing Transformer."""
     memory = infini_state(8, 128, 128, 12)
     assert (
-        memory == 1_585_152 == 12 * Infini(Heads(1024, 8, 8, 128, 128), 2048).memory(4096).numbers
+        memory
+        == 1_585_152
+        == 12 * InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), 2048).cached(4096).numbers
     )
     largest = memorizing_cache(8, 128, 128, 2048, 65_000, 12)
     assert largest == 183_451_648
@@ -189,10 +235,12 @@ def test_infini_table_2() -> None:
     [(8192, 2048, 4), (16384, 2560, 6.4), (32768, 3584, 9.1), (65536, 5632, 11.6)],
 )
 def test_nsa_table_4(context: int, read: int, times: float) -> None:
-    """The table counts s / d compressed tokens; of those that are complete there is one less, l / d - 1."""
+    """The table counts s / d compressed tokens; of those that are complete there is one less, l / d
+    - 1.
+    """
     assert nsa_tokens(context, 16, 64, 16, 512) == read
     assert round(context / read, 1) == times
-    assert NSA(Heads(2560, 64, 4, 192, 128)).read(context).tokens == read - 1
+    assert NSASpec.of(2560, HeadShape(64, 4, 192, 128)).read(context).tokens == read - 1
 
 
 @pytest.mark.parametrize(
@@ -207,11 +255,13 @@ def test_nsa_table_4(context: int, read: int, times: float) -> None:
 def test_the_estimator_of_llms_from_scratch(
     groups: int | None, window: int | None, size: int
 ) -> None:
-    """32 layers, 32 heads, width 4096, 32768 tokens in bf16; five layers with a window, then one without."""
+    """32 layers, 32 heads, width 4096, 32768 tokens in bf16; five layers with a window, then one
+    without.
+    """
     options = {"groups": groups, "window": window}
     sizes = Sizes(32, 4096, 32, options={k: v for k, v in options.items() if v is not None})
     sizes = sizes if window is None else replace(sizes, global_every=6)
-    assert Bill(sizes.model(), Setting(32768)).kv_bytes == size
+    assert CostReport(sizes.model(), Setting(32768)).kv_bytes == size
 
 
 def test_reaches() -> None:

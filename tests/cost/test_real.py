@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from regard.cost import config
-from regard.cost.bill import Bill, Setting
-from regard.cost.mixers import Heads, Latent
+from regard.cost.latent import LatentSpec
 from regard.cost.model import Model
+from regard.cost.report import CostReport, Setting
+from regard.cost.softmax import SoftmaxSpec
 from regard.models.checkpoint.config import parse
 from regard.models.decoder import Decoder
 from regard.models.families import family
@@ -44,11 +45,13 @@ DECODERS = [name for name, raw in TINY.items() if raw["model_type"] not in ("ber
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(("tokens", "rows"), [(21, 1), (3, 2)])
 def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
-    """Three windows and more, and less than one, when a ring has room for the rest already; fp32, as the weights are."""
-    bill = Bill(config.read(TINY[name], name), Setting(tokens, rows, "fp32"))
-    rings = [m for m in bill.model.mixers if isinstance(m, Heads) and m.window is not None]
-    room = sum(4 * max(0, (m.window or 0) - tokens) * m.memory(1).per_token for m in rings)
-    assert bill.kv_bytes + rows * room == read(TINY[name], tokens, rows=rows).bytes
+    """Three windows and more, and less than one, when a ring has room for the rest already; fp32,
+    as the weights are.
+    """
+    report = CostReport(config.read(TINY[name], name), Setting(tokens, rows, "fp32"))
+    rings = [m for m in report.model.mixers if isinstance(m, SoftmaxSpec) and m.window is not None]
+    room = sum(4 * max(0, (m.window or 0) - tokens) * m.cached(1).per_token for m in rings)
+    assert report.kv_bytes + rows * room == read(TINY[name], tokens, rows=rows).bytes
 
 
 @pytest.mark.parametrize(
@@ -56,25 +59,27 @@ def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
 )
 @pytest.mark.parametrize("tokens", [20, 40, 200])
 def test_bytes_of_real_caches_in_8_bits(name: str, tokens: int) -> None:
-    """Behind the last 128 tokens, codes and scales; layers with a window, and states, stay as they are."""
+    """Behind the last 128 tokens, codes and scales; layers with a window, and states, stay as they
+    are.
+    """
     raw = {**TINY[name], "n_positions": 256} if name == "gpt2" else TINY[name]
-    bill = Bill(config.read(raw, name), Setting(tokens, 1, "fp32", "int8"))
-    assert bill.kv_bytes == read(raw, tokens, Room("quantised")).bytes
+    report = CostReport(config.read(raw, name), Setting(tokens, 1, "fp32", "int8"))
+    assert report.kv_bytes == read(raw, tokens, Room("quantised")).bytes
 
 
 def test_a_cache_without_scales_would_be_smaller() -> None:
     """Negative control."""
     real = read(TINY["llama"], 200, Room("quantised")).bytes
     model = config.read(TINY["llama"], "llama")
-    assert Bill(model, Setting(200, 1, "fp32", "fp8")).kv_bytes < real
-    assert Bill(model, Setting(200, 1, "fp32")).kv_bytes > real
+    assert CostReport(model, Setting(200, 1, "fp32", "fp8")).kv_bytes < real
+    assert CostReport(model, Setting(200, 1, "fp32")).kv_bytes > real
 
 
 def counted(raw: dict[str, Any], tokens: int, then: int = 0) -> int:
     """FLOPs that torch's counter sees when a prompt is read; or, behind it, of one more token.
 
-    It sees products of matrices, and attention as if every pair were computed, whether or not a mask spares it; neither norms
-    nor activations.
+    It sees products of matrices, and attention as if every pair were computed, whether or not a
+    mask spares it; neither norms nor activations.
     """
     decoder = running(raw)
     caches = decoder.new_caches()
@@ -91,38 +96,51 @@ def spared(model: Model, tokens: int) -> int:
     """FLOPs of the pairs that causal masks and windows hide, from the definition."""
     hidden = 0
     for mixer in model.mixers:
-        if isinstance(mixer, Latent):
+        if isinstance(mixer, LatentSpec):
             window, H, D, E = tokens, mixer.heads, mixer.nope_dim + mixer.rope_dim, mixer.value_dim
         else:
-            assert isinstance(mixer, Heads)
-            window, H, D, E = mixer.window or tokens, mixer.heads, mixer.head_dim, mixer.value_dim
+            assert isinstance(mixer, SoftmaxSpec)
+            shape = mixer.shape
+            window, H, D, E = mixer.window or tokens, shape.heads, shape.head_dim, shape.value_dim
         seen = sum(min(i + 1, window) for i in range(tokens))
         hidden += 2 * H * (tokens * tokens - seen) * (D + E)
     return hidden
 
 
 COUNTED = [
-    "llama", "gpt2", "gemma", "gemma2", "mistral", "qwen3", "olmo2", "gpt_neox", "gpt_oss", "deepseek_v2", "deepseek_v3",
+    "llama",
+    "gpt2",
+    "gemma",
+    "gemma2",
+    "mistral",
+    "qwen3",
+    "olmo2",
+    "gpt_neox",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
     "deepseek_v2, queries from x",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("tokens", [17])
 def test_what_the_flop_counter_sees_of_a_prompt(name: str, tokens: int) -> None:
     model = config.read(TINY[name], name)
-    bill = Bill(model, Setting(tokens))
-    assert bill.prefill_flops + spared(model, tokens) == counted(TINY[name], tokens)
+    report = CostReport(model, Setting(tokens))
+    assert report.prefill_flops + spared(model, tokens) == counted(TINY[name], tokens)
 
 
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_what_the_flop_counter_sees_of_a_token(name: str, tokens: int) -> None:
-    bill = Bill(config.read(TINY[name], name), Setting(tokens + 1))
-    assert bill.decode_flops == counted(TINY[name], tokens, 1)
+    report = CostReport(config.read(TINY[name], name), Setting(tokens + 1))
+    assert report.decode_flops == counted(TINY[name], tokens, 1)
 
 
 def test_another_width_is_another_count() -> None:
     """Negative control."""
     model = config.read({**TINY["llama"], "intermediate_size": 41}, "llama")
-    assert Bill(model, Setting(17)).prefill_flops + spared(model, 17) != counted(TINY["llama"], 17)
+    assert CostReport(model, Setting(17)).prefill_flops + spared(model, 17) != counted(
+        TINY["llama"], 17
+    )

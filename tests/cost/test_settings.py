@@ -1,4 +1,6 @@
-"""Formats of caches, machines, bounds, ranges and sizes given by hand: values worked out here, and what is refused."""
+"""Formats of caches, machines, bounds, ranges and sizes given by hand: values worked out here, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from regard.cost import Bill, Setting, config, machine_of, model_of
-from regard.cost.flags import Sizes
-from regard.cost.kept import Format, bits_per_number
-from regard.cost.machines import MACHINES, Machine
-from regard.cost.mixers import Dense, Experts, Memory
-from regard.cost.roofline import Fit, as_json, bounds, fit
+from regard.cost import CostReport, Setting, config, machine_of, model_of
+from regard.cost.feed_forward import Dense, Experts
+from regard.cost.kv_formats import Format, bits_per_number
+from regard.cost.roofline import MACHINES, Fit, Machine, as_json, bounds, fit
+from regard.cost.sizes import Sizes
+from regard.cost.spec import Cached
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError, FileError
 from tests.cost.tiny import DEEPSEEK, LLAMA, TINY
@@ -30,8 +32,10 @@ def test_bits_of_kivi(bits: int, group: int, each: float) -> None:
 @pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4), ("int2", 2)])
 @pytest.mark.parametrize("count", [0, 128, 159, 160, 1000])
 def test_bytes_of_codes(name: str, bits: int, count: int) -> None:
-    """Keys and values of 2 heads of 48: groups of 24 channels, and of as many tokens, behind the last 128."""
-    memory = Memory(((2, 48), (2, 48)), count)
+    """Keys and values of 2 heads of 48: groups of 24 channels, and of as many tokens, behind the
+    last 128.
+    """
+    memory = Cached(((2, 48), (2, 48)), count)
     coded = max(0, count - 128) // 24 * 24
     codes = 2 * 2 * 48 * coded * bits / 8
     scales = 2 * (2 * 48 * coded / 24) * 2 * 2
@@ -40,10 +44,10 @@ def test_bytes_of_codes(name: str, bits: int, count: int) -> None:
 
 
 def test_windows_and_states_stay_as_they_are() -> None:
-    held = Memory(((2, 48), (2, 48)), 1000, bounded=True)
+    held = Cached(((2, 48), (2, 48)), 1000, bounded=True)
     assert Format("int4").all(held) == Format("bf16").all(held) == 1000 * 192 * 2
     assert Format("fp8").all(held) == 1000 * 192
-    assert Format("int4").all(Memory(state=10)) == 40
+    assert Format("int4").all(Cached(state=10)) == 40
 
 
 def test_wrong_settings() -> None:
@@ -58,16 +62,16 @@ def test_wrong_settings() -> None:
     with pytest.raises(
         ArgumentError, match="context is 1,025, and gpt2 has learned positions for 1,024 tokens"
     ):
-        Bill(model_of("gpt2"), Setting(1025))
+        CostReport(model_of("gpt2"), Setting(1025))
 
 
 def test_a_batch_reads_weights_once_and_experts_as_they_are_met() -> None:
     experts = Experts(Dense(8, 4), 4, 2)
-    assert experts.met(1)["experts"].matrices == 2 * 96
-    assert experts.met(2)["experts"].matrices == 3 * 96  # 4 (1 - 1/4)
-    assert experts.met(10**6)["experts"].matrices == 4 * 96
+    assert experts.active_weights(1)["experts"].matrices == 2 * 96
+    assert experts.active_weights(2)["experts"].matrices == 3 * 96  # 4 (1 - 1/4)
+    assert experts.active_weights(10**6)["experts"].matrices == 4 * 96
     model = model_of("llama-3-8b")
-    one, many = Bill(model, Setting(1000)), Bill(model, Setting(1000, batch=8))
+    one, many = CostReport(model, Setting(1000)), CostReport(model, Setting(1000, batch=8))
     assert many.decode_flops == 8 * one.decode_flops
     assert many.kv_bytes == 8 * one.kv_bytes
     tables = 7 * 4096 * 2  # seven more rows of the embedding
@@ -77,43 +81,50 @@ def test_a_batch_reads_weights_once_and_experts_as_they_are_met() -> None:
 
 
 def test_bytes_of_one_token_by_hand() -> None:
-    """Weights but for the embedding, of which one row is read; the cache, and the new token's part of it."""
-    bill = Bill(model_of("llama-3-8b"), Setting(8192))
+    """Weights but for the embedding, of which one row is read; the cache, and the new token's part
+    of it.
+    """
+    report = CostReport(model_of("llama-3-8b"), Setting(8192))
     weights = 2 * (8_030_261_248 - 128256 * 4096 + 4096)
-    assert bill.decode_bytes == weights + 8192 * 131_072 + 131_072
+    assert report.decode_bytes == weights + 8192 * 131_072 + 131_072
     flops = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096) + 4 * 32 * 32 * 128 * 8192
-    assert bill.decode_flops == flops
+    assert report.decode_flops == flops
 
 
 def test_an_encoder_decodes_nothing() -> None:
-    bill = Bill(config.read(TINY["bert"], "bert"), Setting(10))
-    assert (bill.kv_bytes, bill.decode_flops, bill.decode_bytes, bill.kv_bytes_per_token) == (
+    report = CostReport(config.read(TINY["bert"], "bert"), Setting(10))
+    assert (
+        report.kv_bytes,
+        report.decode_flops,
+        report.decode_bytes,
+        report.kv_bytes_per_token,
+    ) == (
         0,
         0,
         0,
         0,
     )
     layer = 4 * 24 * 24 + 2 * 24 * 40
-    assert bill.prefill_flops == 2 * (2 * 10 * layer + 2 * 100 * 2 * 24) + 2 * 24 * 24
-    assert set(bounds(bill, machine_of("l4"))) == {"prefill"}
+    assert report.prefill_flops == 2 * (2 * 10 * layer + 2 * 100 * 2 * 24) + 2 * 24 * 24
+    assert set(bounds(report, machine_of("l4"))) == {"prefill"}
 
 
 def test_an_encoder_decoder_reads_one_text_and_writes_another() -> None:
-    bill = Bill(config.read(TINY["t5"], "t5"), Setting(10, dtype="fp32"))
+    report = CostReport(config.read(TINY["t5"], "t5"), Setting(10, dtype="fp32"))
     each = 2 * 4 * 8  # keys and values of a token
-    assert bill.kv_bytes_per_token == 3 * each * 4
-    assert bill.kv_bytes == 3 * 2 * 10 * each * 4  # own text and source
-    half = Bill(bill.model, Setting(10))
+    assert report.kv_bytes_per_token == 3 * each * 4
+    assert report.kv_bytes == 3 * 2 * 10 * each * 4  # own text and source
+    half = CostReport(report.model, Setting(10))
     assert (half.kv_bytes_per_token, half.kv_bytes) == (
-        bill.kv_bytes_per_token / 2,
-        bill.kv_bytes / 2,
+        report.kv_bytes_per_token / 2,
+        report.kv_bytes / 2,
     )
     matrix, feed, head = 24 * 32, 2 * 24 * 40, 97 * 24
     one = 2 * (3 * (4 * matrix + 2 * matrix + feed) + head)
-    assert bill.decode_flops == one + 3 * 2 * (4 * 4 * 8 * 10)
+    assert report.decode_flops == one + 3 * 2 * (4 * 4 * 8 * 10)
     reading = 2 * (2 * 10 * (4 * matrix + feed) + 4 * 4 * 8 * 100)
     across = 3 * 2 * 10 * 2 * matrix
-    assert bill.prefill_flops == reading + across + one + 3 * (4 * 4 * 8 * (10 + 1))
+    assert report.prefill_flops == reading + across + one + 3 * (4 * 4 * 8 * (10 + 1))
 
 
 def test_every_machine_says_where_from() -> None:
@@ -136,19 +147,30 @@ def test_a_rate_falls_back_to_what_codes_are_computed_in() -> None:
 
 
 def test_bounds_by_hand() -> None:
-    bill, machine = Bill(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm")
-    found = bounds(bill, machine)
-    assert found["decode"].seconds == bill.decode_bytes / 3350e9
-    assert found["prefill"].seconds == bill.prefill_flops / 989.5e12
-    assert as_json(bill, machine)["fits"] is True
-    assert as_json(Bill(model_of("llama-3-70b"), Setting()), machine)["fits"] is False
-    assert as_json(bill, machine_of("xeon-8380"))["fits"] is None
+    report, machine = CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm")
+    found = bounds(report, machine)
+    assert found["decode"].seconds == report.decode_bytes / 3350e9
+    assert found["prefill"].seconds == report.prefill_flops / 989.5e12
+    assert as_json(report, machine)["fits"] is True
+    assert as_json(CostReport(model_of("llama-3-70b"), Setting()), machine)["fits"] is False
+    assert as_json(report, machine_of("xeon-8380"))["fits"] is None
 
 
 DRIVERS = {  # MiB in all: memory.total of nvidia-smi, and rocminfo's 201,310,208 KiB
-    "v100-sxm": 32510, "t4": 15360, "a100-40gb": 40960, "a100-80gb": 81920, "l4": 23034, "l40s": 46068, "h100-pcie": 81559,
-    "h100-sxm": 81559, "h200-sxm": 143771, "b200": 183359, "rtx-3090": 24576, "rtx-4090": 24564, "mi300x": 201_310_208 // 1024,
-}  # fmt: skip
+    "v100-sxm": 32510,
+    "t4": 15360,
+    "a100-40gb": 40960,
+    "a100-80gb": 81920,
+    "l4": 23034,
+    "l40s": 46068,
+    "h100-pcie": 81559,
+    "h100-sxm": 81559,
+    "h200-sxm": 143771,
+    "b200": 183359,
+    "rtx-3090": 24576,
+    "rtx-4090": 24564,
+    "mi300x": 201_310_208 // 1024,
+}
 
 
 def test_memory_is_what_the_driver_reports() -> None:
@@ -162,11 +184,11 @@ def test_memory_is_what_the_driver_reports() -> None:
         wrong = sold * 10**9  # what was taken before
         assert 0.93 * sold * 2**30 < machine.memory <= sold * 2**30, "makers' GB are GiB, nearly"
         assert machine.memory != wrong
-    llama = Bill(model_of("llama-3-70b"), Setting(4096))
+    llama = CostReport(model_of("llama-3-70b"), Setting(4096))
     assert llama.weight_bytes == 141_107_412_992
     assert fit(llama, machine_of("h200-sxm")) == Fit(142_449_590_272, 150_754_820_096)
     assert fit(llama, machine_of("h200-sxm")).fits
-    assert not fit(Bill(model_of("llama-3-70b"), Setting(32768)), machine_of("h200-sxm")).fits
+    assert not fit(CostReport(model_of("llama-3-70b"), Setting(32768)), machine_of("h200-sxm")).fits
     told = as_json(llama, machine_of("h100-sxm"))
     assert (told["fits"], told["memory_bytes"], told["needed_bytes"]) == (
         False,
@@ -209,13 +231,17 @@ def test_a_sweep_and_two_models() -> None:
     rows = sweep(model, Setting(), [1000, 2000], machine)
     assert [row["kv_bytes"] for row in rows] == [1000 * 131_072, 2000 * 131_072]
     assert rows[0]["decode_seconds"] == rows[0]["decode_bytes"] / 300e9
-    both = versus(Bill(model_of("llama-2-7b"), Setting()), Bill(model, Setting()), machine)
+    both = versus(
+        CostReport(model_of("llama-2-7b"), Setting()), CostReport(model, Setting()), machine
+    )
     assert both["ratios"]["kv_bytes"] == 4
     assert both["ratio"] == "llama-2-7b / llama-3-8b"
     seconds = [one["roofline"]["decode"]["seconds"] for one in both["models"]]
     assert both["ratios"]["decode_seconds"] == seconds[0] / seconds[1]
     huge = versus(
-        Bill(model_of("deepseek-v3"), Setting()), Bill(model, Setting()), machine_of("h100-sxm")
+        CostReport(model_of("deepseek-v3"), Setting()),
+        CostReport(model, Setting()),
+        machine_of("h100-sxm"),
     )
     assert [one["roofline"]["fits"] for one in huge["models"]] == [False, True]
     assert huge["ratios"]["decode_seconds"] is None, "there is no such time"
@@ -223,8 +249,10 @@ def test_a_sweep_and_two_models() -> None:
         True,
         False,
     ]
-    assert both["models"][1] == figures(Bill(model, Setting()), machine)
-    nothing = versus(Bill(model, Setting(9)), Bill(config.read(TINY["bert"], "bert"), Setting(9)))
+    assert both["models"][1] == figures(CostReport(model, Setting()), machine)
+    nothing = versus(
+        CostReport(model, Setting(9)), CostReport(config.read(TINY["bert"], "bert"), Setting(9))
+    )
     assert nothing["ratios"]["kv_bytes"] is None
     json.dumps(both, allow_nan=False)
 
@@ -261,9 +289,19 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
     assert mixtral.model().parameters == model_of("mixtral-8x7b").parameters
     latent = {"kv_rank": 512, "q_rank": 1536, "nope_dim": 128, "rope_dim": 64, "value_dim": 128}
     v2 = Sizes(
-        60, 5120, 128, "mla", latent, ff=12288, vocab=102400, experts=160, active=6, expert_ff=1536, shared=2,
+        60,
+        5120,
+        128,
+        "mla",
+        latent,
+        ff=12288,
+        vocab=102400,
+        experts=160,
+        active=6,
+        expert_ff=1536,
+        shared=2,
         dense_layers=1,
-    )  # fmt: skip
+    )
     assert v2.model().parameters == model_of("deepseek-v2").parameters
     plain = Sizes(1, 32, 4, ff=64, gated=False, vocab=100, tied=True).model()
     assert plain.parameters == 4 * 32 * 32 + 2 * 32 * 64 + 100 * 32 + 3 * 32
@@ -272,26 +310,64 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"model_type": "lama"}, "model_type 'lama' is not known; did you mean 'llama'\\? Known are bert"),
-        ({}, "model_type None is not known"),
-        ({"model_type": "llama"}, "config.json: hidden_size is missing; it is needed to count parameters"),
-        ({**LLAMA, "model_type": "llama", "hidden_size": "24"}, "hidden_size is '24'; it must be an integer"),
-        ({**LLAMA, "model_type": "llama", "num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({**LLAMA, "model_type": "llama", "num_key_value_heads": 4}, "6 query heads are not divisible by 4 key/value"),
-        ({**LLAMA, "model_type": "llama", "tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true"),
-        ({**LLAMA, "model_type": "llama", "head_dim": None, "hidden_size": 25}, "25 is not divisible by 6 heads"),
-        ({**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]}, "has 1 entries for 3 layers"),
-        ({**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3}, "layer_types has 'full'; known are full_att"),
         (
-            {**LLAMA, "model_type": "gemma2", "sliding_window": None, "layer_types": ["sliding_attention"] * 3},
-            "layer_types has 'sliding_attention', and sliding_window is null",
+            {"model_type": "lama"},
+            "model_type 'lama' is not known; did you mean 'llama'\\? Known are bert",
         ),
-        ({**DEEPSEEK, "model_type": "deepseek_v2", "n_routed_experts": None}, "n_routed_experts is missing"),
-        ({**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2}, "moe_layer_freq is 2; only 1 is counted"),
+        ({}, "model_type None is not known"),
+        (
+            {"model_type": "llama"},
+            "config.json: hidden_size is missing; it is needed to count parameters",
+        ),
+        (
+            {**LLAMA, "model_type": "llama", "hidden_size": "24"},
+            "hidden_size is '24'; it must be an integer",
+        ),
+        ({**LLAMA, "model_type": "llama", "num_hidden_layers": True}, "num_hidden_layers is True"),
+        (
+            {**LLAMA, "model_type": "llama", "num_key_value_heads": 4},
+            "6 query heads are not divisible by 4 key/value",
+        ),
+        (
+            {**LLAMA, "model_type": "llama", "tie_word_embeddings": 1},
+            "tie_word_embeddings is 1; it must be true",
+        ),
+        (
+            {**LLAMA, "model_type": "llama", "head_dim": None, "hidden_size": 25},
+            "25 is not divisible by 6 heads",
+        ),
+        (
+            {**LLAMA, "model_type": "gemma2", "layer_types": ["full_attention"]},
+            "layer_types has 1 entries and num_hidden_layers is 3",
+        ),
+        (
+            {**LLAMA, "model_type": "gemma2", "layer_types": ["full"] * 3},
+            "layer_types\\[0\\] is 'full'; supported are 'full_attention'",
+        ),
+        (
+            {
+                **LLAMA,
+                "model_type": "gemma2",
+                "sliding_window": None,
+                "layer_types": ["sliding_attention"] * 3,
+            },
+            "layer_types makes layer 0 'sliding_attention', and sliding_window is null",
+        ),
+        (
+            {**DEEPSEEK, "model_type": "deepseek_v2", "n_routed_experts": None},
+            "n_routed_experts is missing",
+        ),
+        (
+            {**DEEPSEEK, "model_type": "deepseek_v2", "moe_layer_freq": 2},
+            "moe_layer_freq is 2; only 1 is counted",
+        ),
         ({**TINY["regard"], "attention": "moba"}, "attention 'moba' is not counted"),
-        ({**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}}, "mha with bias is not counted"),
+        (
+            {**TINY["regard"], "attention": "mha", "attention_options": {"bias": True}},
+            "mha with bias is not counted",
+        ),
     ],
-)  # fmt: skip
+)
 def test_configs_that_are_refused(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         config.read(raw, "x")
@@ -318,7 +394,7 @@ def test_files(tmp_path: Path) -> None:
     assert found == config.read_file(path) == model_of(str(tmp_path))
     with path.open("wb") as file:
         file.truncate((16 << 20) + 1)
-    with pytest.raises(FileError, match=r"a config\.json has at most"):
+    with pytest.raises(FileError, match=r"has 16777217 bytes; at most 16777216 are read"):
         config.read_file(path)
 
 
@@ -334,6 +410,13 @@ def test_names_in_any_case_and_near_ones() -> None:
 def test_names_that_are_imported_when_used() -> None:
     import regard.cost
 
-    assert regard.cost.Bill is Bill
+    assert regard.cost.CostReport is CostReport
     with pytest.raises(AttributeError, match="no attribute 'Bil'"):
         _ = regard.cost.Bil
+
+
+def test_the_old_name_of_a_cost_report() -> None:
+    import regard.cost
+
+    with pytest.warns(DeprecationWarning, match="Bill is now regard.cost.CostReport"):
+        assert regard.cost.Bill is CostReport

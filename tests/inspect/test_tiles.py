@@ -78,7 +78,7 @@ def dense(
         far = at[rows, None] - at
         s = s - 2.0 ** -(head + 1) * (far.abs() if mask in ("prefix", "bidirectional") else far)
     at = torch.where(at < 0, -1, at)
-    seen = rule(mask, at[rows, None], at[None]) & (at >= 0)
+    seen = rule(mask, at[rows, None], at[None]) & (at >= 0) & (at[rows, None] >= 0)
     s = s.masked_fill(~seen, -math.inf)
     top = s.amax(1, keepdim=True).clamp(min=-1e9)
     e = torch.exp(s - top)

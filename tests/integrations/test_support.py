@@ -112,7 +112,7 @@ def test_a_part_that_is_refused_refuses_the_whole_and_a_part_that_is_not_named_d
 
 @pytest.mark.parametrize("name", SILENT)
 def test_a_class_that_never_calls_us_says_so_once(name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(support, "_told", set())
+    monkeypatch.setattr(support, "_told", {})
     cls, settings = SILENT[name]
     given = config(name, settings, attn_implementation="regard")
     torch.manual_seed(0)

@@ -242,21 +242,21 @@ def test_absorbing_copies_nothing_and_expands_nothing() -> None:
     )
     layer(torch.randn(1, 30, M), None, cache)
     assert expanded == [30], "a prompt is expanded"
-    where: dict[str, int] = {}
+    calls: list[Any] = []
 
-    def note(name: str) -> Callable[[Tensor], Tensor]:
-        def keep(x: Tensor) -> Tensor:
-            where[name] = x.data_ptr()
-            return x
+    class Watch(regard.Trace):
+        watches = True
 
-        return keep
+        def saw(self, call: Any, result: Any, kernel: str) -> None:
+            calls.append(call)
 
-    with regard.Trace("q", "k", "v", edit={name: note(name) for name in "kv"}) as trace:
+    with regard.Trace("q", "k", "v") as trace, Watch():
         layer(torch.randn(1, 1, M), None, cache)
     assert expanded == [30], "a step is not"
     assert [trace[name].shape for name in "qkv"] == [(1, H, 1, 10), (1, 1, 31, 10), (1, 1, 31, 6)]
     (memory,) = (x for name, x in cache.contents().items() if name == "memory.0")
-    assert where["k"] == where["v"] == memory.data_ptr()
+    (call,) = calls
+    assert call.k.data_ptr() == call.v.data_ptr() == memory.data_ptr()
 
 
 def test_z_is_the_same_in_every_form() -> None:

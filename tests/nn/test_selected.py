@@ -385,7 +385,7 @@ def test_counts_equal_what_is_seen() -> None:
             k, _ = module.project.remember(x, Span(0, context))
             mask = module.select.choose(q, k, x[:, -1:], memory, at, Span(0, context))
             seen = mask.visible(at, Span(0, context))
-            assert seen.eq(module.select.tokens(context).value).all()
+            assert seen.eq(module.select.spec.tokens(context).value).all()
         with regard.Trace("pattern") as trace:
             make("nsa")(x)
         found = [

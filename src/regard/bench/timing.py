@@ -15,7 +15,7 @@ def interleaved(
     limit: float | None = None,
     into: dict[str, list[float]] | None = None,
     synchronise: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each case: every round times each once, so that a drift of the machine hits all.
 
@@ -28,12 +28,13 @@ def interleaved(
         limit: no new round begins after so many seconds of rounds.
         into: filled and returned: what a caller still has when it is interrupted. Incomplete rounds are taken out.
         synchronise: called before the clock is read, for devices that work on their own.
-        clock: in seconds; `time.process_time` counts what this process computes, and not what it waits for.
+        clock: in seconds; None is the wall clock; `time.process_time` counts what this process computes, and not what it waits for.
 
     >>> times = interleaved({"a": lambda: None, "b": lambda: None}, rounds=3, sample=0.0)
     >>> {name: len(found) for name, found in times.items()}
     {'a': 3, 'b': 3}
     """
+    clock = time.perf_counter if clock is None else clock
     times = {} if into is None else into
     times.update({name: [] for name in cases})
     repeats = {name: _repeats(case, sample, synchronise, clock) for name, case in cases.items()}

@@ -26,6 +26,9 @@ class Cache(ABC):
 
     A kind of cache says how it stores (`update`, `crop`) and what it holds (`contents`, `fill`); the other operations
     follow from these. An operation that is refused leaves the cache as it was.
+
+    A cache belongs to one thread at a time: two threads that change the same one lose tokens. Several threads may fork a cache
+    that nobody changes meanwhile, and each may change its own fork.
     """
 
     @abstractmethod

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.caches.base import Parts
+from regard.process import is_compiling
 
 
 def in_place(held: Parts, new: Parts) -> bool:
@@ -18,7 +19,7 @@ def in_place(held: Parts, new: Parts) -> bool:
     """
     if any(x.requires_grad for x in held):
         return False  # its graph may have kept it
-    outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+    outside = not is_compiling() and not torch.is_inference_mode_enabled()
     if outside and any(x.is_inference() for x in held):
         return False  # torch forbids it
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in new))

@@ -21,6 +21,7 @@ from regard.caches.base import (
 )  # fmt: skip
 from regard.caches.state import State
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, count, follow
 
 HELD = "held.positions"
@@ -81,7 +82,7 @@ class Memory(State):
         super().store(state, positions)
         if self._tokens is not None and self._held is not None:
             first = self._open()
-            compiling = torch.compiler.is_compiling()  # lengths that change make new graphs
+            compiling = is_compiling()  # lengths that change make new graphs
             if isinstance(self._held, Span) and isinstance(first, int) and not compiling:
                 start = min(max(first - self._held.start, 0), self._held.length)
                 self._tokens = tuple(m[:, :, start:] for m in self._tokens)
@@ -158,7 +159,7 @@ class Memory(State):
         last = _last(self._positions)
         if isinstance(positions, Span) and isinstance(last, int):
             back = positions.start <= last
-        elif torch.compiler.is_compiling():
+        elif is_compiling():
             return
         else:
             new = as_tensor(positions)
@@ -181,7 +182,7 @@ def _pack(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Pa
     A graph reads no tensor, and is made anew for other lengths: there it is `most` slots always.
     """
     keep, n = keep & (positions >= 0), most
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         n = int(keep.sum(1).max()) if keep.numel() else 0
     order = keep.int().argsort(dim=1, descending=True, stable=True)[:, :n]
     where = positions.masked_fill(~keep, -1).gather(1, order)

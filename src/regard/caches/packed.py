@@ -39,7 +39,7 @@ class Packed(Tensor):
     """
 
     _coded: Coded
-    _numbers: Tensor | None
+    _numbers: Tensor | None = None
 
     # operations arrive at __torch_dispatch__, below autograd; properties cost what they cost on any tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -59,7 +59,7 @@ class Packed(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, (B, n, older + length, d), dtype=recent.dtype, device=recent.device
         )
-        made._coded, made._numbers = coded, None
+        made._coded = coded
         return made
 
     @property
@@ -69,13 +69,16 @@ class Packed(Tensor):
         return self._coded if codes_say_all else None
 
     def numbers(self) -> Tensor:
-        """The numbers as a plain tensor, made once."""
+        """The numbers as a plain tensor, always the same one."""
         if self._numbers is None:
             made, axis, bits, recent = self._coded
             older = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
             held = dequantise(made, axis, older, bits=bits)
-            self._numbers = torch.cat([held, recent], dim=2)
-        return self._numbers
+            # Another thread may have made them meanwhile, and somebody may have written to those or know their address:
+            # the first ones stay.
+            self.__dict__.setdefault("_numbers", torch.cat([held, recent], dim=2))
+        found: Tensor = self.__dict__["_numbers"]
+        return found
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -183,12 +183,13 @@ class Paged(Cache):
         """Store the slots of memory that are real, [B,T], behind those of each row; nothing changes if there is no room."""
         B, device = real.shape[0], memory[0].device
         table = self._table if self._table.rows else Table(self.pool, [[]] * B, [0] * B)
-        self.pool.fit(memory)
         before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
-        table.grow(real.sum(1).tolist())
-        real = real.to(device)
+        counts, real = real.sum(1).tolist(), real.to(device)
         at = (before + real.cumsum(1) - 1).clamp(min=0)  # slot of a row, where real
-        self.pool.write(table.slots(at)[real], tuple(m.transpose(1, 2)[real] for m in memory))
+        with self.pool.lock:  # what was counted holds until the pages are taken and written
+            self.pool.fit(memory)
+            table.grow(counts)
+            self.pool.write(table.slots(at)[real], tuple(m.transpose(1, 2)[real] for m in memory))
         self._hold(table, self._joined(positions, real, at, max(table.lengths, default=0)))
 
     def _joined(self, positions: Positions, real: Tensor, at: Tensor, slots: int) -> Positions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from regard.errors import ArgumentError
 
 class Pool:
     """`pages` pages of `page_size` tokens: the tensors, which pages are free, and how often each is referred to.
+
+    Caches of several threads may have their pages in one pool: `lock` is held while it changes.
 
     The tensors [pages + 1, page_size, n, d], one per part, are made when the first memory shows what they hold. The last
     page is never given out and holds 0: empty slots point to it.
@@ -39,6 +42,8 @@ class Pool:
         self.parts: Parts = ()
         self.counts = [0] * pages
         self._free = list(range(pages - 1, -1, -1))  # the last is given out first
+        # the thread that holds it may collect a cache, which then gives its pages back
+        self.lock = RLock()
 
     @property
     def free(self) -> int:
@@ -86,23 +91,26 @@ class Pool:
 
     def take(self, pages: int) -> list[int]:
         """Pages that nobody else refers to."""
-        self.need(pages)
-        taken = [self._free.pop() for _ in range(pages)]
-        for page in taken:
-            self.counts[page] = 1
+        with self.lock:
+            self.need(pages)
+            taken = [self._free.pop() for _ in range(pages)]
+            for page in taken:
+                self.counts[page] = 1
         return taken
 
     def share(self, pages: Iterable[int]) -> None:
         """Refer to pages once more."""
-        for page in pages:
-            self.counts[page] += 1
+        with self.lock:
+            for page in pages:
+                self.counts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Refer to pages once less; those that nobody refers to are free again."""
-        for page in pages:
-            self.counts[page] -= 1
-            if not self.counts[page]:
-                self._free.append(page)
+        with self.lock:
+            for page in pages:
+                self.counts[page] -= 1
+                if not self.counts[page]:
+                    self._free.append(page)
 
     def copy(self, page: int) -> int:
         """A page of one's own with the contents of a shared one, which is referred to once less."""

@@ -22,6 +22,7 @@ from regard.caches.buffers import Overwritten, put, put_at, spread
 from regard.caches.rows import Rows
 from regard.caches.slots import Seen, Slots
 from regard.errors import ArgumentError
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, count, follow
 
 
@@ -109,7 +110,7 @@ class Rolling(Cache):
 
     def _before(self, positions: Positions, device: torch.device) -> Seen | Rows:
         """What was seen, in the form that the new positions allow; refuse positions that do not lie behind."""
-        seen, compiling = self._seen, torch.compiler.is_compiling()
+        seen, compiling = self._seen, is_compiling()
         if isinstance(seen, Seen):
             # a graph would be tied to numbers that change with every step: there, slots have positions
             if isinstance(positions, Span) and positions.start >= 0 and not compiling:

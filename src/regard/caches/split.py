@@ -11,6 +11,7 @@ from torch import Tensor
 from regard.caches.appended import Appended
 from regard.caches.codes import Axis, Codes, cut, quantise
 from regard.caches.packed import Coded, Packed
+from regard.process import is_compiling
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +89,7 @@ class Split:
         if self.axis == "exact":
             return torch.cat([self.rows[0].view, self.recent.view], dim=2)
         packed = Packed.of(coded)
-        return packed.numbers() if torch.compiler.is_compiling() else packed
+        return packed.numbers() if is_compiling() else packed
 
 
 def _rows(made: Codes, axis: Axis) -> tuple[Appended, ...]:

@@ -32,7 +32,7 @@ def lines(report: Report) -> Iterator[str]:
     yield f"{'family':24}{before.model_type:>14}{after.model_type:>14}"
     yield f"{'dtype':24}{before.dtype:>14}{after.dtype:>14}"
     yield f"{'parameters':24}{before.parameters:>14,}{after.parameters:>14,}"
-    yield f"{'numbers per token kept':24}{before.kept:>14,}{after.kept:>14,}"
+    yield f"{'values cached per token':24}{before.kept:>14,}{after.kept:>14,}"
     for step in report.steps:
         yield from _errors(step)
     if report.healing is not None:

@@ -1,4 +1,6 @@
-"""`regard cost`: parameters, FLOPs, cache bytes and the least time of a model, from its sizes alone."""
+"""`regard cost`: parameters, FLOPs, cache bytes and the least time of a model, from its sizes
+alone.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from regard.cli import _sizes as flag
-from regard.cost.bill import Bill, Setting
-from regard.cost.flags import Sizes
-from regard.cost.known import KNOWN
-from regard.cost.machines import Machine, machine_of
+from regard.cost.known import KNOWN, model_of
 from regard.cost.model import Model
-from regard.cost.source import model_of
+from regard.cost.report import CostReport, Setting
+from regard.cost.roofline import Machine, machine_of
+from regard.cost.sizes import Sizes
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError
 
@@ -61,21 +62,34 @@ def cost(
     shared: flag.Shared = None,
     dense_layers: flag.DenseLayers = None,
 ) -> None:
-    """Parameters by part, FLOPs of a prompt and of a token, bytes of cache, and the least time on a machine.
+    """Parameters by part, FLOPs of a prompt and of a token, bytes of cache, and the least time on a
+    machine.
 
-    A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last token. Times are lower
+    A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last
+    token. Times are lower
     bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever takes longer.
     """
     if list_:
-        from regard.cli._bill import listing
+        from regard.cli._cost_report import listing
 
         typer.echo(listing(json=json))
         return
     sizes = {
-        "layers": layers, "dim": dim, "heads": heads, "attention": attention, "global_every": global_every, "ff": ff,
-        "gated": gated, "vocab": vocab, "tied": tied, "experts": experts, "active": active, "expert_ff": expert_ff,
-        "shared": shared, "dense_layers": dense_layers,
-    }  # fmt: skip
+        "layers": layers,
+        "dim": dim,
+        "heads": heads,
+        "attention": attention,
+        "global_every": global_every,
+        "ff": ff,
+        "gated": gated,
+        "vocab": vocab,
+        "tied": tied,
+        "experts": experts,
+        "active": active,
+        "expert_ff": expert_ff,
+        "shared": shared,
+        "dense_layers": dense_layers,
+    }
     own = {"groups": kv_heads, "head_dim": head_dim, "window": window}
     try:
         models = [_model(source, revision, sizes, _joined(own, option or []))]
@@ -91,14 +105,18 @@ def cost(
             _range(models, settings, where, sweep or RANGE, plot, json=json)
             return
         at = _context(context, models)
-        bills = [Bill(m, replace(s, context=at)) for m, s in zip(models, settings, strict=True)]
-        _show(bills, where, json=json)
+        reports = [
+            CostReport(m, replace(s, context=at)) for m, s in zip(models, settings, strict=True)
+        ]
+        _show(reports, where, json=json)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
 
 
 def _named(source: str, revision: str | None) -> Model:
-    """The model of a known name, a path, or a repository of the hub, of which config.json alone is downloaded."""
+    """The model of a known name, a path, or a repository of the hub, of which config.json alone is
+    downloaded.
+    """
     if "/" in source and source.lower() not in KNOWN:
         # the package of models imports torch, which no other source of sizes waits for
         from regard.models import hub
@@ -121,7 +139,8 @@ def _model(
         if extra := [*given, *own]:
             names = ", ".join(_spelled(name) for name in extra)
             raise ArgumentError(
-                f"{source} says all sizes, and {names} too; leave them out, or leave out the name and give all sizes"
+                f"{source} says all sizes, and {names} too; leave them out, or leave out the name "
+                "and give all sizes"
             )
         return _named(source, revision)
     if revision is not None:
@@ -168,7 +187,8 @@ def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> 
     if bandwidth is not None and flops is not None:
         if name is not None:
             raise ArgumentError(
-                "--machine says bandwidth and FLOPs: leave out --bandwidth and --flops, or --machine"
+                "--machine says bandwidth and FLOPs: leave out --bandwidth and --flops, or "
+                "--machine"
             )
         if not (0 < bandwidth < float("inf") and 0 < flops < float("inf")):
             raise ArgumentError(
@@ -195,23 +215,28 @@ def _here() -> Machine:
     typer.echo("... what this machine does at most", err=True)
     top, found = Ceilings.measure(names, device), about(device)
     threads = f"{found['threads']} threads" if device.type == "cpu" else "GPU"
-    said = f"measured now, the best of several: {found.get('gpu', found['processor'])}, {threads}, torch {found['torch']}"
+    said = (
+        f"measured now, the best of several: {found.get('gpu', found['processor'])}, "
+        f"{threads}, torch {found['torch']}"
+    )
     rates = {names[d]: rate for d, rate in top.gemm.items()}
     return Machine("here", top.read, rates, free(device), said, "what is free now")
 
 
-def _show(bills: list[Bill], machine: Machine | None, *, json: bool) -> None:
-    from regard.cli import _bill
+def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:
+    from regard.cli import _cost_report
 
     if json:
         found = (
-            figures(bills[0], machine) if len(bills) == 1 else versus(bills[0], bills[1], machine)
+            figures(reports[0], machine)
+            if len(reports) == 1
+            else versus(reports[0], reports[1], machine)
         )
         typer.echo(json_format.dumps(found, indent=1, allow_nan=False))
-    elif len(bills) == 1:
-        typer.echo(_bill.page(bills[0], machine))
+    elif len(reports) == 1:
+        typer.echo(_cost_report.page(reports[0], machine))
     else:
-        typer.echo(_bill.side_by_side(bills[0], bills[1], machine))
+        typer.echo(_cost_report.side_by_side(reports[0], reports[1], machine))
 
 
 def _range(
@@ -224,7 +249,7 @@ def _range(
     json: bool,
 ) -> None:
     """A row for each context, and a chart of them."""
-    from regard.cli import _bill
+    from regard.cli import _cost_report
 
     asked = doubling(span)
     contexts = fitting(asked, *models)
@@ -243,4 +268,4 @@ def _range(
     if json:
         typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
     else:
-        typer.echo("\n\n".join(_bill.swept(name, found) for name, found in rows.items()))
+        typer.echo("\n\n".join(_cost_report.swept(name, found) for name, found in rows.items()))

@@ -41,7 +41,7 @@ def describe(
     option: Set = None,
     json: Json = False,
 ) -> None:
-    """List the mechanisms, or describe one: equation, source, options, cache and state numbers, FLOPs.
+    """List the mechanisms, or describe one: equation, source, options, cached values, FLOPs.
 
     The figures are of one layer at the given sizes; options that are not set are those of a small example.
     """
@@ -123,7 +123,7 @@ def _page(
                 f"It takes a second sequence, so that a layer has no cache figures ({sizes}).",
             ]
         )
-    kept = f"{'numbers kept in all':<26}{told.kept:,}"
+    kept = f"{'values cached in all':<26}{told.kept:,}"
     head, *rows = str(told).splitlines()
     return "\n".join(
         [

@@ -1,32 +1,62 @@
-"""What attention costs, from sizes alone: no torch here. Formulas of one layer, and models added up from them.
+"""The cost of attention, from sizes alone and without torch: parameters, cached values, FLOPs,
+bytes and times.
 
-The formulas are imported at once, since kernels use them; models, settings and machines when they are asked for.
+Each mechanism has one `Spec`, which `regard.nn` modules, `regard describe` and `regard cost` use.
+The formulas of softmax attention and of Infini-attention are imported at once, since kernels use
+them; the rest is imported when it is first used.
 """
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from regard.cost.description import Description, Figure
-from regard.cost.flops import attention_flops
 from regard.cost.infini import infini_flops, infini_state
+from regard.cost.softmax import attention_flops
+from regard.cost.spec import Description, Figure, Spec
 
 if TYPE_CHECKING:
-    from regard.cost.bill import Bill, Setting
-    from regard.cost.machines import machine_of
-    from regard.cost.source import model_of
+    from regard.cost.known import model_of
+    from regard.cost.report import CostReport, Setting
+    from regard.cost.roofline import machine_of
 
-_HOMES = {"Bill": "bill", "Setting": "bill", "machine_of": "machines", "model_of": "source"}
+_HOMES = {
+    "CostReport": "report",
+    "Setting": "report",
+    "machine_of": "roofline",
+    "model_of": "known",
+}
+_RENAMED = {"Bill": "CostReport"}
 
 __all__ = [
-    "Bill", "Description", "Figure", "Setting", "attention_flops", "infini_flops", "infini_state", "machine_of",
+    "CostReport",
+    "Description",
+    "Figure",
+    "Setting",
+    "Spec",
+    "attention_flops",
+    "infini_flops",
+    "infini_state",
+    "machine_of",
     "model_of",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Names that are imported when they are first used."""
+    """Import a name when it is first used.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        warnings.warn(
+            f"regard.cost.{name} is now regard.cost.{new}; the old name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        name = new
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,12 +1,20 @@
-"""Infini-attention: the numbers that its memory holds, and what one token costs."""
+"""Infini-attention: what its compressive memory holds and computes, and what the mechanisms hold
+that it is compared with.
+
+The functions take sizes and return exact integers; `InfiniSpec` adds them up for one layer.
+"""
 
 from __future__ import annotations
 
-from regard.cost.flops import attention_flops
+from dataclasses import dataclass
+
+from regard.cost.softmax import attention_flops, causal_pairs
+from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
 
 
 def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
-    """Numbers of the compressive memory, M and z, whatever the length: D (E + 1) per key/value head and layer.
+    """Numbers of the compressive memory, M and z, whatever the length: D (E + 1) per key/value head
+    and layer.
 
     >>> infini_state(groups=8, D=128, E=128, layers=12)  # the paper's model: "1.6M (114x)"
     1585152
@@ -17,10 +25,11 @@ def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
 
 
 def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: bool = False) -> int:
-    """FLOPs of one token behind its projections: local softmax over `seen` keys, one read per head, one write per group.
+    """FLOPs of one token behind its projections: local softmax over `seen` keys, one read per head,
+    one write per group.
 
-    A read is sigma(q) M and sigma(q) z, 2 D (E + 1); a write is sigma(k)^T v and the sum of sigma(k), 2 D E + D; under the
-    delta rule every key reads as well.
+    A read is sigma(q) M and sigma(q) z, 2 D (E + 1); a write is sigma(k)^T v and the sum of
+    sigma(k), 2 D E + D; under the delta rule every key reads as well.
 
     >>> infini_flops(heads=2, groups=1, seen=10, D=4, E=4)
     436
@@ -30,3 +39,117 @@ def infini_flops(heads: int, groups: int, seen: int, D: int, E: int, *, delta: b
     read, write = 2 * D * (E + 1), 2 * D * E + D
     reads = heads + (groups if delta else 0)
     return attention_flops(heads * seen, D, E) + reads * read + groups * write
+
+
+def segment_cache(groups: int, D: int, E: int, tokens: int, layers: int = 1) -> int:
+    """Numbers of keys and values of so many earlier tokens, as Transformer-XL keeps them: (D + E) G
+    N l.
+
+    >>> segment_cache(8, 128, 128, 2048, 12)  # "50M (3.7x)"
+    50331648
+
+    Source: Dai et al. 2019 (arXiv 1901.02860); the comparison: arXiv 2404.07143, tables 1 and 2.
+    """
+    return layers * groups * (D + E) * tokens
+
+
+def memorizing_cache(groups: int, D: int, E: int, tokens: int, memory: int, layers: int = 1) -> int:
+    """The same, and one layer's keys and values of a large memory, as the Memorizing Transformer
+    keeps them.
+
+    >>> memorizing_cache(8, 128, 128, 2048, 65000, 12)  # "183M": 65K means 65,000
+    183451648
+
+    Source: Wu et al. 2022 (arXiv 2203.08913); the comparison: arXiv 2404.07143, tables 1 and 2.
+    """
+    return segment_cache(groups, D, E, tokens, layers) + segment_cache(groups, D, E, memory)
+
+
+def summary_tokens(dim: int, tokens: int, layers: int = 1) -> int:
+    """Numbers of memory tokens that are read and written in each layer, as RMT has them: 2 M p l.
+
+    >>> summary_tokens(1024, 100, 12)  # "2.5M (73x)"
+    2457600
+
+    Source: Bulatov et al. 2022 (arXiv 2207.06881); the comparison: arXiv 2404.07143, tables 1 and
+    2.
+    """
+    return 2 * dim * tokens * layers
+
+
+@dataclass(frozen=True)
+class InfiniSpec(Spec):
+    """Softmax attention inside a segment, and a memory of G D (E + 1) values for all segments
+    before.
+
+    Attributes:
+        shape: H, G, D and E.
+        segment: N, the tokens of a segment; only the open segment is cached token by token.
+        delta: whether only what the memory does not answer yet is written.
+
+    >>> layer = InfiniSpec.of(1024, HeadShape(8, 8, 128, 128), segment=2048)
+    >>> 12 * layer.state.value  # the paper's model: "1.6M (114x)"
+    1585152
+
+    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), table 2.
+    """
+
+    shape: HeadShape
+    segment: int
+    delta: bool = False
+
+    @classmethod
+    def of(cls, dim: int, shape: HeadShape, segment: int, *, delta: bool = False) -> InfiniSpec:
+        """The spec of the usual four matrices, and one gate per query head."""
+        weights = shape.maps(dim) + Weights(biases=shape.heads)
+        return cls(weights, shape.parts, shape, segment, delta)
+
+    @property
+    def name(self) -> str:
+        """The heads and the segment."""
+        return f"Infini, {self.shape.label}, segment {self.segment:,}"
+
+    @property
+    def bounded(self) -> bool:
+        """A full segment moves into the memory."""
+        return True
+
+    @property
+    def state(self) -> Figure:
+        """The memory."""
+        G, D, E = self.shape.groups, self.shape.head_dim, self.shape.value_dim
+        return Figure(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
+
+    def tokens(self, context: int) -> Figure:
+        """The open segment, which is empty once it is full."""
+        N = self.segment
+        return Figure(context % N, f"S mod N = {context} mod {N}: the open segment")
+
+    def read(self, context: int) -> Cached:
+        """The segment up to the token, and the memory."""
+        return Cached(self.parts, self._seen(context), self.state.value, bounded=True)
+
+    def step(self, context: int) -> Figure:
+        """Softmax inside the segment, a read, and a write."""
+        H, G, D, E = self._sizes
+        n, reads = self._seen(context), f"{H} + {G}" if self.delta else f"{H}"
+        return Figure(
+            infini_flops(H, G, n, D, E, delta=self.delta),
+            f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
+            f"writes {G} x (2 D E + D)",
+        )
+
+    def prefill_flops(self, context: int) -> int:
+        """The same for each token: pairs inside segments, reads and writes."""
+        H, G, D, E = self._sizes
+        whole, rest = divmod(context, self.segment)
+        pairs = whole * causal_pairs(self.segment, self.segment) + causal_pairs(rest, rest)
+        memory = infini_flops(H, G, 0, D, E, delta=self.delta)
+        return attention_flops(H * pairs, D, E) + context * memory
+
+    def _seen(self, context: int) -> int:
+        return (context - 1) % self.segment + 1
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim

@@ -1,4 +1,7 @@
-"""Mechanisms by the names and options that they have in the catalogue (`regard describe`), as sizes."""
+"""Makes a `Spec` from the name and the options of a mechanism in the catalogue of `regard.nn`.
+
+The names and options are those of `regard describe`; `MECHANISMS` has those that can be counted.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from regard.arguments import divisors
-from regard.cost.mixers import NSA, Heads, Infini, Latent, Mixer, recurrent
+from regard.cost import recurrent
+from regard.cost.infini import InfiniSpec
+from regard.cost.latent import LatentSpec
+from regard.cost.selected import NSASpec
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
 from regard.foreign import shown
 
 FREE = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
 )
-"""Options of the catalogue that cost nothing."""
+"""Options of the catalogue that do not change the cost."""
 LARGEST = 1 << 40
 """No size of any model is larger."""
 Numbers = Mapping[str, Any]
@@ -23,25 +31,26 @@ Numbers = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Mechanism:
-    """How the sizes of a layer are made.
+    """How the spec of a mechanism is made.
 
     Attributes:
-        build: (M, H, options) -> the layer.
-        needs, takes: options that must, and that may be given.
+        build: a function of M, H and the options that returns the spec.
+        needs, takes: the options that must be given, and those that may be given.
     """
 
-    build: Callable[[int, int, Numbers], Mixer]
+    build: Callable[[int, int, Numbers], Spec]
     needs: frozenset[str] = frozenset()
     takes: frozenset[str] = frozenset()
 
 
-def _heads(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int = 1) -> Heads:
+def _shape(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int = 1) -> HeadShape:
     """H, G, D, E: D is M / (halves H), E is `wide` times D, if they are not given."""
     groups, D = options.get("groups", heads), options.get("head_dim")
     if heads % groups:
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
-            f"{heads} query heads are not divisible by {groups} key/value heads; allowed are {allowed}"
+            f"{heads} query heads are not divisible by {groups} key/value heads; allowed are "
+            f"{allowed}"
         )
     if D is None:
         if dim % (halves * heads):
@@ -49,76 +58,98 @@ def _heads(dim: int, heads: int, options: Numbers, *, wide: int = 1, halves: int
                 f"dim {dim} is not divisible by {halves * heads}, {heads} heads; give head_dim"
             )
         D = dim // (halves * heads)
-    E = options.get("value_dim", wide * D)
-    return Heads(dim, heads, groups, D, E, window=options.get("window"))
+    return HeadShape(heads, groups, D, options.get("value_dim", wide * D))
 
 
-def _multi(dim: int, heads: int, options: Numbers) -> Mixer:
-    return _heads(dim, heads, {**options, "groups": 1})
+def _softmax(dim: int, heads: int, options: Numbers) -> Spec:
+    return SoftmaxSpec.of(dim, _shape(dim, heads, options), window=options.get("window"))
 
 
-def _latent(dim: int, heads: int, o: Numbers) -> Mixer:
+def _mqa(dim: int, heads: int, options: Numbers) -> Spec:
+    return _softmax(dim, heads, {**options, "groups": 1})
+
+
+def _latent(dim: int, heads: int, o: Numbers) -> Spec:
     form = o.get("form", "auto")
     if form not in ("auto", "expand", "absorb"):
         raise ArgumentError(f"form is {form!r}; counted are auto, expand and absorb")
-    return Latent(
-        dim, heads, o["kv_rank"], o["nope_dim"], o["rope_dim"], o["value_dim"], o.get("q_rank"), form=form
-    )  # fmt: skip
+    sizes = {name: o[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
+    return LatentSpec.of(dim, heads, **sizes, q_rank=o.get("q_rank"), form=form)
 
 
-def _nsa(dim: int, heads: int, options: Numbers) -> Mixer:
-    own = {
-        k: options[k] for k in ("compress", "stride", "select", "count", "window") if k in options
-    }
-    return NSA(_heads(dim, heads, {**options, "window": None}), **own)
+def _nsa(dim: int, heads: int, options: Numbers) -> Spec:
+    blocks = ("compress", "stride", "select", "count", "window")
+    own = {name: options[name] for name in blocks if name in options}
+    return NSASpec.of(dim, _shape(dim, heads, options), **own)
 
 
-def _gated_linear(dim: int, heads: int, options: Numbers) -> Mixer:
-    sizes = _heads(dim, heads, options, wide=2, halves=2)
-    return recurrent.gated_linear(sizes, options.get("rank", 16))
+def _linear_attention(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.linear_attention(dim, _shape(dim, heads, options))
+
+
+def _retention(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.retention(dim, _shape(dim, heads, options, wide=2))
+
+
+def _gated_linear(dim: int, heads: int, options: Numbers) -> Spec:
+    shape = _shape(dim, heads, options, wide=2, halves=2)
+    return recurrent.gated_linear(dim, shape, options.get("rank", 16))
+
+
+def _delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.delta_net(dim, _shape(dim, heads, options))
+
+
+def _gated_delta_net(dim: int, heads: int, options: Numbers) -> Spec:
+    return recurrent.gated_delta_net(dim, _shape(dim, heads, options))
 
 
 def _infini(*, delta: bool) -> Mechanism:
-    def build(dim: int, heads: int, options: Numbers) -> Mixer:
-        return Infini(_heads(dim, heads, options), options.get("segment", 2048), delta)
+    def build(dim: int, heads: int, options: Numbers) -> Spec:
+        segment = options.get("segment", 2048)
+        return InfiniSpec.of(dim, _shape(dim, heads, options), segment, delta=delta)
 
     return Mechanism(build, takes=frozenset({"groups", "head_dim", "segment"}))
 
 
 _SIZES = frozenset({"groups", "head_dim", "value_dim"})
 MECHANISMS: dict[str, Mechanism] = {
-    "mha": Mechanism(_heads, takes=frozenset({"head_dim", "window"})),
-    "gqa": Mechanism(_heads, frozenset({"groups"}), frozenset({"head_dim", "window"})),
-    "mqa": Mechanism(_multi, takes=frozenset({"head_dim", "window"})),
-    "sliding_window": Mechanism(_heads, frozenset({"groups", "window"}), frozenset({"head_dim"})),
+    "mha": Mechanism(_softmax, takes=frozenset({"head_dim", "window"})),
+    "gqa": Mechanism(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),
+    "mqa": Mechanism(_mqa, takes=frozenset({"head_dim", "window"})),
+    "sliding_window": Mechanism(_softmax, frozenset({"groups", "window"}), frozenset({"head_dim"})),
     "mla": Mechanism(
-        _latent, frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}), frozenset({"q_rank", "form"})
+        _latent,
+        frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}),
+        frozenset({"q_rank", "form"}),
     ),
-    "linear_attention": Mechanism(lambda *a: recurrent.linear_attention(_heads(*a)), takes=_SIZES),
-    "retention": Mechanism(lambda *a: recurrent.retention(_heads(*a, wide=2)), takes=_SIZES),
+    "linear_attention": Mechanism(_linear_attention, takes=_SIZES),
+    "retention": Mechanism(_retention, takes=_SIZES),
     "gated_linear": Mechanism(_gated_linear, takes=_SIZES | {"rank"}),
-    "delta_net": Mechanism(lambda *a: recurrent.delta_net(_heads(*a)), takes=_SIZES),
-    "gated_delta_net": Mechanism(lambda *a: recurrent.gated_delta_net(_heads(*a)), takes=_SIZES),
+    "delta_net": Mechanism(_delta_net, takes=_SIZES),
+    "gated_delta_net": Mechanism(_gated_delta_net, takes=_SIZES),
     "infini": _infini(delta=False),
     "infini_delta": _infini(delta=True),
     "nsa": Mechanism(
-        _nsa, frozenset({"groups"}),
+        _nsa,
+        frozenset({"groups"}),
         frozenset({"head_dim", "compress", "stride", "select", "count", "window"}),
     ),
-}  # fmt: skip
-"""Name in the catalogue -> how it is made of sizes."""
+}
+"""The mechanisms that can be counted, by their names in the catalogue."""
 
 
-def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Mixer:
-    """One layer of a mechanism.
+def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
+    """The spec of one layer of a mechanism.
 
     Args:
-        name: in the catalogue.
+        name: the name in the catalogue.
         dim, heads: M and H.
-        options: its sizes there; None is as if it were not given.
+        options: the options there; one that is None counts as not given.
 
     Raises:
-        ArgumentError: the name is not counted here, an option is missing or is another mechanism's, or sizes do not fit.
+        ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or
+            sizes do not fit one another.
 
     >>> mechanism("mla", 32, 4, {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}).name
     'MLA 4 heads, latent 16 + 4'
@@ -136,7 +167,8 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Mixer:
     if extra := sorted(given.keys() - made.needs - made.takes - FREE):
         takes = ", ".join(sorted(made.needs | made.takes))
         raise ArgumentError(
-            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, or choose another"
+            f"attention {name!r} has no {', '.join(extra)}; it takes {takes}: leave out the rest, "
+            "or choose another"
         )
     for key, value in given.items():
         if (

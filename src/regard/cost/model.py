@@ -1,4 +1,4 @@
-"""A model as sizes: layers, and what stands around them; its parameters by part."""
+"""A whole model as sizes: its layers, embeddings and head, and its parameters by part."""
 
 from __future__ import annotations
 
@@ -6,37 +6,55 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from regard.cost.mixers import Cross, FeedForward, Mixer, Weights
+from regard.cost.feed_forward import FeedForward
+from regard.cost.softmax import CrossSpec
+from regard.cost.spec import Spec, Weights
 
 PARTS = (
-    "embedding", "positions", "attention", "feed-forward", "experts", "shared expert", "router",
-    "biases", "norms", "head",
-)  # fmt: skip
-"""The rows of a table of parameters. Biases are of all layers, sinks and gates' offsets included."""
+    "embedding",
+    "positions",
+    "attention",
+    "feed-forward",
+    "experts",
+    "shared expert",
+    "router",
+    "biases",
+    "norms",
+    "head",
+)
+"""The rows of a table of parameters. The biases are those of all layers, with sinks and gates."""
 
 NOTHING = Weights()
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One block: attention, attention to another text, and a feed-forward layer, with the numbers of its norms."""
+    """One block of a model.
 
-    mixer: Mixer
+    Attributes:
+        mixer: its attention, or what takes the place of attention.
+        feed_forward: its feed-forward layer; None if it has none.
+        norms: the parameters of its norms.
+        cross: its attention to another text; None if it has none.
+    """
+
+    mixer: Spec
     feed_forward: FeedForward | None = None
     norms: Weights = NOTHING
-    cross: Cross | None = None
+    cross: CrossSpec | None = None
 
     @property
-    def mixers(self) -> tuple[Mixer, ...]:
-        """Both attentions, or one."""
+    def mixers(self) -> tuple[Spec, ...]:
+        """The self-attention, and the cross-attention if there is one."""
         return (self.mixer,) if self.cross is None else (self.mixer, self.cross)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A row of the table: all numbers of a part, and those that one token meets.
+    """A row of the table: all parameters of a part, and those that are active for one token.
 
-    Of an embedding or a table of positions, a token meets one row. A tied head has no numbers of its own, and is met whole.
+    A token uses one row of an embedding or of a table of positions. A tied head has no parameters
+    of its own, and all of it is active.
     """
 
     name: str
@@ -53,13 +71,14 @@ class Model:
         vocab, dim: V and M.
         layers: those that decode; of an encoder, all.
         reader: layers of an encoder in front, which read another text.
-        positions: numbers of learned tables of positions and segments, and `rows` of M of them that a token meets.
+        positions: values of learned tables of positions and segments; `rows`: how many rows of them
+            a token uses.
         norms: outside layers.
         head: whether there is a matrix to logits; `tied`: whether it is the embedding.
         top: other parameters on top, as a pooler has.
         decodes: whether it writes token by token.
         longest: the longest text, where learned positions end; None is no bound.
-        dtype: the format that its file names, as in `regard.cost.kept.BITS`.
+        dtype: the format that its file names, as in `regard.cost.kv_formats.BITS`.
         notes: what a reader should know.
 
     >>> from regard.cost import model_of
@@ -86,43 +105,47 @@ class Model:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Parameters by part, and those that one token meets; parts that the model lacks are left out."""
+        """All parameters and active parameters by part; parts that the model lacks are left out."""
         return self.table(1)
 
     def table(self, tokens: int) -> tuple[Part, ...]:
-        """The same, met by so many tokens together: experts are met by more of them."""
-        whole, met = self._sums(None), self._sums(tokens)
+        """Parameters by part, where `active` are those that so many tokens use together.
+
+        Several tokens use more experts than one does.
+        """
+        whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0
         own = {"embedding": self.vocab * self.dim, "positions": self.positions}
         own["head"] = 0 if self.tied else head
         used = {
             "embedding": min(tokens, self.vocab) * self.dim,
-            "positions": min(tokens * self.rows * self.dim, self.positions), "head": head,
-        }  # fmt: skip
+            "positions": min(tokens * self.rows * self.dim, self.positions),
+            "head": head,
+        }
         return tuple(
-            Part(name, whole[name] + own.get(name, 0), met[name] + used.get(name, 0))
+            Part(name, whole[name] + own.get(name, 0), active[name] + used.get(name, 0))
             for name in PARTS
             if whole[name] + own.get(name, 0) + used.get(name, 0)
         )
 
     @property
     def parameters(self) -> int:
-        """All numbers that training changes."""
+        """The number of all parameters."""
         return sum(part.parameters for part in self.parts)
 
     @property
     def active(self) -> int:
-        """Those that one token meets."""
+        """The number of active parameters, which one token uses."""
         return sum(part.active for part in self.parts)
 
     @property
     def attention_parameters(self) -> int:
-        """Of the matrices of attention, all layers."""
+        """The number of parameters in the matrices of attention, over all layers."""
         return self._sums(None)["attention"]
 
     @property
-    def mixers(self) -> Iterator[Mixer]:
-        """Every attention that decodes."""
+    def mixers(self) -> Iterator[Spec]:
+        """The specs of all attentions of the layers that decode."""
         return (mixer for layer in self.layers for mixer in layer.mixers)
 
     @property
@@ -135,12 +158,12 @@ class Model:
         return (*self.reader, *self.layers)
 
     def _sums(self, tokens: int | None) -> Counter[str]:
-        """Numbers of layers and of what is on top, by part; those that so many tokens meet, or all."""
+        """Parameters by part, without embeddings: those active for so many tokens, or all."""
         sums: Counter[str] = Counter()
         for layer, times in Counter(self._all).items():
             own = [("attention", mixer.weights) for mixer in layer.mixers]
             if (feed := layer.feed_forward) is not None:
-                own += (feed.weights if tokens is None else feed.met(tokens)).items()
+                own += (feed.weights if tokens is None else feed.active_weights(tokens)).items()
             for name, weights in (*own, ("norms", layer.norms)):
                 sums.update(_split(name, weights, times))
         for weights in (self.norms, self.top):
@@ -149,6 +172,6 @@ class Model:
 
 
 def _split(name: str, weights: Weights, times: int) -> dict[str, int]:
-    """Matrices go to the part, biases and norms to their own."""
+    """Matrices count for the part; biases and norms have parts of their own."""
     found = {"biases": times * weights.biases, "norms": times * weights.norms}
     return {**found, name: found.get(name, 0) + times * weights.matrices}

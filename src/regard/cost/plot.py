@@ -30,10 +30,11 @@ def check(path: Path) -> None:
 
 
 def draw(rows: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, title: str) -> None:
-    """Write a chart: what caches hold, and one decoded token, over the contexts of the rows of each model.
+    """Write a chart: what caches hold, and one decoded token, over the contexts of the rows of each
+    model.
 
-    The token is in seconds where rows have them, else in FLOPs; open marks are contexts at which weights and caches do not fit
-    the machine. The same rows give the same file.
+    The token is in seconds where rows have them, else in FLOPs; open marks are contexts at which
+    weights and caches do not fit the machine. The same rows give the same file.
 
     Args:
         rows: model -> its rows of `regard.cost.sweep.sweep`.

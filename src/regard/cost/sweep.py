@@ -1,4 +1,4 @@
-"""The same model over a range of contexts, and two models side by side."""
+"""Figures of one model over a range of contexts (`sweep`), and of two models (`versus`)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from regard.cost.bill import Bill, Setting
-from regard.cost.machines import Machine
 from regard.cost.model import Model
-from regard.cost.roofline import as_json, bounds, fit
+from regard.cost.report import CostReport, Setting
+from regard.cost.roofline import Machine, as_json, bounds, fit
 from regard.errors import ArgumentError
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 LONGEST = 1 << 40
-"""The longest context that makes sense."""
+"""The longest context that is accepted."""
 FIGURES = (
-    "parameters", "active_parameters", "attention_parameters", "weight_bytes", "kv_bytes_per_token", "kv_bytes",
-    "prefill_flops", "prefill_bytes", "decode_flops", "decode_bytes",
-)  # fmt: skip
+    "parameters",
+    "active_parameters",
+    "attention_parameters",
+    "weight_bytes",
+    "kv_bytes_per_token",
+    "kv_bytes",
+    "prefill_flops",
+    "prefill_bytes",
+    "decode_flops",
+    "decode_bytes",
+)
 """What two models are compared by."""
 
 
@@ -77,7 +84,8 @@ def fitting(contexts: list[int], *models: Model) -> list[int]:
 def sweep(
     model: Model, setting: Setting, contexts: list[int], machine: Machine | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds at best, and whether it fits.
+    """A row for each context: what is kept, what a prompt and a token cost; with a machine, seconds
+    at best, and whether it fits.
 
     >>> from regard.cost import model_of
     >>> rows = sweep(model_of("gemma-3-1b"), Setting(), [1024, 2048])
@@ -86,27 +94,28 @@ def sweep(
     """
     rows = []
     for context in contexts:
-        bill = Bill(model, replace(setting, context=context))
+        report = CostReport(model, replace(setting, context=context))
         row: dict[str, Any] = {"context": context}
-        row |= {name: bill.as_json()[name] for name in FIGURES[5:]}
+        row |= {name: report.as_json()[name] for name in FIGURES[5:]}
         if machine is not None:
-            row |= {f"{what}_seconds": one.seconds for what, one in bounds(bill, machine).items()}
-            row["fits"] = fit(bill, machine).fits
+            row |= {f"{what}_seconds": one.seconds for what, one in bounds(report, machine).items()}
+            row["fits"] = fit(report, machine).fits
         rows.append(row)
     return rows
 
 
-def versus(first: Bill, second: Bill, machine: Machine | None = None) -> dict[str, Any]:
+def versus(first: CostReport, second: CostReport, machine: Machine | None = None) -> dict[str, Any]:
     """Two models, and the first's figures divided by the second's; null where those are 0.
 
-    With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there is no such time.
+    With a machine, `ratios` has the seconds, too; null where one of the two does not fit it: there
+    is no such time.
 
-    >>> from regard.cost import Bill, Setting, model_of
-    >>> both = [Bill(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
+    >>> from regard.cost import CostReport, Setting, model_of
+    >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
     >>> versus(*both)["ratios"]["kv_bytes"]
     4.0
     """
-    models = [figures(bill, machine) for bill in (first, second)]
+    models = [figures(report, machine) for report in (first, second)]
     a, b = models
     ratios = {name: a[name] / b[name] if b[name] else None for name in FIGURES}
     if machine is not None:
@@ -119,17 +128,18 @@ def versus(first: Bill, second: Bill, machine: Machine | None = None) -> dict[st
 
 
 def times(
-    first: Bill, second: Bill, machine: Machine
+    first: CostReport, second: CostReport, machine: Machine
 ) -> dict[str, tuple[float | None, float | None]]:
-    """Seconds at best of two models, for what both can do; None where a model does not fit the machine.
+    """Seconds at best of two models, for what both can do; None where a model does not fit the
+    machine.
 
-    >>> from regard.cost import Bill, Setting, machine_of, model_of
-    >>> both = [Bill(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
+    >>> from regard.cost import CostReport, Setting, machine_of, model_of
+    >>> both = [CostReport(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
     >>> [second is None for second in times(*both, machine_of("h100-sxm"))["decode"]]
     [True, False]
     """
-    found = [bounds(bill, machine) for bill in (first, second)]
-    held = [fit(bill, machine).fits is not False for bill in (first, second)]
+    found = [bounds(report, machine) for report in (first, second)]
+    held = [fit(report, machine).fits is not False for report in (first, second)]
     return {
         what: (
             found[0][what].seconds if held[0] else None,
@@ -140,12 +150,12 @@ def times(
     }
 
 
-def figures(bill: Bill, machine: Machine | None = None) -> dict[str, Any]:
+def figures(report: CostReport, machine: Machine | None = None) -> dict[str, Any]:
     """All figures of one model; with a machine, the bounds there.
 
-    >>> from regard.cost import Bill, Setting, model_of
-    >>> figures(Bill(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
+    >>> from regard.cost import CostReport, Setting, model_of
+    >>> figures(CostReport(model_of("gpt2"), Setting(1024)))["kv_bytes_per_token"]
     36864
     """
-    found = bill.as_json()
-    return found if machine is None else {**found, "roofline": as_json(bill, machine)}
+    found = report.as_json()
+    return found if machine is None else {**found, "roofline": as_json(report, machine)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -69,7 +70,9 @@ def recorded(read: Reading) -> Recording:
     >>> list(recorded(reading(regard.load("tiny"), "to be")).places)[0]
     'layers.0'
     """
-    with torch.inference_mode(), Recorder() as recorder:
+    recorder = Recorder()
+    recorder.missing = "ignore"  # the page and the file refuse an empty recording by name
+    with torch.inference_mode(), recorder:
         read.run()
     own, source = read.sides[read.predicts], read.sides.get("source")
     found = recorder.recording(
@@ -113,11 +116,11 @@ def _joined(watch: Watch, name: str) -> Tensor | None:
 
 def _hooks(read: Reading, site: Site, kept: dict[str, list[Tensor]], rule: list[Any]) -> list[Any]:
     """Hooks that keep what enters and leaves the modules around a site."""
-    attention, hooks = site.attention, []
+    attention, hooks, thread = site.attention, [], get_ident()
 
     def keep(name: str, x: Any) -> None:
         x = x[0] if isinstance(x, tuple) else x
-        if isinstance(x, Tensor):
+        if isinstance(x, Tensor) and get_ident() == thread:  # others may run the model as well
             kept.setdefault(name, []).append(x.detach())
 
     def given(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,7 +138,12 @@ def _hooks(read: Reading, site: Site, kept: dict[str, list[Tensor]], rule: list[
         hooks.append(site.around.register_forward_hook(_after(keep, "residual")))
     own = getattr(attention, "rule", None)
     if isinstance(own, nn.Module):
-        hooks.append(own.register_forward_hook(lambda _, args, out: rule.append((args, out))))
+
+        def ruled(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+            if get_ident() == thread:
+                rule.append((args, out))
+
+        hooks.append(own.register_forward_hook(ruled))
     return hooks
 
 

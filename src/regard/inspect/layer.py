@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
@@ -17,6 +18,7 @@ from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.residual import PostNorm
 from regard.nn.variants.registry import find
+from regard.process import seeded
 from regard.span import Span
 
 DROPOUT = 0.1
@@ -48,12 +50,12 @@ class Layer:
         return {stage.name: stage for stage in self.stages}[name]
 
     @property
-    def blocked(self) -> np.ndarray[Any, Any]:
+    def blocked(self) -> NDArray[np.int64]:
         """The mask as the notes print it, [T, T]: 1 where a query may not see a key."""
         T = self.x.shape[1]
         if self.mask is None:
-            return np.zeros((T, T), int)
-        return (~self.mask.block(Span(0, T), Span(0, T))[0, 0]).int().numpy()
+            return np.zeros((T, T), np.int64)
+        return (~self.mask.block(Span(0, T), Span(0, T))[0, 0]).long().numpy()
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values: every tensor with its numbers, minus infinity as None."""
@@ -111,8 +113,7 @@ def layer(
     """
     entry, dim = find(name), x.shape[2]
     own = options_of(name, dim, heads) if options is None else dict(options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         module = entry.build(dim, heads, **own)
     if type(module) is not Attention:
         raise ArgumentError(

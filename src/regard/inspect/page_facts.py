@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from regard.cost import attention_flops
-from regard.cost.traffic import attention_bytes
+from regard.cost.softmax import attention_bytes
 from regard.inspect.place import Place
 from regard.inspect.recording import Recording
 from regard.positions import Rotary

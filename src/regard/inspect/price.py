@@ -8,7 +8,7 @@ from torch import nn
 
 from regard.cost import Description, attention_flops
 from regard.cost.latent import latent_numbers
-from regard.cost.traffic import attention_bytes
+from regard.cost.softmax import attention_bytes
 from regard.inspect.elsewhere import small_window
 from regard.inspect.parts import Cost, Held
 

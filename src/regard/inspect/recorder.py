@@ -77,29 +77,31 @@ class Recorder(Trace):
     def saw(self, call: Any, result: Any, kernel: str) -> None:
         """One call more at the current place."""
         here = self.where
-        self.met[here] = None
-        if self._at is not None and not names(here, self._at):
-            return
         with torch.no_grad(), self._one_at_a_time:
+            self.met[here] = None
+            if self._at is not None and not names(here, self._at):
+                return
             self._track(here, call).add(call, result, kernel)
 
     def recording(
         self, *, ids: Tensor | None = None, pieces: tuple[str, ...] = (), **about: str
     ) -> Recording:
         """What was recorded so far."""
-        places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
+        with self._one_at_a_time:
+            places = {n: track.place(n) for n, track in self._tracks.items() if not track.empty}
         return Recording(places, ids, pieces, about)
 
     def lacking(self) -> str:
         """What was selected and does not exist, in words; empty if everything was recorded."""
         with self._one_at_a_time:
             recorded = {head for track in self._tracks.values() for head in track.heads}
+            places = list(self.met)
         by_place = self._heads if isinstance(self._heads, Mapping) else {}
         flat = () if self._heads is None or isinstance(self._heads, Mapping) else self._heads
         asked = dict.fromkeys([*(self._at or ()), *by_place])
-        unknown = [x for x in asked if not any(names(here, (x,)) for here in self.met)]
+        unknown = [x for x in asked if not any(names(here, (x,)) for here in places)]
         if unknown:
-            met = ", ".join(here or "(no name)" for here in self.met) or "none"
+            met = ", ".join(here or "(no name)" for here in places) or "none"
             return f"places {unknown} were not met; the places that called regard's softmax attention: {met}"
         wanted = {head for heads in (flat, *by_place.values()) for head in heads}
         gone = sorted(wanted - recorded)

@@ -9,7 +9,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from regard.inspect.readers import reading
@@ -27,6 +26,7 @@ from regard.models.tokenizer import Tokenizer
 from regard.nn import Block, Embed, PreNorm, RMSNorm, SwiGLU
 from regard.nn.variants.options import checked, names
 from regard.nn.variants.registry import Variant, find
+from regard.process import seeded
 
 DIM, HEADS, LAYERS = 32, 4, 2
 """Sizes of the network: those of the catalogue's examples."""
@@ -61,8 +61,7 @@ def specimen(
     """
     entry = find(name)
     chosen = {**{k: v for k, v in entry.sizes.items() if k in names(entry)}, **(options or {})}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         made = _made(entry, chosen, text, target)
         _sharpen(made)
     read = reading(made) if isinstance(made, Words) else reading(made, text, target)

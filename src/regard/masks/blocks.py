@@ -136,7 +136,7 @@ class BigBird(Mask):
             )
         # drawn here, because a generator cannot be made inside a compiled graph
         drawn = _bigbird(self.blocks, self.window, self.random, self.seed, self.causal)
-        object.__setattr__(self, "_table", drawn)
+        object.__setattr__(self, "_table", drawn.clone())  # its own: other masks share what is kept
 
     @property
     def table(self) -> Tensor:

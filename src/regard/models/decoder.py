@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.caches import Cache, kept
 from regard.errors import ArgumentError
 from regard.nn import Block, Embed
+from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import place
 
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
             )
         if positions is None:
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
-        if not caches or torch.compiler.is_compiling():
+        if not caches or is_compiling():
             return self._forward(ids, positions, caches, backend, last, head)
         with kept(*caches):  # of every layer: the last one may be the one that refuses
             return self._forward(ids, positions, caches, backend, last, head)

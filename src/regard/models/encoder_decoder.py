@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -23,6 +22,7 @@ from regard.nn.linear import Linear
 from regard.nn.residual import PostNorm, PreNorm, Residual
 from regard.nn.variants.cross import cross_attention
 from regard.nn.variants.parts import head_size, join, separate
+from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import place
 
@@ -111,7 +111,7 @@ class EncoderDecoder(nn.Module):
             )
         if positions is None:
             positions = caches[0].own.next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
-        if not caches or torch.compiler.is_compiling():
+        if not caches or is_compiling():
             return self._decode(ids, caches, positions, memory, memory_positions, backend)
         with kept(*(cache for pair in caches for cache in pair)):
             return self._decode(ids, caches, positions, memory, memory_positions, backend)

@@ -1,4 +1,6 @@
-"""Additive attention as a module: the first attention, of a decoder's state to an encoder's states."""
+"""Additive attention as a module: the first attention, of a decoder's state to an encoder's
+states.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Cross, kept
 from regard.cost import Description
-from regard.cost.additive import additive_flops
-from regard.nn.cross import description, recollect
+from regard.cost.softmax import AdditiveSpec
+from regard.nn.cross import cross_weights, recollect
 from regard.nn.project import Projection
 from regard.ops.additive import additive_attention
+from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import tap
 
@@ -19,9 +22,11 @@ from regard.tap import tap
 class AdditiveAttention(nn.Module):
     """Cross-attention whose score is a small network: v . tanh(q + k).
 
-    q = query(x);  k, h = recall(remember(memory));  e_ij = v . tanh(q_i + k_j);  out_i = sum_j softmax(e_i)_j h_j
+    q = query(x);  k, h = recall(remember(memory));  e_ij = v . tanh(q_i + k_j);
+    out_i = sum_j softmax(e_i)_j h_j
 
-    Memory is projected once, and kept by a cache if there is one: each step of a decoder computes its query only.
+    Memory is projected once, and kept by a cache if there is one: each step of a decoder computes
+    its query only.
 
     Args:
         project: a `Projection`, usually `States`.
@@ -54,9 +59,11 @@ class AdditiveAttention(nn.Module):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds; a slot at -1 is padding."""
+        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds; a slot
+        at -1 is padding.
+        """
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             return self._forward(x, positions, cache, memory, memory_positions)
         with kept(cache):
             return self._forward(x, positions, cache, memory, memory_positions)
@@ -83,8 +90,15 @@ class AdditiveAttention(nn.Module):
         """An empty cache for one encoder's memory."""
         return Cross()
 
+    @property
+    def spec(self) -> AdditiveSpec:
+        """The cost of this layer for one step of the decoder; the states' keys are made once."""
+        return AdditiveSpec(
+            cross_weights(self, self.project), self.project.shape.parts, self.project.shape.heads
+        )
+
     def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps for `context` states of memory, and computes for one step."""
-        H, _, A, E, _ = self.project.shape
-        formula = f"H S (3 A + 2 E) = {H} x {context} x (3 x {A} + 2 x {E})"
-        return description(self, context, additive_flops(H * context, A, E), formula)
+        """The parameters, the cached values and the FLOPs of this layer for `context` states of
+        memory and one step.
+        """
+        return self.spec.describe(context, type(self).__name__)

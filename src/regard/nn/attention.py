@@ -7,12 +7,11 @@ from torch import Tensor, nn
 from regard.arguments import check_number
 from regard.biases import Bias
 from regard.caches import Cache, Parts, for_reach
-from regard.cost import Description
+from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
-from regard.nn import describe
-from regard.nn.mixer import Mixer
-from regard.nn.project import Projection, aimed, facing
+from regard.nn.mixer import MaskVisibility, Mixer, count_weights
+from regard.nn.project import Projection, aimed, attention_spec, facing
 from regard.ops.softmax import attend
 from regard.span import Positions, count
 from regard.tap import tap
@@ -21,22 +20,27 @@ from regard.tap import tap
 class Attention(Mixer):
     """project -> remember -> recall -> attend -> output.
 
-    q = query(x);  memory = remember(x), kept by the cache with its positions;  k, v = recall(memory, positions);
+    q = query(x);  memory = remember(x), kept by the cache with its positions;
+    k, v = recall(memory, positions);
     z = finish(attend(q, k, v), x);  out = output(z, heads joined)
-    a projection with several forms does this in the one for these lengths (`regard.nn.project.Forms`)
+    a projection with several forms does this in the one for these lengths
+    (`regard.nn.project.Forms`)
 
     Args:
-        project: a `Projection`: query heads H, key/value heads G and every step on a head are its matter.
+        project: a `Projection`: query heads H, key/value heads G and every step on a head are its
+            matter.
         output: a module [B,T,H*E] -> [B,T,M].
         mask: a rule on positions, or None: every key.
         scale: None is 1/sqrt(D).
         softcap: None, or the cap c of c tanh(s / c).
-        bias: an additive bias on scores; its tensors are parameters of the module if they are `nn.Parameter`.
+        bias: an additive bias on scores; its tensors are parameters of the module if they are
+            `nn.Parameter`.
         sink: None, or a parameter [H]: one logit per head that takes part in the denominator only.
         dropout: on the weights, in training only.
 
     Raises:
-        ArgumentError: scale, softcap or dropout is out of range, or a bias mixes parameters with other tensors.
+        ArgumentError: scale, softcap or dropout is out of range, or a bias mixes parameters with
+            other tensors.
 
     >>> import torch
     >>> from regard import masks
@@ -46,7 +50,8 @@ class Attention(Mixer):
     >>> attention(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2; grouped heads: Ainslie et al. 2023 (arXiv 2305.13245).
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2; grouped heads: Ainslie et al.
+    2023 (arXiv 2305.13245).
     """
 
     def __init__(
@@ -104,21 +109,37 @@ class Attention(Mixer):
         # by the dims of a head as defined: a form may have longer ones
         scale = self._usual if self.scale is None else self.scale
         return attend(
-            q, k, v, mask=self.mask, bias=self._bias(), scale=scale, softcap=self.softcap,
-            sink=self.sink, dropout=self.dropout if self.training else 0.0,
-            q_positions=positions, k_positions=seen, backend=backend,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mask=self.mask,
+            bias=self._bias(),
+            scale=scale,
+            softcap=self.softcap,
+            sink=self.sink,
+            dropout=self.dropout if self.training else 0.0,
+            q_positions=positions,
+            k_positions=seen,
+            backend=backend,
+        )
 
     def new_cache(self) -> Cache:
-        """An empty cache that keeps what the mask may still show: everything, or the last tokens."""
+        """An empty cache that keeps what the mask may still show: everything, or the last
+        tokens.
+        """
         return for_reach(reach(self.mask))
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        return describe.softmax(self, context)
+    @property
+    def spec(self) -> Spec:
+        """The cost of this layer: what the projection remembers, for the tokens that the mask still
+        shows.
+        """
+        return attention_spec(self.project, count_weights(self), MaskVisibility(self.mask))
 
     def _bias(self) -> Bias | None:
-        """The bias over the parameters of this module, which a copy or a move of it has replaced."""
+        """The bias over the parameters of this module, which a copy or a move of it has
+        replaced.
+        """
         if self.bias is None or not len(self.bias_tensors):
             return self.bias
         return self.bias.with_tensors(tuple(self.bias_tensors))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, Cross, Parts, kept
-from regard.cost import Description, Figure, attention_flops
+from regard.cost.softmax import CrossSpec
+from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
-from regard.nn.describe import check_context, matrices, parameters
+from regard.nn.mixer import count_weights
 from regard.nn.project import Projection
+from regard.process import is_compiling
 from regard.span import Positions, Span
-
-if TYPE_CHECKING:
-    from regard.nn.additive import AdditiveAttention
 
 
 class CrossAttention(Attention):
@@ -25,8 +21,9 @@ class CrossAttention(Attention):
 
     q = query(x);  k, v = recall(remember(memory));  out = output(attend(q, k, v))
 
-    The arguments are those of `Attention`; positions of x and of memory are two different counts, so a mask is rarely
-    wanted. A cache is written once, by the call that gives memory, and read by every later one.
+    The arguments are those of `Attention`; positions of x and of memory are two different counts,
+    so a mask is rarely wanted. A cache is written once, by the call that gives memory, and read by
+    every later one.
 
     Raises:
         ArgumentError: there is no memory, neither given nor in the cache; or there are two.
@@ -53,10 +50,11 @@ class CrossAttention(Attention):
     ) -> Float[Tensor, "B T M2"]:
         """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
 
-        Positions of x default to 0..T-1, those of memory to 0..S-1; a slot of memory at -1 is padding.
+        Positions of x default to 0..T-1, those of memory to 0..S-1; a slot of memory at -1 is
+        padding.
         """
         positions = Span(0, x.shape[1]) if positions is None else positions
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             held, seen = recollect(self.project, memory, memory_positions, cache)
             return self._answer(x, positions, held, seen, backend)
         with kept(cache):
@@ -67,11 +65,14 @@ class CrossAttention(Attention):
         """An empty cache for one encoder's memory."""
         return Cross()
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps for `context` tokens of memory, and computes for one token that asks."""
-        H, _, D, E, _ = self.project.shape
-        formula = f"2 H S (D + E) = 2 x {H} x {context} x ({D} + {E})"
-        return description(self, context, attention_flops(H * context, D, E), formula)
+    @property
+    def spec(self) -> CrossSpec:
+        """The cost of this layer for one token that asks; the memory's keys and values are made
+        once.
+        """
+        return CrossSpec(
+            cross_weights(self, self.project), self.project.shape.parts, self.project.shape.heads
+        )
 
 
 def recollect(
@@ -80,10 +81,13 @@ def recollect(
     positions: Positions | None,
     cache: Cache | None,
 ) -> tuple[Parts, Positions]:
-    """What a projection remembers of memory [B,S,M], and where: made now, and written to the cache, or read from it."""
+    """What a projection remembers of memory [B,S,M], and where: made now, and written to the cache,
+    or read from it.
+    """
     if cache is not None and not isinstance(cache, Cross):
         raise ArgumentError(
-            f"cross-attention was given a {type(cache).__name__} cache, which belongs to self-attention; "
+            f"cross-attention was given a {type(cache).__name__} cache, which belongs to "
+            "self-attention; "
             "give a Cross cache, which new_cache() makes"
         )
     if memory is None:
@@ -91,7 +95,8 @@ def recollect(
             raise ArgumentError("memory_positions were given without memory; a cache has its own")
         if cache is None or not cache.written:
             raise ArgumentError(
-                "there is no memory to attend to: give memory [batch, length, dim], or a cache that holds one"
+                "there is no memory to attend to: give memory [batch, length, dim], or a cache "
+                "that holds one"
             )
         return cache.read()
     positions = Span(0, memory.shape[1]) if positions is None else positions
@@ -99,23 +104,12 @@ def recollect(
     return (made, positions) if cache is None else cache.store(made, positions)
 
 
-def description(
-    module: CrossAttention | AdditiveAttention, context: int, flops: int, formula: str
-) -> Description:
-    """What a layer that reads `context` tokens of memory keeps and computes; flops are those of the pairs of one query."""
-    check_context(context)
-    inner: object = module.project
+def cross_weights(module: nn.Module, project: Projection) -> Weights:
+    """The parameters of a layer that reads another text, with the maps that the query does not use
+    set apart.
+    """
+    inner: object = project
     while isinstance(wrapped := getattr(inner, "project", None), Projection):
         inner = wrapped
-    once = [
-        getattr(inner, name, None) for name in ("k", "v")
-    ]  # maps that memory meets, not the query
-    maps = matrices(module) - sum(matrices(part) for part in once if isinstance(part, nn.Module))
-    memory = module.project.shape.memory
-    return Description(
-        type(module).__name__, context, parameters(module),
-        Figure(sum(memory), " + ".join(str(n) for n in memory)),
-        Figure(context, "S, of the memory"),
-        Figure(0, ""),
-        Figure(2 * maps + flops, f"2 x {maps} (matrices of the query) + {formula}"),
-    )  # fmt: skip
+    parts = [getattr(inner, name, None) for name in ("k", "v")]
+    return count_weights(module, *(part for part in parts if isinstance(part, nn.Module)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -12,6 +11,7 @@ from regard.caches import Cache, kept
 from regard.nn.attention import Attention
 from regard.nn.cross import CrossAttention
 from regard.nn.residual import Residual
+from regard.process import is_compiling
 from regard.span import Positions
 from regard.tap import place
 
@@ -77,7 +77,7 @@ class DecoderBlock(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """x [B,T,M] -> [B,T,M]; memory [B,S,M3] is given once where there are caches, and else every time."""
-        if caches is None or torch.compiler.is_compiling():
+        if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
         with kept(*caches):  # both: the second may refuse what the first has stored
             return self._forward(x, positions, caches, memory, memory_positions, backend)

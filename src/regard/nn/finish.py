@@ -1,4 +1,6 @@
-"""Projections that finish what attention gave: a gate on the heads, or the difference of two of them."""
+"""Projections that finish what attention gave: a gate on the heads, or the difference of two of
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,20 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Parts
+from regard.cost.softmax import Visible
+from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.norms import RMSNorm
 from regard.nn.project import (
-    Forms,
     Heads,
     Projection,
     ProjectionShape,
     Separate,
     aimed,
+    attention_spec,
     facing,
     stale,
-)  # fmt: skip
+)
 from regard.span import Positions
 
 
@@ -40,7 +44,8 @@ class Gated(nn.Module):
     >>> Gated(project, Heads(8, 4, 2)).finish(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
     tensor([0.5000, 0.5000], grad_fn=<SelectBackward0>)
 
-    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per number and head).
+    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per number
+    and head).
     """
 
     def __init__(self, project: Projection, gate: Heads) -> None:
@@ -77,10 +82,9 @@ class Gated(nn.Module):
         """As the projection."""
         return aimed(self.project, q, positions, seen)
 
-    @property
-    def recall_flops(self) -> int:
-        """As the projection's."""
-        return self.project.recall_flops if isinstance(self.project, Forms) else 0
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention through the projection; `weights` hold those of the gate, too."""
+        return attention_spec(self.project, weights, visible)
 
     @property
     def shape(self) -> ProjectionShape:
@@ -112,7 +116,8 @@ class Differential(Separate):
     z_h = (1 - l0) norm((softmax(q1 k1^T / sqrt(D)) - l softmax(q2 k2^T / sqrt(D))) v),
     l = exp(a1 . b1) - exp(a2 . b2) + l0
 
-    Attention sees 2 H query heads and 2 G key heads, first all of the first pattern, then all of the second.
+    Attention sees 2 H query heads and 2 G key heads, first all of the first pattern, then all of
+    the second.
 
     Args:
         q: `Heads` of 2 H heads.
@@ -134,7 +139,8 @@ class Differential(Separate):
         nn.Module.__init__(self)
         if q.heads % 2 or k.heads != 2 * v.heads or q.head_dim != k.head_dim or depth < 0:
             raise ArgumentError(
-                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}, depth {depth}: q needs 2 H heads, "
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}, depth "
+                f"{depth}: q needs 2 H heads, "
                 "k twice the heads of v and the head dim of q, depth at least 0"
             )
         check_groups(q.heads // 2, v.heads)

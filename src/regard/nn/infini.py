@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import Cache, Memory
-from regard.cost import Description, Figure, infini_flops, infini_state
+from regard.cost.infini import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn import describe
 from regard.nn.late import check_rotary, check_unrotated
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.project import Projection
 from regard.ops.memory import Compressed, infini_attention
 from regard.ops.memory.compressive import Update
@@ -23,23 +22,27 @@ class InfiniAttention(Mixer):
     """project -> remember -> rotate -> infini_attention -> output.
 
     q = query(x);  k, v = recall(remember(x)), without positions: the memory gets these
-    z = infini_attention(q, k, v, rotary(q), rotary(k), gate), segments of N positions;  out = output(z, heads joined)
+    z = infini_attention(q, k, v, rotary(q), rotary(k), gate), segments of N positions;
+    out = output(z, heads joined)
 
-    What a cache keeps does not grow: M and z, and the tokens of one segment. It is no free addition to a trained model: gate and
-    projections have to be trained with it, and it loses detail (a memory answers with a mean of what was written).
-    The gate has one number per head and needs a higher learning rate than matrices, and no weight decay.
+    What a cache keeps does not grow: M and z, and the tokens of one segment. It is no free addition
+    to a trained model: gate and projections have to be trained with it, and it loses detail (a
+    memory answers with a mean of what was written). The gate has one number per head and needs a
+    higher learning rate than matrices, and no weight decay.
 
     Args:
         project: a `Projection` without positions: H query heads, G key/value heads.
         output: a module [B,T,H*E] -> [B,T,M].
         segment: N, how many positions a segment has.
-        rotary: a step on queries and keys of the local attention, called with positions; None is none.
+        rotary: a step on queries and keys of the local attention, called with positions; None is
+            none.
         update: "linear" or "delta", the rule by which a segment is written.
-        empty: "zero" or "skip": what the gate does in the first segment (`regard.memory.infini_attention`).
+        empty: "zero" or "skip": what the gate does in the first segment
+            (`regard.memory.infini_attention`).
 
     Raises:
-        ArgumentError, ArgumentTypeError: segment is not an int of at least 1, update or empty is another word, the projection
-            rotates, or the rotary does not fit.
+        ArgumentError, ArgumentTypeError: segment is not an int of at least 1, update or empty is
+            another word, the projection rotates, or the rotary does not fit.
 
     >>> from regard.nn import Heads, Separate
     >>> from regard.positions import Rotary
@@ -79,11 +82,13 @@ class InfiniAttention(Mixer):
         """
         if not isinstance(cache, Memory):
             raise ArgumentTypeError(
-                f"the cache is {type(cache).__name__}; Infini-attention needs a Memory: use new_cache()"
+                f"the cache is {type(cache).__name__}; Infini-attention needs a Memory: use "
+                "new_cache()"
             )
         if cache.segment != self.segment:
             raise ArgumentError(
-                f"the cache has segments of {cache.segment}, and the module of {self.segment}; use new_cache()"
+                f"the cache has segments of {cache.segment}, and the module of {self.segment}; "
+                "use new_cache()"
             )
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
@@ -97,11 +102,19 @@ class InfiniAttention(Mixer):
         k, v = self.project.recall(memory, seen)
         k, v = tap("k", k), tap("v", v)
         z, state = infini_attention(
-            q, k, v, gate=self.gate, segment=self.segment,
+            q,
+            k,
+            v,
+            gate=self.gate,
+            segment=self.segment,
             q_rotated=None if self.rotary is None else self.rotary(q, positions),
             k_rotated=None if self.rotary is None else self.rotary(k, seen),
-            update=self.update, empty=self.empty, state=state, positions=seen, backend=backend,
-        )  # fmt: skip
+            update=self.update,
+            empty=self.empty,
+            state=state,
+            positions=seen,
+            backend=backend,
+        )
         if cache is not None:
             cache.store(state, positions)
         z = tap("z", self.project.finish(z, x))
@@ -111,22 +124,13 @@ class InfiniAttention(Mixer):
         """An empty cache: a new text begins with a new one, or with `reset()`."""
         return Memory(self.segment)
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        describe.check_context(context)
-        H, G, D, E, memory = self.project.shape
-        maps, N, delta = describe.matrices(self), self.segment, self.update == "delta"
-        seen = (context - 1) % N + 1
-        flops = 2 * maps + infini_flops(H, G, seen, D, E, delta=delta)
-        reads = f"{H} + {G}" if delta else f"{H}"
-        return Description(
-            type(self).__name__, context, describe.parameters(self),
-            Figure(sum(memory), " + ".join(str(n) for n in memory)),
-            Figure(context % N, f"S mod N = {context} mod {N}: the open segment"),
-            Figure(infini_state(G, D, E), f"G D (E + 1) = {G} x {D} x ({E} + 1)"),
-            Figure(flops, f"2 x {maps} + 2 H n (D + E) = 2 x {H} x {seen} x ({D} + {E}), reads ({reads}) x 2 D (E + 1), "
-                          f"writes {G} x (2 D E + D)"),
-        )  # fmt: skip
+    @property
+    def spec(self) -> InfiniSpec:
+        """The cost of this layer."""
+        shape = self.project.shape
+        return InfiniSpec(
+            count_weights(self), shape.parts, shape.heads, self.segment, self.update == "delta"
+        )
 
     def extra_repr(self) -> str:
         """The segment, the rule of writing, and what the gate does without a memory."""

@@ -1,15 +1,20 @@
-"""Multi-head latent attention: one latent and one rotary key per token, from which all heads recall keys and values."""
+"""Multi-head latent attention: one latent and one rotary key per token, from which all heads recall
+keys and values.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from dataclasses import replace
+from typing import get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Parts
-from regard.cost.latent import absorbing_is_cheaper, recall_flops
+from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
+from regard.cost.softmax import SoftmaxSpec, Visible
+from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.nn.low_rank import LowRank
@@ -18,44 +23,47 @@ from regard.nn.project import Heads, Projection, ProjectionShape, stale
 from regard.positions import Rotary
 from regard.span import Positions
 
-Form: TypeAlias = Literal["auto", "expand", "absorb"]
-"""How queries meet the latents: keys and values of all heads are expanded from them, or queries are taken to them."""
-
 
 class Latent(nn.Module):
-    """Queries, keys and values through low-rank latents; a cache keeps the latent and the rotary key of a token.
+    """Queries, keys and values through low-rank latents; a cache keeps the latent and the rotary
+    key of a token.
 
     c_q = norm(W_dq x);  [q_c; q_r]_h = W_uq,h c_q;  q_h = [q_c; R_t q_r]_h
     [c; k_r] = W_dkv x;  remembered: m = [norm(c); R_s k_r], r + d_rope numbers, one head
     [k_c; v]_h = W_ukv,h norm(c);  k_h = [k_c,h; R_s k_r], the rotary key shared by all heads
 
-    Two forms, equal in exact arithmetic. "expand" is the above: all latents become keys and values of each head.
-    "absorb" takes the queries to the latents, which then are the one key and value head of all queries, without a copy:
-    q_h^T k_h = [W_uk,h^T q_c; R_t q_r]_h^T m, and z_h = W_uv,h sum_s p_hs norm(c_s).
+    Two forms, equal in exact arithmetic. "expand" is the above: all latents become keys and values
+    of each head. "absorb" takes the queries to the latents, which then are the one key and value
+    head of all queries, without a copy: q_h^T k_h = [W_uk,h^T q_c; R_t q_r]_h^T m, and z_h = W_uv,h
+    sum_s p_hs norm(c_s).
 
     Args:
         dim, heads: the model dim M and the heads H.
-        rotary: turns the rotary part of queries and keys; its dim is d_rope. DeepSeek's checkpoints are "interleaved".
+        rotary: turns the rotary part of queries and keys; its dim is d_rope. DeepSeek's checkpoints
+            are "interleaved".
         kv_rank: the size r of the latent.
         nope_dim: dims of a query and key head that are not turned, d_nope.
         value_dim: dims of a value head, E.
         q_rank: the size of the queries' latent; None makes queries from x, as in DeepSeek-V2-Lite.
         bias: whether the two maps down have one.
         eps: of the two norms.
-        form: "auto" takes the cheaper by FLOPs: absorb for few queries against many keys, expand for a prompt.
+        form: "auto" takes the cheaper by FLOPs: absorb for few queries against many keys, expand
+            for a prompt.
 
     Raises:
         ArgumentError: a size is less than 1, the form is unknown, or the norms refuse eps.
 
     >>> from regard.span import Span
-    >>> latent = Latent(32, 4, Rotary(4, layout="interleaved"), kv_rank=16, nope_dim=8, value_dim=8, q_rank=24)
+    >>> rotary = Rotary(4, layout="interleaved")
+    >>> latent = Latent(32, 4, rotary, kv_rank=16, nope_dim=8, value_dim=8, q_rank=24)
     >>> (memory,) = latent.remember(torch.zeros(1, 5, 32), Span(0, 5))
     >>> memory.shape, [x.shape[1] for x in latent.recall((memory,), Span(0, 5))]
     (torch.Size([1, 1, 5, 20]), [4, 4])
     >>> type(latent.facing(1, 5)).__name__
     'Absorbed'
 
-    Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 to 47, and section 2.1.2 on absorption.
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 to 47, and section 2.1.2 on
+    absorption.
     """
 
     def __init__(
@@ -90,7 +98,9 @@ class Latent(nn.Module):
         self.kv_up = Heads(kv_rank, heads, nope_dim + value_dim)
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """x [B,T,M] -> the parts of a query: without position [B,H,T,d_nope], and turned [B,H,T,d_rope]."""
+        """x [B,T,M] -> the parts of a query: without position [B,H,T,d_nope], and turned
+        [B,H,T,d_rope].
+        """
         q = self.q(x, positions)
         return q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
 
@@ -119,12 +129,18 @@ class Latent(nn.Module):
         absorb = self.form == "absorb"
         if self.form == "auto":
             absorb = absorbing_is_cheaper(
-                queries, keys, kv_rank=self.kv_rank, nope_dim=self.nope_dim, value_dim=self.value_dim
-            )  # fmt: skip
+                queries,
+                keys,
+                kv_rank=self.kv_rank,
+                nope_dim=self.nope_dim,
+                value_dim=self.value_dim,
+            )
         return Absorbed(self) if absorb else self
 
     def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
-        """W_uk [H,d_nope,r] and W_uv [H,E,r]: views of the one matrix, which has the rows of a head side by side."""
+        """W_uk [H,d_nope,r] and W_uv [H,E,r]: views of the one matrix, which has the rows of a head
+        side by side.
+        """
         weight = self.kv_up.linear.weight.unflatten(0, (self.heads, -1))
         return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
 
@@ -134,14 +150,25 @@ class Latent(nn.Module):
         H, D = self.heads, self.nope_dim + self.rotary.dim
         return ProjectionShape(H, H, D, self.value_dim, (self.kv_rank + self.rotary.dim,))
 
-    @property
-    def recall_flops(self) -> int:
-        """FLOPs of recalling one token."""
-        return recall_flops(1, self.heads, self.kv_rank, self.nope_dim, self.value_dim)
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention through this projection, by its sizes."""
+        return LatentSpec(
+            replace(weights, apart=weights.apart + self.kv_up.linear.weight.numel()),
+            self.shape.parts,
+            self.heads,
+            self.kv_rank,
+            self.nope_dim,
+            self.rotary.dim,
+            self.value_dim,
+            self.form,
+            visible,
+        )
 
     @property
     def scale(self) -> float:
-        """1/sqrt(d_nope + d_rope), times what the rotary's scaling wants of the softmax: `mscale_all_dim` acts here only."""
+        """1/sqrt(d_nope + d_rope), times what the rotary's scaling wants of the softmax:
+        `mscale_all_dim` acts here only.
+        """
         return float(self.shape.D**-0.5 * self.rotary.softmax_factor)
 
     @property
@@ -156,7 +183,8 @@ class Latent(nn.Module):
 
 
 class Absorbed:
-    """The absorbed form of a `Latent`: its queries taken to the latents, which are key and value of all heads.
+    """The absorbed form of a `Latent`: its queries taken to the latents, which are key and value of
+    all heads.
 
     >>> latent = Latent(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
     >>> Absorbed(latent).shape
@@ -200,9 +228,11 @@ class Absorbed:
 
 
 class Naive(Latent):
-    """A `Latent` that remembers what it would recall: keys and values of all heads, H (d_nope + d_rope + E) numbers.
+    """A `Latent` that remembers what it would recall: keys and values of all heads, H (d_nope +
+    d_rope + E) numbers.
 
-    The equations read literally, and what many implementations keep. It is here for comparison; its form is always its own.
+    The equations read literally, and what many implementations keep. It is here for comparison; its
+    form is always its own.
 
     >>> Naive(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8).shape.memory
     (48, 32)
@@ -227,7 +257,8 @@ class Naive(Latent):
         H, _, D, E, _ = super().shape
         return ProjectionShape(H, H, D, E, (H * D, H * E))
 
-    @property
-    def recall_flops(self) -> int:
-        """Nothing is left to do."""
-        return 0
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention with cached keys and values of all heads: that of multi-head
+        attention.
+        """
+        return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)

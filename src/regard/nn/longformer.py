@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import Cache, Growing, Parts
-from regard.cost import Description
+from regard.cost.softmax import SoftmaxSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Window
-from regard.nn import describe
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.project import Projection
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
@@ -18,14 +17,17 @@ from regard.tap import tap
 
 
 class Longformer(Mixer):
-    """Every token sees its window and the global tokens; a global token sees everything, by other projections.
+    """Every token sees its window and the global tokens; a global token sees everything, by other
+    projections.
 
     z_t = softmax(q_t K^T / sqrt(D) over window(t) and globals) V, for other tokens;
     z_t = softmax(q'_t K'^T / sqrt(D) over all) V', for a global token t
 
     Args:
-        local: the projection of most tokens; the keys of global tokens that others see are its keys, too.
-        globally: the projection of the global queries, with keys and values of its own for all tokens.
+        local: the projection of most tokens; the keys of global tokens that others see are its
+            keys, too.
+        globally: the projection of the global queries, with keys and values of its own for all
+            tokens.
         output: a module [B,T,H*E] -> [B,T,M].
         positions: the positions of the global tokens.
         window: how many keys a token sees looking back, its own included, and `ahead` of it.
@@ -86,7 +88,9 @@ class Longformer(Mixer):
             )
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds (causal layers only)."""
+        """Attend from x [B,T,M] at its positions to itself and to what the cache holds (causal
+        layers only).
+        """
         near, far = self.local.remember(x, positions), self.globally.remember(x, positions)
         memory, seen, n = (*near, *far), positions, len(near)
         if cache is not None:
@@ -94,9 +98,14 @@ class Longformer(Mixer):
         q = tap("q", self.local.query(x, positions))
         k, v = self.local.recall(memory[:n], seen)
         z = attend(
-            q, tap("k", k), tap("v", v), mask=self.mask,
-            q_positions=positions, k_positions=seen, backend=backend,
-        )  # fmt: skip
+            q,
+            tap("k", k),
+            tap("v", v),
+            mask=self.mask,
+            q_positions=positions,
+            k_positions=seen,
+            backend=backend,
+        )
         z = tap("z", self._replace(z, x, positions, memory[n:], seen, backend))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
@@ -127,9 +136,15 @@ class Longformer(Mixer):
         return [p - first for p in self.globals.positions if first <= p < positions.stop]
 
     def new_cache(self) -> Cache:
-        """An empty cache that keeps everything: global keys may stand anywhere, and global queries see all."""
+        """An empty cache that keeps everything: global keys may stand anywhere, and global queries
+        see all.
+        """
         return Growing()
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        return describe.longformer(self, context)
+    @property
+    def spec(self) -> SoftmaxSpec:
+        """The cost of this layer: both projections are cached, and a decoded token that is not
+        global reads one.
+        """
+        shape, visible = self.local.shape, MaskVisibility(self.mask, keeps_all=True)
+        return SoftmaxSpec(count_weights(self), 2 * shape.parts, shape.heads, visible)

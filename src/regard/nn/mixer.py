@@ -1,23 +1,28 @@
-"""What every mechanism does around its own equation: positions by default, and a cache that a refused call leaves alone."""
+"""The base class of all mechanisms: default positions, a cache that a refused call leaves
+unchanged, and the cost.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, kept
-from regard.cost import Description
+from regard.cost import Description, Spec
+from regard.cost.spec import Weights
 from regard.errors import ArgumentError
+from regard.masks import Full, Mask, reach
+from regard.process import is_compiling
 from regard.span import Positions, Span
 
 
 class Mixer(nn.Module):
     """A module that lets the tokens of a sequence see one another, x [B,T,M] -> [B,T,M2].
 
-    A mechanism writes `mix`, `new_cache` and `describe`, and `check_cache` if not every cache will do.
+    A mechanism writes `mix`, `new_cache` and `spec`, and `check_cache` if not every cache will do.
     """
 
     def forward(
@@ -28,10 +33,11 @@ class Mixer(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
-        """Mix x [B,T,M] at its positions with itself and with what the cache holds, which afterwards holds x, too.
+        """Mix x [B,T,M] at its positions with itself and with what the cache holds, which
+        afterwards holds x, too.
 
-        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that is refused leaves
-        the cache as it was.
+        Positions default to 0..T-1, or on from the last token of each row of the cache. A call that
+        is refused leaves the cache as it was.
 
         Args:
             x: hidden states; slots at position -1 are no tokens.
@@ -48,7 +54,7 @@ class Mixer(nn.Module):
             self.check_cache(cache)
         if positions is None:
             positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is None or torch.compiler.is_compiling():
+        if cache is None or is_compiling():
             return self.mix(x, positions, cache, backend)
         with kept(cache):
             return self.mix(x, positions, cache, backend)
@@ -64,6 +70,83 @@ class Mixer(nn.Module):
     def new_cache(self) -> Cache:
         """An empty cache of the kind that suits it."""
 
+    @property
     @abstractmethod
+    def spec(self) -> Spec:
+        """The cost of this layer, with the parameters that it really has."""
+
     def describe(self, context: int = 4096) -> Description:
-        """What one layer keeps and computes when it decodes the token at position context - 1."""
+        """The parameters, the cached values and the FLOPs of this layer when it decodes one token.
+
+        Args:
+            context: the number of tokens up to the decoded one, its own included.
+
+        Raises:
+            ArgumentError: the context is less than 1.
+        """
+        return self.spec.describe(context, type(self).__name__)
+
+
+def count_weights(module: nn.Module, *apart: nn.Module | None) -> Weights:
+    """The parameters of a module, by kind.
+
+    Args:
+        module: a module; weights of its linear maps count as matrices, one-dimensional weights of
+            norms as norms.
+        apart: modules inside it whose linear maps a decoded token does not apply exactly once
+            (`Weights.apart`).
+
+    >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
+    Weights(matrices=6, biases=2, norms=4, apart=0)
+    """
+    total = sum(p.numel() for p in module.parameters())
+    norms = sum(
+        p.numel()
+        for part in module.modules()
+        if "Norm" in type(part).__name__
+        for p in part.parameters(recurse=False)
+    )
+    matrices = _matrices(module)
+    others = sum(_matrices(part) for part in apart if part is not None)
+    return Weights(matrices, total - matrices - norms, norms, others)
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+
+
+@dataclass(frozen=True)
+class MaskVisibility:
+    """How many keys a mask shows (`regard.cost.softmax.Visible`).
+
+    Attributes:
+        mask: the mask; None shows every key.
+        keeps_all: whether a cache holds all tokens, whatever the mask shows.
+
+    >>> from regard.masks import Causal, Window
+    >>> visible = MaskVisibility(Causal() & Window(8))
+    >>> visible.bound, visible.seen(100), visible.pairs(3)
+    (8, 8, 6)
+    """
+
+    mask: Mask | None
+    keeps_all: bool = False
+
+    @property
+    def bound(self) -> int | None:
+        """The most tokens that the mask may still show; None if it has no bound, or if all are
+        kept.
+        """
+        return None if self.keeps_all else reach(self.mask).tokens
+
+    def seen(self, context: int) -> int:
+        """How many keys the token at position context - 1 sees, in the head that sees most."""
+        return int(self._counts(Span(context - 1, 1), context).max())
+
+    def pairs(self, context: int) -> int:
+        """The query-key pairs of the head that has most."""
+        return int(self._counts(Span(0, context), context).sum(-1).max())
+
+    def _counts(self, queries: Span, context: int) -> Tensor:
+        mask = self.mask if self.mask is not None else Full()
+        return mask.visible(queries, Span(0, context))

@@ -1,4 +1,6 @@
-"""Native sparse attention: three branches, compressed, selected and window, each with its own keys and values, and a gate."""
+"""Native sparse attention: three branches, compressed, selected and window, each with its own keys
+and values, and a gate.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Cache, Growing, Parts
-from regard.cost import Description, Figure, attention_flops
-from regard.cost.selected import block_tokens, compressed_tokens, compression_flops, nsa_tokens
+from regard.cost import Figure
+from regard.cost.selected import NSASpec
+from regard.cost.spec import HeadShape
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
-from regard.nn.describe import check_context, matrices, parameters
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.project import Heads
 from regard.ops.selection.blocks import Order, order
 from regard.ops.selection.nsa import NSABlocks, ends, selection_mask, windows
@@ -28,7 +30,8 @@ BRANCHES = ("compressed", "selected", "window")
 
 
 class Compress(nn.Module):
-    """The l tokens of a block as one: phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2, e by place in the block.
+    """The l tokens of a block as one: phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2, e
+    by place in the block.
 
     x [B,G,C,l,D] -> [B,G,C,D], the same map for every head.
 
@@ -43,7 +46,8 @@ class Compress(nn.Module):
     >>> Compress(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
     torch.Size([1, 2, 5, 8])
 
-    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper leaves the shape of the network open.
+    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper leaves the shape of the
+    network open.
     """
 
     def __init__(self, length: int, dim: int, hidden: int | None = None) -> None:
@@ -69,21 +73,26 @@ class Compress(nn.Module):
 
 
 class NSA(Mixer):
-    """out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b: compressed, selected, window.
+    """out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b: compressed, selected,
+    window.
 
-    compressed: one key and value per block of l tokens, every d tokens, seen once the block is complete;
-    selected: the blocks of l' tokens that got most of the compressed branch's attention, k <= q within;
+    compressed: one key and value per block of l tokens, every d tokens, seen once the block is
+        complete;
+    selected: the blocks of l' tokens that got most of the compressed branch's attention, k <= q
+        within;
     window: the last w tokens
 
-    A cache keeps the keys and values of all three branches; compressed ones are computed again in each call.
+    A cache keeps the keys and values of all three branches; compressed ones are computed again in
+    each call.
 
     Args:
         q: `Heads` that make H queries.
-        keys, values: `Heads` that make G keys and values, one per branch. Keys of the compressed branch are remembered
-            as their heads make them: give those no rotary.
+        keys, values: `Heads` that make G keys and values, one per branch. Keys of the compressed
+            branch are remembered as their heads make them: give those no rotary.
         compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `Compress`.
-        late: a step on compressed keys at the position of their last token, such as a rotary; None is no step. The
-            paper leaves open where positions enter; so a score depends on the distance only.
+        late: a step on compressed keys at the position of their last token, such as a rotary; None
+            is no step. The paper leaves open where positions enter; so a score depends on the
+            distance only.
         gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
         output: a module [B,T,H*E] -> [B,T,M].
         sizes: of blocks and window.
@@ -117,7 +126,8 @@ class NSA(Mixer):
         super().__init__()
         if len(keys) != 3 or len(values) != 3:
             raise ArgumentError(
-                f"{len(keys)} keys and {len(values)} values; give one each for {', '.join(BRANCHES)}"
+                f"{len(keys)} keys and {len(values)} values; give one each for "
+                f"{', '.join(BRANCHES)}"
             )
         made = {
             (k.heads, k.head_dim, v.heads, v.head_dim) for k, v in zip(keys, values, strict=True)
@@ -126,7 +136,8 @@ class NSA(Mixer):
         if len(made) > 1 or G_v != G or q.head_dim != D:
             raise ArgumentError(
                 f"q is {q.extra_repr()}, keys are {[k.extra_repr() for k in keys]}, values "
-                f"{[v.extra_repr() for v in values]}: every branch needs the same heads and dims, keys the dim of q"
+                f"{[v.extra_repr() for v in values]}: every branch needs the same heads and dims, "
+                "keys the dim of q"
             )
         check_groups(q.heads, G)
         self.q, self.keys, self.values = q, nn.ModuleList(keys), nn.ModuleList(values)
@@ -134,7 +145,9 @@ class NSA(Mixer):
         self.gate, self.output, self.sizes = gate, output, sizes
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to itself and to what the cache holds, branch by branch."""
+        """Attend from x [B,T,M] at its positions to itself and to what the cache holds, branch by
+        branch.
+        """
         q = tap("q", self.q(x, positions))
         memory: Parts = tuple(heads(x, positions) for heads in (*self.keys, *self.values))
         seen = positions
@@ -151,10 +164,17 @@ class NSA(Mixer):
             BRANCHES, keys, values, masks, (at, seen, seen), strict=True
         ):
             with place(name):
-                zs.append(attend(
-                    q, tap("k", k), tap("v", v), mask=mask,
-                    q_positions=positions, k_positions=where, backend=backend,
-                ))  # fmt: skip
+                zs.append(
+                    attend(
+                        q,
+                        tap("k", k),
+                        tap("v", v),
+                        mask=mask,
+                        q_positions=positions,
+                        k_positions=where,
+                        backend=backend,
+                    )
+                )
         z = tap("z", self.gated(torch.stack(zs), x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
@@ -165,7 +185,9 @@ class NSA(Mixer):
         laid: Order,
         at: Positions,
     ) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C E"]]:
-        """Compressed keys and values; those of blocks that are not complete stand at position -1, and mean nothing."""
+        """Compressed keys and values; those of blocks that are not complete stand at position -1,
+        and mean nothing.
+        """
         k = self.compress_key(windows(k, laid, self.sizes))
         v = self.compress_value(windows(v, laid, self.sizes))
         return (k if self.late is None else self.late(k, at)), v
@@ -182,33 +204,29 @@ class NSA(Mixer):
         return Growing()
 
     def tokens(self, context: int) -> Figure:
-        """Tokens that decoding the token at position context - 1 reads, as table 4 of the paper counts them."""
-        s = self.sizes
-        return Figure(
-            nsa_tokens(context, s.stride, s.select, s.count, s.window),
-            f"S / {s.stride} + min(S, {s.count} x {s.select}) + min(S, {s.window})",
-        )
+        """Tokens that decoding the token at position context - 1 reads, as table 4 of the paper
+        counts them.
+        """
+        return self.spec.read_by_paper(context)
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        check_context(context)
-        s, H, D = self.sizes, self.q.heads, self.q.head_dim
-        value = self.values[0]
+    @property
+    def spec(self) -> NSASpec:
+        """The cost of this layer, which compresses all blocks anew for each token."""
+        s, value = self.sizes, self.values[0]
         assert isinstance(value, Heads)
-        G, E = value.heads, value.head_dim
-        C = compressed_tokens(context, s.compress, s.stride)
-        seen = C + block_tokens(context, s.select, s.count) + min(context, s.window)
+        shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
         phi = (self.compress_key, self.compress_value)
-        again = sum(
-            G * compression_flops(C, m.length, m.dim, m.hidden)
-            for m in phi
-            if isinstance(m, Compress)
+        # a network of another class says no width, and is not counted
+        widths = [network.hidden if isinstance(network, Compress) else 0 for network in phi]
+        return NSASpec(
+            count_weights(self, *phi),
+            3 * shape.parts,
+            shape,
+            s.compress,
+            s.stride,
+            s.select,
+            s.count,
+            s.window,
+            hidden=(widths[0], widths[1]),
+            recompress=True,
         )
-        maps = matrices(self) - sum(matrices(m) for m in phi)
-        flops = 2 * maps + attention_flops(H * seen, D, E) + 2 * H * C * D + again
-        return Description(
-            type(self).__name__, context, parameters(self),
-            Figure(3 * G * (D + E), f"3 G (D + E) = 3 x {G} x ({D} + {E})"),
-            Figure(context, "S"), Figure(0, ""),
-            Figure(flops, f"2 x {maps} (matrices) + 2 H n (D + E), n = {seen} + 2 H C D (importance), C = {C} + {again} (compression, anew)"),
-        )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Projections: what a query is, what is worth remembering, and how memory becomes keys and values."""
+"""Projections: what a query is, what is worth remembering, and how memory becomes keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 
 from regard.arguments import check_groups
 from regard.caches import Parts
+from regard.cost.softmax import SoftmaxSpec, Visible
+from regard.cost.spec import HeadShape, Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.positions import Rotary
@@ -29,7 +33,9 @@ class Projection(Protocol):
         """What was remembered, and where it stands -> k [B,G,S,D], v [B,G,S,E]."""
 
     def finish(self, z: Tensor, x: Tensor) -> Tensor:
-        """What attention gave, [B,H,T,E] -> the heads that the output joins; x [B,T,M] is where the queries came from."""
+        """What attention gave, [B,H,T,E] -> the heads that the output joins; x [B,T,M] is where the
+        queries came from.
+        """
 
     @property
     def shape(self) -> ProjectionShape:
@@ -42,7 +48,8 @@ class Projection(Protocol):
 
 @runtime_checkable
 class Forms(Projection, Protocol):
-    """A projection with several forms, equal in exact arithmetic, of which lengths decide: latents, expanded or not.
+    """A projection with several forms, equal in exact arithmetic, of which lengths decide: latents,
+    expanded or not.
 
     All forms remember the same, so that they share a cache.
     """
@@ -50,13 +57,14 @@ class Forms(Projection, Protocol):
     def facing(self, queries: int, keys: int) -> Projection:
         """The form for so many queries against so many keys in memory."""
 
-    @property
-    def recall_flops(self) -> int:
-        """FLOPs of recalling one token of memory."""
+    def spec(self, weights: Weights, visible: Visible) -> Spec:
+        """The cost of attention through this projection, by the form that has fewer FLOPs."""
 
 
 def facing(project: Projection, queries: int, keys: int) -> Projection:
-    """The form of a projection for so many queries against so many keys: itself, unless it has `Forms`."""
+    """The form of a projection for so many queries against so many keys: itself, unless it has
+    `Forms`.
+    """
     has_forms = hasattr(
         type(project), "facing"
     )  # as isinstance, which would evaluate every property
@@ -65,7 +73,9 @@ def facing(project: Projection, queries: int, keys: int) -> Projection:
 
 @runtime_checkable
 class Aims(Projection, Protocol):
-    """A projection whose queries depend on where the keys in memory stand, such as rotary frequencies that follow the length."""
+    """A projection whose queries depend on where the keys in memory stand, such as rotary
+    frequencies that follow the length.
+    """
 
     def aim(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
         """Queries [B,H,T,D] at positions -> those for keys at the positions seen."""
@@ -94,14 +104,39 @@ class ProjectionShape(NamedTuple):
     E: int
     memory: tuple[int, ...]
 
+    @property
+    def heads(self) -> HeadShape:
+        """The heads, as `regard.cost` has them."""
+        return HeadShape(self.H, self.G, self.D, self.E)
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """What a cache holds of one token, as `regard.cost` has it."""
+        if self.memory == (self.G * self.D, self.G * self.E):
+            return self.heads.parts
+        return tuple((1, size) for size in self.memory)
+
+
+def attention_spec(project: Projection, weights: Weights, visible: Visible) -> Spec:
+    """The cost of softmax attention through a projection.
+
+    Args:
+        project: the projection; one with several forms says its cost itself.
+        weights: the parameters of the layer, counted.
+        visible: the keys that a query sees.
+    """
+    if isinstance(project, Forms):
+        return project.spec(weights, visible)
+    return SoftmaxSpec(weights, project.shape.parts, project.shape.heads, visible)
+
 
 class Heads(nn.Module):
     """A linear map, split into heads, then steps on each head in the order given.
 
     x [B,L,M] -> W x + b -> (flat norm) -> [B,n,L,d] -> step(., positions) -> ...
 
-    Order is data: `Heads(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `Heads(M, H, D, rotary, RMSNorm(D))`
-    after.
+    Order is data: `Heads(M, H, D, RMSNorm(D), rotary)` norms before it rotates, `Heads(M, H, D,
+    rotary, RMSNorm(D))` after.
 
     Args:
         dim: the model dim M.
@@ -159,13 +194,14 @@ class Heads(nn.Module):
 
 
 class Separate(nn.Module):
-    """Queries, keys and values each from heads of their own; keys and values are remembered as the heads made them.
+    """Queries, keys and values each from heads of their own; keys and values are remembered as the
+    heads made them.
 
     Args:
         q: `Heads` that make H query heads.
         k, v: `Heads` that make G key and value heads; G divides H.
-        late: a step on keys when they are recalled, such as a rotary whose frequencies follow the length: keys are then
-            remembered without it (`regard.nn.policy`).
+        late: a step on keys when they are recalled, such as a rotary whose frequencies follow the
+            length: keys are then remembered without it (`regard.nn.policy`).
 
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
@@ -217,7 +253,8 @@ def stale(heads: nn.Module) -> str | None:
     for step in heads.modules():
         if isinstance(step, Rotary) and step.follows:
             return (
-                f"{step} follows the length of each call, so that keys rotated before are stale; freeze its length, or "
+                f"{step} follows the length of each call, so that keys rotated before are stale; "
+                "freeze its length, or "
                 "remember keys before they are rotated (regard.nn.policy)"
             )
     return None

@@ -1,4 +1,6 @@
-"""Mechanisms that keep a state in place of tokens, as a module: one small class, assembled from parts."""
+"""Mechanisms that keep a state in place of tokens, as a module: one small class, assembled from
+parts.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.caches import Cache, Parts, State
-from regard.cost import Description, Figure
+from regard.cost import Spec
+from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn import describe
-from regard.nn.mixer import Mixer
-from regard.nn.project import Heads, Projection, ProjectionShape
+from regard.nn.mixer import Mixer, count_weights
+from regard.nn.project import Heads, Projection
 from regard.span import Positions
 from regard.tap import tap
 
 
 @runtime_checkable
 class Rule(Protocol):
-    """How a recurrence writes a token into its state and reads it. Its gates are made of x, by parts of its own."""
+    """How a recurrence writes a token into its state and reads it. Its gates are made of x, by
+    parts of its own.
+    """
 
     def __call__(
         self,
@@ -31,22 +35,23 @@ class Rule(Protocol):
         positions: Positions | None,
         form: str,
     ) -> tuple[Tensor, Parts]:
-        """x [B,T,M], q [B,H,T,D], k [B,G,T,D], v [B,G,T,E] -> what the queries read [B,H,T,E], and the new state."""
+        """x [B,T,M], q [B,H,T,D], k [B,G,T,D], v [B,G,T,E] -> what the queries read [B,H,T,E], and
+        the new state.
+        """
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
+    def spec(self, weights: Weights, shape: HeadShape) -> Spec:
+        """The cost of a layer with this rule, from its parameters and the sizes of its heads."""
 
 
 class Recurrent(Mixer):
     """project -> rule -> norm -> gate -> output.
 
-    q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * silu(gate(x));  out = output(z', heads joined)
+    q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * silu(gate(x));
+    out = output(z', heads joined)
 
     Args:
-        project: a `Projection`: query heads H, key/value heads G and every step on a head are its matter.
+        project: a `Projection`: query heads H, key/value heads G and every step on a head are its
+            matter.
         rule: a module that is a `Rule`.
         output: a module [B,T,H*E] -> [B,T,M].
         norm: None, or a module on the last dim of each head.
@@ -64,8 +69,8 @@ class Recurrent(Mixer):
     >>> mixer(torch.zeros(1, 5, 8), cache=cache).shape, cache.bytes
     (torch.Size([1, 5, 8]), 32)
 
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; norm and gate: Sun et al. 2023 (arXiv 2307.08621),
-    equation 8.
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; norm and gate: Sun et al.
+    2023 (arXiv 2307.08621), equation 8.
     """
 
     def __init__(
@@ -98,7 +103,9 @@ class Recurrent(Mixer):
             )
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Mix x [B,T,M] with the state that the cache holds; backend is the form of the op ("reference" is "recurrent")."""
+        """Mix x [B,T,M] with the state that the cache holds; backend is the form of the op
+        ("reference" is "recurrent").
+        """
         assert cache is None or isinstance(cache, State)
         q = tap("q", self.project.query(x, positions))
         k, v = self.project.recall(self.project.remember(x, positions), positions)
@@ -117,13 +124,7 @@ class Recurrent(Mixer):
         """An empty cache: a new text begins with a new one, or with `reset()`."""
         return State()
 
-    def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        describe.check_context(context)
-        maps, shape = describe.matrices(self), self.project.shape
-        state, flops = self.rule.state(shape), self.rule.flops(shape)
-        return Description(
-            type(self).__name__, context, describe.parameters(self),
-            Figure(0, ""), Figure(0, ""), state,
-            Figure(2 * maps + flops.value, f"2 x {maps} (matrices) + {flops.formula}"),
-        )  # fmt: skip
+    @property
+    def spec(self) -> Spec:
+        """The cost of this layer: that of its rule."""
+        return self.rule.spec(count_weights(self), self.project.shape.heads)

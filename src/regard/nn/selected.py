@@ -7,11 +7,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, Growing
-from regard.cost import Description, Figure, attention_flops
+from regard.cost import Description
+from regard.cost.selected import SelectedSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal
-from regard.nn.describe import check_context, matrices, parameters
-from regard.nn.mixer import Mixer
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.project import Projection, aimed, facing
 from regard.nn.selectors import Indexer, Selector
 from regard.ops.selection.indexer import index_scores, indexer_loss
@@ -21,7 +21,8 @@ from regard.tap import tap
 
 
 class SelectedAttention(Mixer):
-    """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made from each call.
+    """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made
+    from each call.
 
     mask = choose(q, k, x);  z = finish(attend(q, k, v, mask), x);  out = output(z, heads joined)
 
@@ -33,7 +34,8 @@ class SelectedAttention(Mixer):
 
     >>> from regard.nn import Heads, Separate
     >>> from regard.nn.selectors import MoBA
-    >>> layer = SelectedAttention(Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)), MoBA(4, 2), nn.Linear(8, 8))
+    >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
+    >>> layer = SelectedAttention(project, MoBA(4, 2), nn.Linear(8, 8))
     >>> layer(torch.zeros(1, 9, 8)).shape
     torch.Size([1, 9, 8])
     """
@@ -50,7 +52,9 @@ class SelectedAttention(Mixer):
         self.project, self.select, self.output, self.scale = project, select, output, scale
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] at its positions to the chosen tokens of x and of what the cache holds."""
+        """Attend from x [B,T,M] at its positions to the chosen tokens of x and of what the cache
+        holds.
+        """
         memory, seen = self.project.remember(x, positions), positions
         n = len(memory)
         memory = (*memory, *self.select.remember(x, positions))
@@ -64,8 +68,15 @@ class SelectedAttention(Mixer):
         k, v = tap("k", k), tap("v", v)
         mask = self.select.choose(q, k, x, memory[n:], positions, seen)
         z = attend(
-            q, k, v, mask=mask, scale=self._scale, q_positions=positions, k_positions=seen, backend=backend,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=self._scale,
+            q_positions=positions,
+            k_positions=seen,
+            backend=backend,
+        )
         z = tap("z", project.finish(z, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
@@ -78,22 +89,16 @@ class SelectedAttention(Mixer):
         """An empty cache that keeps everything: any token may be chosen later."""
         return Growing()
 
+    @property
+    def spec(self) -> SelectedSpec:
+        """The cost of this layer: a cache holds all keys, and what the selector remembers."""
+        shape, selection = self.project.shape, self.select.spec
+        own = ((1, selection.values_per_token),) if selection.values_per_token else ()
+        return SelectedSpec(count_weights(self), (*shape.parts, *own), shape.heads, selection)
+
     def describe(self, context: int = 4096) -> Description:
-        """What this layer keeps and computes when it decodes the token at position context - 1."""
-        check_context(context)
-        H, _, D, E, memory = self.project.shape
-        kept_, maps = (
-            (*memory, *((self.select.numbers(),) * bool(self.select.numbers()))),
-            matrices(self),
-        )
-        read, choice = self.select.tokens(context), self.select.flops(context, H, D)
-        flops = 2 * maps + attention_flops(H * read.value, D, E) + choice.value
-        return Description(
-            type(self.select).__name__, context, parameters(self),
-            Figure(sum(kept_), " + ".join(str(n) for n in kept_)),
-            Figure(context, "S"), Figure(0, ""),
-            Figure(flops, f"2 x {maps} (matrices) + 2 H n (D + E), n = {read} + {choice.formula}"),
-        )  # fmt: skip
+        """As every mechanism; the selector gives the name."""
+        return self.spec.describe(context, type(self.select).__name__)
 
 
 def indexer_losses(
@@ -103,11 +108,13 @@ def indexer_losses(
     *,
     chosen: bool = True,
 ) -> Float[Tensor, "B T"]:
-    """The loss of each query that the indexer of a layer learns from, without a cache; its gradient reaches the indexer alone.
+    """The loss of each query that the indexer of a layer learns from, without a cache; its gradient
+    reaches the indexer alone.
 
     Args:
         x, positions: as the layer takes them.
-        chosen: compare over the keys that the indexer chose (the sparse stage), or over all past ones (the warm-up).
+        chosen: compare over the keys that the indexer chose (the sparse stage), or over all past
+            ones (the warm-up).
 
     Raises:
         ArgumentError: the layer's selector is no `Indexer`.

@@ -1,4 +1,4 @@
-"""Selectors: what chooses the keys that each query reads, and what that takes in a cache and in FLOPs."""
+"""Selectors: what chooses the keys that each query reads, and what that costs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.caches import Parts
-from regard.cost import Figure
-from regard.cost.selected import block_tokens, gate_flops, indexer_flops
+from regard.cost.selected import BlockSelection, IndexSelection, Selection
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.nn.project import Heads
@@ -23,25 +22,25 @@ class Selector(Protocol):
     """From queries, keys and what it remembered itself to the keys that each query reads."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """x [B,S,M] -> what a cache stores for it per position, beside keys and values; may be nothing."""
+        """x [B,S,M] -> what a cache stores for it per position, beside keys and values; may be
+        nothing.
+        """
 
     def choose(
         self, q: Tensor, k: Tensor, x: Tensor, memory: Parts, positions: Positions, seen: Positions
     ) -> Mask:
-        """A causal mask for this call: queries q [B,H,T,D] of x [B,T,M] at positions, keys k [B,G,S,D] at seen."""
+        """A causal mask for this call: queries q [B,H,T,D] of x [B,T,M] at positions, keys k
+        [B,G,S,D] at seen.
+        """
 
-    def numbers(self) -> int:
-        """Numbers that it adds to what a token takes in a cache."""
-
-    def tokens(self, context: int) -> Figure:
-        """Keys that the last of `context` tokens attends to."""
-
-    def flops(self, context: int, H: int, D: int) -> Figure:
-        """What choosing costs for one query, its linear maps not counted."""
+    @property
+    def spec(self) -> Selection:
+        """What choosing costs, and how many keys it chooses."""
 
 
 class MoBA(nn.Module):
-    """The own block, and those past blocks whose mean key fits the query best: `regard.ops.selection.moba_mask`.
+    """The own block, and those past blocks whose mean key fits the query best:
+    `regard.ops.selection.moba_mask`.
 
     Args:
         size: positions per block.
@@ -50,7 +49,7 @@ class MoBA(nn.Module):
     Raises:
         ArgumentError: size or topk is below 1.
 
-    >>> MoBA(512, 3).tokens(2048).value
+    >>> MoBA(512, 3).spec.tokens(2048).value
     1536
 
     Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
@@ -73,21 +72,10 @@ class MoBA(nn.Module):
             q, k, size=self.size, topk=self.topk, q_positions=positions, k_positions=seen
         )
 
-    def numbers(self) -> int:
-        """0."""
-        return 0
-
-    def tokens(self, context: int) -> Figure:
-        """The own block up to the token, and the others."""
-        return Figure(
-            block_tokens(context, self.size, self.topk),
-            f"own block up to S, and at most {self.topk - 1} x {self.size} in front",
-        )
-
-    def flops(self, context: int, H: int, D: int) -> Figure:
-        """2 H N D: the past blocks' means against each query head."""
-        N = (context - 1) // self.size
-        return Figure(gate_flops(N, H, D), f"2 H N D (block scores) = 2 x {H} x {N} x {D}")
+    @property
+    def spec(self) -> BlockSelection:
+        """The sizes of blocks and choice, for the cost."""
+        return BlockSelection(self.size, self.topk)
 
     def extra_repr(self) -> str:
         """Block size and number."""
@@ -103,7 +91,8 @@ class Indexer(nn.Module):
 
     Args:
         q: `Heads` that make J index queries of dim d.
-        k: `Heads` that make one index key of dim d; a cache keeps it beside what the projection remembers.
+        k: `Heads` that make one index key of dim d; a cache keeps it beside what the projection
+            remembers.
         weight: a linear map [B,T,M] -> [B,T,J].
         topk: keys per query, for all heads together.
 
@@ -111,10 +100,11 @@ class Indexer(nn.Module):
         ArgumentError: the heads do not fit one another, or topk is below 1.
 
     >>> indexer = Indexer(Heads(8, 4, 2), Heads(8, 1, 2), nn.Linear(8, 4, bias=False), topk=3)
-    >>> indexer.tokens(100)
+    >>> indexer.spec.tokens(100)
     Figure(value=3, formula='min(S, 3)')
 
-    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are of its published code.
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
+    of its published code.
     """
 
     def __init__(self, q: Heads, k: Heads, weight: nn.Linear, *, topk: int) -> None:
@@ -122,7 +112,8 @@ class Indexer(nn.Module):
         check_topk(topk)
         if k.heads != 1 or q.head_dim != k.head_dim or weight.out_features != q.heads:
             raise ArgumentError(
-                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weights for {weight.out_features} heads: k must be "
+                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weights for "
+                f"{weight.out_features} heads: k must be "
                 f"1 heads of {q.head_dim}, and weight must give {q.heads}"
             )
         self.q, self.k, self.weight, self.topk = q, k, weight, topk
@@ -146,21 +137,10 @@ class Indexer(nn.Module):
             index_q, memory[0], weight, topk=self.topk, q_positions=positions, k_positions=seen
         )
 
-    def numbers(self) -> int:
-        """d."""
-        return self.k.head_dim
-
-    def tokens(self, context: int) -> Figure:
-        """min(S, topk)."""
-        return Figure(min(context, self.topk), f"min(S, {self.topk})")
-
-    def flops(self, context: int, H: int, D: int) -> Figure:
-        """2 J S d + 2 J S: every key is scored."""
-        J, d = self.q.heads, self.q.head_dim
-        return Figure(
-            indexer_flops(context, J, d),
-            f"2 J S (d + 1) (index scores) = 2 x {J} x {context} x ({d} + 1)",
-        )
+    @property
+    def spec(self) -> IndexSelection:
+        """The sizes of the index score and of the choice, for the cost."""
+        return IndexSelection(self.q.heads, self.q.head_dim, self.topk)
 
     def extra_repr(self) -> str:
         """topk."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba
+from regard.process import is_compiling
 
 ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
 """Most vectors, by dtype: beyond, torch's products of matrices are faster."""
@@ -111,7 +112,7 @@ def at_hand(x: Tensor, weight: Tensor) -> bool:
         and type(weight) in _PLAIN
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
+        and not is_compiling()
         and has_numba()
     )
 

@@ -14,6 +14,7 @@ from regard.arguments import check_number, check_positions, check_tensor
 from regard.errors import ArgumentError
 from regard.positions.frequencies import rope_frequencies
 from regard.positions.scalings import RopeFrequencies, Scaling
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 Layout: TypeAlias = Literal["half", "interleaved"]
@@ -206,7 +207,7 @@ class Rotary(nn.Module):
 
 def _key(x: Tensor, positions: Positions) -> tuple[object, ...] | None:
     """What the tables depend on, or None where they must not be kept."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor:
+    if is_compiling() or type(x) is not Tensor:
         return None
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         return None  # a captured graph must own its tables

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number, check_positions
 from regard.errors import ArgumentError
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, count
 
 LAYOUTS = ("interleaved", "halves", "tensor2tensor")
@@ -110,7 +111,7 @@ class Learned(nn.Module):
         _check_positions(positions)
         if isinstance(positions, Span):
             last = positions.stop - 1 if positions.length else -1
-        elif torch.compiler.is_compiling() or not positions.numel():
+        elif is_compiling() or not positions.numel():
             last = -1
         else:
             last = int(positions.max())

@@ -13,6 +13,7 @@ from regard.errors import ArgumentError
 from regard.positions.frequencies import rope_frequencies
 from regard.positions.rotary import Layout, check_layout, cos_sin, turn
 from regard.positions.scalings import positive
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 
@@ -108,7 +109,7 @@ class XPos(nn.Module):
     def _check_reach(self, positions: Positions, dtype: torch.dtype) -> None:
         if isinstance(positions, Span):
             ends = [positions.start, positions.stop - 1] if positions.length else []
-        elif torch.compiler.is_compiling() or not positions.numel():
+        elif is_compiling() or not positions.numel():
             ends = []
         else:
             full = positions[positions >= 0]

@@ -10,13 +10,13 @@ from __future__ import annotations
 import ast
 import hashlib
 import sysconfig
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import whole
+from regard.process import quiet
 
 LONGEST = 1 << 33
 """Bytes of a text file, at most: a text is read into memory."""
@@ -145,10 +145,7 @@ def _library(root: Path) -> Iterator[Path]:
 def _docstrings(file: Path) -> Iterator[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # old escapes in the library's own strings are not our concern
+        with quiet():  # old escapes in the library's own strings are not our concern
             tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return  # the library holds a few files that are bad on purpose

@@ -13,6 +13,7 @@ from regard.models.assembly.mechanism import decoders, entry_of
 from regard.models.families import family, llama, regard, type_of
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.options import names, parse, required
+from regard.process import seeded
 from regard.train.losses import next_token_loss
 
 KV_HEADS = 2
@@ -85,7 +86,7 @@ def unreached(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]
     ()
     """
     device = next(model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with seeded(None, [device] if device.type == "cuda" else ()):
         rows = torch.arange(length + 1, device=device)[None] % vocab_size
         next_token_loss(model, rows).backward()
     missed = tuple(name for name, p in model.named_parameters() if p.grad is None)

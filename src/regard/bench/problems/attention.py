@@ -15,8 +15,13 @@ from regard.bench.problems.straight import BLOCK_BYTES, straight
 from regard.caches import Quantised
 from regard.caches.base import Parts
 from regard.cost import attention_flops
-from regard.cost.latent import causal_pairs
-from regard.cost.traffic import attention_bytes, training_bytes, training_flops, window_pairs
+from regard.cost.softmax import (
+    attention_bytes,
+    causal_pairs,
+    training_bytes,
+    training_flops,
+    window_pairs,
+)
 from regard.pages import settled
 from regard.span import Span
 

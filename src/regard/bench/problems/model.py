@@ -12,7 +12,7 @@ from regard.bench.case import Outputs, Problem, Sizes, Work
 from regard.bench.problems.straight_model import last_logits
 from regard.caches import Fixed
 from regard.cost import attention_flops
-from regard.cost.traffic import attention_bytes
+from regard.cost.softmax import attention_bytes
 from regard.models.decoder import Decoder
 from regard.models.families import qwen2
 from regard.span import Span

@@ -11,6 +11,7 @@ from regard import __version__
 from regard.compare.claims.base import Claim, Outcome
 from regard.compare.experiment import Experiment, Numbers, Session
 from regard.errors import ArgumentError
+from regard.process import seeded
 
 
 def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
@@ -59,8 +60,7 @@ def run(session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: in
 
 def _experiment(claim: Claim, budget: float, seed: int) -> Experiment:
     def measure() -> Numbers:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             return claim.measure(budget, seed)
 
     settings = {"budget": budget, "seed": seed, "torch": torch.__version__, "regard": __version__}

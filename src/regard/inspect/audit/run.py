@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
@@ -21,6 +20,7 @@ from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Audit, Checked, Finding, NotTried
 from regard.inspect.audit.shrink import shrunk
 from regard.inspect.audit.subject import CannotTry, Claim, NotApplicable
+from regard.process import quiet
 
 
 class Claims(TypedDict, total=False):
@@ -84,8 +84,7 @@ def audit(
     check_names("audit", claims, Claims.__annotations__)
     claim = Claim(**claims)
     said = {name: value for name, value in claims.items() if value is not None}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the code warns of is its own affair
+    with quiet():  # what the code warns of is its own affair
         if adapter == "rotary":
             return _accepted(
                 rotary.audited(target, claim, dtype=dtype, seed=seed, said=said), accept

@@ -19,6 +19,7 @@ from regard import masks
 from regard.integrations.transformers.rule import NOTHING, MaskRule
 from regard.integrations.transformers.support import takes_bool
 from regard.masks import Causal, Chunk, Document, Full, Mask, Padding, Window
+from regard.process import is_compiling
 from regard.span import Span
 
 Indices = Callable[..., Any]
@@ -81,7 +82,7 @@ def regard_mask(
         "device": device,
     }
     decoding = q_length == 1 and not kwargs.get("allow_is_causal_skip", True)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if is_compiling() or torch.jit.is_tracing():
         return _for_a_graph(given, kwargs)
     if decoding and isinstance(q_offset, Tensor):
         # a static cache: the step that the mask is for may be compiled, and then takes tensors only

@@ -32,7 +32,7 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _MASKS = re.compile(r"create_(causal|bidirectional|sliding_window|chunked|masks_for)\w*")
 _BY_NAME = re.compile(r"CLASSES\[\s*(self\.)?(config\.)?_?attn_implementation\s*\]")
 _AUTO = re.compile(r"AutoModel|AutoBackbone|load_backbone")
-_told: set[str] = set()
+_told: dict[str, object] = {}
 
 
 class Use(NamedTuple):
@@ -165,8 +165,8 @@ def check(cls: type) -> None:
         return
     if found.masks and not found.models:
         raise ArgumentError(_refusal(cls, "computes its attention itself"))
-    if not found.models and cls.__name__ not in _told:
-        _told.add(cls.__name__)
+    mine = object()  # of threads that come at once, one tells
+    if not found.models and _told.setdefault(cls.__name__, mine) is mine:
         warnings.warn(
             f"{cls.__name__} never calls the attention function of transformers' AttentionInterface: its results are those of "
             f'attn_implementation="eager", and nothing in it runs through regard or can be recorded',

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from regard.cost.layer_types import FULL, SLIDING
 from regard.errors import ArgumentError
-from regard.models.assembly.layer_types import FULL, SLIDING
 from regard.models.assembly.rope_types import near, normal, number, scaling_of, short
 from regard.nn import Heads, Separate
 from regard.nn.policy import Recomputed

@@ -1,6 +1,6 @@
 """One file per family, named as `model_type` in its config.json: a config with Hugging Face's keys, a builder, a name table.
 
-Families never import one another; what they share stands in `models/checkpoint`, `models/rope`, `models/layer_types` and `nn`.
+Families never import one another; what they share stands in `models/checkpoint`, `models/assembly` and `nn`.
 """
 
 from __future__ import annotations

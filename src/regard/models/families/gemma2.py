@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from regard.arguments import check_number
-from regard.models.assembly import gemmas, grouped, layer_types, rope
+from regard.cost import layer_types
+from regard.models.assembly import gemmas, grouped, rope
 from regard.models.checkpoint.family import Family, Raw
 from regard.models.decoder import Decoder
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from regard.arguments import check_number
+from regard.cost import layer_types
+from regard.cost.layer_types import FULL, SLIDING
 from regard.errors import ArgumentError
-from regard.models.assembly import gemmas, grouped, layer_types, rope
-from regard.models.assembly.layer_types import FULL, SLIDING
+from regard.models.assembly import gemmas, grouped, rope
 from regard.models.checkpoint.family import Family, Raw
 from regard.models.decoder import Decoder
 from regard.positions import Rotary

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.arguments import check_number
+from regard.cost import layer_types
 from regard.errors import ArgumentError
-from regard.models.assembly import grouped, layer_types, rope
+from regard.models.assembly import grouped, rope
 from regard.models.checkpoint.family import Family, Raw
 from regard.models.checkpoint.names import Names, Rule
 from regard.models.decoder import Decoder

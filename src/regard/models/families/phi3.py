@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from regard.cost import layer_types
 from regard.errors import ArgumentError
-from regard.models.assembly import grouped, layer_types, rope
+from regard.models.assembly import grouped, rope
 from regard.models.assembly.grouped import OURS, THEIRS
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Names, rows

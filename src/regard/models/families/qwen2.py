@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from regard.models.assembly import grouped, layer_types
+from regard.cost import layer_types
+from regard.models.assembly import grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from regard.models.assembly import grouped, layer_types
+from regard.cost import layer_types
+from regard.models.assembly import grouped
 from regard.models.assembly.grouped import OURS, THEIRS
 from regard.models.checkpoint.family import Family, Raw
 from regard.models.decoder import Decoder

@@ -1,4 +1,6 @@
-"""The delta rule as a part of a module: strengths and decays made of the token, and the op that uses them."""
+"""The delta rule as a part of a module: strengths and decays made of the token, and the op that
+uses them.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,9 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.caches import Parts
-from regard.cost import Figure
-from regard.cost.delta import delta_flops, delta_state
+from regard.cost.recurrent import DeltaSpec
+from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError
-from regard.nn.project import ProjectionShape
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.span import Positions
 
@@ -24,8 +25,8 @@ class Decay(nn.Module):
 
     g = -exp(rate) softplus(W x + shift), in fp32 or better
 
-    The start is that of Mamba-2: exp(rate) is drawn from 1 to 16, softplus(shift) from 0.001 to 0.1 on a log scale, so
-    that heads begin with memories of different length.
+    The start is that of Mamba-2: exp(rate) is drawn from 1 to 16, softplus(shift) from 0.001 to 0.1
+    on a log scale, so that heads begin with memories of different length.
 
     Args:
         dim: the model dim M.
@@ -37,7 +38,8 @@ class Decay(nn.Module):
     >>> bool((Decay(8, 2)(torch.randn(1, 5, 8)) <= 0).all())
     True
 
-    Source: Yang et al. 2024 (arXiv 2412.06464), section 3.4; Dao and Gu 2024 (arXiv 2405.21060), listing 2.
+    Source: Yang et al. 2024 (arXiv 2412.06464), section 3.4; Dao and Gu 2024 (arXiv 2405.21060),
+    listing 2.
     """
 
     def __init__(self, dim: int, groups: int) -> None:
@@ -55,13 +57,15 @@ class Decay(nn.Module):
 
 
 class Delta(nn.Module):
-    """The delta rule with strengths beta = most sigmoid(W x), and with decays if there is a part that makes them.
+    """The delta rule with strengths beta = most sigmoid(W x), and with decays if there is a part
+    that makes them.
 
     Args:
         dim: the model dim M.
         groups: the key/value heads G.
         decay: None, or a module [B,T,M] -> log decays [B,G,T], such as `Decay`.
-        most: the greatest strength, from 0 to 2: above 1 a step can turn what stands under a key to its negative.
+        most: the greatest strength, from 0 to 2: above 1 a step can turn what stands under a key to
+            its negative.
 
     Raises:
         ArgumentError: a size is less than 1, or most is not above 0 and at most 2.
@@ -71,7 +75,8 @@ class Delta(nn.Module):
     >>> S[0, 0].diagonal().tolist()  # half of each value is written
     [0.5, 0.5, 0.5]
 
-    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; most = 2: Grazzi et al. 2024 (arXiv 2411.12537), section 4.
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; most = 2: Grazzi et al. 2024 (arXiv
+    2411.12537), section 4.
     """
 
     def __init__(
@@ -100,18 +105,9 @@ class Delta(nn.Module):
         g = self.decay(x)
         return gated_delta_rule(q, k, v, beta, g, state=state, k_positions=positions, form=form)
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        G, D, E = shape.G, shape.D, shape.E
-        return Figure(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
-        H, G, D, E, _ = shape
-        gated = self.decay is not None
-        left = " + D E" if gated else ""
-        formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{left}), D = {D}, E = {E}"
-        return Figure(delta_flops(H, G, D, E, gated=gated), formula)
+    def spec(self, weights: Weights, shape: HeadShape) -> DeltaSpec:
+        """The cost of a layer with this rule."""
+        return DeltaSpec(weights, (), shape, gated=self.decay is not None)
 
     def extra_repr(self) -> str:
         """The greatest strength."""

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from regard.arguments import check_number
 from regard.caches import Parts
-from regard.cost import Figure
-from regard.cost.linear import linear_flops, linear_state
+from regard.cost.recurrent import LinearSpec
+from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError
-from regard.nn.project import ProjectionShape
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.features import FeatureMap, feature_map_of
 from regard.span import Positions
@@ -24,12 +23,14 @@ class Features(nn.Module):
     """Linear attention by a feature map, with its normaliser or without.
 
     Args:
-        feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the shape.
+        feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
+            shape.
         normalise: whether the weights are divided by their sum.
         scale: on the queries, without `normalise`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the feature map is not known, or scale is not a finite number.
+        ArgumentError, ArgumentTypeError: the feature map is not known, or scale is not a finite
+            number.
 
     >>> x = torch.ones(1, 1, 3, 2)
     >>> Features()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
@@ -56,26 +57,24 @@ class Features(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """What the queries read, and the state (S, z), or (S,) without a normaliser, behind the last token."""
+        """What the queries read, and the state (S, z), or (S,) without a normaliser, behind the
+        last token.
+        """
         return linear_attention(
-            q, k, v, feature_map=self.feature_map, normalise=self.normalise, scale=self.scale,
-            state=state, k_positions=positions, form=form,
-        )  # fmt: skip
-
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        G, D, E = shape.G, shape.D, shape.E
-        each = f"({E} + 1)" if self.normalise else f"{E}"
-        letters = "G D (E + 1)" if self.normalise else "G D E"
-        return Figure(
-            linear_state(G, D, E, normalised=self.normalise), f"{letters} = {G} x {D} x {each}"
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            normalise=self.normalise,
+            scale=self.scale,
+            state=state,
+            k_positions=positions,
+            form=form,
         )
 
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps and features not counted."""
-        H, G, D, E, _ = shape
-        read, write = ("2 D E + 2 D + E", "2 D E + D") if self.normalise else ("2 D E", "2 D E")
-        return _flops(linear_flops(H, G, D, E, normalised=self.normalise), shape, read, write)
+    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+        """The cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, normalised=self.normalise)
 
     def extra_repr(self) -> str:
         """The feature map, and whether it is normalised."""
@@ -107,12 +106,14 @@ class Retention(nn.Module):
         if decay is not None:
             if len(decay) != groups:
                 raise ArgumentError(
-                    f"decay has {len(decay)} numbers for {groups} key/value heads; give one per head, or None"
+                    f"decay has {len(decay)} numbers for {groups} key/value heads; give one per "
+                    "head, or None"
                 )
             for g, gamma in enumerate(decay):
                 if not 0 <= gamma <= 1:
                     raise ArgumentError(
-                        f"decay of head {g} is {gamma}; it must be from 0, which keeps nothing, to 1, which keeps all"
+                        f"decay of head {g} is {gamma}; it must be from 0, which keeps nothing, "
+                        "to 1, which keeps all"
                     )
         self.decay = None if decay is None else tuple(float(gamma) for gamma in decay)
 
@@ -132,14 +133,9 @@ class Retention(nn.Module):
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
         return retention(q, k, v, decay=decay, state=state, k_positions=positions, form=form)
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        return _matrix(shape)
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
-        H, G, D, E, _ = shape
-        return _flops(linear_flops(H, G, D, E, decayed=True), shape, "2 D E", "3 D E")
+    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+        """The cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "retention", decayed=True)
 
     def extra_repr(self) -> str:
         """The decays, where they are not the paper's."""
@@ -147,7 +143,8 @@ class Retention(nn.Module):
 
 
 class Gated(nn.Module):
-    """Gated linear attention: each token decays the state, channel by channel, by a gate of low rank.
+    """Gated linear attention: each token decays the state, channel by channel, by a gate of low
+    rank.
 
     g = log sigmoid(W_2 W_1 x + b) / temperature, in fp32 or better
 
@@ -173,7 +170,8 @@ class Gated(nn.Module):
         super().__init__()
         if min(dim, groups, head_dim, rank) < 1:
             raise ArgumentError(
-                f"Gated(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): each must be at least 1"
+                f"Gated(dim={dim}, groups={groups}, head_dim={head_dim}, rank={rank}): each must "
+                "be at least 1"
             )
         check_number("temperature", temperature, 0, float("inf"), "greater than 0")
         self.down = nn.Linear(dim, rank, bias=False)
@@ -200,25 +198,10 @@ class Gated(nn.Module):
         g = self.log_decay(x)
         return gated_linear(q, k, v, g, state=state, k_positions=positions, form=form)
 
-    def state(self, shape: ProjectionShape) -> Figure:
-        """How many numbers the state has."""
-        return _matrix(shape)
-
-    def flops(self, shape: ProjectionShape) -> Figure:
-        """FLOPs of one token, linear maps not counted."""
-        H, G, D, E, _ = shape
-        return _flops(linear_flops(H, G, D, E, decayed=True), shape, "2 D E", "3 D E")
+    def spec(self, weights: Weights, shape: HeadShape) -> LinearSpec:
+        """The cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
     def extra_repr(self) -> str:
         """The temperature."""
         return f"temperature={self.temperature}"
-
-
-def _matrix(shape: ProjectionShape) -> Figure:
-    G, D, E = shape.G, shape.D, shape.E
-    return Figure(linear_state(G, D, E), f"G D E = {G} x {D} x {E}")
-
-
-def _flops(value: int, shape: ProjectionShape, read: str, write: str) -> Figure:
-    H, G, D, E, _ = shape
-    return Figure(value, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")

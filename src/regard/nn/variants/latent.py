@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from regard.cost.latent import Form
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.attention import Attention
-from regard.nn.latent import Form, Latent, Naive
+from regard.nn.latent import Latent, Naive
 from regard.nn.variants.parts import join
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary, Scaling

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, count
 
 
@@ -41,7 +42,7 @@ def pieces(
     """
     if count(positions) == 0:
         return
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     if isinstance(positions, Span) and (size <= T or not compiling):
         yield from _of_a_span(positions, T, size)
     elif compiling:  # also a few tokens at a span: its graph serves them in front of a border, across and behind it

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 ROW_BYTES = 2**27
@@ -87,7 +88,7 @@ def order(positions: Positions, size: int, device: torch.device | str | None = N
     least = F.pad(torch.where(valid, p, far), (0, 1), value=far).amin(1)
     first = torch.where(least == far, 0, least // size)  # [B]
     place = p - first[:, None] * size
-    if torch.compiler.is_compiling():
+    if is_compiling():
         blocks = -(-S // size) + 1
         torch._assert_async(
             (place < blocks * size).all(),

@@ -14,6 +14,7 @@ from regard.biases import Bias
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.ops.softmax.given import as_bias, as_mask, check_rules, last
+from regard.process import is_compiling
 from regard.span import Positions, Span
 
 
@@ -152,7 +153,7 @@ class Call:
 
         Infinite where nobody may look: in a compiled graph, and on another device than a CPU, which would be waited for.
         """
-        if torch.compiler.is_compiling() or not self.q.is_cpu:
+        if is_compiling() or not self.q.is_cpu:
             return math.inf
         if 0 in (self.B, self.T, self.S):
             return 0.0
@@ -164,7 +165,7 @@ class Call:
 
     def all_finite(self, *names: str) -> bool:
         """Those of q, k and v hold no NaN and no infinity. Not read while compiling: assumed there."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return True
         for name in names:
             if name not in self._known:  # read once a call, however many kernels ask

@@ -9,6 +9,7 @@ from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.coded import older
 from regard.ops.softmax.entry import TILE, Given, joined, lines, near
 from regard.ops.softmax.merge import with_sink
+from regard.process import is_compiling
 
 FEW, ROWS = 16, 64
 """Up to so many queries, and rows of a key/value head (H/G * T): beyond, products of matrices are faster."""
@@ -41,7 +42,7 @@ class Cpu:
             )
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append("nothing to do")
-        if torch.compiler.is_compiling():
+        if is_compiling():
             reasons.append("no part of a compiled graph")
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")

@@ -17,6 +17,7 @@ from regard.ops.softmax.gemm import Gemm, pays
 from regard.ops.softmax.reference import Reference
 from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
+from regard.process import is_compiling
 from regard.span import Span, vacant
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
@@ -109,7 +110,7 @@ def choose(call: Call, backend: str = "auto") -> Kernel:
 
 def without_garbage(call: Call) -> Call:
     """Slots that hold nothing may hold anything: empty them, so that no kernel multiplies a NaN by 0."""
-    compiling = torch.compiler.is_compiling()
+    compiling = is_compiling()
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
         if (isinstance(positions, Span) and positions.all_tokens) or (

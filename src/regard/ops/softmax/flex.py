@@ -8,7 +8,6 @@ Source: Dong et al. 2024 (arXiv 2412.05496).
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
@@ -23,6 +22,7 @@ from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.entry import of_numbers
 from regard.ops.softmax.merge import with_sink
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, part
 
 BLOCK = 128
@@ -55,7 +55,7 @@ class Flex:
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
-        if torch.compiler.is_compiling():
+        if is_compiling():
             reasons.append("not inside a graph that is being compiled")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
@@ -77,12 +77,10 @@ class Flex:
         q, k, v = call.q, call.k, call.v
         if q.device.type == "cpu":  # uncompiled, it would round the scores to a half type
             q, k, v = (x.detach().to(call.score_dtype) for x in (q, k, v))
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
-            out, aux = _function(q.device.type)(
-                q, k, v, score_mod=score_mod(call), block_mask=block_mask(call), scale=call.scale,
-                enable_gqa=call.G != call.H, return_aux=AuxRequest(lse=True),
-            )  # fmt: skip
+        out, aux = _function(q.device.type)(
+            q, k, v, score_mod=score_mod(call), block_mask=block_mask(call), scale=call.scale,
+            enable_gqa=call.G != call.H, return_aux=AuxRequest(lse=True),
+        )  # fmt: skip
         lse = aux.lse.to(call.score_dtype)
         out = out if call.sink is None else with_sink(out, lse, call.sink)
         return Result(out.to(call.q.dtype), lse)
@@ -136,10 +134,13 @@ def _why_not_cuda(call: Call) -> list[str]:
 
 @cache
 def _function(device: str) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention import flex_attention as module
 
+    # torch warns once in a process of the uncompiled form. Its own list of what was said is told so, because a filter around
+    # each call is one for all threads: two that come and go in turns leave it behind.
+    module._WARNINGS_SHOWN.add("flex_attention_performance")
     # uncompiled it holds every score: never on CUDA; on CPU compiling takes seconds, gives no lse and no float64
-    chosen: Callable[..., Any] = flex_attention
+    chosen: Callable[..., Any] = module.flex_attention
     return chosen if device == "cpu" else torch.compile(chosen, dynamic=False)
 
 

@@ -16,6 +16,7 @@ from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.gemm_gradient import WithGradient
 from regard.ops.softmax.merge import with_sink
 from regard.ops.softmax.packed import extra_of, mask_of, memory, numbers, ranges, together, up
+from regard.process import is_compiling
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,7 +63,7 @@ class Gemm:
         ]  # fmt: skip
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if torch.compiler.is_compiling():
+        if is_compiling():
             reasons.append("no part of a compiled graph")
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")
@@ -110,7 +111,7 @@ class Gemm:
 def pays(call: Call) -> bool:
     """Whether it is faster than torch's kernel: measured with AVX-512 and without tiles of matrices (AMX), which torch uses."""
     rows = call.H // call.G * call.T
-    if rows < ROWS or torch.compiler.is_compiling():
+    if rows < ROWS or is_compiling():
         return False
     learns, kind = call.has_gradient, call.q.dtype
     products = call.B * call.H * call.T * call.S * (call.D + call.E)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import fields
 
-import torch
 from torch import Tensor
 
 from regard import biases, masks
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
+from regard.process import is_compiling
 from regard.span import EMPTY, Positions, Span, count
 
 
@@ -31,7 +31,7 @@ def last(keys: Positions, T: int) -> Positions:
         raise ArgumentError(
             f"{T} queries for {keys.shape[1]} keys at given k_positions: give q_positions as well"
         )
-    if 0 < T < keys.shape[1] and not torch.compiler.is_compiling():
+    if 0 < T < keys.shape[1] and not is_compiling():
         _check_ends(keys, T)
     return keys[:, keys.shape[1] - T :]
 
@@ -108,7 +108,7 @@ def _foreign(rule: Mask | Bias) -> bool:
     values = [getattr(rule, x.name) for x in fields(rule)]
     inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
     found = any(_foreign(x) for x in inner if isinstance(x, (Mask, Bias)))
-    if not found and not torch.compiler.is_compiling():
+    if not found and not is_compiling():
         rule.__dict__[_FAMILIAR] = True
     return found
 
@@ -127,7 +127,7 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
 def _warn_if_inverted(mask: Tensor) -> None:
     """A square mask that hides every query's own key is nearly always one of the other polarity."""
     square = mask.shape[-1] == mask.shape[-2] > 1
-    if torch.compiler.is_compiling() or not square:
+    if is_compiling() or not square:
         return
     if not bool(mask.diagonal(dim1=-2, dim2=-1).any()) and bool(mask.any()):
         warnings.warn(

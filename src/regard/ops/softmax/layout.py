@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.process import is_compiling
+
 
 def last_contiguous(x: Tensor) -> Tensor:
     """x, copied if its last dimension is strided: torch would leave its fused kernel."""
@@ -28,7 +30,7 @@ def _begins(v: Tensor, k: Tensor) -> bool:
     return (
         not learns
         and type(k) is type(v) is Tensor
-        and not torch.compiler.is_compiling()
+        and not is_compiling()
         and v.data_ptr() == k.data_ptr()
         and v.shape[:3] == k.shape[:3]
         and v.stride() == k.stride()

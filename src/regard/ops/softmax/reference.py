@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.normalise import total, weights, with_sink
 from regard.ops.softmax.scores import ALL, mix, scores
+from regard.process import is_compiling
 from regard.tap import edited, tap
 
 BLOCK_BYTES = 2**28  # scores held at once, unless somebody wants to see them all
@@ -61,7 +62,7 @@ def attend_rows(call: Call, rows: slice) -> Result:
     whole = total(s)
     pattern = tap("pattern", weights(s, with_sink(whole, call.sink)))
     kept = F.dropout(pattern, call.dropout) if call.dropout else pattern
-    finite = not torch.compiler.is_compiling() and call.finite
+    finite = not is_compiling() and call.finite
     out = mix(kept, visible, call.v, finite=finite).to(call.q.dtype)
     return Result(
         out, whole.lse, s if edited("scores") else None, pattern if edited("pattern") else None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.ops.softmax.call import Call
+from regard.process import is_compiling
 
 ALL = slice(None)
 
@@ -36,7 +37,7 @@ def dot(call: Call, rows: slice = ALL, columns: slice = ALL) -> Tensor:
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
     s = _grouped(q, k.mT)
-    if torch.compiler.is_compiling() or call.finite:
+    if is_compiling() or call.finite:
         return s
     # The gradient of a masked score is 0, and 0 times a NaN in q or k would poison its neighbours: differentiate
     # the product of the finite entries, and show the value of the whole.

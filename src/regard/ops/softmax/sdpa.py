@@ -15,6 +15,7 @@ from regard.ops.softmax.call import SMALL_SCORES, Call, Partial, Result, Work
 from regard.ops.softmax.layout import last_contiguous, same_dim
 from regard.ops.softmax.merge import merge, with_sink
 from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, Piece, Rows, lower
+from regard.process import is_compiling
 from regard.span import Span
 
 FOLD_ROWS = 32
@@ -98,7 +99,7 @@ def _too_large(call: Call) -> list[str]:
     """
     if not call.q.is_cpu:
         return []
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return ["its gradient is right for small scores only, and a graph cannot look at them"]
     bound = call.score_bound
     if call.bias is not None and bound <= SMALL_SCORES:
@@ -256,7 +257,7 @@ def _folds(q: Tensor, k: Tensor, piece: Piece, mask: Tensor | None) -> bool:
 
 
 def _sizes(call: Call) -> str:
-    if torch.compiler.is_compiling():  # a number in a message would tie the graph to it
+    if is_compiling():  # a number in a message would tie the graph to it
         return "in a graph"
     return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from regard.inspect.audit.adapters.modules import Module
 from regard.inspect.audit.adapters.replies import Reading
 from regard.inspect.audit.influence import influence
 from regard.inspect.audit.subject import Ask, Subject
+from regard.process import quiet
 
 T = 5
 KEEP = torch.tensor(
@@ -150,8 +150,7 @@ def _hear(subject: Module | Function, form: Form) -> str:
         return told.ask(x, Ask(keep=KEEP[None])).out
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             seen = influence(run, x, _changed).seen
             moved = not torch.equal(run(x), told.ask(x).out)
     except Exception as error:  # the code's own way to say that it wants another form
@@ -197,8 +196,7 @@ def _hear_tokens(keywords: Keywords, subject: Module | Function) -> bool:
         return told.ask(x, Ask(tokens=tokens)).out
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             seen = [influence(lambda x, b=b: run(x)[b : b + 1], x, _changed).seen for b in (0, 1)]  # type: ignore[misc]
     except Exception:
         return False

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
@@ -24,6 +23,7 @@ from regard.inspect.audit.adapters.names import (
     triple,
 )
 from regard.inspect.audit.subject import Claim
+from regard.process import seeded
 
 
 def imported(path: str) -> Any:
@@ -82,8 +82,7 @@ def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str,
             "(dim=, heads=, options={...} in Python), or name a function without arguments that builds the module"
         )
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0):
             made = make(**given)
     except Exception as error:
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())

@@ -11,6 +11,7 @@ from regard.inspect.audit.influence import influence
 from regard.inspect.audit.probe import Probe
 from regard.inspect.audit.result import Finding
 from regard.inspect.audit.subject import Subject
+from regard.process import seeded
 
 CALLS = 6
 
@@ -18,7 +19,7 @@ CALLS = 6
 def repeatable(probe: Probe, T: int = 8) -> list[Finding]:
     """Equal calls give equal bits; if not, equal seeds tell dropout from the rest."""
     x = probe.inputs(2, T)
-    with torch.random.fork_rng(devices=[]):
+    with seeded(None):
         outs = []
         for turn in range(CALLS):
             torch.manual_seed(turn)

@@ -1,11 +1,13 @@
-"""Bytes of what a cache keeps, in formats of few bits as well."""
+"""Number formats of a KV cache, and the bytes that it has in them: plain ones, and quantised ones
+with scales.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
 
-from regard.cost.mixers.weights import Memory
+from regard.cost.spec import Cached
 from regard.errors import ArgumentError
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int2": 2}
@@ -13,7 +15,9 @@ BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int
 CODED = ("int8", "int4", "int2")
 """Formats that keep a scale and a zero for each group."""
 STATE_BYTES = 4
-"""A state of fixed size is kept in fp32, whatever the rest is in."""
+"""Bytes of a value of a state of fixed size: it is held in fp32, whatever the format of the
+rest.
+"""
 
 
 def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
@@ -29,11 +33,11 @@ def bits_per_number(bits: int, group: int, scale_bits: int = 16) -> Fraction:
 
 @dataclass(frozen=True)
 class Format:
-    """How a cache keeps numbers.
+    """The format in which a cache holds its values.
 
-    Integer codes stand in groups: of tokens for the first of several parts (keys: a scale per channel), of channels for the
-    others (a scale per token), as `regard.caches.Quantised` has them. The last tokens stay as they are, and so do layers
-    with a window, whose caches are small.
+    Integer codes stand in groups: of tokens for the first of several parts (keys: a scale per
+    channel), of channels for the others (a scale per token), as `regard.caches.Quantised` has them.
+    The last tokens stay as they are, and so do layers with a window, whose caches are small.
 
     Attributes:
         name: a name in `BITS`.
@@ -44,7 +48,7 @@ class Format:
     Raises:
         ArgumentError: a name is not known.
 
-    >>> Format("int8").per_token(Memory(((8, 128), (8, 128)), 1))  # 9 bits each
+    >>> Format("int8").per_token(Cached(((8, 128), (8, 128)), 1))  # 9 bits each
     Fraction(2304, 1)
     """
 
@@ -60,38 +64,38 @@ class Format:
                     f"{name!r} is no format of numbers; known are {', '.join(BITS)}"
                 )
 
-    def per_token(self, memory: Memory) -> Fraction:
+    def per_token(self, cached: Cached) -> Fraction:
         """Bytes that a token takes for good, once it is quantised."""
-        if self.name not in CODED or memory.bounded:
-            return Fraction(memory.per_token * self._plain(), 8)
-        return self._coded(memory)
+        if self.name not in CODED or cached.bounded:
+            return Fraction(cached.per_token * self._plain(), 8)
+        return self._coded(cached)
 
-    def all(self, memory: Memory) -> int:
-        """Bytes of all that is kept."""
-        state = STATE_BYTES * memory.state
-        if self.name not in CODED or memory.bounded:
-            return -(-memory.per_token * memory.tokens * self._plain() // 8) + state
-        group = self._group(memory)
-        coded = max(0, memory.tokens - self.residual) // group * group
-        rest = (memory.tokens - coded) * memory.per_token * BITS[self.exact]
-        total = self._coded(memory) * coded + Fraction(rest, 8)
+    def all(self, cached: Cached) -> int:
+        """Bytes of the whole cache."""
+        state = STATE_BYTES * cached.state
+        if self.name not in CODED or cached.bounded:
+            return -(-cached.per_token * cached.tokens * self._plain() // 8) + state
+        group = self._group(cached)
+        coded = max(0, cached.tokens - self.residual) // group * group
+        rest = (cached.tokens - coded) * cached.per_token * BITS[self.exact]
+        total = self._coded(cached) * coded + Fraction(rest, 8)
         return -(-total.numerator // total.denominator) + state
 
     def _plain(self) -> int:
         return BITS[self.exact if self.name in CODED else self.name]
 
-    def _group(self, memory: Memory) -> int:
+    def _group(self, cached: Cached) -> int:
         """The largest group that divides every part with scales per token."""
-        widths = [dims for _, dims in memory.parts]
+        widths = [dims for _, dims in cached.parts]
         tokens = widths[1:] if len(widths) > 1 else widths
         sizes = range(1, self.group + 1)
         return max(g for g in sizes if all(w % min(g, w) == 0 for w in tokens))
 
-    def _coded(self, memory: Memory) -> Fraction:
+    def _coded(self, cached: Cached) -> Fraction:
         """Bytes of one quantised token."""
-        group, bits = self._group(memory), Fraction(0)
-        for i, (heads, dims) in enumerate(memory.parts):
-            by_channel = i == 0 and len(memory.parts) > 1
+        group, bits = self._group(cached), Fraction(0)
+        for i, (heads, dims) in enumerate(cached.parts):
+            by_channel = i == 0 and len(cached.parts) > 1
             each = bits_per_number(
                 BITS[self.name], group if by_channel else min(group, dims), BITS[self.exact]
             )

@@ -1,13 +1,17 @@
-"""A model of given sizes: a decoder with RMS norms, any mechanism that can be counted, and gated feed-forward layers or experts."""
+"""A model of sizes that a user gives by hand, as the flags of `regard cost` do.
+
+It is a decoder with RMS norms, any mechanism in `MECHANISMS`, and feed-forward layers or experts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from regard.cost.feed_forward import Dense, Experts, FeedForward
 from regard.cost.mechanisms import MECHANISMS, mechanism
-from regard.cost.mixers import Dense, Experts, FeedForward, Mixer, Weights
 from regard.cost.model import Layer, Model
+from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
 
 WINDOWED = tuple(
@@ -18,7 +22,7 @@ WINDOWED = tuple(
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model is made of.
+    """The sizes of a model.
 
     Attributes:
         layers, dim, heads: how many layers, M, H.
@@ -29,14 +33,17 @@ class Sizes:
         gated: whether these have a gate (SwiGLU).
         vocab: V.
         tied: whether the head is the embedding.
-        experts, active, expert_ff: how many there are, how many a token uses, and their F (None: ff).
+        experts, active, expert_ff: how many there are, how many a token uses, and their F (None:
+            ff).
         shared: how many experts all tokens use.
         dense_layers: how many first layers have no experts.
 
     Raises:
-        ArgumentError: a size is less than 1, or two of them contradict each other; the message names the flags.
+        ArgumentError: a size is less than 1, or two of them contradict each other; the message
+            names the flags.
 
-    >>> Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=128256).model().parameters  # Llama-3-8B
+    >>> llama = Sizes(32, 4096, 32, options={"groups": 8}, ff=14336, vocab=128256)  # Llama-3-8B
+    >>> llama.model().parameters
     8030261248
     """
 
@@ -57,7 +64,18 @@ class Sizes:
     dense_layers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "dim", "heads", "vocab", "ff", "experts", "active", "expert_ff", "shared", "global_every"):  # fmt: skip
+        for name in (
+            "layers",
+            "dim",
+            "heads",
+            "vocab",
+            "ff",
+            "experts",
+            "active",
+            "expert_ff",
+            "shared",
+            "global_every",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"{name} is {value}; it must be at least 1")
@@ -71,28 +89,30 @@ class Sizes:
             raise ArgumentError("--experts and --active belong together: give both, or neither")
         if self.experts is None and any((self.expert_ff, self.shared, self.dense_layers)):
             raise ArgumentError(
-                "--expert-ff, --shared and --dense-layers speak of experts: give --experts and --active, too"
+                "--expert-ff, --shared and --dense-layers speak of experts: give --experts and "
+                "--active, too"
             )
         if self.experts is not None and self.active is not None and self.active > self.experts:
             raise ArgumentError(
-                f"--active is {self.active}, and --experts {self.experts}: a token cannot use more than there are"
+                f"--active is {self.active}, and --experts {self.experts}: a token cannot use "
+                "more than there are"
             )
 
     def model(self, name: str = "flags") -> Model:
         """The model."""
-        everywhere = self._mixer(self.options)
+        everywhere = self._spec(self.options)
         unbounded = everywhere
         if self.global_every is not None:
-            unbounded = self._mixer({**self.options, "window": None})
+            unbounded = self._spec({**self.options, "window": None})
         norms, layers = Weights(norms=2 * self.dim), []
         for i in range(self.layers):
             far = self.global_every is not None and (i + 1) % self.global_every == 0
             layers.append(Layer(unbounded if far else everywhere, self._feed_forward(i), norms))
         return Model(
             name, self.vocab, self.dim, tuple(layers), norms=Weights(norms=self.dim), tied=self.tied
-        )  # fmt: skip
+        )
 
-    def _mixer(self, options: dict[str, Any]) -> Mixer:
+    def _spec(self, options: dict[str, Any]) -> Spec:
         name = self.attention
         if name is None:
             groups = options.get("groups")

@@ -6,25 +6,28 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from regard.cost.mixers.weights import Weights
+from regard.cost.spec import Weights
 
 
 class FeedForward(Protocol):
-    """What a feed-forward layer answers when a model is added up."""
+    """The parameters of a feed-forward layer, all and active ones."""
 
     @property
     def weights(self) -> dict[str, Weights]:
         """Its parameters, by part."""
         ...
 
-    def met(self, tokens: int) -> dict[str, Weights]:
-        """Those that so many tokens meet together: for experts the mean over even choices, rounded up."""
+    def active_weights(self, tokens: int) -> dict[str, Weights]:
+        """The parameters that so many tokens use together, by part.
+
+        For experts it is the mean over routers that choose evenly, rounded up.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Up and down, and a gate beside up: M F or 2 M F, and F M.
+    """A dense layer: a matrix up (M F), a matrix down (F M), and a gate (M F) if it is gated.
 
     >>> Dense(4096, 14336).weights["feed-forward"].matrices
     176160768
@@ -37,35 +40,37 @@ class Dense:
 
     @property
     def all(self) -> Weights:
-        """All of its numbers."""
+        """All parameters."""
         ups = 2 if self.gated else 1
         biases = ups * self.hidden + self.dim if self.bias else 0
         return Weights((ups + 1) * self.dim * self.hidden, biases)
 
     @property
     def weights(self) -> dict[str, Weights]:
-        """One part."""
+        """The parameters, as one part."""
         return {"feed-forward": self.all}
 
-    def met(self, tokens: int) -> dict[str, Weights]:
-        """All of it."""
+    def active_weights(self, tokens: int) -> dict[str, Weights]:
+        """All parameters: a dense layer uses them for every token."""
         return self.weights
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of which each token uses `active`, chosen by a router; and one that all tokens use, or none.
+    """A mixture of experts: a router chooses `active` of them for each token.
 
     Attributes:
-        expert: each of them.
-        count, active: how many there are, and how many a token uses.
-        shared: the one that all use.
-        router_bias: numbers beside the router's matrix, for each expert one or none.
+        expert: the sizes of each expert.
+        count, active: how many experts there are, and how many a token uses.
+        shared: an expert that all tokens use; None if there is none.
+        router_bias: how many parameters the router has beside its matrix.
 
-    >>> experts = Experts(Dense(7168, 2048), 256, 8, Dense(7168, 2048), router_bias=256)  # DeepSeek-V3
-    >>> experts.weights["experts"].matrices // experts.met(1)["experts"].matrices
+    >>> one = Dense(7168, 2048)  # DeepSeek-V3
+    >>> experts = Experts(one, 256, 8, shared=one, router_bias=256)
+    >>> few, many = (experts.active_weights(tokens)["experts"].matrices for tokens in (1, 32))
+    >>> experts.weights["experts"].matrices // few
     32
-    >>> round(experts.met(32)["experts"].matrices / experts.met(1)["experts"].matrices, 2)  # of 32 tokens, not 32 times
+    >>> round(many / few, 2)  # 32 tokens share experts, so that this is less than 32
     20.41
 
     Source: Shazeer et al. 2017 (arXiv 1701.06538), equation 1.
@@ -82,7 +87,7 @@ class Experts:
         """Experts, router, and the shared one."""
         return self._parts(self.count)
 
-    def met(self, tokens: int) -> dict[str, Weights]:
+    def active_weights(self, tokens: int) -> dict[str, Weights]:
         """E (1 - (1 - k / E)^n) experts, where n tokens choose independently and evenly."""
         # exact for the few of a batch, a float for the many of a prompt, where nothing is left
         missed = 1 - Fraction(self.active, self.count)

@@ -1,4 +1,7 @@
-"""Which layers of a checkpoint look through a sliding window, and how wide: five keys of config.json, one answer."""
+"""The sliding window of each layer, from the five keys of a config.json that say it.
+
+`regard.load` and `regard cost` both read these keys here.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,12 @@ def windows(
     max_window_layers: int | None = None,
     use_sliding_window: bool | None = None,
 ) -> tuple[int | None, ...]:
-    """The window of each layer, its own position included; None where a layer sees everything before it.
+    """The window of each layer, its own position included; None where a layer sees everything
+    before it.
 
-    layer i slides if, the first rule that is given deciding:
-    layer_types[i] == "sliding_attention";  (i + 1) % sliding_window_pattern != 0;  i >= max_window_layers;  always
+    The first rule that is given decides whether layer i has a window:
+    layer_types[i] == "sliding_attention";  (i + 1) % sliding_window_pattern != 0;
+    i >= max_window_layers;  always
 
     Args:
         num_hidden_layers: how many layers.
@@ -30,20 +35,22 @@ def windows(
         layer_types: a name for each layer, "full_attention" or "sliding_attention".
         sliding_window_pattern: every so-manieth layer is full, as in Gemma 3.
         max_window_layers: so many layers at the bottom are full, as in Qwen 2.
-        use_sliding_window: False makes the window void (Qwen 2); None for a family that has no such key.
+        use_sliding_window: False makes the window void (Qwen 2); None for a family that has no such
+            key.
 
     Raises:
-        ArgumentError: a number is out of range, a layer type is unknown or not supported, layer_types has not one entry
-            per layer, or two keys contradict each other: layers that slide without a window, a pattern that gives other
-            layers than layer_types, use_sliding_window without a window or against layer_types.
+        ArgumentError: a number is out of range, a layer type is unknown or not supported,
+            layer_types has not one entry per layer, or two keys contradict each other: layers that
+            slide without a window, a pattern that gives other layers than layer_types,
+            use_sliding_window without a window or against layer_types.
 
     >>> windows(4, sliding_window=512, sliding_window_pattern=2)
     (512, None, 512, None)
     >>> windows(3, sliding_window=4096, max_window_layers=1, use_sliding_window=False)
     (None, None, None)
 
-    Source: the keys' meaning in Hugging Face's Gemma 3 and Qwen 2 configurations; windows: Beltagy et al. 2020
-    (arXiv 2004.05150).
+    Source: the keys' meaning in Hugging Face's Gemma 3 and Qwen 2 configurations; windows: Beltagy
+    et al. 2020 (arXiv 2004.05150).
     """
     _at_least("num_hidden_layers", num_hidden_layers, 1)
     _at_least("sliding_window", sliding_window, 1)
@@ -51,7 +58,8 @@ def windows(
     _at_least("max_window_layers", max_window_layers, 0)
     if use_sliding_window and sliding_window is None:
         raise ArgumentError(
-            "use_sliding_window is true and sliding_window is null; give the width of the window, or set it to false"
+            "use_sliding_window is true and sliding_window is null; give the width of the window, "
+            "or set it to false"
         )
     width = sliding_window if use_sliding_window is not False else None
     source, slides = "", [i >= (max_window_layers or 0) for i in range(num_hidden_layers)]
@@ -66,7 +74,8 @@ def windows(
     if source and any(slides) and width is None:
         why = "sliding_window is null" if sliding_window is None else "use_sliding_window is false"
         raise ArgumentError(
-            f"{source} makes layer {slides.index(True)} {SLIDING!r}, and {why}; a layer that slides needs a window"
+            f"{source} makes layer {slides.index(True)} {SLIDING!r}, and {why}; a layer that "
+            "slides needs a window"
         )
     return tuple(width if slide else None for slide in slides)
 
@@ -77,7 +86,8 @@ def _named(layer_types: Sequence[str], layers: int) -> list[bool]:
         raise ArgumentError(f"layer_types is {layer_types!r}; it must be a list of names")
     if len(layer_types) != layers:
         raise ArgumentError(
-            f"layer_types has {len(layer_types)} entries and num_hidden_layers is {layers}; give one per layer"
+            f"layer_types has {len(layer_types)} entries and num_hidden_layers is {layers}; give "
+            "one per layer"
         )
     for i, name in enumerate(layer_types):
         if name not in (FULL, SLIDING):
@@ -94,7 +104,8 @@ def _agree(named: list[bool], patterned: list[bool], pattern: int) -> None:
         if name != pattern_says:
             kinds = [SLIDING if slides else FULL for slides in (name, pattern_says)]
             raise ArgumentError(
-                f"layer_types[{i}] is {kinds[0]!r}, and sliding_window_pattern {pattern} makes it {kinds[1]!r}; "
+                f"layer_types[{i}] is {kinds[0]!r}, and sliding_window_pattern {pattern} makes it "
+                f"{kinds[1]!r}; "
                 "remove one of the two keys"
             )
 

@@ -6,12 +6,10 @@ import json as json_format
 from collections.abc import Sequence
 from typing import Any
 
-from regard.cost import Bill
-from regard.cost.known import KNOWN
-from regard.cost.machines import MACHINES, Machine
-from regard.cost.mixers import Heads
-from regard.cost.roofline import bounds, fit, intensity
-from regard.cost.source import model_of
+from regard.cost import CostReport
+from regard.cost.known import KNOWN, model_of
+from regard.cost.roofline import MACHINES, Machine, bounds, fit, intensity
+from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import FIGURES, times
 
 SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -53,30 +51,26 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def page(bill: Bill, machine: Machine | None) -> str:
+def page(report: CostReport, machine: Machine | None) -> str:
     """All of one model."""
-    blocks = [_head(bill), _parts(bill), _costs(bill)]
+    blocks = [_head(report), _parts(report), _costs(report)]
     if machine is not None:
-        blocks.append(_bounds(bill, machine))
-    if bill.model.notes:
-        blocks.append("\n".join(f"- {note}" for note in bill.model.notes))
+        blocks.append(_bounds(report, machine))
+    if report.model.notes:
+        blocks.append("\n".join(f"- {note}" for note in report.model.notes))
     return "\n\n".join(blocks)
 
 
-def _head(bill: Bill) -> str:
-    model = bill.model
+def _head(report: CostReport) -> str:
+    model = report.model
     kinds = [f"  {n} x {kind}" for kind, n in model.kinds.items()]
-    return "\n".join(
-        [
-            f"{model.name}: {model.parameters:,} parameters, of which one token meets {model.active:,}",
-            *kinds,
-        ]
-    )
+    title = f"{model.name}: {model.parameters:,} parameters, {model.active:,} active for one token"
+    return "\n".join([title, *kinds])
 
 
-def _parts(bill: Bill) -> str:
-    model = bill.model
-    rows = [("part", "parameters", "share", "met by a token")]
+def _parts(report: CostReport) -> str:
+    model = report.model
+    rows = [("part", "parameters", "share", "active parameters")]
     rows += [
         (p.name, f"{p.parameters:,}", f"{p.parameters / model.parameters:.1%}", f"{p.active:,}")
         for p in model.parts
@@ -84,42 +78,52 @@ def _parts(bill: Bill) -> str:
     rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active:,}"))
     lines, layers = [grid(rows)], model.layers
     first = layers[0].mixer
-    if isinstance(first, Heads) and not model.reader:
+    if isinstance(first, SoftmaxSpec) and not model.reader:
         one = first.weights.matrices
         lines.append(
-            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} layers: "
-            f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} of all"
+            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of {len(layers)} "
+            "layers: "
+            f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} "
+            "of all"
         )
     if model.tied:
         lines.append(
-            "the head is the embedding: it has no numbers of its own, and a token meets it whole"
+            "the head is the embedding: it has no parameters of its own, and all of it is active"
         )
     return "\n".join(lines)
 
 
-def _costs(bill: Bill) -> str:
-    at, model = bill.setting, bill.model
-    rows = [("weights", f"{bill.weight_bytes:,} bytes", size(bill.weight_bytes))]
+def _costs(report: CostReport) -> str:
+    at, model = report.setting, report.model
+    rows = [("weights", f"{report.weight_bytes:,} bytes", size(report.weight_bytes))]
     if model.decodes:
         rows += [
-            ("cache, for each token", f"{bill.kv_bytes_per_token:,} bytes", size(bill.kv_bytes_per_token)),
-            ("cache, all", f"{bill.kv_bytes:,} bytes", size(bill.kv_bytes)),
-        ]  # fmt: skip
-        if bill.kv_growth != bill.kv_bytes_per_token:
-            grows = f"{bill.kv_growth:,} bytes"
-            rows.insert(2, ("  in layers that forget nothing", grows, size(bill.kv_growth)))
-        if bill.state_bytes:
+            (
+                "cache, for each token",
+                f"{report.kv_bytes_per_token:,} bytes",
+                size(report.kv_bytes_per_token),
+            ),
+            ("cache, all", f"{report.kv_bytes:,} bytes", size(report.kv_bytes)),
+        ]
+        if report.kv_growth != report.kv_bytes_per_token:
+            grows = f"{report.kv_growth:,} bytes"
+            rows.insert(2, ("  in layers that forget nothing", grows, size(report.kv_growth)))
+        if report.state_bytes:
             rows.append(
-                ("  of which states", f"{bill.state_bytes:,} bytes", size(bill.state_bytes))
+                ("  of which states", f"{report.state_bytes:,} bytes", size(report.state_bytes))
             )
     rows.append(
-        ("prompt", flops(bill.prefill_flops), _moved(bill.prefill_flops, bill.prefill_bytes))
+        ("prompt", flops(report.prefill_flops), _moved(report.prefill_flops, report.prefill_bytes))
     )
     if model.decodes:
         rows.append(
-            ("one token", flops(bill.decode_flops), _moved(bill.decode_flops, bill.decode_bytes))
+            (
+                "one token",
+                flops(report.decode_flops),
+                _moved(report.decode_flops, report.decode_bytes),
+            )
         )
-    for form, count in bill.decode_forms.items():
+    for form, count in report.decode_forms.items():
         rows.append((f"  latents, {form}", flops(count), ""))
     title = f"context {at.context:,}, batch {at.batch}, weights {at.dtype}, cache {at.format.name}"
     return f"{title}\n{grid(rows)}"
@@ -129,34 +133,37 @@ def _moved(count: int, moved: int) -> str:
     return f"{size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
 
 
-def _bounds(bill: Bill, machine: Machine) -> str:
-    rate = machine.rate(bill.setting.dtype)
+def _bounds(report: CostReport, machine: Machine) -> str:
+    rate = machine.rate(report.setting.dtype)
     lines = [
         f"on {machine.name} at best: {machine.bandwidth / 1e9:,.4g} GB/s, {flops(rate, 'FLOP/s')}",
         f"  ({machine.source})",
-        f"  weights and cache are {_fit(bill, machine)}",
+        f"  weights and cache are {_fit(report, machine)}",
         *([f"  (memory: {machine.memory_source})"] if machine.memory_source else []),
     ]
-    if fit(bill, machine).fits is False:
+    if fit(report, machine).fits is False:
         lines.append("  times are those of such a machine with more memory:")
-    for what, bound in bounds(bill, machine).items():
-        many = f", {bill.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
+    for what, bound in bounds(report, machine).items():
+        many = f", {report.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
         lines.append(f"  {what}: {seconds(bound.seconds)}, bound by {bound.by}{many}")
     return "\n".join(lines)
 
 
-def _fit(bill: Bill, machine: Machine) -> str:
+def _fit(report: CostReport, machine: Machine) -> str:
     """What weights and caches need, and whether that fits."""
-    room = fit(bill, machine)
+    room = fit(report, machine)
     if room.fits is None:
         return f"{size(room.needed)}; its memory is not known"
     if room.fits:
         left = size(room.memory - room.needed)
-        return f"{size(room.needed)}; its memory is {size(room.memory)}: they fit, with {left} to spare"
+        return (
+            f"{size(room.needed)}; its memory is {size(room.memory)}: they fit, with {left} to "
+            "spare"
+        )
     return f"{size(room.needed)}; its memory is {size(room.memory)}: they do not fit"
 
 
-def side_by_side(first: Bill, second: Bill, machine: Machine | None) -> str:
+def side_by_side(first: CostReport, second: CostReport, machine: Machine | None) -> str:
     """Figures of two models with their units, and the first's divided by the second's."""
     a, b = first.as_json(), second.as_json()
     names = first.model.name, second.model.name
@@ -169,7 +176,7 @@ def side_by_side(first: Bill, second: Bill, machine: Machine | None) -> str:
     at, notes = first.setting, []
     if machine is not None:
         told = {True: "yes", False: "no", None: "not known"}
-        fits = [fit(bill, machine) for bill in (first, second)]
+        fits = [fit(report, machine) for report in (first, second)]
         rows.append((f"fits {machine.name}", *(told[one.fits] for one in fits), ""))
         for what, found in times(first, second, machine).items():
             cells = ["does not fit" if t is None else seconds(t) for t in found]
@@ -186,11 +193,12 @@ def side_by_side(first: Bill, second: Bill, machine: Machine | None) -> str:
             + (f"; memory: {machine.memory_source}" if machine.memory_source else "")
         ]
         notes += [
-            f"{bill.model.name}: weights and cache are {_fit(bill, machine)}"
-            for bill in (first, second)
+            f"{report.model.name}: weights and cache are {_fit(report, machine)}"
+            for report in (first, second)
         ]
     title = (
-        f"context {at.context:,}, batch {at.batch}; the last column is {names[0]} divided by {names[1]}: "
+        f"context {at.context:,}, batch {at.batch}; the last column is {names[0]} divided by "
+        f"{names[1]}: "
         f"above 1x, {names[0]} needs more"
     )
     return "\n".join([title, grid(rows), *notes])
@@ -223,10 +231,14 @@ def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
         )
         table.append(
             (
-                f"{row['context']:,}", size(row["kv_bytes"]), flops(row["prefill_flops"]),
-                flops(row["decode_flops"]), size(row["decode_bytes"]), *at_best,
+                f"{row['context']:,}",
+                size(row["kv_bytes"]),
+                flops(row["prefill_flops"]),
+                flops(row["decode_flops"]),
+                size(row["decode_bytes"]),
+                *at_best,
             )
-        )  # fmt: skip
+        )
     return f"{name}\n{grid(table)}"
 
 
@@ -259,11 +271,15 @@ def listing(*, json: bool) -> str:
     ]
     most = max(map(len, rates))
     rates = [(*row, *[""] * (most - len(row))) for row in rates]
-    return "\n\n".join([
-        "models, with their parameters\n" + grid([(name, f"{n:,}") for name, n in sizes.items()]),
-        "machines, at most\n" + grid(rates),
-        "where from\n" + "\n".join(
-            f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")
-            for name, m in MACHINES.items()
-        ),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            "models, with their parameters\n"
+            + grid([(name, f"{n:,}") for name, n in sizes.items()]),
+            "machines, at most\n" + grid(rates),
+            "where from\n"
+            + "\n".join(
+                f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")
+                for name, m in MACHINES.items()
+            ),
+        ]
+    )

@@ -1,4 +1,6 @@
-"""Windows per layer: published configs, every rule of precedence, and transformers' own layer types for the same keys."""
+"""Windows per layer: published configs, every rule of precedence, and transformers' own layer types
+for the same keys.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from regard.cost.layer_types import windows
 from regard.errors import ArgumentError
-from regard.models.assembly.layer_types import windows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -37,15 +39,42 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "gemma-3-1b": (26, {"sliding_window": 512, "sliding_window_pattern": 6}),
     "every layer full": (3, {"sliding_window": 8, "sliding_window_pattern": 1}),
     "no layer full": (3, {"sliding_window": 8, "sliding_window_pattern": 4}),
-    "Qwen2.5-7B": (28, {"sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False}),
-    "Qwen2.5, sliding": (36, {"sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": True}),
-    "more full than layers": (4, {"sliding_window": 8, "max_window_layers": 9, "use_sliding_window": True}),
+    "Qwen2.5-7B": (
+        28,
+        {"sliding_window": 131072, "max_window_layers": 28, "use_sliding_window": False},
+    ),
+    "Qwen2.5, sliding": (
+        36,
+        {"sliding_window": 4096, "max_window_layers": 21, "use_sliding_window": True},
+    ),
+    "more full than layers": (
+        4,
+        {"sliding_window": 8, "max_window_layers": 9, "use_sliding_window": True},
+    ),
     "gpt-oss-20b": (24, {"sliding_window": 128, "layer_types": [SLIDING, FULL] * 12}),
-    "named, against Qwen's rule": (4, {"sliding_window": 8, "max_window_layers": 3, "use_sliding_window": True, "layer_types": [FULL, SLIDING] * 2}),
-    "named, as the pattern": (6, {"sliding_window": 8, "sliding_window_pattern": 3, "layer_types": [SLIDING, SLIDING, FULL] * 2}),
+    "named, against Qwen's rule": (
+        4,
+        {
+            "sliding_window": 8,
+            "max_window_layers": 3,
+            "use_sliding_window": True,
+            "layer_types": [FULL, SLIDING] * 2,
+        },
+    ),
+    "named, as the pattern": (
+        6,
+        {
+            "sliding_window": 8,
+            "sliding_window_pattern": 3,
+            "layer_types": [SLIDING, SLIDING, FULL] * 2,
+        },
+    ),
     "named full, no window": (2, {"layer_types": [FULL, FULL]}),
-    "named full, void window": (2, {"layer_types": [FULL, FULL], "sliding_window": 8, "use_sliding_window": False}),
-}  # fmt: skip
+    "named full, void window": (
+        2,
+        {"layer_types": [FULL, FULL], "sliding_window": 8, "use_sliding_window": False},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,21 +113,36 @@ def test_as_transformers_names_layers(kind: str, window: int | None) -> None:
 
 MIXED = [FULL, SLIDING, FULL]
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "too few": ({"layer_types": [FULL]}, "layer_types has 1 entries and num_hidden_layers is 3; give one per layer"),
-    "a string": ({"layer_types": FULL}, "layer_types is 'full_attention'; it must be a list of names"),
+    "too few": (
+        {"layer_types": [FULL]},
+        "layer_types has 1 entries and num_hidden_layers is 3; give one per layer",
+    ),
+    "a string": (
+        {"layer_types": FULL},
+        "layer_types is 'full_attention'; it must be a list of names",
+    ),
     "not a list": ({"layer_types": 3}, "layer_types is 3; it must be a list of names"),
     "misspelt": (
         {"layer_types": [FULL, "sliding_atention", FULL]},
-        "layer_types[1] is 'sliding_atention'; supported are 'full_attention' and 'sliding_attention'; did you mean 'sliding_attention'?",
+        (
+            "layer_types[1] is 'sliding_atention'; supported are 'full_attention' and "
+            "'sliding_attention'; did you mean 'sliding_attention'?"
+        ),
     ),
     "chunked": (
         {"layer_types": ["chunked_attention"] * 3, "sliding_window": 8},
-        "layer_types[0] is 'chunked_attention'; supported are 'full_attention' and 'sliding_attention'",
+        (
+            "layer_types[0] is 'chunked_attention'; supported are 'full_attention' and "
+            "'sliding_attention'"
+        ),
     ),
     "not a name": ({"layer_types": [FULL, FULL, [1]]}, "layer_types[2] is [1]; supported are"),
     "no width": (
         {"layer_types": MIXED},
-        "layer_types makes layer 1 'sliding_attention', and sliding_window is null; a layer that slides needs a window",
+        (
+            "layer_types makes layer 1 'sliding_attention', and sliding_window is null; a layer that "
+            "slides needs a window"
+        ),
     ),
     "void width": (
         {"layer_types": MIXED, "sliding_window": 8, "use_sliding_window": False},
@@ -110,18 +154,36 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "pattern against names": (
         {"layer_types": MIXED, "sliding_window": 8, "sliding_window_pattern": 3},
-        "layer_types[0] is 'full_attention', and sliding_window_pattern 3 makes it 'sliding_attention'; remove one of the two keys",
+        (
+            "layer_types[0] is 'full_attention', and sliding_window_pattern 3 makes it "
+            "'sliding_attention'; remove one of the two keys"
+        ),
     ),
     "use without width": (
         {"use_sliding_window": True},
-        "use_sliding_window is true and sliding_window is null; give the width of the window, or set it to false",
+        (
+            "use_sliding_window is true and sliding_window is null; give the width of the window, or "
+            "set it to false"
+        ),
     ),
     "width 0": ({"sliding_window": 0}, "sliding_window is 0; it must be an integer of at least 1"),
-    "width true": ({"sliding_window": True}, "sliding_window is True; it must be an integer of at least 1"),
-    "width a float": ({"sliding_window": 8.0}, "sliding_window is 8.0; it must be an integer of at least 1"),
-    "pattern 0": ({"sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must be an integer of at least 1"),
-    "negative": ({"max_window_layers": -1}, "max_window_layers is -1; it must be an integer of at least 0"),
-}  # fmt: skip
+    "width true": (
+        {"sliding_window": True},
+        "sliding_window is True; it must be an integer of at least 1",
+    ),
+    "width a float": (
+        {"sliding_window": 8.0},
+        "sliding_window is 8.0; it must be an integer of at least 1",
+    ),
+    "pattern 0": (
+        {"sliding_window_pattern": 0},
+        "sliding_window_pattern is 0; it must be an integer of at least 1",
+    ),
+    "negative": (
+        {"max_window_layers": -1},
+        "max_window_layers is -1; it must be an integer of at least 0",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -1,8 +1,9 @@
-"""What a model costs at a context: bytes that it keeps, FLOPs and bytes of a prompt and of one more token.
+"""The cost of a whole model at a context: bytes, and the FLOPs of a prompt and of a token.
 
-A multiplication and an addition are two FLOPs. Counted are products of matrices, scores and mix of the pairs that the mask
-leaves, and the steps of recurrences; embeddings, norms, biases, activations and the softmax itself are not, as is usual.
-A prompt is charged for the logits of its last token only, which is what generation computes.
+A multiplication and an addition are two FLOPs. Counted are products of matrices, scores and mix of
+the pairs that the mask leaves, and the steps of recurrences; embeddings, norms, biases, activations
+and the softmax itself are not, as is usual. A prompt is charged for the logits of its last token
+only, which is what generation computes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from regard.cost.kept import BITS, STATE_BYTES, Format
-from regard.cost.mixers import Latent, Memory
+from regard.cost.kv_formats import BITS, STATE_BYTES, Format
 from regard.cost.model import Layer, Model
+from regard.cost.spec import Cached, Spec
 from regard.errors import ArgumentError
-
-FORMS = ("expand", "absorb")
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ class Setting:
         context: tokens of the prompt, and up to the one that is decoded, its own included.
         batch: texts at once.
         dtype: of weights.
-        kv_dtype: of what caches keep; None is the dtype of weights, or bf16 where that has fewer than 16 bits.
+        kv_dtype: of cached values; None is the dtype of weights, or bf16 where that has fewer
+            than 16 bits.
 
     Raises:
         ArgumentError: context or batch is less than 1, or a dtype is not known.
@@ -51,21 +51,21 @@ class Setting:
 
     @property
     def format(self) -> Format:
-        """How caches keep numbers."""
+        """The format of cached values."""
         exact = self.dtype if BITS[self.dtype] >= 16 else "bf16"
         return Format(self.kv_dtype or exact, exact)
 
 
 @dataclass(frozen=True)
-class Bill:
-    """A model at a setting.
+class CostReport:
+    """The cost of a model at a setting: `as_json()` has all figures.
 
     Raises:
         ArgumentError: the context is longer than the model's learned positions.
 
     >>> from regard.cost import model_of
-    >>> bill = Bill(model_of("llama-3-8b"), Setting(8192))
-    >>> bill.kv_bytes_per_token, bill.kv_bytes == 8192 * 131072
+    >>> report = CostReport(model_of("llama-3-8b"), Setting(8192))
+    >>> report.kv_bytes_per_token, report.kv_bytes == 8192 * 131072
     (131072, True)
     """
 
@@ -76,35 +76,38 @@ class Bill:
         longest = self.model.longest
         if longest is not None and self.setting.context > longest:
             raise ArgumentError(
-                f"context is {self.setting.context:,}, and {self.model.name} has learned positions for {longest:,} "
-                "tokens: ask for at most that"
+                f"context is {self.setting.context:,}, and {self.model.name} has learned "
+                f"positions for {longest:,} tokens: ask for at most that"
             )
 
     @cached_property
-    def _mixers(self) -> Counter[Any]:
+    def _mixers(self) -> Counter[Spec]:
         return Counter(self.model.mixers)
 
     @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that one token puts into the caches of all layers: those with a window drop it later."""
-        return self._put(lambda kept: not kept.given)
+        """Bytes that one token adds to the caches of all layers.
+
+        Layers with a window drop it later.
+        """
+        return self._token_bytes(lambda cached: not cached.given)
 
     @cached_property
     def kv_growth(self) -> int:
-        """Of these, bytes in layers that forget nothing."""
-        return self._put(lambda kept: not kept.given and not kept.bounded)
+        """The part of `kv_bytes_per_token` in layers that keep all tokens."""
+        return self._token_bytes(lambda cached: not cached.given and not cached.bounded)
 
-    def _put(self, counts: Callable[[Memory], bool]) -> int:
-        form, held = self.setting.format, [(m.memory(1), n) for m, n in self._mixers.items()]
-        return _up(sum(n * form.per_token(kept) for kept, n in held if counts(kept)))
+    def _token_bytes(self, counts: Callable[[Cached], bool]) -> int:
+        form, caches = self.setting.format, [(m.cached(1), n) for m, n in self._mixers.items()]
+        return _up(sum(n * form.per_token(cached) for cached, n in caches if counts(cached)))
 
     @cached_property
     def kv_bytes(self) -> int:
         """Bytes of all caches at this context, over the batch."""
-        return self.setting.batch * self._kept("memory")
+        return self.setting.batch * self._cache_bytes("cached")
 
-    def _kept(self, what: str) -> int:
-        """Bytes for one text of what each mixer answers."""
+    def _cache_bytes(self, what: str) -> int:
+        """Bytes for one text of what each spec answers to this method."""
         form, at = self.setting.format, self.setting.context
         if not self.model.decodes:
             return 0
@@ -112,23 +115,22 @@ class Bill:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of these, bytes whose number does not depend on the length, for one text."""
-        at = self.setting.context
-        return STATE_BYTES * sum(n * m.memory(at).state for m, n in self._mixers.items())
+        """The part of `kv_bytes` that does not depend on the context, for one text."""
+        return STATE_BYTES * sum(n * m.state.value for m, n in self._mixers.items())
 
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights, in one dtype."""
         return _up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
-    def _met_bytes(self, tokens: int) -> int:
-        """Bytes of the weights that so many tokens read, once together."""
-        met = sum(part.active for part in self.model.table(tokens))
-        return _up(Fraction(met * BITS[self.setting.dtype], 8))
+    def _active_bytes(self, tokens: int) -> int:
+        """Bytes of the active parameters of so many tokens, each read once."""
+        active = sum(part.active for part in self.model.table(tokens))
+        return _up(Fraction(active * BITS[self.setting.dtype], 8))
 
     @cached_property
     def mapped(self) -> int:
-        """Numbers of the matrices of layers that one token meets."""
+        """How many matrix values of all layers one token multiplies."""
         return _mapped(self.model.layers)
 
     @cached_property
@@ -151,65 +153,77 @@ class Bill:
     @cached_property
     def prefill_bytes(self) -> int:
         """Bytes of weights, read once, and of caches, written once."""
-        return self._met_bytes(self.setting.context * self.setting.batch) + self.kv_bytes
+        return self._active_bytes(self.setting.context * self.setting.batch) + self.kv_bytes
 
     @property
     def decode_flops(self) -> int:
-        """FLOPs of the token at position context - 1, over the batch; latents in the form that computes less."""
+        """FLOPs of the token at position context - 1, over the batch.
+
+        Latent attention counts in the form that has fewer.
+        """
         return self._decode(None)
 
     @property
     def decode_forms(self) -> dict[str, int]:
-        """The same in both forms of latent attention; empty where there is none."""
-        if not any(isinstance(mixer, Latent) for mixer in self._mixers):
-            return {}
-        return {form: self._decode(form) for form in FORMS}
+        """The same in each form of latent attention; empty if the model has none."""
+        forms = dict.fromkeys(form for mixer in self._mixers for form in mixer.forms)
+        return {form: self._decode(form) for form in forms}
 
-    def _decode(self, form: Any) -> int:
+    def _decode(self, form: str | None) -> int:
         if not self.model.decodes:
             return 0
         S, attention = self.setting.context, 0
         for mixer, n in self._mixers.items():
-            forced = form is not None and isinstance(mixer, Latent)
-            attention += n * (mixer.flops(1, S, form) if forced else mixer.decode_flops(S))
+            attention += n * mixer.decode_flops(S, form if form in mixer.forms else None)
         head = self.model.vocab * self.model.dim if self.model.head else 0
         return self.setting.batch * (2 * (self.mapped + head) + attention)
 
     @cached_property
     def decode_bytes(self) -> int:
-        """Bytes of a decoded token: weights that the batch meets, caches that are read, and what is written."""
+        """Bytes of a decoded token: active parameters, what is read of caches, what is written."""
         if not self.model.decodes:
             return 0
         written = self.kv_bytes_per_token + self.state_bytes
-        return self._met_bytes(self.setting.batch) + self.setting.batch * (
-            self._kept("read") + written
+        return self._active_bytes(self.setting.batch) + self.setting.batch * (
+            self._cache_bytes("read") + written
         )
 
     def as_json(self) -> dict[str, Any]:
         """All figures by name."""
         model, setting = self.model, self.setting
         return {
-            "model": model.name, "context": setting.context, "batch": setting.batch,
-            "dtype": setting.dtype, "kv_dtype": setting.format.name,
-            "parameters": model.parameters, "active_parameters": model.active,
+            "model": model.name,
+            "context": setting.context,
+            "batch": setting.batch,
+            "dtype": setting.dtype,
+            "kv_dtype": setting.format.name,
+            "parameters": model.parameters,
+            "active_parameters": model.active,
             "attention_parameters": model.attention_parameters,
             "weight_bytes": self.weight_bytes,
-            "kv_bytes_per_token": self.kv_bytes_per_token, "kv_bytes_growth": self.kv_growth,
-            "kv_bytes": self.kv_bytes, "state_bytes": self.state_bytes,
-            "prefill_flops": self.prefill_flops, "prefill_bytes": self.prefill_bytes,
-            "decode_flops": self.decode_flops, "decode_bytes": self.decode_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "kv_bytes_growth": self.kv_growth,
+            "kv_bytes": self.kv_bytes,
+            "state_bytes": self.state_bytes,
+            "prefill_flops": self.prefill_flops,
+            "prefill_bytes": self.prefill_bytes,
+            "decode_flops": self.decode_flops,
+            "decode_bytes": self.decode_bytes,
             "decode_flops_by_form": self.decode_forms,
-            "parts": {p.name: {"parameters": p.parameters, "active": p.active} for p in model.parts},
-            "layers": model.kinds, "notes": list(model.notes),
-        }  # fmt: skip
+            "parts": {
+                p.name: {"parameters": p.parameters, "active": p.active} for p in model.parts
+            },
+            "layers": model.kinds,
+            "notes": list(model.notes),
+        }
 
 
 def _mapped(layers: tuple[Layer, ...]) -> int:
-    """Numbers of the matrices that one token meets in these layers."""
+    """How many matrix values of these layers one token multiplies."""
     total = 0
     for layer, times in Counter(layers).items():
-        feed = {} if layer.feed_forward is None else layer.feed_forward.met(1)
-        maps = sum(mixer.mapped for mixer in layer.mixers)
+        feed = {} if layer.feed_forward is None else layer.feed_forward.active_weights(1)
+        maps = sum(mixer.weights.mapped for mixer in layer.mixers)
         total += times * (maps + sum(weights.matrices for weights in feed.values()))
     return total
 

@@ -1,0 +1,310 @@
+"""Published models by name, as keys of their config.json; `model_of` looks a model up.
+
+The table is data: `regard.cost.config` reads its entries as it reads any config.json.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from regard.cost import config
+from regard.cost.model import Model
+from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Known:
+    """A published model.
+
+    Attributes:
+        config: the keys of its config.json that say sizes.
+        source: where they are from.
+        note: what a reader should know.
+    """
+
+    config: Mapping[str, Any]
+    source: str
+    note: str = ""
+
+
+def _gpt2(n_embd: int, n_layer: int, n_head: int, n_positions: int = 1024) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2", "vocab_size": 50257, "n_positions": n_positions, "n_embd": n_embd,
+        "n_layer": n_layer, "n_head": n_head,
+        "torch_dtype": "float16" if n_positions == 2048 else "float32",
+    }  # fmt: skip
+
+
+GPT2 = "config.json of openai-community/gpt2 and its sizes"
+GPT3 = (
+    "Brown et al. 2020 (arXiv 2005.14165), table 2.1; vocabulary and positions of GPT-2, "
+    "context 2048"
+)
+BANDED = (
+    "every second layer of GPT-3 has banded sparse attention of an unpublished width: "
+    "counted as dense"
+)
+SHARE = (
+    "attention is 4 x 12,288 x 128 = 6,291,456 per head, x 96 heads = 603,979,776 in one layer, "
+    "x 96 layers = 57,982,058,496: a third of 175 billion. Notes that have 5.95 billion of 17.5 "
+    "billion call one layer's 96 heads the whole model, and slip by ten in both numbers (0.604 "
+    "billion is one layer, 57.98 of 175 billion are all), so that the ratio comes out all the same"
+)
+
+
+def _gpt_oss(layers: int, experts: int) -> Known:
+    return Known(
+        {
+            "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
+            "head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "attention_bias": True, "tie_word_embeddings": False,
+        },
+        "OpenAI 2025 (arXiv 2508.10925), section 2; config.json of openai/gpt-oss",
+        "released experts take 4.25 bits (MXFP4); bytes here are of one dtype for all weights",
+    )  # fmt: skip
+
+
+GPT = {
+    "gpt2": Known(_gpt2(768, 12, 12), GPT2),
+    "gpt2-medium": Known(_gpt2(1024, 24, 16), GPT2),
+    "gpt2-large": Known(_gpt2(1280, 36, 20), GPT2),
+    "gpt2-xl": Known(_gpt2(1600, 48, 25), GPT2),
+    "gpt3": Known(_gpt2(12288, 96, 96, 2048), GPT3, f"{SHARE}; {BANDED}"),
+    "gpt3-6.7b": Known(_gpt2(4096, 32, 32, 2048), GPT3, BANDED),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+}
+
+
+def _llama(
+    dim: int, layers: int, heads: int, groups: int, ff: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups, "intermediate_size": ff, "vocab_size": vocab,
+        "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+LLAMA2 = "Touvron et al. 2023 (arXiv 2307.09288); config.json of meta-llama/Llama-2"
+LLAMA3 = "Grattafiori et al. 2024 (arXiv 2407.21783), table 3; config.json of meta-llama/Llama-3"
+LLAMA32 = "config.json of meta-llama/Llama-3.2"
+MISTRAL = "Jiang et al. 2023 (arXiv 2310.06825), table 1; config.json of mistralai"
+MIXTRAL = "Jiang et al. 2024 (arXiv 2401.04088), table 1; config.json of mistralai"
+
+_L8 = Known(_llama(4096, 32, 32, 8, 14336, 128256), LLAMA3)
+_L70 = Known(_llama(8192, 80, 64, 8, 28672, 128256), LLAMA3)
+_L405 = Known(_llama(16384, 126, 128, 8, 53248, 128256), LLAMA3)
+_MISTRAL = {"model_type": "mistral"}
+LLAMA = {
+    "llama-2-7b": Known(_llama(4096, 32, 32, 32, 11008, 32000), LLAMA2),
+    "llama-2-13b": Known(_llama(5120, 40, 40, 40, 13824, 32000), LLAMA2),
+    "llama-2-70b": Known(_llama(8192, 80, 64, 8, 28672, 32000), LLAMA2),
+    "llama-3-8b": _L8,
+    "llama-3-70b": _L70,
+    "llama-3.1-8b": _L8,
+    "llama-3.1-70b": _L70,
+    "llama-3.1-405b": _L405,
+    "llama-3.2-1b": Known(
+        _llama(2048, 16, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True), LLAMA32
+    ),
+    "llama-3.2-3b": Known(
+        _llama(3072, 28, 24, 8, 8192, 128256, head_dim=128, tie_word_embeddings=True), LLAMA32
+    ),
+    "llama-3.3-70b": _L70,
+    "mistral-7b-v0.1": Known(_llama(4096, 32, 32, 8, 14336, 32000, sliding_window=4096,
+    **_MISTRAL), MISTRAL),
+    "mistral-7b-v0.3": Known(_llama(4096, 32, 32, 8, 14336, 32768, sliding_window=None,
+    **_MISTRAL), MISTRAL),
+    "mistral-nemo": Known(
+        _llama(5120, 40, 32, 8, 14336, 131072, head_dim=128, sliding_window=None, **_MISTRAL),
+        MISTRAL
+    ),
+    "mixtral-8x7b": Known(
+        _llama(
+            4096, 32, 32, 8, 14336, 32000, sliding_window=None, num_local_experts=8,
+            num_experts_per_tok=2, model_type="mixtral",
+        ),
+        MIXTRAL,
+    ),
+}  # fmt: skip
+LLAMA["llama-3-405b"], LLAMA["mistral-7b"] = _L405, LLAMA["mistral-7b-v0.1"]
+
+
+def _qwen(
+    kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups, "intermediate_size": ff, "vocab_size": 151936,
+        "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+_TIED = {"tie_word_embeddings": True}
+_WIDE = {"vocab_size": 152064}
+QWEN25 = "Qwen Team 2024 (arXiv 2412.15115), table 1; config.json of Qwen/Qwen2.5"
+QWEN3 = "Yang et al. 2025 (arXiv 2505.09388), tables 1 and 2; config.json of Qwen/Qwen3"
+
+
+def _moe(experts_ff: int) -> dict[str, Any]:
+    return {
+        "moe_intermediate_size": experts_ff,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "head_dim": 128,
+    }
+
+
+QWEN = {
+    "qwen2.5-0.5b": Known(_qwen("qwen2", 896, 24, 14, 2, 4864, **_TIED), QWEN25),
+    "qwen2.5-1.5b": Known(_qwen("qwen2", 1536, 28, 12, 2, 8960, **_TIED), QWEN25),
+    "qwen2.5-3b": Known(_qwen("qwen2", 2048, 36, 16, 2, 11008, **_TIED), QWEN25),
+    "qwen2.5-7b": Known(_qwen("qwen2", 3584, 28, 28, 4, 18944, **_WIDE), QWEN25),
+    "qwen2.5-14b": Known(_qwen("qwen2", 5120, 48, 40, 8, 13824, **_WIDE), QWEN25),
+    "qwen2.5-32b": Known(_qwen("qwen2", 5120, 64, 40, 8, 27648, **_WIDE), QWEN25),
+    "qwen2.5-72b": Known(_qwen("qwen2", 8192, 80, 64, 8, 29568, **_WIDE), QWEN25),
+    "qwen3-0.6b": Known(_qwen("qwen3", 1024, 28, 16, 8, 3072, head_dim=128, **_TIED), QWEN3),
+    "qwen3-1.7b": Known(_qwen("qwen3", 2048, 28, 16, 8, 6144, head_dim=128, **_TIED), QWEN3),
+    "qwen3-4b": Known(_qwen("qwen3", 2560, 36, 32, 8, 9728, head_dim=128, **_TIED), QWEN3),
+    "qwen3-8b": Known(_qwen("qwen3", 4096, 36, 32, 8, 12288, head_dim=128), QWEN3),
+    "qwen3-14b": Known(_qwen("qwen3", 5120, 40, 40, 8, 17408, head_dim=128), QWEN3),
+    "qwen3-32b": Known(_qwen("qwen3", 5120, 64, 64, 8, 25600, head_dim=128), QWEN3),
+    "qwen3-30b-a3b": Known(_qwen("qwen3_moe", 2048, 48, 32, 4, 6144, **_moe(768)), QWEN3),
+    "qwen3-235b-a22b": Known(_qwen("qwen3_moe", 4096, 94, 64, 4, 12288, **_moe(1536)), QWEN3),
+}
+
+
+def _gemma(
+    kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups, "intermediate_size": ff, "head_dim": 256,
+        "tie_word_embeddings": True,
+        **more,
+    }  # fmt: skip
+
+
+_GEMMA2: dict[str, Any] = {"vocab_size": 256000, "sliding_window": 4096}
+_GEMMA3: dict[str, Any] = {
+    "vocab_size": 262208,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+}
+GEMMA2 = "Gemma Team 2024 (arXiv 2408.00118), table 1; config.json of google/gemma-2"
+GEMMA3 = "Gemma Team 2025 (arXiv 2503.19786), section 2; config.json of google/gemma-3"
+NO_VISION = "without the vision tower and its projector"
+GEMMA = {
+    "gemma-2-2b": Known(_gemma("gemma2", 2304, 26, 8, 4, 9216, **_GEMMA2), GEMMA2),
+    "gemma-2-9b": Known(_gemma("gemma2", 3584, 42, 16, 8, 14336, **_GEMMA2), GEMMA2),
+    "gemma-2-27b": Known(
+        _gemma("gemma2", 4608, 46, 32, 16, 36864, **_GEMMA2 | {"head_dim": 128}), GEMMA2
+    ),
+    "gemma-3-1b": Known(
+        _gemma(
+            "gemma3_text",
+            1152,
+            26,
+            4,
+            1,
+            6912,
+            **_GEMMA3 | {"vocab_size": 262144, "sliding_window": 512},
+        ),
+        GEMMA3,
+    ),
+    "gemma-3-4b": Known(_gemma("gemma3_text", 2560, 34, 8, 4, 10240, **_GEMMA3), GEMMA3, NO_VISION),
+    "gemma-3-12b": Known(
+        _gemma("gemma3_text", 3840, 48, 16, 8, 15360, **_GEMMA3), GEMMA3, NO_VISION
+    ),
+    "gemma-3-27b": Known(
+        _gemma("gemma3_text", 5376, 62, 32, 16, 21504, **_GEMMA3 | {"head_dim": 128}),
+        GEMMA3,
+        NO_VISION,
+    ),
+}
+
+
+def _deepseek(dim: int, layers: int, heads: int, q_rank: int | None, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": q_rank,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "first_k_dense_replace": 1, "tie_word_embeddings": False, **more,
+    }  # fmt: skip
+
+
+def _experts(ff: int, width: int, count: int, active: int, shared: int) -> dict[str, Any]:
+    return {
+        "intermediate_size": ff, "moe_intermediate_size": width, "n_routed_experts": count,
+        "num_experts_per_tok": active, "n_shared_experts": shared,
+    }  # fmt: skip
+
+
+DEEPSEEK_V2 = (
+    "DeepSeek-AI 2024 (arXiv 2405.04434), section 3.1; config.json of deepseek-ai/DeepSeek-V2"
+)
+DEEPSEEK_V3 = (
+    "DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; config.json of deepseek-ai/DeepSeek-V3"
+)
+_V3_KEYS = {"model_type": "deepseek_v3", "vocab_size": 129280, "first_k_dense_replace": 3}
+_V3 = Known(
+    _deepseek(7168, 61, 128, 1536, **_experts(18432, 2048, 256, 8, 1), **_V3_KEYS), DEEPSEEK_V3,
+    "without the layer that predicts a second token",
+)  # fmt: skip
+DEEPSEEK = {
+    "deepseek-v2": Known(
+        _deepseek(5120, 60, 128, 1536, **_experts(12288, 1536, 160, 6, 2)), DEEPSEEK_V2
+    ),
+    "deepseek-v2-lite": Known(
+        _deepseek(2048, 27, 16, None, **_experts(10944, 1408, 64, 6, 2)), DEEPSEEK_V2
+    ),
+    "deepseek-v3": _V3,
+    "deepseek-r1": _V3,
+}
+
+KNOWN: dict[str, Known] = GPT | LLAMA | QWEN | GEMMA | DEEPSEEK
+"""Name -> config and source."""
+
+
+def model_of(source: str) -> Model:
+    """The model of a known name, of a config.json, or of a folder that holds one.
+
+    Args:
+        source: a name in `KNOWN`, in any case; or a path.
+
+    Raises:
+        ArgumentError: there is neither a model nor a file of this name; the message has the
+            nearest names.
+        FileError: the path has no readable config.json.
+
+    >>> model_of("gpt3").attention_parameters
+    57982058496
+    """
+    name = source.lower()
+    if name in KNOWN:
+        entry = KNOWN[name]
+        model = config.read(entry.config, name, name)
+        notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
+        return replace(model, notes=notes)
+    path = Path(source)
+    if path.exists() or path.suffix == ".json":
+        return config.read_file(path)
+    close = difflib.get_close_matches(name, KNOWN, 4, 0.4)
+    better = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+    raise ArgumentError(
+        f"{source!r} is neither a known model nor a path{better} "
+        "regard cost --list names all; for others give a config.json, org/name on the hub, or "
+        "sizes as flags"
+    )

@@ -1,0 +1,246 @@
+"""Mechanisms with a state of fixed size: linear attention, retention, gated linear attention and
+the delta rule.
+
+The functions take sizes and return exact integers for one token, step by step. A prompt is counted
+as its tokens one after another: chunks compute more, of matrix products that run faster.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+from regard.cost.spec import Figure, HeadShape, Spec, Weights
+
+
+def linear_state(groups: int, D: int, E: int, *, normalised: bool = False) -> int:
+    """Numbers of the state, whatever the length: S has D E per key/value head, a normaliser z has
+    D.
+
+    >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalised=True)
+    (32768, 33280)
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 and 19.
+    """
+    return groups * D * (E + 1 if normalised else E)
+
+
+def linear_flops(
+    heads: int, groups: int, D: int, E: int, *, normalised: bool = False, decayed: bool = False
+) -> int:
+    """FLOPs of one token behind its projections, step by step: one read per head, one write per
+    key/value head.
+
+    A read is S^T q, 2 D E; a write is k v^T and the sum, 2 D E; a decay multiplies the state, D E.
+    A normaliser is read by z . q and a division, 2 D + E, and written by D additions. Feature maps
+    are not counted.
+
+    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
+    >>> linear_flops(**sizes), linear_flops(**sizes, normalised=True)
+    (96, 124)
+    >>> linear_flops(**sizes, decayed=True)
+    112
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4; decay: Sun et al. 2023 (arXiv
+    2307.08621), equation 6.
+    """
+    read = 2 * D * E + (2 * D + E if normalised else 0)
+    write = 2 * D * E + (D * E if decayed else 0) + (D if normalised else 0)
+    return heads * read + groups * write
+
+
+def delta_state(groups: int, D: int, E: int) -> int:
+    """Numbers of the state S, whatever the length: D E per key/value head.
+
+    >>> delta_state(groups=16, D=128, E=128)
+    262144
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 2.2.
+    """
+    return groups * D * E
+
+
+def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False) -> int:
+    """FLOPs of one token behind its projections, step by step: H reads, and per key/value head one
+    correction.
+
+    A read is S^T q, 2 D E; a correction is S^T k, 2 D E, beta (v - S^T k), 2 E, and the outer
+    product added to S, 2 D E; a decay multiplies the state, D E.
+
+    >>> sizes = {"heads": 2, "groups": 1, "D": 4, "E": 4}
+    >>> delta_flops(**sizes), delta_flops(**sizes, gated=True)
+    (136, 152)
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: arXiv 2412.06464, equation
+    10.
+    """
+    return heads * 2 * D * E + groups * (4 * D * E + 2 * E + (D * E if gated else 0))
+
+
+@dataclass(frozen=True)
+class RecurrentSpec(Spec):
+    """A state of fixed size, and the same FLOPs for each token.
+
+    Attributes:
+        shape: H, G, D and E.
+    """
+
+    shape: HeadShape
+
+    @property
+    def bounded(self) -> bool:
+        """No token is cached."""
+        return True
+
+    @abstractmethod
+    def token(self) -> Figure:
+        """FLOPs of one token, whatever the context."""
+
+    def step(self, context: int) -> Figure:
+        """The FLOPs of one token."""
+        return self.token()
+
+    def prefill_flops(self, context: int) -> int:
+        """A step for each token."""
+        return context * self.token().value
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim
+
+    def _label(self, mechanism: str) -> str:
+        H, G, D, E = self._sizes
+        return f"{mechanism}, {H}/{G} heads of {D} x {E}"
+
+
+@dataclass(frozen=True)
+class LinearSpec(RecurrentSpec):
+    """Linear attention, with a normaliser or without, and with a decay of the state or without.
+
+    Attributes:
+        mechanism: what it is called.
+        normalised: whether the state has a normaliser.
+        decayed: whether each token decays the state.
+
+    >>> layer = linear_attention(32, HeadShape(4, 2, 8, 8))
+    >>> layer.state.value, layer.cached(10) == layer.cached(10**6), layer.weights.total
+    (144, True, 3072)
+    """
+
+    mechanism: str = "linear attention"
+    normalised: bool = False
+    decayed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The mechanism and its heads."""
+        return self._label(self.mechanism)
+
+    @property
+    def state(self) -> Figure:
+        """The matrix of each key/value head, and its normaliser."""
+        _, G, D, E = self._sizes
+        each = f"({E} + 1)" if self.normalised else f"{E}"
+        letters = "G D (E + 1)" if self.normalised else "G D E"
+        value = linear_state(G, D, E, normalised=self.normalised)
+        return Figure(value, f"{letters} = {G} x {D} x {each}")
+
+    def token(self) -> Figure:
+        """One read per head, and one write per key/value head; feature maps are not counted."""
+        H, G, D, E = self._sizes
+        flops = linear_flops(H, G, D, E, normalised=self.normalised, decayed=self.decayed)
+        read = "2 D E + 2 D + E" if self.normalised else "2 D E"
+        write = ("3 D E" if self.decayed else "2 D E") + (" + D" if self.normalised else "")
+        return Figure(flops, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")
+
+
+@dataclass(frozen=True)
+class DeltaSpec(RecurrentSpec):
+    """The delta rule, with decays of the state or without.
+
+    Attributes:
+        gated: whether each token decays the state.
+    """
+
+    gated: bool = False
+
+    @property
+    def name(self) -> str:
+        """The rule and its heads."""
+        return self._label("gated delta rule" if self.gated else "delta rule")
+
+    @property
+    def state(self) -> Figure:
+        """The matrix of each key/value head."""
+        _, G, D, E = self._sizes
+        return Figure(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
+
+    def token(self) -> Figure:
+        """One read per head, and one correction per key/value head."""
+        H, G, D, E = self._sizes
+        left = " + D E" if self.gated else ""
+        formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{left}), D = {D}, E = {E}"
+        return Figure(delta_flops(H, G, D, E, gated=self.gated), formula)
+
+
+def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
+    """Linear attention with the feature map elu + 1 and a normaliser.
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
+    """
+    return LinearSpec(shape.maps(dim), (), shape, normalised=True)
+
+
+def retention(dim: int, shape: HeadShape) -> LinearSpec:
+    """Retention: an output gate, and a norm with weight and bias per head.
+
+    >>> retention(32, HeadShape(4, 4, 8, 16)).state.value
+    512
+
+    Source: Sun et al. 2023 (arXiv 2307.08621).
+    """
+    gates = shape.heads * shape.value_dim
+    weights = shape.maps(dim) + Weights(dim * gates, norms=2 * gates)
+    return LinearSpec(weights, (), shape, "retention", decayed=True)
+
+
+def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
+    """Gated linear attention: decays through a bottleneck, an output gate with bias, and one norm
+    for all heads.
+
+    >>> gated_linear(32, HeadShape(4, 4, 4, 8), rank=3).weights.total
+    4304
+
+    Source: Yang et al. 2023 (arXiv 2312.06635).
+    """
+    decays, gates = shape.groups * shape.head_dim, shape.heads * shape.value_dim
+    decay = Weights(rank * (dim + decays), decays)
+    gate = Weights(dim * gates, gates, 2 * shape.value_dim)
+    weights = shape.maps(dim) + decay + gate
+    return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
+
+
+def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
+    """DeltaNet: a strength per key/value head, and one norm for all heads.
+
+    >>> delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
+    4232
+
+    Source: Yang et al. 2024 (arXiv 2406.06484).
+    """
+    weights = shape.maps(dim) + Weights(dim * shape.groups, norms=shape.value_dim)
+    return DeltaSpec(weights, (), shape)
+
+
+def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
+    """Gated DeltaNet: strength and decay per key/value head, an output gate, and one norm for all
+    heads.
+
+    >>> gated_delta_net(32, HeadShape(4, 4, 8, 8)).weights.total
+    5392
+
+    Source: Yang et al. 2024 (arXiv 2412.06464).
+    """
+    gates = dim * (2 * shape.groups + shape.heads * shape.value_dim)
+    weights = shape.maps(dim) + Weights(gates, 2 * shape.groups, shape.value_dim)
+    return DeltaSpec(weights, (), shape, gated=True)

@@ -1,0 +1,333 @@
+"""Softmax attention: FLOPs and bytes of its kernels, and the specs of MHA, GQA, MQA and
+cross-attention.
+
+The functions take sizes and return exact integers. Pairs are (query, key) pairs that the mask
+leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from regard.cost.spec import Cached, Figure, HeadShape, Spec, Weights
+
+
+def attention_flops(pairs: int, D: int, E: int) -> int:
+    """FLOPs of scores and mix for a number of query-key pairs (over all batch rows and query
+    heads).
+
+    2 pairs D for q k^T and 2 pairs E for p v; the softmax itself is not counted, as is usual.
+
+    >>> attention_flops(pairs=8 * 1024 * 1024, D=64, E=64)  # 8 heads, 1024 tokens, every pair
+    2147483648
+
+    Source: Dao 2023 (arXiv 2307.08691), section 4.1, for D = E.
+    """
+    return 2 * pairs * D + 2 * pairs * E
+
+
+def training_flops(pairs: int, D: int, E: int) -> int:
+    """FLOPs of a call and its gradient, which computes the scores again: n (8 D + 6 E), n pairs.
+
+    q k^T and p v; then q k^T, dO v^T, p^T dO, ds k and ds^T q. For D = E that is 3.5 times the call
+    alone.
+
+    >>> training_flops(1000, 64, 64) / (4 * 1000 * 64)
+    3.5
+
+    Source: Dao 2023 (arXiv 2307.08691), section 4.1: a backward pass is 2.5 times the forward.
+    """
+    return pairs * (8 * D + 6 * E)
+
+
+def additive_flops(pairs: int, A: int, E: int) -> int:
+    """FLOPs of additive scores and of the mix for a number of query-key pairs, over all batch rows
+    and heads.
+
+    A additions and 2 A for the vector that reads the hidden layer, and 2 E for p v; tanh and
+    softmax are not counted.
+
+    >>> additive_flops(pairs=30, A=1000, E=2000)  # a sentence of 30 words, one step
+    210000
+
+    Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
+    """
+    return pairs * (3 * A + 2 * E)
+
+
+def attention_bytes(
+    *, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int
+) -> int:
+    """Bytes of q, k, v and the output, each moved once: itemsize B (T H + S G) (D + E).
+
+    >>> attention_bytes(B=1, H=32, G=8, T=1, S=32768, D=128, E=128, itemsize=4) // 2**20
+    256
+    """
+    return itemsize * B * (T * H + S * G) * (D + E)
+
+
+def training_bytes(*, B: int, H: int, G: int, T: int, S: int, D: int, E: int, itemsize: int) -> int:
+    """Bytes of a call and its gradient: q, k, v and out twice, and as much again for dO, dq, dk and
+    dv.
+
+    >>> sizes = {"B": 1, "H": 1, "G": 1, "T": 8, "S": 8, "D": 4, "E": 4}
+    >>> training_bytes(**sizes, itemsize=4) / attention_bytes(**sizes, itemsize=4)
+    3.0
+    """
+    return 3 * attention_bytes(B=B, H=H, G=G, T=T, S=S, D=D, E=E, itemsize=itemsize)
+
+
+def causal_pairs(queries: int, keys: int) -> int:
+    """Query-key pairs of the last T of S tokens under a causal mask: T S - T (T - 1) / 2, T at most
+    S.
+
+    >>> causal_pairs(3, 5)
+    12
+    """
+    return queries * keys - queries * (queries - 1) // 2
+
+
+def window_pairs(queries: int, keys: int, window: int) -> int:
+    """Query-key pairs of the last T of S tokens under a causal window of W: the sum of min(W, i +
+    1), T at most S.
+
+    >>> window_pairs(5, 5, 2), window_pairs(1, 5, 2), window_pairs(3, 5, 9)
+    (9, 2, 12)
+    """
+    first = keys - queries + 1  # how many keys the first query may see, but for the window
+    short = max(0, min(queries, window - first))  # queries that see fewer than W
+    return short * first + short * (short - 1) // 2 + (queries - short) * window
+
+
+def window_reach(window: int, layers: int) -> int:
+    """How far information travels through layers with a window, the token's own place included at
+    each: W l.
+
+    >>> window_reach(4096, 32)  # Mistral 7B
+    131072
+
+    Source: Jiang et al. 2023 (arXiv 2310.06825), section 2.
+    """
+    return window * layers
+
+
+def bigbird_dense(block: int, random: int) -> int:
+    """The longest text that BigBird's window, global and random blocks cover completely: (5 + 2 r)
+    b tokens.
+
+    >>> bigbird_dense(64, 3)  # the released configuration
+    704
+
+    Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2, and its implementation.
+    """
+    return (5 + 2 * random) * block
+
+
+class Visible(Protocol):
+    """How many keys a mask shows: what a spec must know about a mask."""
+
+    @property
+    def bound(self) -> int | None:
+        """The most tokens that a cache must hold; None if it must hold all."""
+
+    def seen(self, context: int) -> int:
+        """How many keys the token at position context - 1 sees."""
+
+    def pairs(self, context: int) -> int:
+        """How many query-key pairs one head has over the first `context` tokens."""
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """A causal mask, with a window of W keys or without; or no mask at all.
+
+    Attributes:
+        window: W, the most keys that a query sees, its own included; None is no window.
+        causal: whether a query sees its own and earlier keys only.
+
+    >>> Visibility(window=512).seen(32768), Visibility().pairs(4), Visibility(causal=False).pairs(4)
+    (512, 10, 16)
+    """
+
+    window: int | None = None
+    causal: bool = True
+
+    @property
+    def bound(self) -> int | None:
+        """The window."""
+        return self.window
+
+    def seen(self, context: int) -> int:
+        """All keys, or the last W."""
+        return context if self.window is None else min(context, self.window)
+
+    def pairs(self, context: int) -> int:
+        """A square, a triangle, or a band."""
+        if not self.causal:
+            return context * context
+        if self.window is None:
+            return causal_pairs(context, context)
+        return window_pairs(context, context, self.window)
+
+
+EVERY_EARLIER_KEY = Visibility()
+"""A causal mask without a window."""
+
+
+@dataclass(frozen=True)
+class SoftmaxSpec(Spec):
+    """Softmax attention of H query heads against G keys and values: MHA, GQA and MQA, under any
+    mask.
+
+    The matrices have M H D + M G (D + E) + H E M values. A cache holds G (D + E) values per token,
+    of the last W tokens where there is a window. A token that sees n keys takes 2 H n (D + E)
+    FLOPs.
+
+    Attributes:
+        shape: H, G, D and E.
+        visible: the keys that a query sees.
+
+    >>> layer = SoftmaxSpec.of(12288, HeadShape(96, 96, 128, 128))  # one layer of GPT-3
+    >>> # 4 x 12288 x 128 values for each of 96 heads
+    >>> layer.weights.matrices, layer.cached(2048).per_token
+    (603979776, 24576)
+    >>> SoftmaxSpec.of(1152, HeadShape(4, 1, 256, 256), window=512).cached(32768).tokens
+    512
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762); groups: Ainslie et al. 2023 (arXiv 2305.13245).
+    """
+
+    shape: HeadShape
+    visible: Visible = EVERY_EARLIER_KEY
+
+    @classmethod
+    def of(
+        cls,
+        dim: int,
+        shape: HeadShape,
+        *,
+        bias: bool = False,
+        output_bias: bool = False,
+        norms: int = 0,
+        extra: int = 0,
+        window: int | None = None,
+        causal: bool = True,
+    ) -> SoftmaxSpec:
+        """The spec of the usual four matrices.
+
+        Args:
+            dim: M.
+            shape: H, G, D and E.
+            bias: whether queries, keys and values have one; `output_bias`: whether the output has.
+            norms: how many values norms on queries and keys have.
+            extra: other parameters, such as one sink per head.
+            window: W; None is no window.
+            causal: whether a query sees its own and earlier keys only; if not, nothing is decoded
+                and nothing cached.
+        """
+        H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
+        biases = (H * D + G * (D + E) if bias else 0) + (dim if output_bias else 0)
+        weights = shape.maps(dim) + Weights(biases=biases + extra, norms=norms)
+        return cls(weights, shape.parts if causal else (), shape, Visibility(window, causal))
+
+    @property
+    def window(self) -> int | None:
+        """The most tokens that a cache holds; None is no bound."""
+        return self.visible.bound
+
+    @property
+    def name(self) -> str:
+        """MHA, GQA or MQA, the sizes, and the window."""
+        label = self.shape.label
+        return label if self.window is None else f"{label}, window {self.window:,}"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is a window."""
+        return self.window is not None
+
+    def tokens(self, context: int) -> Figure:
+        """All tokens, or the last W."""
+        if self.window is None:
+            return super().tokens(context)
+        return Figure(min(context, self.window), f"min(S, {self.window})")
+
+    def step(self, context: int) -> Figure:
+        """Scores and mix of one row."""
+        H, D, E, n = self.shape.heads, self.shape.head_dim, self.shape.value_dim, self.seen(context)
+        return Figure(attention_flops(H * n, D, E), f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})")
+
+    def seen(self, context: int) -> int:
+        """How many keys the token at position context - 1 sees."""
+        return self.visible.seen(context)
+
+    def prefill_flops(self, context: int) -> int:
+        """Scores and mix of the pairs that the mask leaves."""
+        pairs = self.shape.heads * self.visible.pairs(context)
+        return attention_flops(pairs, self.shape.head_dim, self.shape.value_dim)
+
+
+@dataclass(frozen=True)
+class CrossSpec(Spec):
+    """Softmax attention from one text to the keys and values of another, which are computed once.
+
+    The matrices that make keys and values stand `apart`: a written token does not use them.
+
+    >>> CrossSpec.of(512, HeadShape(8, 8, 64, 64)).cached(100).numbers  # for a source of 100 tokens
+    102400
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
+    """
+
+    shape: HeadShape
+
+    _maps = "matrices of the query"
+
+    @classmethod
+    def of(cls, dim: int, shape: HeadShape) -> CrossSpec:
+        """The spec of the usual four matrices."""
+        return cls(shape.maps(dim) + Weights(apart=shape.key_maps(dim)), shape.parts, shape)
+
+    @property
+    def name(self) -> str:
+        """The heads, across."""
+        return f"across, {self.shape.label}"
+
+    def tokens(self, context: int) -> Figure:
+        """All tokens of the source, which is as long as the context."""
+        return Figure(context, "S, of the memory")
+
+    def cached(self, context: int) -> Cached:
+        """Keys and values of the source."""
+        return Cached(self.parts, context, bounded=True, given=True)
+
+    def step(self, context: int) -> Figure:
+        """Scores and mix of one row against the source."""
+        H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
+        flops = attention_flops(H * context, D, E)
+        return Figure(flops, f"2 H S (D + E) = 2 x {H} x {context} x ({D} + {E})")
+
+    def prefill_flops(self, context: int) -> int:
+        """Keys and values of the source."""
+        return 2 * context * self.weights.apart
+
+
+@dataclass(frozen=True)
+class AdditiveSpec(CrossSpec):
+    """Additive attention from a decoder's state to an encoder's states: D is the hidden size A of
+    the score.
+
+    Source: Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.1.2.
+    """
+
+    @property
+    def name(self) -> str:
+        """The sizes of the score and of the states."""
+        return f"additive, {self.shape.heads} heads of {self.shape.head_dim}"
+
+    def step(self, context: int) -> Figure:
+        """Scores and mix of one row against all states."""
+        H, A, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
+        formula = f"H S (3 A + 2 E) = {H} x {context} x (3 x {A} + 2 x {E})"
+        return Figure(additive_flops(H * context, A, E), formula)

@@ -1,0 +1,292 @@
+"""What every mechanism answers about its cost: the class `Spec`, and the records that its answers
+are made of.
+
+A `Spec` describes one layer of one mechanism by its sizes alone, without torch. `regard.nn` modules
+make one in `module.spec` and answer `describe()` with it; `regard cost` makes them from a
+config.json or from flags. Each mechanism has one subclass: `SoftmaxSpec`, `CrossSpec`,
+`AdditiveSpec`, `LatentSpec`, `LinearSpec`, `DeltaSpec`, `InfiniSpec`, `SelectedSpec` and `NSASpec`.
+
+A multiplication and an addition are two FLOPs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number, and the formula that it comes from.
+
+    >>> print(Figure(2048, "2 G D = 2 x 8 x 128"))
+    2,048 = 2 G D = 2 x 8 x 128
+    """
+
+    value: int
+    formula: str
+
+    def __str__(self) -> str:
+        return f"{self.value:,}" if not self.formula else f"{self.value:,} = {self.formula}"
+
+
+NOTHING = Figure(0, "")
+
+
+@dataclass(frozen=True)
+class Description:
+    """The cost of one layer at a context of `context` tokens, for batch 1, as `describe()` returns
+    it.
+
+    Attributes:
+        name: the mechanism.
+        context: the number of tokens up to the one that is decoded, its own included.
+        parameters: the number of parameters of the layer.
+        kv_per_token: values that a cache holds for one token; 0 if nothing is cached by token.
+        kv_tokens: how many tokens the cache holds at this context.
+        state: values that are cached whatever the length.
+        flops_per_token: FLOPs of one decoded token at this context, linear maps included.
+
+    >>> kv = Figure(32, "2 G D = 2 x 2 x 8")
+    >>> none = Figure(0, "")
+    >>> layer = Description("gqa", 100, none, kv, Figure(100, "S"), none, none)
+    >>> layer.kept
+    3200
+    """
+
+    name: str
+    context: int
+    parameters: Figure
+    kv_per_token: Figure
+    kv_tokens: Figure
+    state: Figure
+    flops_per_token: Figure
+
+    @property
+    def kept(self) -> int:
+        """The number of values that a cache holds at this context."""
+        return self.kv_per_token.value * self.kv_tokens.value + self.state.value
+
+    def __str__(self) -> str:
+        rows = (
+            ("parameters", self.parameters),
+            ("values cached per token", self.kv_per_token),
+            ("tokens cached", self.kv_tokens),
+            ("values of the state", self.state),
+            ("FLOPs per decoded token", self.flops_per_token),
+        )
+        lines = [f"{label:<26}{figure}" for label, figure in rows]
+        return "\n".join([f"{self.name}, context {self.context:,}", *lines])
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How many parameters a layer has, by kind.
+
+    Attributes:
+        matrices: values of linear maps.
+        biases: values of biases; sinks and gates count as biases.
+        norms: values of norms.
+        apart: how many of the values in `matrices` a decoded token does not multiply exactly once.
+            The FLOPs of those depend on the context, and `Spec.step` counts them.
+
+    >>> Weights(12, 4) + Weights(norms=2)
+    Weights(matrices=12, biases=4, norms=2, apart=0)
+    """
+
+    matrices: int = 0
+    biases: int = 0
+    norms: int = 0
+    apart: int = 0
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            self.matrices + other.matrices,
+            self.biases + other.biases,
+            self.norms + other.norms,
+            self.apart + other.apart,
+        )
+
+    @property
+    def total(self) -> int:
+        """The number of all parameters."""
+        return self.matrices + self.biases + self.norms
+
+    @property
+    def mapped(self) -> int:
+        """The number of matrix values that every token multiplies once, whatever the context."""
+        return self.matrices - self.apart
+
+
+@dataclass(frozen=True)
+class Cached:
+    """What a cache holds of one text: the same parts for each of some tokens, and a state of fixed
+    size.
+
+    Attributes:
+        parts: the number of heads and their dim for each part of a token: keys and values, or a
+            latent.
+        tokens: how many tokens are held.
+        state: values that are held whatever the length.
+        bounded: whether old tokens are dropped.
+        given: whether the tokens belong to another text, so that a written token adds nothing.
+
+    >>> cached = Cached(parts=((8, 128), (8, 128)), tokens=100)
+    >>> cached.per_token, cached.numbers
+    (2048, 204800)
+    """
+
+    parts: tuple[tuple[int, int], ...] = ()
+    tokens: int = 0
+    state: int = 0
+    bounded: bool = False
+    given: bool = False
+
+    @property
+    def per_token(self) -> int:
+        """The number of values of one token."""
+        return sum(heads * dims for heads, dims in self.parts)
+
+    @property
+    def numbers(self) -> int:
+        """The number of all values, the state included."""
+        return self.per_token * self.tokens + self.state
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The heads of a mechanism: H query heads of D, G key heads of D, and G value heads of E.
+
+    >>> shape = HeadShape(heads=32, groups=8, head_dim=128, value_dim=128)
+    >>> shape.maps(4096).matrices, shape.label
+    (41943040, 'GQA 32/8 heads of 128')
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """The keys and the values of one token, as `Cached` has them."""
+        return (self.groups, self.head_dim), (self.groups, self.value_dim)
+
+    def query_maps(self, dim: int) -> int:
+        """The number of values of the matrices that make queries and the output: M H (D + E)."""
+        return dim * self.heads * (self.head_dim + self.value_dim)
+
+    def key_maps(self, dim: int) -> int:
+        """The number of values of the matrices that make keys and values: M G (D + E)."""
+        return dim * self.groups * (self.head_dim + self.value_dim)
+
+    def maps(self, dim: int) -> Weights:
+        """The parameters of all four matrices, without biases."""
+        return Weights(self.query_maps(dim) + self.key_maps(dim))
+
+    @property
+    def label(self) -> str:
+        """The name of such attention with its sizes: MHA, GQA or MQA."""
+        if self.heads == self.groups:
+            kind = "MHA"
+        else:
+            kind = "MQA" if self.groups == 1 else "GQA"
+        return f"{kind} {self.heads}/{self.groups} heads of {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Spec(ABC):
+    """The cost of one layer of a mechanism, as a function of its sizes and of the context.
+
+    Attributes:
+        weights: its parameters: computed from sizes by the classmethod `of`, or counted in a built
+            module.
+        parts: what a cache holds of one token, as heads and dims of each part; empty if nothing is
+            cached by token.
+    """
+
+    weights: Weights
+    parts: tuple[tuple[int, int], ...]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The mechanism, with the sizes that distinguish layers of one model."""
+
+    @abstractmethod
+    def step(self, context: int) -> Figure:
+        """FLOPs of the decoded token at position context - 1, without the 2 FLOPs for each of
+        `weights.mapped`.
+        """
+
+    @abstractmethod
+    def prefill_flops(self, context: int) -> int:
+        """FLOPs of the first `context` tokens at once, without the 2 FLOPs for each of
+        `weights.mapped` and token.
+        """
+
+    @property
+    def values_per_token(self) -> Figure:
+        """How many values a cache holds for one token."""
+        sizes = [heads * dims for heads, dims in self.parts]
+        return Figure(sum(sizes), " + ".join(map(str, sizes)))
+
+    def tokens(self, context: int) -> Figure:
+        """How many tokens a cache holds after `context` tokens."""
+        return Figure(context, "S") if self.parts else NOTHING
+
+    @property
+    def state(self) -> Figure:
+        """How many values are cached whatever the length."""
+        return NOTHING
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a cache drops old tokens."""
+        return False
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The names of equivalent forms with different FLOPs; empty if the mechanism has only
+        one.
+        """
+        return ()
+
+    def cached(self, context: int) -> Cached:
+        """What a cache holds after `context` tokens."""
+        return Cached(self.parts, self.tokens(context).value, self.state.value, self.bounded)
+
+    def read(self, context: int) -> Cached:
+        """The part of the cache that the decoded token at position context - 1 reads."""
+        return self.cached(context)
+
+    def decode_flops(self, context: int, form: str | None = None) -> int:
+        """The value of `step`; in one of `forms`, if a form is named."""
+        return self.step(context).value
+
+    def describe(self, context: int, name: str | None = None) -> Description:
+        """All figures at a context.
+
+        Args:
+            context: the number of tokens up to the one that is decoded, its own included.
+            name: what the layer is called; None is `self.name`.
+
+        Raises:
+            ArgumentError: the context is less than 1.
+        """
+        if context < 1:
+            raise ArgumentError(f"context is {context}; it must be at least 1")
+        mapped, step = self.weights.mapped, self.step(context)
+        return Description(
+            self.name if name is None else name,
+            context,
+            Figure(self.weights.total, ""),
+            self.values_per_token,
+            self.tokens(context),
+            self.state,
+            Figure(2 * mapped + step.value, f"2 x {mapped} ({self._maps}) + {step.formula}"),
+        )
+
+    _maps = "matrices"
