@@ -31,6 +31,7 @@ def test_every_cache_is_in_the_suite() -> None:
     assert all(hasattr(regard.caches, name) or name == "Cross" for name in NO_TOKENS)
 
 
+@pytest.mark.full(keep=6)
 @every
 @few
 @given(run=steps(), start=st.sampled_from((0, 0, 3, 17)))
@@ -50,6 +51,7 @@ def test_steps_of_one_size_far_past_the_window(kind: Kind, n: int) -> None:
         padded.feed([[True] * n, [(i + j) % 3 > 0 for j in range(n)]], attend=i % 3 == 0)
 
 
+@pytest.mark.full(keep=5)
 @every
 @few
 @given(run=steps(), more=steps(), back=st.integers(0, 12))

@@ -551,6 +551,7 @@ def test_exceptions_behind_their_slots_are_refused() -> None:
         Quantised(bits=8, group=4, residual=4).fill(held)
 
 
+@pytest.mark.full
 def test_keys_and_values_of_two_memories_are_opened() -> None:
     """Codes of another number of slots: one loop over both would read behind the shorter ones."""
     x, seen = torch.randn(1, 2, 16, 8), torch.ones(1, 16, dtype=torch.bool)

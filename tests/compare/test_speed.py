@@ -45,6 +45,7 @@ def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
     return H * D * (D + (name == "linear"))
 
 
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("context", [9, 20, 24])
 def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:

@@ -42,6 +42,7 @@ def read(raw: dict[str, Any], tokens: int, room: Room | None = None, rows: int =
 DECODERS = [name for name, raw in TINY.items() if raw["model_type"] not in ("bert", "t5", "gemma3")]
 
 
+@pytest.mark.full(keep=25)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(("tokens", "rows"), [(21, 1), (3, 2)])
 def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:

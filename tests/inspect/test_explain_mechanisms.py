@@ -31,6 +31,7 @@ def found(name: str, **where: Any) -> Explanation:
     return explain(specimen(name, TEXT), **where)
 
 
+@pytest.mark.full(keep=18)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_mechanism_is_explained(name: str) -> None:
     """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has 80 columns."""

@@ -149,6 +149,7 @@ def test_a_network_without_attention_is_refused() -> None:
         explain(model())
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     ("task", "name", "text", "place"),
     [

@@ -94,6 +94,7 @@ def test_a_prompt_in_pieces(stand_in: Model, chunk: int | None) -> None:
     assert found.sound
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize(
     "cache", [None, "growing", "fixed", "paged", "quantised", "ring", "streaming"]
 )

@@ -101,6 +101,7 @@ def made_for(kernel: Kernel) -> slice:
     return slice(34, 40) if kernel.name == "cpu" else slice(None)
 
 
+@pytest.mark.full(keep=24)
 @pytest.mark.parametrize("kernel, name, dtype", CELLS, ids=lambda x: getattr(x, "name", str(x)))
 def test_every_kernel_gives_the_same_bits_with_and_without(
     kernel: Kernel, name: str, dtype: torch.dtype
@@ -165,6 +166,7 @@ def test_a_kernel_without_lse_runs_and_another_one_gives_the_lse(
     assert found.sound
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", sorted(CAUSAL))
 def test_every_mechanism_with_its_cache(name: str) -> None:
     """Outputs bit for bit; sound sums; and the patterns of chunks and tokens are those of one pass."""
@@ -208,6 +210,7 @@ CACHES: dict[str, Callable[[], Cache]] = {
 PADDED = torch.tensor([[-1, -1, -1, *range(T - 3)], [*range(T)]])
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", CACHES)
 def test_every_cache_under_chunks_tokens_and_left_padding(kind: str, padded: bool) -> None:

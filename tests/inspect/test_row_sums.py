@@ -79,7 +79,7 @@ def refusal(kernel: str, inputs: Any, options: dict[str, Any]) -> list[str]:
     return WATCHED[kernel].why_not(replace(make_call(*inputs, **options), wants_lse=True))
 
 
-@pytest.mark.full(keep=41)
+@pytest.mark.full(keep=15)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("kernel", WATCHED)

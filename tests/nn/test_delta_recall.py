@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,6 +54,7 @@ def recall(rule: nn.Module | None, rate: float) -> float:
         return float((answer(keys, values).argmax(-1) == right).float().mean())
 
 
+@pytest.mark.full
 def test_the_last_value_of_a_key_is_learnt() -> None:
     """A sum does not know which of two values came last: it is right in (1 + 1/16) / 2 = 53 % of 1024, give or take 1.6."""
     assert recall(None, 0.01) > 0.9

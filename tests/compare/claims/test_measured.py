@@ -68,6 +68,7 @@ def exact(seed: int) -> dict[str, Outcome]:
     return {one.claim.id: one for one in found}
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize(("name", "wanted"), EXACT.items())
 @pytest.mark.parametrize("seed", [0, 1])
 def test_exact_claims_have_their_verdict_whatever_the_seed(name: str, wanted: str, seed: int) -> None:  # fmt: skip
@@ -160,7 +161,7 @@ def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
     assert all(torch.equal(own[name], old[name]) for name in old)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_claims_run_at_a_tiny_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (groups, scale, values):  # one seed is enough to see that it runs

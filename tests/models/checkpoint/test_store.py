@@ -421,6 +421,7 @@ def test_booleans_are_0_or_1(tmp_path: Path) -> None:
         dict(Store.open(tmp_path).read())
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_tensor_owns_its_memory(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -271,6 +271,7 @@ print(peak() - before, sum(p.nbytes for p in model.decoder.parameters()))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_memory_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     """At most the checkpoint and a tenth; a second copy would be seen."""

@@ -153,6 +153,7 @@ def mixed() -> Decoder:
     )
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize(
     "room, wanted",
     [

@@ -130,7 +130,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(keep=3)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:

@@ -12,11 +12,15 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.ops.softmax.call import make_call
+from regard.ops.softmax.dispatch import KERNELS
 
 B, H, T, S, D = 1, 2, 17, 40, 16
 HIDDEN = slice(30, S)
 MASK = masks.Padding.right([30])
 BACKENDS = ("auto", "cpu", "sdpa", "tiled", "flex", "gemm", "reference")
+
+
+HUGE = [2e17, -2e17, 1e24, -1e24, 3e29, -3e29, 3e38, -3e38, math.inf, math.nan]
 
 
 def inputs(size: float, *, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -29,9 +33,7 @@ def inputs(size: float, *, gradient: bool = False) -> tuple[Tensor, Tensor, Tens
 
 
 @pytest.mark.full(keep=15)
-@pytest.mark.parametrize(
-    "size", [2e17, -2e17, 1e24, -1e24, 3e29, -3e29, 3e38, -3e38, math.inf, math.nan]
-)
+@pytest.mark.parametrize("size", HUGE)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_behind_a_mask(backend: str, size: float) -> None:
     rows = slice(0, 4) if backend == "cpu" else slice(None)
@@ -46,6 +48,18 @@ def test_behind_a_mask(backend: str, size: float) -> None:
     assert other.isfinite().all()
     assert torch.allclose(other, out, rtol=1e-4, atol=1e-5)
     assert torch.allclose(other_lse, lse, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_who_never_refuses(backend: str) -> None:
+    """The others multiply what is masked by 0, and refuse."""
+    if backend == "cpu":
+        pytest.importorskip("numba", reason="the kernel cpu is compiled by Numba")
+    kernel = next(x for x in KERNELS if x.name == backend)
+    for size in HUGE:
+        q, k, v = inputs(size)
+        rows = slice(0, 4) if backend == "cpu" else slice(None)
+        assert kernel.why_not(make_call(q[:, :, rows], k, v, mask=MASK, wants_lse=True)) == []
 
 
 @pytest.mark.parametrize("size", [2e17, -1e24, 3e29, -3e38, math.nan])
