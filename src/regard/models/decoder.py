@@ -69,6 +69,7 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "B n M"]:
         """States [B,T,M] of ids [B,T] behind the last norm, from which the head makes logits; arguments as `forward`.
 
+        >>> import torch
         >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
         >>> decoder.hidden(torch.tensor([[1, 2]])).shape
         torch.Size([1, 2, 4])

@@ -40,6 +40,7 @@ class EncoderDecoder(nn.Module):
     Raises:
         ArgumentError: ids are not [B,T]; caches are not one per layer; there is no memory, or two.
 
+    >>> import torch
     >>> model = transformer(11, 8, 2, 1)
     >>> source, target = torch.tensor([[3, 4, 5]]), torch.tensor([[1, 2]])
     >>> model(source, target).shape

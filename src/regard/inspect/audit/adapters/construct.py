@@ -159,6 +159,7 @@ def _sizes(known: dict[str, inspect.Parameter], claim: Claim) -> dict[str, Any]:
 def is_factory(target: Any) -> bool:
     """Whether it builds a module: a class of modules, or a function of sizes.
 
+    >>> import torch
     >>> is_factory(nn.MultiheadAttention), is_factory(torch.softmax)
     (True, False)
     """
