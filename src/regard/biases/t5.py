@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 from dataclasses import dataclass
 
@@ -73,7 +72,10 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
         # a logarithm says where about; whole numbers decide
         near = e * math.exp(m / n * math.log(max_distance / e))
         low, high = int(near * (1 - 1e-9)), int(near * (1 + 1e-9)) + 2
-        starts.append(low + bisect.bisect_left(range(low, high), bound, key=lambda d: d**n))
+        while low < high:  # by hand, since a compiled graph cannot trace the bisect module
+            middle = (low + high) // 2
+            low, high = (low, middle) if middle**n >= bound else (middle + 1, high)
+        starts.append(low)
     return tuple(starts)
 
 
