@@ -251,7 +251,9 @@ def test_a_folder_that_is_no_run_is_refused(made: Path, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="cannot load a trained task"):
         load(tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(FileError, match="file: cannot make the folder: File exists; choose another"):
+    with pytest.raises(
+        FileError, match="file: cannot make the folder: File exists; choose another"
+    ):
         TaskRun(
             {"out": tmp_path / "file", "task": "copy", "model": "lstm", "dim": 4, "hidden": 4}
         ).run()
