@@ -230,7 +230,7 @@ def intensity(flops: float, moved: float) -> float:
 
 
 def bounds(report: CostReport, machine: Machine) -> dict[str, Bound]:
-    """Of the prompt, and of one decoded token.
+    """Return the roofline bounds of the prompt and of one decoded token.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> found = bounds(CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm"))

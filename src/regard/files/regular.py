@@ -116,7 +116,7 @@ def _unreadable(path: Path, error: Exception) -> FileError:
 
 
 def present(folder: Path, name: str) -> Path | None:
-    """As `inside`, of a file that a folder may lack: None where nothing has the name, not even a link that leads nowhere.
+    """Return the checked path of a file that a folder may lack: None where nothing has the name, not even a broken link.
 
     Raises:
         FileError: as `inside`.

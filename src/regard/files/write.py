@@ -86,7 +86,7 @@ def written(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """As `written`, for a file whose name a user gave: what cannot be is refused with the package's own error.
+    """Write a file whose name a user gave, whole or not at all, and raise the package's own error if that fails.
 
     Raises:
         FileError: as `check_target`, or the disk refuses.

@@ -58,7 +58,7 @@ class Layer:
         return (~self.mask.block(Span(0, T), Span(0, T))[0, 0]).long().numpy()
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values: every tensor with its numbers, minus infinity as None."""
+        """Return plain values for JSON: every tensor with its numbers, minus infinity as None."""
         return {
             "name": self.name, "mask": str(self.mask), "input": list(self.x.shape), "blocked": self.blocked.tolist(),
             "stages": [plain(stage.told()) | {"values": plain(stage.values.numpy())} for stage in self.stages],

@@ -97,7 +97,7 @@ class SelectedAttention(Mixer):
         return SelectedSpec(count_weights(self), (*shape.parts, *own), shape.heads, selection)
 
     def describe(self, context: int = 4096) -> Description:
-        """As every mechanism; the selector gives the name."""
+        """Describe the layer as every mechanism does, under the name of its selector."""
         return self.spec.describe(context, type(self.select).__name__)
 
 

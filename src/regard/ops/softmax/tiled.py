@@ -237,7 +237,7 @@ def backward(
 def _weigh(
     call: Call, seed: int, row: tuple[Tensor, ...], memory: tuple[Tensor, Tensor], rows: slice, piece: Piece
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Of a piece, without the 1/l of the weights: p, dp, p as dropout left it, and the slope of the softcap if there is one."""
+    """Compute one piece without the 1/l of the weights: p, dp, p after dropout, and the slope of the softcap if there is one."""
     (query, row_top, d_row), (k, v) = row, memory
     s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
     p = s.sub_(row_top).exp_()

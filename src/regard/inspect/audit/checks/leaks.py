@@ -122,7 +122,7 @@ def keys(probe: Probe, T: int | None = None) -> list[Finding]:
 
 
 def _columns(probe: Probe, T: int) -> list[Finding]:
-    """Of code whose rule is not known: a key that nobody uses, while every query uses another one."""
+    """Find a key that no query uses although every query uses another one, in code whose mask is not known."""
     x = 0.3 * probe.inputs(1, T)
     subject = probe.wide or probe.subject
     got = influence(lambda x: probe.ask(x, subject=subject).out, x, probe.changed).seen
