@@ -59,6 +59,7 @@ def assert_right(call: Call, what: str) -> None:
     assert_close_rule(found.lse, [x.float() for x in lses], exact[1], what=f"lse, {what}")
 
 
+NUMBERS = torch.Generator().manual_seed(0)
 RECIPES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"mask": masks.Causal()},
@@ -68,9 +69,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "no structure": {"mask": masks.Causal() & masks.Fn(lambda q, k: (q - k) % 3 != 1)},
     "alibi": {"mask": masks.Causal(), "bias": biases.ALiBi(6)},
     "alibi both ways": {"bias": biases.ALiBi(6, symmetric=True)},
-    "learned bias": {"bias": biases.T5Relative(torch.randn(32, 6))},
+    "learned bias": {"bias": biases.T5Relative(torch.randn(32, 6, generator=NUMBERS))},
     "softcap": {"softcap": 3.0, "mask": masks.Causal()},
-    "sink": {"sink": torch.randn(6)},
+    "sink": {"sink": torch.randn(6, generator=NUMBERS)},
     "scale": {"scale": -0.3},
 }
 

@@ -118,6 +118,7 @@ def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> Non
         assert_close_rule(got, others, torch.cat([x[i] for x in exact], 1), what=f"{name}, {what}")
 
 
+NUMBERS = torch.Generator().manual_seed(0)
 RECIPES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"mask": masks.Causal()},
@@ -125,8 +126,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "heads": {"mask": masks.Heads([masks.Causal() & masks.Window(5 + 60 * h) for h in range(6)])},
     "no structure": {"mask": masks.Causal() & masks.Fn(lambda q, k: (q - k) % 3 != 1)},
     "alibi": {"mask": masks.Causal(), "bias": biases.ALiBi(6)},
-    "learned bias": {"bias": biases.T5Relative(torch.randn(32, 6))},
-    "softcap, sink, scale": {"softcap": 3.0, "sink": torch.randn(6), "scale": -0.3},
+    "learned bias": {"bias": biases.T5Relative(torch.randn(32, 6, generator=NUMBERS))},
+    "softcap, sink, scale": {"softcap": 3.0, "sink": torch.randn(6, generator=NUMBERS), "scale": -0.3},
 }
 
 
