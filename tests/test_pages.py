@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard import pages
-from regard.caches import Quantised, appended
+from regard.caches import Quantised, quantised
 from regard.span import Span
 
 
@@ -32,7 +32,7 @@ def test_codes_of_a_long_prompt_stand_there(monkeypatch: pytest.MonkeyPatch) -> 
         made.append(tuple(shape))
         return pages.empty_like(x, shape)
 
-    monkeypatch.setattr(appended, "empty_like", noted)
+    monkeypatch.setattr(quantised, "empty_like", noted)
     cache = Quantised(8, group=16, residual=16)
     k, v = torch.randn(2, 1, 2, 80, 16)
     cache.update((k, v), Span(0, 80))

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from regard.bench import CASES, Case, Peer
 from regard.bench.peers import llama_cpp, onnx_runtime, ours, torch_flex, torch_sdpa, x_transformers
 from regard.bench.problems import AttentionSizes, ModelSizes
-from regard.bench.rule import compare
+from regard.bench.result import compare
 from tests.bench.small import CPU, SMALL
 
 SLOW = (torch_flex.ATTENTION,)  # compiled for seconds; below it runs as it stands

@@ -46,7 +46,7 @@ ATTENTION = [name for name, sizes in SMALL.items() if isinstance(sizes, Attentio
 def test_the_reference_is_the_definition(
     name: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regard.bench.problems.straight.BLOCK_BYTES", block)
+    monkeypatch.setattr("regard.bench.problems.attention.BLOCK_BYTES", block)
     problem = SMALL[name].problem(torch.float32, CPU)
     assert isinstance(problem, AttentionProblem)
     want = loops(problem)

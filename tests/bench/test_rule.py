@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.bench.rule import FACTOR, GRADIENT_FACTOR, SHARE, compare
+from regard.bench.result import FACTOR, GRADIENT_FACTOR, SHARE, compare
 
 REFERENCE = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -11,11 +11,10 @@ import torch
 
 from regard.bench import Budget, Case, Ceilings, Peer, Way, measure
 from regard.bench.case import Outputs, Work
-from regard.bench.ceilings import Reading
+from regard.bench.machine import Reading
 from regard.bench.peers import ours
 from regard.bench.problems import AttentionProblem
-from regard.bench.result import Measured, Times, as_json, timed
-from regard.bench.rule import Verdict
+from regard.bench.result import Measured, Times, Verdict, as_json, timed
 from regard.bench.runner import threads
 from regard.bench.table import header, table
 from tests.bench.small import CPU, SMALL

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from regard.bench.peers import llama_cpp, onnx_runtime, x_transformers
 from regard.bench.problems import AttentionSizes, ModelProblem, ModelSizes
-from regard.bench.problems.straight_model import last_logits
-from regard.bench.rule import compare
+from regard.bench.problems.model import last_logits
+from regard.bench.result import compare
 from tests.bench.small import CPU, SMALL
 
 

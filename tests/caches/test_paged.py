@@ -13,7 +13,7 @@ from torch import Tensor
 
 import regard
 from regard.caches import Paged, Pool, kept
-from regard.caches.table import Table
+from regard.caches.paged import Table
 from regard.span import Span, as_tensor
 
 SIZE = 4

@@ -14,9 +14,8 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing, Quantised
-from regard.caches.appended import Appended
-from regard.caches.codes import _pack, _rounded_up, _unpack, dequantise, quantise
-from regard.caches.packed import Coded, Packed
+from regard.caches.codes import Coded, Packed, _pack, _rounded_up, _unpack, dequantise, quantise
+from regard.caches.quantised import Appended
 from regard.span import Positions, Span, as_tensor
 
 GROUP, RESIDUAL = 4, 6

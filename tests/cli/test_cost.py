@@ -206,14 +206,14 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_machine_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from regard.bench import ceilings
+    from regard.bench import machine
 
-    real = ceilings.Ceilings.measure
+    real = machine.Ceilings.measure
 
-    def small(dtypes: Any, device: Any) -> ceilings.Ceilings:
+    def small(dtypes: Any, device: Any) -> machine.Ceilings:
         return real(dtypes, device, rounds=1, read_bytes=1 << 20, side=32)
 
-    monkeypatch.setattr(ceilings.Ceilings, "measure", staticmethod(small))
+    monkeypatch.setattr(machine.Ceilings, "measure", staticmethod(small))
     told = figures(capsys, "gpt2", "--machine", "here")["roofline"]
     assert told["machine"] == "here"
     assert told["bandwidth"] > 0

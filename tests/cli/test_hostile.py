@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from regard.cli import _explained
+from regard.cli import _explain_target
 from regard.cli.app import LONGEST, run
 from regard.errors import ArgumentError
 from regard.inspect.reading import Reading
@@ -71,15 +71,15 @@ def _reading(tokens: int) -> Reading:
 def test_explain_takes_16384_tokens_and_no_more(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _explained.LONGEST == 16_384
-    check = getattr(_explained._check_length, "__wrapped__", _explained._check_length)
+    assert _explain_target.LONGEST == 16_384
+    check = getattr(_explain_target._check_length, "__wrapped__", _explain_target._check_length)
     check(_reading(16_384))
     with pytest.raises(
         ArgumentError,
         match="the text has 16,385 tokens, and every pair of them is looked at; at most 16,384 are explained: give a part",
     ):
         check(_reading(16_385))
-    monkeypatch.setattr(_explained, "LONGEST", 3)
+    monkeypatch.setattr(_explain_target, "LONGEST", 3)
     monkeypatch.setenv("COLUMNS", "300")
     for more in ((), ("--attention", "mqa")):
         assert run(["explain", "to be or not to be", *more]) == 2

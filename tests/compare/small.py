@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.compare.compared import Plan
 from regard.compare.lessons import Recall
-from regard.compare.mechanisms import Shape, contestants
+from regard.compare.mechanisms import Shape, configs, contestants
 from regard.compare.quality import Training
-from regard.compare.same import configs
+from regard.compare.results import Plan
 from regard.compare.speed import Timing
 
 SHAPE = Shape(dim=32, layers=1, heads=4, window=8)

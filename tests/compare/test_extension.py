@@ -10,9 +10,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.compare.cached import POLICIES, Keeping, consistency, policies, under
-from regard.compare.extended import Asked, Extended, extend_all, heads, page, pictures, rows, table
-from regard.compare.extension import METHODS, about, extended, lengths_for, rotary_of, spectrum
+from regard.compare.extension import (
+    METHODS,
+    POLICIES,
+    Asked,
+    Extended,
+    Keeping,
+    about,
+    consistency,
+    extend_all,
+    extended,
+    heads,
+    lengths_for,
+    page,
+    pictures,
+    policies,
+    rotary_of,
+    rows,
+    spectrum,
+    table,
+    under,
+)
 from regard.errors import ArgumentError
 from regard.models.model import Model
 from regard.view.curves import svg

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.compare.lessons import Lesson, Recall, Text, lessons
 from regard.errors import ArgumentError
 from regard.train.corpus import Document
-from regard.train.tasks.made import IGNORED
+from regard.train.tasks.examples import IGNORED
 
 LETTERS = [Document(f"{i}", f"{chr(97 + i)}" * 900) for i in range(4)]
 

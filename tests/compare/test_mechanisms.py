@@ -8,12 +8,13 @@ from regard.compare.mechanisms import (
     NAMES,
     Contestant,
     Shape,
+    configs,
     contestants,
     decoder,
     parameters,
+    same_parameters,
 )
-from regard.compare.same import configs, same_parameters
-from regard.compare.work import ids
+from regard.compare.speed import ids
 from regard.errors import ArgumentError
 from regard.train.losses import next_token_loss
 from tests.compare.small import SHAPE

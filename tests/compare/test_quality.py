@@ -11,8 +11,8 @@ import pytest
 
 from regard.compare import lessons, quality
 from regard.compare.experiment import Session, Store
-from regard.compare.judged import judged
 from regard.compare.quality import Training, job_name, pilot, steps_that_fit
+from regard.compare.results import judged
 from regard.compare.run import Comparison
 from regard.errors import ArgumentError
 from tests.compare.small import MACHINE, taught

@@ -11,9 +11,8 @@ import torch
 
 from regard import attend
 from regard.bench import timing
-from regard.compare import speed, work
-from regard.compare.mechanisms import NAMES, Contestant, Shape, contestants, decoder
-from regard.compare.same import configs
+from regard.compare import speed
+from regard.compare.mechanisms import NAMES, Contestant, Shape, configs, contestants, decoder
 from regard.compare.speed import Timing
 from regard.cost.config import read
 from regard.cost.report import CostReport, Setting
@@ -66,15 +65,15 @@ def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     made = Contestant(name, name, VARIANTS[name].sizes).config(SHAPE)
     model = _drawn(decoder(made))
     with torch.inference_mode():
-        whole = model(work.ids(made, 2, 21))[:, -1:]
-    step = work.decode(model, made, 21, batch=2)
+        whole = model(speed.ids(made, 2, 21))[:, -1:]
+    step = speed.decode(model, made, 21, batch=2)
     first, second, third = step(), step(), step()
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     scale = float(whole.abs().max())
     assert float((first - whole).abs().max()) <= 1e-12 * scale
     with torch.inference_mode():
-        other = model(work.ids(made, 2, 20))[:, -1:]
+        other = model(speed.ids(made, 2, 20))[:, -1:]
     assert float((first - other).abs().max()) > 1e-3 * scale
 
 
@@ -82,8 +81,8 @@ def test_the_first_token_has_no_prompt() -> None:
     made = configs(contestants(["mha"], SHAPE), SHAPE)["mha"]
     model = _drawn(decoder(made))
     with torch.inference_mode():
-        whole = model(work.ids(made, 1, 1))
-    found = work.decode(model, made, 1)()
+        whole = model(speed.ids(made, 1, 1))
+    found = speed.decode(model, made, 1)()
     assert float((found - whole).abs().max()) <= 1e-12 * float(whole.abs().max())
 
 
@@ -99,7 +98,7 @@ def _drawn(model: Decoder) -> Decoder:
 def test_prompts_fill_new_caches_each_time() -> None:
     made = configs(contestants(["mha", "window"], SHAPE), SHAPE)
     for config in made.values():
-        step = work.prefill(decoder(config), config, 20)
+        step = speed.prefill(decoder(config), config, 20)
         one, two = step(), step()
         assert one is not two
         assert {len(cache) for cache in (*one, *two)} == {20 if config.attention == "gqa" else 8}
@@ -107,7 +106,7 @@ def test_prompts_fill_new_caches_each_time() -> None:
 
 def test_training_steps_train() -> None:
     made = configs(contestants(["linear"], SHAPE), SHAPE)["linear"]
-    step = work.training(decoder(made), made, 12, 2)
+    step = speed.training(decoder(made), made, 12, 2)
     losses = [step() for _ in range(4)]
     assert losses == sorted(losses, reverse=True)
 
@@ -119,7 +118,7 @@ def test_kernels_that_ran() -> None:
     assert rows["linear"]["kernels"] == []
     assert rows["mha"]["kernels"]
     q = torch.zeros(1, 1, 2, 4)
-    assert work.kernels(lambda: [attend(q, q, q, backend=b) for b in ("tiled", "reference", "tiled")]) == [
+    assert speed.kernels(lambda: [attend(q, q, q, backend=b) for b in ("tiled", "reference", "tiled")]) == [
         "tiled", "reference",
     ]  # fmt: skip
 

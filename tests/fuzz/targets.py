@@ -251,9 +251,9 @@ def _settings(folder: Path) -> None:
 
 
 def _use_settings(folder: Path) -> None:
-    from regard.train import config
+    from regard.cli import train
 
-    config.read(folder / "a.toml")
+    train.read(folder / "a.toml")
 
 
 def _kept(folder: Path) -> None:

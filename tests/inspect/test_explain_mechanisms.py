@@ -19,7 +19,7 @@ from regard.inspect.capture import capture
 from regard.inspect.effective import effective_row
 from regard.inspect.specimen import specimen
 from regard.nn.variants import VARIANTS
-from regard.view import ansi
+from regard.view import explanation
 
 TEXT = "a fluffy blue creature roamed the verdant forest and slept"
 LINEAR = {"delta_net", "gated_delta_net", "linear_attention", "retention", "gated_linear"}
@@ -52,7 +52,7 @@ def test_every_mechanism_is_explained(name: str) -> None:
     if f.kind != "linear":
         assert f.products.sum() == pytest.approx(f.scores[0].values[f.key], abs=1e-9)
     out = StringIO()
-    ansi.show(
+    explanation.show(
         json.loads(json.dumps(f.as_dict(), allow_nan=False)),
         Console(file=out, width=80, color_system=None),
     )
@@ -72,7 +72,7 @@ def test_the_shortest_texts_are_explained(name: str, text: str) -> None:
     f = explain(specimen(name, text))
     assert f.check < ROUNDING
     json.dumps(f.as_dict(), allow_nan=False)
-    ansi.page(f.as_dict())
+    explanation.page(f.as_dict())
 
 
 def _sink(f: Explanation) -> float:

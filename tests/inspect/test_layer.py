@@ -15,7 +15,7 @@ from regard.inspect.stages import MOST_PAIRS, stages, tensors_of
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.variants import cross_attention, mha
-from regard.view.ansi import page
+from regard.view.explanation import page
 from regard.view.layer import sections, table, text
 from tests.golden import DATA, difference, tensor
 from tests.inspect.stand_in import TEXT, model

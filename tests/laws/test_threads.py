@@ -26,19 +26,19 @@ from torch import Tensor, nn
 import regard
 from regard import biases, masks, process
 from regard.caches import Cache, Paged, Quantised
-from regard.caches.packed import Packed
-from regard.caches.pool import Pool
+from regard.caches.codes import Packed
+from regard.caches.paged import Pool
 from regard.files import write
 from regard.inspect import Recorder, capture, layer
 from regard.inspect.audit import audit
 from regard.inspect.readers import reading
 from regard.models.checkpoint.store import Store
 from regard.models.tokenizer import Tokenizer
-from regard.nn import row_rotary
+from regard.nn import dynamic_rotary
 from regard.ops.gemv import gemv
 from regard.ops.jit import pool, team
 from regard.ops.norm import rms_norm
-from regard.ops.softmax import entry, flex
+from regard.ops.softmax import cpu, flex
 from regard.ops.softmax.dispatch import KERNELS
 from regard.positions import DynamicNTK, Rotary
 from regard.span import Span
@@ -148,7 +148,7 @@ def test_kept_tables_are_read_only_and_survive_being_thrown_out(monkeypatch: pyt
             calls.append(lambda q=q, k=k, v=v, mask=mask: regard.attend(q, k, v, mask=mask, backend="cpu"))  # fmt: skip
     check_crowd(calls, 1)
     where, rule = Span(7, 2), masks.Causal() & masks.Window(4)
-    kept = [*entry._run(where), *(entry._ranges(rule, where) or ())]
+    kept = [*cpu._run(where), *(cpu._ranges(rule, where) or ())]
     q, k, v = inputs(2, 9)
     for mask in (masks.Causal(), rule):
         regard.attend(q, k, v, mask=mask, backend="cpu")
@@ -169,7 +169,7 @@ def test_compiled_maps_and_norms() -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(entry, "PART", 500)
+    monkeypatch.setattr(cpu, "PART", 500)
     monkeypatch.setattr(team, "POOL", pool.Pool())
     if own:
         monkeypatch.setattr(team, "_parallel", lambda: None)
@@ -202,7 +202,7 @@ def test_rotaries() -> None:
     x = torch.randn(2, 2, 3, 8)
     where = [Span(50 * n, 3) for n in range(4)] + [torch.tensor([[n, n + 1, 7], [0, 1, 2]]) for n in range(4)]  # fmt: skip
     followed = Rotary(8, scaling=DynamicNTK(2.0, 4), length="current")
-    for module in (Rotary(8), followed, row_rotary.RowRotary(followed)):
+    for module in (Rotary(8), followed, dynamic_rotary.RowRotary(followed)):
         check_crowd([lambda p=p, module=module: module(x, p) for p in where], 5)
 
 
@@ -393,7 +393,7 @@ def test_numbers_that_another_thread_has_written_to_stay(
     """A thread makes the numbers and writes to them while another one makes them, too."""
     x, real = packed(kind), packed().numbers().clone()
     if kind is Packed:
-        from regard.caches import packed as home
+        from regard.caches import codes as home
 
         made = home.dequantise
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import regard
 from regard.errors import FileError
 from regard.models.encoder import first
-from regard.models.pooling import Mode, Pooling, pool, read_longest, read_pooling
+from regard.models.text_encoder import Mode, Pooling, pool, read_longest, read_pooling
 from regard.span import Span
 from tests.rules import assert_close_rule
 

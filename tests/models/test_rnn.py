@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import regard
 from regard import Trace
 from regard.models.rnn import RecurrentEncoderDecoder, recurrent
-from regard.nn.rnn import scan
-from regard.nn.rnn_decoders import BahdanauDecoder, PlainDecoder, RecurrentDecoder
+from regard.nn.rnn import BahdanauDecoder, PlainDecoder, RecurrentDecoder, scan
 from regard.nn.variants import bahdanau
 from regard.span import Span
 from tests.oracles.additive import additive

@@ -16,8 +16,8 @@ import regard
 from regard.errors import FileError
 from regard.models import HeadedEncoder, Model, Seq2Seq, TextEncoder
 from regard.models.families import bert
-from regard.models.pooling import Pooling
 from regard.models.save import save
+from regard.models.text_encoder import Pooling
 from regard.models.tokenizer import Tokenizer
 from tests.parity.layers import assert_near
 

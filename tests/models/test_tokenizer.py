@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.models.glyphs import visible
-from regard.models.tokenizer import END_OF_TEXT, Tokenizer
+from regard.models.tokenizer import END_OF_TEXT, Tokenizer, visible
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog",

@@ -15,11 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard import Trace
 from regard.caches import Cross, Growing
-from regard.nn.additive import AdditiveAttention
-from regard.nn.cross import CrossAttention
-from regard.nn.finish import Gated
-from regard.nn.project import Heads, Projection
-from regard.nn.states import States
+from regard.nn.cross import AdditiveAttention, CrossAttention
+from regard.nn.gated import Gated
+from regard.nn.projections import Heads, Projection, States
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
 from tests.oracles.additive import additive

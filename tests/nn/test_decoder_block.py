@@ -16,11 +16,9 @@ import regard
 from regard import Trace
 from regard.masks import Causal
 from regard.nn import Attention
-from regard.nn.block import Block
-from regard.nn.decoder_block import DecoderBlock
-from regard.nn.embed import Embed, Sinusoidal
+from regard.nn.blocks import Block, DecoderBlock, PostNorm, PreNorm, Residual
+from regard.nn.embedding import Embed, Sinusoidal
 from regard.nn.feed_forward import FeedForward
-from regard.nn.residual import PostNorm, PreNorm, Residual
 from regard.nn.variants import cross_attention
 from regard.nn.variants.parts import join, separate
 from regard.positions import Learned

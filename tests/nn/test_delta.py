@@ -14,9 +14,7 @@ from torch import Tensor, nn
 import regard
 from regard.caches import Growing, State
 from regard.nn import Heads, Separate
-from regard.nn.recurrent import Recurrent
-from regard.nn.rules import Decay, Delta
-from regard.nn.steps import Swish, UnitLength
+from regard.nn.recurrent import Decay, Delta, Recurrent, Swish, UnitLength
 from regard.nn.variants import build, delta_net, gated_delta_net
 from regard.span import Span
 from tests.oracles.delta import delta

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.nn import Fused, SwiGLU
-from regard.nn.clipped import Clipped
+from regard.nn.blocks import NormedPath, PreNorm
+from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.logits import CappedLogits
-from regard.nn.residual import NormedPath, PreNorm
+from regard.nn.projections import Clipped
 from regard.positions import Rotary
 from tests.rules import assert_close_rule
 

@@ -18,9 +18,8 @@ from regard.caches import Latent as LatentCache
 from regard.cost import attention_flops
 from regard.cost import latent as cost
 from regard.nn import Attention, Latent, Separate
-from regard.nn.latent import Absorbed, Naive
-from regard.nn.low_rank import LowRank
-from regard.nn.project import Forms, Projection, facing
+from regard.nn.latent import Absorbed, LowRank, Naive
+from regard.nn.projections import Forms, Projection, facing
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Positions, Span, as_tensor

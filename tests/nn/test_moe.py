@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.feed_forward import SwiGLU
-from regard.nn.moe import ClippedSwiGLU, MoE
-from regard.nn.routers import Groups, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.moe import ClippedSwiGLU, Groups, MoE, Router, SigmoidRouter, SoftmaxRouter
 from tests.oracles import moe as oracle
 from tests.rules import GRADIENT, assert_close_rule
 

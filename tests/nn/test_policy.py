@@ -26,8 +26,7 @@ from regard.nn import (
     SwiGLU,
     rotary_heads,
 )
-from regard.nn.policy import PreRope
-from regard.nn.row_rotary import RowRotary, changes, lengths
+from regard.nn.dynamic_rotary import PreRope, RowRotary, changes, lengths
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
 from regard.span import Span
 from tests.rules import assert_close_rule

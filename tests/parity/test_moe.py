@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from regard.nn.feed_forward import SwiGLU
-from regard.nn.moe import ClippedSwiGLU, MoE
-from regard.nn.routers import Groups, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.moe import ClippedSwiGLU, Groups, MoE, Router, SigmoidRouter, SoftmaxRouter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")

@@ -17,14 +17,12 @@ from regard.models.text_encoder import TextEncoder
 from regard.nn.variants import mha
 from regard.positions import sinusoidal
 from regard.train import Settings, fit
-from regard.train.seq2seq import PairLoss
+from regard.train.losses import PairLoss
 from regard.train.tasks import Example
-from regard.train.tasks.alignment import alignment
-from regard.train.tasks.answers import outcomes
-from regard.train.tasks.base import Task
-from regard.train.tasks.made import Made
+from regard.train.tasks.base import Task, Vocabulary
+from regard.train.tasks.evaluate import alignment, outcomes
+from regard.train.tasks.examples import Made
 from regard.train.tasks.models import Recipe, build
-from regard.train.tasks.vocabulary import Vocabulary
 
 # --- S1.6: "The cat is on the mat.", and where a translation looks at "mat"
 

@@ -10,7 +10,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.models.tokenizer import Tokenizer
 from regard.train import Batches, Document, validation_rows
-from regard.train.tokens import stream
+from regard.train.batches import stream
 
 TOKENS = torch.arange(1000)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from regard.cli.train import SECTIONS, read
 from regard.errors import ArgumentError, FileError
-from regard.train.config import SECTIONS, read
 
 FULL = """
 [model]
@@ -46,8 +46,7 @@ def test_a_file_becomes_texts_of_options(tmp_path: Path) -> None:
 def test_every_option_that_shapes_a_run_has_a_place() -> None:
     import inspect
 
-    from regard.cli._tasks import ONLY
-    from regard.cli.train import train
+    from regard.cli.train import ONLY, train
 
     elsewhere = {"ctx", "out", "resume", "json", "config", "set", "task", *ONLY}
     places = [name for names in SECTIONS.values() for name in names]

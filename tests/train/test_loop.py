@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
 from regard.train import Batches, NonFiniteLoss, checkpoints, evaluate, fit, next_token_loss
-from regard.train.interrupts import interrupts
+from regard.train.loop import interrupts
 from tests.train.parts import TOKENS, Small, batches, digest, run, settings
 
 

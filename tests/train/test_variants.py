@@ -14,16 +14,23 @@ from torch import Tensor, nn
 
 import regard
 from regard.errors import ArgumentError
-from regard.models.assembly.mechanism import check_position, decoders, entry_of, layer_of
+from regard.models.assembly.mechanism import (
+    check_position,
+    decoders,
+    entry_of,
+    layer_of,
+    positioned,
+    schemes,
+    windowed,
+)
 from regard.models.families import family, type_of
 from regard.models.families.regard import Config, build
 from regard.models.save import save
 from regard.nn.variants import VARIANTS, gqa, infini, t5
-from regard.nn.variants.options import checked
-from regard.nn.variants.refit import positioned, schemes, windowed
+from regard.nn.variants.registry import checked
 from regard.span import Span
 from regard.train import Batches, Settings, fit, next_token_loss
-from regard.train.variants import config_of, model_of, unreached
+from regard.train.run import config_of, model_of, unreached
 from tests.nn.catalogue import randomise, tokens
 
 V, LENGTH = 19, 23

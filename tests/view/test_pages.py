@@ -18,7 +18,7 @@ from rich.console import Console
 
 from regard.errors import FileError
 from regard.inspect import explain
-from regard.view import ansi, glyphs, html, palette
+from regard.view import explanation, html, palette, text
 from tests.inspect.stand_in import TEXT, model
 
 HOSTILE = (
@@ -51,7 +51,7 @@ def printed(data: dict[str, Any], color: str | None = None) -> str:
     console = Console(
         file=out, width=80, force_terminal=color is not None, color_system=color, no_color=color is None
     )  # fmt: skip
-    ansi.show(data, console)
+    explanation.show(data, console)
     return out.getvalue()
 
 
@@ -65,8 +65,8 @@ def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) ->
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     assert "rows are queries, columns are keys" in text
     assert "why: future" in text
-    assert glyphs.number(data["lse"]) in text
-    assert glyphs.number(data["row_max"]) in text
+    assert text.number(data["lse"]) in text
+    assert text.number(data["row_max"]) in text
     best = max(range(len(data["weights"])), key=lambda j: data["weights"][j])
     line = next(row for row in text.splitlines() if re.match(rf"\s+{best} .*█", row))
     for value in (
@@ -74,8 +74,8 @@ def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) ->
         data["scores"][1]["values"][best],
         data["exps"][best],
     ):
-        assert glyphs.number(value) in line
-    assert glyphs.weight(data["weights"][best]) in line
+        assert text.number(value) in line
+    assert text.weight(data["weights"][best]) in line
     assert f"{data['check']:.1e}" in text
 
 
@@ -89,7 +89,7 @@ def test_colour_adds_nothing_but_colour(data: dict[str, Any]) -> None:
 def test_no_color_is_honoured(data: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     out = StringIO()
-    ansi.show(data, Console(file=out, width=80, force_terminal=True))
+    explanation.show(data, Console(file=out, width=80, force_terminal=True))
     assert not re.search(r"\x1b\[[0-9;]*38;", out.getvalue())
 
 
@@ -99,7 +99,7 @@ def test_many_keys_are_counted_not_cut() -> None:
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     visible = sum(not reason for reason in long["masked"])
     order = sorted(long["weights"], reverse=True)
-    assert f"... {visible - 8} others share {glyphs.weight(sum(order[8:]))}" in text
+    assert f"... {visible - 8} others share {text.weight(sum(order[8:]))}" in text
     assert f"cells: largest weight of {long['pool']} x {long['pool']}" in text
     assert long["pool"] == math.ceil(long["sizes"]["T"] / 32)
 
@@ -123,7 +123,7 @@ def test_the_list_of_heads_marks_the_chosen_one() -> None:
         {"layer": 0, "head": h, "key": 2, "piece": HOSTILE[h], "weight": h / 4} for h in range(4)
     ]
     out = StringIO()
-    ansi.show_heads("5 x", rows, (0, 2), Console(file=out, width=80))
+    explanation.show_heads("5 x", rows, (0, 2), Console(file=out, width=80))
     lines = out.getvalue().splitlines()
     assert [line[0] for line in lines[2:]] == [" ", " ", "▶", " "]
     assert "0.5000 ████████████             " in lines[4]
@@ -154,10 +154,10 @@ def test_the_ramp_of_weights_changes_its_lightness_one_way(stops: tuple[palette.
 
 
 def test_signed_strips_show_the_sign_without_colour() -> None:
-    up, down = glyphs.columns([1.0, -1.0, 0.0], top=1.0)
+    up, down = text.columns([1.0, -1.0, 0.0], top=1.0)
     assert (up, down) == ("█  ", " █ ")
-    assert glyphs.columns([0.0], top=0.0) == (" ", " ")
-    assert glyphs.fold([float(i) for i in range(256)], 64) == (
+    assert text.columns([0.0], top=0.0) == (" ", " ")
+    assert text.fold([float(i) for i in range(256)], 64) == (
         4,
         [float(i) for i in range(3, 256, 4)],
     )
@@ -167,7 +167,7 @@ def test_signed_strips_show_the_sign_without_colour() -> None:
     "value, shown", [(0.0, "0.000"), (-12.3456, "-12.35"), (5e-7, "5.00e-07"), (2e7, "2.00e+07"), (-math.inf, "-∞")]
 )  # fmt: skip
 def test_numbers_are_short(value: float, shown: str) -> None:
-    assert glyphs.number(value) == shown
+    assert text.number(value) == shown
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ def test_targets_that_cannot_be_written_are_refused(
 
 def test_view_imports_no_torch() -> None:
     code = (
-        "import sys, regard.view.ansi, regard.view.html, regard.view.palette; "
+        "import sys, regard.view.explanation, regard.view.html, regard.view.palette; "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numba', 'tokenizers')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

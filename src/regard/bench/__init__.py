@@ -6,7 +6,7 @@ before it is timed, and gives a row for each peer, also for those that are missi
 
 from regard.bench.case import Case, Peer, Problem, Sizes, Way, Work
 from regard.bench.cases import CASES
-from regard.bench.ceilings import Ceilings
+from regard.bench.machine import Ceilings
 from regard.bench.runner import Budget, measure
 from regard.bench.timing import interleaved, median, ratio
 

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from regard.bench.case import Case, Peer, Problem, Sizes, Way
-from regard.bench.ceilings import Ceilings, synchroniser
-from regard.bench.machine import free
-from regard.bench.result import Measured, Row, Times, timed
-from regard.bench.rule import Verdict, compare
+from regard.bench.machine import Ceilings, free, synchroniser
+from regard.bench.result import Measured, Row, Times, Verdict, compare, timed
 from regard.bench.timing import interleaved
 
 Say = Callable[[str], None]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from regard.bench.case import Case, Peer
-from regard.bench.ceilings import Ceilings
+from regard.bench.machine import Ceilings
 from regard.bench.result import Measured, Row
 
 COLUMNS = (

@@ -7,13 +7,10 @@ from regard.caches.files import load, save
 from regard.caches.fixed import Fixed
 from regard.caches.growing import Growing
 from regard.caches.latent import Latent
-from regard.caches.memory import Memory
-from regard.caches.paged import Paged
-from regard.caches.pool import Pool
+from regard.caches.paged import Paged, Pool
 from regard.caches.quantised import Quantised
-from regard.caches.ring import Ring
-from regard.caches.state import State
-from regard.caches.streaming import Streaming
+from regard.caches.ring import Ring, Streaming
+from regard.caches.state import Memory, State
 
 __all__ = [
     "Cache",

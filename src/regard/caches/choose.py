@@ -9,8 +9,7 @@ from regard.caches.fixed import Fixed
 from regard.caches.growing import Growing
 from regard.caches.paged import Paged
 from regard.caches.quantised import Quantised
-from regard.caches.ring import Ring
-from regard.caches.streaming import Streaming
+from regard.caches.ring import Ring, Streaming
 from regard.errors import ArgumentError
 from regard.masks import Reach
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from regard.caches.base import Cache, Contents, memory_of
-from regard.caches.memory import HELD
-from regard.caches.rolling import Rolling
+from regard.caches.ring import Rolling
+from regard.caches.state import HELD
 from regard.errors import ArgumentError, FileError
 from regard.files.reading import load as read_tensors
 from regard.files.strict import parse

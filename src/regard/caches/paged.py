@@ -1,8 +1,10 @@
-"""The cache whose memory is in pages, which rows and forks share."""
+"""The paged cache: memory in fixed-size pages that rows and forks share by reference counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from threading import RLock
 from typing import Any
 
 import torch
@@ -20,9 +22,199 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.pool import Pool
-from regard.caches.table import Table
+from regard.caches.buffers import in_place
+from regard.errors import ArgumentError
 from regard.span import Positions, Span, after, as_tensor, count, follow, part
+
+
+class Pool:
+    """`pages` pages of `page_size` tokens: the tensors, which pages are free, and how often each is referred to.
+
+    Caches of several threads may have their pages in one pool: `lock` is held while it changes.
+
+    The tensors [pages + 1, page_size, n, d], one per part, are made when the first memory shows what they hold. The last
+    page is never given out and holds 0: empty slots point to it.
+
+    Raises:
+        ArgumentError: page_size or pages is less than 1; more pages are taken than are free; memory does not fit.
+
+    >>> pool = Pool(16, 8)
+    >>> pages = pool.take(3)
+    >>> pool.free, pool.used
+    (5, 3)
+    >>> pool.release(pages)
+    >>> pool.free
+    8
+    """
+
+    def __init__(self, page_size: int, pages: int) -> None:
+        if min(page_size, pages) < 1:
+            raise ArgumentError(
+                f"page_size is {page_size} and pages is {pages}; both must be at least 1"
+            )
+        self.page_size, self.pages = page_size, pages
+        self.parts: Parts = ()
+        self.counts = [0] * pages
+        self._free = list(range(pages - 1, -1, -1))  # the last is given out first
+        # the thread that holds it may collect a cache, which then gives its pages back
+        self.lock = RLock()
+
+    @property
+    def free(self) -> int:
+        """How many pages nobody refers to."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """How many pages somebody refers to."""
+        return self.pages - self.free
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pages in use, each counted once."""
+        return self.used * self.page_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all parts."""
+        return sum(x[0].numel() * x.element_size() for x in self.parts)
+
+    def fit(self, memory: Parts) -> None:
+        """Make the tensors for such memory, or see that they are for such memory."""
+        wanted = [((self.pages + 1, self.page_size, m.shape[1], m.shape[3]), m.dtype, m.device) for m in memory]  # fmt: skip
+        if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.parts]:
+            return
+        if self.used:
+            held = [(tuple(x.shape[2:]), x.dtype) for x in self.parts]
+            given = [((m.shape[1], m.shape[3]), m.dtype) for m in memory]
+            raise ArgumentError(
+                f"memory {given} does not fit the pool's pages, {held}, of which {self.used} are in use; "
+                "start a new cache for another model"
+            )
+        self.parts = tuple(
+            m.new_zeros(shape) for m, (shape, *_) in zip(memory, wanted, strict=True)
+        )
+
+    def need(self, pages: int) -> None:
+        """See that so many pages are free."""
+        if pages > self.free:
+            raise ArgumentError(
+                f"{pages} pages of {self.page_size} tokens are needed, and {self.free} of the pool's {self.pages} are free; "
+                "crop or reset a cache of this pool, or start with more pages"
+            )
+
+    def take(self, pages: int) -> list[int]:
+        """Pages that nobody else refers to."""
+        with self.lock:
+            self.need(pages)
+            taken = [self._free.pop() for _ in range(pages)]
+            for page in taken:
+                self.counts[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Refer to pages once more."""
+        with self.lock:
+            for page in pages:
+                self.counts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Refer to pages once less; those that nobody refers to are free again."""
+        with self.lock:
+            for page in pages:
+                self.counts[page] -= 1
+                if not self.counts[page]:
+                    self._free.append(page)
+
+    def copy(self, page: int) -> int:
+        """A page of one's own with the contents of a shared one, which is referred to once less."""
+        (own,) = self.take(1)
+        source = torch.tensor([page])
+        self._write(torch.tensor([own]), tuple(x[source.to(x.device)] for x in self.parts))
+        self.release([page])
+        return own
+
+    def write(self, slots: Tensor, new: Parts) -> None:
+        """Tokens [N,n,d] of each part at slots [N]: slot page * page_size + offset."""
+        self._write((slots // self.page_size, slots % self.page_size), new)
+
+    def read(self, slots: Tensor) -> Parts:
+        """The tokens at slots [B,S], each part [B,n,S,d]."""
+        flat = (x.flatten(0, 1).index_select(0, slots.flatten()) for x in self.parts)
+        return tuple(x.unflatten(0, tuple(slots.shape)).transpose(1, 2) for x in flat)
+
+    def _write(self, at: Tensor | tuple[Tensor, ...], new: Parts) -> None:
+        where = at if isinstance(at, tuple) else (at,)
+        safe = in_place(self.parts, new)
+        self.parts = tuple(
+            (x.index_put_ if safe else x.index_put)(tuple(i.to(x.device) for i in where), y)
+            for x, y in zip(self.parts, new, strict=True)
+        )
+
+
+class Table:
+    """The pages of each row, in order, and how many slots of them are filled.
+
+    Args:
+        pool: where the pages are.
+        rows, lengths: pages and slots of each row; they are referred to once more.
+
+    >>> table = Table(Pool(4, 8), [[], []], [0, 0])
+    >>> table.grow([5, 2])
+    >>> table.rows, table.lengths
+    ([[0, 1], [2]], [5, 2])
+    """
+
+    def __init__(self, pool: Pool, rows: list[list[int]], lengths: list[int]) -> None:
+        self.pool, self.rows = pool, [list(row) for row in rows]
+        self.lengths = list(lengths)
+        pool.share(page for row in rows for page in row)
+
+    def rows_at(self, rows: list[int]) -> Table:
+        """A table of some rows, which refers to their pages once more."""
+        return type(self)(self.pool, [self.rows[r] for r in rows], [self.lengths[r] for r in rows])
+
+    def grow(self, new: list[int]) -> None:
+        """Give each row room for so many more slots; nothing changes if the pool has too few pages.
+
+        A partly filled last page that others refer to is copied; of several rows that do, the last may keep it.
+
+        Raises:
+            ArgumentError: the pool has too few free pages.
+        """
+        size, counts = self.pool.page_size, self.pool.counts
+        last, fresh = [], []
+        for row, n, more in zip(self.rows, self.lengths, new, strict=True):
+            fresh.append(-(-(n + more) // size) - len(row))
+            last.append(row[-1] if more and n % size else None)
+        writers = Counter(page for page in last if page is not None)
+        copies = sum(min(n, counts[page] - 1) for page, n in writers.items())
+        self.pool.need(sum(fresh) + copies)
+        for i, row in enumerate(self.rows):
+            page = last[i]
+            if page is not None and counts[page] > 1:
+                row[-1] = self.pool.copy(page)
+            row += self.pool.take(fresh[i])
+            self.lengths[i] += new[i]
+
+    def shorten(self, lengths: list[int]) -> None:
+        """Let go of the pages behind so many slots of each row."""
+        for row, n in zip(self.rows, lengths, strict=True):
+            full = -(-n // self.pool.page_size)
+            self.pool.release(row[full:])
+            del row[full:]
+        self.lengths = list(lengths)
+
+    def release(self) -> None:
+        """Refer to no page any more."""
+        self.shorten([0] * len(self.rows))
+
+    def slots(self, at: Tensor) -> Tensor:
+        """The pool's slots of the rows' slots at [B,N], page * page_size + offset; behind a row's end, the page of zeros."""
+        size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
+        rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
+        pages = torch.tensor(rows, dtype=torch.int64, device=at.device).reshape(-1, most)
+        return pages.gather(1, (at // size).clamp(max=most - 1)) * size + at % size
 
 
 class Paged(Cache):

@@ -1,11 +1,13 @@
-"""The cache that keeps older tokens in few bits."""
+"""The quantised cache: older tokens are kept in few bits, the latest ones exactly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 import torch
+from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from regard.caches.base import (
@@ -19,11 +21,158 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.codes import Axis, Codes, check_codes
+from regard.caches.buffers import put
+from regard.caches.codes import Axis, Coded, Codes, Packed, check_codes, cut, quantise
 from regard.caches.growing import written
-from regard.caches.split import Split
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.pages import empty_like
+from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, count, follow, part
+
+
+class Appended:
+    """Slots [B,n,L,...] that were appended one after another, with room behind them.
+
+    Appending copies what is new; where the room is used up, all of it once, into memory with more. So a step copies O(1)
+    slots. What was given out keeps its values until an `Appended` that is shorter is appended to.
+
+    Args:
+        memory: the first slots; they are held, not copied.
+        length: how many of them count; None is all.
+        inner: whether the numbers of one line lie side by side over the slots [B,n,L,lines,1]: loops over slots are faster.
+
+    >>> held = Appended(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
+    >>> held.view.flatten().tolist(), held.append(held.view).view.flatten().tolist()
+    ([0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+    """
+
+    def __init__(self, memory: Tensor, length: int | None = None, *, inner: bool = False) -> None:
+        if inner and length is None:
+            memory = memory.transpose(2, 3).contiguous().transpose(2, 3)
+        self._memory, self._inner = memory, inner
+        self.length = memory.shape[2] if length is None else length
+
+    @property
+    def view(self) -> Tensor:
+        """The slots, without the room behind them."""
+        return self._memory[:, :, : self.length]
+
+    def append(self, new: Shaped[Tensor, "B n T ..."], *, room: int | None = None) -> Appended:
+        """These slots, and new ones behind them.
+
+        Args:
+            new: of the same sizes, but for the length.
+            room: slots to make room for beyond the new ones, when there is none left; None is a quarter of those held.
+        """
+        start, stop = self.length, self.length + new.shape[2]
+        if start == stop:
+            return self
+        if torch.is_grad_enabled() and (new.requires_grad or self._memory.requires_grad):
+            return Appended(torch.cat([self.view, new], dim=2))
+        memory = self._memory
+        if stop > memory.shape[2]:
+            room = stop // 4 if room is None else room
+            memory = self._empty(stop + room)
+            memory[:, :, :start] = self.view
+        (memory,) = put((memory,), (new,), start)
+        return Appended(memory, stop, inner=self._inner)
+
+    def cut(self, length: int) -> Appended:
+        """The first slots."""
+        return Appended(self._memory, length, inner=self._inner)
+
+    def _empty(self, slots: int) -> Tensor:
+        B, n, _, *rest = self._memory.shape
+        if self._inner:
+            return empty_like(self._memory, (B, n, rest[0], slots, *rest[1:])).transpose(2, 3)
+        return empty_like(self._memory, (B, n, slots, *rest))
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Older slots in codes, and the recent ones behind them; each operation answers another one.
+
+    rows: codes, scale and zero, which grow; odd_at, odd: as in `Codes`.
+
+    >>> x = torch.randn(1, 2, 10, 4)
+    >>> held = Split.of(x, "channel", bits=8, group=8).settled(8, torch.ones(1, 8, dtype=torch.bool), 0)
+    >>> held.codes.codes.shape, held.recent.view.shape, held.answer()
+    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]), Packed((1, 2, 10, 4), torch.float32, in codes))
+    """
+
+    axis: Axis
+    bits: int
+    group: int
+    rows: tuple[Appended, ...]
+    odd_at: Tensor
+    odd: Tensor
+    recent: Appended
+
+    @classmethod
+    def of(cls, x: Shaped[Tensor, "B n T d"], axis: Axis, *, bits: int, group: int) -> Split:
+        """A part that holds x as it came."""
+        none = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
+        made = quantise(x[:, :, :0], none, axis, bits=bits, group=group)
+        return cls.holding(made, x, axis, bits=bits, group=group)
+
+    @classmethod
+    def holding(cls, made: Codes, recent: Tensor, axis: Axis, *, bits: int, group: int) -> Split:
+        """A part of these codes and recent slots."""
+        rows = _rows(made, axis)
+        return cls(axis, bits, group, rows, made.odd_at, made.odd, Appended(recent))
+
+    @property
+    def codes(self) -> Codes:
+        """The older slots."""
+        if self.axis == "exact":
+            return Codes(self.rows[0].view, self.odd, self.odd, self.odd_at, self.odd)
+        codes, scale, zero = (x.view for x in self.rows)
+        return Codes(codes, scale, zero, self.odd_at, self.odd)
+
+    def appended(self, x: Shaped[Tensor, "B n T d"], room: int) -> Split:
+        """With x behind the recent slots, and room for so many more."""
+        return replace(self, recent=self.recent.append(x, room=room))
+
+    def settled(self, leave: int, seen: Bool[Tensor, "b L"], start: int) -> Split:
+        """With the first of the recent slots in codes, which slots start, start + 1, ... then are."""
+        recent = self.recent.view
+        x, rest = recent[:, :, :leave], recent[:, :, leave:]
+        new = quantise(x, seen, self.axis, bits=self.bits, group=self.group, start=start)
+        pairs = zip(self.rows, _rows(new, self.axis), strict=True)
+        rows = tuple(old.append(x.view, room=None if old.length else 0) for old, x in pairs)
+        odd_at, odd = (
+            torch.cat(both, 1) for both in ((self.odd_at, new.odd_at), (self.odd, new.odd))
+        )
+        # a copy: a view would keep the whole of a long prompt alive
+        return replace(self, rows=rows, odd_at=odd_at, odd=odd, recent=Appended(rest.clone()))
+
+    def cut(self, old: int, length: int) -> Split:
+        """The first slots, of which so many are in codes; of the exceptions, those in front of `length`."""
+        _, n, _, d = self.recent.view.shape
+        lines = old // self.group if self.axis == "channel" else old
+        made = cut(self.codes, self.axis, lines, length * n * d)
+        rows = tuple(x.cut(lines) for x in self.rows)
+        recent = self.recent.cut(max(0, length - old))
+        return replace(self, rows=rows, odd_at=made.odd_at, recent=recent)
+
+    def answer(self) -> Tensor:
+        """All slots [B,n,S,d]: plain, or in codes still where nothing but a kernel has to know."""
+        coded = Coded(self.codes, self.axis, self.bits, self.recent.view)
+        if not self.rows[0].length:
+            return self.recent.view
+        if self.axis == "exact":
+            return torch.cat([self.rows[0].view, self.recent.view], dim=2)
+        packed = Packed.of(coded)
+        return packed.numbers() if is_compiling() else packed
+
+
+def _rows(made: Codes, axis: Axis) -> tuple[Appended, ...]:
+    """What of codes grows slot by slot."""
+    if axis == "exact":
+        return (Appended(made.codes),)
+    inner = axis == "token"  # where a line of the kernel's is a slot
+    codes, scale, zero, *_ = made
+    return Appended(codes), Appended(scale, inner=inner), Appended(zero, inner=inner)
 
 
 class Quantised(Cache):

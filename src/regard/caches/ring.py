@@ -1,11 +1,399 @@
-"""The cache of a windowed mask: the last tokens of each row, in a ring of slots."""
+"""Ring caches: the last tokens of each row for windowed masks, and the first and last tokens for attention sinks."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from regard.caches.rolling import Rolling
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from regard.caches.base import (
+    Cache,
+    Contents,
+    Parts,
+    check_crop,
+    check_fits,
+    check_update,
+    memory_of,
+    named,
+)  # fmt: skip
+from regard.caches.buffers import Overwritten, put, put_at, spread
 from regard.errors import ArgumentError
+from regard.process import is_compiling
+from regard.span import EMPTY, Positions, Span, as_tensor, count, follow
+
+
+class Slots(NamedTuple):
+    """`sinks` slots for the first positions, and a ring for all later ones.
+
+    slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
+
+    Attributes:
+        sinks: the first positions, which are never overwritten.
+        ring: the size of the ring.
+
+    >>> layout = Slots(sinks=2, ring=3)
+    >>> layout.slot(torch.tensor([0, 1, 2, 3, 4, 5])).tolist()
+    [0, 1, 2, 3, 4, 2]
+    >>> layout.held(Seen(first=0, stop=6, lost=2)).tolist()
+    [[0, 1, 5, 3, 4]]
+    """
+
+    sinks: int
+    ring: int
+
+    @property
+    def size(self) -> int:
+        """How many slots there are."""
+        return self.sinks + self.ring
+
+    def slot(self, p: Int[Tensor, "*p"]) -> Int[Tensor, "*p"]:
+        """The slots of positions; of a negative position any slot."""
+        if self.sinks == 0:
+            return p % self.ring
+        return torch.where(
+            p < self.sinks, p.clamp(min=0), self.sinks + (p - self.sinks) % self.ring
+        )
+
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The slots of positions start to stop - 1, in this order, as ranges; at most `ring` of them are behind the sinks.
+
+        >>> Slots(2, 3).runs(3, 6)
+        [(3, 5), (2, 3)]
+        """
+        found = [(start, min(stop, self.sinks))]
+        start = max(start, self.sinks)
+        if start < stop:
+            first = self.sinks + (start - self.sinks) % self.ring
+            direct = min(stop - start, self.size - first)
+            found += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
+        return [(a, b) for a, b in found if a < b]
+
+    def held(self, seen: Seen, device: torch.device | str | None = None) -> Int[Tensor, "1 size"]:
+        """The positions in all slots [1, size] after a run of positions, EMPTY where a slot holds none of them."""
+        last, j = seen.stop - 1, torch.arange(self.size, device=device)
+        p = last - (last - j) % self.ring
+        held = p >= max(seen.lost + 1, self.sinks)
+        if self.sinks:
+            p, held = torch.where(j < self.sinks, j, p), held | (j < self.sinks)
+        return torch.where(held & (p >= seen.first) & (p <= last), p, EMPTY)[None]
+
+
+class Seen(NamedTuple):
+    """A run of positions first to stop - 1, the same for all rows, of which those up to `lost` were overwritten.
+
+    Attributes:
+        first, stop: the run.
+        lost: the highest position behind the sinks that is no longer held; -1 if none.
+
+    >>> seen = Seen(first=0, stop=6, lost=1)
+    >>> seen.go_on(8, Slots(sinks=0, ring=4))
+    Seen(first=0, stop=8, lost=3)
+    """
+
+    first: int
+    stop: int
+    lost: int = -1
+
+    def go_on(self, stop: int, slots: Slots) -> Seen:
+        """The run after it went on to `stop`."""
+        gone = stop - 1 - slots.ring
+        lost = gone if gone >= max(self.first, slots.sinks) else -1
+        return Seen(self.first, stop, max(lost, self.lost))
+
+    def least(self, length: int, slots: Slots, window: int) -> int:
+        """The least length from `length` on that a crop can serve: a window in front of it is held."""
+        nothing_lost = self.lost < 0 or length <= slots.sinks
+        return length if nothing_lost else max(length, self.lost + window)
+
+    def crop(self, length: int, slots: Slots) -> Seen:
+        """The run without the positions from `length` on."""
+        stop = max(self.first, min(self.stop, length))
+        return Seen(self.first, stop, -1 if length <= slots.sinks else self.lost)
+
+    def contents(self) -> dict[str, Tensor | Span | int]:
+        """As contents of a cache: the positions seen, and what was lost."""
+        return {"positions": Span(self.first, self.stop - self.first), "lost": self.lost}
+
+    def count(self, slots: Slots) -> int:
+        """How many slots hold a token."""
+        in_sinks = max(0, min(self.stop, slots.sinks) - self.first)
+        start = max(self.first, slots.sinks, self.lost + 1)
+        return in_sinks + max(0, self.stop - start)
+
+
+class Rows(NamedTuple):
+    """The position in each slot of each row, EMPTY where there is none.
+
+    Attributes:
+        positions: int64 [B or 1, size].
+        lost: int64 [B or 1, 1], the highest position behind the sinks that was overwritten; -1 if none.
+
+    >>> slots = Slots(sinks=0, ring=3)
+    >>> rows = Rows.of(Seen(first=0, stop=4, lost=0), slots, torch.device("cpu"))
+    >>> rows.step(torch.tensor([[4], [-1]]), slots).positions.tolist()
+    [[3, 4, 2], [3, 1, 2]]
+    """
+
+    positions: Tensor
+    lost: Tensor
+
+    @staticmethod
+    def of(seen: Seen, slots: Slots, device: torch.device) -> Rows:
+        """A run of positions, slot by slot."""
+        positions = slots.held(seen, device)
+        return Rows(positions, positions.new_full((1, 1), seen.lost))
+
+    def for_rows(self, rows: int) -> Rows:
+        """The same in so many rows, if it is the same for all."""
+        rows = rows if self.positions.shape[0] == 1 else self.positions.shape[0]
+        return Rows(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
+
+    def check_behind(self, p: Int[Tensor, "b T"]) -> None:
+        """New positions [B or 1, T] lie behind those held, row by row, each once.
+
+        Raises:
+            ArgumentError: they do not.
+        """
+        last = self.positions.amax(1, keepdim=True)
+        early = (p >= 0) & (p <= last)
+        if bool(early.any()):
+            row, column = early.nonzero()[0].tolist()
+            held = int(last[min(row, last.shape[0] - 1)])
+            raise ArgumentError(
+                f"row {row} comes to position {int(p[row, column])} and the cache holds position {held}: a ring is filled in the "
+                "order of positions; crop it first, or use a Growing cache"
+            )
+        if p.shape[1] > 1:
+            order = p.sort(1).values
+            twice = (order[:, 1:] == order[:, :-1]) & (order[:, 1:] >= 0)
+            if bool(twice.any()):
+                row, column = twice.nonzero()[0].tolist()
+                raise ArgumentError(
+                    f"row {row} has position {int(order[row, column])} twice; give each token a position of its own"
+                )
+
+    def step(self, p: Int[Tensor, "b T"], slots: Slots) -> Rows:
+        """After one token for each row, p [B or 1, at most 1]."""
+        now = self.for_rows(p.shape[0])
+        p = p.expand(now.positions.shape[0], -1)
+        where = slots.slot(p)
+        was = now.positions.gather(1, where)
+        gone = torch.where(p >= 0, was, EMPTY)
+        return Rows(
+            now.positions.scatter(1, where, torch.where(p >= 0, p, was)),
+            torch.cat([now.lost, gone], 1).amax(1, keepdim=True),
+        )
+
+    def chunk(self, p: Int[Tensor, "b T"], slots: Slots) -> tuple[Rows, Tensor]:
+        """After new tokens p [B or 1, T]; and which of them came into each slot, int64 [B or 1, size], -1 if none did."""
+        now = self.for_rows(p.shape[0])
+        p = p.expand(now.positions.shape[0], -1)
+        last = torch.cat([now.positions, p], 1).amax(1, keepdim=True)
+        kept = (p >= 0) & ((p > last - slots.ring) | (p < slots.sinks))
+        # what is not kept goes to one slot more, which is cut off
+        where = torch.where(kept, slots.slot(p), slots.size)
+        new, index = (
+            torch.full_like(last, EMPTY).expand(-1, slots.size + 1),
+            torch.arange(p.shape[1]),
+        )
+        source = new.scatter(1, where, index.to(p.device).expand_as(p))[:, :-1]
+        after = new.scatter(1, where, p)[:, :-1]
+        gone = [torch.where(after >= 0, now.positions, EMPTY), torch.where(kept, EMPTY, p)]
+        return Rows(
+            torch.where(after >= 0, after, now.positions),
+            torch.cat([now.lost, *gone], 1).amax(1, keepdim=True),
+        ), source
+
+    def least(self, length: int, slots: Slots, window: int) -> int:
+        """As `Seen.least`, for every row."""
+        if length <= slots.sinks or not self.lost.numel():
+            return length
+        needed = torch.where(self.lost >= 0, self.lost + window, 0)
+        return max(length, int(needed.max()))
+
+    def crop(self, length: int, slots: Slots) -> Rows:
+        """Without the positions from `length` on."""
+        positions = self.positions.masked_fill(self.positions >= length, EMPTY)
+        lost = torch.full_like(self.lost, EMPTY) if length <= slots.sinks else self.lost
+        return Rows(positions, lost)
+
+    def contents(self) -> dict[str, Tensor | Span | int]:
+        """As contents of a cache."""
+        return {"positions": self.positions, "lost": self.lost}
+
+    def count(self, slots: Slots) -> int:
+        """How many slots hold a token in any row."""
+        return int((self.positions >= 0).any(0).sum())
+
+
+class Rolling(Cache):
+    """A number of first positions for ever, and the last ones in a ring.
+
+    As long as all rows hold one run of positions it is known by three numbers (`Seen`), and nothing is read from a tensor;
+    else every slot has its position (`Rows`).
+    """
+
+    def __init__(self, sinks: int, window: int, rewind: int) -> None:
+        self.window, self.rewind = window, rewind
+        self._slots = Slots(sinks, window + rewind)
+        self._memory: Parts | None = None
+        self._seen: Seen | Rows = Seen(0, 0)
+        self._overwritten: Overwritten | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the slots, whether or not they are written."""
+        return sum(x.numel() * x.element_size() for x in self._memory or ())
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Store memory, each [B,n,T,d]; return it and all old memory that a query at its positions may see."""
+        check_update(memory, positions)
+        if self._memory is not None:
+            check_fits(self._memory, memory)
+        seen = self._before(positions, memory[0].device)
+        held = self._memory if self._memory is not None else self._allocate(memory)
+        if isinstance(seen, Seen):
+            return self._go_on(held, memory, seen, count(positions))
+        if self._memory is None:
+            if count(positions):
+                self._chunk(held, memory, seen, as_tensor(positions, memory[0].device).long())
+            return memory, positions
+        return self._by_rows(held, memory, seen, as_tensor(positions, memory[0].device).long())
+
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later."""
+        check_crop(length)
+        seen = self._seen
+        least = seen.least(length, self._slots, self.window)
+        if least > length:
+            raise ArgumentError(
+                f"crop to {length}, but the tokens that a window of {self.window} needs in front of it are overwritten; "
+                f"crop to {least} or more, or to {self._slots.sinks} or less, or give the cache a larger rewind than {self.rewind}"
+            )
+        self._seen = seen.crop(length, self._slots)
+
+    def contents(self) -> Contents:
+        """All slots, and which positions they hold."""
+        if self._memory is None:
+            return {}
+        return {**named(self._memory), **self._seen.contents()}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold these slots.
+
+        Raises:
+            ArgumentError: there are not as many as the settings say.
+        """
+        self._memory = memory_of(contents) if contents else None
+        for i, x in enumerate(self._memory or ()):
+            if x.shape[2] != self._slots.size:
+                raise ArgumentError(
+                    f"memory.{i} has {x.shape[2]} slots, and the settings {self.settings} make {self._slots.size}"
+                )
+        self._overwritten = None
+        positions, lost = contents.get("positions"), contents.get("lost")
+        self._seen = Seen(0, 0)
+        if isinstance(positions, Tensor) and isinstance(lost, Tensor):
+            self._seen = Rows(positions.long(), lost.long())  # what later steps write into them
+        elif isinstance(positions, Span) and isinstance(lost, int):
+            self._seen = Seen(positions.start, positions.stop, lost)
+
+    def mark(self) -> Any:
+        """What is held, and what was overwritten last: an update that writes in place says so anew."""
+        return self._memory, self._seen, self._overwritten
+
+    def restore(self, mark: Any) -> None:
+        """Take back the update that came after `mark`: what it overwrote is put back."""
+        self._memory, self._seen, overwritten = mark
+        if self._overwritten is not overwritten and self._overwritten is not None:
+            self._overwritten.put_back(self._memory or ())
+        self._overwritten = overwritten
+
+    def __len__(self) -> int:
+        return self._seen.count(self._slots)
+
+    def _allocate(self, memory: Parts) -> Parts:
+        # zeros: garbage in an unwritten slot would cost every kernel a clean-up
+        size = self._slots.size
+        return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
+
+    def _before(self, positions: Positions, device: torch.device) -> Seen | Rows:
+        """What was seen, in the form that the new positions allow; refuse positions that do not lie behind."""
+        seen, compiling = self._seen, is_compiling()
+        if isinstance(seen, Seen):
+            # a graph would be tied to numbers that change with every step: there, slots have positions
+            if isinstance(positions, Span) and positions.start >= 0 and not compiling:
+                if seen.first == seen.stop and seen.lost < 0:
+                    return Seen(positions.start, positions.start)
+                if seen.stop == positions.start:
+                    return seen
+            seen = Rows.of(seen, self._slots, device)
+        if not compiling:
+            seen.check_behind(as_tensor(positions, device))
+        return seen
+
+    def _go_on(self, held: Parts, new: Parts, seen: Seen, T: int) -> tuple[Parts, Positions]:
+        """One run of positions goes on."""
+        slots, start, device = self._slots, seen.stop, new[0].device
+        after = seen.go_on(start + T, slots)
+        if after.stop <= slots.size and after.lost < 0:  # position p is in slot p
+            self._memory, self._seen = put(held, new, start), after
+            shown = Span(after.first, after.stop - after.first)
+            return tuple(x[:, :, shown.start : shown.stop] for x in self._memory), shown
+        p = torch.arange(start, start + T, device=device)[None]
+        if (
+            after.stop - start <= self.rewind + 1
+        ):  # nothing that a query of the step sees is overwritten
+            self._write(held, new, p, after)
+            return self._visible(), slots.held(after, device)
+        answer, where = self._in_order(held, new, seen)
+        self._chunk(held, new, Rows.of(seen, slots, device), p)
+        self._seen = after
+        return answer, where
+
+    def _in_order(self, held: Parts, new: Parts, seen: Seen) -> tuple[Parts, Positions]:
+        """Sinks, the last window - 1 tokens, and the new ones: in order, so that a contiguous answer stays a `Span`."""
+        slots, start = self._slots, seen.stop
+        sinks = Span(seen.first, max(0, min(slots.sinks, start) - seen.first))
+        oldest = max(seen.lost + 1, start - self.window + 1, slots.sinks, seen.first)
+        recent = Span(oldest, max(0, start - oldest))
+        spans = [x for x in (sinks, recent) if x.length]
+        runs = [run for x in spans for run in slots.runs(x.start, x.stop)]
+        if not runs:
+            return new, Span(start, new[0].shape[2])
+        where: Positions = spans[0]
+        for more in (*spans[1:], Span(start, new[0].shape[2])):
+            where = follow(where, more)
+        parts = zip(held, new, strict=True)
+        answer = tuple(torch.cat([*(old[:, :, a:b] for a, b in runs), x], 2) for old, x in parts)
+        return answer, where if isinstance(where, Span) else where.to(new[0].device)
+
+    def _by_rows(self, held: Parts, new: Parts, seen: Rows, p: Tensor) -> tuple[Parts, Positions]:
+        """Rows at positions of their own go on."""
+        if p.shape[1] <= 1:
+            after = seen.step(p, self._slots)
+            self._write(held, new, p, after)
+            return self._visible(), after.positions
+        parts = zip(held, new, strict=True)
+        answer = tuple(torch.cat([old, x], 2) for old, x in parts), follow(seen.positions, p)
+        self._chunk(held, new, seen, p)
+        return answer
+
+    def _write(self, held: Parts, new: Parts, p: Tensor, after: Seen | Rows) -> None:
+        """A step into its slots, in place if nobody can notice."""
+        self._memory, self._overwritten = put_at(held, new, self._slots.slot(p), p >= 0)
+        self._seen = after
+
+    def _chunk(self, held: Parts, new: Parts, seen: Rows, p: Tensor) -> None:
+        """The last tokens of a chunk into a copy of the ring: the answer has the old ones."""
+        self._seen, source = seen.chunk(p, self._slots)
+        self._memory = spread(held, new, source)
+
+    def _visible(self) -> Parts:
+        return self._memory or ()
 
 
 class Ring(Rolling):
@@ -50,3 +438,43 @@ class Ring(Rolling):
     def settings(self) -> dict[str, Any]:
         """Window and rewind."""
         return {"window": self.window, "rewind": self.rewind}
+
+
+class Streaming(Rolling):
+    """Hold the first `sinks` positions of each row, and the last `recent + rewind` ones in a ring.
+
+    It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions stay what they were: a module
+    that renumbers tokens by their place in the cache, as StreamingLLM does, does so when it recalls them. Chunks, padding
+    and steps are as in `Ring`.
+
+    Args:
+        sinks: how many first positions are never forgotten.
+        recent: how many keys a query may see looking back, its own included.
+        rewind: as in `Ring`.
+
+    Raises:
+        ArgumentError: sinks or rewind is less than 0 or recent less than 1; or as `Ring`.
+
+    >>> import torch
+    >>> from regard.span import Span
+    >>> cache = Streaming(sinks=2, recent=3)
+    >>> _ = cache.update((torch.zeros(1, 2, 9, 8),), Span(0, 9))
+    >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 8),), Span(9, 1))
+    >>> positions.tolist()
+    [[0, 1, 8, 9, 7]]
+
+    Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2.
+    """
+
+    def __init__(self, sinks: int, recent: int, *, rewind: int = 0) -> None:
+        if sinks < 0 or recent < 1 or rewind < 0:
+            raise ArgumentError(
+                f"Streaming(sinks={sinks}, recent={recent}, rewind={rewind}): "
+                "sinks and rewind must be at least 0 and recent at least 1"
+            )
+        super().__init__(sinks, recent, rewind)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Sinks, recent and rewind."""
+        return {"sinks": self._slots.sinks, "recent": self.window, "rewind": self.rewind}

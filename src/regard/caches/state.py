@@ -1,15 +1,28 @@
-"""The cache of mechanisms that keep a state in place of tokens."""
+"""Caches of mechanisms with a state of fixed size: recurrences, and compressive memory with its open segment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, Parts, check_crop, memory_of, named
-from regard.errors import ArgumentError
-from regard.span import Positions, Span, as_tensor, count
+from regard.caches.base import (
+    Cache,
+    Contents,
+    Parts,
+    check_crop,
+    check_fits,
+    check_update,
+    kept_until,
+    memory_of,
+    named,
+)  # fmt: skip
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process import is_compiling
+from regard.span import Positions, Span, as_tensor, count, follow
 
 
 class State(Cache):
@@ -97,3 +110,174 @@ class State(Cache):
             rows = max(old.shape[0], new.shape[0])
             new = torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
         return new.amax(1, keepdim=True) if count(new) else new.new_full((new.shape[0], 1), -1)
+
+
+HELD = "held.positions"
+"""Where the held tokens stand, in `contents`; "positions" is the last one of each row, as in every `State`."""
+
+
+class Memory(State):
+    """Keep the memory of all closed segments, and tokens of the segment that is open, in each row its own.
+
+    A module calls `update(memory, positions)`, which answers all tokens held, the new ones last; reads `state`; computes the
+    state behind the segments that are closed now; and calls `store(state, positions)`, upon which their tokens are
+    dropped. Segment s of a row, positions s N to (s + 1) N - 1, is closed when its last position or a later one was seen.
+    `crop` reaches back to the beginning of the open segment; what is in the memory cannot be taken out.
+
+    Args:
+        segment: N, how many positions a segment has.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not fit what is held, or goes
+            back; a crop lies inside a closed segment.
+
+    >>> cache = Memory(4)
+    >>> _ = cache.update((torch.zeros(1, 2, 6, 8),), Span(0, 6))
+    >>> cache.store((torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8)), Span(0, 6))
+    >>> len(cache), cache.next(1), cache.bytes  # 2 tokens of 16 numbers, and 2 x 8 x 9 of state
+    (2, Span(start=6, length=1), 704)
+    """
+
+    def __init__(self, segment: int) -> None:
+        super().__init__()
+        if isinstance(segment, bool) or not isinstance(segment, int):
+            raise ArgumentTypeError(f"segment is {type(segment).__name__}; it must be an int")
+        if segment < 1:
+            raise ArgumentError(f"segment is {segment}; it must be at least 1")
+        self.segment = segment
+        self._tokens: Parts | None = None
+        self._held: Positions | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The length of a segment."""
+        return {"segment": self.segment}
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Put tokens behind those that are held; return all, and where they stand."""
+        check_update(memory, positions)
+        self._check_goes_on(positions)
+        if self._tokens is not None and self._held is not None:
+            check_fits(self._tokens, memory)
+            joined = zip(self._tokens, memory, strict=True)
+            memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
+            positions = follow(self._held, positions)
+        self._tokens, self._held = memory, positions
+        return memory, positions
+
+    def store(self, state: Parts, positions: Positions) -> None:
+        """Replace the state by the one behind all closed segments, and drop their tokens."""
+        super().store(state, positions)
+        if self._tokens is not None and self._held is not None:
+            first = self._open()
+            compiling = is_compiling()  # lengths that change make new graphs
+            if isinstance(self._held, Span) and isinstance(first, int) and not compiling:
+                start = min(max(first - self._held.start, 0), self._held.length)
+                self._tokens = tuple(m[:, :, start:] for m in self._tokens)
+                self._held = self._held[start:]
+            else:
+                where = as_tensor(self._held, self._tokens[0].device)
+                self._tokens, self._held = _pack(
+                    self._tokens, where, where >= first, self.segment - 1
+                )
+
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later, if all of them are of open segments."""
+        check_crop(length)
+        if self._positions is None or length == 0:
+            return self.reset()
+        first, last = self._open(), _last(self._positions)
+        if isinstance(first, int) and isinstance(last, int):
+            need = first if last >= length else 0
+        else:
+            need = int(torch.where(torch.as_tensor(last >= length), first, 0).max())
+        if length < need:
+            raise ArgumentError(
+                f"crop to {length}, but the tokens in front of position {need} are in the memory and cannot be forgotten "
+                "one by one; keep a fork() from before, or run the prompt again"
+            )
+        if self._tokens is not None and self._held is not None:
+            kept = kept_until(self._held, length)
+            if isinstance(kept, Span):
+                self._tokens = tuple(m[:, :, : kept.length] for m in self._tokens)
+                self._held = kept
+            else:
+                self._tokens, self._held = _pack(self._tokens, kept, kept >= 0, self.segment - 1)
+        if isinstance(last, int):
+            self._positions = Span(min(last, length - 1), 1)
+        else:
+            self._positions = last.clamp(max=length - 1)
+        return None
+
+    def contents(self) -> Contents:
+        """The state, the last position of each row, the tokens of open segments, and theirs."""
+        found = super().contents()
+        if self._tokens is not None and self._held is not None:
+            found |= {**named(self._tokens), HELD: self._held}
+        return found
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold this state and these tokens."""
+        super().fill(contents)
+        held = contents.get(HELD)
+        self._held = None if isinstance(held, int) else held
+        self._tokens = None if self._held is None else memory_of(contents)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the state and of the tokens held, positions not counted."""
+        held = self._held
+        where = held.numel() * held.element_size() if isinstance(held, Tensor) else 0
+        return super().bytes - where
+
+    def __len__(self) -> int:
+        return 0 if self._held is None else count(self._held)
+
+    def _open(self) -> int | Tensor:
+        """The first position of each row's open segment."""
+        assert self._positions is not None, "asked for behind the first tokens"
+        last = _last(self._positions)
+        if isinstance(last, int):
+            return (last + 1) // self.segment * self.segment
+        return (last + 1).div(self.segment, rounding_mode="floor") * self.segment
+
+    def _check_goes_on(self, positions: Positions) -> None:
+        if self._positions is None or not count(positions):
+            return
+        last = _last(self._positions)
+        if isinstance(positions, Span) and isinstance(last, int):
+            back = positions.start <= last
+        elif is_compiling():
+            return
+        else:
+            new = as_tensor(positions)
+            back = bool(((new >= 0) & (new <= last)).any())
+        if back:
+            raise ArgumentError(
+                f"positions {positions} go back to a token in front of the last one, at {last}; a memory is written in the "
+                "order of positions: give those that follow, or start a new cache"
+            )
+
+
+def _last(positions: Positions) -> int | Tensor:
+    """The last position of each row, -1 where there is none."""
+    return max(positions.stop - 1, -1) if isinstance(positions, Span) else positions
+
+
+def _pack(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
+    """The slots to keep, at most `most` in a row, in as few slots as the longest row needs; the others are empty.
+
+    A graph reads no tensor, and is made anew for other lengths: there it is `most` slots always.
+    """
+    keep, n = keep & (positions >= 0), most
+    if not is_compiling():
+        n = int(keep.sum(1).max()) if keep.numel() else 0
+    order = keep.int().argsort(dim=1, descending=True, stable=True)[:, :n]
+    where = positions.masked_fill(~keep, -1).gather(1, order)
+    missing = (0, n - order.shape[1])
+
+    def pick(m: Tensor) -> Tensor:
+        index = order.to(m.device)[:, None, :, None].expand(m.shape[0], m.shape[1], -1, m.shape[3])
+        return F.pad(m.gather(2, index), (0, 0, *missing))
+
+    return tuple(pick(m) for m in memory), F.pad(where, missing, value=-1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from regard.bench.case import Case, Sizes
-    from regard.bench.ceilings import Ceilings
+    from regard.bench.machine import Ceilings
     from regard.bench.result import Measured
     from regard.bench.runner import Budget
 

@@ -4,51 +4,130 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regard.cli import _claims, _targets
-from regard.cli import _contest as flag
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from regard.compare.compared import Plan
+    from regard.compare.results import Plan
     from regard.compare.run import Comparison
+
+_SIZES, _TIME, _QUALITY, _OUT = "Sizes", "What is measured", "Quality", "Output"
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="MECHANISM",
+        help="Of --list; or of the catalogue with its options: gqa:groups=1, retention.",
+        show_default="the default set",
+    ),
+]
+Dim = Annotated[int, _option(_SIZES, "Model width M.", min=2)]
+Layers = Annotated[int, _option(_SIZES, "Blocks.", min=1)]
+Heads = Annotated[int, _option(_SIZES, "Query heads H.", min=1)]
+Hidden = Annotated[
+    int | None, _option(_SIZES, "Feed-forward width.", min=1, show_default="8/3 of dim")
+]
+Window = Annotated[int, _option(_SIZES, "Tokens of a window, of a segment, of a stream.", min=1)]
+Same = Annotated[
+    str, _option(_SIZES, "sizes; or parameters: the feed-forward width makes up for the rest.")
+]
+Context = Annotated[
+    list[int] | None,
+    _option(
+        _TIME, "Tokens of prompts and in front of decoding; repeatable.", min=1,
+        show_default="512, 2048, 8192",
+    ),
+]  # fmt: skip
+Length = Annotated[int, _option(_TIME, "Tokens of a row in training.", min=2)]
+Batch = Annotated[int, _option(_TIME, "Rows of a training step.", min=1)]
+Rounds = Annotated[int, _option(_TIME, "Rounds; each times every mechanism once.", min=1)]
+Seconds = Annotated[float, _option(_TIME, "Of rounds, for each measurement.", min=0.01)]
+Memory = Annotated[
+    bool,
+    _option(_TIME, "Peak memory, in a process for each mechanism.", "--memory/--no-memory"),
+]
+Threads = Annotated[int | None, _option(_TIME, "Threads.", min=1, show_default="torch's")]
+Quality = Annotated[
+    bool, _option(_QUALITY, "Train each too: the same tokens, text and recall.", "--quality")
+]
+Lessons = Annotated[
+    list[str] | None,
+    _option(
+        _QUALITY, "text, mqar or passkey; repeatable.", "--lesson",
+        show_default="all three",
+    ),
+]  # fmt: skip
+Text = Annotated[str, _option(_QUALITY, "A UTF-8 file, a folder, or python-docs: read as bytes.")]
+Minutes = Annotated[
+    float, _option(_QUALITY, "For everything: training is shortened to fit.", min=0.1)
+]
+Steps = Annotated[
+    int | None,
+    _option(_QUALITY, "Optimiser steps, whatever time they take.", min=1, show_default="as fit"),
+]
+Rates = Annotated[
+    list[float] | None,
+    _option(
+        _QUALITY, "Learning rate for all; repeatable: the best counts.", "--lr",
+        show_default="0.003; with a state 0.001, 0.003, 0.01",
+    ),
+]  # fmt: skip
+Seeds = Annotated[int, _option(_QUALITY, "Seeds 0, 1, ...; each trains anew.", min=1)]
+Out = Annotated[
+    Path | None,
+    _option(_OUT, "A folder that keeps each measurement; a run goes on with what is there."),
+]
+Json = Annotated[bool, _option(_OUT, "Print everything as JSON.", "--json")]
+Csv = Annotated[Path | None, _option(_OUT, "Write a line for each mechanism.", metavar="FILE")]
+Html = Annotated[Path | None, _option(_OUT, "Write a page with the plots.", metavar="FILE")]
+List = Annotated[
+    bool, _option(_OUT, "List the default set and what is measured, and stop.", "--list")
+]
+
 
 EPILOG = "For example: regard compare mha mqa window linear --quality --out compared --html compared.html"
 
 
 def compare(
-    names: flag.Names = None,
-    dim: flag.Dim = 128,
-    layers: flag.Layers = 2,
-    heads: flag.Heads = 4,
-    hidden: flag.Hidden = None,
-    window: flag.Window = 16,
-    same: flag.Same = "sizes",
-    context: flag.Context = None,
-    length: flag.Length = 256,
-    batch: flag.Batch = 8,
-    rounds: flag.Rounds = 7,
-    seconds: flag.Seconds = 20.0,
-    memory: flag.Memory = True,
-    threads: flag.Threads = None,
-    quality: flag.Quality = False,
-    lesson: flag.Lessons = None,
-    text: flag.Text = "python-docs",
-    minutes: flag.Minutes = 30.0,
-    steps: flag.Steps = None,
-    lr: flag.Rates = None,
-    seeds: flag.Seeds = 1,
+    names: Names = None,
+    dim: Dim = 128,
+    layers: Layers = 2,
+    heads: Heads = 4,
+    hidden: Hidden = None,
+    window: Window = 16,
+    same: Same = "sizes",
+    context: Context = None,
+    length: Length = 256,
+    batch: Batch = 8,
+    rounds: Rounds = 7,
+    seconds: Seconds = 20.0,
+    memory: Memory = True,
+    threads: Threads = None,
+    quality: Quality = False,
+    lesson: Lessons = None,
+    text: Text = "python-docs",
+    minutes: Minutes = 30.0,
+    steps: Steps = None,
+    lr: Rates = None,
+    seeds: Seeds = 1,
     claim: _claims.Names = None,
     budget: _claims.Budget = 1.0,
     seed: _claims.Seed = 0,
-    out: flag.Out = None,
-    json: flag.Json = False,
-    csv: flag.Csv = None,
-    html: flag.Html = None,
-    list_: flag.List = False,
+    out: Out = None,
+    json: Json = False,
+    csv: Csv = None,
+    html: Html = None,
+    list_: List = False,
 ) -> None:
     """Measure attention mechanisms as decoders of one shape: cache, prompt,
     token, training step, peak memory.
@@ -84,11 +163,10 @@ def _plan(o: dict[str, Any]) -> Plan:
     """What is compared, from the command's options by name."""
     import torch
 
-    from regard.compare.compared import Plan
     from regard.compare.lessons import RECALL, lessons
-    from regard.compare.mechanisms import Shape, contestants
+    from regard.compare.mechanisms import Shape, configs, contestants
     from regard.compare.quality import Training
-    from regard.compare.same import configs
+    from regard.compare.results import Plan
     from regard.compare.speed import Timing
 
     _check_quality(o)
@@ -146,9 +224,8 @@ def _run(comparison: Comparison) -> bool:
 
 def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupted: bool) -> None:
     """Print and write what there is."""
-    from regard.compare.compared import as_csv, as_json
-    from regard.compare.page import page
-    from regard.compare.table import table
+    from regard.compare.output import page, table
+    from regard.compare.results import as_csv, as_json
     from regard.view.html import write
 
     plan, done = comparison.plan, comparison.session.done

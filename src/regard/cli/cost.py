@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import json as json_format
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import _sizes as flag
 from regard.cost.known import KNOWN, model_of
 from regard.cost.model import Model
 from regard.cost.report import CostReport, Setting
@@ -22,6 +22,111 @@ from regard.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A known name, a config.json or its folder, or org/name on the hub.",
+        show_default="sizes as flags",
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        help="Of MODEL on the hub: a branch, a tag or a commit.", show_default="its main branch"
+    ),
+]
+Context = Annotated[str | None, typer.Option(help="Tokens: 4096, 8k, 1M.", show_default="4096")]
+Batch = Annotated[int, typer.Option(help="Texts at once.", min=1)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of weights: fp32, bf16, fp16, fp8, int8, int4, int2.",
+        show_default="the file's, or bf16",
+    ),
+]
+KvDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the cache: the same names.", show_default="the weights', but at least 16 bits"
+    ),
+]
+MachineOption = Annotated[
+    str | None, typer.Option(help="A name of --list; or here: measured now.", show_default="none")
+]
+Bandwidth = Annotated[
+    float | None, typer.Option(help="Bytes per second, with --flops.", show_default=False)
+]
+Flops = Annotated[
+    float | None, typer.Option(help="FLOPs per second, with --bandwidth.", show_default=False)
+]
+Versus = Annotated[
+    str | None,
+    typer.Option("--vs", help="A second known name, config.json or folder.", show_default=False),
+]
+Sweep = Annotated[
+    str | None,
+    typer.Option(help="A range of contexts, doubled: context=1k..1M.", show_default=False),
+]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draw the sweep (else 1k..128k): .svg, .png or .pdf.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+List = Annotated[bool, typer.Option("--list", help="List models and machines, and stop.")]
+
+Layers = Annotated[int | None, typer.Option(help="How many layers.", show_default=False)]
+Dim = Annotated[int | None, typer.Option(help="Model width M.", show_default=False)]
+Heads = Annotated[int | None, typer.Option(help="Query heads H.", show_default=False)]
+KvHeads = Annotated[int | None, typer.Option(help="Key/value heads G.", show_default="H")]
+HeadDim = Annotated[int | None, typer.Option(help="D.", show_default="M / H")]
+Attention = Annotated[
+    str | None,
+    typer.Option(help="A mechanism of regard describe.", show_default="mha or gqa, by G"),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Another size of it, such as kv_rank=512; repeatable.", show_default=False
+    ),
+]
+Window = Annotated[
+    int | None, typer.Option(help="Keys that a query sees at most.", show_default="all")
+]
+GlobalEvery = Annotated[
+    int | None, typer.Option(help="With --window: every n-th layer has none.", show_default=False)
+]
+FF = Annotated[
+    int | None, typer.Option("--ff", help="F of feed-forward layers.", show_default="4 M")
+]
+Gated = Annotated[
+    bool | None,
+    typer.Option("--gated/--plain", help="Whether they have a gate.", show_default="gated"),
+]
+Vocab = Annotated[int | None, typer.Option(help="V.", show_default="32000")]
+Tied = Annotated[
+    bool | None,
+    typer.Option(
+        "--tied/--untied", help="Whether the head is the embedding.", show_default="untied"
+    ),
+]
+Experts = Annotated[int | None, typer.Option(help="How many experts.", show_default=False)]
+Active = Annotated[int | None, typer.Option(help="How many a token uses.", show_default=False)]
+ExpertFF = Annotated[
+    int | None, typer.Option("--expert-ff", help="F of an expert.", show_default="that of --ff")
+]
+Shared = Annotated[
+    int | None, typer.Option(help="Experts that all tokens use.", show_default=False)
+]
+DenseLayers = Annotated[
+    int | None, typer.Option(help="First layers without experts.", show_default=False)
+]
+
+
 EPILOG = "For example: regard cost llama-3-8b --context 32k --machine h100-sxm --vs deepseek-v3"
 CONTEXT, RANGE = 4096, "context=1k..128k"
 """What is told of unless asked otherwise; and what is drawn."""
@@ -29,38 +134,38 @@ Rows = dict[str, list[dict[str, Any]]]
 
 
 def cost(
-    source: flag.Source = None,
-    revision: flag.Revision = None,
-    context: flag.Context = None,
-    batch: flag.Batch = 1,
-    dtype: flag.Dtype = None,
-    kv_dtype: flag.KvDtype = None,
-    machine: flag.Machine = None,
-    bandwidth: flag.Bandwidth = None,
-    flops: flag.Flops = None,
-    vs: flag.Versus = None,
-    sweep: flag.Sweep = None,
-    plot: flag.Plot = None,
-    json: flag.Json = False,
-    list_: flag.List = False,
-    layers: flag.Layers = None,
-    dim: flag.Dim = None,
-    heads: flag.Heads = None,
-    kv_heads: flag.KvHeads = None,
-    head_dim: flag.HeadDim = None,
-    attention: flag.Attention = None,
-    option: flag.Set = None,
-    window: flag.Window = None,
-    global_every: flag.GlobalEvery = None,
-    ff: flag.FF = None,
-    gated: flag.Gated = None,
-    vocab: flag.Vocab = None,
-    tied: flag.Tied = None,
-    experts: flag.Experts = None,
-    active: flag.Active = None,
-    expert_ff: flag.ExpertFF = None,
-    shared: flag.Shared = None,
-    dense_layers: flag.DenseLayers = None,
+    source: Source = None,
+    revision: Revision = None,
+    context: Context = None,
+    batch: Batch = 1,
+    dtype: Dtype = None,
+    kv_dtype: KvDtype = None,
+    machine: MachineOption = None,
+    bandwidth: Bandwidth = None,
+    flops: Flops = None,
+    vs: Versus = None,
+    sweep: Sweep = None,
+    plot: Plot = None,
+    json: Json = False,
+    list_: List = False,
+    layers: Layers = None,
+    dim: Dim = None,
+    heads: Heads = None,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = None,
+    attention: Attention = None,
+    option: Set = None,
+    window: Window = None,
+    global_every: GlobalEvery = None,
+    ff: FF = None,
+    gated: Gated = None,
+    vocab: Vocab = None,
+    tied: Tied = None,
+    experts: Experts = None,
+    active: Active = None,
+    expert_ff: ExpertFF = None,
+    shared: Shared = None,
+    dense_layers: DenseLayers = None,
 ) -> None:
     """Parameters by part, FLOPs of a prompt and of a token, bytes of cache, and the least time on a
     machine.
@@ -206,8 +311,7 @@ def _here() -> Machine:
     """This machine: reading, and products of matrices, measured as `regard bench` does it."""
     import torch
 
-    from regard.bench.ceilings import Ceilings
-    from regard.bench.machine import free
+    from regard.bench.machine import Ceilings, free
     from regard.bench.machine import machine as about
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -46,8 +46,7 @@ def describe(
     The figures are of one layer at the given sizes; options that are not set are those of a small example.
     """
     from regard.nn.variants import VARIANTS
-    from regard.nn.variants.options import parse
-    from regard.nn.variants.registry import find
+    from regard.nn.variants.registry import find, parse
 
     if name is None:
         found = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.cli import _targets
-from regard.cli._explained import Beside, BesideModel
+from regard.cli._explain_target import Beside, BesideModel
 from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source
 from regard.errors import ArgumentError, FileError
 from regard.foreign import inert
@@ -149,7 +149,7 @@ def explain(
     _check_lang(lang)
     if html is None and (beside or beside_model):
         raise typer.BadParameter("compares on the page; add --html FILE", param_hint="--beside")
-    from regard.cli._explained import Look, check, mechanism, print_heads, read
+    from regard.cli._explain_target import Look, check, mechanism, print_heads, read
 
     how = How(dtype, allow_missing, ignore, finite, revision)
     check(attention, model, {"--set": settings, "--seed": seed}, how)
@@ -207,7 +207,7 @@ def _give(
     """Write the page and the figure where they were asked for; print JSON, or the terminal page."""
     data = found.as_dict()
     if html is not None:
-        from regard.cli._explained import page
+        from regard.cli._explain_target import page
         from regard.view.html import write
 
         size = write(html, page(found, reads[0], data, lang, reads[1]))
@@ -222,7 +222,7 @@ def _give(
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
-        from regard.view.ansi import show
+        from regard.view.explanation import show
 
         show(data, _console(color))
 

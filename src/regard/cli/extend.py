@@ -15,7 +15,7 @@ from regard.cli._model import Dtype, Ignore, Revision
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
-    from regard.compare.extended import Extended
+    from regard.compare.extension import Extended
     from regard.models import Model
 
 EPILOG = "For example: regard extend tiny --method yarn --method linear --length 512 --html extended.html"
@@ -79,7 +79,7 @@ def _run(o: dict[str, Any]) -> Extended:
     import torch
 
     from regard.cli._model import How, load
-    from regard.compare.extended import Asked, extend_all
+    from regard.compare.extension import Asked, extend_all
     from regard.models import Model
 
     if o["threads"]:
@@ -105,7 +105,7 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
 
 def _write(found: Extended, o: dict[str, Any]) -> None:
     """Print, and write what was asked for."""
-    from regard.compare.extended import page, pictures, table
+    from regard.compare.extension import page, pictures, table
     from regard.view import curves
     from regard.view.html import write
 

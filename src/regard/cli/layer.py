@@ -82,8 +82,7 @@ def _found(
 ) -> list[Layer]:  # fmt: skip
     from regard import masks
     from regard.inspect.layer import layers, options_of
-    from regard.nn.variants.options import parse
-    from regard.nn.variants.registry import find
+    from regard.nn.variants.registry import find, parse
 
     if settings and len(names) > 1:
         raise ArgumentError(

@@ -2,14 +2,146 @@
 
 from __future__ import annotations
 
+import difflib
 import json as json_format
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from regard.cli import _file, _tasks
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, FileError
+from regard.files.regular import text
+from regard.foreign import shown, told
+
+
+def options_of_file(context: typer.Context, options: Iterable[str]) -> set[str]:
+    """The options that stand in the command, and are not their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in options}
+    return {name for name, where in sources.items() if where and where.name == "COMMANDLINE"}
+
+
+def merged(
+    context: typer.Context, options: dict[str, Any], mine: set[str], path: Path
+) -> dict[str, Any]:
+    """The command's options, with the file's in place of defaults; `mine` stand in the command and win.
+
+    --set and [model.options] are joined name by name.
+    """
+    try:
+        found = read(path)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--config") from error
+    if "attention" in mine and found.get("attention") != options["attention"]:
+        found["option"] = []  # they are options of another mechanism
+    settings, flags = found.pop("option", []), options["set"] or []
+    named = {setting.partition("=")[0] for setting in flags}
+    joined = [*(s for s in settings if s.partition("=")[0] not in named), *flags]
+    parameters: dict[str | None, Any] = {
+        parameter.name: parameter for parameter in context.command.params
+    }
+    values = {}
+    for name, value in found.items():
+        try:
+            values[name] = parameters[name].process_value(context, value)
+        except typer.BadParameter as error:
+            raise typer.BadParameter(
+                f"{path}: {name} is {value!r}: {error.message}", param_hint="--config"
+            ) from error
+    kept = {name: options[name] for name in mine if name != "set"}
+    return {**options, **values, **kept, "set": joined or None}
+
+
+TASKS = ("translate", "translate-back", "dates", "copy", "induction", "mqar", "passkey")
+"""As `regard.train.tasks.TASKS`, for a help text that imports no torch; the tests compare the two."""
+
+SHARED = (
+    "out", "steps", "batch", "dim", "layers", "heads", "hidden", "lr", "warmup", "accumulate", "seed", "save_every",
+    "resume", "threads", "bf16", "device", "json", "clip", "weight_decay", "attention", "kv_heads", "position", "window",
+    "set",
+)  # fmt: skip
+"""Options of texts and of tasks."""
+
+ONLY = ("model", "dropout", "smoothing", "beams", "examples", "beside")
+"""Options of tasks alone."""
+
+
+def listing(value: str | None) -> str | None:
+    """`--task list`: every task with its sentence and the models that can do it; then the command ends."""
+    if value != "list":
+        return value
+    from regard.train.tasks import TASKS as KNOWN
+    from regard.train.tasks.models import names
+
+    for task in KNOWN.values():
+        typer.echo(f"{task.name:<15} {task.sentence}")
+        typer.echo(f"{'':<15} --model {', '.join(names(task))}")
+    raise typer.Exit
+
+
+def check(options: dict[str, Any], given: set[str]) -> None:
+    """Refuse options that belong to the other kind of training; `given` are those that stand in the command."""
+    if options["task"] is None:
+        for name in ONLY:
+            if name in given:
+                raise typer.BadParameter(
+                    "belongs to made tasks; give --task NAME too (--task list shows them), or leave it out",
+                    param_hint=flag(name),
+                )
+        return
+    if "model" not in given:
+        raise typer.BadParameter(
+            "a task needs a model: lstm, lstm+bahdanau, transformer, ... (--task list shows them)",
+            param_hint="--model",
+        )
+    for name in sorted(given - {*SHARED, *ONLY, "task"}):
+        raise typer.BadParameter(
+            "belongs to training on text, and --task makes its own data; leave one of the two out",
+            param_hint=flag(name),
+        )
+
+
+def train_task(options: dict[str, Any], given: set[str]) -> None:
+    """Train a model on a task, with the options that stand in the command and the recipe's for the others."""
+    import torch
+
+    from regard.train.tasks.run import TaskRun
+
+    if options["threads"]:
+        torch.set_num_threads(options["threads"])
+    taken = {name: options[name] for name in given if name not in ("json", "resume", "threads")}
+    try:
+        run = TaskRun(taken)
+        figures, stopped_by = run.run()
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    if options["json"]:
+        typer.echo(json_format.dumps(figures))
+    else:
+        _show(run, figures)
+    if stopped_by:
+        typer.echo("interrupted and saved; go on with the same command and --resume", err=True)
+        raise typer.Exit(128 + stopped_by)
+
+
+def _show(run: Any, figures: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    console = Console(width=100)
+    for line in run.lines():
+        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+    short = {name: value for name, value in figures.items() if name != "accuracy"}
+    typer.echo("\n" + "  ".join(f"{name} {value}" for name, value in short.items()))
+
+
+def flag(name: str) -> str:
+    """An option as it is written in the command."""
+    return "SOURCE" if name == "source" else "--" + name.replace("_", "-")
+
 
 _MODEL, _STEPS, _DATA, _RUN = "Model", "Steps", "Data", "Output and machine"
 
@@ -104,8 +236,8 @@ _TASKS = "Tasks with made data, in place of text"
 Task = Annotated[
     str | None,
     typer.Option(
-        help=f"{', '.join(_tasks.TASKS)}; or list, which says what they are.",
-        callback=_tasks.listing,
+        help=f"{', '.join(TASKS)}; or list, which says what they are.",
+        callback=listing,
         is_eager=True,
         rich_help_panel=_TASKS,
     ),
@@ -192,15 +324,15 @@ def train(
     Example: regard train --out numbers --task translate --model lstm+bahdanau
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
-    given = _file.given(ctx, options)
-    _tasks.check(options, given)
+    given = options_of_file(ctx, options)
+    check(options, given)
     if config is not None:
-        options = _file.merged(ctx, options, given, config)
+        options = merged(ctx, options, given, config)
     _check(options)
     if task is not None:
-        _tasks.train_task(options, given)
+        train_task(options, given)
         return
-    elsewhere = ("task", "config", *_tasks.ONLY)
+    elsewhere = ("task", "config", *ONLY)
     options = {name: value for name, value in options.items() if name not in elsewhere}
     import torch
 
@@ -242,3 +374,89 @@ def _check(options: dict[str, Any]) -> None:
             f"dim {options['dim']} / heads {options['heads']} must be even: it is a head's width",
             param_hint="--dim",
         )
+
+
+LONGEST = 1 << 20
+"""Bytes of such a file, at most."""
+SECTIONS = {
+    "model": (
+        "dim", "layers", "heads", "kv_heads", "hidden", "vocab", "tie", "attention", "position", "window",
+    ),
+    "train": (
+        "steps", "batch", "lr", "warmup", "accumulate", "clip", "weight_decay", "seed", "save_every", "bf16", "threads",
+        "device", "dtype",
+    ),
+    "data": ("source", "context", "repeat", "repeat_first"),
+}  # fmt: skip
+"""Section -> the options of the command that stand there; [model.options] has those of the mechanism, as --set."""
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Option -> its text, as it would stand behind the flag; "option" -> the name=value of [model.options].
+
+    Raises:
+        FileError: the file cannot be read, or is no TOML.
+        ArgumentError: a section or a key is unknown or stands in the wrong place, or a value is not a plain one.
+
+    >>> import tempfile
+    >>> file = Path(tempfile.mkdtemp()) / "small.toml"
+    >>> _ = file.write_text("[model]\\nattention = 'gqa'\\nkv-heads = 2\\noptions.base = 5e4\\n[train]\\nbf16 = true")
+    >>> read(file)
+    {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
+    """
+    try:
+        content = tomllib.loads(text(path, LONGEST))
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise FileError(f"{path}: is not TOML: {told(error)}") from error
+    found: dict[str, Any] = {}
+    for section, keys in content.items():
+        if section not in SECTIONS or not isinstance(keys, dict):
+            raise ArgumentError(f"{path}: {told(_stray(section))}")
+        for key, value in keys.items():
+            name = key.replace("-", "_")
+            if (section, name) == ("model", "options") and isinstance(value, dict):
+                found["option"] = _settings(path, value)
+            elif name not in SECTIONS[section]:
+                raise ArgumentError(f"{path}: {told(_unknown(section, key, name))}")
+            elif name in found:
+                raise ArgumentError(f"{path}: [{section}] has {name} twice; keep one")
+            else:
+                found[name] = _text(f"{path}: [{section}] {told(key)}", value)
+    return found
+
+
+def _settings(path: Path, options: Mapping[str, Any]) -> list[str]:
+    """name=value for each option of a mechanism; lists are allowed."""
+    for name, value in options.items():
+        for part in value if isinstance(value, list) else [value]:
+            _text(f"{path}: [model.options] {told(name)}", part)
+    return [f"{name}={value!r}" for name, value in options.items()]
+
+
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, (str, int, float)):
+        raise ArgumentError(
+            f"{where} is {shown(value)}; it must be a string, a number, true or false"
+        )
+    return str(value)
+
+
+def _stray(section: str) -> str:
+    """What is said of a name at the top that is no section."""
+    home = next((s for s, keys in SECTIONS.items() if section.replace("-", "_") in keys), None)
+    if home:
+        return f"{section} stands in no section; put it under [{home}]"
+    return f"unknown section [{section}]{_near(section, SECTIONS)}; there are [{'], ['.join(SECTIONS)}]"
+
+
+def _unknown(section: str, key: str, name: str) -> str:
+    home = next((s for s, keys in SECTIONS.items() if name in keys), None)
+    if home:
+        return f"{key} stands in [{section}]; its place is [{home}]"
+    keys = (*SECTIONS[section], *(("options",) if section == "model" else ()))
+    return f"[{section}] has no {key}{_near(name, keys)}; it has {', '.join(keys)}"
+
+
+def _near(name: str, known: Any) -> str:
+    close = difflib.get_close_matches(name[:60], list(known), 1)
+    return f"; did you mean {close[0]}?" if close else ""

@@ -5,9 +5,15 @@ and goes on where an earlier run has stopped.
 """
 
 from regard.compare.experiment import Experiment, Session, Store
-from regard.compare.front import front
-from regard.compare.mechanisms import NAMES, Contestant, Shape, contestants
-from regard.compare.same import configs, same_parameters
+from regard.compare.mechanisms import (
+    NAMES,
+    Contestant,
+    Shape,
+    configs,
+    contestants,
+    same_parameters,
+)
+from regard.compare.results import front
 
 __all__ = [
     "NAMES",

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from regard.compare.experiment import Numbers
 from regard.errors import ArgumentError
-from regard.train.batches import Batches, validation_rows
+from regard.train.batches import Batches, Feed, Rows, validation_rows
 from regard.train.corpus import DEFAULT, Document, read, split
-from regard.train.feed import Feed, Rows
-from regard.train.losses import Loss, evaluate, next_token_loss
-from regard.train.seq2seq import AnswerLoss
+from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.tasks import TASKS
 from regard.train.tasks.base import Task
-from regard.train.tasks.made import IGNORED, Made, pad
+from regard.train.tasks.examples import IGNORED, Made, pad
 
 END = 0
 """The byte that stands behind each document."""

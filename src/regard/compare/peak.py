@@ -54,7 +54,7 @@ def run(settings: Numbers) -> Numbers:
     import torch
 
     from regard.compare.mechanisms import decoder
-    from regard.compare.work import prefill, training
+    from regard.compare.speed import prefill, training
     from regard.models.families.regard import Config
 
     torch.set_num_threads(settings["threads"])

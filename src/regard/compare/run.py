@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from regard.compare import memory, quality, speed
-from regard.compare.compared import Plan
 from regard.compare.experiment import Experiment, Numbers, Session, clock
+from regard.compare.results import Plan
 
 MARGIN = 0.9
 """Of the time that is left: validation and judging take some of it."""
@@ -27,7 +27,7 @@ class Comparison:
 
     >>> from regard.compare.experiment import Store
     >>> from regard.compare.mechanisms import Shape, contestants
-    >>> from regard.compare.same import configs
+    >>> from regard.compare.mechanisms import configs
     >>> shape = Shape(dim=16, layers=1, heads=2, window=8)
     >>> found = contestants(["mqa"], shape)
     >>> timing = speed.Timing(contexts=(4,), length=4, batch=1, rounds=1, sample=0.0)

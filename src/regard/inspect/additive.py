@@ -10,7 +10,7 @@ from regard.inspect.capture import Capture
 from regard.inspect.equations import EQUATIONS
 from regard.inspect.parts import Step
 from regard.inspect.row import Checks, Fields, array, softmax
-from regard.nn.additive import AdditiveAttention
+from regard.nn.cross import AdditiveAttention
 
 
 def additive(

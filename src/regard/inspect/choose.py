@@ -16,7 +16,7 @@ from regard.inspect.capture import look
 from regard.inspect.readers import Source, reading
 from regard.inspect.reading import Reading, Site, Tokens
 from regard.models.model import Model
-from regard.nn.additive import AdditiveAttention
+from regard.nn.cross import AdditiveAttention
 from regard.nn.recurrent import Recurrent
 
 RULE = (

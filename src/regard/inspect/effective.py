@@ -18,8 +18,7 @@ from regard.errors import ArgumentError
 from regard.inspect.equations import EQUATIONS
 from regard.inspect.parts import Array, State, Step
 from regard.inspect.row import Checks, Fields, apart, array
-from regard.nn.recurrent import Recurrent
-from regard.nn.rules.linear import Features
+from regard.nn.recurrent import Features, Recurrent
 
 COLUMNS = 64
 """Keys whose columns are computed together: the rule runs once for each block."""

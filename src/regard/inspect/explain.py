@@ -45,7 +45,7 @@ from regard.inspect.row import (
 )
 from regard.inspect.stages import tensors_of
 from regard.inspect.steps import mixed, patterns, projected
-from regard.nn.additive import AdditiveAttention
+from regard.nn.cross import AdditiveAttention
 from regard.nn.recurrent import Recurrent
 from regard.span import Positions, Span, as_tensor
 from regard.tap import NAMES, edited

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from regard.inspect.parts import Array, Step
 from regard.inspect.row import array
 from regard.nn import Heads, Separate
-from regard.nn.fused import Fused
+from regard.nn.dynamic_rotary import RowRotary
 from regard.nn.latent import Latent
 from regard.nn.nsa import BRANCHES, NSA
-from regard.nn.row_rotary import RowRotary
-from regard.nn.states import States
+from regard.nn.projections import Fused, States
 from regard.nn.streaming import StreamingAttention
 from regard.positions import Rotary, rotate
 from regard.span import Positions, as_tensor

@@ -16,7 +16,7 @@ from regard.inspect.parts import plain
 from regard.inspect.stages import Stage, stages, timed
 from regard.masks import Mask
 from regard.nn import Attention
-from regard.nn.residual import PostNorm
+from regard.nn.blocks import PostNorm
 from regard.nn.variants.registry import find
 from regard.process import seeded
 from regard.span import Span

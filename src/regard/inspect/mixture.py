@@ -14,7 +14,7 @@ from regard.inspect.effective import effective_row
 from regard.inspect.parts import Mixture, Term
 from regard.inspect.reading import Site
 from regard.inspect.row import array, row_of
-from regard.nn.finish import Differential
+from regard.nn.gated import Differential
 from regard.nn.infini import InfiniAttention
 from regard.nn.nsa import BRANCHES, NSA
 from regard.ops.memory import infini_attention

@@ -24,8 +24,7 @@ from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
 from regard.nn import Block, Embed, PreNorm, RMSNorm, SwiGLU
-from regard.nn.variants.options import checked, names
-from regard.nn.variants.registry import Variant, find
+from regard.nn.variants.registry import Variant, checked, find, names
 from regard.process import seeded
 
 DIM, HEADS, LAYERS = 32, 4, 2

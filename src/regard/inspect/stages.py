@@ -15,7 +15,7 @@ from regard.errors import ArgumentTypeError
 from regard.inspect.parts import Tensors
 from regard.masks import Mask
 from regard.nn import Attention
-from regard.nn.project import aimed, facing
+from regard.nn.projections import aimed, facing
 from regard.span import Span
 
 ROUNDS = 5

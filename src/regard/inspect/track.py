@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.caches.packed import Packed
+from regard.caches.codes import Packed
 from regard.inspect.copies import copied, speaks_of_slots, written_out
 from regard.inspect.kept import Step
 from regard.inspect.place import Place

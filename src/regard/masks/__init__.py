@@ -2,6 +2,7 @@
 
 from regard.masks.algebra import All, Any, Not
 from regard.masks.base import Mask
+from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.blocks import BigBird, Blocks
 from regard.masks.convert import (
     from_additive,
@@ -12,16 +13,13 @@ from regard.masks.convert import (
     to_additive,
     to_drop,
 )
-from regard.masks.given import Dense, Fn, Heads
-from regard.masks.intervals import FAR, Intervals
+from regard.masks.custom import Dense, Fn, Heads
 from regard.masks.local import Causal, Chunk, Dilated, Full, Window
-from regard.masks.padding import Padding
 from regard.masks.parse import parse
 from regard.masks.reach import Reach, reach
-from regard.masks.rows import Document, Prefix
 from regard.masks.selected import Selected
 from regard.masks.sparse import Global, Sinks, Strided
-from regard.masks.tiling import EMPTY, FULL, PARTIAL
+from regard.masks.tiling import EMPTY, FAR, FULL, PARTIAL, Intervals
 
 __all__ = [
     "EMPTY",

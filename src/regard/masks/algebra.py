@@ -10,10 +10,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask
-from regard.masks.intervals import Intervals, gaps, intersect, unite
-from regard.masks.tiling import both, either, opposite
-from regard.masks.where import Part, Slot
+from regard.masks.base import Mask, Part, Slot
+from regard.masks.tiling import Intervals, both, either, gaps, intersect, opposite, unite
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,28 +1,151 @@
-"""What a mask is: a rule on positions, with an algebra, a drawing in words, and a structure that kernels can skip by."""
+"""What a mask is: a rule on positions, its structure, its drawing, and the checks that masks share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
-from regard.errors import ArgumentError
-from regard.masks.intervals import Intervals, none_for, tidy
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.foreign import shown
 from regard.masks.tiling import (
     UNKNOWN,
+    Intervals,
     count_visible,
     from_intervals,
     held,
+    none_for,
     settle,
+    tidy,
     without_rows,
 )
-from regard.masks.values import four
-from regard.masks.where import Part, Slot, device_of
 from regard.span import Positions, Span, as_tensor, count, part, vacant
+
+
+class Part(NamedTuple):
+    """Some rows and columns of a call, and the device to compute on."""
+
+    q_positions: Positions
+    k_positions: Positions
+    rows: slice
+    columns: slice
+    device: torch.device
+
+    @property
+    def q(self) -> Tensor:
+        """The positions of the queries, [B or 1, t]."""
+        return as_tensor(part(self.q_positions, self.rows), self.device).to(self.device)
+
+    @property
+    def k(self) -> Tensor:
+        """The positions of the keys, [B or 1, s]."""
+        return as_tensor(part(self.k_positions, self.columns), self.device).to(self.device)
+
+    @property
+    def keys(self) -> Positions:
+        """The positions of all keys, a Span as it is."""
+        keys = self.k_positions
+        return keys if isinstance(keys, Span) else keys.to(self.device)
+
+
+class Slot(NamedTuple):
+    """One pair of slots of a call, scalars: its batch row, head and places, and the positions stored there."""
+
+    b: Tensor
+    h: Tensor
+    q_idx: Tensor
+    kv_idx: Tensor
+    q: Tensor
+    k: Tensor
+
+
+def device_of(q: Positions, k: Positions, device: torch.device | str | None) -> torch.device:
+    """The device that was asked for, else that of the stored positions, else the CPU."""
+    if device is None:
+        device = next((x.device for x in (k, q) if isinstance(x, Tensor)), "cpu")
+    return torch.device(device)
+
+
+Rows = TypeVar("Rows", bound=tuple[Any, ...])
+Lengths: TypeAlias = Sequence[int] | Tensor
+
+LARGEST = (1 << 62) - 1
+
+
+def whole(name: str, x: object, least: int, advice: str = "") -> int:
+    """x as an int of at least `least`, with room for a sum of two in 64 bits; `name` is "Window size" or the like."""
+    if isinstance(x, bool) or not isinstance(x, int):
+        raise ArgumentTypeError(f"{name} is {_say(x)}; it must be an int, {least} or more")
+    if x < least:
+        raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
+    if x > LARGEST:
+        raise ArgumentError(f"{name} is {shown(x)}; positions have 64 bits: give at most {LARGEST}")
+    return x
+
+
+def wholes(name: str, xs: object, least: int) -> tuple[int, ...]:
+    """xs, a sequence or 1-D tensor of ints of at least `least`, as a tuple."""
+    if isinstance(xs, Tensor):
+        xs = xs.tolist()
+    if isinstance(xs, (str, bytes)) or not isinstance(xs, Iterable):
+        raise ArgumentTypeError(f"{name} is {_say(xs)}; it must be a sequence of ints")
+    return tuple(whole(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
+
+
+def some(rows: Rows, name: str) -> Rows:
+    """Rows, at least one."""
+    if not rows:
+        raise ArgumentError(f"{name} of no batch rows; give at least one")
+    return rows
+
+
+def row(values: tuple[int, ...], like: Tensor) -> Tensor:
+    """One number per batch row, [B,1,1,1]."""
+    return torch.tensor(values, dtype=torch.int64, device=like.device)[:, None, None, None]
+
+
+def table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
+    """Lists of different lengths as one tensor [B, n], filled up with `fill` (None: each one's last number)."""
+    n = max(map(len, rows))
+    filled = [[*x, *[x[-1] if fill is None else fill] * (n - len(x))] for x in rows]
+    return torch.tensor(filled, dtype=torch.int64, device=like.device).reshape(len(rows), n)
+
+
+def four(x: Tensor) -> Tensor:
+    """x with dimensions of size 1 in front, 4 in all."""
+    return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
+
+
+def locate(bounds: Tensor, x: Tensor) -> Tensor:
+    """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch first of 4."""
+    if x.numel() == 1:  # also what a mask_mod sees, under vmap, which searchsorted does not like
+        return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
+    if bounds.shape[0] == 1:
+        return torch.searchsorted(bounds[0], x.contiguous(), right=True)
+    x = four(x)
+    x = x.expand(bounds.shape[0], *x.shape[1:])
+    found = torch.searchsorted(bounds, x.flatten(1).contiguous(), right=True)
+    return found.reshape(x.shape)
+
+
+def check_rows(mask: str, rows: int, B: int) -> None:
+    """The mask holds something for each of `rows` batch rows; a call has B."""
+    if rows not in (1, B):
+        raise ArgumentError(
+            f"{mask} holds {rows} batch rows, but the call has batch {B}; "
+            f"give one entry per batch row, or one for all"
+        )
+
+
+def _say(x: object) -> str:
+    return f"{type(x).__name__} {x!r}"
+
 
 EVERY = slice(None)
 ROWS = 128
@@ -272,3 +395,16 @@ class Mask(ABC):
             if (value := getattr(self, field.name)) != field.default
         ]
         return type(self).__name__.lower() + f"({', '.join(shown)})" * bool(shown)
+
+
+@lru_cache(maxsize=64)
+def is_static(mask: Mask) -> bool:
+    """Whether a mask is one of this package's, and no field of it can change: no tensor, no function."""
+    ours = type(mask).__module__.startswith(f"{__package__}.")
+    return ours and all(_is_number(getattr(mask, x.name)) for x in fields(mask))
+
+
+def _is_number(x: object) -> bool:
+    if isinstance(x, tuple):
+        return all(map(_is_number, x))
+    return is_static(x) if isinstance(x, Mask) else isinstance(x, int | None)

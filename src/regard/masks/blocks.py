@@ -10,9 +10,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask
-from regard.masks.intervals import FAR, Intervals, intersect, tidy
-from regard.masks.values import check_rows, four, whole
+from regard.masks.base import Mask, check_rows, four, whole
+from regard.masks.tiling import FAR, Intervals, intersect, tidy
 
 
 def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask
-from regard.masks.given import Dense
+from regard.masks.base import Lengths, Mask, whole
+from regard.masks.batched import Padding
+from regard.masks.custom import Dense
 from regard.masks.local import Causal, Window
-from regard.masks.padding import Padding
-from regard.masks.values import Lengths, whole
 
 
 def from_drop(drop: Bool[Tensor, "*shape"]) -> Dense:

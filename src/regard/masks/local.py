@@ -8,11 +8,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from regard.masks.base import Mask
-from regard.masks.intervals import FAR, Intervals
-from regard.masks.tiling import EMPTY
-from regard.masks.values import LARGEST, whole
-from regard.masks.where import Part
+from regard.masks.base import LARGEST, Mask, Part, whole
+from regard.masks.tiling import EMPTY, FAR, Intervals
 
 
 @dataclass(frozen=True, eq=False)

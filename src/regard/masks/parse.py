@@ -10,11 +10,10 @@ from collections.abc import Callable
 from regard.errors import ArgumentError, RegardError
 from regard.foreign import inert, told
 from regard.masks.base import Mask
+from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.blocks import BigBird
-from regard.masks.given import Heads
+from regard.masks.custom import Heads
 from regard.masks.local import Causal, Chunk, Dilated, Full, Window
-from regard.masks.padding import Padding
-from regard.masks.rows import Document, Prefix
 from regard.masks.sparse import Global, Sinks, Strided
 
 KNOWN: dict[str, Callable[..., Mask]] = {

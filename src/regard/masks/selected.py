@@ -9,10 +9,8 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask
+from regard.masks.base import Mask, Part, Slot, check_rows, whole
 from regard.masks.tiling import PARTIAL, held, state_of
-from regard.masks.values import check_rows, whole
-from regard.masks.where import Part, Slot
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from regard.masks.base import Mask
-from regard.masks.intervals import FAR, Intervals
-from regard.masks.values import whole, wholes
+from regard.masks.base import Mask, whole, wholes
+from regard.masks.tiling import FAR, Intervals
 
 
 @dataclass(frozen=True, eq=False)

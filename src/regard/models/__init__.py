@@ -16,10 +16,9 @@ from regard.models.generation import (
 )
 from regard.models.load import load
 from regard.models.model import Model
-from regard.models.pooling import Pooling
 from regard.models.rnn import RecurrentEncoderDecoder, recurrent
 from regard.models.seq2seq import Seq2Seq
-from regard.models.text_encoder import TextEncoder
+from regard.models.text_encoder import Pooling, TextEncoder
 
 __all__ = [
     "Batch",

@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.nn.block import Block
-from regard.nn.embed import Embed
+from regard.nn.blocks import Block
+from regard.nn.embedding import Embed
 from regard.span import Positions, Span
 from regard.tap import place
 
@@ -27,7 +27,7 @@ class Encoder(nn.Module):
         ArgumentError: ids are not [B,S].
 
     >>> import torch
-    >>> from regard.nn.embed import Sinusoidal
+    >>> from regard.nn.embedding import Sinusoidal
     >>> encoder = Encoder(Embed(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
     >>> encoder(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
@@ -72,7 +72,7 @@ class HeadedEncoder(nn.Module):
     Raises:
         ArgumentError: when called: what is asked for was not trained.
 
-    >>> from regard.nn.embed import Sinusoidal
+    >>> from regard.nn.embedding import Sinusoidal
     >>> encoder = Encoder(Embed(nn.Embedding(7, 4), Sinusoidal(4)), [], nn.Identity())
     >>> model = HeadedEncoder(encoder, head=nn.Linear(4, 7))
     >>> model.logits(model(torch.tensor([[1, 2]]))).shape

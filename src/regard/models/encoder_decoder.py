@@ -14,12 +14,10 @@ from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.models.encoder import Encoder
 from regard.nn.attention import Attention
-from regard.nn.block import Block
-from regard.nn.decoder_block import BlockCaches, DecoderBlock
-from regard.nn.embed import Embed, Sinusoidal
+from regard.nn.blocks import Block, BlockCaches, DecoderBlock, PostNorm, PreNorm, Residual
+from regard.nn.embedding import Embed, Sinusoidal
 from regard.nn.feed_forward import FeedForward
 from regard.nn.linear import Linear
-from regard.nn.residual import PostNorm, PreNorm, Residual
 from regard.nn.variants.cross import cross_attention
 from regard.nn.variants.parts import head_size, join, separate
 from regard.process import is_compiling

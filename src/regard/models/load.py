@@ -31,9 +31,8 @@ from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family
 from regard.models.model import Model
-from regard.models.pooling import read_longest, read_pooling
 from regard.models.seq2seq import Seq2Seq
-from regard.models.text_encoder import TextEncoder
+from regard.models.text_encoder import TextEncoder, read_longest, read_pooling
 from regard.models.tokenizer import Tokenizer
 
 EMBEDDED = ("tiny",)

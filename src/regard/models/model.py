@@ -13,12 +13,11 @@ from regard.arguments import check_names
 from regard.caches import Cache
 from regard.errors import ArgumentError, FileError
 from regard.models.decoder import Decoder, check_ids
-from regard.models.generation.batch import Batch, Options
-from regard.models.generation.reading import Reading
+from regard.models.generation.beam import Found, search
+from regard.models.generation.context import Reading
+from regard.models.generation.generate import Batch, Generation, Options
 from regard.models.generation.room import Room
 from regard.models.generation.sampling import Choices, Sampling
-from regard.models.generation.search import Found, search
-from regard.models.generation.single import Generation
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions
 

@@ -12,16 +12,18 @@ from torch import Tensor, nn
 from regard.arguments import check_positions
 from regard.errors import ArgumentError
 from regard.models.generation.greedy import greedy
-from regard.nn.rnn import Hidden, check_network, scan
-from regard.nn.rnn_decoders import (
+from regard.nn.rnn import (
     BahdanauDecoder,
     Carried,
+    Hidden,
     LuongDecoder,
     PlainDecoder,
     RecurrentDecoder,
     Source,
+    check_network,
+    scan,
 )
-from regard.nn.variants.additive import bahdanau, luong
+from regard.nn.variants.cross import bahdanau, luong
 from regard.span import Positions, Span
 from regard.tap import place
 

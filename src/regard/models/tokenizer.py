@@ -1,13 +1,10 @@
-"""Text to token ids and back: a byte-level BPE tokenizer and its file.
-
-Byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909; over bytes: Radford et al. 2019) starts
-from the 256 bytes of UTF-8 and joins the most frequent neighbouring pair again and again. Every
-text is encodable and decodes to itself.
-"""
+"""The tokenizer: text to ids and back, streaming decoding, and how tokens are displayed."""
 
 from __future__ import annotations
 
+import codecs
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,129 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from regard.errors import ArgumentError, FileError
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.regular import whole
 from regard.files.strict import parse
 from regard.files.write import written
 from regard.foreign import shown, told
-from regard.models.glyphs import BYTE_OF, visible
-from regard.models.plain_text import cut, encodable
-from regard.models.streaming import StreamDecoder
+
+_GLYPHS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
+
+
+def visible(text: str) -> str:
+    """`text` with what a page would hide or obey shown as glyphs: spaces, controls, marks.
+
+    >>> visible(" a\\x00\\u202e")
+    '·a␀‹U+202E›'
+    """
+    return "".join(_glyph(letter) for letter in text)
+
+
+def _glyph(letter: str) -> str:
+    if letter in _GLYPHS:
+        return _GLYPHS[letter]
+    kind = unicodedata.category(letter)
+    if ord(letter) < 32:
+        return chr(0x2400 + ord(letter))
+    if kind[0] == "C" or kind[0] == "Z":
+        return f"‹U+{ord(letter):04X}›"
+    return f"◌{letter}" if kind[0] == "M" else letter
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Letter -> byte: printable bytes are themselves, the others follow from U+0100 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in own]
+    return {chr(b): b for b in own} | {chr(0x100 + i): b for i, b in enumerate(moved)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def encodable(text: str) -> str:
+    """The text itself, when it is Unicode text.
+
+    Raises:
+        ArgumentError: it has a lone surrogate.
+        ArgumentTypeError: it is no str.
+
+    >>> encodable("né 你好")
+    'né 你好'
+    """
+    if not isinstance(text, str):
+        raise ArgumentTypeError(
+            f"text is {type(text).__name__}; it must be str (decode bytes first)"
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise ArgumentError(
+            f"text has a lone surrogate U+{code:04X} at offset {error.start}; it is no Unicode "
+            "text: decode its source with errors='replace'"
+        ) from error
+    return text
+
+
+def cut(text: str, names: Iterable[str]) -> list[str]:
+    """Text cut before and after every name, the longest name first where two begin together.
+
+    >>> cut("a<b>c", ["<b>"])
+    ['a', '<b>', 'c']
+    """
+    parts, start, at = [], 0, 0
+    ordered = sorted(names, key=len, reverse=True)
+    while at < len(text):
+        name = next((n for n in ordered if text.startswith(n, at)), None)
+        if name is None:
+            at += 1
+            continue
+        parts += [text[start:at], name]
+        at = start = at + len(name)
+    return [part for part in [*parts, text[start:]] if part]
+
+
+class StreamDecoder:
+    """Text as ids arrive: `push(id)` gives the characters now complete, `flush()` what is left.
+
+    The parts joined equal `Tokenizer.decode` of all ids; half a character is never given out. The one exception are byte
+    tokens beside words (sentencepiece's byte fallback) that spell no UTF-8: they make U+FFFD of letters before them, too.
+
+    >>> from regard.models.tokenizer import Tokenizer
+    >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
+    >>> stream = tokenizer.stream()
+    >>> [stream.push(i) for i in tokenizer.encode("é!")]
+    ['', 'é', '!']
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        # not of one byte-level alphabet: the ids given out last, and those that make no whole text yet
+        self._ids: list[int] = []
+        self._given, self._shown = 0, ""
+
+    def push(self, index: int) -> str:
+        """The text that this id completes, often one word, sometimes nothing."""
+        raw = self._tokenizer.token_bytes(index)
+        if raw is not None:
+            return self._utf8.decode(raw)
+        self._ids.append(index)
+        text = self._tokenizer.decode(self._ids)
+        return "" if text.endswith("�") else self._emit(text)
+
+    def flush(self) -> str:
+        """The rest, when no more ids come; bytes that never became a character are U+FFFD."""
+        rest = self._utf8.decode(b"", final=True)
+        return rest + (self._emit(self._tokenizer.decode(self._ids)) if self._ids else "")
+
+    def _emit(self, text: str) -> str:
+        """What is new in the text of the ids; how a token reads depends on the one in front of it, and on no earlier one."""
+        new = text[len(self._shown) :]
+        self._ids = self._ids[self._given :]
+        self._given, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
+        return new
+
 
 LONGEST = 128 << 20
 """Bytes of a tokenizer.json; those of a quarter of a million tokens have some 35 MB."""

@@ -5,32 +5,43 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from regard.nn.additive import AdditiveAttention
 from regard.nn.attention import Attention
-from regard.nn.block import Block, ParallelBlock
-from regard.nn.clipped import Clipped
-from regard.nn.cross import CrossAttention
-from regard.nn.decoder_block import BlockCaches, DecoderBlock
-from regard.nn.embed import Embed, Sinusoidal
+from regard.nn.blocks import (
+    Block,
+    BlockCaches,
+    DecoderBlock,
+    NormedPath,
+    OutputNorm,
+    ParallelBlock,
+    PostNorm,
+    PreNorm,
+    Residual,
+    Sandwich,
+)
+from regard.nn.cross import AdditiveAttention, CrossAttention
+from regard.nn.dynamic_rotary import Prefix, rotary_heads
+from regard.nn.embedding import CappedLogits, Embed, Sinusoidal
 from regard.nn.feed_forward import FeedForward, GatedFeedForward, SwiGLU
-from regard.nn.finish import Differential, Gated
-from regard.nn.fused import Fused, PerHead, Unprojected
+from regard.nn.gated import Differential, Gated
 from regard.nn.infini import InfiniAttention
 from regard.nn.latent import Latent
 from regard.nn.linear import Linear
-from regard.nn.logits import CappedLogits
 from regard.nn.longformer import Longformer
-from regard.nn.moe import ClippedSwiGLU, MoE
+from regard.nn.moe import ClippedSwiGLU, Groups, MoE, Router, SigmoidRouter, SoftmaxRouter
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.nsa import NSA
-from regard.nn.policy import rotary_heads
-from regard.nn.prefix import Prefix
-from regard.nn.project import Heads, Projection, Separate
+from regard.nn.projections import (
+    Clipped,
+    Fused,
+    Heads,
+    PerHead,
+    Projection,
+    Separate,
+    States,
+    Unprojected,
+)
 from regard.nn.recurrent import Recurrent
-from regard.nn.residual import NormedPath, OutputNorm, PostNorm, PreNorm, Residual, Sandwich
-from regard.nn.routers import Groups, Router, SigmoidRouter, SoftmaxRouter
 from regard.nn.selected import SelectedAttention
-from regard.nn.states import States
 from regard.nn.streaming import StreamingAttention
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
-from regard.nn.project import Projection, aimed, attention_spec, facing
+from regard.nn.projections import Projection, aimed, attention_spec, facing
 from regard.ops.softmax import attend
 from regard.span import Positions, count
 from regard.tap import tap
@@ -24,7 +24,7 @@ class Attention(Mixer):
     k, v = recall(memory, positions);
     z = finish(attend(q, k, v), x);  out = output(z, heads joined)
     a projection with several forms does this in the one for these lengths
-    (`regard.nn.project.Forms`)
+    (`regard.nn.projections.Forms`)
 
     Args:
         project: a `Projection`: query heads H, key/value heads G and every step on a head are its

@@ -1,4 +1,4 @@
-"""Infini-attention as a module: softmax inside a segment, and a memory of fixed size behind it."""
+"""Infini-attention: softmax attention inside a segment, and a compressive memory of all earlier segments."""
 
 from __future__ import annotations
 
@@ -8,14 +8,46 @@ from torch import Tensor, nn
 from regard.caches import Cache, Memory
 from regard.cost.infini import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.late import check_rotary, check_unrotated
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.project import Projection
+from regard.nn.projections import Projection
 from regard.ops.memory import Compressed, infini_attention
 from regard.ops.memory.compressive import Update
 from regard.ops.memory.infini import Empty, check_options
+from regard.positions import Rotary
 from regard.span import Positions
 from regard.tap import tap
+
+
+def check_unrotated(project: Projection, why: str) -> None:
+    """The projection holds no rotary: the module that says why has its own.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    if not isinstance(project, nn.Module):
+        return
+    for name, part in project.named_modules():
+        if isinstance(part, Rotary):
+            raise ArgumentError(
+                f"project.{name} is {part}, but {why}; make the heads without it and give rotary= to the module"
+            )
+
+
+def check_rotary(rotary: nn.Module | None, D: int) -> None:
+    """A rotary is for heads of this size, and its frequencies do not follow the length of each call.
+
+    Raises:
+        ArgumentError: it is for others, or they do.
+    """
+    if not isinstance(rotary, Rotary):
+        return
+    if rotary.dim != D:
+        raise ArgumentError(f"rotary is for heads of {rotary.dim}, and queries have {D}")
+    if rotary.follows:
+        raise ArgumentError(
+            f"{rotary} follows the length of each call, and queries and keys are rotated apart; freeze its length: "
+            "length=<number>"
+        )
 
 
 class InfiniAttention(Mixer):

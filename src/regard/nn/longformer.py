@@ -10,7 +10,7 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Window
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
-from regard.nn.project import Projection
+from regard.nn.projections import Projection
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
 from regard.tap import tap

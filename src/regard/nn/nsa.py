@@ -18,7 +18,7 @@ from regard.cost.spec import HeadShape
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.project import Heads
+from regard.nn.projections import Heads
 from regard.ops.selection.blocks import Order, order
 from regard.ops.selection.nsa import NSABlocks, ends, selection_mask, windows
 from regard.ops.softmax import attend

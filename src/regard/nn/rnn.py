@@ -1,16 +1,19 @@
-"""Recurrent networks over rows of different length."""
+"""Recurrent encoders, and recurrent decoders without attention, with Bahdanau's and with Luong's attention."""
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypeVar
+from abc import ABC, abstractmethod
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from regard.caches import Cross
 from regard.errors import ArgumentError
-from regard.span import Positions, Span, as_tensor
+from regard.nn.cross import AdditiveAttention, CrossAttention, recollect
+from regard.span import Positions, Span, as_tensor, part
 
 X = TypeVar("X", Tensor, PackedSequence)
 
@@ -94,3 +97,191 @@ def _zeros(rnn: nn.RNNBase, x: Tensor) -> Hidden:
     n = rnn.num_layers * (2 if rnn.bidirectional else 1)
     sizes = [rnn.proj_size or rnn.hidden_size, rnn.hidden_size][: 1 + isinstance(rnn, nn.LSTM)]
     return tuple(x.new_zeros(n, x.shape[0], size) for size in sizes)
+
+
+class Source(NamedTuple):
+    """What an encoder gives to a decoder.
+
+    states: [B,S,R], one per slot of the source.
+    positions: [B or 1, S] or a `Span`; -1 is padding.
+    """
+
+    states: Tensor
+    positions: Positions
+
+
+class Carried(NamedTuple):
+    """What a recurrent decoder carries from one step to the next; the step makes a new one, and changes nothing in it.
+
+    hidden: of the network.
+    cross: the source as its attention remembers it, or None where there is no attention.
+    """
+
+    hidden: Hidden
+    cross: Cross | None
+
+
+class RecurrentDecoder(nn.Module, ABC):
+    """From embedded target tokens to features, one per token; what it does with the source is the kind's matter.
+
+    Args:
+        rnn: the network, batch_first=True, one direction.
+        attention: from its states to the encoder's, or None.
+
+    Raises:
+        ArgumentError: the network is bidirectional, or not batch_first.
+    """
+
+    def __init__(
+        self, rnn: nn.RNNBase, attention: CrossAttention | AdditiveAttention | None = None
+    ) -> None:
+        super().__init__()
+        check_network(rnn, directions=1)
+        self.rnn, self.attention = rnn, attention
+
+    def begin(self, hidden: Hidden, source: Source) -> Carried:
+        """In front of the first token: the state in which the encoder ended, and its states as attention remembers them."""
+        if self.attention is None:
+            return Carried(hidden, None)
+        cache = self.attention.new_cache()  # keys are computed once for all steps
+        recollect(self.attention.project, source.states, source.positions, cache)
+        return Carried(hidden, cache)
+
+    def look(self, s: Float[Tensor, "B T R"], carried: Carried) -> Float[Tensor, "B T R2"]:
+        """The contexts that states find in the source."""
+        assert self.attention is not None, "a decoder without attention looked at its source"
+        context: Tensor = self.attention(s, None, carried.cross)
+        return context
+
+    @abstractmethod
+    def forward(
+        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        """y [B,T,M] -> features [B,T,F], and what is carried behind the last token."""
+
+
+class PlainDecoder(RecurrentDecoder):
+    """Without attention: all that the decoder knows of the source is the state in which the encoder ended.
+
+    s_0 = encoder's last state;  s_t = f(s_{t-1}, y_{t-1});  features s_t
+
+    Args:
+        rnn: the network, batch_first=True, one direction.
+
+    Raises:
+        ArgumentError: the network is bidirectional, or not batch_first.
+
+    >>> from regard.span import Span
+    >>> decoder = PlainDecoder(nn.GRU(3, 4, batch_first=True))
+    >>> source = Source(torch.zeros(1, 5, 4), Span(0, 5))
+    >>> features, carried = decoder(torch.zeros(1, 2, 3), decoder.begin((torch.zeros(1, 1, 4),), source))
+    >>> features.shape
+    torch.Size([1, 2, 4])
+
+    Source: Sutskever et al. 2014 (arXiv 1409.3215), section 2.
+    """
+
+    def forward(
+        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        """y [B,T,M] -> the states [B,T,R]."""
+        s, hidden = scan(self.rnn, y, positions, carried.hidden)
+        return s, Carried(hidden, carried.cross)
+
+
+class LuongDecoder(RecurrentDecoder):
+    """Attention from the present state, behind the network: all steps of a given target are one call.
+
+    s_t = f(s_{t-1}, y_{t-1});  c_t = attention(s_t, h);  features tanh(W_c [c_t; s_t])
+
+    Without input feeding (section 3.3 of the paper), which would make each step wait for the one before.
+
+    Args:
+        rnn: the network, batch_first=True, one direction.
+        attention: from its states to the encoder's, such as `luong(...)`.
+        states: the size of a context c_t.
+        features: the size of what is given out; None is that of s_t.
+
+    Raises:
+        ArgumentError: the network is bidirectional, or not batch_first.
+
+    >>> from regard.nn.variants import luong
+    >>> from regard.span import Span
+    >>> decoder = LuongDecoder(nn.GRU(3, 4, batch_first=True), luong(4, memory_dim=6), 6)
+    >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
+    >>> features, carried = decoder(torch.zeros(1, 2, 3), decoder.begin((torch.zeros(1, 1, 4),), source))
+    >>> features.shape, len(carried.cross)
+    (torch.Size([1, 2, 4]), 5)
+
+    Source: Luong et al. 2015 (arXiv 1508.04025), equations 5 to 8.
+    """
+
+    def __init__(
+        self,
+        rnn: nn.RNNBase,
+        attention: CrossAttention | AdditiveAttention,
+        states: int,
+        features: int | None = None,
+    ) -> None:
+        super().__init__(rnn, attention)
+        R = rnn.hidden_size
+        self.combine = nn.Linear(states + R, R if features is None else features, bias=False)
+
+    def forward(
+        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        """y [B,T,M] -> attentional states [B,T,F]."""
+        s, hidden = scan(self.rnn, y, positions, carried.hidden)
+        c = self.look(s, carried)
+        return torch.tanh(self.combine(torch.cat([c, s], -1))), Carried(hidden, carried.cross)
+
+
+class BahdanauDecoder(RecurrentDecoder):
+    """Attention from the previous state, in front of the network: what was found takes part in the next state.
+
+    c_t = attention(s_{t-1}, h);  s_t = f(s_{t-1}, [y_{t-1}; c_t]);  features maxout(U s_t + V y_{t-1} + C c_t + b)
+
+    Args:
+        rnn: the network over [y; c], batch_first=True, one direction.
+        attention: from its states to the encoder's, such as `bahdanau(...)`.
+        states: the size of a context c_t.
+        features: the size of what is given out; None is that of s_t.
+
+    Raises:
+        ArgumentError: the network is bidirectional, or not batch_first.
+
+    >>> from regard.nn.variants import bahdanau
+    >>> from regard.span import Span
+    >>> decoder = BahdanauDecoder(nn.GRU(9, 4, batch_first=True), bahdanau(4, memory_dim=6), 6)
+    >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
+    >>> features, carried = decoder(torch.zeros(1, 2, 3), decoder.begin((torch.zeros(1, 1, 4),), source))
+    >>> features.shape, len(carried.cross)
+    (torch.Size([1, 2, 4]), 5)
+
+    Source: Bahdanau et al. 2015 (arXiv 1409.0473), equation 4, appendix A.2.2.
+    """
+
+    def __init__(
+        self,
+        rnn: nn.RNNBase,
+        attention: CrossAttention | AdditiveAttention,
+        states: int,
+        features: int | None = None,
+    ) -> None:
+        super().__init__(rnn, attention)
+        R = rnn.hidden_size
+        self.read = nn.Linear(R + rnn.input_size, 2 * (R if features is None else features))
+
+    def forward(
+        self, y: Float[Tensor, "B T M"], carried: Carried, positions: Positions | None = None
+    ) -> tuple[Float[Tensor, "B T F"], Carried]:
+        """y [B,T,M] -> features [B,T,F], step by step."""
+        hidden, found = carried.hidden, []
+        for t in range(y.shape[1]):
+            before = hidden[0][-1][:, None]  # of the top layer, [B,1,R]
+            seen = torch.cat([y[:, t : t + 1], self.look(before, carried)], -1)
+            where = None if positions is None else part(positions, slice(t, t + 1))
+            s, hidden = scan(self.rnn, seen, where, hidden)
+            found.append(torch.cat([s, seen], -1))
+        joined = torch.cat(found, 1) if found else y.new_zeros(y.shape[0], 0, self.read.in_features)
+        return self.read(joined).unflatten(-1, (-1, 2)).amax(-1), Carried(hidden, carried.cross)

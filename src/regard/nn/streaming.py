@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
-from regard.masks.values import whole
+from regard.masks.base import whole
 from regard.nn.attention import Attention
-from regard.nn.project import Separate
+from regard.nn.projections import Separate
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
 from regard.span import Positions, Span, as_tensor

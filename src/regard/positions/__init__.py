@@ -8,20 +8,22 @@ from regard.positions.extrapolation import (
     long_term_decay,
     small_bases,
 )
-from regard.positions.frequencies import rope_frequencies
-from regard.positions.longrope import LongRoPE
-from regard.positions.rotary import Rotary, rotate
+from regard.positions.rotary import Rotary, rope_frequencies, rotate
 from regard.positions.scalings import (
     NTK,
     DynamicNTK,
+    DynamicYaRN,
     Linear,
     Llama3,
+    LongRoPE,
     RopeFrequencies,
     Scaling,
+    YaRN,
+    pair_index,
+    yarn_mscale,
 )
 from regard.positions.sinusoidal import Learned, sinusoidal
 from regard.positions.xpos import XPos, xpos_reach, xpos_zeta
-from regard.positions.yarn import DynamicYaRN, YaRN, pair_index, yarn_mscale
 
 __all__ = [
     "NTK",

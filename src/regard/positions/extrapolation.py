@@ -12,8 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.positions.scalings import plain, positive
-from regard.positions.yarn import pair_index
+from regard.positions.scalings import pair_index, plain, positive
 
 
 def critical_dimension(dim: int, base: float, length: int) -> int:

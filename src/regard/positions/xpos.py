@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.positions.frequencies import rope_frequencies
-from regard.positions.rotary import Layout, check_layout, cos_sin, turn
+from regard.positions.rotary import Layout, check_layout, cos_sin, rope_frequencies, turn
 from regard.positions.scalings import positive
 from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor

@@ -1,16 +1,19 @@
-"""Batches out of one long stream of tokens, in an order that can be repeated and resumed."""
+"""Batches from one stream of tokens, in an order that can be repeated and resumed."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
+from regard.models.tokenizer import END_OF_TEXT, Tokenizer
+from regard.train.corpus import Document
 
 SHORTEST = 8
 """The shortest period of a row that repeats."""
@@ -177,3 +180,53 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
     count = min(limit, len(tokens) // length)
     starts = torch.linspace(0, len(tokens) - length, count).long()
     return tokens.long()[starts[:, None] + torch.arange(length)]
+
+
+class Rows(Protocol):
+    """Some examples: a tensor [N, row] is one, and so is anything that moves, splits and counts like it."""
+
+    def __len__(self) -> int: ...
+
+    def to(self, device: torch.device, /) -> Self:
+        """The same on a device."""
+        ...
+
+    def split(self, size: int, /) -> Iterable[Self]:
+        """Parts of at most `size` examples."""
+        ...
+
+
+class Feed(Protocol):
+    """Endless batches of `batch` examples, each with about `context` tokens to be predicted."""
+
+    batch: int
+    context: int
+
+    def __next__(self) -> Any:
+        """The next batch, `Rows` that the loss understands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the drawing stands, and what it is drawn from: plain values, for a JSON file."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on where `state_dict` was taken; refuses a state of other data."""
+
+
+def stream(documents: Sequence[Document], tokenizer: Tokenizer) -> Int[Tensor, " N"]:
+    """The ids of all documents in their order, int64 [N]; special tokens in a text stay literal.
+
+    Raises:
+        ArgumentError: the tokenizer has no end-of-text token.
+
+    >>> tokenizer = Tokenizer.train(["ab"], vocab_size=257)
+    >>> stream([Document("1", "a"), Document("2", "b")], tokenizer).tolist()
+    [65, 0, 66, 0]
+    """
+    end = tokenizer.end_of_text
+    if end is None:
+        raise ArgumentError(
+            f"tokenizer has no {END_OF_TEXT} token to stand between documents; train one with it"
+        )
+    rows = tokenizer.encode_batch([document.text for document in documents])
+    return torch.tensor([index for row in rows for index in (*row, end)], dtype=torch.long)

@@ -1,13 +1,16 @@
-"""The training loop: accumulate, clip, step, log, validate, save, and a clean way to stop."""
+"""The training loop: accumulate, clip, step, log, validate, save, and stop cleanly on a signal."""
 
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,12 +19,41 @@ from torch import nn
 from regard.errors import ArgumentError, FileError, RegardError
 from regard.files.lock import locked
 from regard.foreign import told
-from regard.train import checkpoints, state
-from regard.train.feed import Feed, Rows
-from regard.train.interrupts import interrupts
+from regard.train import checkpoints
+from regard.train.batches import Feed, Rows
 from regard.train.losses import Loss, evaluate, next_token_loss
 from regard.train.progress import CsvLog, Progress, Row
 from regard.train.settings import Settings, optimiser
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """A list that is empty until SIGINT or SIGTERM comes, and then holds its number.
+
+    A second signal exits with 128 + its number. Outside the main thread, where Python takes no
+    signals, the list stays empty. The former handlers come back at the end.
+
+    >>> with interrupts() as caught:
+    ...     signal.raise_signal(signal.SIGTERM)
+    ...     print([signal.Signals(number).name for number in caught])
+    ['SIGTERM']
+    """
+    caught: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if caught:
+            raise SystemExit(128 + number)
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class NonFiniteLoss(RegardError, FloatingPointError):
@@ -221,7 +253,7 @@ class _Run:
             return
         run = {name: _plain(getattr(self, name)) for name in _SAVED}
         with self.off_the_clock():
-            packed = state.pack(self.model, self.optimiser, self.batches, self.settings, run)
+            packed = checkpoints.pack(self.model, self.optimiser, self.batches, self.settings, run)
             packed.state["about"] = self.about
             checkpoints.save(self.folder, packed, keep=self.keep)
         self.saved = self.step
@@ -237,8 +269,8 @@ class _Run:
         if found is None:
             return
         try:
-            state.check_about(found, self.about)
-            run = state.unpack(found, self.model, self.optimiser, self.batches, self.settings)
+            checkpoints.check_about(found, self.about)
+            run = checkpoints.unpack(found, self.model, self.optimiser, self.batches, self.settings)
             self.step, self.pending = found.step, [float(x) for x in run["pending"]]
             self.last, self.norm = (
                 math.nan if x is None else float(x) for x in (run["last"], run["norm"])

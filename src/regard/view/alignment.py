@@ -12,9 +12,9 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from regard.foreign import inert
-from regard.view import glyphs, palette
+from regard.view import palette, text
 from regard.view.chart import SVG
-from regard.view.lines import WIDTH, style
+from regard.view.text import WIDTH, style
 
 STEPS = 16
 """Shades of a weight."""
@@ -73,7 +73,7 @@ def svg(
             p = float(weights[i, j])
             parts.append(
                 f'<rect class="w{_step(p)}" x="{left + j * CELL}" y="{y}" width="{CELL - GAP}" height="{CELL - GAP}" '
-                f'rx="3"><title>{_safe(f"{word} ← {other}: {glyphs.weight(p)}")}</title></rect>'
+                f'rx="3"><title>{_safe(f"{word} ← {other}: {text.weight(p)}")}</title></rect>'
             )
     parts += [*_scale(left, top + T * CELL + 12), "</svg>"]
     return "\n".join(parts)
@@ -112,10 +112,10 @@ def lines(
                  二 │  ██│
     """
     low = " ".join(
-        f"{shade} {step:g}+" for shade, step in zip(glyphs.SHADES[1:], glyphs.STEPS, strict=True)
+        f"{shade} {step:g}+" for shade, step in zip(text.SHADES[1:], text.STEPS, strict=True)
     )
     yield Text(
-        f"  rows were said, columns are the source; blank below {glyphs.STEPS[0]:g}, {low}", "dim"
+        f"  rows were said, columns are the source; blank below {text.STEPS[0]:g}, {low}", "dim"
     )
     numbered = " ".join(f"{j}\u00a0{inert(word)} " for j, word in enumerate(source))
     for part in textwrap.wrap(numbered, WIDTH - 4):
@@ -126,9 +126,9 @@ def lines(
     )
     yield Text(f"{' ' * 17}{ruler}".rstrip(), style("k"))
     for word, row in zip(said, shown, strict=True):
-        name = glyphs.cell(inert(word), 12).rstrip()
+        name = text.cell(inert(word), 12).rstrip()
         pad = 15 - Text(name).cell_len
-        cells = "".join(glyphs.shade(float(p)) * 2 for p in row)
+        cells = "".join(text.shade(float(p)) * 2 for p in row)
         cut = "…" if weights.shape[1] > most else "│"
         yield Text.assemble(
             " " * pad, (name, style("q")), (" │", "dim"), (cells, style("s")), (cut, "dim")

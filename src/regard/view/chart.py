@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from regard.foreign import inert
-from regard.view import glyphs, palette
-from regard.view.lines import style
+from regard.view import palette, text
+from regard.view.text import style
 
 WIDE, HIGH = 720, 380
 SVG = "http://www.w3.org/2000/svg"
@@ -116,7 +116,7 @@ def lines(series: Series, trained: int, width: int = 36) -> Iterator[Text]:
         low, high = (f"{100 * share:3.0f}" for share in point.interval)
         yield Text.assemble(
             f"  {point.low:>4} - {point.high:<4}",
-            (glyphs.bar(point.share, width), style("k" if beyond else "q")),
+            (text.bar(point.share, width), style("k" if beyond else "q")),
             (f" {100 * point.share:5.1f}%", "bold"),
             (f" ({low} to {high}){point.examples:>9}", "dim"),
         )

@@ -14,7 +14,7 @@ from regard.errors import FileError
 from regard.files.write import replacing
 from regard.foreign import inert
 from regard.view import palette
-from regard.view.glyphs import cell
+from regard.view.text import cell
 
 FORMATS = (".png", ".svg")
 

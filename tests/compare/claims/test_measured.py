@@ -36,7 +36,7 @@ from regard.compare.claims.training import BYTES, byte_loss, decoder, held_bytes
 from regard.errors import ArgumentError
 from regard.nn import Separate
 from regard.span import Span
-from regard.train.seq2seq import AnswerLoss
+from regard.train.losses import AnswerLoss
 from regard.train.tasks.base import Example, Task
 from regard.view.curves import svg
 

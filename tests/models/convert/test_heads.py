@@ -11,8 +11,7 @@ import torch
 
 from regard.errors import ArgumentError
 from regard.models.convert import Checkpoint, to_groups
-from regard.models.convert.checkpoint import rebuilt
-from regard.models.convert.layer import Layer
+from regard.models.convert.layer import Layer, rebuilt
 from tests.models.convert import oracle, some
 from tests.models.convert.some import FAR, ROUNDING, distance
 

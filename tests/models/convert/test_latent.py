@@ -15,7 +15,7 @@ import regard
 from regard.errors import ArgumentError
 from regard.models.convert import Checkpoint, to_dtype, to_groups, to_latent
 from regard.models.convert import latent as subject
-from regard.models.convert.cut import mean_turn
+from regard.models.convert.latent import mean_turn
 from regard.models.convert.layer import Layer
 from regard.models.model import Model
 from regard.models.save import save

@@ -14,9 +14,8 @@ import torch
 import regard
 from regard.errors import ArgumentError, FileError
 from regard.models.convert import measure, to_dtype, to_groups, to_latent
-from regard.models.convert.checkpoint import Checkpoint
-from regard.models.convert.measure import _spread, topics, windows
-from regard.models.convert.report import Report
+from regard.models.convert.layer import Checkpoint
+from regard.models.convert.report import Report, _spread, topics, windows
 from regard.models.model import Model
 from tests.models import small
 from tests.models.convert import some

@@ -21,9 +21,9 @@ from regard.files.lock import locked
 from regard.models.convert import Wanted, convert, measure
 from regard.models.convert import run as subject
 from regard.models.convert import write as writing
-from regard.models.convert.measure import windows
+from regard.models.convert.report import windows
 from regard.models.model import Model
-from regard.train.healing import heal
+from regard.train.finetune import heal
 from tests.models import small
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

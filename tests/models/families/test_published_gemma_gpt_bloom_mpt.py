@@ -10,11 +10,10 @@ import pytest
 
 from regard.biases.alibi import alibi_slopes
 from regard.errors import ArgumentError
-from regard.models.assembly.activations import ACTIVATIONS, activation
-from regard.models.assembly.spellings import respelled
+from regard.models.assembly.shared import ACTIVATIONS, activation, respelled
 from regard.models.checkpoint.config import parse
 from regard.models.families import family
-from regard.nn.clipped import Clipped
+from regard.nn.projections import Clipped
 from tests.parity.families.published import build, count, layer, placed
 
 GEMMA_2B: dict[str, Any] = {

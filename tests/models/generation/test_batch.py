@@ -90,7 +90,7 @@ def test_the_order_of_rows_is_only_an_order(model: Model) -> None:
 
 def test_a_neighbour_that_is_seen_is_found(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: padding that is given positions."""
-    from regard.models.generation import batch as module
+    from regard.models.generation import generate as module
 
     right = together(model, PROMPTS[:3], max_tokens=12)
     padded = module.padded
@@ -124,7 +124,7 @@ def test_no_tokens_asked_for(model: Model) -> None:
 
 def test_two_speeds_are_of_two_clocks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that takes 100 s and steps of 1 s: one speed over both would say nothing of either."""
-    from regard.models.generation import batch as module
+    from regard.models.generation import generate as module
 
     now = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])

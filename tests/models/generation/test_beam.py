@@ -22,7 +22,7 @@ from regard.models.generation import (
     greedy,
     search,
 )
-from regard.nn.rnn_decoders import Carried
+from regard.nn.rnn import Carried
 from tests.models import small
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
-from regard.ops.softmax import cpu, entry
+from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
 from regard.span import Span
 from tests.oracles.plain import plain_attention, several_plains
@@ -147,10 +147,10 @@ def test_parts_and_threads_change_roundings_only(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "threads", lambda: workers)
-    monkeypatch.setattr(entry, "PART", 1000)
+    monkeypatch.setattr(cpu, "PART", 1000)
     q, k, v = inputs(64 * 70 + 5, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert entry._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
+    assert cpu._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
     assert_right(call, f"{workers} workers")
 
 
@@ -159,8 +159,8 @@ def test_memory_is_read_where_it_lies() -> None:
     q, _, _ = inputs(1)
     buffer = torch.randn(2, 2, 500, 64)
     k, v = buffer[:, :, 100:300, :40], buffer[:, :, 100:300, 40:]
-    assert entry.near(k).data_ptr() == k.data_ptr()
-    assert entry.lines(k) == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
+    assert cpu.near(k).data_ptr() == k.data_ptr()
+    assert cpu.lines(k) == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
     call = make_call(q, k, v, wants_lse=True)
     assert_right(call, "a view")
     turned = torch.randn(2, 2, 40, 200).transpose(2, 3)
@@ -188,7 +188,7 @@ def test_many_threads_of_python_at_once() -> None:
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.set_num_threads(1)
     pool.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
-    entry.PART = 1000
+    cpu.PART = 1000
     queue.put(regard.attend(q, k, v, backend="cpu").numpy())
 
 
@@ -196,7 +196,7 @@ def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "threads", lambda: 2)
-    monkeypatch.setattr(entry, "PART", 1000)
+    monkeypatch.setattr(cpu, "PART", 1000)
     q, k, v = inputs(3000, B=1)
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
@@ -210,7 +210,7 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "threads", lambda: 3)
-    monkeypatch.setattr(entry, "PART", 1000)
+    monkeypatch.setattr(cpu, "PART", 1000)
     q, k, v = inputs(3000, B=1)
     with_team = regard.attend(q, k, v, backend="cpu")
     monkeypatch.setattr(team, "_parallel", lambda: None)
@@ -270,8 +270,8 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     q, k, v = inputs(640, H=4, G=2)
     call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
     assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
-    assert tile.TILE == entry.TILE
-    assert entries.MEMORY + entry.MEMORY + 2 == entries.LENGTH
+    assert tile.TILE == cpu.TILE
+    assert entries.MEMORY + cpu.MEMORY + 2 == entries.LENGTH
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 
@@ -299,7 +299,7 @@ def test_a_rule_of_numbers_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch)
         return intervals(mask, q)
 
     monkeypatch.setattr(masks.Mask, "intervals", counted)
-    entry._ranges.cache_clear()
+    cpu._ranges.cache_clear()
     q, (k, v) = torch.randn(1, 2, 1, 8), torch.randn(2, 1, 2, 30, 8)
     where = torch.arange(30).flip(0)[None]
 

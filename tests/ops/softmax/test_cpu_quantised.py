@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import regard
 from regard import biases, masks
-from regard.caches import Growing, Quantised, packed
+from regard.caches import Growing, Quantised, codes
 from regard.nn import Attention, Heads, Separate
-from regard.ops.softmax import cpu, entry
+from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.coded import older
+from regard.ops.softmax.cpu import older
 from regard.span import Positions, Span
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
@@ -34,13 +34,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The axes of all parts that are widened while the test runs."""
     axes: list[str] = []
-    right = packed.dequantise
+    right = codes.dequantise
 
     def count(made: Any, axis: Any, shape: Any, *, bits: int) -> Tensor:
         axes.append(axis)
         return right(made, axis, shape, bits=bits)
 
-    monkeypatch.setattr(packed, "dequantise", count)
+    monkeypatch.setattr(codes, "dequantise", count)
     return axes
 
 
@@ -127,7 +127,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "no structure": {"mask": masks.Causal() & masks.Fn(lambda q, k: (q - k) % 3 != 1)},
     "alibi": {"mask": masks.Causal(), "bias": biases.ALiBi(6)},
     "learned bias": {"bias": biases.T5Relative(torch.randn(32, 6, generator=NUMBERS))},
-    "softcap, sink, scale": {"softcap": 3.0, "sink": torch.randn(6, generator=NUMBERS), "scale": -0.3},
+    "softcap, sink, scale": {
+        "softcap": 3.0,
+        "sink": torch.randn(6, generator=NUMBERS),
+        "scale": -0.3,
+    },
 }
 
 
@@ -212,7 +216,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     none = tuple(x[:, :, :0] for x in (k, v))
     (keys, values), _ = cache.update(none, Span(1500, 0))
     given = make_call(query(1, B=1, D=64), keys, values, wants_lse=True)
-    monkeypatch.setattr(entry, "PART", 1000)
+    monkeypatch.setattr(cpu, "PART", 1000)
     wide, out = meant(cache), []
     for workers in (3, 1):
         monkeypatch.setattr(pool, "threads", lambda n=workers: n)

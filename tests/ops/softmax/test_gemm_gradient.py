@@ -13,7 +13,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
-from regard.ops.softmax import gemm, gemm_gradient
+from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import Gemm
 from regard.span import Span
@@ -248,12 +248,12 @@ def test_a_wrong_gradient_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors, (i, j) = qkv(), grid(70, 70)
     with pytest.raises(AssertionError, match="gradient of q error"):
         assert_right(tensors, j < i + 2, mask=masks.Causal())
-    real = gemm_gradient.backward
+    real = gemm.backward
 
     def without_the_shift(call: Any, out: Tensor, *rest: Any) -> Any:
         return real(call, torch.zeros_like(out), *rest)
 
-    monkeypatch.setattr(gemm_gradient, "backward", without_the_shift)
+    monkeypatch.setattr(gemm, "backward", without_the_shift)
     with pytest.raises(AssertionError, match="gradient of q error"):
         assert_right(tensors, j <= i, mask=masks.Causal())
 
@@ -292,12 +292,12 @@ def test_panels_that_nobody_sees_are_not_multiplied(dtype: torch.dtype) -> None:
     call = make_call(q, k, v, mask=mask)
     out, top, total = gemm.forward(call)
     rest = (out, (top, total), out, torch.zeros_like(top))
-    right = gemm_gradient.backward(call, *rest)
+    right = gemm.backward(call, *rest)
 
     def with_nan(first: int, last: int) -> tuple[Tensor, ...]:
         k_bad, v_bad = k.clone(), v.clone()
         k_bad[:, :, first:last], v_bad[:, :, first:last] = math.nan, math.nan
-        return gemm_gradient.backward(make_call(q, k_bad, v_bad, mask=mask), *rest)
+        return gemm.backward(make_call(q, k_bad, v_bad, mask=mask), *rest)
 
     # queries 300 to 399 see keys 261 to 399; 256 is where a panel begins
     assert all(torch.equal(x, y) for x, y in zip(with_nan(0, 256), right, strict=True))

@@ -7,7 +7,7 @@ import torch
 
 import regard
 from regard import Span
-from regard.ops.softmax.given import last
+from regard.ops.softmax.call import last
 
 
 def test_an_inverted_mask_is_pointed_out() -> None:

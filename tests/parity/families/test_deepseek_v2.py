@@ -11,7 +11,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.models.checkpoint.config import parse
 from regard.models.families import family
-from regard.nn.routers import Groups
+from regard.nn.moe import Groups
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count, layer, placed

@@ -12,12 +12,20 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.models import EncoderDecoder, RecurrentEncoderDecoder, recurrent, transformer
 from regard.models.generation import beam_search
-from regard.nn.residual import PreNorm
+from regard.nn.blocks import PreNorm
 from regard.tap import Trace
 from regard.train.tasks import BOS, EOS, TASKS, Example
-from regard.train.tasks.alignment import alignment
-from regard.train.tasks.answers import Bin, Outcome, Reader, Telling, by_length, outcomes, say
-from regard.train.tasks.made import pad
+from regard.train.tasks.evaluate import (
+    Bin,
+    Outcome,
+    Reader,
+    Telling,
+    alignment,
+    by_length,
+    outcomes,
+    say,
+)
+from regard.train.tasks.examples import pad
 from regard.train.tasks.models import PAIRS, ROWS, Recipe, build, check_model, names, recipe
 
 COPY, MQAR, INDUCTION = TASKS["copy"], TASKS["mqar"], TASKS["induction"]

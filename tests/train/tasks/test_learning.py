@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from regard.train import Settings, fit
-from regard.train.seq2seq import AnswerLoss, PairLoss
+from regard.train.losses import AnswerLoss, PairLoss
 from regard.train.tasks import TASKS, Example
-from regard.train.tasks.alignment import alignment
-from regard.train.tasks.answers import outcomes
-from regard.train.tasks.made import Made
+from regard.train.tasks.evaluate import alignment, outcomes
+from regard.train.tasks.examples import Made
 from regard.train.tasks.models import Recipe, build
 
 

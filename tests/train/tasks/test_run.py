@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file
 
 from regard import masks
-from regard.cli import _tasks
+from regard.cli import train as train_module
 from regard.cli.app import run
 from regard.errors import ArgumentError, FileError
 from regard.train import Settings, fit
-from regard.train.seq2seq import PairLoss
+from regard.train.losses import PairLoss
 from regard.train.tasks import TASKS
-from regard.train.tasks.answers import outcomes
-from regard.train.tasks.made import Made
+from regard.train.tasks.evaluate import outcomes
+from regard.train.tasks.examples import Made
 from regard.train.tasks.models import build
 from regard.train.tasks.report import read_series
 from regard.train.tasks.run import TaskRun, load
@@ -202,7 +202,7 @@ def test_the_list_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     for task in TASKS.values():
         assert f"{task.name:<15} {task.sentence}" in said
     assert "--model decoder, rnn, gru, lstm" in said
-    assert set(TASKS) == set(_tasks.TASKS)
+    assert set(TASKS) == set(train_module.TASKS)
 
 
 def test_the_terminal_shows_bars_and_where_it_looks(made: Path) -> None:

@@ -12,13 +12,12 @@ from torch import nn
 from regard.compare.claims.base import Check, Claim, steps
 from regard.compare.claims.training import learn
 from regard.compare.experiment import Numbers
-from regard.train.seq2seq import PairLoss, where
+from regard.train.losses import PairLoss, where
 from regard.train.tasks import TASKS
-from regard.train.tasks.answers import by_length, outcomes
-from regard.train.tasks.base import Example
-from regard.train.tasks.made import pad
+from regard.train.tasks.base import EOS, Example
+from regard.train.tasks.evaluate import by_length, outcomes
+from regard.train.tasks.examples import pad
 from regard.train.tasks.models import Recipe, build
-from regard.train.tasks.vocabulary import EOS
 from regard.view.curves import Line, Picture
 
 TASK = replace(TASKS["translate"], lengths=(1, 24, 48))

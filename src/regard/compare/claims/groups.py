@@ -12,7 +12,7 @@ from regard.compare.claims.base import Check, Claim, scattered, steps
 from regard.compare.claims.timed import exponent
 from regard.compare.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
-from regard.compare.work import cache_bytes
+from regard.compare.speed import cache_bytes
 from regard.train.tasks import TASKS
 from regard.view.curves import Line, Picture
 

@@ -14,8 +14,7 @@ from regard.compare.claims.base import Check, Claim, scattered, steps
 from regard.compare.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha, mha_per_head
-from regard.train.tasks.base import Example, Task
-from regard.train.tasks.vocabulary import Vocabulary
+from regard.train.tasks.base import Example, Task, Vocabulary
 from regard.view.curves import Line, Picture
 
 KINDS, BACK = 8, (1, 4)

@@ -15,9 +15,8 @@ from regard.compare.claims.base import Check, Claim, steps
 from regard.compare.claims.training import decoder, learn, right
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
-from regard.train.tasks.base import Example, Task
+from regard.train.tasks.base import Example, Task, Vocabulary
 from regard.train.tasks.recall import GAP, row
-from regard.train.tasks.vocabulary import Vocabulary
 from regard.view.curves import Line, Picture
 
 KINDS, PAIRS, SEGMENT, LAYERS = 8, 3, 8, 2

@@ -12,7 +12,7 @@ from regard.compare.claims.base import Check, Claim, scattered
 from regard.compare.claims.timed import by_length, ratios, seconds, setting, slopes
 from regard.compare.claims.training import decoder
 from regard.compare.experiment import Numbers
-from regard.compare.work import decode
+from regard.compare.speed import decode
 from regard.view.curves import Picture
 
 LENGTHS = (32, 128, 512, 1024)

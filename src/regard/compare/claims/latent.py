@@ -17,7 +17,7 @@ from regard.compare.claims.timed import by_length, ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention
-from regard.nn.project import facing
+from regard.nn.projections import facing
 from regard.nn.variants import mha, mla
 from regard.span import Span
 from regard.view.curves import Line, Picture

@@ -22,16 +22,15 @@ from regard.compare.claims.base import Check, Claim, steps
 from regard.compare.claims.training import decoder, learn, right
 from regard.compare.experiment import Numbers
 from regard.compare.reach import losses
-from regard.models.convert.checkpoint import Checkpoint
 from regard.models.convert.context import Extension, to_context
+from regard.models.convert.layer import Checkpoint
 from regard.models.families import llama
 from regard.positions import critical_dimension
 from regard.train.corpus import read, split
-from regard.train.losses import evaluate
-from regard.train.seq2seq import AnswerLoss
+from regard.train.losses import AnswerLoss, evaluate
 from regard.train.tasks import TASKS
 from regard.train.tasks.base import Example, Task
-from regard.train.tasks.made import Padded, pad
+from regard.train.tasks.examples import Padded, pad
 from regard.view.curves import Line, Picture
 
 T, TIMES = 56, (1, 2, 4)

@@ -16,11 +16,10 @@ from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.train.batches import Batches
 from regard.train.loop import fit
-from regard.train.losses import Loss, evaluate, next_token_loss
-from regard.train.seq2seq import AnswerLoss
+from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.settings import Settings
 from regard.train.tasks.base import Task
-from regard.train.tasks.made import IGNORED, Made, pad
+from regard.train.tasks.examples import IGNORED, Made, pad
 
 BYTES = 256
 

@@ -14,13 +14,12 @@ from torch import nn
 from regard import masks
 from regard.errors import ArgumentError
 from regard.models.assembly import grouped, rope
-from regard.models.assembly.init import ready_for_training
+from regard.models.assembly.shared import ready_for_training
 from regard.models.checkpoint.family import Raw, check_sizes
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, Latent, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear
-from regard.nn.moe import MoE
-from regard.nn.routers import Groups, Router
+from regard.nn.moe import Groups, MoE, Router
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 

@@ -11,12 +11,12 @@ from regard import masks
 from regard.arguments import check_number
 from regard.models.assembly import grouped, rope
 from regard.models.assembly.grouped import OURS, THEIRS
-from regard.models.assembly.init import ready_for_training
+from regard.models.assembly.shared import ready_for_training
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, OffsetRMSNorm, Sandwich
+from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
 from regard.nn.linear import Linear
-from regard.nn.logits import CappedLogits
 from regard.positions import Rotary
 
 SANDWICH = {

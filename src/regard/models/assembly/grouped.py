@@ -11,7 +11,7 @@ from torch import nn
 from regard import masks
 from regard.arguments import check_groups
 from regard.models.assembly import rope
-from regard.models.assembly.init import ready_for_training
+from regard.models.assembly.shared import ready_for_training
 from regard.models.checkpoint.family import Raw, check_sizes
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU

@@ -1,13 +1,12 @@
 """One checkpoint into another: other heads, latents, another rotary layout, a longer context, another dtype."""
 
-from regard.models.convert.checkpoint import Checkpoint, Step
 from regard.models.convert.context import to_context
 from regard.models.convert.dtype import to_dtype
 from regard.models.convert.heads import to_groups
 from regard.models.convert.latent import to_latent
+from regard.models.convert.layer import Checkpoint, Step
 from regard.models.convert.layout import to_layout
-from regard.models.convert.measure import Measured, measure
-from regard.models.convert.report import Healing, Report
+from regard.models.convert.report import Healing, Measured, Report, measure
 from regard.models.convert.run import Wanted, convert
 
 __all__ = [

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 from regard.errors import ArgumentError
-from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
+from regard.models.convert.layer import Checkpoint, Step, rebuilt
 from regard.positions import NTK, Rotary
 
 Extension: TypeAlias = Literal["linear", "ntk", "dynamic", "yarn", "llama3"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from regard.errors import ArgumentError
-from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
-from regard.models.convert.layer import Errors, Layer, layers_of
+from regard.models.convert.layer import Checkpoint, Errors, Layer, Step, layers_of, rebuilt
 from regard.models.families import family
 
 DTYPES = {

@@ -14,9 +14,18 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
-from regard.models.convert.layer import PROJECT, Errors, Layer, layers_of, separate, stored
-from regard.models.convert.roots import both_roots
+from regard.models.convert.layer import (
+    PROJECT,
+    Checkpoint,
+    Errors,
+    Layer,
+    Step,
+    both_roots,
+    layers_of,
+    rebuilt,
+    separate,
+    stored,
+)
 from regard.nn import Heads
 from regard.positions import Rotary
 

@@ -1,14 +1,10 @@
-"""One attention layer as numbers: its maps by head in fp64, and the norms in which an error of them counts.
-
-Head h scores a key at distance t - s through the bilinear form that its two maps make, and writes through the product of
-its value and output maps. Those two are what a conversion has to keep; the maps themselves have a gauge.
-"""
+"""A decoder as conversions see it: the maps of each attention layer by head, in fp64."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Complex, Float
@@ -16,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
+from regard.models.families import family, type_of
 from regard.nn import Attention, Block, Heads, PreNorm, Separate
 from regard.nn.norms import OffsetRMSNorm, RMSNorm
 from regard.positions import Rotary
@@ -178,3 +175,90 @@ def stored(prefix: str, x: Float[Tensor, "n d m"], like: Heads) -> dict[str, Ten
     if like.linear.bias is not None:
         found[prefix + "linear.bias"] = rows[:, -1].to(like.linear.bias.dtype)
     return found
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a conversion takes, and what it gives.
+
+    Attributes:
+        network: the decoder.
+        config: the frozen config of its family.
+    """
+
+    network: Decoder
+    config: Any
+
+    @property
+    def model_type(self) -> str:
+        """The family."""
+        return type_of(self.config)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter by name; a shared one under each of its names."""
+        named = self.network.named_parameters(remove_duplicate=False)
+        return {name: parameter.detach() for name, parameter in named}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one conversion did.
+
+    Attributes:
+        what: in words.
+        layers: what it lost in each layer; empty where weights did not change.
+        curve: rank -> relative error, the root mean square over layers, where there was a rank to choose.
+        notes: what to know about the result.
+    """
+
+    what: str
+    layers: tuple[Errors, ...] = ()
+    curve: Mapping[int, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
+    """The model of a config with these weights: no memory is taken for any other.
+
+    Args:
+        config: of a family.
+        weights: every parameter of its model by name, each on its own or as another model's: they are not copied.
+    """
+    found = family(type_of(config))
+    assert found is not None
+    with torch.device("meta"):
+        network = found.build(config)
+    before: list[nn.Parameter] = []  # held, so that no id is given twice
+    made: dict[int, nn.Parameter] = {}
+    lost = set(weights) - {name for name, _ in network.named_parameters(remove_duplicate=False)}
+    assert not lost, f"the model has no place for {sorted(lost)[:5]}"
+    for prefix, module in network.named_modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            before.append(parameter)
+            if id(parameter) not in made:
+                value = weights[f"{prefix}.{name}" if prefix else name]
+                assert value.shape == parameter.shape, (prefix, name, value.shape, parameter.shape)
+                made[id(parameter)] = nn.Parameter(value.contiguous(), requires_grad=False)
+            module._parameters[name] = made[id(parameter)]
+    return Checkpoint(cast("Decoder", network.eval()), config)
+
+
+def both_roots(
+    gram: Float[Tensor, "*b d d"],
+) -> tuple[Float[Tensor, "*b d d"], Float[Tensor, "*b d d"]]:
+    """S with S^2 = gram, symmetric, and its pseudo-inverse: what rounding made of a 0 stays 0.
+
+    >>> root, inverse = both_roots(torch.tensor([[4.0, 0.0], [0.0, 0.0]], dtype=torch.float64))
+    >>> root.tolist(), inverse.tolist()
+    ([[2.0, 0.0], [0.0, 0.0]], [[0.5, 0.0], [0.0, 0.0]])
+    """
+    if not gram.shape[-1]:
+        return gram, gram
+    values, vectors = torch.linalg.eigh(gram)
+    least = values[..., -1:].clamp(min=0) * gram.shape[-1] * torch.finfo(gram.dtype).eps
+    real = values > least
+    roots = torch.where(real, values, 0).sqrt()
+    inverse = torch.where(real, 1 / torch.where(real, roots, 1), 0)
+    return vectors * roots[..., None, :] @ vectors.mT, vectors * inverse[..., None, :] @ vectors.mT

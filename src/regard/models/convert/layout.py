@@ -15,12 +15,19 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
-from regard.models.convert.layer import PROJECT, Errors, layers_of, separate
+from regard.models.convert.layer import (
+    PROJECT,
+    Checkpoint,
+    Errors,
+    Step,
+    layers_of,
+    rebuilt,
+    separate,
+)
 from regard.models.families import deepseek_v3, llama, mistral
 from regard.models.families import regard as own
 from regard.nn import Heads, Latent
-from regard.nn.low_rank import LowRank
+from regard.nn.latent import LowRank
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 

@@ -14,18 +14,17 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.models.checkpoint.config import read_json
-from regard.models.convert.checkpoint import Checkpoint, Step, rebuilt
 from regard.models.convert.context import Extension, to_context
 from regard.models.convert.dtype import DTYPES, to_dtype
 from regard.models.convert.heads import Pooling, to_groups
 from regard.models.convert.latent import to_latent
+from regard.models.convert.layer import Checkpoint, Step, rebuilt
 from regard.models.convert.layout import to_layout
-from regard.models.convert.measure import measure, windows
-from regard.models.convert.report import Healing, Report, Sizes
+from regard.models.convert.report import Healing, Report, Sizes, measure, windows
 from regard.models.convert.write import place_for, put, write
 from regard.models.load import folder_of, load
 from regard.models.model import Model
-from regard.nn.project import Projection
+from regard.nn.projections import Projection
 from regard.positions.rotary import Layout
 
 TARGETS = ("mha", "gqa", "mqa", "mla")

@@ -19,7 +19,7 @@ from regard.files.write import sync, workplace
 from regard.foreign import told
 from regard.models.checkpoint.config import IGNORED
 from regard.models.checkpoint.family import Raw
-from regard.models.convert.checkpoint import Checkpoint
+from regard.models.convert.layer import Checkpoint
 from regard.models.save import save
 
 BESIDE = (

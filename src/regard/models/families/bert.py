@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from regard.models.assembly.activations import activation
+from regard.models.assembly.shared import activation
 from regard.models.checkpoint.family import Family, Raw, check_sizes
 from regard.models.checkpoint.names import both
 from regard.models.encoder import Encoder, HeadedEncoder

@@ -13,15 +13,13 @@ from torch import nn
 from regard import masks
 from regard.arguments import check_number
 from regard.biases import ALiBi
-from regard.models.assembly.init import ready_for_training
-from regard.models.assembly.spellings import respelled
-from regard.models.assembly.vocabulary import embedding_and_head
+from regard.models.assembly.shared import embedding_and_head, ready_for_training, respelled
 from regard.models.checkpoint.family import Family, Raw, check_sizes
 from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
+from regard.nn.blocks import NormedPath
 from regard.nn.linear import Linear
-from regard.nn.residual import NormedPath
 from regard.nn.variants.parts import head_size
 
 

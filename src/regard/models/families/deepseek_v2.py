@@ -11,7 +11,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly import deepseek, grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn.routers import SoftmaxRouter
+from regard.nn.moe import SoftmaxRouter
 
 METHODS = ("greedy", "group_limited_greedy")
 

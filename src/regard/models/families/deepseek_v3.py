@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from regard.models.assembly import deepseek, grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn.routers import SigmoidRouter
+from regard.nn.moe import SigmoidRouter
 from regard.positions.rotary import Layout
 
 

@@ -14,10 +14,12 @@ from torch import nn
 from regard import masks
 from regard.arguments import check_number
 from regard.models.assembly import rope
-from regard.models.assembly.activations import activation
-from regard.models.assembly.init import ready_for_training
-from regard.models.assembly.spellings import respelled
-from regard.models.assembly.vocabulary import embedding_and_head
+from regard.models.assembly.shared import (
+    activation,
+    embedding_and_head,
+    ready_for_training,
+    respelled,
+)
 from regard.models.checkpoint.family import Family, Raw, check_sizes
 from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder

@@ -22,8 +22,7 @@ from regard.models.checkpoint.names import Names, Rule
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm
 from regard.nn.linear import Linear
-from regard.nn.moe import ClippedSwiGLU, MoE
-from regard.nn.routers import SoftmaxRouter
+from regard.nn.moe import ClippedSwiGLU, MoE, SoftmaxRouter
 from regard.positions import Rotary
 
 YARN = {

@@ -21,15 +21,13 @@ from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.errors import ArgumentError
 from regard.foreign import shown
-from regard.models.assembly.init import ready_for_training
-from regard.models.assembly.spellings import respelled
-from regard.models.assembly.vocabulary import embedding_and_head
+from regard.models.assembly.shared import embedding_and_head, ready_for_training, respelled
 from regard.models.checkpoint.config import is_harmless
 from regard.models.checkpoint.family import Family, Raw, UnknownKey, check_sizes
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
-from regard.nn.clipped import Clipped
 from regard.nn.linear import Linear
+from regard.nn.projections import Clipped
 from regard.nn.variants.parts import head_size
 
 ATTENTION = {"alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}

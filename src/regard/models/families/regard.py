@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.models.assembly.init import ready_for_training
 from regard.models.assembly.mechanism import layer_of
+from regard.models.assembly.shared import ready_for_training
 from regard.models.checkpoint.family import Family, check_sizes
 from regard.models.checkpoint.names import OWN
 from regard.models.decoder import Decoder

@@ -1,28 +1,113 @@
-"""T5: an encoder-decoder of pre-norm blocks, one relative bias for each stack; 1.1 has gates and an untied, unscaled output.
-
-Source: Raffel et al. 2020 (arXiv 1910.10683); gates: Shazeer 2020 (arXiv 2002.05202); key names as in Hugging Face checkpoints.
-"""
+"""T5: an encoder-decoder of pre-norm blocks with one relative position bias for each stack."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from regard.biases import T5Relative
 from regard.biases.t5 import check_buckets
 from regard.errors import ArgumentError
-from regard.models.assembly.activations import activation
-from regard.models.assembly.relative import Sizes, draw, reader, stack_bias, writer
+from regard.masks import Causal
+from regard.models.assembly.shared import activation
 from regard.models.checkpoint.family import Family, Raw, check_sizes
 from regard.models.checkpoint.names import Rule, same
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
-from regard.nn import Embed, FeedForward, RMSNorm
+from regard.nn import (
+    Attention,
+    Block,
+    CrossAttention,
+    DecoderBlock,
+    Embed,
+    FeedForward,
+    PreNorm,
+    RMSNorm,
+)
+from regard.nn.embedding import ScaledLogits
 from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.logits import ScaledLogits
+from regard.nn.projections import Separate
+from regard.nn.variants.parts import join, separate
+
+
+class Sizes(NamedTuple):
+    """Of an attention: the model dim M, the heads H, and the size of one, which need not be M / H."""
+
+    dim: int
+    heads: int
+    head_dim: int
+
+    def parts(self) -> tuple[Separate, nn.Linear]:
+        """Queries, keys and values, and the output, none with a bias."""
+        return separate(self.dim, self.heads, self.heads, self.head_dim), join(*self)
+
+
+def stack_bias(sizes: Sizes, buckets: int, max_distance: int, *, bidirectional: bool) -> T5Relative:
+    """The bias of a stack, whose layers share its table: normal with standard deviation M^-0.5.
+
+    Raises:
+        ArgumentError: as `T5Relative`.
+
+    >>> stack_bias(Sizes(8, 2, 4), 32, 128, bidirectional=True)
+    t5_relative(32 buckets, bidirectional)
+    """
+    table = nn.Embedding(buckets, sizes.heads).weight
+    nn.init.normal_(table, std=sizes.dim**-0.5)
+    return T5Relative(table, bidirectional=bidirectional, max_distance=max_distance)
+
+
+def reader(
+    sizes: Sizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+) -> Block:
+    """A pre-norm block of the encoder.
+
+    >>> bias = stack_bias(Sizes(8, 2, 4), 32, 128, bidirectional=True)
+    >>> reader(Sizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.scale
+    1.0
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
+    """
+    own = Attention(*sizes.parts(), scale=1.0, bias=bias)
+    return Block(own, feed_forward, PreNorm(norm()), PreNorm(norm()))
+
+
+def writer(
+    sizes: Sizes, bias: T5Relative, feed_forward: nn.Module, norm: Callable[[], nn.Module]
+) -> DecoderBlock:
+    """A pre-norm block of the decoder; its attention to the encoder has no bias.
+
+    >>> bias = stack_bias(Sizes(8, 2, 4), 32, 128, bidirectional=False)
+    >>> writer(Sizes(8, 2, 4), bias, nn.Linear(8, 8), lambda: nn.LayerNorm(8)).attention.mask
+    Causal()
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
+    """
+    own = Attention(*sizes.parts(), mask=Causal(), scale=1.0, bias=bias)
+    cross = CrossAttention(*sizes.parts(), scale=1.0)
+    return DecoderBlock(own, cross, feed_forward, *(PreNorm(norm()) for _ in range(3)))
+
+
+def draw(model: EncoderDecoder, head_dim: int) -> None:
+    """Fresh weights, in place, as T5's released code draws them: normal with standard deviation 1/sqrt(fan-in).
+
+    Queries have 1/sqrt(fan-in D), in place of a scale on the scores; embedding and head have 1.
+
+    >>> from regard.models.encoder_decoder import transformer
+    >>> model = transformer(7, 64, 4, 1)
+    >>> draw(model, 16)
+    >>> 0.02 < model.layers[0].attention.project.q.linear.weight.std().item() < 0.05
+    True
+    """
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear):
+            size = part.in_features * (head_dim if name.endswith("project.q.linear") else 1)
+            nn.init.normal_(part.weight, std=size**-0.5)
+    for part in (model.head, model.embed.embedding):
+        nn.init.normal_(cast("nn.Linear", part).weight)
 
 
 @dataclass(frozen=True)

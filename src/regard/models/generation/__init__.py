@@ -1,15 +1,11 @@
 """Continuing a text: samplers, stop strings, batches, beam search, prompts that are read once."""
 
-from regard.models.generation.batch import Batch, Continuation, Options
-from regard.models.generation.beam import Hypothesis, beam_search
-from regard.models.generation.context import Context
+from regard.models.generation.beam import Found, Hypothesis, beam_search, search
+from regard.models.generation.context import Context, Reading
+from regard.models.generation.generate import Batch, Continuation, Generation, Options, Stops
 from regard.models.generation.greedy import greedy
-from regard.models.generation.reading import Reading
 from regard.models.generation.room import Room
 from regard.models.generation.sampling import Sampler, Sampling, distribution
-from regard.models.generation.search import Found, search
-from regard.models.generation.single import Generation
-from regard.models.generation.stops import Stops
 
 __all__ = [
     "Batch",

@@ -14,7 +14,7 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Sinks, Window, reach
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
-from regard.nn.row_rotary import RowRotary
+from regard.nn.dynamic_rotary import RowRotary
 
 KEEP_ALL, FORGET = ("growing", "fixed", "paged", "quantised"), ("ring", "streaming")
 """The kinds of cache that keep every token, and those that keep the last ones."""

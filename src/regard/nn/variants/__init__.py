@@ -1,28 +1,49 @@
 """The catalogue of named mechanisms: constructors that assemble parts, and `VARIANTS`, which tells what there is."""
 
-from regard.nn.variants.additive import bahdanau, luong
-from regard.nn.variants.cross import cross_attention
-from regard.nn.variants.delta import delta_net, gated_delta_net
-from regard.nn.variants.finish import differential, gated
+from regard.nn.variants.cross import bahdanau, cross_attention, luong
 from regard.nn.variants.latent import mla
-from regard.nn.variants.linear import gated_linear, linear_attention, retention
-from regard.nn.variants.local import chunked, local_global, packed, prefix_lm, sliding_window
+from regard.nn.variants.masked import (
+    bigbird,
+    chunked,
+    dilated,
+    local_global,
+    longformer,
+    packed,
+    prefix_lm,
+    sliding_window,
+    sparse_fixed,
+    sparse_strided,
+)
 from regard.nn.variants.memory import infini, infini_delta, streaming
-from regard.nn.variants.normed import qk_norm, qk_norm_after_rotary, qk_norm_flat
-from regard.nn.variants.plain import (
-    causal,
-    gpt,
-    mha,
-    mha_per_head,
-    single_head,
-    stacked,
-    weightless,
+from regard.nn.variants.recurrent import (
+    delta_net,
+    gated_delta_net,
+    gated_linear,
+    linear_attention,
+    retention,
 )
 from regard.nn.variants.registry import VARIANTS, Variant, build
-from regard.nn.variants.scores import alibi, learned_sink, softcap, t5
 from regard.nn.variants.selected import dsa, moba, nsa
-from regard.nn.variants.softmax import gqa, mqa
-from regard.nn.variants.sparse import bigbird, dilated, longformer, sparse_fixed, sparse_strided
+from regard.nn.variants.softmax import (
+    alibi,
+    causal,
+    differential,
+    gated,
+    gpt,
+    gqa,
+    learned_sink,
+    mha,
+    mha_per_head,
+    mqa,
+    qk_norm,
+    qk_norm_after_rotary,
+    qk_norm_flat,
+    single_head,
+    softcap,
+    stacked,
+    t5,
+    weightless,
+)
 
 __all__ = [
     "VARIANTS",

@@ -7,7 +7,7 @@ from torch import nn
 from regard.arguments import divisors
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
-from regard.nn.project import Heads, Separate
+from regard.nn.projections import Heads, Separate
 
 
 def head_size(dim: int, heads: int, head_dim: int | None) -> int:

@@ -1,13 +1,240 @@
-"""Softmax attention with other heads: multi-head, multi-query, grouped-query."""
+"""Named softmax mechanisms that see all of the past: multi-head, grouped-query, QK-norm, ALiBi, sinks, gated and differential attention."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from regard.biases import ALiBi, T5Relative
 from regard.masks import Causal
 from regard.nn.attention import Attention
+from regard.nn.gated import Differential, Gated
+from regard.nn.norms import RMSNorm
+from regard.nn.projections import Fused, Heads, Order, PerHead, Separate, Unprojected
 from regard.nn.variants.parts import head_size, join, separate
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
+
+
+@variant(
+    family="softmax",
+    equation="z = softmax(x x^T) x",
+    source="Raschka 2024, Build a Large Language Model (From Scratch), section 3.3",
+    causal=False,
+)
+def weightless(dim: int, heads: int = 1) -> Attention:
+    """Self-attention without weights: tokens look at one another as they are.
+
+    x [B,T,M] -> [B,T,M]; every token sees every other; the scale is 1.
+
+    Args:
+        dim: the model dim M.
+        heads: of no meaning here: one head is as wide as the model.
+
+    Raises:
+        ArgumentError: dim is less than 1.
+
+    >>> import torch
+    >>> weightless(3)(torch.zeros(1, 6, 3)).shape
+    torch.Size([1, 6, 3])
+
+    Source: Raschka 2024, section 3.3.
+    """
+    del heads
+    return Attention(Unprojected(dim), nn.Identity(), scale=1.0)
+
+
+@variant(
+    family="softmax",
+    equation="z = softmax(q k^T / sqrt(D)) v, q = W_q x, k = W_k x, v = W_v x",
+    source="Vaswani et al. 2017 (arXiv 1706.03762), equation 1",
+    causal=False,
+)
+def single_head(
+    dim: int, heads: int = 1, *, head_dim: int | None = None, bias: bool = False
+) -> Attention:
+    """Scaled dot-product attention with trained weights, in one head, without a mask.
+
+    x [B,T,M] -> [B,T,D]: the head itself, without an output projection.
+
+    Args:
+        dim: the model dim M.
+        heads: of no meaning here.
+        head_dim: D; None is M.
+        bias: whether the three maps have one.
+
+    Raises:
+        ArgumentError: a size is less than 1.
+
+    >>> import torch
+    >>> single_head(3, head_dim=2)(torch.zeros(1, 6, 3)).shape
+    torch.Size([1, 6, 2])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1.
+    """
+    del heads
+    project = separate(dim, 1, 1, dim if head_dim is None else head_dim, bias=bias)
+    return Attention(project, nn.Identity())
+
+
+@variant(
+    family="softmax",
+    equation="z = softmax(q k^T / sqrt(D) + causal) v",
+    source="Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3",
+)
+def causal(
+    dim: int, heads: int = 1, *, head_dim: int | None = None, dropout: float = 0.0
+) -> Attention:
+    """Causal attention in one head: a token sees itself and what came before it.
+
+    x [B,T,M] -> [B,T,D]. Dropout acts on the weights, in training only.
+
+    Args:
+        dim: the model dim M.
+        heads: of no meaning here.
+        head_dim: D; None is M.
+        dropout: on the weights.
+
+    Raises:
+        ArgumentError: a size is less than 1, or dropout is out of range.
+
+    >>> import torch
+    >>> causal(3, head_dim=2, dropout=0.1)(torch.zeros(1, 6, 3)).shape
+    torch.Size([1, 6, 2])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
+    """
+    del heads
+    project = separate(dim, 1, 1, dim if head_dim is None else head_dim)
+    return Attention(project, nn.Identity(), mask=Causal(), dropout=dropout)
+
+
+@variant(
+    family="softmax",
+    equation="out = W_o [z_1; ...; z_H], z_h = softmax(q_h k_h^T / sqrt(D)) v_h",
+    source="Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2",
+    causal=False,
+)
+def mha(
+    dim: int,
+    heads: int,
+    *,
+    head_dim: int | None = None,
+    bias: bool = False,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> Attention:
+    """Multi-head attention: H heads side by side, their matrices stacked into one.
+
+    x [B,T,M] -> [B,T,M]; a cache keeps 2 H D numbers per token.
+
+    Args:
+        dim, heads: the model dim M and the heads H.
+        head_dim: D; None is M / H.
+        bias: whether the linear maps have one.
+        dropout: on the weights, in training only.
+        is_causal: whether a token sees only itself and what came before.
+
+    Raises:
+        ArgumentError: a size is less than 1, M / H is not whole and head_dim is None, or dropout is out of range.
+
+    >>> mha(32, 4).project.shape.memory
+    (32, 32)
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2.
+    """
+    D = head_size(dim, heads, head_dim)
+    return Attention(
+        separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias),
+        mask=Causal() if is_causal else None, dropout=dropout,
+    )  # fmt: skip
+
+
+@variant(
+    family="softmax",
+    equation="out = W_o [z_1; ...; z_H], z_h = softmax(W_h^Q x (W_h^K x)^T / sqrt(D)) W_h^V x",
+    source="Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2",
+    causal=False,
+)
+def mha_per_head(
+    dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False
+) -> Attention:
+    """Multi-head attention written head by head: the function of `mha`, with a matrix of its own for every head.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, head_dim, bias: as for `mha`.
+
+    Raises:
+        ArgumentError: as for `mha`.
+
+    >>> len(mha_per_head(32, 4).project.q.linear)
+    4
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.2.
+    """
+    D = head_size(dim, heads, head_dim)
+    q, k, v = (PerHead(dim, heads, D, bias=bias) for _ in range(3))
+    return Attention(Separate(q, k, v), join(dim, heads, D, bias=bias))
+
+
+def stacked(split: Attention) -> Attention:
+    """The same attention with the matrices of its heads stacked: `mha` out of `mha_per_head`.
+
+    >>> import torch
+    >>> split, x = mha_per_head(8, 2), torch.randn(1, 5, 8)
+    >>> torch.allclose(stacked(split)(x), split(x), atol=1e-6)
+    True
+    """
+    project = split.project
+    assert isinstance(project, Separate)
+    parts = (project.q, project.k, project.v)
+    heads = [part.stack() if isinstance(part, PerHead) else part for part in parts]
+    return Attention(Separate(*heads), split.output, mask=split.mask, dropout=split.dropout)
+
+
+@variant(
+    family="softmax",
+    equation="[q; k; v] = W x + b; out = W_o [z_1; ...; z_H] + b_o, z_h = softmax(q_h k_h^T / sqrt(D) + causal) v_h",
+    source="Radford et al. 2018, Improving Language Understanding by Generative Pre-Training, section 3.1",
+)
+def gpt(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    order: Order = "parts",
+    bias: bool = True,
+    dropout: float = 0.0,
+) -> Attention:
+    """GPT attention: causal, with queries, keys and values from one fused matrix.
+
+    x [B,T,M] -> [B,T,M]; positions are the model's matter (learned, added to the embedding).
+
+    Args:
+        dim, heads: the model dim M and the heads H.
+        groups: key/value heads G; None is H.
+        head_dim: D; None is M / H.
+        order: how the rows of the matrix are laid out: "parts" is GPT-2's.
+        bias: whether the linear maps have one.
+        dropout: on the weights, in training only.
+
+    Raises:
+        ArgumentError: a size is less than 1, G does not divide H, or order or dropout is out of range.
+
+    >>> gpt(32, 4).project.linear.weight.shape
+    torch.Size([96, 32])
+
+    Source: Radford et al. 2018, section 3.1; code: GPT-2.
+    """
+    D = head_size(dim, heads, head_dim)
+    project = Fused(dim, heads, groups or heads, D, order=order, bias=bias)
+    return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), dropout=dropout)
 
 
 @variant(
@@ -70,3 +297,322 @@ def mqa(dim: int, heads: int, *, head_dim: int | None = None, base: float = 1000
     Source: Shazeer 2019 (arXiv 1911.02150), section 3.
     """
     return gqa(dim, heads, groups=1, head_dim=head_dim, base=base)
+
+
+@variant(
+    family="softmax",
+    equation="q_h = rotary(norm(W_q x)_h), k_g = rotary(norm(W_k x)_g)",
+    source="Yang et al. 2025, Qwen3 (arXiv 2505.09388), section 2; Henry et al. 2020 (arXiv 2010.04245)",
+    groups=2,
+)
+def qk_norm(
+    dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
+) -> Attention:
+    """QK-norm before rotary: queries and keys are normed head by head, then rotated, as in Qwen3 and Gemma 3.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> [type(step).__name__ for step in qk_norm(32, 4, groups=2).project.q.steps]
+    ['RMSNorm', 'Rotary']
+
+    Source: Henry et al. 2020 (arXiv 2010.04245); order: Qwen3.
+    """
+    D, rotary = head_size(dim, heads, head_dim), Rotary(head_size(dim, heads, head_dim), base)
+    return _normed(dim, heads, groups, D, lambda: (RMSNorm(D), rotary))
+
+
+@variant(
+    family="softmax",
+    equation="q_h = norm(rotary(W_q x)_h), k_g = norm(rotary(W_k x)_g)",
+    source="Henry et al. 2020 (arXiv 2010.04245); order: Hunyuan and nanochat",
+    groups=2,
+)
+def qk_norm_after_rotary(
+    dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
+) -> Attention:
+    """QK-norm after rotary: the same parts as `qk_norm` in the other order, which is another function.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> [type(step).__name__ for step in qk_norm_after_rotary(32, 4, groups=2).project.q.steps]
+    ['Rotary', 'RMSNorm']
+
+    Source: Henry et al. 2020 (arXiv 2010.04245).
+    """
+    D, rotary = head_size(dim, heads, head_dim), Rotary(head_size(dim, heads, head_dim), base)
+    return _normed(dim, heads, groups, D, lambda: (rotary, RMSNorm(D)))
+
+
+@variant(
+    family="softmax",
+    equation="q = norm(W_q x) over all heads, then split and rotated; k alike",
+    source="OLMo 2 (arXiv 2501.00656), section 3.3",
+    groups=2,
+)
+def qk_norm_flat(
+    dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
+) -> Attention:
+    """QK-norm over the full width: queries are normed before they are split into heads, as in OLMo 2.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> qk_norm_flat(32, 4, groups=2).project.k.flat
+    RMSNorm(16, eps=1e-06)
+
+    Source: OLMo 2 (arXiv 2501.00656), section 3.3.
+    """
+    D = head_size(dim, heads, head_dim)
+    rotary = Rotary(D, base)
+    project = Separate(
+        Heads(dim, heads, D, rotary, flat=RMSNorm(heads * D)),
+        Heads(dim, groups, D, rotary, flat=RMSNorm(groups * D)),
+        Heads(dim, groups, D),
+    )
+    return Attention(project, join(dim, heads, D), mask=Causal())
+
+
+def _normed(
+    dim: int, heads: int, groups: int, D: int, steps: Callable[[], tuple[nn.Module, ...]]
+) -> Attention:
+    # norms are trained apart for queries and keys; the rotary is one
+    project = Separate(
+        Heads(dim, heads, D, *steps()), Heads(dim, groups, D, *steps()), Heads(dim, groups, D)
+    )
+    return Attention(project, join(dim, heads, D), mask=Causal())
+
+
+@variant(
+    family="softmax",
+    equation="z_h = softmax(c tanh(q_h k_g^T / (c sqrt(D))) + causal) v_g",
+    source="Gemma 2 (arXiv 2408.00118), section 2",
+    groups=2,
+)
+def softcap(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    cap: float = 50.0,
+    scale: float | None = None,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+) -> Attention:
+    """Capped scores: a tanh keeps every score within (-c, c), as in Gemma 2.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        cap: c.
+        scale: of the scores; None is 1/sqrt(D).
+
+    Raises:
+        ArgumentError: as for `gqa`, or cap is not positive.
+
+    >>> softcap(32, 4, groups=2, cap=30.0).softcap
+    30.0
+
+    Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 (arXiv 1611.09940), equation 16.
+    """
+    D = head_size(dim, heads, head_dim)
+    project = separate(dim, heads, groups, D, Rotary(D, base))
+    return Attention(project, join(dim, heads, D), mask=Causal(), softcap=cap, scale=scale)
+
+
+@variant(
+    family="softmax",
+    equation="p_ij = exp(s_ij) / (exp(sink_h) + sum_j exp(s_ij))",
+    source="gpt-oss model card (arXiv 2508.10925), section 2.2",
+    groups=2,
+)
+def learned_sink(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+    bias: bool = True,
+) -> Attention:
+    """A learned sink: one logit per head takes part in the denominator, so that a head may attend to nothing.
+
+    x [B,T,M] -> [B,T,M]; the sinks start at 0, which is the softmax "off by one".
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        bias: whether the linear maps have one; gpt-oss has.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> learned_sink(32, 4, groups=2).sink.shape
+    torch.Size([4])
+
+    Source: gpt-oss model card (arXiv 2508.10925), section 2.2.
+    """
+    D = head_size(dim, heads, head_dim)
+    project = separate(dim, heads, groups, D, Rotary(D, base), bias=bias)
+    sink = nn.Parameter(torch.zeros(heads))
+    return Attention(project, join(dim, heads, D, bias=bias), mask=Causal(), sink=sink)
+
+
+@variant(
+    family="softmax",
+    equation="z_h = softmax(q_h k_h^T / sqrt(D) - m_h (i - j) + causal) v_h",
+    source="Press et al. 2021 (arXiv 2108.12409), section 3",
+)
+def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False) -> Attention:
+    """ALiBi: no positions but a penalty on distance, at a slope of its own for each head, as in BLOOM and MPT.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, head_dim, bias: as for `mha`.
+
+    Raises:
+        ArgumentError: as for `mha`.
+
+    >>> alibi(32, 4).bias
+    alibi(4)
+
+    Source: Press et al. 2021 (arXiv 2108.12409), section 3.
+    """
+    D = head_size(dim, heads, head_dim)
+    return Attention(
+        separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias),
+        mask=Causal(), bias=ALiBi(heads),
+    )  # fmt: skip
+
+
+@variant(
+    family="softmax",
+    equation="z_h = softmax(q_h k_h^T + table[bucket(j - i), h] + causal) v_h",
+    source="Raffel et al. 2020 (arXiv 1910.10683), section 2.1",
+)
+def t5(
+    dim: int,
+    heads: int,
+    *,
+    head_dim: int | None = None,
+    buckets: int = 32,
+    max_distance: int = 128,
+    bidirectional: bool = False,
+) -> Attention:
+    """T5's relative bias: a learned number for each bucket of distances and head; scores are not scaled.
+
+    x [B,T,M] -> [B,T,M]; the decoder's form, causal, unless bidirectional.
+
+    Args:
+        dim, heads, head_dim: as for `mha`.
+        buckets, max_distance: of `T5Relative`.
+        bidirectional: the encoder's form, which sees everything.
+
+    Raises:
+        ArgumentError: as for `mha` and `T5Relative`.
+
+    >>> t5(32, 4).scale
+    1.0
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
+    """
+    D = head_size(dim, heads, head_dim)
+    table = nn.Parameter(0.1 * torch.randn(buckets, heads))
+    return Attention(
+        separate(dim, heads, heads, D), join(dim, heads, D), scale=1.0,
+        mask=None if bidirectional else Causal(),
+        bias=T5Relative(table, bidirectional=bidirectional, max_distance=max_distance),
+    )  # fmt: skip
+
+
+@variant(
+    family="softmax",
+    equation="z'_h = z_h * sigmoid(W_g x)_h",
+    source="Qiu et al. 2025 (arXiv 2505.06708), section 3",
+    groups=2,
+)
+def gated(
+    dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
+) -> Attention:
+    """Gated output: the token that asks opens or closes each number of what its heads bring, as in Qwen3-Next.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> gated(32, 4, groups=2).project.gate
+    Heads(
+      4 heads of 8
+      (linear): Linear(in_features=32, out_features=32, bias=False)
+      (flat): Identity()
+      (steps): ModuleList()
+    )
+
+    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3.
+    """
+    D = head_size(dim, heads, head_dim)
+    project = separate(dim, heads, groups, D, Rotary(D, base))
+    return Attention(Gated(project, Heads(dim, heads, D)), join(dim, heads, D), mask=Causal())
+
+
+@variant(
+    family="softmax",
+    equation="z_h = (1 - l0) norm((softmax(q1 k1^T / sqrt(D)) - l softmax(q2 k2^T / sqrt(D))) v)",
+    source="Ye et al. 2024 (arXiv 2410.05258), equations 1 to 3",
+)
+def differential(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    depth: int = 0,
+    base: float = 10000.0,
+) -> Attention:
+    """Differential attention: of two patterns over the same values, one is taken off the other.
+
+    x [B,T,M] -> [B,T,M]; H heads, each of two query heads of D and values of 2 D.
+
+    Args:
+        dim, heads: the model dim M and the heads H.
+        groups: key/value heads G; None is H.
+        head_dim: D; None is M / (2 H), which makes it as large as `mha`.
+        depth: which layer this is, from 0.
+        base: of the rotary positions.
+
+    Raises:
+        ArgumentError: a size is less than 1, G does not divide H, or depth is negative.
+
+    >>> differential(32, 4).project.shape
+    ProjectionShape(H=8, G=8, D=4, E=8, memory=(32, 32))
+
+    Source: Ye et al. 2024 (arXiv 2410.05258), equations 1 to 3.
+    """
+    D, G = head_size(dim, 2 * heads, head_dim), groups or heads
+    rotary = Rotary(D, base)
+    project = Differential(
+        Heads(dim, 2 * heads, D, rotary), Heads(dim, 2 * G, D, rotary), Heads(dim, G, 2 * D),
+        depth=depth,
+    )  # fmt: skip
+    return Attention(project, join(dim, heads, 2 * D), mask=Causal())

@@ -12,9 +12,8 @@ from torch import Tensor
 from regard.arguments import check_positions, check_query_key_value
 from regard.errors import ArgumentError
 from regard.masks import Mask
-from regard.ops.softmax.given import as_mask
-from regard.ops.softmax.normalise import total, weights
-from regard.ops.softmax.scores import mix
+from regard.ops.softmax.call import as_mask
+from regard.ops.softmax.reference import mix, total, weights
 from regard.span import Positions, Span
 from regard.tap import tap
 

@@ -1,6 +1,6 @@
 """The compiled entries of decoding, by address: one for each dtype of keys and values, and of the scales of codes.
 
-The line of numbers that an entry is given (`Given` of `regard.ops.softmax.entry` writes it): 0 the counter, 1 T, 2 position of key 0,
+The line of numbers that an entry is given (`Given` of `regard.ops.softmax.cpu` writes it): 0 the counter, 1 T, 2 position of key 0,
 3 softcap, 4 whether ALiBi is symmetric, 5 the scale; from `ARRAYS` on fields of 5: q, out, lse, positions of the keys, starts, stops, dense,
 slopes, bias, positions of the queries; from `MEMORY` on keys and values, their number, and how many tasks are done.
 """

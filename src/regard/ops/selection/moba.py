@@ -10,7 +10,7 @@ from regard.arguments import check_positions, check_query_key
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
 from regard.ops.selection.blocks import Order, by_rows, order, top, undifferentiated
-from regard.ops.softmax.given import last
+from regard.ops.softmax.call import last
 from regard.span import Positions, Span
 
 

@@ -13,9 +13,7 @@ from regard.errors import ArgumentTypeError
 from regard.masks import Mask
 from regard.ops.softmax.call import Call, Options, Partial, make_call
 from regard.ops.softmax.dispatch import run, without_garbage
-from regard.ops.softmax.normalise import join, total, weights, with_sink
-from regard.ops.softmax.reference import BLOCK_BYTES
-from regard.ops.softmax.scores import scores
+from regard.ops.softmax.reference import BLOCK_BYTES, join, scores, total, weights, with_sink
 from regard.span import Positions
 
 

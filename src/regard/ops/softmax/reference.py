@@ -1,21 +1,131 @@
-"""The definition of softmax attention, in the order in which DESIGN.md pins it. It runs every call.
-
-    s = softcap(scale q k^T) + bias, -inf where masked        p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
-    lse_i = ln sum_j exp(s_ij)                                 out = dropout(p) v
-
-A row that may see nothing: p = 0, out = 0, lse = -inf, gradient 0.
-"""
+"""The definition of softmax attention: scores, then softmax, then the weighted mean of the values."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from regard.ops.softmax.call import Call, Result, Work
-from regard.ops.softmax.normalise import total, weights, with_sink
-from regard.ops.softmax.scores import ALL, mix, scores
 from regard.process import is_compiling
 from regard.tap import edited, tap
+
+ALL = slice(None)
+
+
+def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor, Tensor]:
+    """The scores [B,H,t,s] of a block, -inf where masked, and which of them are visible (bool, broadcastable).
+
+    s_ij = softcap(scale * q_i . k_j) + bias_ij, computed in fp32 (fp64 for fp64); the query is scaled first, so that
+    a half-precision product cannot overflow.
+    """
+    visible = call.mask.block(
+        call.q_positions, call.k_positions, rows, columns, device=call.q.device
+    )
+    s = dot(call, rows, columns)
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    if call.bias is not None:
+        s = s + call.bias.block(
+            call.q_positions, call.k_positions, rows, columns, dtype=s.dtype, device=s.device
+        )
+    return s.masked_fill(~visible, -math.inf), visible
+
+
+def dot(call: Call, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+    """scale * q k^T [B,H,t,s]; query head h reads key head h // (H/G), without repeating the keys."""
+    q = call.q[:, :, rows].to(call.score_dtype) * call.scale
+    k = call.k[:, :, columns].to(call.score_dtype)
+    s = _grouped(q, k.mT)
+    if is_compiling() or call.finite:
+        return s
+    # The gradient of a masked score is 0, and 0 times a NaN in q or k would poison its neighbours: differentiate
+    # the product of the finite entries, and show the value of the whole.
+    clean = _grouped(_finite_only(q), _finite_only(k).mT)
+    return torch.where(s.isfinite(), clean, s.detach())
+
+
+def mix(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
+    """The weighted sum of the values [B,H,t,E]; a value that a query may not see does not reach it, NaN included."""
+    v = v.to(pattern.dtype)
+    # a masked weight is 0 already; its gradient is selected too, since that of a huge masked value may be infinite
+    pattern = pattern.masked_fill(~visible, 0)
+    if finite:
+        return _grouped(pattern, v)
+    out = _grouped(pattern, _finite_only(v))
+    # 0 x NaN is NaN: so the non-finite values go to those queries that see them, by counting, not by multiplying.
+    seen = visible.expand(pattern.shape).to(pattern.dtype)
+    n_nan, n_up, n_down = (
+        _grouped(seen, bad.to(v.dtype)) > 0 for bad in (v.isnan(), v.isposinf(), v.isneginf())
+    )
+    out = out.masked_fill(n_up, math.inf).masked_fill(n_down, -math.inf)
+    return out.masked_fill(n_nan | (n_up & n_down), math.nan)
+
+
+def _grouped(x: Tensor, y: Tensor) -> Tensor:
+    """x [B,H,t,a] @ y [B,G,a,b] -> [B,H,t,b]: the H/G query heads of a group are rows of one product."""
+    H, t, G = x.shape[1], x.shape[2], y.shape[1]
+    x = x.unflatten(1, (G, H // G)).flatten(2, 3)  # [B,G,(H/G)t,a]
+    return (x @ y).unflatten(2, (H // G, t)).flatten(1, 2)
+
+
+def _finite_only(x: Tensor) -> Tensor:
+    return torch.where(x.isfinite(), x, 0)
+
+
+class Total(NamedTuple):
+    """sum_j exp(s_ij) = share * e^top for each row: top is the largest score, or 0 for a row that sees nothing.
+
+    top: [..., t], no gradient flows through it. share: [..., t], 0 for a row that sees nothing.
+    """
+
+    top: Tensor
+    share: Tensor
+
+    @property
+    def lse(self) -> Tensor:
+        """The natural logarithm, -inf with gradient 0 for a row that sees nothing."""
+        blind = self.share == 0
+        return (self.top + self.share.masked_fill(blind, 1).log()).masked_fill(blind, -math.inf)
+
+
+def total(s: Tensor) -> Total:
+    """The sum over the last dimension of scores [..., t, s], -inf where masked."""
+    if s.shape[-1] == 0:
+        return Total(s.new_zeros(s.shape[:-1]), s.sum(-1))
+    top = s.amax(-1).detach()
+    top = top.masked_fill(top.isneginf(), 0)
+    return Total(top, torch.exp(s - top[..., None]).sum(-1))
+
+
+def join(parts: Sequence[Total]) -> Total:
+    """The sum over all the keys of several parts; at least one."""
+    tops, shares = (torch.stack(x) for x in zip(*parts, strict=True))
+    tops = tops.masked_fill(shares == 0, -math.inf)  # the 0 of a part that sees nothing is no score
+    top = tops.amax(0)
+    top = top.masked_fill(top.isneginf(), 0)
+    return Total(top, (shares * torch.exp(tops - top)).sum(0))
+
+
+def with_sink(whole: Total, sink: Tensor | None) -> Total:
+    """The sum with exp(sink) in it; sink: one logit per head [H], for rows [B,H,t]."""
+    if sink is None:
+        return whole
+    logit = sink.to(whole.top.dtype)[:, None].expand(whole.top.shape)
+    top = torch.where(whole.share == 0, logit, torch.maximum(whole.top, logit)).detach()
+    old = torch.where(whole.share == 0, 0, whole.share * torch.exp(whole.top - top))
+    return Total(top, old + torch.exp(logit - top))
+
+
+def weights(s: Tensor, whole: Total) -> Tensor:
+    """exp(s_ij) over the sum of its row, for any columns of it; 0 for a row that sees nothing."""
+    share = whole.share.masked_fill(whole.share == 0, 1)
+    return torch.exp(s - whole.top[..., None]) / share[..., None]
+
 
 BLOCK_BYTES = 2**28  # scores held at once, unless somebody wants to see them all
 MAX_BYTES = 2**32  # what a listener to scores or pattern may make it hold

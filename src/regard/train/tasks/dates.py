@@ -6,8 +6,7 @@ from collections.abc import Callable
 from datetime import date, timedelta
 from random import Random
 
-from regard.train.tasks.base import Example, Task
-from regard.train.tasks.vocabulary import Vocabulary
+from regard.train.tasks.base import Example, Task, Vocabulary
 
 FIRST, LAST = date(1600, 1, 1), date(2199, 12, 31)
 MONTHS = [

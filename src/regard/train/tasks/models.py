@@ -13,9 +13,9 @@ from regard.errors import ArgumentError
 from regard.models import recurrent, transformer
 from regard.models.families import family, type_of
 from regard.models.rnn import CELLS
-from regard.nn.residual import PreNorm
+from regard.nn.blocks import PreNorm
+from regard.train.run import config_of
 from regard.train.tasks.base import Task
-from regard.train.variants import config_of
 
 ATTENTIONS = ("bahdanau", "luong")
 PAIRS = (

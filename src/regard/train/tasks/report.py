@@ -14,9 +14,8 @@ from torch import nn
 from regard.errors import FileError
 from regard.files.regular import text
 from regard.foreign import inert, told
-from regard.train.tasks.alignment import Alignment, alignment
-from regard.train.tasks.answers import Bin, Outcome, by_length, outcomes
 from regard.train.tasks.base import Task
+from regard.train.tasks.evaluate import Alignment, Bin, Outcome, alignment, by_length, outcomes
 from regard.view import alignment as drawn
 from regard.view import chart
 from regard.view.html import write

@@ -27,12 +27,12 @@ from regard.files.write import replacing
 from regard.foreign import LINES, inert, shown, told
 from regard.train import checkpoints
 from regard.train.loop import Result, fit
+from regard.train.losses import AnswerLoss, PairLoss
 from regard.train.progress import show
 from regard.train.run import check_device
-from regard.train.seq2seq import AnswerLoss, PairLoss
 from regard.train.settings import Settings
 from regard.train.tasks.base import Task
-from regard.train.tasks.made import Made, pad
+from regard.train.tasks.examples import Made, pad
 from regard.train.tasks.models import Recipe, build, recipe
 from regard.train.tasks.report import Report, examine, lines, read_series, write_report
 from regard.train.tasks.table import find_task

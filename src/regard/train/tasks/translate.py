@@ -1,17 +1,122 @@
-"""Numbers from English words to Chinese numerals, and back: another grammar, and lists as long as one likes.
-
-Thousands regroup into 万 and 亿, so a word may depend on words far from it, and order in the source is not order in the
-target: what attention was invented for.
-"""
+"""Translation of numbers from English words to Chinese numerals, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
 
-from regard.train.tasks.base import Example, Task
-from regard.train.tasks.numbers import CHINESE, ENGLISH, chinese, english
-from regard.train.tasks.vocabulary import Vocabulary
+from regard.errors import ArgumentError
+from regard.train.tasks.base import Example, Task, Vocabulary
+
+LIMIT = 10**12
+"""Numbers are smaller than this: 九千九百九十九亿... is the largest group of Chinese numerals with one reading."""
+
+UNITS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+THOUSANDS = ("", "thousand", "million", "billion")
+ENGLISH = (*UNITS, *TENS, "hundred", *THOUSANDS[1:])
+"""The words of English numbers."""
+
+DIGITS = "零一二三四五六七八九"
+PLACES = ("", "十", "百", "千")
+MYRIADS = ("", "万", "亿")
+CHINESE = (*DIGITS, *PLACES[1:], *MYRIADS[1:])
+"""The characters of Chinese numerals."""
+
+
+def english(number: int) -> list[str]:
+    """A number as English words, without hyphens and without "and".
+
+    Raises:
+        ArgumentError: the number is negative, or `LIMIT` or more.
+
+    >>> " ".join(english(427_016))
+    'four hundred twenty seven thousand sixteen'
+    """
+    _check(number)
+    if number == 0:
+        return [UNITS[0]]
+    words: list[str] = []
+    for power in range(3, -1, -1):
+        group = number // 1000**power % 1000
+        if group:
+            words += [*_hundreds(group), *THOUSANDS[power].split()]
+    return words
+
+
+def _hundreds(number: int) -> list[str]:
+    """1 to 999."""
+    hundreds, rest = divmod(number, 100)
+    words = [UNITS[hundreds], "hundred"] if hundreds else []
+    if rest >= 20:
+        words.append(TENS[rest // 10 - 2])
+        rest %= 10
+    return [*words, UNITS[rest]] if rest else words
+
+
+def chinese(number: int) -> list[str]:
+    """A number as Chinese numerals, a character each.
+
+    Groups of four digits carry 万 and 亿. Zeros between digits are one 零, zeros at the end of a group are silent, a whole
+    group of zeros in front of digits is one 零. A number that begins with 一十 drops the 一.
+
+    Raises:
+        ArgumentError: the number is negative, or `LIMIT` or more.
+
+    >>> ["".join(chinese(n)) for n in (10, 12, 110, 427_016, 100_500, 300_000_007)]
+    ['十', '十二', '一百一十', '四十二万七千零一十六', '十万零五百', '三亿零七']
+    """
+    _check(number)
+    if number == 0:
+        return [DIGITS[0]]
+    text = ""
+    for power in range(2, -1, -1):
+        group = number // 10_000**power % 10_000
+        above = number // 10_000 ** (power + 1)
+        if not group:
+            continue
+        if above and (group < 1000 or above % 10_000 == 0):
+            text += DIGITS[0]
+        text += _thousands(group) + MYRIADS[power]
+    return list(text.removeprefix("一") if text.startswith("一十") else text)
+
+
+def _thousands(number: int) -> str:
+    """1 to 9999, with one 零 for zeros between digits."""
+    text, gap = "", False
+    for place in range(3, -1, -1):
+        digit = number // 10**place % 10
+        if digit:
+            text += (DIGITS[0] if gap and text else "") + DIGITS[digit] + PLACES[place]
+        gap = not digit
+    return text
+
+
+def _check(number: int) -> None:
+    if not 0 <= number < LIMIT:
+        raise ArgumentError(f"number is {number}; it must be from 0 to {LIMIT - 1}")
+
 
 COMMA = ","
 MOST_DIGITS = 12

@@ -22,7 +22,7 @@ from regard.masks import Mask
 from regard.masks.reach import reach
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
-from regard.nn.project import Heads, Separate
+from regard.nn.projections import Heads, Separate
 
 
 class OurMixer(Subject):

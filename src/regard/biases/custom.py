@@ -1,0 +1,135 @@
+"""Biases that the caller supplies: a tensor, or a function of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.arguments import check_tensor
+from regard.biases.base import ALL, Bias
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.span import Positions, count
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dense(Bias):
+    """bias_ij = tensor[..., i, j], where i and j are slots (places in q and k), not positions.
+
+    Args:
+        tensor: a float tensor [T, S] or [B or 1, H or 1, T or 1, S]. Three dimensions are refused: [B, T, S] and
+            [H, T, S] cannot be told apart.
+
+    Raises:
+        ArgumentError: another number of dimensions; in a call, a shape that does not fit it.
+        ArgumentTypeError: not a float tensor.
+
+    >>> from regard.span import Span
+    >>> Dense(torch.arange(6.0).view(2, 3)).block(Span(0, 2), Span(0, 3), slice(1, 2)).tolist()
+    [[[[3.0, 4.0, 5.0]]]]
+    """
+
+    tensor: Tensor
+
+    def __post_init__(self) -> None:
+        check_tensor("bias", self.tensor)
+        if self.tensor.ndim not in (2, 4):
+            raise ArgumentError(
+                f"bias has {self.tensor.ndim} dimensions, {tuple(self.tensor.shape)}; it must be [T, S] or "
+                "[B or 1, H or 1, T or 1, S]: index with [:, None] if it is [B, T, S], with [None] if it is [H, T, S]"
+            )
+
+    def block(
+        self,
+        q_positions: Positions,
+        k_positions: Positions,
+        rows: slice = ALL,
+        columns: slice = ALL,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Float[Tensor, "b h t s"]:
+        """Rows and columns of the tensor."""
+        x = self.tensor if self.tensor.ndim == 4 else self.tensor[None, None]
+        if x.shape[2] == 1:
+            x = x.expand(-1, -1, count(q_positions), -1)
+        return x[:, :, rows, columns].to(device=device, dtype=dtype)
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """The shape fits the call."""
+        shape = tuple(self.tensor.shape)
+        if self.tensor.ndim == 2:
+            fits = shape == (T, S)
+        else:
+            b, h, t, s = shape
+            fits = b in (1, B) and h in (1, H) and t in (1, T) and s == S
+        if not fits:
+            raise ArgumentError(
+                f"bias is {shape}; for this call it must be ({T}, {S}) or ({B} or 1, {H} or 1, {T} or 1, {S})"
+            )
+
+    def __str__(self) -> str:
+        return f"dense({'x'.join(map(str, self.tensor.shape))})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Fn(Bias):
+    """bias_ij = fn(q, k, *parameters), with q [B or 1,1,t,1] and k [B or 1,1,1,s] the positions of queries and keys.
+
+    Args:
+        fn: gives a float tensor that broadcasts to [B, H, t, s], of 4 dimensions. It is called for any block of a call,
+            so its result for a pair must not depend on the other pairs.
+        parameters: tensors that fn is given, and that get a gradient.
+
+    Raises:
+        ArgumentTypeError: fn cannot be called, a parameter is no tensor, or the result no float tensor.
+        ArgumentError: the result has another shape.
+
+    >>> from regard.span import Span
+    >>> near = Fn(lambda q, k, w: w * (q - k), (torch.tensor(-0.5),))
+    >>> near.block(Span(2, 1), Span(0, 3)).tolist()
+    [[[[-1.0, -0.5, -0.0]]]]
+    """
+
+    fn: Callable[..., Tensor]
+    parameters: tuple[Tensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ArgumentTypeError(
+                f"fn is {type(self.fn).__name__}; it must be a function fn(q, k, ...)"
+            )
+        for i, x in enumerate(self.parameters):
+            if not isinstance(x, Tensor):
+                raise ArgumentTypeError(
+                    f"parameters[{i}] is {type(x).__name__}; it must be a tensor"
+                )
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+
+    def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the function says."""
+        x = self.fn(q, k, *self.parameters)
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ArgumentTypeError(f"{self} gave {got}; it must give a float tensor")
+        if x.ndim != 4 or x.shape[2] not in (1, q.shape[2]) or x.shape[3] not in (1, k.shape[3]):
+            raise ArgumentError(
+                f"{self} gave {tuple(x.shape)} for positions {tuple(q.shape)} and {tuple(k.shape)}; it must give "
+                "[B or 1, H or 1, t or 1, s or 1]"
+            )
+        return x.to(dtype)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The parameters."""
+        return self.parameters
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Fn:
+        """The same function over other parameters."""
+        self._check_count(tensors, len(self.parameters))
+        return replace(self, parameters=tuple(tensors))
+
+    def __str__(self) -> str:
+        return f"fn({getattr(self.fn, '__name__', type(self.fn).__name__)})"

@@ -1,0 +1,381 @@
+"""A comparison as text for a terminal, and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from regard.compare.results import COSTS, FEWEST, cost_of, front
+from regard.view.compared import Chart, ComparedPage, Grid
+from regard.view.curves import Line, Picture
+from regard.view.scatter import Axis, Mark
+
+ABSENT = "-"
+
+
+def table(told: Mapping[str, Any]) -> str:
+    """The comparison as `regard.compare.results.as_json` tells it: what it ran on, costs, quality, fronts, and notes."""
+    parts = [header(told), *("\n".join(_aligned(rows(told))) for rows in (memory_rows, time_rows))]
+    if legend := overlapping(told):
+        parts[-1] += f"\n{legend}"
+    if lines := [f"not run: {line}" for line in refusals(told)]:
+        parts.append("\n".join(lines))
+    if told["training"]["lessons"]:
+        parts.append(
+            "\n".join([f"quality: {quality_sentence(told)}", *_aligned(quality_rows(told))])
+        )
+        parts += ["\n".join(_fronts(told))] if any(told["fronts"].values()) else []
+    parts += ["\n".join(f"note: {note}" for note in told["notes"])] if told["notes"] else []
+    if told["interrupted"]:
+        parts.append("interrupted: what is missing was not measured")
+    return "\n\n".join(parts)
+
+
+def header(told: Mapping[str, Any]) -> str:
+    """The machine, the sizes that all share, and how it was measured."""
+    m, s, t = told["machine"], told["shape"], told["timing"]
+    shared = (
+        f"feed-forward {s['hidden']} everywhere"
+        if told["same"] == "sizes"
+        else f"as many parameters as {told['mechanisms'][0]['name']} by the feed-forward width"
+    )
+    return (
+        f"{m['processor']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}\n"
+        f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {shared}, vocabulary {s['vocabulary']}, "
+        f"window {s['window']}, fp32\n"
+        f"medians and quartiles of {rounds(told)} rounds in turns, batch 1; training steps of {t['batch']} x {t['length']} tokens"
+    )
+
+
+def rounds(told: Mapping[str, Any]) -> str:
+    """How many rounds the medians are of: a number, or the fewest and the most.
+
+    >>> row = {"prefill": {}, "decode": {"8": {"rounds": 3}, "64": {"rounds": 2}}, "training": None}
+    >>> rounds({"mechanisms": [row]})
+    '2 to 3'
+    """
+    counts = {
+        row["rounds"]
+        for e in told["mechanisms"]
+        for row in (*e["prefill"].values(), *e["decode"].values(), e["training"] or {})
+        if "rounds" in row
+    }
+    if not counts:
+        return "0"
+    low, high = min(counts), max(counts)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def memory_rows(told: Mapping[str, Any]) -> list[list[str]]:
+    """What each keeps and takes, the heads first."""
+    contexts = _contexts(told)
+    heads = ["", "parameters", *(f"cache @{c}" for c in contexts), f"peak @{contexts[-1]}"]
+    rows = [[*heads, "peak of a step"]]
+    for e in told["mechanisms"]:
+        memory = e["memory"] or {}
+        kept = [size(e["decode"].get(c, {}).get("kv_bytes")) for c in contexts]
+        peaks = [size(memory.get(work)) for work in ("prefill", "training")]
+        rows.append([e["name"], f"{e['parameters']:,}", *kept, *peaks])
+    return rows
+
+
+def time_rows(told: Mapping[str, Any]) -> list[list[str]]:
+    """How long each takes, the heads first: medians, and below them the range between the quartiles.
+
+    A median has a ~ in front where its range overlaps that of the first mechanism: see `overlapping`.
+    """
+    contexts = _contexts(told)
+    works = (("prompt", "prefill"), ("token", "decode"))
+    rows = [["", *(f"{word} @{c}" for word, _ in works for c in contexts), "step", "kernels"]]
+    for e in told["mechanisms"]:
+        found = [e[kind].get(c, {}) for _, kind in works for c in contexts]
+        found.append(e["training"] or {})
+        marks = ["~" * bool(row.get("overlaps_first")) for row in found]
+        taken = [mark + time(row.get("seconds")) for mark, row in zip(marks, found, strict=True)]
+        rows.append([e["name"], *taken, kernels(e)])
+        if any("quartiles" in row for row in found):
+            rows.append(
+                ["", *(span(*row["quartiles"]) if "quartiles" in row else "" for row in found), ""]
+            )
+    return rows
+
+
+def overlapping(told: Mapping[str, Any]) -> str:
+    """What a ~ in front of a time means, if there is one."""
+    marked = any(
+        row.get("overlaps_first")
+        for e in told["mechanisms"]
+        for row in (*e["prefill"].values(), *e["decode"].values(), e["training"] or {})
+    )
+    first = told["mechanisms"][0]["name"]
+    return (
+        f"~ its quartiles overlap those of {first}, or there were fewer than {FEWEST} rounds: the two are not told apart"
+        if marked
+        else ""
+    )
+
+
+def _contexts(told: Mapping[str, Any]) -> list[str]:
+    return [str(c) for c in sorted(told["timing"]["contexts"])]
+
+
+def refusals(told: Mapping[str, Any]) -> Iterator[str]:
+    """What could not be run, and why."""
+    for e in told["mechanisms"]:
+        works = [
+            (f"{kind} @{c}", row) for kind in ("prefill", "decode") for c, row in e[kind].items()
+        ]
+        works += [("training", e["training"])] if e["training"] else []
+        for where, row in works:
+            if "why" in row:
+                yield f"{e['name']}, {where}: {row['why']}"
+
+
+def quality_rows(told: Mapping[str, Any]) -> list[list[str]]:
+    """Quality, the heads first."""
+    lessons = list(told["training"]["lessons"])
+    span = ["low .. high"] if len(told["training"]["seeds"]) > 1 else []
+    rows = [["", *(x for one in lessons for x in (one, *span, "lr", "steps"))]]
+    for e in told["mechanisms"]:
+        row = [e["name"]]
+        for one in lessons:
+            q = e["quality"].get(one, {})
+            if "mean" not in q:
+                row += [
+                    "diverged" if q.get("diverged") else ABSENT,
+                    *(ABSENT for _ in (*span, "lr", "steps")),
+                ]
+                continue
+            low, high = measure(one, q["low"]), measure(one, q["high"])
+            row += [
+                measure(one, q["mean"]),
+                *(f"{low} .. {high}" for _ in span),
+                f"{q['rate']:g}",
+                str(q["steps"]),
+            ]
+        rows.append(row)
+    return rows
+
+
+def quality_sentence(told: Mapping[str, Any]) -> str:
+    """What the numbers of quality are."""
+    seeds = ", ".join(map(str, told["training"]["seeds"]))
+    return (
+        f"text in bits per byte (less is better), recall in right answers; seeds {seeds}; "
+        f"learning rates chosen by validation loss ({tried(told)}), judged on other data"
+    )
+
+
+def tried(told: Mapping[str, Any]) -> str:
+    """The learning rates that were tried, and with which mechanisms.
+
+    >>> one = {"name": "mha", "quality": {"text": {"validation": {"0.001": 2.0, "0.003": 1.0}}}}
+    >>> tried({"mechanisms": [one, {**one, "name": "mqa"}]})
+    '0.001, 0.003 for mha mqa'
+    """
+    groups: dict[str, dict[str, None]] = {}
+    for e in told["mechanisms"]:
+        for q in e["quality"].values():
+            groups.setdefault(", ".join(q["validation"]), {})[e["name"]] = None
+    return "; ".join(f"{rates} for {' '.join(names)}" for rates, names in groups.items()) or "none"
+
+
+def _fronts(told: Mapping[str, Any]) -> Iterator[str]:
+    at = max(told["timing"]["contexts"])
+    yield f"beaten by no other (Pareto), costs at {at:,} tokens"
+    for name, found in told["fronts"].items():
+        if found:
+            words = name.replace("kv_bytes", "cache bytes").replace(
+                "decode_seconds", "time of a token"
+            )
+            yield f"  {words}: {', '.join(found)}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Names and kernels to the left, numbers to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    left = {0, *(i for i, head in enumerate(rows[0]) if head == "kernels")}
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        yield "  ".join(
+            x.ljust(w) if i in left else x.rjust(w) for i, (x, w) in enumerate(cells)
+        ).rstrip()
+
+
+def kernels(entry: Mapping[str, Any]) -> str:
+    """The kernels of softmax that ran, in prompts and in decoding; "state" where there was none.
+
+    >>> kernels({"prefill": {"8": {"kernels": ["cpu", "gemm"]}}, "decode": {"8": {"kernels": []}}})
+    'cpu gemm / state'
+    """
+    told = []
+    for kind in ("prefill", "decode"):
+        rows = entry[kind].values()
+        names = dict.fromkeys(name for row in rows for name in row.get("kernels", ()))
+        told.append(" ".join(names) or ("state" if rows else ABSENT))
+    return " / ".join(told)
+
+
+def time(seconds: float | None) -> str:
+    """Three figures.
+
+    >>> time(0.0123), time(2.5), time(None)
+    ('12.3 ms', '2.50 s', '-')
+    """
+    if seconds is None:
+        return ABSENT
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{_three(1e3 * seconds)} ms"
+
+
+def span(low: float, high: float) -> str:
+    """Two times in the unit of the larger.
+
+    >>> span(0.0120, 0.0125), span(0.9, 2.5)
+    ('12.0..12.5 ms', '0.90..2.50 s')
+    """
+    if high >= 1:
+        return f"{low:.2f}..{high:.2f} s"
+    return f"{_three(1e3 * low)}..{_three(1e3 * high)} ms"
+
+
+def size(n: float | None) -> str:
+    """Bytes in a unit of 1024.
+
+    >>> size(33792), size(512), size(None)
+    ('33.0 KiB', '512 B', '-')
+    """
+    if n is None:
+        return ABSENT
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{_three(n)} {unit}"
+        n /= 1024
+    return f"{_three(n)} GiB"
+
+
+def measure(lesson: str, x: float) -> str:
+    """Bits of text, per cent of recall.
+
+    >>> measure("text", 2.3456), measure("mqar", 0.5)
+    ('2.346', '50.0 %')
+    """
+    return f"{x:.3f}" if lesson == "text" else f"{100 * x:.1f} %"
+
+
+def _three(x: float) -> str:
+    return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
+
+
+TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded token", "seconds")}
+"""Cost -> its axis."""
+
+
+def page(told: Mapping[str, Any]) -> str:
+    """The page of a comparison as `regard.compare.results.as_json` tells it: HTML that needs nothing else."""
+    m = told["machine"]
+    facts = {
+        "processor": m["processor"], "threads": str(m["threads"]), "torch": m["torch"], "regard": m["regard"],
+        "same": told["same"], "seeds": ", ".join(map(str, told["training"]["seeds"])),
+        "rounds": rounds(told),
+    }  # fmt: skip
+    about = header(told).partition("\n")[2].replace("\n", "; ")
+    times = about + (f"; {legend}" if (legend := overlapping(told)) else "")
+    grids = [_grid("Memory", about, memory_rows(told)), _grid("Time", times, time_rows(told))]
+    if told["training"]["lessons"]:
+        grids.append(_grid("Quality", quality_sentence(told), quality_rows(told)))
+    return ComparedPage(
+        "Attention mechanisms, side by side",
+        f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in turns.",
+        facts, told["command"], list(charts(told)), grids, notes(told), costs(told), curves(told),
+    ).html()  # fmt: skip
+
+
+def charts(told: Mapping[str, Any]) -> Iterator[Chart]:
+    """Each lesson against each cost at the longest context, and the cache also at the length of training."""
+    at = max(told["timing"]["contexts"])
+    for name in told["training"]["lessons"]:
+        text = name == "text"
+        y = Axis(
+            "bits per byte, less is better" if text else "right answers",
+            "bits" if text else "share",
+        )
+        for cost in COSTS:
+            title, unit = TITLES[cost]
+            best = told["fronts"][f"{name} against {cost}"]
+            marks = []
+            for entry in told["mechanisms"]:
+                x, quality = cost_of(entry, cost, at), entry["quality"].get(name, {})
+                if x is not None and "mean" in quality:
+                    span = (quality["low"], quality["high"])
+                    marks.append(
+                        Mark(entry["name"], x, quality["mean"], span, entry["name"] in best)
+                    )
+            steps = {
+                e["quality"][name].get("steps") for e in told["mechanisms"] if name in e["quality"]
+            }
+            yield Chart(
+                marks, Axis(f"{title} at {at:,} tokens", unit), y, f"{name} against {title}",
+                f"{' or '.join(str(n) for n in steps)} steps, seeds {', '.join(map(str, told['training']['seeds']))}; "
+                f"quality on rows as long as in training, cost at {at:,} tokens.",
+            )  # fmt: skip
+
+
+def costs(told: Mapping[str, Any]) -> list[Chart]:
+    """A decoded token's time against the cache and against a prompt's time, at the longest context; without any training."""
+    at = max(told["timing"]["contexts"])
+    token = Axis(f"time of a decoded token at {at:,} tokens", "seconds")
+    found = []
+    for title, axis, kind, name in (
+        ("a token against the cache", Axis(f"cache at {at:,} tokens", "bytes"), "decode", "kv_bytes"),
+        ("a token against a prompt", Axis(f"time of a prompt of {at:,} tokens", "seconds"), "prefill", "seconds"),
+    ):  # fmt: skip
+        points = []
+        for e in told["mechanisms"]:
+            x, row = e[kind].get(str(at), {}).get(name), e["decode"].get(str(at), {})
+            if x and row.get("seconds"):
+                y = row["seconds"]
+                points.append((e["name"], x, y, tuple(row.get("quartiles", (y, y)))))
+        best = front([(x, y) for _, x, y, _ in points])
+        marks = [Mark(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
+        caption = f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the token's time."
+        found.append(Chart(marks, axis, token, title, caption))
+    return found
+
+
+def curves(told: Mapping[str, Any]) -> list[Picture]:
+    """Times and caches over the contexts, a line for each mechanism; none where there is one context only."""
+    contexts = sorted(told["timing"]["contexts"])
+    if len(contexts) < 2:
+        return []
+    wanted = (
+        ("Time of a prompt", "seconds", "prefill", "seconds"),
+        ("Time of a decoded token", "seconds", "decode", "seconds"),
+        ("Cache", "bytes", "decode", "kv_bytes"),
+    )
+    found = []
+    for title, unit, kind, name in wanted:
+        lines = []
+        for e in told["mechanisms"]:
+            rows = [(c, e[kind].get(str(c), {}).get(name)) for c in contexts]
+            lines.append(Line(e["name"], tuple((float(c), float(y)) for c, y in rows if y)))
+        found.append(Picture(title, "tokens of context", unit, tuple(lines), "xy"))
+    return [picture for picture in found if picture.drawable]
+
+
+def notes(told: Mapping[str, Any]) -> list[str]:
+    """The comparison's own, what memory is, and what this scale cannot show."""
+    found = list(told["notes"])
+    if any(entry["memory"] for entry in told["mechanisms"]):
+        found.append(f"peak memory: {told['memory']}")
+    if told["training"]["lessons"]:
+        found.append(
+            "small models, few steps, short texts: differences of the size of the seeds' span say nothing, and an order at "
+            "this scale is no order at another"
+        )
+    if told["interrupted"]:
+        found.append("interrupted: what is missing was not measured")
+    return found
+
+
+def _grid(title: str, caption: str, rows: list[list[str]]) -> Grid:
+    return Grid(title, caption, rows[0], rows[1:])

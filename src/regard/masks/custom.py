@@ -1,0 +1,212 @@
+"""Masks that the caller supplies: one per head, a dense tensor, or a function of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks.base import Mask, Part, Slot, four
+from regard.masks.tiling import Intervals, stack_heads
+from regard.span import count
+
+
+@dataclass(frozen=True, eq=False)
+class Heads(Mask):
+    """One mask per query head.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no masks, or something else than masks; at a call, another number of heads.
+
+    >>> from regard.masks import Causal, Window
+    >>> from regard.span import Span
+    >>> Heads((Causal(), Causal() & Window(2))).visible(Span(0, 4), Span(0, 4)).tolist()
+    [[[1, 2, 3, 4], [1, 2, 2, 2]]]
+    """
+
+    masks: Sequence[Mask]
+
+    def __post_init__(self) -> None:
+        masks: object = self.masks
+        if not isinstance(masks, (tuple, list)):
+            raise ArgumentTypeError(
+                f"Heads masks is {type(masks).__name__}; it must be a sequence of masks"
+            )
+        if not masks:
+            raise ArgumentError("Heads of no masks; give one mask per query head")
+        for i, mask in enumerate(masks):
+            if not isinstance(mask, Mask):
+                raise ArgumentTypeError(
+                    f"Heads masks[{i}] is {type(mask).__name__}; it takes masks of regard.masks"
+                )
+        object.__setattr__(self, "masks", tuple(masks))
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Each head's own rule."""
+        q, k = four(q), four(k)
+        return _per_head([four(mask.allows(q, k)) for mask in self.masks])
+
+    def _block(self, where: Part) -> Tensor:
+        return _per_head([mask._block(where) for mask in self.masks])
+
+    def _at(self, slot: Slot) -> Tensor:
+        heads = torch.stack([mask._at(slot) for mask in self.masks])
+        return heads[slot.h]
+
+    def _intervals(self, q: Tensor) -> Intervals | None:
+        heads = []
+        for h, mask in enumerate(self.masks):
+            found = mask._ranges(q[:, 0, :, 0])
+            if found is None:
+                return None
+            heads.append(Intervals(*(_head(x, h) for x in found)))
+        return stack_heads(heads)
+
+    def _undecided(self, where: Part, bk: int) -> Tensor:
+        return _per_head([mask._states(where, bk) for mask in self.masks])
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """One mask per query head."""
+        if len(self.masks) != H:
+            raise ArgumentError(
+                f"Heads holds {len(self.masks)} masks, but the call has {H} query heads; give one mask per head"
+            )
+        for mask in self.masks:
+            mask.require(B, H, T, S)
+
+    def __str__(self) -> str:
+        return f"heads(({', '.join(map(str, self.masks))}{',' * (len(self.masks) == 1)}))"
+
+
+def _head(x: Tensor, h: int) -> Tensor:
+    """Head h of [B, H or 1, ...]."""
+    return x[:, h : h + 1] if x.shape[1] > 1 else x
+
+
+def _per_head(found: list[Tensor]) -> Tensor:
+    """Head h of the h-th one, side by side."""
+    heads = torch.broadcast_tensors(*(_head(x, h) for h, x in enumerate(found)))
+    return torch.cat(heads, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Mask):
+    """A bool tensor over the *slots* of one call, True = may attend: it knows nothing of positions.
+
+    table: [T, S], or [B or 1, H or 1, T or 1, S].
+
+    Raises:
+        ArgumentError, ArgumentTypeError: another dtype or number of dimensions; at a call, another shape; from
+            `allows`, which asks about positions.
+
+    >>> from regard.span import Span
+    >>> Dense(torch.ones(3, 3).tril().bool()).visible(Span(0, 3), Span(0, 3)).tolist()
+    [[[1, 2, 3]]]
+    """
+
+    table: Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.table, Tensor):
+            raise ArgumentTypeError(
+                f"mask is {type(self.table).__name__}; it must be a bool tensor"
+            )
+        x = self.table
+        if x.dtype != torch.bool:
+            name = str(x.dtype).removeprefix("torch.")
+            advice = "regard.masks.from_additive(mask)" if x.is_floating_point() else "mask.bool()"
+            raise ArgumentTypeError(
+                f"mask is {name}; it must be bool, True = may attend: use {advice}"
+            )
+        if x.ndim not in (2, 4):
+            hint = "mask[:, None] if the first is the batch, mask[None] if it is the heads"
+            raise ArgumentError(
+                f"mask is {tuple(x.shape)}; it must be [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]"
+                + (f": use {hint}" if x.ndim == 3 else "")
+            )
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Refused: slots are not positions."""
+        raise ArgumentError(
+            "a Dense mask speaks of the slots of one call, not of positions: ask mask.block(q_positions, k_positions), "
+            "or write the rule as Fn(rule, name)"
+        )
+
+    def _block(self, where: Part) -> Tensor:
+        x = self.table if self.table.ndim == 4 else self.table[None, None]
+        rows = where.rows if x.shape[2] > 1 or count(where.q_positions) == 1 else slice(None)
+        return x[:, :, rows, where.columns].to(where.device)
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """The shape fits the call."""
+        shape = tuple(self.table.shape)
+        fits = shape == (T, S)
+        if len(shape) == 4:
+            fits = (
+                shape[0] in (1, B) and shape[1] in (1, H) and shape[2] in (1, T) and shape[3] == S
+            )
+        if not fits:
+            padding = "; a padding mask over keys is Padding.from_keep(mask) or mask[:, None, None]"
+            raise ArgumentError(
+                f"mask is {shape}; it must be {(T, S)} or [{B} or 1, {H} or 1, {T} or 1, {S}]"
+                + padding * (shape == (B, S))
+            )
+
+    def _at(self, slot: Slot) -> Tensor:
+        x = self.table if self.table.ndim == 4 else self.table[None, None]
+        where = (slot.b, slot.h, slot.q_idx)
+        return x[*(i * (n > 1) for i, n in zip(where, x.shape, strict=False)), slot.kv_idx]
+
+    def __str__(self) -> str:
+        return f"dense({'x'.join(map(str, self.table.shape))})"
+
+    def __repr__(self) -> str:
+        return f"Dense(bool{list(self.table.shape)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Fn(Mask):
+    """Any rule: a function of positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] that gives a bool tensor.
+
+    Raises:
+        ArgumentTypeError: the rule is not a function, or what it gives is not a bool tensor.
+
+    >>> from regard.span import Span
+    >>> even = Fn(lambda q, k: k % 2 == 0, "even keys")
+    >>> print(even, even.count(Span(0, 3), Span(0, 3)))
+    even keys 6
+    """
+
+    rule: Callable[[Tensor, Tensor], Tensor]
+    name: str = "fn"
+
+    def __post_init__(self) -> None:
+        if not callable(self.rule):
+            raise ArgumentTypeError(
+                f"Fn rule is {type(self.rule).__name__}; it must be a function of q and k positions"
+            )
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """What the function says."""
+        out = self.rule(q, k)
+        if not isinstance(out, Tensor) or out.dtype != torch.bool:
+            got = out.dtype if isinstance(out, Tensor) else type(out).__name__
+            raise ArgumentTypeError(
+                f"Fn {self.name} gave {got}; it must give a bool tensor, True = may attend"
+            )
+        pair = torch.broadcast_shapes(q.shape, k.shape)
+        if out.ndim > 4 or any(
+            n not in (1, of) for n, of in zip(out.shape[:-3:-1], pair[::-1], strict=False)
+        ):
+            raise ArgumentError(
+                f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and {tuple(k.shape)}; it must give "
+                "a shape that broadcasts to [batch, heads, queries, keys]"
+            )
+        return out
+
+    def __str__(self) -> str:
+        return self.name

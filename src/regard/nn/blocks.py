@@ -1,0 +1,322 @@
+"""Transformer blocks: residual paths with their norms, encoder and decoder blocks, and parallel blocks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.arguments import check_number
+from regard.caches import Cache, kept
+from regard.nn.attention import Attention
+from regard.nn.cross import CrossAttention
+from regard.nn.mixer import Mixer
+from regard.process import is_compiling
+from regard.span import Positions
+from regard.tap import place
+
+
+class Residual(nn.Module, ABC):
+    """A path around a sublayer, with a norm and with dropout on what the sublayer adds.
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: on the sublayer's output, in training only.
+
+    Raises:
+        ArgumentError: dropout is out of range.
+    """
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+        self.norm, self.dropout = norm, nn.Dropout(dropout)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """What of the sublayer's output is added: all of it, but for dropout in training."""
+        return self.dropout(x) if self.training else x
+
+    @abstractmethod
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x [B,T,M] and what the sublayer makes of it."""
+
+
+class PreNorm(Residual):
+    """The sublayer sees a normed x, and the path itself is left alone: x + sublayer(norm(x)).
+
+    A stack of these ends in a norm of its own.
+
+    >>> import torch
+    >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
+    tensor([[[1., 5.]]], grad_fn=<AddBackward0>)
+
+    Source: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x + sublayer(norm(x))."""
+        return x + self.kept(sublayer(self.norm(x)))
+
+
+class PostNorm(Residual):
+    """The sum is normed, path included: norm(x + sublayer(x)).
+
+    >>> import torch
+    >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
+    tensor([[[-1., 1.]]], grad_fn=<RoundBackward0>)
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """norm(x + sublayer(x))."""
+        return self.norm(x + self.kept(sublayer(x)))
+
+
+class NormedPath(Residual):
+    """The sublayer sees a normed x, and so does the path: n + sublayer(n), n = norm(x).
+
+    >>> import torch
+    >>> NormedPath(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
+
+    Source: Shoeybi et al. 2019 (arXiv 1909.08053), whose released code has it as an option; so have checkpoints of BLOOM.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """norm(x) + sublayer(norm(x))."""
+        normed = self.norm(x)
+        return normed + self.kept(sublayer(normed))
+
+
+class OutputNorm(Residual):
+    """What the sublayer adds is normed, and nothing else: x + norm(sublayer(x)).
+
+    >>> import torch
+    >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
+
+    Source: OLMo 2, 2025 (arXiv 2501.00656), section 2.1.
+    """
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x + norm(sublayer(x))."""
+        return x + self.kept(self.norm(sublayer(x)))
+
+
+class Sandwich(Residual):
+    """A norm on either side of the sublayer: x + after(sublayer(norm(x))).
+
+    Args:
+        norm: in front of the sublayer.
+        after: behind it.
+        dropout: on what is added, in training only.
+
+    >>> import torch
+    >>> path = Sandwich(nn.LayerNorm(2), nn.LayerNorm(2))
+    >>> path(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
+    tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
+
+    Source: Ding et al. 2021 (arXiv 2105.13290), section 2.4; as in Gemma 2 (arXiv 2408.00118), section 2.
+    """
+
+    def __init__(self, norm: nn.Module, after: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__(norm, dropout)
+        self.after = after
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """x + after(sublayer(norm(x)))."""
+        return x + self.kept(self.after(sublayer(self.norm(x))))
+
+
+class Block(nn.Module):
+    """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of an encoder without a mask.
+
+    x = around_attention(x, attention);  x = around_feed_forward(x, feed_forward)
+
+    Args:
+        attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
+        feed_forward: a module [B,T,M] -> [B,T,M].
+        around_attention, around_feed_forward: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`, `Sandwich`.
+
+    >>> import torch
+    >>> from regard.nn.blocks import PreNorm
+    >>> from regard.nn.variants import mha
+    >>> block = Block(mha(8, 2), nn.Linear(8, 8), PreNorm(nn.LayerNorm(8)), PreNorm(nn.LayerNorm(8)))
+    >>> block(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1; pre-norm: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
+    """
+
+    def __init__(
+        self,
+        attention: Mixer,
+        feed_forward: nn.Module,
+        around_attention: Residual,
+        around_feed_forward: Residual,
+    ) -> None:
+        super().__init__()
+        self.around_attention, self.attention = around_attention, attention
+        self.around_feed_forward, self.feed_forward = around_feed_forward, feed_forward
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M"]:
+        """x [B,T,M] -> [B,T,M]."""
+        x = self.around_attention(
+            x, lambda normed: self.attention(normed, positions, cache, backend=backend)
+        )
+        return self.around_feed_forward(x, self.feed_forward)
+
+    def new_cache(self) -> Cache:
+        """An empty cache of the kind that suits the attention."""
+        return self.attention.new_cache()
+
+
+class ParallelBlock(Block):
+    """Both sublayers read the same x, and what they give is added to it at once.
+
+    x + attention(norm_1(x)) + feed_forward(norm_2(x)): of each `PreNorm` path only the norm and the dropout are used.
+
+    >>> import torch
+    >>> from regard.nn.blocks import PreNorm
+    >>> from regard.nn.variants import mha
+    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *paths)(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+
+    Source: Wang and Komatsuzaki 2021 (GPT-J); Black et al. 2022 (arXiv 2204.06745), section 2.1, equation 2.
+    """
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M"]:
+        """x [B,T,M] -> [B,T,M]."""
+        mixed = self.around_attention(
+            x, lambda normed: self.attention(normed, positions, cache, backend=backend)
+        )
+        path = self.around_feed_forward
+        return mixed + path.dropout(self.feed_forward(path.norm(x)))
+
+
+class BlockCaches(NamedTuple):
+    """What a decoder block remembers.
+
+    own: of the target so far.
+    cross: of the source, written once.
+    """
+
+    own: Cache
+    cross: Cache
+
+
+class DecoderBlock(nn.Module):
+    """Self-attention, attention to an encoder's memory, then feed-forward, each with its residual path.
+
+    Taps of the two attentions stand at the places `attention` and `cross`.
+
+    Args:
+        attention: an `Attention` with a causal mask.
+        cross: a `CrossAttention`.
+        feed_forward: a module [B,T,M] -> [B,T,M].
+        around_attention, around_cross, around_feed_forward: `PostNorm` or `PreNorm`.
+
+    Raises:
+        ArgumentError: as `CrossAttention`: no memory, or two. The caches are left as they were.
+
+    >>> import torch
+    >>> from regard.nn.blocks import PreNorm
+    >>> from regard.nn.variants import cross_attention, mha
+    >>> paths = [PreNorm(nn.LayerNorm(8)) for _ in range(3)]
+    >>> block = DecoderBlock(mha(8, 2), cross_attention(8, 2), nn.Linear(8, 8), *paths)
+    >>> block(torch.zeros(1, 3, 8), memory=torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 3, 8])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        cross: CrossAttention,
+        feed_forward: nn.Module,
+        around_attention: Residual,
+        around_cross: Residual,
+        around_feed_forward: Residual,
+    ) -> None:
+        super().__init__()
+        self.attention, self.around_attention = attention, around_attention
+        self.cross, self.around_cross = cross, around_cross
+        self.feed_forward, self.around_feed_forward = feed_forward, around_feed_forward
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        caches: BlockCaches | None = None,
+        *,
+        memory: Float[Tensor, "B S M3"] | None = None,
+        memory_positions: Positions | None = None,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M"]:
+        """x [B,T,M] -> [B,T,M]; memory [B,S,M3] is given once where there are caches, and else every time."""
+        if caches is None or is_compiling():
+            return self._forward(x, positions, caches, memory, memory_positions, backend)
+        with kept(*caches):  # both: the second may refuse what the first has stored
+            return self._forward(x, positions, caches, memory, memory_positions, backend)
+
+    def _forward(
+        self,
+        x: Tensor,
+        positions: Positions | None,
+        caches: BlockCaches | None,
+        memory: Tensor | None,
+        memory_positions: Positions | None,
+        backend: str,
+    ) -> Tensor:
+        own, other = caches if caches is not None else (None, None)
+        if positions is None and own is not None:
+            positions = own.next(x.shape[1])
+        with place("attention"):
+            x = self.around_attention(
+                x, lambda x: self.attention(x, positions, own, backend=backend)
+            )
+        with place("cross"):
+            x = self.around_cross(
+                x,
+                lambda x: self.cross(
+                    x, positions, other,
+                    memory=memory, memory_positions=memory_positions, backend=backend,
+                ),
+            )  # fmt: skip
+        return self.around_feed_forward(x, self.feed_forward)
+
+    def new_caches(self) -> BlockCaches:
+        """Empty caches for a target and its source."""
+        return BlockCaches(self.attention.new_cache(), self.cross.new_cache())

@@ -1,0 +1,187 @@
+"""The two ends of a model: token embeddings with positions, and the map from hidden states to logits."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.arguments import check_device, check_number, check_positions, check_sizes
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.linear import Linear
+from regard.positions import sinusoidal
+from regard.span import Positions, Span, vacant
+
+
+class Sinusoidal(nn.Module):
+    """`regard.positions.sinusoidal` as a module: nothing learned, no longest length.
+
+    >>> [round(x, 4) for x in Sinusoidal(4)(Span(1, 1)).flatten().tolist()]
+    [0.8415, 0.5403, 0.01, 1.0]
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ArgumentError(f"dim is {dim}; it must be at least 1")
+        self.dim = dim
+
+    def forward(self, positions: Positions) -> Float[Tensor, "B L M"]:
+        """positions [B or 1, L] -> [B or 1, L, M], in fp64."""
+        return sinusoidal(positions, self.dim, dtype=torch.float64)
+
+    def extra_repr(self) -> str:
+        """The size."""
+        return str(self.dim)
+
+
+class Embed(nn.Module):
+    """ids -> scale * embedding + positions + segments, then a norm, then dropout: each part but the first may be absent.
+
+    x_t = norm(scale * E[id_t] + P[position_t] + S[segment_t])
+
+    Args:
+        embedding: an `nn.Embedding` [V, M]; several models may share one.
+        positional: a module from positions [B,L] to vectors [B or 1, L, M]: `Sinusoidal`, or `positions.Learned`.
+        scale: the factor on the embedding, sqrt(M) in the first Transformer; in half precision it is rounded, too.
+        segments: an `nn.Embedding` [n, M]: which of the texts of the input a token belongs to.
+        norm: a module [B,T,M] -> [B,T,M].
+        dropout: in training only.
+
+    Raises:
+        ArgumentError: ids are not [B,T]; or segments are given, and there is no embedding for them.
+
+    >>> Embed(nn.Embedding(7, 4), Sinusoidal(4))(torch.tensor([[1, 2]])).shape
+    torch.Size([1, 2, 4])
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4; segments: Devlin et al. 2018 (arXiv 1810.04805), figure 2.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        positional: nn.Module | None = None,
+        *,
+        scale: float = 1.0,
+        segments: nn.Embedding | None = None,
+        norm: nn.Module | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
+        check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
+        self.embedding, self.positional, self.scale = embedding, positional, scale
+        self.segments, self.norm = segments, norm if norm is not None else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        segments: Int[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B T M"]:
+        """ids [B,T] at positions, 0..T-1 by default, of segment 0 by default -> [B,T,M]; the id of a slot at position -1 means nothing."""
+        self._check_ids("ids", ids)
+        if ids.ndim != 2:
+            raise ArgumentError(
+                f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
+            )
+        positions = Span(0, ids.shape[1]) if positions is None else positions
+        check_positions("positions", positions, *ids.shape)
+        if segments is not None:
+            self._check_ids("segments", segments)
+            check_sizes(ids=(ids, "B T"), segments=(segments, "B T"))
+        if (empty := vacant(positions, ids.device)) is not None:
+            ids = ids.masked_fill(empty, 0)
+        x = self.embedding(ids)
+        if self.scale != 1:
+            x = x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+        if self.positional is not None:
+            x = x + self.positional(positions).to(x)
+        if self.segments is not None:
+            x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
+        elif segments is not None:
+            raise ArgumentError("segments are given, and this embedding has none; leave them out")
+        return self.dropout(self.norm(x))
+
+    def _check_ids(self, name: str, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+            raise ArgumentTypeError(
+                f"{name} are {got}; they must be integers [batch, length]: use .long()"
+            )
+        check_device(name, ids, self.embedding.weight, "the embedding")
+
+    def extra_repr(self) -> str:
+        """The scale."""
+        return f"scale={self.scale:g}"
+
+
+class CappedLogits(Linear):
+    """A linear head whose logits stay below a cap in size.
+
+    logits = c tanh((W x) / c)
+
+    Args:
+        dim: the model dim M.
+        vocabulary: how many logits V.
+        cap: c, above 0.
+
+    Raises:
+        ArgumentError: cap is not above 0.
+
+    >>> head = CappedLogits(2, 1, cap=30.0)
+    >>> torch.nn.init.constant_(head.weight, 1e6)[0, 0].item(), head(torch.ones(2)).tolist()
+    (1000000.0, [30.0])
+
+    Source: Gemma Team 2024 (arXiv 2408.00118), section 2.
+    """
+
+    def __init__(self, dim: int, vocabulary: int, *, cap: float) -> None:
+        check_number("cap", cap, 0, float("inf"), "above 0")
+        super().__init__(dim, vocabulary, bias=False)
+        self.cap = cap
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L V"]:
+        """Logits [..., V] of hidden states [..., M]."""
+        return self.cap * torch.tanh(super().forward(x) / self.cap)
+
+    def extra_repr(self) -> str:
+        """The sizes and the cap."""
+        return f"{super().extra_repr()}, cap={self.cap:g}"
+
+
+class ScaledLogits(Linear):
+    """A linear head that scales what it is given, as a head does that shares its weight with an embedding of size 1.
+
+    logits = W (scale x)
+
+    Args:
+        dim: the model dim M.
+        vocabulary: how many logits V.
+        scale: finite; M^-0.5 in T5.
+
+    Raises:
+        ArgumentError: scale is not finite.
+
+    >>> head = ScaledLogits(4, 1, scale=0.5)
+    >>> torch.nn.init.ones_(head.weight).sum().item(), head(torch.ones(4)).tolist()
+    (4.0, [2.0])
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), the released code.
+    """
+
+    def __init__(self, dim: int, vocabulary: int, *, scale: float) -> None:
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
+        super().__init__(dim, vocabulary, bias=False)
+        self.scale = scale
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L V"]:
+        """Logits [..., V] of hidden states [..., M]."""
+        return super().forward(x * self.scale)
+
+    def extra_repr(self) -> str:
+        """The sizes and the scale."""
+        return f"{super().extra_repr()}, scale={self.scale:g}"

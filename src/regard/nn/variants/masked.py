@@ -1,0 +1,419 @@
+"""Named softmax mechanisms with a sparse mask: windows, chunks, documents, Longformer, BigBird and the Sparse Transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from regard.errors import ArgumentError
+from regard.masks import (
+    BigBird,
+    Causal,
+    Chunk,
+    Dilated,
+    Document,
+    Global,
+    Mask,
+    Prefix,
+    Strided,
+    Window,
+)
+from regard.nn.attention import Attention
+from regard.nn.longformer import Longformer
+from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.registry import variant
+from regard.positions import Rotary
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over i - W < j <= i) v_j",
+    source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1; Jiang et al. 2023, Mistral 7B (arXiv 2310.06825)",
+    groups=2,
+    window=5,
+)
+def sliding_window(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    window: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+) -> Attention:
+    """Sliding window: a token sees the last W tokens, its own included, as in Mistral 7B.
+
+    x [B,T,M] -> [B,T,M]; a cache keeps W tokens, whatever the length; l layers reach l (W - 1) + 1 tokens.
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        window: W.
+
+    Raises:
+        ArgumentError: as for `gqa`, or window is less than 1.
+
+    >>> print(sliding_window(32, 4, groups=2, window=3).mask)
+    causal & window(3)
+
+    Source: Jiang et al. 2023 (arXiv 2310.06825), section 2.
+    """
+    return _under(Causal() & Window(window), dim, heads, groups, head_dim, base)
+
+
+@variant(
+    family="softmax",
+    equation="layer l: window(W), but every n-th layer: all of the past",
+    source="Gemma 3 (arXiv 2503.19786), section 2.1; Gemma 2 (arXiv 2408.00118), section 2",
+    groups=2,
+    window=5,
+)
+def local_global(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    window: int,
+    layer: int = 0,
+    every: int = 6,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+    global_base: float | None = None,
+) -> Attention:
+    """Alternating layers: most see a window, every n-th sees everything, as in Gemma 2 (n = 2) and Gemma 3 (n = 6).
+
+    x [B,T,M] -> [B,T,M]; the attention of one layer.
+
+    Args:
+        dim, heads, groups, head_dim: as for `gqa`.
+        window: W of the local layers.
+        layer: which layer this is, from 0; layers n - 1, 2 n - 1, ... are global.
+        every: n.
+        base: of the rotary positions in local layers.
+        global_base: of those in global layers; None is the same. Gemma 3 has 10,000 and 1,000,000.
+
+    Raises:
+        ArgumentError: as for `gqa`, or layer is negative, every or window less than 1.
+
+    >>> [str(local_global(32, 4, groups=2, window=3, layer=i, every=2).mask) for i in range(4)]
+    ['causal & window(3)', 'causal', 'causal & window(3)', 'causal']
+
+    Source: Gemma 3 (arXiv 2503.19786), section 2.1.
+    """
+    if layer < 0 or every < 1:
+        raise ArgumentError(f"layer is {layer} and every is {every}; they must be at least 0 and 1")
+    if (layer + 1) % every == 0:
+        return _under(Causal(), dim, heads, groups, head_dim, global_base or base)
+    return _under(Causal() & Window(window), dim, heads, groups, head_dim, base)
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i, j // C = i // C) v_j",
+    source="Meta 2025, Llama 4 model card and code: layers with chunked attention",
+    groups=2,
+    chunk=4,
+)
+def chunked(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    chunk: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+) -> Attention:
+    """Chunked attention: a token sees the past of its own chunk of C positions; nothing crosses a border, as in Llama 4.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        chunk: C.
+
+    Raises:
+        ArgumentError: as for `gqa`, or chunk is less than 1.
+
+    >>> print(chunked(32, 4, groups=2, chunk=3).mask)
+    causal & chunk(3)
+
+    Source: Llama 4, as released.
+    """
+    return _under(Causal() & Chunk(chunk), dim, heads, groups, head_dim, base)
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i or j < n) v_j",
+    source="Raffel et al. 2020 (arXiv 1910.10683), section 3.2.1; Liu et al. 2018 (arXiv 1801.10198)",
+    causal=False,
+    groups=2,
+    prefix=4,
+)
+def prefix_lm(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    prefix: int | Sequence[int],
+    head_dim: int | None = None,
+    base: float = 10000.0,
+) -> Attention:
+    """Prefix language model: the first n tokens see one another, the others see what came before them.
+
+    x [B,T,M] -> [B,T,M]; with a cache, the prefix must be given in one call.
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        prefix: n, or one for each row of the batch.
+
+    Raises:
+        ArgumentError: as for `gqa`, or prefix is negative.
+
+    >>> print(prefix_lm(32, 4, groups=2, prefix=3).mask)
+    causal | prefix(3)
+
+    Source: Raffel et al. 2020 (arXiv 1910.10683), section 3.2.1.
+    """
+    length = prefix if isinstance(prefix, int) else tuple(prefix)
+    return _under(Causal() | Prefix(length), dim, heads, groups, head_dim, base)
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i, document(j) = document(i)) v_j",
+    source="Krell et al. 2021 (arXiv 2107.02027), section 3",
+    groups=2,
+    bounds=(0, 5, 9, 64),
+)
+def packed(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    bounds: Sequence[int],
+    head_dim: int | None = None,
+    base: float = 10000.0,
+) -> Attention:
+    """Packed documents: several texts stand in one row, and none sees another.
+
+    x [B,T,M] -> [B,T,M]; rotary positions need no restart, because only differences count.
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        bounds: where each document starts, and the end of the last.
+
+    Raises:
+        ArgumentError: as for `gqa`, or bounds fall.
+
+    >>> from regard.span import Span
+    >>> packed(32, 4, groups=2, bounds=(0, 3, 7)).mask.visible(Span(0, 7), Span(0, 7)).tolist()
+    [[[1, 2, 3, 1, 2, 3, 4]]]
+
+    Source: Krell et al. 2021 (arXiv 2107.02027), section 3.
+    """
+    return _under(Causal() & Document(tuple(bounds)), dim, heads, groups, head_dim, base)
+
+
+def _under(
+    mask: Mask, dim: int, heads: int, groups: int, head_dim: int | None, base: float
+) -> Attention:
+    """Grouped-query rotary attention under a mask."""
+    D = head_size(dim, heads, head_dim)
+    project = separate(dim, heads, groups, D, Rotary(D, base))
+    return Attention(project, join(dim, heads, D), mask=mask)
+
+
+@variant(
+    family="softmax",
+    equation="z_t = softmax over window(t) and globals, by q, k, v; a global t: over all, by q', k', v'",
+    source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1",
+    causal=False,
+    window=4,
+    positions=(0, 6),
+)
+def longformer(
+    dim: int,
+    heads: int,
+    *,
+    window: int,
+    positions: tuple[int, ...] = (0,),
+    step: int = 1,
+    head_dim: int | None = None,
+    bias: bool = True,
+    is_causal: bool = False,
+) -> Longformer:
+    """Longformer: a window around every token, and global tokens with projections of their own.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, head_dim, bias: as for `mha`.
+        window: the total width w, even: w/2 keys on either side; with is_causal, w/2 keys before the token.
+        positions: the positions of the global tokens.
+        step: of a dilated window, which sees every step-th key on either side, as many as without gaps.
+        is_causal: the autoregressive form.
+
+    Raises:
+        ArgumentError: as for `mha`, window is odd, or step is less than 1.
+
+    >>> print(longformer(32, 4, window=4).mask)
+    window(3, ahead=2) | global((0,))
+
+    Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
+    """
+    if window < 2 or window % 2:
+        raise ArgumentError(
+            f"window is {window}; it is the total width, an even number: {max(2, window - 1)} or {window + 1}"
+        )
+    D = head_size(dim, heads, head_dim)
+    local, globally = (separate(dim, heads, heads, D, bias=bias) for _ in range(2))
+    return Longformer(
+        local, globally, join(dim, heads, D, bias=bias), positions=positions,
+        window=window // 2 + 1, ahead=None if is_causal else window // 2,
+        step=step,
+    )  # fmt: skip
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over i - j = 0, s, 2 s, ..., (W - 1) s, and globals) v_j",
+    source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, dilated sliding window",
+    window=3,
+    step=2,
+)
+def dilated(
+    dim: int,
+    heads: int,
+    *,
+    window: int,
+    step: int,
+    positions: tuple[int, ...] = (),
+    head_dim: int | None = None,
+) -> Attention:
+    """Dilated window: a token sees every s-th key of the past, W of them, and global tokens; causal.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, head_dim: as for `mha`.
+        window, step: W and s.
+        positions: the positions of the global tokens.
+
+    Raises:
+        ArgumentError: as for `mha`, or window or step is less than 1.
+
+    >>> print(dilated(32, 4, window=3, step=2).mask)
+    causal & dilated(3, 2)
+
+    Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
+    """
+    mask: Mask = Dilated(window, step)
+    return _under_sparse(
+        Causal() & (mask | Global(positions) if positions else mask), dim, heads, head_dim
+    )
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over window, global and random blocks) v_j",
+    source="Zaheer et al. 2020 (arXiv 2007.14062), section 2",
+    causal=False,
+    block=2,
+    blocks=32,
+    random=2,
+)
+def bigbird(
+    dim: int,
+    heads: int,
+    *,
+    block: int = 64,
+    blocks: int = 64,
+    window: int = 3,
+    random: int = 3,
+    seed: int = 0,
+    head_dim: int | None = None,
+    bias: bool = False,
+    is_causal: bool = False,
+) -> Attention:
+    """BigBird: blocks see their neighbours, the first and last block, and a few random blocks drawn from a seed.
+
+    x [B,T,M] -> [B,T,M]; training and evaluation see the same blocks, at every length.
+
+    Args:
+        dim, heads, head_dim, bias: as for `mha`.
+        block, blocks, window, random, seed: of `regard.masks.BigBird`; block * blocks bounds the length.
+        is_causal: blocks are drawn from the past, and a token sees no later one.
+
+    Raises:
+        ArgumentError: as for `mha` and `regard.masks.BigBird`.
+
+    >>> bigbird(32, 4, block=2, blocks=8, is_causal=True).mask.causal
+    True
+
+    Source: Zaheer et al. 2020 (arXiv 2007.14062), section 2.
+    """
+    mask = BigBird(block, blocks, window, random, seed, is_causal)
+    return _under_sparse(mask, dim, heads, head_dim, bias=bias)
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i, i - j < l or (i - j) mod l = 0) v_j",
+    source="Child et al. 2019 (arXiv 1904.10509), section 4.2",
+    stride=4,
+)
+def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = None) -> Attention:
+    """Sparse Transformer, strided: the last l tokens, and every l-th before them.
+
+    x [B,T,M] -> [B,T,M]; two layers reach every earlier token, at a cost of O(n sqrt n) for l near sqrt n.
+
+    Args:
+        dim, heads, head_dim: as for `mha`.
+        stride: l.
+
+    Raises:
+        ArgumentError: as for `mha`, or stride is less than 1.
+
+    >>> print(sparse_strided(32, 4, stride=8).mask)
+    causal & strided(8)
+
+    Source: Child et al. 2019 (arXiv 1904.10509), section 4.2.
+    """
+    return _under_sparse(Causal() & Strided(stride), dim, heads, head_dim)
+
+
+@variant(
+    family="softmax",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i, j // l = i // l or j mod l >= l - c) v_j",
+    source="Child et al. 2019 (arXiv 1904.10509), section 4.2",
+    stride=4,
+)
+def sparse_fixed(
+    dim: int, heads: int, *, stride: int, columns: int = 1, head_dim: int | None = None
+) -> Attention:
+    """Sparse Transformer, fixed: the own block of l tokens, and the last c columns of every earlier block.
+
+    x [B,T,M] -> [B,T,M]
+
+    Args:
+        dim, heads, head_dim: as for `mha`.
+        stride, columns: l and c.
+
+    Raises:
+        ArgumentError: as for `mha`, stride is less than 1, or columns is not 1 to stride.
+
+    >>> print(sparse_fixed(32, 4, stride=8).mask)
+    causal & strided(8, fixed=1)
+
+    Source: Child et al. 2019 (arXiv 1904.10509), section 4.2.
+    """
+    return _under_sparse(Causal() & Strided(stride, columns), dim, heads, head_dim)
+
+
+def _under_sparse(
+    mask: Mask, dim: int, heads: int, head_dim: int | None, *, bias: bool = False
+) -> Attention:
+    """Multi-head attention under a mask."""
+    D = head_size(dim, heads, head_dim)
+    return Attention(
+        separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias), mask=mask
+    )

@@ -1,0 +1,253 @@
+"""Named recurrent mechanisms: linear attention, retention, gated linear attention, DeltaNet and Gated DeltaNet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from regard.errors import ArgumentError
+from regard.nn.norms import HeadNorm, RMSNorm
+from regard.nn.projections import Heads, Separate
+from regard.nn.recurrent import (
+    Decay,
+    Delta,
+    Features,
+    Gated,
+    Recurrent,
+    Retention,
+    Swish,
+    UnitLength,
+)
+from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.registry import variant
+from regard.ops.linear.features import FeatureMap
+from regard.positions import Rotary
+
+
+@variant(
+    family="linear",
+    equation="z_t = S_t^T phi(q_t) / (n_t . phi(q_t)); S <- S + phi(k) v^T, n <- n + phi(k); phi = elu + 1",
+    source="Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4",
+)
+def linear_attention(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    feature_map: FeatureMap = "elu+1",
+    normalise: bool = True,
+) -> Recurrent:
+    """Linear attention: softmax's exp(q . k) becomes a product of feature maps, so that the past fits in one matrix.
+
+    x [B,T,M] -> [B,T,M]; a cache keeps G D (E + 1) numbers, whatever the length (G D E without the normaliser).
+
+    Args:
+        dim, heads: the model dim M and the query heads H.
+        groups: the key/value heads G, each with a state of its own; None is H. G divides H.
+        head_dim: D; None is M / H.
+        value_dim: E; None is D.
+        feature_map: phi, a name in `regard.linear.FEATURE_MAPS` or a function.
+        normalise: whether weights are divided by their sum.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or the feature map is not
+            known; head_dim is None and M / H is not whole.
+
+    >>> import torch
+    >>> linear_attention(32, 4)(torch.zeros(1, 5, 32)).shape
+    torch.Size([1, 5, 32])
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
+    """
+    D = head_size(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, D if value_dim is None else value_dim
+    project = separate(dim, heads, G, D, value_dim=E)
+    return Recurrent(project, Features(feature_map, normalise=normalise), join(dim, heads, E))
+
+
+@variant(
+    family="linear",
+    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x); S <- gamma_h S + k v^T; q, k by rotary; gamma_h = 1 - 2^(-5-h)",
+    source="Sun et al. 2023 (arXiv 2307.08621), section 2.1 and equation 8",
+)
+def retention(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    base: float | None = 10000.0,
+    decay: Sequence[float] | None = None,
+) -> Recurrent:
+    """Multi-scale retention: heads that forget at fixed rates of their own, a norm per head, and an output gate.
+
+    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
+
+    Args:
+        dim, heads: the model dim M and the query heads H.
+        groups: the key/value heads G, each with a state and a gamma; None is H. G divides H.
+        head_dim: D; None is M / H.
+        value_dim: E; None is 2 D, as in the paper.
+        base: of the rotary positions on q and k; None is without.
+        decay: gamma, one per key/value head, from 0 to 1; None is 1 - 2^(-5-g).
+
+    Raises:
+        ArgumentError: a size is less than 1, groups does not divide heads, decay is not one number from 0 to 1 per key/value
+            head, D is odd and base is given; or head_dim is None and M / H is not whole.
+
+    >>> retention(32, 4).describe().state.formula
+    'G D E = 4 x 8 x 16'
+
+    Source: Sun et al. 2023 (arXiv 2307.08621), section 2.1 and equation 8.
+    """
+    D = head_size(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
+    steps = () if base is None else (Rotary(D, base),)
+    project = separate(dim, heads, G, D, *steps, value_dim=E)
+    return Recurrent(
+        project, Retention(G, decay), join(dim, heads, E),
+        norm=HeadNorm(heads, E), gate=Heads(dim, heads, E),
+    )  # fmt: skip
+
+
+@variant(
+    family="linear",
+    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x + b_g); S <- diag(a) S + k v^T; a = sigmoid(W_2 W_1 x + b)^(1/16)",
+    source="Yang et al. 2023 (arXiv 2312.06635), section 4.4",
+    rank=3,
+)
+def gated_linear(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    rank: int = 16,
+    temperature: float = 16.0,
+) -> Recurrent:
+    """Gated linear attention: each token decides, channel by channel, how much of the state is kept.
+
+    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
+
+    Args:
+        dim, heads: the model dim M and the query heads H.
+        groups: the key/value heads G, each with a state of its own; None is H. G divides H.
+        head_dim: D; None is M / 2H, as in the paper.
+        value_dim: E; None is 2 D.
+        rank, temperature: of the gates (`regard.nn.recurrent.Gated`).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or temperature is not above 0;
+            head_dim is None and M / 2H is not whole.
+
+    >>> gated_linear(32, 4).describe().state.formula
+    'G D E = 4 x 4 x 8'
+
+    Source: Yang et al. 2023 (arXiv 2312.06635), section 4.4.
+    """
+    if head_dim is None and (heads < 1 or dim % (2 * heads)):
+        raise ArgumentError(
+            f"dim {dim} is not divisible by twice {heads} heads; give head_dim, which is dim / (2 heads) in the paper"
+        )
+    D = dim // (2 * heads) if head_dim is None else head_dim
+    G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
+    project = separate(dim, heads, G, D, value_dim=E)
+    rule = Gated(dim, G, D, rank=rank, temperature=temperature)
+    gate = Heads(dim, heads, E, bias=True)
+    return Recurrent(project, rule, join(dim, heads, E), norm=nn.LayerNorm(E), gate=gate)
+
+
+@variant(
+    family="linear",
+    equation="S <- S + beta k (v - S^T k)^T; z = norm(S^T q / sqrt(D)); beta = sigmoid(W x), |q| = |k| = 1",
+    source="Yang et al. 2024 (arXiv 2406.06484), section 3",
+)
+def delta_net(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    normalise_keys: bool = True,
+    most: float = 1.0,
+) -> Recurrent:
+    """DeltaNet: linear attention that replaces what the state holds under a key, by the delta rule.
+
+    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
+    Queries, keys and values pass a swish; there is no short convolution in front of it, and no output gate.
+
+    Args:
+        dim, heads: the model dim M and the query heads H.
+        groups: the key/value heads G, each with a state of its own; None is H. G divides H.
+        head_dim: D; None is M / H.
+        value_dim: E; None is D.
+        normalise_keys: whether queries and keys are scaled to length 1. Without it nothing keeps the state bounded.
+        most: the greatest strength beta, at most 2 (`regard.nn.recurrent.Delta`).
+
+    Raises:
+        ArgumentError: a size is less than 1, groups does not divide heads, most is not above 0 and at most 2; or head_dim is
+            None and M / H is not whole.
+
+    >>> import torch
+    >>> delta_net(32, 4)(torch.zeros(1, 5, 32)).shape
+    torch.Size([1, 5, 32])
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.
+    """
+    D = head_size(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, D if value_dim is None else value_dim
+    project = _swished(dim, heads, G, D, E, normalise=normalise_keys)
+    rule = Delta(dim, G, most=most)
+    return Recurrent(project, rule, join(dim, heads, E), norm=RMSNorm(E))
+
+
+@variant(
+    family="linear",
+    equation="S' = exp(g) S; S <- S' + beta k (v - S'^T k)^T; z = norm(S^T q / sqrt(D)) * silu(W_g x); g = -exp(A) softplus(W x + b)",
+    source="Yang et al. 2024 (arXiv 2412.06464), section 3",
+)
+def gated_delta_net(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    normalise_keys: bool = True,
+    most: float = 1.0,
+) -> Recurrent:
+    """Gated DeltaNet: the delta rule on a state that each token first lets decay, and an output gate.
+
+    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length. There is no short convolution.
+
+    Args:
+        dim, heads, groups, head_dim, value_dim, normalise_keys, most: as for `delta_net`.
+
+    Raises:
+        ArgumentError: as `delta_net`.
+
+    >>> gated_delta_net(32, 4, groups=2, value_dim=16).describe().state.formula
+    'G D E = 2 x 8 x 16'
+
+    Source: Yang et al. 2024 (arXiv 2412.06464), section 3.
+    """
+    D = head_size(dim, heads, head_dim)
+    G, E = heads if groups is None else groups, D if value_dim is None else value_dim
+    project = _swished(dim, heads, G, D, E, normalise=normalise_keys)
+    rule = Delta(dim, G, decay=Decay(dim, G), most=most)
+    gate = Heads(dim, heads, E)
+    return Recurrent(project, rule, join(dim, heads, E), norm=RMSNorm(E), gate=gate)
+
+
+def _swished(dim: int, heads: int, groups: int, D: int, E: int, *, normalise: bool) -> Separate:
+    """Queries, keys and values behind a swish; queries and keys of length 1, if asked."""
+    steps = (Swish(), UnitLength()) if normalise else (Swish(),)
+    return Separate(
+        Heads(dim, heads, D, *steps), Heads(dim, groups, D, *steps), Heads(dim, groups, E, Swish())
+    )

@@ -1,0 +1,200 @@
+"""The recurrence of linear attention, retention and gated linear attention: its definition, and its chunked form."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.ops.linear.call import chunk_of
+from regard.ops.linear.decays import between, fold, since_start, until_end
+
+
+def recurrent(
+    q: Float[Tensor, "B G R T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T E"],
+    log_decay: Float[Tensor, "#B G T #D"] | None,
+    state: Float[Tensor, "B G D E"],
+) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+    """Decay the state, write the token, answer the queries.
+
+    S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = S^T q_t
+
+    Args:
+        q: the R queries of each key/value head, scaled; all tensors in the dtype of the state.
+        k, v: keys and values.
+        log_decay: g, one number per key channel, or one for all of them; None is 0 everywhere.
+        state: S in front of the first token; it is not changed.
+
+    >>> k, v = torch.tensor([[1.0], [1.0]])[None, None], torch.tensor([[3.0], [5.0]])[None, None]
+    >>> half = torch.full((1, 1, 2, 1), 0.5).log()
+    >>> recurrent(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1))[0].flatten().tolist()
+    [3.0, 6.5]
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 to 20; with decay: Yang et al. 2023
+    (arXiv 2312.06635), equation 3.
+    """
+    S, answers = state.clone(), []
+    for t in range(k.shape[2]):
+        if log_decay is not None:
+            S = S * log_decay[:, :, t, :, None].exp()
+        S = S + k[:, :, t, :, None] * v[:, :, t, None]
+        answers.append(q[:, :, :, t] @ S)  # [B,G,R,E]
+    return (torch.stack(answers, 3) if answers else q @ S[:, :, None]), S
+
+
+def within(
+    q: Float[Tensor, "B G n C R D"],
+    k: Float[Tensor, "B G n C D"],
+    v: Float[Tensor, "B G n C E"],
+    g: Float[Tensor, "#B G n C #D"] | None,
+) -> Float[Tensor, "B G n C R E"]:
+    """o_i = sum_{j <= i} sum_d q_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) v_j, in each of n chunks of C tokens.
+
+    Args:
+        g: logarithms of decays, one per channel, one for all channels, or None: none. With one per channel C is a power of 2.
+
+    >>> one = torch.ones(1, 1, 1, 2, 1)
+    >>> within(one[..., None], one, one, None).flatten().tolist()
+    [1.0, 2.0]
+    """
+    if g is not None and g.shape[-1] > 1:
+        return _by_halves(q, k, v, g)
+    C, R = q.shape[3:5]
+    weights = (q.flatten(3, 4) @ k.mT).unflatten(3, (C, R))  # [B,G,n,C,R,C]
+    if g is not None:
+        weights = weights * between(g)[..., None, :]
+    later = weights.new_ones(C, C, dtype=torch.bool).triu(1)
+    weights = weights.masked_fill(later[:, None], 0)
+    return (weights.flatten(3, 4) @ v).unflatten(3, (C, R))
+
+
+def _by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Each token alone, then pairs of blocks of 1, 2, 4, ... tokens: the second block reads the first across their border.
+
+    The decay from j to i is the one from j to the border times the one from the border to i. So the weights of two blocks
+    are one product of matrices, whatever the decays, and no exponent is greater than the sum of the g that it stands for.
+    """
+    R = q.shape[4]
+    out = (q * k[..., None, :]).sum(-1, keepdim=True) * v[..., None, :]  # a token and itself
+    s = 1
+    while s < k.shape[3]:
+        (first_k, _), (first_v, _) = _halves(k, s), _halves(v, s)
+        first_g, second_g = _halves(g, s)  # [B,G,n,p,s,D]
+        reads = _halves(q, s)[1] * since_start(second_g)[..., None, :]  # [B,G,n,p,s,R,D]
+        weights = reads.flatten(4, 5) @ (first_k * until_end(first_g)).mT  # [B,G,n,p,s*R,s]
+        found = (weights @ first_v).unflatten(4, (s, R))
+        out = out + torch.stack([torch.zeros_like(found), found], 4).flatten(3, 5)
+        s *= 2
+    return out
+
+
+def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
+    """[B,G,n,C,...] -> the first and the second of each pair of blocks of s tokens, [B,G,n,C/2s,s,...]."""
+    first, second = x.unflatten(3, (-1, 2, s)).unbind(4)
+    return first, second
+
+
+def chunked(
+    q: Float[Tensor, "B G R T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T E"],
+    log_decay: Float[Tensor, "#B G T #D"] | None,
+    state: Float[Tensor, "B G D E"],
+    size: int,
+) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+    """What `recurrent` computes, with products of matrices over chunks of `size` tokens (the last one may be shorter).
+
+    With c_i the sum of g over the chunk up to token i:
+    O = (Q * exp(c)) S + within(Q, K, V);  S <- diag(exp(c_C)) S + (K * exp(c_C - c))^T V
+
+    All chunks are computed at once, only the state passes from one to the next.
+
+    Args:
+        q, k, v, log_decay, state: as for `recurrent`.
+        size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
+
+    >>> k, v = torch.tensor([[1.0], [1.0]])[None, None], torch.tensor([[3.0], [5.0]])[None, None]
+    >>> half = torch.full((1, 1, 2, 1), 0.5).log()
+    >>> chunked(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1), 2)[0].flatten().tolist()
+    [3.0, 6.5]
+
+    Source: Sun et al. 2023 (arXiv 2307.08621), equation 7; Yang et al. 2023 (arXiv 2312.06635), section 4.1.
+    """
+    (R, T, D), size = q.shape[2:], min(size, k.shape[2])
+    if T == 0:
+        return q @ state[:, :, None], state.clone()
+    if log_decay is not None and log_decay.shape[-1] > 1:
+        size = 1 << (size - 1).bit_length()
+    lost, spoilt = _not_finite(q, k, v, log_decay)
+    q, k, v = (torch.where(x.isfinite(), x, 0) for x in (q, k, v))
+    q = fold(q.movedim(2, 3).flatten(3), size).unflatten(-1, (R, D))  # [B,G,n,C,R,D]
+    k, v, g = fold(k, size), fold(v, size), None
+    if log_decay is not None:
+        g = fold(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
+    out = within(q, k, v, g)  # [B,G,n,C,R,E]
+    before, state = _states(k, v, g, state)
+    q = q if g is None else q * since_start(g)[..., None, :]
+    out = out + (q.flatten(3, 4) @ before).unflatten(3, (size, R))
+    out = out.flatten(2, 3)[:, :, :T].movedim(3, 2)  # [B,G,R,T,E]
+    return out + lost, state + spoilt
+
+
+def _states(
+    k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
+) -> tuple[Float[Tensor, "B G n D E"], Float[Tensor, "B G D E"]]:
+    """The states in front of each chunk, and the one behind the last."""
+    writes = (k if g is None else k * until_end(g)).mT @ v
+    left = None if g is None else since_start(g)[..., -1, :, None]  # [B,G,n,D or 1,1]
+    before = []
+    for i in range(writes.shape[2]):
+        before.append(state)
+        state = (state if left is None else state * left[:, :, i]) + writes[:, :, i]
+    return torch.stack(before, 2), state
+
+
+def _not_finite(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
+) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+    """NaN in the outputs and in the state that the recurrence spoils, 0 elsewhere; an infinity counts as NaN.
+
+    A product of matrices multiplies what is masked by 0, so that a NaN would reach the tokens in front of it. Here it goes
+    round the products: in a key's or a decay's channel it spoils that row of the state, in a value's channel that column,
+    and every output that reads them; in a query its own output.
+    """
+    rows, columns = 0 * k.detach(), 0 * v.detach()
+    if g is not None:
+        rows = rows.masked_fill(~(g.detach() < torch.inf), torch.nan)
+    outputs = (rows.sum(-1, keepdim=True) + columns).cumsum(2)[:, :, None]
+    own = (0 * q.detach()).sum(-1, keepdim=True)
+    return outputs + own, rows.sum(2)[..., None] + columns.sum(2)[..., None, :]
+
+
+def decayed_sum(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T E"],
+    log_decay: Float[Tensor, "#B G T #D"] | None,
+    state: Float[Tensor, "B G D E"],
+    *,
+    form: str,
+    chunk: int,
+) -> tuple[Float[Tensor, "B H T E"], Float[Tensor, "B G D E"]]:
+    """S <- diag(exp(g)) S + k v^T, o = S^T q, in the dtype of the state; query head h reads state h // (H/G).
+
+    >>> k = torch.ones(1, 1, 3, 1)
+    >>> decayed_sum(k, k, k, None, torch.zeros(1, 1, 1, 1), form="auto", chunk=64)[0].flatten().tolist()
+    [1.0, 2.0, 3.0]
+    """
+    G, T = k.shape[1:3]
+    queries = q.unflatten(1, (G, -1)).to(state.dtype)
+    k, v = k.to(state.dtype), v.to(state.dtype)
+    g = None if log_decay is None else log_decay.to(state.dtype)
+    size = chunk_of(form, chunk, T)
+    with torch.autocast(q.device.type, enabled=False):
+        if size is None:
+            out, state = recurrent(queries, k, v, g, state)
+        else:
+            out, state = chunked(queries, k, v, g, state, size)
+    return out.flatten(1, 2), state

@@ -1,0 +1,558 @@
+"""The terminal page of an explanation: every step with its equation and its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from regard.view import text
+from regard.view.text import (
+    INDENT,
+    WIDTH,
+    Data,
+    Lines,
+    equation,
+    heading,
+    large_pattern,
+    legend,
+    norm,
+    number,
+    small_patterns,
+    strip,
+    style,
+    wrapped,
+)
+
+
+def mixture(data: Data) -> Lines:
+    """The patterns that make the head, and their factors."""
+    found = data["mixture"]
+    yield from wrapped(found["text"])
+    yield Text(f"{INDENT}{'pattern':<16}{'factor':>10}{'its row sums to':>18}", "dim")
+    for term in found["terms"]:
+        mark = "▶" if term["here"] else " "
+        yield Text(
+            f"{mark} {term['name']:<16}{number(term['factor'], 10)}{number(term['row_sum'], 18)}"
+        )
+    if found["row"] is not None:
+        yield Text(f"{INDENT}together: the row sums to {number(sum(found['row']))}")
+        for j in sorted(range(len(found["row"])), key=lambda j: -abs(found["row"][j]))[:4]:
+            yield Text(f"{INDENT}{j:>6} {number(found['row'][j], 10)}", "dim")
+
+
+def state(data: Data) -> Lines:
+    """The state that the query reads, and the row that it amounts to."""
+    s, row = (
+        data["state"],
+        [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why],
+    )
+    shape = " x ".join(map(str, s["shape"]))
+    yield from wrapped(
+        f"no softmax: the row above is unnormalised, it sums to {number(sum(row))}; "
+        f"{sum(p < 0 for p in row)} of {len(row)} weights are negative"
+    )
+    yield Text(
+        f"{INDENT}state S of the head: {shape}, {s['numbers']} numbers kept, {s['bytes']} bytes, whatever the length"
+    )
+    yield Text(
+        f"{INDENT}|S| {number(s['norm_before'])} → {number(s['norm'])} with this token;  effective rank "
+        f"{number(s['rank'])} of {min(s['shape'])}"
+    )
+    for n, values in enumerate(s["matrix"][:3]):
+        yield from strip(f"S, row {n}", values, "s")
+
+
+def tensors(data: Data) -> Lines:
+    """Each stage of the whole layer, all heads: its shape, mean and deviation, and the time of that stage alone."""
+    yield Text(f"{INDENT}{'stage':<8}  {'shape':<18}{'mean':>10}{'std':>10}{'ms':>10}", "dim")
+    for one in data["tensors"]:
+        shape = " x ".join(map(str, one["shape"]))
+        ms = "" if one["seconds"] is None else number(1e3 * one["seconds"], 10)
+        yield Text(f"{INDENT}{one['name']:<8}  {shape:<18}{number(one['mean'], 10)}{number(one['std'], 10)}{ms}")  # fmt: skip
+    if any(one["seconds"] is not None for one in data["tensors"]):
+        yield from wrapped("masked scores are left out of their mean; a time is the fastest of five runs of that stage alone, scores by the definition")  # fmt: skip
+
+
+def cost(data: Data) -> Lines:
+    """FLOPs and bytes of the row, and what caches keep of the layer."""
+    c = data["cost"]
+    yield from wrapped(
+        f"this row: {c['keys']} keys, {c['flops']:,} FLOPs of scores and mix, {c['bytes']:,} bytes read and written"
+    )
+    if c["layer_flops"]:
+        yield from wrapped(
+            f"the layer, one decoded token: {c['layer_flops']:,} FLOPs = {c['formula']}"
+        )
+    largest = max(kept["bytes"] for kept in c["kept"]) or 1
+    yield Text(f"{INDENT}cache of {data['sizes']['S']} tokens, {data['dtype']}", "dim")
+    for kept in c["kept"]:
+        name = f"{'▶' if kept['here'] else ' '} {kept['name']:<14}"
+        figures = f"{kept['numbers']:>7,} x {kept['tokens']:<7,}{kept['bytes']:>13,} B "
+        room = WIDTH - len(name) - len(figures) - 1
+        yield Text.assemble(
+            name, figures, (text.bar(kept["bytes"] / largest, room).rstrip(), style("k", bold=kept["here"]))
+        )  # fmt: skip
+
+
+def elsewhere(data: Data) -> Lines:
+    """What each other mechanism makes of the same row."""
+    j = data["key"]
+    key = f"p of {j}"
+    yield Text(
+        f"{INDENT}{'':<14}{key:>10}  {'strongest key':<22}{'effective':>10}{'moved':>8}{'|Δz|/|z|':>10}",
+        "dim",
+    )
+    weights = data["weights"]
+    best = max(range(len(weights)), key=lambda n: weights[n])
+    yield _row("as it is", weights[j], best, weights[best], data, "", "", "")
+    for other in data["elsewhere"]:
+        yield _row(
+            other["name"], other["p"], other["top"], other["p_top"], data, number(other["effective"]),
+            f"{other['moved']:.1%}", number(other["apart"]),
+        )  # fmt: skip
+    yield Text(f"{INDENT}effective keys: exp(entropy); moved: half of Σ |p´ - p|", "dim")
+
+
+def _row(
+    name: str, p: float, top: int, p_top: float, data: Data, effective: str, moved: str, apart: str
+) -> Text:
+    shown = f"{top} {text.cell(data['pieces'][top], 8).rstrip()} {text.weight(p_top)}"
+    return Text.assemble(
+        f"{INDENT}{name:<14}{text.weight(p):>10}  ", text.cell(shown, 22), f"{effective:>10}{moved:>8}{apart:>10}"
+    )  # fmt: skip
+
+
+TOP = 8  # keys that are named; the others are counted
+
+
+def ordered(data: Data) -> Sequence[int]:
+    """Visible keys, the largest weight first; the query itself where it sees nothing."""
+    seen = [j for j, reason in enumerate(data["masked"]) if not reason]
+    return sorted(seen, key=lambda j: -abs(data["weights"][j])) or [data["key"]]
+
+
+def piece_of(data: Data, j: int) -> str:
+    """Token j, cut to fit a line."""
+    return text.cell(data["pieces"][j], 16).rstrip()
+
+
+BLOCKS = 10  # rows of the online softmax
+
+
+def scores(data: Data) -> Lines:
+    """How the score of the key comes about; a row per key, the largest weights first; the others counted."""
+    order = ordered(data)
+    yield equation(data["equations"]["additive" if data["kind"] == "additive" else "dot"])
+    yield from _products(data)
+    yield _chain(data)
+    linear = data["kind"] == "linear"
+    steps = data["scores"] if linear else data["scores"][:-1]
+    last = "" if linear else " exp(s-m)"
+    names = "".join(f"{step['name'][:9]:>10}" for step in steps)
+    yield Text(f"{INDENT} key {'token':<10}{names}{last}  {'a_ij' if linear else 'weight'}", "dim")
+    room = WIDTH - 37 - 10 * len(steps) + (9 if linear else 0)
+    for j in order[:TOP]:
+        values = "".join(number(step["values"][j], 10) for step in steps)
+        p = data["weights"][j]
+        here = j == data["key"]
+        shown = number(p, 8) if linear else text.weight(p)
+        yield Text.assemble(
+            ("◆" if here else " ", style("k")), f"{j:>5} ", text.cell(data["pieces"][j], 10), (values, style("s")),
+            "" if linear else number(data["exps"][j], 9), (f"  {shown} ", "bold"),
+            (text.bar(abs(p) / max(_largest(data), 1.0), max(room, 0)).rstrip(), style("s")),
+        )  # fmt: skip
+    if order[TOP:]:
+        rest = sum(data["weights"][j] for j in order[TOP:])
+        shown = number(rest) if linear else text.weight(rest)
+        yield Text(f"{INDENT}... {len(order) - TOP} others share {shown}", "dim")
+    yield from _masked(data)
+
+
+def _largest(data: Data) -> float:
+    return max((abs(p) for p in data["weights"]), default=0.0)
+
+
+def _chain(data: Data) -> Text:
+    """The score of the key, link by link."""
+    links = [f"{link['name']} {number(link['value'])}" for link in data["chain"]]
+    why = data["masked"][data["key"]]
+    line = f"{INDENT}key {data['key']}: " + " → ".join(links) + (f" ({why})" if why else "")
+    return Text(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…", style("s"))
+
+
+def _products(data: Data) -> Lines:
+    """The products of the key by dim: a bar each, the running sum behind them, and the largest by name."""
+    products, j = data["products"], data["key"]
+    running, total = [], 0.0
+    for x in products:
+        total += x
+        running.append(total)
+    yield from strip(f"products of key {j}, by dim", products, "s")
+    yield from strip("their running sum", running, "s")
+    largest = sorted(range(len(products)), key=lambda d: -abs(products[d]))[:3]
+    rest = total - sum(products[d] for d in largest)
+    pairs = data["pairs"]
+    named = [f"{number(products[d])} ({_dim(d, pairs)})" for d in largest]
+    others = f"{number(rest)} ({len(products) - len(largest)} others)"
+    yield from wrapped(f"key {j}: {' + '.join(named)} + {others} = {number(total)}")
+
+
+def _dim(d: int, pairs: Sequence[int]) -> str:
+    """A dim by its number, and the rotary pair that it belongs to."""
+    return f"d {d}, pair {pairs[d]}" if d < len(pairs) and pairs[d] >= 0 else f"d {d}"
+
+
+def _masked(data: Data) -> Lines:
+    """How many keys are masked, and why."""
+    reasons = [reason for reason in data["masked"] if reason]
+    for reason in dict.fromkeys(reasons):
+        count, first = reasons.count(reason), data["masked"].index(reason)
+        keys = f"key {first}" if count == 1 else f"{count} keys, the first is {first}"
+        yield from wrapped(f"masked: {keys}: s = -∞, so the weight is 0; why: {reason}")
+
+
+def softmax(data: Data) -> Lines:
+    """The parts of the softmax, one weight computed both ways, and the same block by block."""
+    total = number(data["total"])
+    shared = sum(data["weights"])
+    yield Text(
+        f"{INDENT}m = {number(data['row_max'])},  Σ exp(s-m) = {total},  "
+        f"lse = {number(data['lse'])},  Σ p = {shared:.6f}"
+    )
+    if data["sink"] is not None:
+        yield Text(
+            f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only: it takes {text.weight(1 - shared)}"
+        )
+    j = data["key"]
+    s, p = data["scores"][-1]["values"][j], text.weight(data["weights"][j])
+    if s is not None and data["sink"] is None:
+        yield Text(
+            f"{INDENT}key {j}: exp({number(s)} - {number(data['row_max'])}) / {total} = "
+            f"exp({number(s)} - {number(data['lse'])}) = {p}"
+        )
+    elif s is not None:
+        yield Text(
+            f"{INDENT}key {j}: exp({number(s)} - {number(data['row_max'])}) / ({total} + exp({number(data['sink'])} - m)) = {p}"
+        )
+    yield from _online(data)
+
+
+def _online(data: Data) -> Lines:
+    """The row as a fused kernel goes through it."""
+    blocks = data["online"]
+    if len(blocks) < 2:
+        return
+    yield equation(data["equations"]["online"])
+    yield Text(f"{INDENT}{'keys':>13} {'m':>10} {'r':>10} {'l':>10} {'|o|':>10}", "dim")
+    shown = blocks if len(blocks) <= BLOCKS else [*blocks[: BLOCKS // 2], *blocks[-BLOCKS // 2 :]]
+    for n, block in enumerate(shown):
+        if len(blocks) > BLOCKS and n == BLOCKS // 2:
+            yield Text(f"{INDENT}... {len(blocks) - BLOCKS} blocks more", "dim")
+        span = f"{block['start']}-{block['stop'] - 1}"
+        yield Text(
+            f"{INDENT}{span:>13} {number(block['top'], 10)} {number(block['kept'], 10)} "
+            f"{number(block['total'], 10)} {number(norm(block['output']), 10)}"
+        )
+    if blocks[-1]["total"]:
+        yield Text(f"{INDENT}end: lse = m + ln l = {number(data['lse'])},  z = o / l", "dim")
+
+
+MOST_LISTED = 128  # tokens
+MOST_HEADS = 16  # bars of shares
+
+
+def tokens(data: Data) -> Lines:
+    """Every key with its index, and before it its weight; the query and the key in their colours; of many those near them."""
+    line, before = Text(INDENT), -1
+    own = data["query"] if data["row_pieces"] == data["pieces"] else -1
+    for j in _shown(data, own):
+        masked, here, key = bool(data["masked"][j]), j == own, j == data["key"]
+        mark = "▶" if here else "◆" if key else text.shade(None if masked else data["weights"][j])
+        role = (
+            style("q", bold=True)
+            if here
+            else style("k", bold=True)
+            if key
+            else "dim"
+            if masked
+            else ""
+        )
+        token = Text.assemble(
+            (f"… {j - before - 1} more …  " if j > before + 1 else "", "dim"), (f"{j}", "dim"),
+            (mark, style("q" if here else "k" if key else "s")), (piece_of(data, j), role), "  ",
+        )  # fmt: skip
+        if line.cell_len + token.cell_len > WIDTH:
+            yield line
+            line = Text(INDENT)
+        line.append_text(token)
+        before = j
+    rest = len(data["pieces"]) - before - 1
+    yield line.append(f"… {rest} more …" if rest else "", "dim")
+    if own < 0:
+        yield Text.assemble(
+            INDENT,
+            "query ",
+            (f"{data['query']} ", "dim"),
+            (text.cell(data["query_piece"], 16).rstrip(), style("q", bold=True)),
+        )
+    yield Text(f"{INDENT}▶ query, ◆ key", "dim")
+    yield legend("weight:")
+
+
+def _shown(data: Data, query: int) -> Sequence[int]:
+    """The keys that are listed: all of a short text, else the first, those near query and key, and the heaviest."""
+    n = len(data["pieces"])
+    if n <= MOST_LISTED:
+        return range(n)
+    near = [range(at - 5, at + 6) for at in (data["key"], query if query >= 0 else data["key"])]
+    chosen = {j for group in near for j in group if 0 <= j < n} | set(range(4))
+    return sorted(chosen | set(ordered(data)[:TOP]))
+
+
+def hidden(data: Data) -> Lines:
+    """The hidden state of the query, embedded, entering the layer, and normed."""
+    for name, title in (
+        ("embedding", "embedding of the token"), ("entering", f"h: entering layer {data['layer']}"),
+        ("normed", "x: what attention is given"),
+    ):  # fmt: skip
+        if data[name]:
+            yield from strip(title, data[name], "")
+
+
+def projected(data: Data) -> Lines:
+    """q of the query, and k and v of the key."""
+    j = data["key"]
+    named = f"{j} {piece_of(data, j)}"
+    for step in data["q"]:
+        yield from strip(f"q, {step['name']}", step["values"], "q")
+    for step in data["k"]:
+        yield from strip(f"k of {named}, {step['name']}", step["values"][j], "k")
+    for step in data["values"]:
+        yield from strip(f"v of {named}, {step['name']}", step["values"][j], "v")
+    for step in (*data["q"], *data["k"]):
+        if step["name"] not in ("projected", "rotated", "given"):
+            yield equation(f"{step['name']}: {step['equation']}")
+    angles = data["angle"]
+    if angles:
+        position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])
+        yield equation(data["equations"]["rotate"])
+        yield Text(
+            f"{INDENT}{len(angles)} pairs, layout {data['layout']}; of the query, position {position}:"
+        )
+        yield Text(f"{INDENT}φ = {shown} ... {number(angles[-1])} rad")
+
+
+def mix(data: Data) -> Lines:
+    """The keys that give most: by the size of p v, not by p alone."""
+    rows = data["contributions"]
+    sizes = [norm(row) for row in rows]
+    order = [j for j in sorted(range(len(sizes)), key=lambda j: -sizes[j]) if sizes[j] > 0]
+    top = max((abs(x) for row in rows for x in row), default=0.0)
+    for j in order[:3]:
+        p = (
+            number(data["weights"][j])
+            if data["kind"] == "linear"
+            else text.weight(data["weights"][j])
+        )
+        yield from strip(f"{p} v of {j} {piece_of(data, j)}", rows[j], "v", top)
+    if order[3:]:
+        rest = norm([sum(rows[j][d] for j in order[3:]) for d in range(len(rows[0]))])
+        yield Text(
+            f"{INDENT}... {len(order) - 3} others add a vector of norm {number(rest)}", "dim"
+        )
+    mixed, z = data["mixed"], data["z"]
+    yield from strip("z: the sum of all", mixed, "z", max(top, max(map(abs, mixed), default=0.0)))
+    if len(mixed) != len(z) or norm([a - b for a, b in zip(mixed, z, strict=True)]) > 1e-4 * (
+        norm(z) or 1.0
+    ):
+        yield from strip("z, finished (gate, norm, map or mix)", z, "z")
+
+
+def output(data: Data) -> Lines:
+    """What each head writes into out, and the sums."""
+    largest, count, E = max(map(abs, data["shares"])) or 1.0, len(data["shares"]), len(data["z"])
+    yield Text(
+        f"{INDENT}joined: {count} heads x {E} = {count * E} numbers; what each writes into out:"
+    )
+    slot = data["head"] % count
+    for h, share in enumerate(data["shares"]):
+        if count > MOST_HEADS and h not in _large(data["shares"], slot):
+            continue
+        here = h == slot
+        bar = text.bar(abs(share) / largest, 44).rstrip()
+        line = f"{INDENT}{'▶' if here else ' '} head {h:>2}  {share:>+8.1%}  {bar}"
+        yield Text(line, style("z", bold=here) if here else "")
+    yield from strip("this head writes W_O z", data["head_out"], "z")
+    yield from strip("out: attention writes", data["out"], "z")
+    if data["residual"]:
+        size = norm(data["out"]) / (norm(data["entering"]) or 1.0)
+        yield from strip("h: the hidden state behind it", data["residual"], "")
+        yield Text(f"{INDENT}|out| is {number(size)} of |h| in front of it", "dim")
+
+
+def _large(shares: Sequence[float], slot: int) -> set[int]:
+    """The heads that are shown of many: the largest shares, and the one that is explained."""
+    order = sorted(range(len(shares)), key=lambda h: -abs(shares[h]))
+    return {slot, *order[: MOST_HEADS - 1]}
+
+
+def pattern(data: Data) -> Lines:
+    """The pattern of the head, and of every other head of the layer, small."""
+    yield from large_pattern(data)
+    yield legend("weight:")
+    yield from small_patterns(data)
+
+
+def predictions(data: Data) -> Lines:
+    """The likeliest next tokens."""
+    for guess in data["predictions"]:
+        p = guess["probability"]
+        yield Text.assemble(
+            f"{INDENT}{text.cell(guess['piece'], 16)} {p:>7.2%}  ",
+            (text.bar(p, 48).rstrip(), style("z")),
+        )
+
+
+def show(data: Data, console: Console) -> None:
+    """Print the page on a rich console; its colours are as many as the console's.
+
+    >>> from io import StringIO
+    >>> show({}, Console(file=StringIO()))
+    Traceback (most recent call last):
+    KeyError: 'sizes'
+    """
+    for line in page(data):
+        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+
+
+def page(data: Data) -> list[Text]:
+    """The lines of the page; none is wider than 80 cells."""
+    lines = list(_title(data))
+    for i, (title, name, draw) in enumerate(_steps(data), 1):
+        lines += [Text(), heading(f"{i} {title}")]
+        if name:
+            lines.append(equation(data["equations"][name]))
+        lines += draw(data)
+    lines += [Text(), *_check(data)]
+    for line in lines:
+        line.rstrip()
+    return lines
+
+
+def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
+    """What the page shows of this mechanism: title, equation, and who draws it."""
+    kind = data["kind"]
+    score = {"softmax": "scaled", "additive": "additive", "linear": "effective"}[kind]
+    steps: list[tuple[str, str, Callable[[Data], Lines]]] = [("tokens", "tokens", tokens)]
+    if data["normed"]:
+        steps.append(("hidden state", "hidden", hidden))
+    steps += [
+        ("query, key, value", "project", projected),
+        ("scores", score, scores),
+    ]
+    if kind == "linear":
+        steps.append(("state", "", state))
+    else:
+        steps.append(("softmax", "softmax", softmax))
+    steps.append(("weighted values", "mix", mix))
+    if data["mixture"]:
+        steps.append(("a mix of patterns", "", mixture))
+    steps.append(("heads joined, output projection", "output", output))
+    if data["patterns"]:
+        steps.append(("the whole pattern", "pattern", pattern))
+    if data["predictions"]:
+        steps.append(("next token", "predict", predictions))
+    if data["tensors"]:
+        steps.append(("the layer's tensors", "", tensors))
+    if data["cost"]:
+        steps.append(("cost", "cost", cost))
+    if data["elsewhere"]:
+        steps.append(("the same q and k elsewhere", "elsewhere", elsewhere))
+    return steps
+
+
+def show_heads(
+    query: str, rows: Sequence[Mapping[str, Any]], chosen: tuple[int, int], console: Console
+) -> None:
+    """Print a row per head: the key that it looks at hardest, and with what weight; the chosen head marked.
+
+    Args:
+        query: what the query is called.
+        rows: {"layer", "head", "key", "piece", "weight"} of each head.
+        chosen: (layer, head).
+
+    >>> show_heads("1 b", [{"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}], (0, 0), Console(width=80))
+    The hardest look of query 1 b at another token than the first, in each head
+      layer head  weight                           key token
+    ▶     0    0  1.0000 ████████████████████████    1 b
+    """
+    lines = [
+        Text(
+            f"The hardest look of query {text.cell(query, 20).rstrip()} at another token than the first, in each head"
+        ),
+        Text("  layer head  weight                           key token", "dim"),
+    ]
+    for row in rows:
+        here = (row["layer"], row["head"]) == chosen
+        lines.append(
+            Text.assemble(
+                ("▶ " if here else "  ", style("q")),
+                f"{row['layer']:>5} {row['head']:>4}  ",
+                f"{text.weight(row['weight'])} ",
+                (text.bar(row["weight"], 24), style("s")),
+                f" {row['key']:>4} ",
+                text.cell(row["piece"], 16).rstrip(),
+                style="bold" if here else "",
+            )
+        )
+    for line in lines:
+        console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
+
+
+def _title(data: Data) -> Lines:
+    n, i = data["sizes"], data["query"]
+    yield Text.assemble(
+        ("regard explain", "bold"),
+        f"  {text.cell(data['model'], 24).rstrip()}: {n['layers']} layers, H {n['H']}, G {n['G']}, D {n['D']}",
+    )
+    yield Text.assemble(
+        "layer ", (f"{data['layer']}", "bold"), ", head ", (f"{data['head']}", "bold"),
+        f" (reads key/value head {data['group']}), query token ", (f"{i} ", "bold"),
+        (text.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)), f", position {data['query_position']}",
+    )  # fmt: skip
+    j = data["key"]
+    yield Text.assemble(
+        "key ", (f"{j} ", "bold"), (text.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
+        f", position {data['positions'][j]}; {text.cell(data['place'], 28).rstrip()}: "
+        f"{text.cell(data['mechanism'], 18).rstrip()}",
+    )  # fmt: skip
+    yield from wrapped(_ran(data))
+    for name in ("chosen_by", "key_chosen_by"):
+        if data[name]:
+            yield from wrapped(f"{'chosen' if name == 'chosen_by' else 'key chosen'}: {data[name]}")
+    for note in data["notes"]:
+        yield from wrapped(f"note: {note}")
+
+
+def _ran(data: Data) -> str:
+    """What ran, in words."""
+    n, calls = data["sizes"], data["calls"]
+    own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
+    text = f"one pass (prefill), {own}, {data['dtype']}, {n['T']} queries, {n['S']} {data['keys_are']}; rows are queries, columns are keys"
+    if len(calls) > 1:
+        text += f"; call {calls[data['call']]!r} of {', '.join(calls)}"
+    return text
+
+
+def _check(data: Data) -> Lines:
+    yield heading("check")
+    worst = max(data["checks"], key=lambda name: data["checks"][name])
+    yield from wrapped(
+        f"{len(data['checks'])} steps recomputed and compared with what the model computed: "
+        f"at most {data['check']:.1e} apart ({worst})"
+    )
+    for name, off in data["checks"].items():
+        yield Text(f"{'  '}{off:>8.1e}  {name}", "dim")

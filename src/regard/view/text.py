@@ -1,0 +1,254 @@
+"""Building blocks of terminal pages: headings, equations, strips of numbers, and characters for values."""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from rich.cells import cell_len, set_cell_size
+from rich.style import Style
+from rich.text import Text
+
+from regard.foreign import inert
+from regard.view.palette import TERMINAL
+
+UP = " ▁▂▃▄▅▆▇█"
+DOWN = " ▔▀█"
+ACROSS = " ▏▎▍▌▋▊▉█"
+SHADES = " ░▒▓█"
+STEPS = (0.02, 0.1, 0.3, 0.6)
+"""Weights from which on each darker shade is drawn."""
+MASKED = "╱"
+
+
+def shade(weight: float | None) -> str:
+    """A glyph as dark as the weight; a hatch where the mask says no (None).
+
+    >>> [shade(p) for p in (None, 0.0, 0.05, 0.2, 0.5, 1.0)]
+    ['╱', ' ', '░', '▒', '▓', '█']
+    """
+    return MASKED if weight is None else SHADES[sum(weight >= step for step in STEPS)]
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `share` of the width, in eighths of a character, padded to the width.
+
+    >>> bar(0.5, 4), bar(1 / 32, 4)
+    ('██  ', '▏   ')
+    """
+    eighths = 0 if math.isnan(share) else round(min(max(share, 0.0), 1.0) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (ACROSS[rest] if rest else "")).ljust(width)
+
+
+def columns(values: Sequence[float], top: float) -> tuple[str, str]:
+    """Two rows of one character a value: positive ones stand on the middle line, negative ones hang from it.
+
+    >>> columns([1.0, -1.0, 0.5], top=1.0)
+    ('█ ▄', ' █ ')
+    """
+    shares = [v / top if top else 0.0 for v in values]
+    up = "".join(UP[math.ceil(min(max(x, 0.0), 1.0) * 8 - 1e-9)] for x in shares)
+    down = "".join(DOWN[math.ceil(min(max(-x, 0.0), 1.0) * 3 - 1e-9)] for x in shares)
+    return up, down
+
+
+def fold(values: Sequence[float], most: int) -> tuple[int, list[float]]:
+    """At most `most` values: each the one of largest size among n neighbours -> (n, values).
+
+    >>> fold([1.0, -3.0, 2.0, 0.0], 2)
+    (2, [-3.0, 2.0])
+    """
+    n = max(1, -(-len(values) // most))
+    groups = (np.asarray(values[i : i + n]) for i in range(0, len(values), n))
+    return n, [float(group[np.abs(group).argmax()]) for group in groups]
+
+
+def number(x: float | None, width: int = 0) -> str:
+    """A number in 4 significant digits, short; None is minus infinity: what a masked score is.
+
+    >>> number(3.14159), number(None), number(-0.00001234), number(12345.678)
+    ('3.142', '-∞', '-1.23e-05', '12346')
+    """
+    if x is None or x == -math.inf:
+        return "-∞".rjust(width)
+    size = abs(x)
+    if size >= 1e6 or (0 < size < 1e-3):
+        return f"{x:.2e}".rjust(width)
+    digits = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 10 else 3
+    return f"{x:.{digits}f}".rjust(width)
+
+
+def weight(p: float, width: int = 0) -> str:
+    """A weight in 0..1, to 4 decimals; a smaller one that is not 0 shows as such.
+
+    >>> weight(0.25), weight(0.00001), weight(0.0)
+    ('0.2500', '<.0001', '0.0000')
+    """
+    return ("<.0001" if 0 < p < 5e-5 else f"{p:.4f}").rjust(width)
+
+
+def cell(text: str, width: int) -> str:
+    """Text cut or padded to a width in terminal cells; what is cut ends in an ellipsis.
+
+    >>> cell("abcdef", 4), cell("a", 3)
+    ('abc…', 'a  ')
+    """
+    text = inert(text)
+    if cell_len(text) <= width:
+        return set_cell_size(text, width)
+    return set_cell_size(text, width - 1) + "…"
+
+
+def subscripts(equation: str) -> str:
+    """An equation with its `_i`, `_j`, `_ij` as subscripts, where Unicode has them.
+
+    >>> subscripts("s_ij = q_i k_j")
+    's\u1d62\u2c7c = q\u1d62 k\u2c7c'
+    """
+    return re.sub(r"_(ij|i|j)\b", lambda m: m[1].replace("i", "ᵢ").replace("j", "ⱼ"), equation)
+
+
+Data: TypeAlias = Mapping[str, Any]
+Lines: TypeAlias = Iterator[Text]
+
+WIDTH = 80
+INDENT = "  "
+STRIP = 64  # characters of a strip
+LARGE = 32  # cells along a side of the large pattern
+SMALL = 8  # and of a small one
+ABREAST = 4  # small ones side by side
+
+
+def style(role: str, *, bold: bool = False) -> Style:
+    """The style of a role: "q", "k", "v", "s", "z", or "" for none."""
+    return Style(color=TERMINAL.get(role), bold=bold or None)
+
+
+def heading(title: str) -> Text:
+    """A line across the page that starts a section."""
+    return Text.assemble(
+        ("━━ ", "dim"), (title, "bold"), (f" {'━' * (WIDTH - len(title) - 4)}", "dim")
+    )
+
+
+def equation(text: str) -> Text:
+    """An equation, its letters in the colours of their roles."""
+    line = Text(f"{INDENT}{subscripts(text)}", "italic")
+    for role, letters in (("q", "qQ"), ("k", "kK"), ("v", "vV"), ("s", "sp"), ("z", "z")):
+        line.highlight_regex(rf"(?<!\w)[{letters}](?=[ᵢⱼ_ ])", style(role))
+    return line
+
+
+def wrapped(text: str) -> Lines:
+    """Prose, in lines that fit."""
+    for line in textwrap.wrap(inert(text), WIDTH - len(INDENT)):
+        yield Text(INDENT + line, "dim")
+
+
+def legend(what: str) -> Text:
+    """What the shades mean."""
+    low = " ".join(f"{shade} {step:g}+" for shade, step in zip(SHADES[1:], STEPS, strict=True))
+    return Text(f"{INDENT}{what} blank below {STEPS[0]:g}, {low}, {MASKED} masked", "dim")
+
+
+def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
+    """A vector: its extremes and norm, and a bar per dim, up for positive and down for negative.
+
+    `top` is the size of a full bar; by default that of the largest value.
+    """
+    n, shown = fold(values, STRIP)
+    wide = max(1, STRIP // len(shown))
+    full = max(map(abs, values), default=0.0) if top is None else top
+    numbers = f"min {number(min(values))}  max {number(max(values))}  norm {number(norm(values))}"
+    space = WIDTH - len(INDENT) - len(numbers) - 2
+    yield Text.assemble(INDENT, (cell(title, space), style(role)), "  ", (numbers, "dim"))
+    up, down = columns([value for value in shown for _ in range(wide)], full)
+    end = f" ±{number(full)}"
+    yield Text.assemble(INDENT, (up, style(role)), (end, "dim"))
+    folded = f" {n} dims each" if n > 1 else ""
+    yield Text.assemble(INDENT, (down, style(role)), (folded, "dim"))
+
+
+def norm(values: Sequence[float]) -> float:
+    """The Euclidean length."""
+    return float(np.linalg.norm(np.asarray(values, float)))
+
+
+def large_pattern(data: Data) -> Lines:
+    """The pattern of the head, at most 32 cells a side: two characters a cell, a name before each row."""
+    n, cells = data["pool"], data["patterns"][data["head"]]
+    yield Text.assemble(
+        f"{INDENT}rows are queries, columns are keys 0 .. {len(data['pieces']) - 1}",
+        f"; cells: largest weight of {n} x {n}" if n > 1 else "",
+    )
+    wide = len(cells[0])
+    ruler = "".join(f"{column * n:<10}" for column in range(0, wide, 5))
+    yield Text(f"{' ' * 14}{ruler[: 2 * wide].rstrip()}", "dim")
+    for row, values in enumerate(cells):
+        i = row * n
+        here = i <= data["query"] < i + n
+        name = cell(data["row_pieces"][i], 7)
+        yield Text.assemble(
+            ("▶" if here else " ", style("q")), (f"{i:>3} ", "dim"),
+            (name, style("q", bold=True) if here else ""), (" │", "dim"),
+            _cells(values), ("│", "dim"),
+        )  # fmt: skip
+
+
+def small_patterns(data: Data) -> Lines:
+    """The pattern of every head of the layer, small: the heads differ at a glance."""
+    patterns = [_smaller(cells) for cells in data["patterns"]]
+    heads = [
+        h for h, cells in enumerate(patterns) if any(p is not None for row in cells for p in row)
+    ]
+    if heads == [data["head"]] and len(patterns) > 1:
+        yield Text(f"{INDENT}the other heads are not drawn: the text is long", "dim")
+        return
+    longest = max(len(data["patterns"][0]), len(data["patterns"][0][0]))
+    side = data["pool"] * max(1, -(-longest // SMALL))
+    pooled = f"; each cell is the largest weight of {side} x {side}" if side > 1 else ""
+    yield Text(f"{INDENT}every head of the layer{pooled}")
+    for first in range(0, len(patterns), ABREAST):
+        group = list(enumerate(patterns))[first : first + ABREAST]
+        titles = Text(INDENT)
+        for h, _ in group:
+            here = h == data["head"]
+            titles.append(
+                f"{'▶' if here else ' '}head {h}".ljust(2 * SMALL + 3), "bold" if here else "dim"
+            )
+        yield titles
+        for row in range(len(patterns[0])):
+            line = Text(INDENT)
+            for _, cells in group:
+                line.append_text(Text.assemble(("│", "dim"), _cells(cells[row]), ("│", "dim")))
+                line.append(" " * (2 * (SMALL - len(cells[row])) + 1))
+            line.rstrip()
+            yield line
+
+
+def _cells(values: Sequence[float | None]) -> Text:
+    """Two characters a cell."""
+    line = Text()
+    for p in values:
+        glyph = shade(p)
+        line.append(" " + glyph if p is None else glyph * 2, "dim" if p is None else style("s"))
+    return line
+
+
+def _smaller(cells: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
+    """At most 8 cells a side: the largest of each square, None where all are masked."""
+    t, s = len(cells), len(cells[0]) if cells else 0
+    n = max(1, -(-max(t, s) // SMALL))
+
+    def largest(rows: range, columns: range) -> float | None:
+        found = [cells[i][j] for i in rows for j in columns]
+        return max((p for p in found if p is not None), default=None)
+
+    across = [range(j, min(j + n, s)) for j in range(0, s, n)]
+    down = [range(i, min(i + n, t)) for i in range(0, t, n)]
+    return [[largest(rows, columns) for columns in across] for rows in down]
