@@ -1,6 +1,7 @@
 """Run the benchmarks: `python -m bench` all of them, `python -m bench startup attend memory` some.
 
-Each prints a table; `--json FILE` keeps the numbers of all that ran. Quote ratios and medians: machines are noisy.
+Each prints a table; `--json FILE` keeps the numbers of all that ran. Quote ratios and medians:
+machines are noisy.
 """
 
 from __future__ import annotations

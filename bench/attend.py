@@ -1,4 +1,6 @@
-"""What `attend` adds to a bare call of torch's fused kernel: checks, the choice of a kernel, one look for NaN."""
+"""What `attend` adds to a bare call of torch's fused kernel: checks, the choice of a kernel, one
+look for NaN.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def backward(weights: torch.Tensor | None, attention: Callable[[], torch.Tensor]
 def main(
     rounds: int = 15, cases: list[tuple[int, torch.dtype, bool, bool]] = CASES
 ) -> list[dict[str, object]]:
-    """One row for each length, dtype, mask, with and without the gradient: medians, and the ratio round by round."""
+    """One row for each length, dtype, mask, with and without the gradient: medians, and the ratio
+    round by round.
+    """
     rows: list[dict[str, object]] = []
     print(
         f"{'T':>6} {'dtype':<9}{'mask':<7}{'grad':<5}{'attend':>10}{'sdpa':>10}{'attend/sdpa':>13}"
@@ -67,7 +71,8 @@ def main(
             }
         )
         print(
-            f"{T:>6} {name:<9}{word:<7}{'yes' if train else 'no':<5}{a:>8.2f}ms{b:>8.2f}ms{share:>13.3f}"
+            f"{T:>6} "
+            f"{name:<9}{word:<7}{'yes' if train else 'no':<5}{a:>8.2f}ms{b:>8.2f}ms{share:>13.3f}"
         )
     return rows
 

@@ -1,8 +1,9 @@
-"""What reading a checkpoint costs: `Store.read` against reading the file's bytes in one piece, and the memory it takes.
+"""What reading a checkpoint costs: `Store.read` against reading the file's bytes in one piece, and
+the memory it takes.
 
-The checkpoint has the shapes of Qwen2-0.5B, 24 layers in fp16, 0.99 GB of random numbers in a temporary folder. Times are
-medians of runs in turns, each in a fresh process, with the file in the page cache; memory is the peak of a fresh
-process, less what it had before it read.
+The checkpoint has the shapes of Qwen2-0.5B, 24 layers in fp16, 0.99 GB of random numbers in a
+temporary folder. Times are medians of runs in turns, each in a fresh process, with the file in the
+page cache; memory is the peak of a fresh process, less what it had before it read.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def plain(path: Path) -> torch.Tensor:
 
 
 def fresh(case: Callable[[], object]) -> float:
-    """Seconds of a case in a process of its own: memory that was used before need not be faulted in again."""
+    """Seconds of a case in a process of its own: memory that was used before need not be faulted in
+    again.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if not child:

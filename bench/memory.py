@@ -1,7 +1,9 @@
-"""Peak memory of one attention call per length, measured in a child process: `python bench/memory.py`.
+"""Peak memory of one attention call per length, measured in a child process: `python
+bench/memory.py`.
 
-Each cell runs in its own process. The peak is what the process's resident set grew by, from where it stood
-with the inputs made and every library warm; the output and the gradients are "tensors", the rest is what the kernel held.
+Each cell runs in its own process. The peak is what the process's resident set grew by, from where
+it stood with the inputs made and every library warm; the output and the gradients are "tensors",
+the rest is what the kernel held.
 """
 
 from __future__ import annotations
@@ -78,9 +80,13 @@ def main() -> None:
             for backward in (False, True):
                 for T in options.lengths:
                     cell = {
-                        "kernel": kernel, "mask": mask, "T": T, "heads": options.heads, "dim": options.dim,
+                        "kernel": kernel,
+                        "mask": mask,
+                        "T": T,
+                        "heads": options.heads,
+                        "dim": options.dim,
                         "backward": backward,
-                    }  # fmt: skip
+                    }
                     row = {**cell, **child(cell)}
                     rows.append(row)
                     print(line(row), flush=True)

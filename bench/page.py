@@ -1,6 +1,8 @@
-"""How soon a page of 144 heads is drawn in a browser: `regard view` of 12 layers of 12 heads and 512 tokens.
+"""How soon a page of 144 heads is drawn in a browser: `regard view` of 12 layers of 12 heads and
+512 tokens.
 
-The time is from the first byte to the atlas drawn, as the page itself says it. The aim is 2 s on 2 cores.
+The time is from the first byte to the atlas drawn, as the page itself says it. The aim is 2 s on 2
+cores.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How long it takes to start: `import regard` without torch, `regard --help`, and `regard cost gpt3`.
+"""How long it takes to start: `import regard` without torch, `regard --help`, and `regard cost
+gpt3`.
 
-The aims, on an idle machine: 60 ms, 300 ms and 600 ms, the last two with the start of Python. The tests look at what is
-imported, and so at no clock.
+The aims, on an idle machine: 60 ms, 300 ms and 600 ms, the last two with the start of Python. The
+tests look at what is imported, and so at no clock.
 """
 
 from __future__ import annotations

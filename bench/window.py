@@ -1,4 +1,6 @@
-"""What a mask that skips is worth: windows, forward and backward, against SDPA with the same mask as a tensor."""
+"""What a mask that skips is worth: windows, forward and backward, against SDPA with the same mask
+as a tensor.
+"""
 
 from __future__ import annotations
 

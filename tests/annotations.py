@@ -1,11 +1,13 @@
-"""Under pytest, what every public function of regard accepts and returns is held against its annotations.
+"""Under pytest, what every public function of regard accepts and returns is held against its
+annotations.
 
-The rule: *what a function accepts must fit its annotation*. The check runs after the function has returned, so a bad
-argument still meets regard's own error, and a call that succeeds with something the annotation does not say is a test
-failure. Names of dimensions bind over all arguments and the result of one call, as jaxtyping defines.
+The rule: *what a function accepts must fit its annotation*. The check runs after the function has
+returned, so a bad argument still meets regard's own error, and a call that succeeds with something
+the annotation does not say is a test failure. Names of dimensions bind over all arguments and the
+result of one call, as jaxtyping defines.
 
-It works by an import hook: after a module has been executed, its public functions and methods are replaced by checking
-wrappers. A compiled graph sees the plain function.
+It works by an import hook: after a module has been executed, its public functions and methods are
+replaced by checking wrappers. A compiled graph sees the plain function.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ CONF = BeartypeConf(is_pep484_tower=True)
 # typer reads the signatures of commands itself, and the errors are not functions
 LEFT_OUT = ("regard.cli", "regard.errors", "regard.__main__")
 unresolved: dict[str, str] = {}
-"""Functions whose annotations cannot be resolved, with the reason: `tests/surface` wants this empty."""
+"""Functions whose annotations cannot be resolved, with the reason: `tests/surface` wants this
+empty.
+"""
 
 
 class AnnotationMismatch(AssertionError):
@@ -111,7 +115,8 @@ def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[
         return function
     _modules[function] = module
 
-    # It closes over the function alone: the compiler must be able to trace whatever stands in a closure.
+    # It closes over the function alone: the compiler must be able to trace whatever stands in a
+    # closure.
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -143,7 +148,9 @@ def _known(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, A
 def _pairs(
     signature: inspect.Signature, hints: dict[str, Any], values: dict[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Name, annotation and value of every argument and of the result, where it has an annotation."""
+    """Name, annotation and value of every argument and of the result, where it has an
+    annotation.
+    """
     for name, value in values.items():
         if name not in hints:
             continue
@@ -181,7 +188,9 @@ def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str,
 
 
 def _names_of_bases(function: Callable[..., Any], module: types.ModuleType) -> dict[str, Any]:
-    """What the fields that a dataclass inherits are annotated with, where its bases were written."""
+    """What the fields that a dataclass inherits are annotated with, where its bases were
+    written.
+    """
     owner = getattr(module, function.__qualname__.partition(".")[0], None)
     if function.__name__ != "__init__" or not dataclasses.is_dataclass(owner):
         return {}
@@ -190,7 +199,9 @@ def _names_of_bases(function: Callable[..., Any], module: types.ModuleType) -> d
 
 
 def _checkable(hint: Any) -> Any:
-    """The annotation, or None where a value cannot be held against it: a protocol of plain methods."""
+    """The annotation, or None where a value cannot be held against it: a protocol of plain
+    methods.
+    """
     if typing.get_origin(hint) is typing.Unpack:
         return _fields(typing.get_args(hint)[0])
     try:

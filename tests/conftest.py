@@ -1,4 +1,6 @@
-"""What every test has: checked annotations, a seed, poisoned uninitialised memory, one thread, no state left behind."""
+"""What every test has: checked annotations, a seed, poisoned uninitialised memory, one thread, no
+state left behind.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("regard")
 
 
-FULL = "run the tests marked full, too: compilation, training, every family, browser pages, all doctests"
+FULL = (
+    "run the tests marked full, too: compilation, training, every family, browser pages, all "
+    "doctests"
+)
 LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -47,7 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked full, unless --full is given or tests are asked for by name (`::`, -k or -m)."""
+    """Leave out what is marked full, unless --full is given or tests are asked for by name (`::`,
+    -k or -m).
+    """
     named = config.option.keyword or config.option.markexpr or any("::" in x for x in config.args)
     if config.option.full or named:
         return
@@ -135,12 +142,16 @@ def _switches() -> tuple[Any, ...]:
 
 
 def _autocast_depth() -> int:
-    """How many autocast contexts are open. One that is never closed keeps its casts of weights for ever."""
+    """How many autocast contexts are open. One that is never closed keeps its casts of weights for
+    ever.
+    """
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
 
 
 @pytest.fixture
 def root() -> Path:
-    """The folder of the checkout: for tests that read the sources, the docs or the configuration."""
+    """The folder of the checkout: for tests that read the sources, the docs or the
+    configuration.
+    """
     return ROOT

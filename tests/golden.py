@@ -1,6 +1,7 @@
 """The golden numbers of tests/data/golden.json, computed three ways: for tests/test_golden.py.
 
-The ways are the package, the plain formula, and the package with its mask upside down, which must not agree.
+The ways are the package, the plain formula, and the package with its mask upside down, which must
+not agree.
 """
 
 from __future__ import annotations
@@ -216,7 +217,9 @@ def difference(x: Tensor, y: Tensor) -> float:
 
 
 def expected(name: str, field: str, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A field of an entry; where torch draws another dropout mask on this platform, with that mask."""
+    """A field of an entry; where torch draws another dropout mask on this platform, with that
+    mask.
+    """
     draw = seeded_dropout(dtype).double()
     if not ENTRIES[name].get("platform_dependent") or torch.equal(
         draw, tensor(ENTRIES["dropout.of_ones"]["printed"])

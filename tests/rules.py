@@ -1,4 +1,6 @@
-"""When is a result right? One rule for every kernel and dtype, and no tolerance that anybody chose."""
+"""When is a result right? One rule for every kernel and dtype, and no tolerance that anybody
+chose.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,19 @@ GRADIENT = 3.0
 def assert_close_rule(
     x: Tensor, plain: Tensor | Sequence[Tensor], ref64: Tensor, factor: float = 2.0, what: str = ""
 ) -> None:
-    """max|x - ref64| <= factor max|plain - ref64| + 2 max|ref + 0.3 - 0.3 - ref|, the last in the dtype of x.
+    """max|x - ref64| <= factor max|plain - ref64| + 2 max|ref + 0.3 - 0.3 - ref|, the last in the
+    dtype of x.
 
-    The last term is the rounding of one addition. Of few numbers it may be 0 by luck; it is then the distance between
-    neighbouring numbers of the dtype at max|ref|, which is the most that two roundings can amount to.
+    The last term is the rounding of one addition. Of few numbers it may be 0 by luck; it is then
+    the distance between neighbouring numbers of the dtype at max|ref|, which is the most that two
+    roundings can amount to.
 
     Args:
         x: what is tested.
-        plain: plain math in the same dtype; better several of equal standing, such as other orders of the same sums:
-            one alone may be right by luck, and in float64 it may be ref64 itself.
-        ref64: the definition in float64. Infinities and NaN must stand at the same places in x and in ref64.
+        plain: plain math in the same dtype; better several of equal standing, such as other orders
+            of the same sums: one alone may be right by luck, and in float64 it may be ref64 itself.
+        ref64: the definition in float64. Infinities and NaN must stand at the same places in x and
+            in ref64.
     """
     plains = [plain] if isinstance(plain, Tensor) else plain
     x64, ref = x.detach().double(), ref64.detach().double()

@@ -1,8 +1,8 @@
 """Which tests the quick run (`pytest`) takes, and which wait for the full one (`pytest --full`).
 
-A test marked `@pytest.mark.full` is left out of the quick run. `@pytest.mark.full(keep=n)` leaves n of its cases in it,
-the first and others at equal distances, so that every feature is covered once. `keep=["llama", "bert"]` leaves in the
-cases whose ids have one of these words.
+A test marked `@pytest.mark.full` is left out of the quick run. `@pytest.mark.full(keep=n)` leaves n
+of its cases in it, the first and others at equal distances, so that every feature is covered once.
+`keep=["llama", "bert"]` leaves in the cases whose ids have one of these words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Bad arguments: type and whole message, before any kernel is reached, with inputs and random state as they were."""
+"""Bad arguments: type and whole message, before any kernel is reached, with inputs and random state
+as they were.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,10 @@ def test_key_and_value_lengths(S: int, other: int) -> None:
 def test_batches_do_not_broadcast() -> None:
     """Row 14."""
     q, k, v = make(B=2)
-    words = "batch 1 != query batch 2; batches do not broadcast: if one {0} serves all rows, pass {0}.expand(2, -1, -1, -1)"
+    words = (
+        "batch 1 != query batch 2; batches do not broadcast: if one {0} serves all rows, pass "
+        "{0}.expand(2, -1, -1, -1)"
+    )
     assert_refused(ArgumentError, "key " + words.format("key"), [q, k[:1], v])
     assert_refused(ArgumentError, "value " + words.format("value"), [q, k, v[:1]], NO_VALUES)
     assert regard.plan(q, k[:1].expand(2, -1, -1, -1), v).kernel
@@ -105,18 +110,22 @@ def test_dims_and_heads() -> None:
     q, k, v = make()
     assert_refused(
         ArgumentError,
-        "query dim 8 and key dim 7 must be equal and at least 1 (query (1, 2, 4, 8), key (1, 2, 4, 7))",
+        "query dim 8 and key dim 7 must be equal and at least 1 (query (1, 2, 4, 8), key (1, 2, "
+        "4, 7))",
         [q, k[..., :7], v],
     )
     assert_refused(
         ArgumentError,
-        "query dim 0 and key dim 0 must be equal and at least 1 (query (1, 2, 4, 0), key (1, 2, 4, 0))",
+        "query dim 0 and key dim 0 must be equal and at least 1 (query (1, 2, 4, 0), key (1, 2, "
+        "4, 0))",
         [q[..., :0], k[..., :0], v],
     )
     assert_refused(
-        ArgumentError, "key heads 2 != value heads 1 (key (1, 2, 4, 8), value (1, 1, 4, 8))",
-        [q, k, v[:, :1]], NO_VALUES,
-    )  # fmt: skip
+        ArgumentError,
+        "key heads 2 != value heads 1 (key (1, 2, 4, 8), value (1, 1, 4, 8))",
+        [q, k, v[:, :1]],
+        NO_VALUES,
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +141,10 @@ def test_dims_and_heads() -> None:
 )
 def test_groups_divide_heads(H: int, G: int, allowed: str) -> None:
     """Row 13, at the call and at construction."""
-    message = f"{H} query heads are not divisible by {G} key/value heads; allowed key/value heads: {allowed}"
+    message = (
+        f"{H} query heads are not divisible by {G} key/value heads; allowed key/value "
+        f"heads: {allowed}"
+    )
     assert_refused(ArgumentError, message, make(H=H, G=G))
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         check_groups(H, G)
@@ -223,11 +235,13 @@ def test_scale_of_zero(value: float) -> None:
 @pytest.mark.parametrize(
     "name, value, allowed",
     [
-        ("scale", NAN, "finite and not 0"), ("scale", INF, "finite and not 0"), ("scale", -INF, "finite and not 0"),
+        ("scale", NAN, "finite and not 0"),
+        ("scale", INF, "finite and not 0"),
+        ("scale", -INF, "finite and not 0"),
         *(("softcap", x, "greater than 0: None turns it off") for x in (0.0, -1.0, NAN, INF)),
         *(("dropout", x, "at least 0 and less than 1") for x in (-0.1, 1.0, 1.5, NAN)),
     ],
-)  # fmt: skip
+)
 def test_numbers_out_of_range(name: str, value: float, allowed: str) -> None:
     without = ("attend_partial", "attention_weights") if name == "dropout" else ()
     assert_refused(
@@ -316,9 +330,11 @@ def test_float_masks_and_other_things() -> None:
     allowed = "it must be a regard.biases bias, a float tensor or None"
     assert_refused(ArgumentTypeError, f"bias is float; {allowed}", [q, k, v], bias=0.5)
     assert_refused(
-        ArgumentTypeError, "bias is int64; it must be float64, float32, bfloat16 or float16: use bias.float()",
-        [q, k, v], bias=torch.zeros(4, 4, dtype=torch.int64),
-    )  # fmt: skip
+        ArgumentTypeError,
+        "bias is int64; it must be float64, float32, bfloat16 or float16: use bias.float()",
+        [q, k, v],
+        bias=torch.zeros(4, 4, dtype=torch.int64),
+    )
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 4), (4,), (), (1, 1, 1, 4, 4)], ids=str)
@@ -339,7 +355,9 @@ def test_masks_and_biases_of_other_than_two_or_four_dimensions(shape: tuple[int,
     ids=str,
 )
 def test_masks_and_biases_of_another_shape(shape: tuple[int, ...]) -> None:
-    """Row 11: a mask [B, S] is no mask [T, S]; both candidates are printed. Row 12: nothing is broadcast along keys."""
+    """Row 11: a mask [B, S] is no mask [T, S]; both candidates are printed. Row 12: nothing is
+    broadcast along keys.
+    """
     inputs = make(B=2, T=4, S=6)
     for function in FUNCTIONS.values():
         with pytest.raises(ArgumentError, match=f"^mask is {re.escape(str(shape))}.*") as error:
@@ -356,9 +374,12 @@ def test_masks_and_biases_of_another_shape(shape: tuple[int, ...]) -> None:
 def test_masks_of_another_batch_or_heads() -> None:
     inputs = make(B=2, H=2)
     for mask in (
-        masks.Padding.right([4, 3, 2]), masks.Heads((masks.Causal(),) * 3), masks.Causal() & masks.Padding.right([1, 1, 1]),
-        ~masks.Heads((masks.Full(),) * 4), masks.Dense(torch.ones(3, 1, 4, 4, dtype=torch.bool)),
-    ):  # fmt: skip
+        masks.Padding.right([4, 3, 2]),
+        masks.Heads((masks.Causal(),) * 3),
+        masks.Causal() & masks.Padding.right([1, 1, 1]),
+        ~masks.Heads((masks.Full(),) * 4),
+        masks.Dense(torch.ones(3, 1, 4, 4, dtype=torch.bool)),
+    ):
         for function in FUNCTIONS.values():
             with pytest.raises(ArgumentError, match=r"\b[34]\b"):
                 function(*inputs, mask=mask)
@@ -372,31 +393,46 @@ def test_masks_of_another_batch_or_heads() -> None:
 def test_positions() -> None:
     inputs = make(B=2, T=3, S=5)
     assert_refused(
-        ArgumentError, "q_positions is Span(start=0, length=5) but there are 3 slots; give Span(0, 3)",
-        inputs, q_positions=Span(0, 5),
-    )  # fmt: skip
+        ArgumentError,
+        "q_positions is Span(start=0, length=5) but there are 3 slots; give Span(0, 3)",
+        inputs,
+        q_positions=Span(0, 5),
+    )
     assert_refused(
-        ArgumentError, "k_positions is Span(start=2, length=3) but there are 5 slots; give Span(2, 5)",
-        inputs, k_positions=Span(2, 3), q_positions=Span(0, 3),
-    )  # fmt: skip
+        ArgumentError,
+        "k_positions is Span(start=2, length=3) but there are 5 slots; give Span(2, 5)",
+        inputs,
+        k_positions=Span(2, 3),
+        q_positions=Span(0, 3),
+    )
     for wrong in (torch.arange(5), torch.arange(4)[None], torch.zeros(3, 5, dtype=torch.int64)):
         assert_refused(
-            ArgumentError, f"k_positions is {tuple(wrong.shape)}; it must be (2, 5) or (1, 5)",
-            inputs, k_positions=wrong, q_positions=Span(0, 3),
-        )  # fmt: skip
+            ArgumentError,
+            f"k_positions is {tuple(wrong.shape)}; it must be (2, 5) or (1, 5)",
+            inputs,
+            k_positions=wrong,
+            q_positions=Span(0, 3),
+        )
     for dtype in (torch.float32, torch.bool, torch.complex64):
         name = str(dtype).removeprefix("torch.")
         assert_refused(
-            ArgumentTypeError, f"q_positions is {name}; positions are integers: use .long()",
-            inputs, q_positions=torch.zeros(1, 3, dtype=dtype),
-        )  # fmt: skip
+            ArgumentTypeError,
+            f"q_positions is {name}; positions are integers: use .long()",
+            inputs,
+            q_positions=torch.zeros(1, 3, dtype=dtype),
+        )
     for wrong in ([0, 1, 2], range(3), 3):
-        message = f"q_positions is {type(wrong).__name__}; it must be a regard.Span or an integer tensor [batch, length]"
+        message = (
+            f"q_positions is {type(wrong).__name__}; it must be a regard.Span or an integer "
+            "tensor [batch, length]"
+        )
         assert_refused(ArgumentTypeError, message, inputs, q_positions=wrong)
     assert_refused(
-        ArgumentError, "4 queries for 2 keys at given k_positions: give q_positions as well",
-        make(T=4, S=2), k_positions=torch.tensor([[0, 1]]),
-    )  # fmt: skip
+        ArgumentError,
+        "4 queries for 2 keys at given k_positions: give q_positions as well",
+        make(T=4, S=2),
+        k_positions=torch.tensor([[0, 1]]),
+    )
     check_positions("x", torch.zeros(1, 3, dtype=torch.int32), 2, 3)
 
 
@@ -426,7 +462,8 @@ def test_bytes_are_told_before_they_are_allocated() -> None:
     with regard.Trace("scores", missing="ignore"), pytest.raises(regard.KernelRefusal) as refusal:
         regard.attend(q, q, q, backend="reference")
     assert str(refusal.value) == (
-        "this call cannot run on reference (would allocate 32.5 GiB for scores (1, 3, 53936, 53936); limit 4 GiB: "
+        "this call cannot run on reference (would allocate 32.5 GiB for scores (1, 3, 53936, "
+        "53936); limit 4 GiB: "
         "regard.attention_weights gives any block of them); no other backend can"
     )
     plan = regard.plan(q, q, q, mask=masks.Causal())
@@ -441,7 +478,10 @@ def test_bytes_are_told_before_they_are_allocated() -> None:
 
 def test_checks_finite() -> None:
     inputs = make(T=3, S=5)
-    message = "{} has {}, first at {}; look at what produced it (this check was asked for by regard.checks(finite=True))"
+    message = (
+        "{} has {}, first at {}; look at what produced it (this check was asked for by "
+        "regard.checks(finite=True))"
+    )
     for i, name in enumerate(("query", "key", "value")):
         for bad, n in ((NAN, 1), (INF, 2), (-INF, 1)):
             changed = [x.clone() for x in inputs]
@@ -451,9 +491,11 @@ def test_checks_finite() -> None:
             count = f"{n} non-finite value" + "s" * (n > 1)
             with regard.checks(finite=True):
                 assert_refused(
-                    ArgumentError, message.format(name, count, "[0, 1, 2, 3]"), changed,
+                    ArgumentError,
+                    message.format(name, count, "[0, 1, 2, 3]"),
+                    changed,
                     NO_VALUES if name == "value" else (),
-                )  # fmt: skip
+                )
             with regard.checks():
                 with regard.checks(finite=False):
                     assert regard.plan(*changed).kernel

@@ -25,9 +25,12 @@ def test_nothing_is_obeyed() -> None:
 
 
 ENDLESS = {
-    "text": "x" * 10**6, "in a list": ["x" * 10**6] * 99, "mapping": dict.fromkeys(range(10 ** 5), "x"), "number": 10**5000,
+    "text": "x" * 10**6,
+    "in a list": ["x" * 10**6] * 99,
+    "mapping": dict.fromkeys(range(10**5), "x"),
+    "number": 10**5000,
     "list": [[[[]]]] * 10**5,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("value", ENDLESS.values(), ids=ENDLESS)

@@ -1,4 +1,6 @@
-"""The numbers that two public teaching notes print, through the public functions: tests/data/golden.json."""
+"""The numbers that two public teaching notes print, through the public functions:
+tests/data/golden.json.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_rows_sum_to_one(name: str) -> None:
 
 
 def attention(n: int, d: int, mask: Mask | None = None, projected: bool = False) -> Attention:
-    """n heads of dim d over the three numbers of a token; the order of the draws is q, k, v, output."""
+    """n heads of dim d over the three numbers of a token; the order of the draws is q, k, v,
+    output.
+    """
     project = Separate(Heads(3, n, d), Heads(3, n, d), Heads(3, n, d))
     return Attention(project, nn.Linear(n * d, n * d) if projected else nn.Identity(), mask=mask)
 
@@ -206,7 +210,8 @@ def test_what_the_run_prints_is_the_inverted_mask() -> None:
     wrong = given("weights_wrong_without_dropout", "value")
     inverted = over_raw_scores(~Causal())
     assert difference(inverted[:, :3], wrong[:, :3]) <= VALUE
-    # the last row may see nothing: ours is 0; -1e9 in the place of a mask hides that behind a uniform row
+    # the last row may see nothing: ours is 0; -1e9 in the place of a mask hides that behind a
+    # uniform row
     assert not inverted[:, 3].any()
     past = torch.ones(4, 4, dtype=torch.bool).tril()
     filled = over_raw_scores(None, given("raw_scores").masked_fill(past, -1e9))

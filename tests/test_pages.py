@@ -1,4 +1,6 @@
-"""Memory in large pages: the same numbers, at the beginning of a line; and what of the library stands there."""
+"""Memory in large pages: the same numbers, at the beginning of a line; and what of the library
+stands there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_numbers_are_moved(dtype: torch.dtype) -> None:
 
 
 def test_codes_of_a_long_prompt_stand_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes that were left where they were made were read at half the speed; and they take no room that is not used."""
+    """Codes that were left where they were made were read at half the speed; and they take no room
+    that is not used.
+    """
     made: list[tuple[int, ...]] = []
 
     def noted(x: Tensor, shape: Any) -> Tensor:

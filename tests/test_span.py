@@ -24,9 +24,11 @@ def test_a_span_is_its_positions() -> None:
 
 
 @given(
-    start=st.integers(-5, 5), length=st.integers(0, 9),
-    a=st.none() | st.integers(-12, 12), b=st.none() | st.integers(-12, 12),
-)  # fmt: skip
+    start=st.integers(-5, 5),
+    length=st.integers(0, 9),
+    a=st.none() | st.integers(-12, 12),
+    b=st.none() | st.integers(-12, 12),
+)
 def test_slices_are_those_of_the_tensor(
     start: int, length: int, a: int | None, b: int | None
 ) -> None:
@@ -80,5 +82,6 @@ def test_which_slots_hold_nothing() -> None:
     assert Span(-2, 4, tokens=True)[1:3] == Span(-1, 2, tokens=True)
     assert (Span(-2, 4).all_tokens, Span(0, 4).all_tokens) == (False, True)
     assert (repr(Span(1, 2)), repr(Span(-1, 2, tokens=True))) == (
-        "Span(start=1, length=2)", "Span(start=-1, length=2, tokens=True)"
-    )  # fmt: skip
+        "Span(start=1, length=2)",
+        "Span(start=-1, length=2, tokens=True)",
+    )

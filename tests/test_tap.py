@@ -1,4 +1,6 @@
-"""Taps and Trace: capture, edit, places, nesting, threads, errors; nothing when off; a compiled graph stays whole."""
+"""Taps and Trace: capture, edit, places, nesting, threads, errors; nothing when off; a compiled
+graph stays whole.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,14 @@ def test_captures_every_name_in_the_order_computed() -> None:
     assert len(trace) == len(NAMES)
     shapes = {name: tuple(trace[name].shape) for name in trace}
     assert shapes == {
-        "q": (2, 4, 5, 2), "k": (2, 2, 5, 2), "v": (2, 2, 5, 2), "scores": (2, 4, 5, 5),
-        "pattern": (2, 4, 5, 5), "z": (2, 4, 5, 2), "out": (2, 5, 8),
-    }  # fmt: skip
+        "q": (2, 4, 5, 2),
+        "k": (2, 2, 5, 2),
+        "v": (2, 2, 5, 2),
+        "scores": (2, 4, 5, 5),
+        "pattern": (2, 4, 5, 5),
+        "z": (2, 4, 5, 2),
+        "out": (2, 5, 8),
+    }
     assert torch.equal(trace["out"], out)
     assert not trace["out"].requires_grad
     assert torch.equal(
@@ -186,10 +193,14 @@ def test_a_trace_names_places_from_where_it_was_opened() -> None:
         (lambda x: x[:, :1], regard.ArgumentError, "returned (1, 1, 3, 2) of float32 on cpu"),
         (lambda x: x.double(), regard.ArgumentError, "returned (1, 4, 3, 2) of float64 on cpu"),
         (lambda x: x.to("meta"), regard.ArgumentError, "returned (1, 4, 3, 2) of float32 on meta"),
-        (lambda x: None, regard.ArgumentTypeError, "returned NoneType at z; it must return the tensor"),
+        (
+            lambda x: None,
+            regard.ArgumentTypeError,
+            "returned NoneType at z; it must return the tensor",
+        ),
         (lambda x: 0.0, regard.ArgumentTypeError, "returned float at z; it must return the tensor"),
     ],
-)  # fmt: skip
+)
 def test_an_edit_gives_back_what_it_was_given(
     edit: Any, kind: type[Exception], message: str
 ) -> None:
@@ -224,8 +235,8 @@ def test_what_never_happened_is_said_when_the_trace_closes() -> None:
     )
     assert "did you mean 'layers.1.z'?" in said or "did you mean 'layers.0.z'?" in said
     assert (
-        "the taps passed were layers.0.q, layers.0.k, layers.0.v, layers.0.z, layers.0.out, layers.1.q"
-        in said
+        "the taps passed were layers.0.q, layers.0.k, layers.0.v, layers.0.z, layers.0.out, "
+        "layers.1.q" in said
     )
     with (
         pytest.raises(regard.ArgumentError, match="no tap was passed at all: run the model within"),
@@ -341,7 +352,9 @@ def hasty() -> Iterator[None]:
 
 
 def test_threads_that_take_turns_at_every_step(hasty: None) -> None:
-    """Each thread has its own edits and places, over one shared trace; every call has the result that it has alone."""
+    """Each thread has its own edits and places, over one shared trace; every call has the result
+    that it has alone.
+    """
     x, wrong = torch.arange(4.0), []
     shared = Trace("q", "k")
 

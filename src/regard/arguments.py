@@ -1,7 +1,8 @@
-"""Checks of arguments, made before torch is called: torch's fused CPU kernel reads past the keys when lengths differ.
+"""Checks of arguments, made before torch is called: torch's fused CPU kernel reads past the keys
+when lengths differ.
 
-Each check raises with what, where, got, allowed and the next step. Constructors and the public functions of `ops` check;
-inner code trusts.
+Each check raises with what, where, got, allowed and the next step. Constructors and the public
+functions of `ops` check; inner code trusts.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ _finite: ContextVar[bool] = ContextVar("finite", default=False)
 
 @contextmanager
 def checks(*, finite: bool = True) -> Iterator[None]:
-    """While the block runs, every attention call names the first non-finite value of q, k or v, and raises.
+    """While the block runs, every attention call names the first non-finite value of q, k or v, and
+    raises.
 
-    Off by default, because it reads every input once more; a NaN in visible data then propagates to the output.
+    Off by default, because it reads every input once more; a NaN in visible data then propagates to
+    the output.
 
     Raises:
-        ArgumentError: from the attention call, with the tensor's name, the count and the first index.
+        ArgumentError: from the attention call, with the tensor's name, the count and the first
+            index.
 
     >>> import torch, regard
     >>> q = torch.full((1, 1, 2, 4), float("nan"))
@@ -62,7 +66,8 @@ def check_finite(**tensors: Tensor) -> None:
 
 
 def check_names(function: str, given: Collection[str], allowed: Collection[str]) -> None:
-    """Raise for a keyword argument that a function does not have: one that is dropped would do nothing without a word.
+    """Raise for a keyword argument that a function does not have: one that is dropped would do
+    nothing without a word.
 
     Args:
         function: its name, for the message.
@@ -105,11 +110,13 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
         if x.ndim != 4:
             hint = "add a batch dimension with [None]" if x.ndim == 3 else "reshape it"
             raise ArgumentError(
-                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [batch, heads, length, dim]: {hint}"
+                f"{name} has {x.ndim} dimensions, {_shape(x)}; it must be [batch, heads, length, "
+                f"dim]: {hint}"
             )
     if q.dtype != k.dtype:
         raise ArgumentTypeError(
-            f"query is {_dtype(q)} and key is {_dtype(k)}; all must have one dtype: convert one with .to()"
+            f"query is {_dtype(q)} and key is {_dtype(k)}; all must have one dtype: convert one "
+            "with .to()"
         )
     if q.device != k.device:
         raise ArgumentError(f"query is on {q.device} and key on {k.device}; move one with .to()")
@@ -134,18 +141,21 @@ def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if v.dtype != q.dtype:
         raise ArgumentTypeError(
-            f"query is {_dtype(q)} and value is {_dtype(v)}; all must have one dtype: convert one with .to()"
+            f"query is {_dtype(q)} and value is {_dtype(v)}; all must have one dtype: convert one "
+            "with .to()"
         )
     if v.device != q.device:
         raise ArgumentError(f"query is on {q.device} and value on {v.device}; move one with .to()")
     check_batch("value", v, q.shape[0])
     if k.shape[1] != v.shape[1]:
         raise ArgumentError(
-            f"key heads {k.shape[1]} != value heads {v.shape[1]} (key {_shape(k)}, value {_shape(v)})"
+            f"key heads {k.shape[1]} != value heads {v.shape[1]} (key {_shape(k)}, value "
+            f"{_shape(v)})"
         )
     if k.shape[2] != v.shape[2]:
         raise ArgumentError(
-            f"key length {k.shape[2]} != value length {v.shape[2]} (key {_shape(k)}, value {_shape(v)})"
+            f"key length {k.shape[2]} != value length {v.shape[2]} (key {_shape(k)}, value "
+            f"{_shape(v)})"
         )
 
 
@@ -192,7 +202,8 @@ def check_groups(heads: int, groups: int) -> None:
 
 
 def divisors(n: int) -> list[int]:
-    """What divides a number without a rest, in order; none for numbers below 1 and for those that nobody means.
+    """What divides a number without a rest, in order; none for numbers below 1 and for those that
+    nobody means.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -210,12 +221,14 @@ def check_positions(name: str, positions: Positions, batch: int, length: int) ->
     if isinstance(positions, Span):
         if positions.length != length:
             raise ArgumentError(
-                f"{name} is {positions} but there are {length} slots; give Span({positions.start}, {length})"
+                f"{name} is {positions} but there are {length} slots; give "
+                f"Span({positions.start}, {length})"
             )
         return
     if not isinstance(positions, torch.Tensor):
         raise ArgumentTypeError(
-            f"{name} is {type(positions).__name__}; it must be a regard.Span or an integer tensor [batch, length]"
+            f"{name} is {type(positions).__name__}; it must be a regard.Span or an integer tensor "
+            "[batch, length]"
         )
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ArgumentTypeError(
@@ -238,7 +251,8 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
 
 
 def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
-    """Each tensor has a dimension for every letter, a letter is one size in all of them, and all are on one device.
+    """Each tensor has a dimension for every letter, a letter is one size in all of them, and all
+    are on one device.
 
     Args:
         given: by name, a tensor and its letters; "#B" is B or 1, "1" is 1.
@@ -296,7 +310,9 @@ def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> No
 
 
 def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:
-    """The sink is None or one logit per query head, a float tensor [H] where another tensor of the call is."""
+    """The sink is None or one logit per query head, a float tensor [H] where another tensor of the
+    call is.
+    """
     if sink is None:
         return
     check_tensor("sink", sink)

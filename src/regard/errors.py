@@ -1,6 +1,8 @@
-"""What regard raises. One root, `RegardError`; each kind is also the Python built-in that callers expect to catch.
+"""What regard raises. One root, `RegardError`; each kind is also the Python built-in that callers
+expect to catch.
 
-A message says what went wrong, where (argument, index, file), what it got, what is allowed, and the next step.
+A message says what went wrong, where (argument, index, file), what it got, what is allowed, and the
+next step.
 """
 
 

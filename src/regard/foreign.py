@@ -1,6 +1,8 @@
-"""Text that somebody else wrote, shown to a person: nothing in it moves the cursor, hides, or turns the direction of writing.
+"""Text that somebody else wrote, shown to a person: nothing in it moves the cursor, hides, or turns
+the direction of writing.
 
-Whatever comes from a file, a prompt or a model reaches a terminal, a page or an error message through `shown` or `inert`.
+Whatever comes from a file, a prompt or a model reaches a terminal, a page or an error message
+through `shown` or `inert`.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import reprlib
 LONGEST = 100
 """Letters of a foreign value in a message."""
 LINES = "\n\t\u200c\u200d\ufe0e\ufe0f"
-"""What a text of several lines keeps: ends of lines, tabs, and the marks that join letters and choose the form of a sign."""
+"""What a text of several lines keeps: ends of lines, tabs, and the marks that join letters and
+choose the form of a sign.
+"""
 
 _WHOLE = re.compile("-?[0-9]{1,18}")
 _OBEYED = re.compile(
@@ -21,7 +25,8 @@ _OBEYED = re.compile(
 
 
 def inert(text: str, *, keep: str = "") -> str:
-    """Text whose controls, and marks that turn the writing direction, are shown by their number, not obeyed.
+    """Text whose controls, and marks that turn the writing direction, are shown by their number,
+    not obeyed.
 
     Args:
         text: of any origin.
@@ -40,7 +45,8 @@ def inert(text: str, *, keep: str = "") -> str:
 
 
 def shown(value: object, longest: int = LONGEST) -> str:
-    """A value out of a file for a message: quoted as Python writes it, its control characters escaped, not too long.
+    """A value out of a file for a message: quoted as Python writes it, its control characters
+    escaped, not too long.
 
     Args:
         value: a text, a number, or lists and mappings of these.
@@ -60,7 +66,8 @@ def shown(value: object, longest: int = LONGEST) -> str:
 
 
 def told(message: object, longest: int = 600) -> str:
-    """What another error says of a foreign file, for the error that replaces it: `inert`, of one line, cut in its middle.
+    """What another error says of a foreign file, for the error that replaces it: `inert`, of one
+    line, cut in its middle.
 
     >>> told(ValueError("a" + chr(27) + "b")), len(told("x" * 9999, 100))
     ('a‹1B›b', 105)

@@ -1,4 +1,6 @@
-"""Mechanisms that keep a state in place of tokens: (q, k, v, ..., state) -> (out, state), in three forms that agree."""
+"""Mechanisms that keep a state in place of tokens: (q, k, v, ..., state) -> (out, state), in three
+forms that agree.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Attention with a memory of fixed size: Infini-attention and its compressive memory, with explicit state."""
+"""Attention with a memory of fixed size: Infini-attention and its compressive memory, with explicit
+state.
+"""
 
 from __future__ import annotations
 

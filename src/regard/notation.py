@@ -1,4 +1,5 @@
-"""The glossary: every letter and word that regard uses, what it means, and what else the field calls it.
+"""The glossary: every letter and word that regard uses, what it means, and what else the field
+calls it.
 
 A word that is not here is a question for review. `python -m regard.notation` prints the table.
 """
@@ -60,7 +61,8 @@ WORDS: dict[str, Entry] = {
         "The low-rank vector from which keys and values are recalled.", ("compressed kv", "c_kv")
     ),
     "layout": Entry(
-        "Which coordinates rotary embedding pairs: `half` (i, i + D/2) or `interleaved` (2i, 2i+1).",
+        "Which coordinates rotary embedding pairs: `half` (i, i + D/2) or `interleaved` (2i, "
+        "2i+1).",
         ("rotate_half", "GPT-NeoX style", "GPT-J style"),
     ),
     "lse": Entry(
@@ -122,7 +124,8 @@ WORDS: dict[str, Entry] = {
     "softcap": Entry("cap * tanh(score / cap): keeps scores within (-cap, cap).", ("tanh cap",)),
     "span": Entry("A contiguous run of positions, carried as two numbers, not as a tensor."),
     "state": Entry(
-        "What a recurrence carries from one token to the next: of a fixed size, whatever the length.",
+        "What a recurrence carries from one token to the next: of a fixed size, whatever the "
+        "length.",
         ("recurrent state", "fast weights"),
     ),
     "tap": Entry("An identity call at a named place, where a trace can listen or edit.", ("hook",)),

@@ -1,4 +1,6 @@
-"""Memory that is read fast: a processor finds its way in pages of 2 MiB, where it may, rather than of 4 KiB."""
+"""Memory that is read fast: a processor finds its way in pages of 2 MiB, where it may, rather than
+of 4 KiB.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LINE = 64
 """Bytes of a cache line, at which memory begins."""
 
 
-def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:  # fmt: skip
+def empty(
+    shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
     """As `torch.empty`, in large pages on a CPU where it is large and the system gives them.
 
     One core read weights and caches of a decoding model at 32 instead of 23 GB/s so (LOG.md).
@@ -54,7 +58,8 @@ def settled(x: Tensor) -> Tensor:
 
 
 def settle(module: nn.Module) -> None:
-    """Move the large parameters of a module on a CPU into large pages; nothing else about them changes. `regard.load` has done so.
+    """Move the large parameters of a module on a CPU into large pages; nothing else about them
+    changes. `regard.load` has done so.
 
     >>> layer = nn.Linear(2048, 2048)
     >>> before = layer.weight.detach().clone()

@@ -1,8 +1,10 @@
-"""What belongs to the whole process and not to a thread: torch's random numbers, its sign of a compilation, the warnings filters.
+"""What belongs to the whole process and not to a thread: torch's random numbers, its sign of a
+compilation, the warnings filters.
 
-Saving such a state, changing it and putting it back is right in one thread only. Two threads that do so at once get each other's
-random numbers, and may leave the other's change behind for good. Whoever in this package changes one of them does it here: one
-thread at a time, while the others wait. Code of others that changes them in another thread meanwhile is not held back.
+Saving such a state, changing it and putting it back is right in one thread only. Two threads that
+do so at once get each other's random numbers, and may leave the other's change behind for good.
+Whoever in this package changes one of them does it here: one thread at a time, while the others
+wait. Code of others that changes them in another thread meanwhile is not held back.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ if hasattr(os, "register_at_fork"):
 def is_compiling() -> bool:
     """Whether this thread compiles or exports a graph, so that numbers cannot be looked at.
 
-    `torch.compiler.is_compiling()` is one flag for the whole process: while one thread compiles, it is True for all others, which
-    would leave out their checks and choose other kernels.
+    `torch.compiler.is_compiling()` is one flag for the whole process: while one thread compiles, it
+    is True for all others, which would leave out their checks and choose other kernels.
 
     >>> is_compiling()
     False
@@ -48,7 +50,9 @@ _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
 def _of_this_thread() -> bool:
-    """Whether code that runs eagerly is part of a compilation, or of an export, of its own thread."""
+    """Whether code that runs eagerly is part of a compilation, or of an export, of its own
+    thread.
+    """
     if CompileContext.try_get() is not None or TracingContext.try_get() is not None:
         return True
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
@@ -56,7 +60,8 @@ def _of_this_thread() -> bool:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Keep other threads out of every block of this module while the block runs; blocks may be nested.
+    """Keep other threads out of every block of this module while the block runs; blocks may be
+    nested.
 
     >>> with alone(), alone():
     ...     pass
@@ -67,7 +72,8 @@ def alone() -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Draw torch's global random numbers from a seed in the block, and put their state back afterwards.
+    """Draw torch's global random numbers from a seed in the block, and put their state back
+    afterwards.
 
     Args:
         seed: where the block begins; None: where the state is.

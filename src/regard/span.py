@@ -1,7 +1,9 @@
-"""Positions: where queries and keys stand. A tensor of integers, or a `Span`, a contiguous run carried as two numbers.
+"""Positions: where queries and keys stand. A tensor of integers, or a `Span`, a contiguous run
+carried as two numbers.
 
-A position is an absolute index into the sequence. `EMPTY` (-1) marks a slot that holds nothing: padding, or a cache slot
-that is not written yet. A `Span` lets a kernel know how queries and keys are aligned without reading a tensor.
+A position is an absolute index into the sequence. `EMPTY` (-1) marks a slot that holds nothing:
+padding, or a cache slot that is not written yet. A `Span` lets a kernel know how queries and keys
+are aligned without reading a tensor.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ EMPTY = -1
 class Span:
     """The positions start, start + 1, ..., start + length - 1, the same for every row of a batch.
 
-    `start` may be negative. A position below 0 is a slot that holds nothing, as in a tensor, unless `tokens` is True: where
-    no positions are given and there are more queries than keys, the queries end where the keys end, and the first ones are
-    tokens that stand before every key. They see nothing under a causal mask, and everything without one.
+    `start` may be negative. A position below 0 is a slot that holds nothing, as in a tensor, unless
+    `tokens` is True: where no positions are given and there are more queries than keys, the queries
+    end where the keys end, and the first ones are tokens that stand before every key. They see
+    nothing under a causal mask, and everything without one.
 
     Raises:
         ArgumentError: `length` is negative.
@@ -76,7 +79,9 @@ class Span:
 
 
 Positions: TypeAlias = "Span | Tensor"
-"""`Span`, or an integer tensor [B or 1, L] of absolute positions, `EMPTY` where a slot holds nothing."""
+"""`Span`, or an integer tensor [B or 1, L] of absolute positions, `EMPTY` where a slot holds
+nothing.
+"""
 
 
 def _index(i: int, length: int) -> int:
@@ -95,7 +100,8 @@ def part(positions: Positions, where: slice) -> Positions:
 
 
 def vacant(positions: Positions, device: torch.device | str | None = None) -> Tensor | None:
-    """Which slots hold nothing, bool [B or 1, L]; None where every slot holds a token, and no tensor is read to know it.
+    """Which slots hold nothing, bool [B or 1, L]; None where every slot holds a token, and no
+    tensor is read to know it.
 
     >>> vacant(Span(-1, 3)).tolist(), vacant(Span(0, 3))
     ([[True, False, False]], None)
@@ -112,7 +118,8 @@ def count(positions: Positions) -> int:
 
 
 def follow(old: Positions, new: Positions) -> Positions:
-    """The positions of `new` slots behind `old` ones: a `Span` where both are and they touch, else a tensor.
+    """The positions of `new` slots behind `old` ones: a `Span` where both are and they touch, else
+    a tensor.
 
     >>> follow(Span(0, 3), Span(3, 2))
     Span(start=0, length=5)

@@ -1,11 +1,14 @@
-"""Taps: identity calls at named places in the computation, and `Trace`, which captures or edits what passes there.
+"""Taps: identity calls at named places in the computation, and `Trace`, which captures or edits
+what passes there.
 
-The names are `q k v scores pattern z out`; a model puts each at a place, so that a full name is `layers.3.pattern`.
-`scores` and `pattern` exist only in the reference kernel: a fused kernel refuses a call in which somebody asks for them.
+The names are `q k v scores pattern z out`; a model puts each at a place, so that a full name is
+`layers.3.pattern`. `scores` and `pattern` exist only in the reference kernel: a fused kernel
+refuses a call in which somebody asks for them.
 
-Each thread has one stack of open traces, and every tap passes through the whole stack: first all edits, the outermost
-trace's first, then all captures. So a function that measures a model within somebody's edit measures the edited model.
-A tap costs one look at an empty stack when nobody listens, and nothing in a compiled graph.
+Each thread has one stack of open traces, and every tap passes through the whole stack: first all
+edits, the outermost trace's first, then all captures. So a function that measures a model within
+somebody's edit measures the edited model. A tap costs one look at an empty stack when nobody
+listens, and nothing in a compiled graph.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class _Open(threading.local):
-    """What one thread has open: its traces, the outermost first, and the names of the places that it is in."""
+    """What one thread has open: its traces, the outermost first, and the names of the places that
+    it is in.
+    """
 
     def __init__(
         self,
@@ -47,8 +52,8 @@ _open = _Open()
 class Opening:
     """A trace while one thread has it open. Its names of places begin where it was opened.
 
-    times: how often it was entered within itself. passed: full names of the taps that were met. done: names of its edits
-    and captures that were.
+    times: how often it was entered within itself. passed: full names of the taps that were met.
+        done: names of its edits and captures that were.
     """
 
     def __init__(self, trace: Trace, depth: int) -> None:
@@ -61,7 +66,9 @@ class Opening:
         return ".".join((*_open.places[self.depth :], *names))
 
     def edits(self, *names: str) -> list[str]:
-        """The names under which its trace edits a tap at the current place, or at a place within it."""
+        """The names under which its trace edits a tap at the current place, or at a place within
+        it.
+        """
         edit = self.trace.edit
         return [key for key in dict.fromkeys((self.full(*names), names[-1])) if key in edit]
 
@@ -69,22 +76,26 @@ class Opening:
 class Trace:
     """Capture, or edit, what passes the taps of this thread while the `with` block runs.
 
-    Traces may be opened within one another. Edits of all of them act, those of the outermost first, and every capture
-    sees what the computation went on with, after all edits.
+    Traces may be opened within one another. Edits of all of them act, those of the outermost first,
+    and every capture sees what the computation went on with, after all edits.
 
     Args:
-        *names: what to capture: a bare name (`"pattern"`, at every place) or a full one (`"layers.0.pattern"`).
-        edit: name -> function of the tensor; what it returns replaces the tensor in the computation, and has its shape,
-            dtype and device. Keys and values are given as copies, since a cache may own the originals.
-        missing: what to do when the block ends and a name was never captured: "warn" or "ignore". An edit that never
-            ran is always an error.
+        *names: what to capture: a bare name (`"pattern"`, at every place) or a full one
+            (`"layers.0.pattern"`).
+        edit: name -> function of the tensor; what it returns replaces the tensor in the
+            computation, and has its shape, dtype and device. Keys and values are given as copies,
+            since a cache may own the originals.
+        missing: what to do when the block ends and a name was never captured: "warn" or "ignore".
+            An edit that never ran is always an error.
 
-    `trace[name]` is what the last call captured: by full name, or by bare name when it passed one place only.
-    `trace.every(name)` has one tensor per call (one per decoded token, say). Captured tensors are detached.
+    `trace[name]` is what the last call captured: by full name, or by bare name when it passed one
+    place only. `trace.every(name)` has one tensor per call (one per decoded token, say). Captured
+    tensors are detached.
 
     Raises:
-        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; what an edit returned has
-            another shape, dtype or device; an edit never ran (raised when the block ends without another exception).
+        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; what an
+            edit returned has another shape, dtype or device; an edit never ran (raised when the
+            block ends without another exception).
         ArgumentTypeError: an edit returned something else than a tensor.
 
     >>> import torch, regard
@@ -154,7 +165,9 @@ class Trace:
 
     @property
     def where(self) -> str:
-        """The current place: `layers.3`, say; empty outside of any, and where the trace is not open."""
+        """The current place: `layers.3`, say; empty outside of any, and where the trace is not
+        open.
+        """
         opening = self._opening()
         return "" if opening is None else ".".join(_open.places[opening.depth :])
 
@@ -186,13 +199,15 @@ class Trace:
         idle = [name for name in self.edit if name not in opening.done]
         if idle:
             raise ArgumentError(
-                f"the edit of {_quoted(idle)} never ran: no such tap was passed while the trace was open; "
+                f"the edit of {_quoted(idle)} never ran: no such tap was passed while the trace "
+                "was open; "
                 f"{_met(opening, idle)}"
             )
         deaf = sorted(name for name in self.wants if name not in opening.done)
         if deaf and self.missing == "warn":
             warnings.warn(
-                f"{_quoted(deaf)} was never captured: no such tap was passed while the trace was open; "
+                f"{_quoted(deaf)} was never captured: no such tap was passed while the trace was "
+                "open; "
                 f"{_met(opening, deaf)}",
                 stacklevel=3,
             )
@@ -228,7 +243,9 @@ class _Place:
 
 
 def tap(name: str, x: Tensor) -> Tensor:
-    """Return x as the open traces of this thread edit it, after showing it to those that capture it."""
+    """Return x as the open traces of this thread edit it, after showing it to those that capture
+    it.
+    """
     stack = _open.stack
     if not stack:
         return x
@@ -254,7 +271,9 @@ def needed() -> frozenset[str]:
 
 
 def edited(*names: str) -> bool:
-    """Whether an open trace of this thread edits a tap at the current place, or at places within it: the tap comes last."""
+    """Whether an open trace of this thread edits a tap at the current place, or at places within
+    it: the tap comes last.
+    """
     return any(opening.edits(*names) for opening in _open.stack)
 
 
@@ -277,12 +296,14 @@ def _edited(opening: Opening, key: str, name: str, x: Tensor) -> Tensor:
     made = opening.trace.edit[key](x.clone() if name in ("k", "v") else x)
     if not isinstance(made, torch.Tensor):
         raise ArgumentTypeError(
-            f"the edit of {key!r} returned {type(made).__name__} at {opening.full(name)}; it must return the tensor that "
+            f"the edit of {key!r} returned {type(made).__name__} at {opening.full(name)}; it must "
+            "return the tensor that "
             "takes the place of its argument"
         )
     if made.shape != x.shape or made.dtype != x.dtype or made.device != x.device:
         raise ArgumentError(
-            f"the edit of {key!r} returned {_kind(made)} at {opening.full(name)}; it must return what it was given, "
+            f"the edit of {key!r} returned {_kind(made)} at {opening.full(name)}; it must return "
+            "what it was given, "
             f"{_kind(x)}"
         )
     opening.done[key] = None

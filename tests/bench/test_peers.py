@@ -1,4 +1,6 @@
-"""Every peer that is installed gives the right answer at small sizes, in every dtype of its cases; and what each refuses."""
+"""Every peer that is installed gives the right answer at small sizes, in every dtype of its cases;
+and what each refuses.
+"""
 
 from __future__ import annotations
 

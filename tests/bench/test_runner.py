@@ -1,4 +1,6 @@
-"""A wrong peer is caught, a slow one comes out slower by the right ratio, and nothing is left out without a reason."""
+"""A wrong peer is caught, a slow one comes out slower by the right ratio, and nothing is left out
+without a reason.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def peer(name: str, change: Callable[[Outputs], Outputs] = dict, **more: Any) ->
 
 
 class Clock:
-    """A clock that goes only while a peer works: what is measured is then exact, whatever else the machine does."""
+    """A clock that goes only while a peer works: what is measured is then exact, whatever else the
+    machine does.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -61,9 +65,14 @@ def run(
     case = Case("test", "A test.", {}, (), peers)
     said: list[str] = []
     found = measure(
-        case, SIZES, dtype, CPU, budget=Budget(**{"rounds": 3, "sample": 0.0, **budget}),
-        ceilings=top, say=said.append,
-    )  # fmt: skip
+        case,
+        SIZES,
+        dtype,
+        CPU,
+        budget=Budget(**{"rounds": 3, "sample": 0.0, **budget}),
+        ceilings=top,
+        say=said.append,
+    )
     assert all(any(one.name in line for line in said) for one in peers)
     return found
 
@@ -183,20 +192,43 @@ def test_the_json_of_a_run() -> None:
     assert set(told) == {"schema", "machine", "rule", "ceilings", "interrupted", "cases"}
     (case,) = told["cases"]
     assert set(case) == {
-        "case", "about", "sizes", "dtype", "device", "flops", "bytes", "refused", "interrupted", "rows",
-    }  # fmt: skip
+        "case",
+        "about",
+        "sizes",
+        "dtype",
+        "device",
+        "flops",
+        "bytes",
+        "refused",
+        "interrupted",
+        "rows",
+    }
     right, wrong = case["rows"]
     assert set(right) == {
-        "peer", "status", "why", "kernel", "seconds", "quartiles", "rounds", "ratio", "bytes_per_second",
-        "flops_per_second", "of_read", "of_gemm", "error", "allowed",
-    }  # fmt: skip
+        "peer",
+        "status",
+        "why",
+        "kernel",
+        "seconds",
+        "quartiles",
+        "rounds",
+        "ratio",
+        "bytes_per_second",
+        "flops_per_second",
+        "of_read",
+        "of_gemm",
+        "error",
+        "allowed",
+    }
     assert (right["kernel"], right["ratio"]) == ("some kernel", 1.0)
     assert wrong["error"] is None  # NaN is no JSON
     assert case["flops"] == found.work.flops if found.work else False
 
 
 def test_shares_are_of_reading_in_the_same_rounds() -> None:
-    """A machine that reads half as fast in one round, and a kernel that then takes twice as long: the share stays."""
+    """A machine that reads half as fast in one round, and a kernel that then takes twice as long:
+    the share stays.
+    """
     about = Measured("demo", "", "", torch.float32, "cpu", Work(flops=8, bytes=300))
     top = Ceilings(1e9, {}, Reading(100, lambda: None))
     verdict = Verdict(right=True, error=0.0, allowed=1.0, why="")

@@ -1,6 +1,8 @@
-"""Adapters of libraries that the tests do not install, against stand-ins that do what their documentation says.
+"""Adapters of libraries that the tests do not install, against stand-ins that do what their
+documentation says.
 
-A stand-in computes from what it was given, by a formula of its own: an adapter that hands over the wrong thing is wrong.
+A stand-in computes from what it was given, by a formula of its own: an adapter that hands over the
+wrong thing is wrong.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Binding:
 
 
 class Session:
-    """GroupQueryAttention, as ContribOperators.md has it; the graph is the attributes of its one node."""
+    """GroupQueryAttention, as ContribOperators.md has it; the graph is the attributes of its one
+    node.
+    """
 
     def __init__(self, graph: dict[str, Any], options: Any, providers: list[str]) -> None:
         assert providers == ["CPUExecutionProvider"]
@@ -114,7 +118,9 @@ def test_onnx_runtime(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 
 class Attend:
-    """x_transformers.attend.Attend: query head h reads key/value head h % G; a bias and a mask make no causal flag."""
+    """x_transformers.attend.Attend: query head h reads key/value head h % G; a bias and a mask make
+    no causal flag.
+    """
 
     def __init__(self, *, causal: bool, flash: bool) -> None:
         assert causal
@@ -170,7 +176,9 @@ class Writer:
 
 
 class Llama:
-    """llama_cpp.Llama: reads tokens behind n_tokens; its weights are those of the file, under the file's names."""
+    """llama_cpp.Llama: reads tokens behind n_tokens; its weights are those of the file, under the
+    file's names.
+    """
 
     def __init__(self, path: str, **options: Any) -> None:
         assert Path(path).exists()

@@ -26,9 +26,18 @@ def test_slopes():
     forty = alibi_slopes(40)
     assert forty[:32] == pytest.approx([2 ** (-h / 4) for h in range(1, 33)], rel=1e-15)
     assert forty[32:] == pytest.approx(
-        (0.9170040432046712, 0.7711054127039704, 0.6484197773255048, 0.5452538663326288,
-         0.4585020216023356, 0.3855527063519852, 0.3242098886627524, 0.2726269331663144), rel=1e-14,
-    )  # fmt: skip
+        (
+            0.9170040432046712,
+            0.7711054127039704,
+            0.6484197773255048,
+            0.5452538663326288,
+            0.4585020216023356,
+            0.3855527063519852,
+            0.3242098886627524,
+            0.2726269331663144,
+        ),
+        rel=1e-14,
+    )
     assert sum(forty) == pytest.approx(9.58724279196824, rel=1e-14)
     assert alibi_slopes(112)[:64] == pytest.approx([2 ** (-h / 8) for h in range(1, 65)], rel=1e-15)
     assert all(len(alibi_slopes(n)) == n for n in HEADS)
@@ -119,13 +128,33 @@ def test_learned_slopes():
         (lambda: ALiBi(2, (1.0, 2.0)), ArgumentError, r"ALiBi\(heads=2, slopes=given\)"),
         (lambda: ALiBi(0), ArgumentError, "heads is 0; it must be at least 1"),
         (lambda: alibi_slopes(0), ArgumentError, "heads is 0"),
-        (lambda: ALiBi(slopes=torch.ones(2, 1)), ArgumentError, r"slopes is \(2, 1\); it must be 1-D"),
-        (lambda: ALiBi(slopes=torch.ones(2).long()), ArgumentTypeError, "slopes is a tensor of integers"),
-        (lambda: ALiBi(slopes=[1.0, float("nan")]), ArgumentError, r"slopes\[1\] is nan; it must be finite"),
-        (lambda: ALiBi(8).require(1, 12, 4, 4), ArgumentError, r"alibi\(8\) has 8 heads and the query has 12; make the bias"),
-        (lambda: ALiBi(slopes=torch.ones(2)).require(1, 3, 4, 4), ArgumentError, r"alibi\(2 slopes\) has 2 heads"),
+        (
+            lambda: ALiBi(slopes=torch.ones(2, 1)),
+            ArgumentError,
+            r"slopes is \(2, 1\); it must be 1-D",
+        ),
+        (
+            lambda: ALiBi(slopes=torch.ones(2).long()),
+            ArgumentTypeError,
+            "slopes is a tensor of integers",
+        ),
+        (
+            lambda: ALiBi(slopes=[1.0, float("nan")]),
+            ArgumentError,
+            r"slopes\[1\] is nan; it must be finite",
+        ),
+        (
+            lambda: ALiBi(8).require(1, 12, 4, 4),
+            ArgumentError,
+            r"alibi\(8\) has 8 heads and the query has 12; make the bias",
+        ),
+        (
+            lambda: ALiBi(slopes=torch.ones(2)).require(1, 3, 4, 4),
+            ArgumentError,
+            r"alibi\(2 slopes\) has 2 heads",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -147,10 +147,17 @@ def test_gradient_of_a_function():
 @pytest.mark.parametrize(
     "shape, fits",
     [
-        ((4, 7), True), ((1, 1, 4, 7), True), ((2, 3, 4, 7), True), ((2, 1, 1, 7), True),
-        ((4, 1), False), ((1, 7), False), ((1, 1, 4, 1), False), ((3, 3, 4, 7), False), ((2, 2, 4, 7), False),
+        ((4, 7), True),
+        ((1, 1, 4, 7), True),
+        ((2, 3, 4, 7), True),
+        ((2, 1, 1, 7), True),
+        ((4, 1), False),
+        ((1, 7), False),
+        ((1, 1, 4, 1), False),
+        ((3, 3, 4, 7), False),
+        ((2, 2, 4, 7), False),
     ],
-)  # fmt: skip
+)
 def test_which_dense_shapes_serve_a_call(shape, fits):
     bias = Dense(torch.zeros(shape))
     if fits:
@@ -165,17 +172,41 @@ def test_which_dense_shapes_serve_a_call(shape, fits):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: Dense(torch.zeros(2, 4, 7)), ArgumentError, r"bias has 3 dimensions, \(2, 4, 7\); it must be \[T, S\]"),
-        (lambda: Dense(torch.zeros(4, 7).bool()), ArgumentTypeError, "bias is bool; it must be float64"),
+        (
+            lambda: Dense(torch.zeros(2, 4, 7)),
+            ArgumentError,
+            r"bias has 3 dimensions, \(2, 4, 7\); it must be \[T, S\]",
+        ),
+        (
+            lambda: Dense(torch.zeros(4, 7).bool()),
+            ArgumentTypeError,
+            "bias is bool; it must be float64",
+        ),
         (lambda: Dense([[0.0]]), ArgumentTypeError, "bias is list"),
         (lambda: Fn(3), ArgumentTypeError, r"fn is int; it must be a function fn\(q, k, ...\)"),
-        (lambda: Fn(slope, (1.0,)), ArgumentTypeError, r"parameters\[0\] is float; it must be a tensor"),
-        (lambda: Fn(lambda q, k: q - k).block(Q, K), ArgumentTypeError, "gave torch.int64; it must give a float tensor"),
-        (lambda: Fn(constant).block(Q, K), ArgumentTypeError, "gave float; it must give a float tensor"),
-        (lambda: Fn(lambda q, k: (q - k)[0] * 1.0).block(Q, K), ArgumentError, r"gave \(1, 4, 7\) for positions"),
+        (
+            lambda: Fn(slope, (1.0,)),
+            ArgumentTypeError,
+            r"parameters\[0\] is float; it must be a tensor",
+        ),
+        (
+            lambda: Fn(lambda q, k: q - k).block(Q, K),
+            ArgumentTypeError,
+            "gave torch.int64; it must give a float tensor",
+        ),
+        (
+            lambda: Fn(constant).block(Q, K),
+            ArgumentTypeError,
+            "gave float; it must give a float tensor",
+        ),
+        (
+            lambda: Fn(lambda q, k: (q - k)[0] * 1.0).block(Q, K),
+            ArgumentError,
+            r"gave \(1, 4, 7\) for positions",
+        ),
         (lambda: Fn(short).block(Q, K), ArgumentError, r"gave \(1, 1, 3, 7\)"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -139,16 +139,40 @@ def test_gradient_and_substitution():
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: T5Relative(torch.zeros(32)), ArgumentError, r"table is \(32,\); it must be \[buckets, query heads\]"),
+        (
+            lambda: T5Relative(torch.zeros(32)),
+            ArgumentError,
+            r"table is \(32,\); it must be \[buckets, query heads\]",
+        ),
         (lambda: T5Relative(torch.zeros(32, 2).long()), ArgumentTypeError, "table is int64"),
-        (lambda: T5Relative(torch.zeros(31, 2)), ArgumentError, "buckets is 31; with bidirectional it must be even"),
-        (lambda: T5Relative(torch.zeros(1, 2), bidirectional=False), ArgumentError, "buckets is 1; it must be at least 2"),
-        (lambda: T5Relative(torch.zeros(32, 2), max_distance=8), ArgumentError, "max_distance is 8; it must be above 8"),
-        (lambda: T5Relative(torch.zeros(32, 2)).require(1, 4, 3, 3), ArgumentError, r"t5_relative\(32 buckets, bidirectional\) has 2 heads and the query has 4"),
-        (lambda: t5_bucket(torch.zeros(3)), ArgumentTypeError, "relative must be a tensor of integers"),
+        (
+            lambda: T5Relative(torch.zeros(31, 2)),
+            ArgumentError,
+            "buckets is 31; with bidirectional it must be even",
+        ),
+        (
+            lambda: T5Relative(torch.zeros(1, 2), bidirectional=False),
+            ArgumentError,
+            "buckets is 1; it must be at least 2",
+        ),
+        (
+            lambda: T5Relative(torch.zeros(32, 2), max_distance=8),
+            ArgumentError,
+            "max_distance is 8; it must be above 8",
+        ),
+        (
+            lambda: T5Relative(torch.zeros(32, 2)).require(1, 4, 3, 3),
+            ArgumentError,
+            r"t5_relative\(32 buckets, bidirectional\) has 2 heads and the query has 4",
+        ),
+        (
+            lambda: t5_bucket(torch.zeros(3)),
+            ArgumentTypeError,
+            "relative must be a tensor of integers",
+        ),
         (lambda: t5_bucket(3), ArgumentTypeError, "relative must be a tensor of integers"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()
@@ -173,7 +197,9 @@ def test_bounds_of_buckets_are_those_of_the_definition(buckets: int) -> None:
 
 @pytest.mark.parametrize("distance", [2**31, 2**53])
 def test_bounds_of_far_buckets_are_found_without_counting(distance: int) -> None:
-    """Counting to them took hours: a config.json of 300 bytes, or a recording, stood still with it."""
+    """Counting to them took hours: a config.json of 300 bytes, or a recording, stood still with
+    it.
+    """
     starts = bucket_starts(16, distance)
     for m, d in enumerate(starts[8:]):
         assert d**8 >= distance**m * 8 ** (8 - m) > (d - 1) ** 8

@@ -1,4 +1,6 @@
-"""What every cache owes, as functions that raise AssertionError: a run of chunks is held against one pass over everything."""
+"""What every cache owes, as functions that raise AssertionError: a run of chunks is held against
+one pass over everything.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,18 @@ from tests.caches.kinds import Kind
 from tests.oracles.oracle import softmax_attention
 
 Step = int | list[list[bool]]
-"""Tokens of one update: n for every row, at positions that are a `Span`; or for each row which slots hold a token."""
+"""Tokens of one update: n for every row, at positions that are a `Span`; or for each row which
+slots hold a token.
+"""
 
 HEADS = 2
 
 
 @st.composite
 def steps(draw: st.DrawFn, rows: int = 2, most: int = 9) -> list[Step]:
-    """Chunks of up to two windows, all rows alike, or padded left, right or anywhere; three windows and more in all."""
+    """Chunks of up to two windows, all rows alike, or padded left, right or anywhere; three windows
+    and more in all.
+    """
     found: list[Step] = []
     alike = draw(st.booleans())
     for n in [*draw(st.lists(st.integers(0, most), min_size=2, max_size=5)), 1, 1]:
@@ -105,7 +111,9 @@ class Run:
         assert found == [[n, n + 1] for n in ends], f"next is {found}, rows end at {ends}"
 
     def assert_answer(self, memory: Parts, where: Positions, at: list[list[int]]) -> None:
-        """Each token once, with its own values; every one that a query may see; and nothing that was not given."""
+        """Each token once, with its own values; every one that a query may see; and nothing that
+        was not given.
+        """
         p = as_tensor(where).expand(len(self.rows), -1)
         for b, row in enumerate(self.rows):
             held = p[b][p[b] >= 0]
@@ -154,7 +162,9 @@ class Run:
                 x.masked_fill_((where < 0)[:, None, :, None], float("nan"))
 
     def crop(self, length: int) -> bool:
-        """Crop cache and rows, or find that the cache refuses; it may do so only where it says it may."""
+        """Crop cache and rows, or find that the cache refuses; it may do so only where it says it
+        may.
+        """
         longest = max(self.ends())
         before = self.seen()
         refused = None
@@ -182,8 +192,8 @@ class Run:
     def seen(
         self, cache: Cache | None = None, back: int = 0
     ) -> list[tuple[list[int], list[bytes]]]:
-        """What a cache would show to the next token, once `back` tokens were taken back: row by row positions and values,
-        bit by bit. The cache is not changed."""
+        """What a cache would show to the next token, once `back` tokens were taken back: row by row
+        positions and values, bit by bit. The cache is not changed."""
         cache = copy.deepcopy(self.cache if cache is None else cache)
         B = cache.batch
         if B is None:
@@ -203,7 +213,9 @@ class Run:
 
 
 def assert_any_chunks_are_one_pass(kind: Kind, run: list[Step], start: int = 0) -> None:
-    """Attention over what the cache answers is attention over everything, in any chunks, with any padding."""
+    """Attention over what the cache answers is attention over everything, in any chunks, with any
+    padding.
+    """
     driver = Run(kind, start=start)
     for step in run:
         driver.feed(step)
@@ -289,7 +301,9 @@ def assert_a_failed_update_is_taken_back(kind: Kind, run: list[Step], n: int) ->
 
 
 def assert_storage_is_bounded(kind: Kind, rows: int = 2) -> None:
-    """Bytes held after 1, 10 and 40 tokens are what the formula says, in one chunk or one by one."""
+    """Bytes held after 1, 10 and 40 tokens are what the formula says, in one chunk or one by
+    one.
+    """
     assert kind.held is not None
     for chunk in (1, 13):
         driver, n = Run(kind, rows=rows), 0

@@ -1,4 +1,6 @@
-"""One entry per cache that stores tokens: the contract suite runs over them. A new cache joins by one entry."""
+"""One entry per cache that stores tokens: the contract suite runs over them. A new cache joins by
+one entry.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ class Kind:
         name: of the example.
         make: an empty one.
         mask: the mask that it serves exactly.
-        sees: the same rule in plain Python: (query position, key position) -> whether it may be seen.
+        sees: the same rule in plain Python: (query position, key position) -> whether it may be
+            seen.
         shapes: heads and dim of each part that it stores.
         recall: the parts -> keys and values, one head or several each.
-        bound: how far attention over what it answers may be from attention over everything, for tokens randn.
+        bound: how far attention over what it answers may be from attention over everything, for
+            tokens randn.
         rewind: how many of the last tokens a crop can always take back; None is all.
         held: bytes held when every one of B rows has seen n tokens without padding, in float64.
         slots: how many slots, padding included, it takes.
@@ -80,7 +84,9 @@ TOKEN = 32  # 4 numbers of 8 bytes
 
 
 def _quantised(B: int, n: int) -> int:
-    """Groups of 4, and at least 3 tokens as they came: 2 bytes a key, 2 a value, scales and zeros of 8 bytes."""
+    """Groups of 4, and at least 3 tokens as they came: 2 bytes a key, 2 a value, scales and zeros
+    of 8 bytes.
+    """
     old = max(0, n - 3) // 4 * 4
     return B * ((n - old) * TOKEN + old * (2 + 2 + 16) + old // 4 * 2 * 16)
 
@@ -89,44 +95,87 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("growing", Growing, CAUSAL, _causal, held=lambda B, n: B * n * TOKEN),
-        Kind("fixed", lambda: Fixed(60), CAUSAL, _causal, held=lambda B, n: B * 60 * TOKEN, slots=60),
         Kind(
-            "ring", lambda: Ring(W), WINDOW, _window,
-            rewind=1, held=lambda B, n: B * W * TOKEN, in_order=True,
+            "fixed", lambda: Fixed(60), CAUSAL, _causal, held=lambda B, n: B * 60 * TOKEN, slots=60
         ),
         Kind(
-            "ring, rewind", lambda: Ring(W, rewind=3), WINDOW, _window,
-            rewind=4, held=lambda B, n: B * (W + 3) * TOKEN, in_order=True,
+            "ring",
+            lambda: Ring(W),
+            WINDOW,
+            _window,
+            rewind=1,
+            held=lambda B, n: B * W * TOKEN,
+            in_order=True,
         ),
         Kind(
-            "streaming", lambda: Streaming(2, W), CAUSAL & (masks.Window(W) | masks.Sinks(2)), _sinks(2),
-            rewind=1, held=lambda B, n: B * (2 + W) * TOKEN, in_order=True,
+            "ring, rewind",
+            lambda: Ring(W, rewind=3),
+            WINDOW,
+            _window,
+            rewind=4,
+            held=lambda B, n: B * (W + 3) * TOKEN,
+            in_order=True,
         ),
         Kind(
-            "streaming, rewind", lambda: Streaming(3, W, rewind=2),
-            CAUSAL & (masks.Window(W) | masks.Sinks(3)), _sinks(3),
-            rewind=3, held=lambda B, n: B * (3 + W + 2) * TOKEN, in_order=True,
-        ),
-        Kind("paged", lambda: Paged(3, 80), CAUSAL, _causal, held=lambda B, n: B * -(-n // 3) * 3 * TOKEN),
-        Kind(
-            "quantised", lambda: Quantised(8, group=4, residual=3), CAUSAL, _causal,
-            bound=0.1, held=_quantised,  # a number is off by at most (max - min) / 510: 0.01 for tokens randn
-        ),
-        Kind(
-            "latent", lambda: Latent(3, 2), CAUSAL, _causal, shapes=((1, 5),),
-            recall=lambda m: (m[0], m[0][..., :3]), held=lambda B, n: B * n * 40,
+            "streaming",
+            lambda: Streaming(2, W),
+            CAUSAL & (masks.Window(W) | masks.Sinks(2)),
+            _sinks(2),
+            rewind=1,
+            held=lambda B, n: B * (2 + W) * TOKEN,
+            in_order=True,
         ),
         Kind(
-            "latent, fixed", lambda: Latent(3, 2, capacity=60), CAUSAL, _causal, shapes=((1, 5),),
-            recall=lambda m: (m[0], m[0][..., :3]), held=lambda B, n: B * 60 * 40, slots=60,
+            "streaming, rewind",
+            lambda: Streaming(3, W, rewind=2),
+            CAUSAL & (masks.Window(W) | masks.Sinks(3)),
+            _sinks(3),
+            rewind=3,
+            held=lambda B, n: B * (3 + W + 2) * TOKEN,
+            in_order=True,
+        ),
+        Kind(
+            "paged",
+            lambda: Paged(3, 80),
+            CAUSAL,
+            _causal,
+            held=lambda B, n: B * -(-n // 3) * 3 * TOKEN,
+        ),
+        Kind(
+            "quantised",
+            lambda: Quantised(8, group=4, residual=3),
+            CAUSAL,
+            _causal,
+            bound=0.1,
+            held=_quantised,  # a number is off by at most (max - min) / 510: 0.01 for tokens randn
+        ),
+        Kind(
+            "latent",
+            lambda: Latent(3, 2),
+            CAUSAL,
+            _causal,
+            shapes=((1, 5),),
+            recall=lambda m: (m[0], m[0][..., :3]),
+            held=lambda B, n: B * n * 40,
+        ),
+        Kind(
+            "latent, fixed",
+            lambda: Latent(3, 2, capacity=60),
+            CAUSAL,
+            _causal,
+            shapes=((1, 5),),
+            recall=lambda m: (m[0], m[0][..., :3]),
+            held=lambda B, n: B * 60 * 40,
+            slots=60,
         ),
     )
-}  # fmt: skip
+}
 
 NO_TOKENS = {
     "Cache": "the protocol",
     "State": "a recurrence's state: nothing by token",
-    "Memory": "a recurrence's state and the tokens of the open segment, which its module alone can read",
+    "Memory": "a recurrence's state and the tokens of the open segment, which its module alone "
+    "can read",
     "Cross": "the other sequence, stored once",
 }
 """Public caches that are not in the suite, and why."""

@@ -138,14 +138,24 @@ def test_positions_after_each_append(kind: Kind) -> None:
 
 
 REFUSED: list[tuple[str, Callable[[Parts], Parts], Positions, str]] = [
-    ("shape", lambda m: tuple(x[:, :, 0] for x in m), Span(5, 2), r"at 2 positions; it must be \[batch, heads, length, dim\]"),
+    (
+        "shape",
+        lambda m: tuple(x[:, :, 0] for x in m),
+        Span(5, 2),
+        r"at 2 positions; it must be \[batch, heads, length, dim\]",
+    ),
     ("length", lambda m: tuple(x[:, :, :1] for x in m), Span(5, 2), "at 2 positions; it must be"),
-    ("positions", lambda m: m, torch.zeros(3, 2, dtype=torch.int64), r"positions are \(3, 2\) for memory of batch 2"),
+    (
+        "positions",
+        lambda m: m,
+        torch.zeros(3, 2, dtype=torch.int64),
+        r"positions are \(3, 2\) for memory of batch 2",
+    ),
     ("batch", lambda m: tuple(x[:1] for x in m), Span(5, 2), "does not fit what is held"),
     ("dtype", lambda m: tuple(x.float() for x in m), Span(5, 2), "does not fit what is held"),
     ("dim", lambda m: tuple(x[..., :1] for x in m), Span(5, 2), "does not fit what is held"),
     ("parts", lambda m: (*m, m[0]), Span(5, 2), "does not fit what is held"),
-]  # fmt: skip
+]
 
 
 @every

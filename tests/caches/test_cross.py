@@ -72,7 +72,8 @@ def test_crop_is_for_targets() -> None:
             with pytest.raises(regard.ArgumentError) as error:
                 cache.crop(3)
             assert str(error.value) == (
-                "crop to 3, but a Cross cache holds a source of 4 positions, of which a decoder forgets nothing; "
+                "crop to 3, but a Cross cache holds a source of 4 positions, of which a decoder "
+                "forgets nothing; "
                 "crop the caches of the target, or reset() this one"
             )
             assert len(cache) == 4
@@ -96,6 +97,7 @@ def test_a_second_write_and_an_early_read_are_refused() -> None:
         with pytest.raises(regard.ArgumentError) as error:
             again(source(1), PADDED)
         assert str(error.value) == (
-            "a Cross cache is written once, and holds 4 slots of a source already; read() them, or reset() it for another source"
+            "a Cross cache is written once, and holds 4 slots of a source already; read() them, "
+            "or reset() it for another source"
         )
         assert torch.equal(cache.read()[0][0], source()[0])

@@ -1,4 +1,6 @@
-"""Caches on disk: going on after a load is going on, bitwise; damaged, foreign and forged files are refused."""
+"""Caches on disk: going on after a load is going on, bitwise; damaged, foreign and forged files are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,21 @@ from tests.caches.contract import Run, Step
 from tests.caches.kinds import KINDS, Kind
 
 PADDED: list[Step] = [[[False] * 4 + [True] * 7, [True] * 9 + [False] * 2], 1, 1]
-RUNS: dict[str, list[Step]] = {"span": [9, 1, 4], "rows": [[[False, True, True, True, True], [True, True, False, False, False]]], "empty": [], "short": [2]}  # fmt: skip
+RUNS: dict[str, list[Step]] = {
+    "span": [9, 1, 4],
+    "rows": [[[False, True, True, True, True], [True, True, False, False, False]]],
+    "empty": [],
+    "short": [2],
+}
 
 
 def bits(cache: Cache) -> dict[str, Any]:
     return {
         name: (x.dtype, tuple(x.shape), x.reshape(-1).clone().view(torch.uint8).numpy().tobytes())
-        if isinstance(x, Tensor) else x
+        if isinstance(x, Tensor)
+        else x
         for name, x in cache.contents().items()
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -59,7 +67,11 @@ def test_going_on_after_a_load_is_going_on(kind: Kind, run: str, tmp_path: Path)
     assert type(read) is type(driver.cache)
     assert read.settings == driver.cache.settings
     assert bits(read) == bits(driver.cache)
-    assert (len(read), read.bytes, read.batch) == (len(driver.cache), driver.cache.bytes, driver.cache.batch)  # fmt: skip
+    assert (len(read), read.bytes, read.batch) == (
+        len(driver.cache),
+        driver.cache.bytes,
+        driver.cache.batch,
+    )
     for n in (1, 6, 1):
         where = driver.cache.next(n)
         new = driver.tokens(where)
@@ -122,7 +134,11 @@ def test_the_file_is_plain_safetensors_with_a_json_header(tmp_path: Path) -> Non
     assert header["class"] == "Quantised"
     assert header["spans"] == {"positions": [3, 6]}
     assert header["settings"]["axes"] == ["channel", "token"]
-    assert set(load_file(tmp_path / "a")) == set(header["tensors"]) == set(cache.contents()) - {"positions"}  # fmt: skip
+    assert (
+        set(load_file(tmp_path / "a"))
+        == set(header["tensors"])
+        == set(cache.contents()) - {"positions"}
+    )
 
 
 def test_a_failed_write_leaves_the_old_file(
@@ -157,7 +173,11 @@ def test_a_write_is_synced_before_it_is_renamed(
 ) -> None:
     order: list[str] = []
     sync, replace = write.sync, Path.replace
-    monkeypatch.setattr(write, "sync", lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)))  # fmt: skip
+    monkeypatch.setattr(
+        write,
+        "sync",
+        lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)),
+    )
     monkeypatch.setattr(Path, "replace", lambda a, b: (order.append("rename"), replace(a, b)))
     save(Growing(), tmp_path / "a")
     assert order == ["sync file", "rename", "sync folder"]
@@ -167,10 +187,16 @@ class Foreign(Growing):
     """A user's own cache: load would not know it."""
 
 
-def forged(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None], cache: Cache | None = None) -> Path:  # fmt: skip
+def forged(
+    path: Path,
+    change: Callable[[dict[str, Any], dict[str, Tensor]], None],
+    cache: Cache | None = None,
+) -> Path:
     if cache is None:
         cache = Growing()
-        cache.update((torch.ones(2, 1, 3, 2), torch.ones(2, 1, 3, 4)), torch.tensor([[0, 1, 2], [-1, 0, 1]]))  # fmt: skip
+        cache.update(
+            (torch.ones(2, 1, 3, 2), torch.ones(2, 1, 3, 4)), torch.tensor([[0, 1, 2], [-1, 0, 1]])
+        )
     save(cache, path)
     with safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["regard.cache"])
@@ -211,31 +237,122 @@ def streaming() -> Cache:
 
 
 FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | None]] = {
-    "unknown class": (lambda h, t: h.update({"class": "os.system"}), "the class 'os.system' is unknown; known: Cross, Fixed, ", None),
+    "unknown class": (
+        lambda h, t: h.update({"class": "os.system"}),
+        "the class 'os.system' is unknown; known: Cross, Fixed, ",
+        None,
+    ),
     "a protocol": (lambda h, t: h.update({"class": "Cache"}), "the class 'Cache' is unknown", None),
-    "missing": (lambda h, t: (h.update(keep=True), t.pop("memory.1")), "lists 'memory.1' as [2, 1, 3, 4], and the file holds None; save it again", None),
-    "unexpected": (lambda h, t: (h.update(keep=True), t.update(x=torch.ones(1))), "lists 'x' as None, and the file holds [1]; save it again", None),
-    "another shape": (lambda h, t: (h.update(keep=True), t.update({"memory.0": torch.ones(2, 1, 3, 9)})), "lists 'memory.0' as [2, 1, 3, 2], and the file holds [2, 1, 3, 9]; save it again", None),
-    "a name it does not know": (lambda h, t: t.update(x=torch.ones(2)), "do not make a Growing: x is unexpected; save it again", None),
-    "a gap": (lambda h, t: t.update({"memory.3": t.pop("memory.1")}), "do not make a Growing: memory.3 is unexpected", None),
-    "no positions": (lambda h, t: t.pop("positions"), "do not make a Growing: memory.0 is unexpected", None),
-    "fewer positions": (lambda h, t: t.update(positions=torch.zeros(2, 2, dtype=torch.int64)), "memory.0 is (2, 1, 3, 2) for 2 positions; it must be [batch, heads, slots, dim]", None),
-    "another batch": (lambda h, t: t.update(positions=torch.zeros(3, 3, dtype=torch.int64)), "its tensors have [2, 3] rows; all must have one batch, or 1", None),
-    "positions that are no integers": (lambda h, t: t.update(positions=torch.zeros(2, 3)), "positions are torch.float32 (2, 3); they must be integers [batch, slots]", None),
+    "missing": (
+        lambda h, t: (h.update(keep=True), t.pop("memory.1")),
+        "lists 'memory.1' as [2, 1, 3, 4], and the file holds None; save it again",
+        None,
+    ),
+    "unexpected": (
+        lambda h, t: (h.update(keep=True), t.update(x=torch.ones(1))),
+        "lists 'x' as None, and the file holds [1]; save it again",
+        None,
+    ),
+    "another shape": (
+        lambda h, t: (h.update(keep=True), t.update({"memory.0": torch.ones(2, 1, 3, 9)})),
+        "lists 'memory.0' as [2, 1, 3, 2], and the file holds [2, 1, 3, 9]; save it again",
+        None,
+    ),
+    "a name it does not know": (
+        lambda h, t: t.update(x=torch.ones(2)),
+        "do not make a Growing: x is unexpected; save it again",
+        None,
+    ),
+    "a gap": (
+        lambda h, t: t.update({"memory.3": t.pop("memory.1")}),
+        "do not make a Growing: memory.3 is unexpected",
+        None,
+    ),
+    "no positions": (
+        lambda h, t: t.pop("positions"),
+        "do not make a Growing: memory.0 is unexpected",
+        None,
+    ),
+    "fewer positions": (
+        lambda h, t: t.update(positions=torch.zeros(2, 2, dtype=torch.int64)),
+        "memory.0 is (2, 1, 3, 2) for 2 positions; it must be [batch, heads, slots, dim]",
+        None,
+    ),
+    "another batch": (
+        lambda h, t: t.update(positions=torch.zeros(3, 3, dtype=torch.int64)),
+        "its tensors have [2, 3] rows; all must have one batch, or 1",
+        None,
+    ),
+    "positions that are no integers": (
+        lambda h, t: t.update(positions=torch.zeros(2, 3)),
+        "positions are torch.float32 (2, 3); they must be integers [batch, slots]",
+        None,
+    ),
     "another format": (lambda h, t: h.update(format=2), "has format 2; this version reads 1", None),
-    "no class": (lambda h, t: h.pop("class"), "the header of its cache has None as class; it must be a str; save it again", None),
-    "settings that are none": (lambda h, t: h.update(settings=[1]), "has [1] as settings; it must be a dict", None),
-    "spans that are none": (lambda h, t: h.update(spans={"positions": [0, 1.5]}), "has the span [0, 1.5] of 'positions'; it must be a start and a length", None),
-    "spans of one": (lambda h, t: h.update(spans={"positions": [0]}), "has the span [0] of 'positions'; it must be a start and a length", None),
-    "a setting it does not know": (lambda h, t: h["settings"].update(capacity=3), "do not make a Growing: ", None),
-    "a setting it refuses": (lambda h, t: h["settings"].update(bits=7), "do not make a Quantised: bits is 7; it must be 8, 4 or 2; save it again", quantised),
-    "other groups": (lambda h, t: h["settings"].update(group=4), "do not make a Quantised: codes and scales of part 0 are", quantised),
-    "expanded keys": (lambda h, t: t.update({"memory.0": torch.ones(1, 2, 2, 4)}), "a Latent cache takes one part", latent),
-    "a fraction of a slot": (lambda h, t: h["settings"].update(recent=3.0), "has 3.0 as 'recent'; it must be an integer", streaming),
-    "a truth for a number": (lambda h, t: h["settings"].update(sinks=True), "has True as 'sinks'; it must be an integer", streaming),
-    "another ring": (lambda h, t: h["settings"].update(recent=7), "memory.0 has 5 slots, and the settings {'sinks': 2, 'recent': 7, 'rewind': 0} make 9; save it again", streaming),
-    "a negative length": (lambda h, t: h.update(spans={"positions": [0, -2]}), "has the span [0, -2] of 'positions'; it must be", latent),
-}  # fmt: skip
+    "no class": (
+        lambda h, t: h.pop("class"),
+        "the header of its cache has None as class; it must be a str; save it again",
+        None,
+    ),
+    "settings that are none": (
+        lambda h, t: h.update(settings=[1]),
+        "has [1] as settings; it must be a dict",
+        None,
+    ),
+    "spans that are none": (
+        lambda h, t: h.update(spans={"positions": [0, 1.5]}),
+        "has the span [0, 1.5] of 'positions'; it must be a start and a length",
+        None,
+    ),
+    "spans of one": (
+        lambda h, t: h.update(spans={"positions": [0]}),
+        "has the span [0] of 'positions'; it must be a start and a length",
+        None,
+    ),
+    "a setting it does not know": (
+        lambda h, t: h["settings"].update(capacity=3),
+        "do not make a Growing: ",
+        None,
+    ),
+    "a setting it refuses": (
+        lambda h, t: h["settings"].update(bits=7),
+        "do not make a Quantised: bits is 7; it must be 8, 4 or 2; save it again",
+        quantised,
+    ),
+    "other groups": (
+        lambda h, t: h["settings"].update(group=4),
+        "do not make a Quantised: codes and scales of part 0 are",
+        quantised,
+    ),
+    "expanded keys": (
+        lambda h, t: t.update({"memory.0": torch.ones(1, 2, 2, 4)}),
+        "a Latent cache takes one part",
+        latent,
+    ),
+    "a fraction of a slot": (
+        lambda h, t: h["settings"].update(recent=3.0),
+        "has 3.0 as 'recent'; it must be an integer",
+        streaming,
+    ),
+    "a truth for a number": (
+        lambda h, t: h["settings"].update(sinks=True),
+        "has True as 'sinks'; it must be an integer",
+        streaming,
+    ),
+    "another ring": (
+        lambda h, t: h["settings"].update(recent=7),
+        (
+            "memory.0 has 5 slots, and the settings {'sinks': 2, 'recent': 7, 'rewind': 0} make 9; "
+            "save it again"
+        ),
+        streaming,
+    ),
+    "a negative length": (
+        lambda h, t: h.update(spans={"positions": [0, -2]}),
+        "has the span [0, -2] of 'positions'; it must be",
+        latent,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FORGED)
@@ -253,7 +370,9 @@ def test_a_forged_file_is_refused(name: str, tmp_path: Path) -> None:
 def test_positions_of_another_integer_dtype(
     make: Callable[[], Cache], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """A ring goes on in whole numbers of 64 bits: what has 32 goes on likewise, and fewer are refused."""
+    """A ring goes on in whole numbers of 64 bits: what has 32 goes on likewise, and fewer are
+    refused.
+    """
     cache = make()
     held, step = torch.randn(2, 1, 6, 4), torch.randn(2, 1, 1, 4)
     cache.update((held, held), torch.tensor([[0, 1, 2, 3, 4, 5], [-1, -1, 0, 1, 2, 3]]))

@@ -1,4 +1,6 @@
-"""The preallocated cache: written in place, views given out, refused beyond its capacity, right under autograd."""
+"""The preallocated cache: written in place, views given out, refused beyond its capacity, right
+under autograd.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ class Allocated(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}  # fmt: skip
+        known = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
@@ -44,7 +50,9 @@ def test_it_answers_views_of_buffers_that_never_move() -> None:
     cache, (k, v) = Fixed(50), memory(40)
     starts, start = set(), 0
     for n in (5, 1, 0, 7, 1, 26):
-        (a, b), seen = cache.update((k[:, :, start : start + n], v[:, :, start : start + n]), Span(start, n))  # fmt: skip
+        (a, b), seen = cache.update(
+            (k[:, :, start : start + n], v[:, :, start : start + n]), Span(start, n)
+        )
         start += n
         starts.add((a.data_ptr(), b.data_ptr()))
         assert seen == Span(0, start)
@@ -99,7 +107,8 @@ def test_no_room() -> None:
     cache, (k, v) = Fixed(5), memory(4)
     cache.update((k, v), Span(0, 4))
     message = (
-        r"^Fixed holds 4 of 5 slots and 2 more do not fit; crop it, or start with a larger capacity, a Growing cache, or a "
+        r"^Fixed holds 4 of 5 slots and 2 more do not fit; crop it, or start with a larger "
+        r"capacity, a Growing cache, or a "
         r"Ring for a windowed mask$"
     )
     with pytest.raises(regard.ArgumentError, match=message):

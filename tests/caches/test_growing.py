@@ -1,4 +1,6 @@
-"""The growing cache: any chunks are one pass, positions, a refused update changes nothing, bytes."""
+"""The growing cache: any chunks are one pass, positions, a refused update changes nothing,
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -83,15 +85,49 @@ def test_a_refused_update_leaves_it_as_it_was() -> None:
     held = "[((2, 3, 4), torch.float32), ((2, 1, 5), torch.float32)]"
     fits = f"does not fit what is held, {held}; start a new cache for another batch or model"
     cases = [
-        ((k[:, :, 0], v), Span(3, 3), "memory 0 is (2, 3, 4) at 3 positions; it must be [batch, heads, length, dim] with one position per slot"),
-        ((k, v[:, :, :2]), Span(3, 3), "memory 1 is (2, 1, 2, 5) at 3 positions; it must be [batch, heads, length, dim] with one position per slot"),
-        ((k[:1], v[:1]), Span(3, 3), f"memory [((1, 3, 4), torch.float32), ((1, 1, 5), torch.float32)] {fits}"),
+        (
+            (k[:, :, 0], v),
+            Span(3, 3),
+            (
+                "memory 0 is (2, 3, 4) at 3 positions; it must be [batch, heads, length, dim] with "
+                "one position per slot"
+            ),
+        ),
+        (
+            (k, v[:, :, :2]),
+            Span(3, 3),
+            (
+                "memory 1 is (2, 1, 2, 5) at 3 positions; it must be [batch, heads, length, dim] with "
+                "one position per slot"
+            ),
+        ),
+        (
+            (k[:1], v[:1]),
+            Span(3, 3),
+            f"memory [((1, 3, 4), torch.float32), ((1, 1, 5), torch.float32)] {fits}",
+        ),
         ((k,), Span(3, 3), f"memory [((2, 3, 4), torch.float32)] {fits}"),
-        ((k[..., :2], v), Span(3, 3), f"memory [((2, 3, 2), torch.float32), ((2, 1, 5), torch.float32)] {fits}"),
-        ((k[:, :1], v), Span(3, 3), f"memory [((2, 1, 4), torch.float32), ((2, 1, 5), torch.float32)] {fits}"),
-        ((k.bfloat16(), v), Span(3, 3), f"memory [((2, 3, 4), torch.bfloat16), ((2, 1, 5), torch.float32)] {fits}"),
-        ((k, v), torch.zeros(3, 3, dtype=torch.int64), "positions are (3, 3) for memory of batch 2; they must be (2, 3) or (1, 3)"),
-    ]  # fmt: skip
+        (
+            (k[..., :2], v),
+            Span(3, 3),
+            f"memory [((2, 3, 2), torch.float32), ((2, 1, 5), torch.float32)] {fits}",
+        ),
+        (
+            (k[:, :1], v),
+            Span(3, 3),
+            f"memory [((2, 1, 4), torch.float32), ((2, 1, 5), torch.float32)] {fits}",
+        ),
+        (
+            (k.bfloat16(), v),
+            Span(3, 3),
+            f"memory [((2, 3, 4), torch.bfloat16), ((2, 1, 5), torch.float32)] {fits}",
+        ),
+        (
+            (k, v),
+            torch.zeros(3, 3, dtype=torch.int64),
+            "positions are (3, 3) for memory of batch 2; they must be (2, 3) or (1, 3)",
+        ),
+    ]
     for given_memory, positions, message in cases:
         cache = Growing()
         cache.update((k, v), Span(0, 3))

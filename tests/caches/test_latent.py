@@ -1,4 +1,6 @@
-"""The latent cache: one part of rank + rotary numbers per token, and nothing else (bug class 28)."""
+"""The latent cache: one part of rank + rotary numbers per token, and nothing else (bug class
+28).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from regard.span import Span
 
 
 def test_deepseek_v3_keeps_576_numbers_per_token() -> None:
-    """DeepSeek-V3: 512 + 64 numbers, 1152 bytes in bf16 per token and layer; 61 layers are 70,272 bytes."""
+    """DeepSeek-V3: 512 + 64 numbers, 1152 bytes in bf16 per token and layer; 61 layers are 70,272
+    bytes.
+    """
     for capacity in (None, 5):
         cache = Latent(512, 64, capacity=capacity)
         cache.update((torch.zeros(1, 1, 5, 576, dtype=torch.bfloat16),), Span(0, 5))
@@ -37,7 +41,8 @@ def test_expanded_keys_and_values_are_refused() -> None:
         with pytest.raises(regard.ArgumentError) as error:
             cache.update(memory, Span(0, 3))
         assert str(error.value) == (
-            f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, 576], 512 latent and 64 rotary "
+            f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, 576], "
+            "512 latent and 64 rotary "
             "numbers: remember the latent, and expand it on recall"
         )
         assert (len(cache), cache.contents()) == (0, {})

@@ -1,4 +1,6 @@
-"""The paged cache: pages shared by rows and forks, copied when written, freed when nobody needs them."""
+"""The paged cache: pages shared by rows and forks, copied when written, freed when nobody needs
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def rows(cache: Paged) -> list[dict[int, list[float]]]:
 
 
 def assert_counted(pool: Pool, *caches: Paged) -> None:
-    """Every count is the number of rows that refer to the page; pages nobody refers to are free, once each."""
+    """Every count is the number of rows that refer to the page; pages nobody refers to are free,
+    once each.
+    """
     refer = [0] * pool.pages
     for cache in caches:
         for row in cache.table:
@@ -128,7 +132,9 @@ def test_a_fork_shares_pages_until_it_writes() -> None:
 
 
 def test_the_last_to_write_keeps_the_page() -> None:
-    """A row repeated three times, in one cache: two copies, and one keeps the page; none if all others are gone."""
+    """A row repeated three times, in one cache: two copies, and one keeps the page; none if all
+    others are gone.
+    """
     cache = Paged(SIZE, 5)
     cache.update(tokens(1, 2), Span(0, 2))
     cache.select(torch.tensor([0, 0, 0]))
@@ -199,7 +205,8 @@ def test_memory_that_does_not_fit_the_pool() -> None:
     with pytest.raises(regard.ArgumentError) as error:
         fork.update((torch.ones(1, 3, 2, 2),), Span(0, 2))
     assert str(error.value) == (
-        "memory [((3, 2), torch.float32)] does not fit the pool's pages, [((2, 2), torch.float64), ((1, 3), torch.float64)], "
+        "memory [((3, 2), torch.float32)] does not fit the pool's pages, [((2, 2), "
+        "torch.float64), ((1, 3), torch.float64)], "
         "of which 1 are in use; start a new cache for another model"
     )
     for args in ((0, 3), (3, 0)):
@@ -285,7 +292,9 @@ def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
 
 @given(program=programs(), size=st.integers(1, 5))
 def test_any_program_is_lists_of_tokens(program: list[tuple[str, int, int]], size: int) -> None:
-    """Several forks over one pool, against plain dictionaries; counts are exact after every step."""
+    """Several forks over one pool, against plain dictionaries; counts are exact after every
+    step.
+    """
     # no other name holds a cache: what is dropped must be gone
     caches: list[tuple[Paged, list[dict[int, list[float]]]]] = [(Paged(size, 400), [])]
     for step, (name, which, n) in enumerate(program):

@@ -1,4 +1,6 @@
-"""The quantised cache: its codes against the definition, its bound, chunks, outliers, padding, what no group can hold."""
+"""The quantised cache: its codes against the definition, its bound, chunks, outliers, padding, what
+no group can hold.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def tokens(
     return tuple(scale * torch.randn(B, 3, T, d, generator=make).double() for _ in range(2))  # type: ignore[return-value]
 
 
-def fed(cache: Quantised, parts: tuple[Tensor, ...], chunks: list[int], positions: Tensor | None = None) -> tuple[tuple[Tensor, ...], Positions]:  # fmt: skip
+def fed(
+    cache: Quantised, parts: tuple[Tensor, ...], chunks: list[int], positions: Tensor | None = None
+) -> tuple[tuple[Tensor, ...], Positions]:
     start, answer = 0, None
     for n in chunks:
         where = Span(start, n) if positions is None else positions[:, start : start + n]
@@ -64,7 +68,9 @@ def held_in_codes(T: int) -> int:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 def test_the_error_is_within_half_a_step(bits: int, dtype: torch.dtype, scale: float) -> None:
-    """|x - x'| <= (max - min) / (2^b - 1) / 2 per group, and the roundings of scale and result to the dtype."""
+    """|x - x'| <= (max - min) / (2^b - 1) / 2 per group, and the roundings of scale and result to
+    the dtype.
+    """
     parts = tuple(x.to(dtype) for x in tokens(21, scale=scale))
     answer, _ = fed(Quantised(bits, group=GROUP, residual=RESIDUAL), parts, [21])
     old, eps = held_in_codes(21), torch.finfo(dtype).eps
@@ -96,7 +102,11 @@ def test_codes_are_the_definition() -> None:
                 assert abs(float(y[i]) - (low + round((v - low) / scale) * scale)) < 1e-14
 
 
-@given(chunks=st.lists(st.integers(0, 9), min_size=1, max_size=8), bits=st.sampled_from((8, 4, 2)), pads=st.integers(0, 5))  # fmt: skip
+@given(
+    chunks=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    bits=st.sampled_from((8, 4, 2)),
+    pads=st.integers(0, 5),
+)
 def test_any_chunks_are_one_shot_bitwise(chunks: list[int], bits: int, pads: int) -> None:
     T = sum(chunks)
     positions = torch.stack([torch.arange(T), torch.arange(T) - pads])
@@ -182,9 +192,11 @@ def attention_error(axes: tuple[str, str], k: Tensor, v: Tensor, q: Tensor) -> f
 
 
 def test_outlier_channels_of_keys() -> None:
-    """Bug class 42: a channel of keys that is 100 times the others does not cost the others their bits.
+    """Bug class 42: a channel of keys that is 100 times the others does not cost the others their
+    bits.
 
-    Negative control: per token, as for values, it does, and attention is off by the size of its output.
+    Negative control: per token, as for values, it does, and attention is off by the size of its
+    output.
     """
     (k, v), (q, _) = tokens(32), tokens(4, seed=1)
     k[..., 3] = 100 + k[..., 3]  # far off and nearly constant, as in trained models
@@ -216,10 +228,18 @@ def test_constant_groups_are_exact() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_strange_numbers_are_kept_and_disturb_nobody(dtype: torch.dtype, axis: str) -> None:
-    """NaN, infinities and the dtype's largest numbers come back as they are; all others as if they were not there."""
+    """NaN, infinities and the dtype's largest numbers come back as they are; all others as if they
+    were not there.
+    """
     info = torch.finfo(dtype)
     x = tokens(8, B=2)[0].to(dtype)
-    places = {(0, 1, 2, 3): math.nan, (0, 2, 7, 0): math.inf, (1, 0, 0, 1): -math.inf, (1, 1, 5, 2): info.max, (0, 0, 4, 7): info.min}  # fmt: skip
+    places = {
+        (0, 1, 2, 3): math.nan,
+        (0, 2, 7, 0): math.inf,
+        (1, 0, 0, 1): -math.inf,
+        (1, 1, 5, 2): info.max,
+        (0, 0, 4, 7): info.min,
+    }
     strange, plain = x.clone(), x.clone()
     for at, value in places.items():
         strange[at] = value
@@ -246,7 +266,9 @@ def test_strange_numbers_are_kept_and_disturb_nobody(dtype: torch.dtype, axis: s
 
 
 def test_a_nan_of_one_document_stays_in_it() -> None:
-    """A key behind a mask, in a group with keys that are seen, changes nothing: groups do not leak."""
+    """A key behind a mask, in a group with keys that are seen, changes nothing: groups do not
+    leak.
+    """
     (k, v), (q, _) = tokens(16), tokens(4, seed=1)
     bad_k, bad_v = k.clone(), v.clone()
     for x in (bad_k, bad_v):
@@ -263,7 +285,9 @@ def test_a_nan_of_one_document_stays_in_it() -> None:
 
 
 def test_padding_takes_no_part_in_a_group() -> None:
-    """Garbage at -1 changes nothing, on either side; an empty group is fine; the bound holds for what is there."""
+    """Garbage at -1 changes nothing, on either side; an empty group is fine; the bound holds for
+    what is there.
+    """
     k, v = tokens(16)
     p = torch.stack([torch.arange(16) - 5, torch.arange(16)])
     p[1, 9:] = -1
@@ -330,7 +354,8 @@ def test_gradients_are_refused_not_lost() -> None:
     with pytest.raises(regard.ArgumentError) as error:
         cache.update((k, v.requires_grad_()), Span(0, 3))
     assert str(error.value) == (
-        "memory 1 requires a gradient, which codes do not have; use a Growing cache, or torch.no_grad()"
+        "memory 1 requires a gradient, which codes do not have; use a Growing cache, or "
+        "torch.no_grad()"
     )
     with torch.no_grad():
         cache.update((k, v), Span(0, 3))
@@ -361,13 +386,20 @@ def test_packing_and_rounding_up() -> None:
 
 
 def test_rounding_the_scale_down_would_break_the_bound() -> None:
-    """Negative control: with the scale rounded to nearest, bf16's largest code does not reach the maximum."""
+    """Negative control: with the scale rounded to nearest, bf16's largest code does not reach the
+    maximum.
+    """
     x = tokens(64)[0].bfloat16()
     made = quantise(x, torch.ones(1, 64, dtype=torch.bool), "channel", bits=8, group=64)
     lines = x.transpose(-1, -2)[:, :, None]
     span = (lines.amax(-1, keepdim=True).double() - lines.amin(-1, keepdim=True).double()) / 255
     nearest = made._replace(scale=span.bfloat16())
-    reach = [float((c.zero.double() + 255 * c.scale.double() - lines.amax(-1, keepdim=True).double()).min()) for c in (made, nearest)]  # fmt: skip
+    reach = [
+        float(
+            (c.zero.double() + 255 * c.scale.double() - lines.amax(-1, keepdim=True).double()).min()
+        )
+        for c in (made, nearest)
+    ]
     assert reach[0] >= -1e-12
     assert reach[1] < -1e-3
     assert dequantise(made, "channel", (2, 3, 64, 8), bits=8).dtype == torch.bfloat16
@@ -381,7 +413,9 @@ def held_by(cache: Quantised) -> list[int]:
 
 
 def test_a_step_copies_no_more_than_is_new() -> None:
-    """Codes stay where they are but when they have grown by a quarter, recent slots but when a group leaves them."""
+    """Codes stay where they are but when they have grown by a quarter, recent slots but when a
+    group leaves them.
+    """
     parts = tokens(900, d=4)
     cache = Quantised(8, group=GROUP, residual=RESIDUAL)
     fed(cache, parts, [400])
@@ -401,7 +435,9 @@ def test_a_step_copies_no_more_than_is_new() -> None:
 
 
 def test_an_update_taken_back_is_written_over() -> None:
-    """Slots are written in place: what a refused call wrote behind the others is not seen by what follows."""
+    """Slots are written in place: what a refused call wrote behind the others is not seen by what
+    follows.
+    """
     parts = tokens(60)
     cache, right = (Quantised(8, group=GROUP, residual=RESIDUAL) for _ in range(2))
     for t in range(59):
@@ -411,12 +447,16 @@ def test_an_update_taken_back_is_written_over() -> None:
         cache.update(tuple(x[:, :, t : t + 1] for x in parts), Span(t, 1))
     fed(right, parts, [59])
     last = tuple(x[:, :, 59:] for x in parts)
-    for a, b in zip(cache.update(last, Span(59, 1))[0], right.update(last, Span(59, 1))[0], strict=True):  # fmt: skip
+    for a, b in zip(
+        cache.update(last, Span(59, 1))[0], right.update(last, Span(59, 1))[0], strict=True
+    ):
         assert torch.equal(a, b)
 
 
 def test_appended_memory_that_may_not_be_written() -> None:
-    """Where a gradient is recorded, or torch forbids it, new slots make a new memory; the old one keeps its values."""
+    """Where a gradient is recorded, or torch forbids it, new slots make a new memory; the old one
+    keeps its values.
+    """
     x = torch.ones(1, 1, 2, 3, 1, requires_grad=True)
     held = Appended(torch.zeros(1, 1, 1, 3, 1)).append(x).append(2 * x)
     held.view.sum().backward()
@@ -429,7 +469,11 @@ def test_appended_memory_that_may_not_be_written() -> None:
     assert after.view[0, 0, :, 0, 0].tolist() == [0, 1, 1]
     inner = Appended(torch.zeros(1, 1, 1, 3, 1), inner=True).append(torch.ones(1, 1, 4, 3, 1))
     assert inner.view.stride(2) == 1
-    assert inner.cut(2).append(torch.full((1, 1, 1, 3, 1), 5.0)).view[0, 0, :, 2, 0].tolist() == [0, 1, 5]  # fmt: skip
+    assert inner.cut(2).append(torch.full((1, 1, 1, 3, 1), 5.0)).view[0, 0, :, 2, 0].tolist() == [
+        0,
+        1,
+        5,
+    ]
 
 
 def packed_memory() -> tuple[Packed, Tensor]:
@@ -442,9 +486,16 @@ def packed_memory() -> tuple[Packed, Tensor]:
 
 
 def test_memory_in_codes_is_a_tensor() -> None:
-    """Its shape, dtype and device are known without making a number; everything else sees the numbers."""
+    """Its shape, dtype and device are known without making a number; everything else sees the
+    numbers.
+    """
     keys, right = packed_memory()
-    assert (keys.shape, keys.dtype, keys.device, keys.ndim) == (right.shape, right.dtype, right.device, 4)  # fmt: skip
+    assert (keys.shape, keys.dtype, keys.device, keys.ndim) == (
+        right.shape,
+        right.dtype,
+        right.device,
+        4,
+    )
     assert (keys.stride(), keys.numel(), keys.requires_grad) == (
         right.stride(),
         right.numel(),
@@ -454,10 +505,19 @@ def test_memory_in_codes_is_a_tensor() -> None:
     assert repr(keys) == "Packed((2, 3, 21, 8), torch.float32, in codes)"
     assert keys.coded is not None
     uses = (
-        lambda x: x * 2, lambda x: x[:, :, 3:, :2], lambda x: torch.cat([x, x]), lambda x: x.sum(), lambda x: x.double(),
-        lambda x: torch.from_numpy(x.numpy()), lambda x: torch.tensor(x.tolist()), lambda x: copy.deepcopy(x), lambda x: x.detach(),
-        lambda x: torch.nn.functional.linear(x, torch.ones(2, 8)), lambda x: x.transpose(1, 2).flatten(2), lambda x: x.clone(),
-    )  # fmt: skip
+        lambda x: x * 2,
+        lambda x: x[:, :, 3:, :2],
+        lambda x: torch.cat([x, x]),
+        lambda x: x.sum(),
+        lambda x: x.double(),
+        lambda x: torch.from_numpy(x.numpy()),
+        lambda x: torch.tensor(x.tolist()),
+        lambda x: copy.deepcopy(x),
+        lambda x: x.detach(),
+        lambda x: torch.nn.functional.linear(x, torch.ones(2, 8)),
+        lambda x: x.transpose(1, 2).flatten(2),
+        lambda x: x.clone(),
+    )
     for use in uses:
         keys, right = packed_memory()
         found = use(keys)
@@ -489,16 +549,46 @@ def test_errors() -> None:
     k, v = tokens(3)
     cases = [
         (lambda: Quantised(3), "bits is 3; it must be 8, 4 or 2"),
-        (lambda: Quantised(4, group=3), "group is 3; it must be a multiple of 2, for 2 codes of 4 bits fill a byte"),
-        (lambda: Quantised(8, group=0), "group is 0; it must be a multiple of 1, for 1 codes of 8 bits fill a byte"),
+        (
+            lambda: Quantised(4, group=3),
+            "group is 3; it must be a multiple of 2, for 2 codes of 4 bits fill a byte",
+        ),
+        (
+            lambda: Quantised(8, group=0),
+            "group is 0; it must be a multiple of 1, for 1 codes of 8 bits fill a byte",
+        ),
         (lambda: Quantised(8, residual=-1), "residual is -1; it must be 0 or more"),
-        (lambda: Quantised(axes=()), 'axes are (); name "channel", "token" or "exact" for each part of the memory'),
-        (lambda: Quantised(axes=("row",)), 'axes are (\'row\',); name "channel", "token" or "exact" for each part of the memory'),
-        (lambda: Quantised().update((k,), Span(0, 3)), "memory has 1 parts for axes ('channel', 'token'); name an axis for each part"),
-        (lambda: Quantised(4, group=6).update((k, v), Span(0, 3)), "memory 1 has 8 channels, which make no groups of 6 codes of 4 bits; allowed groups: 2, 4, 8"),
-        (lambda: Quantised(4).update((k, v[..., :3]), Span(0, 3)), "memory 1 has 3 channels, which make no groups of 3 codes of 4 bits; allowed groups: none"),
-        (lambda: Quantised().fill({"positions": Span(0, 3), "recent.0": k}), "0 parts in codes and 1 recent ones for axes ('channel', 'token')"),
-    ]  # fmt: skip
+        (
+            lambda: Quantised(axes=()),
+            'axes are (); name "channel", "token" or "exact" for each part of the memory',
+        ),
+        (
+            lambda: Quantised(axes=("row",)),
+            'axes are (\'row\',); name "channel", "token" or "exact" for each part of the memory',
+        ),
+        (
+            lambda: Quantised().update((k,), Span(0, 3)),
+            "memory has 1 parts for axes ('channel', 'token'); name an axis for each part",
+        ),
+        (
+            lambda: Quantised(4, group=6).update((k, v), Span(0, 3)),
+            (
+                "memory 1 has 8 channels, which make no groups of 6 codes of 4 bits; allowed groups: "
+                "2, 4, 8"
+            ),
+        ),
+        (
+            lambda: Quantised(4).update((k, v[..., :3]), Span(0, 3)),
+            (
+                "memory 1 has 3 channels, which make no groups of 3 codes of 4 bits; allowed groups: "
+                "none"
+            ),
+        ),
+        (
+            lambda: Quantised().fill({"positions": Span(0, 3), "recent.0": k}),
+            "0 parts in codes and 1 recent ones for axes ('channel', 'token')",
+        ),
+    ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             call()

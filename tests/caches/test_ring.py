@@ -1,4 +1,6 @@
-"""The ring: what it answers and holds, what a step costs, how far it goes back, which masks get it."""
+"""The ring: what it answers and holds, what a step costs, how far it goes back, which masks get
+it.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_rows_of_different_length_and_padding() -> None:
 @pytest.mark.parametrize("make", [lambda W: Ring(W), lambda W: Streaming(4, W)])
 @pytest.mark.parametrize("rows", [False, True])
 def test_a_step_of_one_token_copies_no_keys(make: Any, rows: bool) -> None:
-    """It writes into the ring and answers the ring itself; the positions of the slots are all that grows with W."""
+    """It writes into the ring and answers the ring itself; the positions of the slots are all that
+    grows with W.
+    """
     W, D = 512, 256
     cache = make(W)
     memory = torch.randn(2, 2, 2 * W, D)
@@ -125,8 +129,10 @@ def test_how_far_it_goes_back() -> None:
         feed(cache, Span(0, 30))
         for length in range(30 - rewind - 1):
             message = (
-                rf"^crop to {length}, but the tokens that a window of 4 needs in front of it are overwritten; crop to "
-                rf"{29 - rewind} or more, or to 0 or less, or give the cache a larger rewind than {rewind}$"
+                rf"^crop to {length}, but the tokens that a window of 4 needs in front of it are "
+                rf"overwritten; crop to "
+                rf"{29 - rewind} or more, or to 0 or less, or give the cache a larger rewind than "
+                rf"{rewind}$"
             )
             if length:
                 with pytest.raises(regard.ArgumentError, match=message):
@@ -225,5 +231,6 @@ def test_settings_are_checked() -> None:
         with pytest.raises(regard.ArgumentError) as error:
             Ring(window, rewind=rewind)
         assert str(error.value) == (
-            f"Ring(window={window}, rewind={rewind}): window must be at least 1 and rewind at least 0"
+            f"Ring(window={window}, rewind={rewind}): window must be at least 1 and rewind at "
+            "least 0"
         )

@@ -91,9 +91,13 @@ def test_it_serves_its_mask_and_not_a_wider_one() -> None:
             part = slice(start, start + n)
             (keys, values), where = cache.update((k[:, :, part], v[:, :, part]), Span(start, n))
             out = regard.attend(
-                q[:, :, part], keys, values, mask=mask,
-                q_positions=Span(start, n), k_positions=where,
-            )  # fmt: skip
+                q[:, :, part],
+                keys,
+                values,
+                mask=mask,
+                q_positions=Span(start, n),
+                k_positions=where,
+            )
             worst, start = max(worst, float((out - whole[:, :, part]).abs().max())), start + n
         errors[sinks, recent] = worst
     assert errors[3, 5] < 1e-13

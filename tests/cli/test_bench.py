@@ -1,4 +1,6 @@
-"""`regard bench`: a whole run at small sizes, its JSON and its chart, the list, and what is refused."""
+"""`regard bench`: a whole run at small sizes, its JSON and its chart, the list, and what is
+refused.
+"""
 
 from __future__ import annotations
 

@@ -30,9 +30,13 @@ def test_the_list_has_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
         assert claim.says in below
 
 
-def test_claims_are_run_told_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:  # fmt: skip
+def test_claims_are_run_told_and_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     page, table = tmp_path / "claims.html", tmp_path / "claims.csv"
-    out, err = run(capsys, *QUICK, "--html", str(page), "--csv", str(table), "--out", str(tmp_path / "kept"))  # fmt: skip
+    out, err = run(
+        capsys, *QUICK, "--html", str(page), "--csv", str(table), "--out", str(tmp_path / "kept")
+    )
     assert "minus-infinity: holds with limits\n" in out
     assert "2 claims: 0 hold, 2 hold with limits, 0 undecided, 0 do not hold; " in out
     assert "budget 1, seed 0" in out
@@ -72,8 +76,11 @@ def test_json_has_the_numbers_and_the_bounds(capsys: pytest.CaptureFixture[str])
     ],
 )
 def test_refusals(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as end:
         main(["compare", *arguments])

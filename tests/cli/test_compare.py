@@ -1,4 +1,6 @@
-"""`regard compare`: a small comparison from the command to its files, resumed, interrupted, and what is refused."""
+"""`regard compare`: a small comparison from the command to its files, resumed, interrupted, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,24 @@ from regard.compare import experiment, lessons
 from regard.compare.mechanisms import NAMES
 
 SMALL = (
-    "--dim", "32", "--layers", "1", "--window", "8", "--context", "6", "--context", "12", "--length", "64",
-    "--batch", "1", "--rounds", "1", "--no-memory",
-)  # fmt: skip
+    "--dim",
+    "32",
+    "--layers",
+    "1",
+    "--window",
+    "8",
+    "--context",
+    "6",
+    "--context",
+    "12",
+    "--length",
+    "64",
+    "--batch",
+    "1",
+    "--rounds",
+    "1",
+    "--no-memory",
+)
 TAUGHT = ("--quality", "--lesson", "mqar", "--steps", "2", "--lr", "0.01")
 
 
@@ -169,7 +186,10 @@ def test_progress_on_a_terminal_replaces_itself(
     err = capsys.readouterr().err
     if terminal:
         assert err.split("\r\x1b[K") == [
-            "", "... text/mha (1/2)\n", "... step 1/2, loss 3", "... text/mqa (2/2, about 0:05 left)\n",
-        ]  # fmt: skip
+            "",
+            "... text/mha (1/2)\n",
+            "... step 1/2, loss 3",
+            "... text/mqa (2/2, about 0:05 left)\n",
+        ]
     else:
         assert err == "... text/mha (1/2)\n... text/mqa (2/2, about 0:05 left)\n"

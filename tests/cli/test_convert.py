@@ -150,9 +150,13 @@ def test_without_a_tokenizer(
     ],
 )
 def test_wrong_usage(
-    arguments: tuple[str, ...], message: str, source: Path, tmp_path: Path,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    arguments: tuple[str, ...],
+    message: str,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("NO_COLOR", "1")
     assert message in said(capsys, source, tmp_path / "out", *arguments, code=2)

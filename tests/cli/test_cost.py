@@ -340,8 +340,13 @@ def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
     """Time follows from what is imported: `python -m bench startup` measures it."""
     environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True, timeout=60
-    )  # fmt: skip
+        [sys.executable, "-c", CODE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert json.loads(done.stdout)["attention_parameters"] == 57_982_058_496
     found = json.loads(done.stderr)
     heavy = {"torch", "numpy", "numba", "matplotlib", "transformers", "tokenizers", "safetensors"}

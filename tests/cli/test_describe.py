@@ -55,9 +55,11 @@ def test_figures_at_real_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_usage(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("NO_COLOR", "1")
     assert message in said(capsys, *arguments, code=2)

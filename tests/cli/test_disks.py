@@ -1,4 +1,6 @@
-"""Full and read-only disks under the commands: the package's own error, exit code 1, nothing half written or left behind."""
+"""Full and read-only disks under the commands: the package's own error, exit code 1, nothing half
+written or left behind.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,7 @@ from regard.cli.app import run
 from regard.files.lock import locked
 from regard.train import checkpoints
 
-NO_PLOT = pytest.mark.skipif(
-    find_spec("matplotlib") is None, reason="matplotlib is not installed"
-)  # fmt: skip
+NO_PLOT = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
 
 @contextmanager
@@ -38,7 +38,9 @@ def longest(size: int) -> Iterator[None]:
 @contextmanager
 def read_only(folder: Path) -> Iterator[None]:
     """Nothing can be written in a folder, by root neither."""
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], capture_output=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], capture_output=True, check=False
+    )
     if done.returncode:
         pytest.skip("this user may not mount a read-only disk")
     try:
@@ -49,7 +51,10 @@ def read_only(folder: Path) -> Iterator[None]:
 
 def tree(folder: Path) -> dict[str, bytes | None]:
     """What is in a folder, folders as None."""
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}  # fmt: skip
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in folder.rglob("*")
+    }
 
 
 LAYER = ("layer", "mha", "--dim", "16", "--heads", "2")
@@ -91,13 +96,23 @@ def test_a_page_or_figure_on_a_full_disk_leaves_the_old_one(
         (("bench", "--json", "a.json"), "a.json cannot be written: permission denied"),
         (("compare", "--html", "a.html"), "a.html cannot be written: permission denied"),
         (("extend", "--plot", "a.svg"), "a.svg cannot be written: permission denied"),
-        (("convert", "tiny", "out", "--to", "mqa"), "out: cannot write the folder: Read-only file system; free some"),
-        (("train", "--out", "out"), "out: cannot make the folder: Read-only file system; choose another"),
+        (
+            ("convert", "tiny", "out", "--to", "mqa"),
+            "out: cannot write the folder: Read-only file system; free some",
+        ),
+        (
+            ("train", "--out", "out"),
+            "out: cannot make the folder: Read-only file system; choose another",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_read_only_disk_is_told_before_anything_is_computed(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with read_only(tmp_path), monkeypatch.context() as patch:
         patch.chdir(tmp_path)
         assert run(arguments) == 1
@@ -118,8 +133,28 @@ def test_a_conversion_on_a_full_disk_names_the_folder_and_leaves_nothing(
     assert tree(tmp_path) == {}
 
 
-TRAIN = ["train", "text.txt", "--out", "out", "--steps", "4", "--batch", "2", "--context", "8", "--dim", "16", "--layers", "1",
-         "--heads", "2", "--vocab", "280", "--save-every", "2"]  # fmt: skip
+TRAIN = [
+    "train",
+    "text.txt",
+    "--out",
+    "out",
+    "--steps",
+    "4",
+    "--batch",
+    "2",
+    "--context",
+    "8",
+    "--dim",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--vocab",
+    "280",
+    "--save-every",
+    "2",
+]
 
 
 @pytest.fixture
@@ -131,8 +166,11 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("more", [(), ("--task", "copy", "--model", "transformer")])
 def test_a_run_on_a_full_disk_does_not_begin_and_leaves_nothing(
-    more: tuple[str, ...], text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # fmt: skip
+    more: tuple[str, ...],
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: checkpoints.MARGIN - 1)
     before = tree(text)
     assert run(["train", "--out", "a/b", *more] if more else TRAIN) == 1
@@ -144,7 +182,9 @@ def test_a_run_on_a_full_disk_does_not_begin_and_leaves_nothing(
 def test_a_run_whose_first_checkpoint_would_not_fit_does_not_train(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tensors alone would fit; what else a checkpoint needs would not, which was told at the first save only."""
+    """The tensors alone would fit; what else a checkpoint needs would not, which was told at the
+    first save only.
+    """
     monkeypatch.setattr(checkpoints, "free_bytes", lambda _: checkpoints.MARGIN)
     assert run(TRAIN) == 1
     said = capsys.readouterr().err

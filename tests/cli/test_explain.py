@@ -302,7 +302,9 @@ def test_a_figure_of_hostile_tokens_is_drawn(tmp_path: Path) -> None:
 
 
 def test_another_text_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page carries both runs and opens at their comparison; without a page there is nothing to compare on."""
+    """The page carries both runs and opens at their comparison; without a page there is nothing to
+    compare on.
+    """
     file = tmp_path / "two.html"
     assert run(["explain", TEXT, "--beside", "to be or not", "--html", str(file)]) == 0
     text = file.read_text("utf-8")

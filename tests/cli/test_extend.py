@@ -32,8 +32,31 @@ def test_a_checkpoint_is_read_in_every_form(
 ) -> None:
     text, page, chart = tmp_path / "text.txt", tmp_path / "page.html", tmp_path / "chart.svg"
     text.write_text(TEXT, "utf-8")
-    options = [str(folder), "--text", str(text), "--length", "64", "--windows", "2", "--trials", "2", "--steps", "6"]  # fmt: skip
-    out, err = run(capsys, *options, "--method", "yarn", "--method", "dynamic", "--html", str(page), "--plot", str(chart))  # fmt: skip
+    options = [
+        str(folder),
+        "--text",
+        str(text),
+        "--length",
+        "64",
+        "--windows",
+        "2",
+        "--trials",
+        "2",
+        "--steps",
+        "6",
+    ]
+    out, err = run(
+        capsys,
+        *options,
+        "--method",
+        "yarn",
+        "--method",
+        "dynamic",
+        "--html",
+        str(page),
+        "--plot",
+        str(chart),
+    )
     assert "trained on 32 tokens" in out
     assert out.index("\nunscaled ") < out.index("\nyarn ") < out.index("\ndynamic ")
     assert "re_rotate" in out
@@ -60,9 +83,13 @@ def test_a_checkpoint_is_read_in_every_form(
     ],
 )
 def test_refusals(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path,
-    arguments: tuple[str, ...], message: str,
-) -> None:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     text = tmp_path / "text.txt"
     text.write_text(TEXT, "utf-8")
@@ -73,7 +100,9 @@ def test_refusals(
     assert message in capsys.readouterr().err
 
 
-def test_without_a_tokenizer_a_text_cannot_be_read(capsys: pytest.CaptureFixture[str], folder: Path) -> None:  # fmt: skip
+def test_without_a_tokenizer_a_text_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     (folder / "tokenizer.json").unlink()
     _, err = run(capsys, str(folder), "--text", str(folder / "config.json"), code=1)
     assert "the model has no tokenizer" in err

@@ -38,10 +38,14 @@ def test_the_prompt_and_its_continuation_are_printed(
     assert run(["generate", PROMPT, "--max-tokens", "5", *more]) == 0
     captured = capsys.readouterr()
     assert captured.out == PROMPT + continued(max_tokens=5) + "\n"
-    # 2 (k and v) x 3 layers x 2 heads x 8 dims x 4 bytes, for the prompt and all new tokens but the last
+    # 2 (k and v) x 3 layers x 2 heads x 8 dims x 4 bytes, for the prompt and all new tokens but the
+    # last
     held = model().encode(PROMPT).shape[1] + 5 - 1
     read = model().encode(PROMPT).shape[1]
-    speeds = rf"5 tokens, prompt of {read} at [0-9,.]+ tokens/s, decoding at [0-9,.]+ tokens/s, growing cache "
+    speeds = (
+        rf"5 tokens, prompt of {read} at [0-9,.]+ tokens/s, decoding at [0-9,.]+ tokens/s, "
+        rf"growing cache "
+    )
     assert re.match(speeds, captured.err), captured.err
     assert captured.err.endswith(f" tokens/s, growing cache {2 * 3 * 2 * 8 * 4 * held:,} bytes\n")
 
@@ -81,9 +85,18 @@ def test_one_token_has_no_decoding_speed(capsys: pytest.CaptureFixture[str]) -> 
 
 
 OPTIONS = {
-    "max_tokens": 7, "temperature": 1.4, "top_k": 80, "top_p": 0.9, "min_p": 0.01, "seed": 5,
-    "repetition_penalty": 1.2, "stop": ["zz", "e"], "chunk": 2, "max_context": 30, "cache": "ring",
-}  # fmt: skip
+    "max_tokens": 7,
+    "temperature": 1.4,
+    "top_k": 80,
+    "top_p": 0.9,
+    "min_p": 0.01,
+    "seed": 5,
+    "repetition_penalty": 1.2,
+    "stop": ["zz", "e"],
+    "chunk": 2,
+    "max_context": 30,
+    "cache": "ring",
+}
 
 
 def flags(options: dict[str, Any]) -> list[str]:

@@ -1,4 +1,6 @@
-"""Hostile words on the command line: refused soon and briefly, and nothing in them reaches the terminal as a command."""
+"""Hostile words on the command line: refused soon and briefly, and nothing in them reaches the
+terminal as a command.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,33 @@ from regard.inspect.reading import Reading
 from tests.fuzz.box import RAW
 
 WORDS = {
-    "controls": "a\x1b[2Jb\x9b0m", "direction": "a\u202eb", "long": "x" * 1_000_000, "long controls": "\x1b" * 300_000,
-    "digits": "9" * 5000, "other digits": "\u00b2", "half letters": "a\udcffb",
-}  # fmt: skip
+    "controls": "a\x1b[2Jb\x9b0m",
+    "direction": "a\u202eb",
+    "long": "x" * 1_000_000,
+    "long controls": "\x1b" * 300_000,
+    "digits": "9" * 5000,
+    "other digits": "\u00b2",
+    "half letters": "a\udcffb",
+}
 PLACES = {
-    "place": ("explain", "x", "--place", "@"), "call": ("explain", "x", "--attention", "nsa", "--call", "@"),
-    "query": ("explain", "x", "--attention", "mqa", "--query", "@"), "option": ("explain", "x", "--attention", "mqa", "--set", "@"),
-    "mechanism": ("describe", "@"), "mask": ("show", "@"), "size": ("show", "window(@)"), "tiles": ("show", "causal", "--tiles", "@"),
-    "figure": ("explain", "x", "--figure", "@"), "command": ("@",), "flag": ("show", "--@"),
-}  # fmt: skip
+    "place": ("explain", "x", "--place", "@"),
+    "call": ("explain", "x", "--attention", "nsa", "--call", "@"),
+    "query": ("explain", "x", "--attention", "mqa", "--query", "@"),
+    "option": ("explain", "x", "--attention", "mqa", "--set", "@"),
+    "mechanism": ("describe", "@"),
+    "mask": ("show", "@"),
+    "size": ("show", "window(@)"),
+    "tiles": ("show", "causal", "--tiles", "@"),
+    "figure": ("explain", "x", "--figure", "@"),
+    "command": ("@",),
+    "flag": ("show", "--@"),
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_hostile_words(place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_hostile_words(
+    place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for name, word in WORDS.items():
         assert run([x.replace("@", word) for x in PLACES[place]]) in (1, 2), name
@@ -53,8 +69,13 @@ def test_hostile_words(place: str, capsys: pytest.CaptureFixture[str], monkeypat
         ("window(" + "(" * 190 + "1" + ",)" * 190 + ")", "nested deeper than 50"),
         ("causal & " * 10_000 + "causal", "an expression of 90006 letters; at most 65536"),
     ],
-)  # fmt: skip
-def test_hostile_masks(expression: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+)
+def test_hostile_masks(
+    expression: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     code = run(["show", expression])
     said = capsys.readouterr()
@@ -76,7 +97,8 @@ def test_explain_takes_16384_tokens_and_no_more(
     check(_reading(16_384))
     with pytest.raises(
         ArgumentError,
-        match="the text has 16,385 tokens, and every pair of them is looked at; at most 16,384 are explained: give a part",
+        match="the text has 16,385 tokens, and every pair of them is looked at; at most 16,384 "
+        "are explained: give a part",
     ):
         check(_reading(16_385))
     monkeypatch.setattr(_explain_target, "LONGEST", 3)

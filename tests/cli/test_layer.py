@@ -15,13 +15,18 @@ def test_the_notes_whole_run_in_one_command(capsys: pytest.CaptureFixture[str]) 
     assert run(["layer"]) == 0
     out = capsys.readouterr().out
     order = [
-        "Input x: (2, 4, 512); q (2, 8, 4, 64), k (2, 8, 4, 64), v (2, 8, 4, 64)", "Output: (2, 4, 512)",
-        "Mask (causal; 1 = blocked", "[[0 1 1 1]\n [0 0 1 1]\n [0 0 0 1]\n [0 0 0 0]]",
-        "Scores of every head, scaled, before the mask, (2, 8, 4, 4)", "Scores behind the mask, (2, 8, 4, 4)",
+        "Input x: (2, 4, 512); q (2, 8, 4, 64), k (2, 8, 4, 64), v (2, 8, 4, 64)",
+        "Output: (2, 4, 512)",
+        "Mask (causal; 1 = blocked",
+        "[[0 1 1 1]\n [0 0 1 1]\n [0 0 0 1]\n [0 0 0 0]]",
+        "Scores of every head, scaled, before the mask, (2, 8, 4, 4)",
+        "Scores behind the mask, (2, 8, 4, 4)",
         "Weights after softmax, in evaluation mode: every row sums to 1, (2, 8, 4, 4)",
         "Output of attention: heads joined and projected, nothing more, (2, 4, 512)",
-        "Output of the block: LayerNorm(x + out), (2, 4, 512)", "stage", "In evaluation mode",
-    ]  # fmt: skip
+        "Output of the block: LayerNorm(x + out), (2, 4, 512)",
+        "stage",
+        "In evaluation mode",
+    ]
     at = [out.index(part) for part in order]
     assert at == sorted(at)
     assert out.count("-inf") == 2 * 48, "both sequences are masked"
@@ -35,11 +40,22 @@ def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert run(["layer", "--dim", "16", "--heads", "4", "--json", "--html", str(page), *drawn]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     weights = {stage["name"]: stage["values"] for stage in told["stages"]}["weights"]
-    assert all(sum(row) == pytest.approx(1, abs=1e-6) for sequence in weights for head in sequence for row in head)  # fmt: skip
+    assert all(
+        sum(row) == pytest.approx(1, abs=1e-6)
+        for sequence in weights
+        for head in sequence
+        for row in head
+    )
     assert told["blocked"][0] == [0, 1, 1, 1]
     html = page.read_text("utf-8")
     assert "<script" not in html
-    for part in ("<h2>Stages", "<th>mean</th><th>std</th><th>ms</th>", "<h2>Mask: causal", "<td>-inf</td>", "every row sums to 1: mha"):  # fmt: skip
+    for part in (
+        "<h2>Stages",
+        "<th>mean</th><th>std</th><th>ms</th>",
+        "<h2>Mask: causal",
+        "<td>-inf</td>",
+        "every row sums to 1: mha",
+    ):
         assert part in html, part
     if drawn:
         assert "mha, weights of head 3" in figure.read_text("utf-8") or figure.stat().st_size > 1000
@@ -57,8 +73,11 @@ def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path
     ],
 )
 def test_refusals(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:  # fmt: skip
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     assert run(["layer", *arguments]) in (1, 2)
     said = capsys.readouterr()
@@ -71,5 +90,20 @@ def test_a_head_that_is_not_there_is_not_drawn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    assert run(["layer", "--heads", "4", "--dim", "16", "--head", "4", "--figure", str(tmp_path / "h.png")]) == 2  # fmt: skip
+    assert (
+        run(
+            [
+                "layer",
+                "--heads",
+                "4",
+                "--dim",
+                "16",
+                "--head",
+                "4",
+                "--figure",
+                str(tmp_path / "h.png"),
+            ]
+        )
+        == 2
+    )
     assert "head is 4; mha has 4 heads, from 0" in capsys.readouterr().err

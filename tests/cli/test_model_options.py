@@ -86,9 +86,17 @@ def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
     save(network, config, tmp_path)
     small.model().tokenizer.save(tmp_path)
     code, out, err = command(
-        capsys, "generate", "the key", "a value", "--model", tmp_path, "--max-tokens", "4",
-        "--beams", "2",
-    )  # fmt: skip
+        capsys,
+        "generate",
+        "the key",
+        "a value",
+        "--model",
+        tmp_path,
+        "--max-tokens",
+        "4",
+        "--beams",
+        "2",
+    )
     assert code == 0, err
     assert "\n---\n" in out
     assert "2 texts in " in err

@@ -106,8 +106,8 @@ def test_tiles_are_drawn_where_asked() -> None:
     assert "tiles of 4" not in call("causal").stdout
     drawn = call("causal", "--queries", "8", "--tiles", "4").stdout
     assert (
-        "  tiles of 4 queries x 4 keys: ██ full, ▒▒ partial, · empty\n        │▒▒ ·│\n        │██▒▒│\n"
-        in drawn
+        "  tiles of 4 queries x 4 keys: ██ full, ▒▒ partial, · empty\n        │▒▒ ·│\n        "
+        "│██▒▒│\n" in drawn
     )
     assert "  tiles     1 empty, 2 partial, 1 full of 4 x 4: 25.0% skipped\n" in drawn
 
@@ -147,14 +147,29 @@ def test_every_line_fits_80_columns() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["causal & windw(4)"], 'error: unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ column 10\n  known masks: '),
+        (
+            ["causal & windw(4)"],
+            (
+                'error: unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ '
+                "column 10\n  known masks: "
+            ),
+        ),
         (["window(0)"], "error: Window size is 0; it must be 1 or more"),
-        (["causal", "--tiles", "4y4"], 'error: --tiles is "4y4"; it must be a size such as 16, or 16x32 for queries x keys'),
+        (
+            ["causal", "--tiles", "4y4"],
+            'error: --tiles is "4y4"; it must be a size such as 16, or 16x32 for queries x keys',
+        ),
         (["causal", "--tiles", "0"], 'error: --tiles is "0"; it must be a size'),
         (["causal", "--tiles", "1x2x3"], 'error: --tiles is "1x2x3"; it must be a size'),
-        (["strided(8)", "--queries", "65536"], "error: 65,536 queries x 65,536 keys; a mask without intervals is evaluated pair by pair, at most 134,217,728: give fewer --queries or --keys"),
+        (
+            ["strided(8)", "--queries", "65536"],
+            (
+                "error: 65,536 queries x 65,536 keys; a mask without intervals is evaluated pair by "
+                "pair, at most 134,217,728: give fewer --queries or --keys"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_wrong_usage_is_exit_2(arguments: list[str], message: str) -> None:
     result = call(*arguments)
     assert result.exit_code == 2

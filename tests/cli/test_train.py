@@ -21,9 +21,29 @@ from regard.models.tokenizer import Tokenizer
 from regard.train import Batches
 
 SMALL = [
-    "--steps", "12", "--batch", "4", "--context", "16", "--dim", "16", "--layers", "2", "--heads",
-    "4", "--kv-heads", "2", "--vocab", "280", "--warmup", "2", "--save-every", "5", "--repeat", "0.2",
-]  # fmt: skip
+    "--steps",
+    "12",
+    "--batch",
+    "4",
+    "--context",
+    "16",
+    "--dim",
+    "16",
+    "--layers",
+    "2",
+    "--heads",
+    "4",
+    "--kv-heads",
+    "2",
+    "--vocab",
+    "280",
+    "--warmup",
+    "2",
+    "--save-every",
+    "5",
+    "--repeat",
+    "0.2",
+]
 
 
 @pytest.fixture
@@ -62,8 +82,13 @@ def test_it_writes_a_model_and_nothing_else(
     assert 4 < figures["validation"] < 6
     assert "step 12/12" in captured.err
     assert sorted(path.name for path in out.iterdir()) == [
-        "checkpoints", "command.txt", "config.json", "model.safetensors", "tokenizer.json", "train.csv",
-    ]  # fmt: skip
+        "checkpoints",
+        "command.txt",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "train.csv",
+    ]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a text.txt", "out"]
     assert Tokenizer.load(out).vocab_size == 280
     assert json.loads((out / "config.json").read_text())["vocab_size"] == 280
@@ -90,7 +115,9 @@ def test_half_precision_weights(text: Path, tmp_path: Path) -> None:
 
 
 def killed_at(batch: int, number: int, work: Callable[[], int]) -> int:
-    """Run `work` in a forked process that gets a signal as it draws its n-th batch; gives the exit status."""
+    """Run `work` in a forked process that gets a signal as it draws its n-th batch; gives the exit
+    status.
+    """
     child = os.fork()
     if child == 0:
         code, left, draw = 99, batch, Batches.__next__
@@ -185,8 +212,11 @@ def test_a_mechanism_of_the_catalogue_by_flags(
     assert train(text, out, *flags) == 0
     said = configured(out)
     assert (said["model_type"], said["attention"], said["position"], said["window"]) == (
-        "regard", "gqa", "alibi", 6,
-    )  # fmt: skip
+        "regard",
+        "gqa",
+        "alibi",
+        6,
+    )
     assert said["attention_options"] == {"groups": 2, "head_dim": 8}
     assert "model: regard" in capsys.readouterr().err
     assert run(["generate", "Line 3", "--model", str(out), "--max-tokens", "2"]) == 0
@@ -194,9 +224,13 @@ def test_a_mechanism_of_the_catalogue_by_flags(
     assert "--attention gqa --position alibi --window 6 --set head_dim=8" in line
     plain = tmp_path / "plain"
     assert train(text, plain) == 0
-    assert (configured(plain)["model_type"], "--attention" in (plain / "command.txt").read_text()) == (
-        "llama", False,
-    )  # fmt: skip
+    assert (
+        configured(plain)["model_type"],
+        "--attention" in (plain / "command.txt").read_text(),
+    ) == (
+        "llama",
+        False,
+    )
 
 
 def test_what_the_loss_does_not_train_is_said(

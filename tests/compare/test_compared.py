@@ -60,8 +60,11 @@ def done(*, without: str = "") -> dict[str, Any]:
         found[f"memory/{n}"] = {"prefill": 3 << 20, "training": None}
         for seed, right in enumerate(RIGHT[n]):
             found[f"mqar/{n}/lr 0.003/seed {seed}"] = {
-                "validation": 1.0, "accuracy": right, "steps": 9, "tokens": 90,
-            }  # fmt: skip
+                "validation": 1.0,
+                "accuracy": right,
+                "steps": 9,
+                "tokens": 90,
+            }
     return {
         name: numbers
         for name, numbers in found.items()
@@ -95,7 +98,8 @@ def test_json_has_every_number_and_where_it_comes_from() -> None:
 
 
 def test_fronts_weigh_less_cost_against_more_right_answers() -> None:
-    # cache: mqa 1024/0.6, linear 2048/0.5 (beaten by mqa), mha 4096/0.8; time: linear 1/0.5, mqa 2/0.6, mha 3/0.8
+    # cache: mqa 1024/0.6, linear 2048/0.5 (beaten by mqa), mha 4096/0.8; time: linear 1/0.5, mqa
+    # 2/0.6, mha 3/0.8
     assert told()["fronts"] == {
         "mqar against kv_bytes": ["mha", "mqa"],
         "mqar against decode_seconds": ["mha", "mqa", "linear"],
@@ -137,10 +141,17 @@ def test_the_table_says_machine_n_and_seeds() -> None:
     assert "(0.003 for mha mqa linear), judged on other data" in text
     parameters = f"{told()['mechanisms'][2]['parameters']:,}"
     assert line(text, "linear") == ["linear", parameters, "2.00 KiB", "2.00 KiB", "3.00 MiB", "-"]
-    # prompts of 5 to 15 ms overlap those of 15 to 45; tokens of 0.9 to 1.1 ms are below 2.7 to 3.3; steps have no rounds
+    # prompts of 5 to 15 ms overlap those of 15 to 45; tokens of 0.9 to 1.1 ms are below 2.7 to 3.3;
+    # steps have no rounds
     assert line(text, "linear", 1) == [
-        "linear", "~10.0 ms", "~10.0 ms", "1.00 ms", "1.00 ms", "~250 ms", "state / sdpa",
-    ]  # fmt: skip
+        "linear",
+        "~10.0 ms",
+        "~10.0 ms",
+        "1.00 ms",
+        "1.00 ms",
+        "~250 ms",
+        "state / sdpa",
+    ]
     rows = text.splitlines()
     below = rows[next(i for i, row in enumerate(rows) if re.match(r"linear +~", row)) + 1]
     assert below.split() == [
@@ -155,15 +166,17 @@ def test_the_table_says_machine_n_and_seeds() -> None:
     ]
     assert line(text, "mha", 1)[1] == "30.0 ms", "the first is what the others are held against"
     assert (
-        "~ its quartiles overlap those of mha, or there were fewer than 4 rounds: the two are not told apart"
-        in text
+        "~ its quartiles overlap those of mha, or there were fewer than 4 rounds: the two are not "
+        "told apart" in text
     )
     assert line(text, "linear", 2) == ["linear", "50.0 %", "25.0 % .. 75.0 %", "0.003", "9"]
     assert "mqar against cache bytes: mha, mqa" in text
 
 
 def test_times_that_overlap_are_not_told_apart() -> None:
-    """2.18 against 0.43 ms of two rounds is noise: one in three such pairs is all below the other by chance."""
+    """2.18 against 0.43 ms of two rounds is noise: one in three such pairs is all below the other
+    by chance.
+    """
     two = {
         n: {"seconds": t, "quartiles": [t, t], "rounds": 2} for n, t in (("a", 2.18), ("b", 0.43))
     }

@@ -1,4 +1,6 @@
-"""Experiments are run once, kept whole, and found again; an interrupt loses the running one only."""
+"""Experiments are run once, kept whole, and found again; an interrupt loses the running one
+only.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,23 @@ def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
     assert session.done == {"a": {"value": 7}}
     again = Session(Store(tmp_path))
     assert again.run([experiment("a", measure), experiment("b", Counted(8))]) == {
-        "a": {"value": 7}, "b": {"value": 8},
-    }  # fmt: skip
+        "a": {"value": 7},
+        "b": {"value": 8},
+    }
     assert measure.times == 1
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"name": "a"}', '{"name": "b", "settings": {}, "numbers": {}}',
-                                     '{"name": "a", "settings": {}, "numbers": 3}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"name": "a"}',
+        '{"name": "b", "settings": {}, "numbers": {}}',
+        '{"name": "a", "settings": {}, "numbers": 3}',
+    ],
+)
 def test_a_damaged_file_counts_as_not_there(content: str, tmp_path: Path) -> None:
     measure = Counted(3)
     one = experiment("a", measure)

@@ -1,4 +1,6 @@
-"""A decoder under each extension: spectra by loops, the policies of a cache, the report, and what is refused."""
+"""A decoder under each extension: spectra by loops, the policies of a cache, the report, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,13 @@ def test_methods_scale_the_angles_and_nothing_else(model: Model) -> None:
     plain = [base ** (-2 * i / D) for i in range(D // 2)]
     ntk = base * s ** (D / (D - 2))
     wanted = {
-        "unscaled": plain, "linear": [theta / s for theta in plain],
+        "unscaled": plain,
+        "linear": [theta / s for theta in plain],
         "ntk": [ntk ** (-2 * i / D) for i in range(D // 2)],
-        "dynamic": [(base * (s * s - (s - 1)) ** (D / (D - 2))) ** (-2 * i / D) for i in range(D // 2)],
-    }  # fmt: skip
+        "dynamic": [
+            (base * (s * s - (s - 1)) ** (D / (D - 2))) ** (-2 * i / D) for i in range(D // 2)
+        ],
+    }
     for method in METHODS:
         network = extended(model, method, TARGET)
         found = spectrum(network, TARGET)
@@ -83,11 +88,17 @@ def test_policies_keep_what_they_promise(model: Model, ids: Tensor) -> None:
         assert found[exact]["agreement"] == 1.0
     for close in ("pre_rope", "re_rotate"):  # right in one layer, and here are two
         assert 1e-3 < found[close]["difference"] < found["stale"]["difference"]
-    assert found["pre_rope"]["difference"] == pytest.approx(found["re_rotate"]["difference"], rel=1e-2)  # fmt: skip
+    assert found["pre_rope"]["difference"] == pytest.approx(
+        found["re_rotate"]["difference"], rel=1e-2
+    )
     assert found["stale"]["difference"] > 0.05, "the negative control"
     assert {p: found[p]["reruns"] for p in POLICIES} == {
-        "stale": 0, "pre_rope": 0, "re_rotate": 0, "frozen": 0, "recompute": START + STEPS - TRAINED,
-    }  # fmt: skip
+        "stale": 0,
+        "pre_rope": 0,
+        "re_rotate": 0,
+        "frozen": 0,
+        "recompute": START + STEPS - TRAINED,
+    }
     assert {one["steps"] for one in found.values()} == {STEPS}
 
 
@@ -98,7 +109,9 @@ def test_within_the_trained_length_no_policy_matters(model: Model, ids: Tensor) 
 
 
 def test_one_layer_is_right_where_keys_are_turned_anew(ids: Tensor) -> None:
-    network = extended(small.model(num_hidden_layers=1, max_position_embeddings=TRAINED), "dynamic", TARGET)  # fmt: skip
+    network = extended(
+        small.model(num_hidden_layers=1, max_position_embeddings=TRAINED), "dynamic", TARGET
+    )
     found = policies(network, ids[None, : START + STEPS], START, TARGET)
     assert found["pre_rope"]["difference"] < 1e-4
     assert found["re_rotate"]["difference"] < 1e-4
@@ -120,7 +133,9 @@ def test_policies_share_the_parameters(model: Model) -> None:
     names: list[Keeping] = ["stale", "frozen", "re_rotate"]
     for policy in names:
         made = under(network, policy, TARGET)
-        assert {p.data_ptr() for p in made.parameters()} == {p.data_ptr() for p in network.parameters()}  # fmt: skip
+        assert {p.data_ptr() for p in made.parameters()} == {
+            p.data_ptr() for p in network.parameters()
+        }
     assert rotary_of(network).follows, "what it was made from is as before"
 
 
@@ -128,7 +143,12 @@ def test_policies_share_the_parameters(model: Model) -> None:
 def found(model: Model) -> Extended:
     ids = torch.arange(400) * 37 % 300
     asked = Asked(128, ("yarn", "dynamic"), windows=2, trials=2, steps=6)
-    return extend_all(small.model(max_position_embeddings=64 * 2 - 64), ids, asked, {"model": "small", "text": "numbers"})  # fmt: skip
+    return extend_all(
+        small.model(max_position_embeddings=64 * 2 - 64),
+        ids,
+        asked,
+        {"model": "small", "text": "numbers"},
+    )
 
 
 def test_the_report_has_every_number(found: Extended) -> None:
@@ -167,12 +187,18 @@ def test_lengths() -> None:
 def test_refusals(model: Model, ids: Tensor) -> None:
     with pytest.raises(ArgumentError, match="the method is 'alibi'; it is one of unscaled, linear"):
         extended(model, "alibi", TARGET)
-    with pytest.raises(ArgumentError, match="the context is 8, and max_position_embeddings is 16 already"):  # fmt: skip
+    with pytest.raises(
+        ArgumentError, match="the context is 8, and max_position_embeddings is 16 already"
+    ):
         extended(model, "yarn", 8)
     with pytest.raises(ArgumentError, match="no rotary positions"):
         rotary_of(torch.nn.Linear(1, 1))
     for start in (0, 12):
-        with pytest.raises(ArgumentError, match=rf"start is {start}; it must be 1 to 11, of 12 tokens"):  # fmt: skip
+        with pytest.raises(
+            ArgumentError, match=rf"start is {start}; it must be 1 to 11, of 12 tokens"
+        ):
             consistency(model.decoder, ids[None, :12], start)
-    with pytest.raises(ArgumentError, match="the text has 40 tokens, and 65 are needed for a length of 64"):  # fmt: skip
+    with pytest.raises(
+        ArgumentError, match="the text has 40 tokens, and 65 are needed for a length of 64"
+    ):
         extend_all(model, ids[:40], Asked(64), {"model": "small", "text": "short"})

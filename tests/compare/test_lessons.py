@@ -1,4 +1,6 @@
-"""What is learned: bits and shares from their definitions, and data that is chosen by, judged by and trained on apart."""
+"""What is learned: bits and shares from their definitions, and data that is chosen by, judged by
+and trained on apart.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +105,11 @@ def test_recall_is_counted_answer_by_answer(name: str, length: int) -> None:
     right = sum(i % 2 == 0 for i in asked)
     whole = sum(all(vocabulary.encode([w])[0] % 2 == 0 for w in e.target if w) for e in examples)
     assert lesson.judge(Half()) == {
-        "accuracy": right / len(asked), "whole": whole / 512, "answers": len(asked), "examples": 512,
-    }  # fmt: skip
+        "accuracy": right / len(asked),
+        "whole": whole / 512,
+        "answers": len(asked),
+        "examples": 512,
+    }
 
 
 def test_rates_are_chosen_by_other_examples_than_models_are_judged_by() -> None:

@@ -110,7 +110,7 @@ def test_names_of_the_catalogue_with_options() -> None:
         (["sliding_window"], "sliding_window needs groups, window"),
         (["gqa:groups=3"], "4 query heads are not divisible by 3"),
     ],
-)  # fmt: skip
+)
 def test_names_that_are_refused(names: list[str], message: str | None) -> None:
     if message is None:
         assert contestants(names, SHAPE)[0].options == {"groups": 2}

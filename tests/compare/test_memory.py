@@ -1,4 +1,6 @@
-"""Peak memory: what is allocated is seen, in this process and in the one that measures mechanisms."""
+"""Peak memory: what is allocated is seen, in this process and in the one that measures
+mechanisms.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,20 @@ def fresh(code: str) -> list[int]:
     """What a new process prints, with the allocator as it is measured with."""
     done = subprocess.run(
         [sys.executable, "-c", f"from regard.compare.peak import peak\n{code}"],
-        env={**os.environ, **ALLOCATOR}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, **ALLOCATOR},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return [int(n) for n in done.stdout.split()]
 
 
 @pytest.mark.skipif(not peak.CLEAR.exists(), reason="this system does not tell")
 def test_what_is_allocated_is_the_peak() -> None:
-    """Also when it is freed again, and when as much was used and freed before; what was held before does not count."""
+    """Also when it is freed again, and when as much was used and freed before; what was held before
+    does not count.
+    """
     used, held = fresh(
         f"work = lambda: len(bytearray({64 * MIB}))\nwork()\nprint(peak(work))\n"
         f"held = bytearray({64 * MIB})\nprint(peak(lambda: None))"
@@ -54,7 +61,10 @@ def test_an_experiment_asks_the_program(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(found) == ["memory/mha", "memory/mqa"]
     settings = found["memory/mqa"].settings
     assert (settings["context"], settings["length"], settings["batch"]) == (20, 12, 2)
-    echo = "import json, sys; s = json.load(sys.stdin); print('noise'); print(json.dumps({'prefill': s['context']}))"
+    echo = (
+        "import json, sys; s = json.load(sys.stdin); print('noise'); "
+        "print(json.dumps({'prefill': s['context']}))"
+    )
     assert memory.measure(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
     with pytest.raises(RegardError, match="ended with 3: no room; --no-memory goes without it"):
         memory.measure(
@@ -64,7 +74,9 @@ def test_an_experiment_asks_the_program(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_program_measures_a_prompt_and_a_step() -> None:
-    """In this process: the numbers are too small to say more than that both were measured, and are plain."""
+    """In this process: the numbers are too small to say more than that both were measured, and are
+    plain.
+    """
     (one,) = memory.experiments(plan("mqa").configs, TIMING, MACHINE)
     found = peak.run(json.loads(json.dumps(one.settings)))
     assert set(found) == {"prefill", "training"}

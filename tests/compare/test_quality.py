@@ -1,4 +1,6 @@
-"""Training: as many steps as there is time for, the best rate by validation, seeds, divergence, and interrupts."""
+"""Training: as many steps as there is time for, the best rate by validation, seeds, divergence, and
+interrupts.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def jobs(plan: Any, steps: int, **more: Any) -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("room,expected", [(1e9, (100, 50)), (50.0, (50, 25)), (25.5, (25, 20)), (0.0, (20, 20)), (-5.0, (20, 20))])  # fmt: skip
+@pytest.mark.parametrize(
+    "room,expected",
+    [(1e9, (100, 50)), (50.0, (50, 25)), (25.5, (25, 20)), (0.0, (20, 20)), (-5.0, (20, 20))],
+)
 def test_steps_that_fit(room: float, expected: tuple[int, int]) -> None:
     # 100 x (0.1 x 1 + 0.2 x 3) + 50 x (0.2 x 1 + 0.133 x 3) are 70 + 30 seconds
     seconds = {"text": {"mha": 0.1, "linear": 0.2}, "mqar": {"mha": 0.2, "linear": 0.4 / 3}}
@@ -100,16 +105,25 @@ def test_the_best_rate_is_chosen_by_validation_over_seeds_not_by_what_is_judged(
     plan = taught("linear", seeds=(0, 1), rates=(0.1, 0.2, 0.3))
     lesson, pupil = plan.lessons[0], plan.pupils["linear"]
     made = {
-        (0.1, 0): numbers(2.0, 0.9), (0.1, 1): numbers(2.0, 0.9),
-        (0.2, 0): numbers(1.0, 0.2), (0.2, 1): numbers(2.5, 0.4),  # the best mean
-        (0.3, 0): numbers(0.1, 0.8), (0.3, 1): {"diverged": True, "seconds": 1.0},
-    }  # fmt: skip
+        (0.1, 0): numbers(2.0, 0.9),
+        (0.1, 1): numbers(2.0, 0.9),
+        (0.2, 0): numbers(1.0, 0.2),
+        (0.2, 1): numbers(2.5, 0.4),  # the best mean
+        (0.3, 0): numbers(0.1, 0.8),
+        (0.3, 1): {"diverged": True, "seconds": 1.0},
+    }
     done = {job_name("mqar", "linear", rate, seed): n for (rate, seed), n in made.items()}
     found = judged(lesson, "linear", pupil, (0, 1), done)
     assert found == {
-        "validation": {"0.1": 2.0, "0.2": 1.75, "0.3": None}, "seeds": [0, 1], "rate": 0.2,
-        "mean": pytest.approx(0.3), "low": 0.2, "high": 0.4, "steps": 7, "tokens": 70,
-    }  # fmt: skip
+        "validation": {"0.1": 2.0, "0.2": 1.75, "0.3": None},
+        "seeds": [0, 1],
+        "rate": 0.2,
+        "mean": pytest.approx(0.3),
+        "low": 0.2,
+        "high": 0.4,
+        "steps": 7,
+        "tokens": 70,
+    }
     del done[job_name("mqar", "linear", 0.1, 1)]
     assert judged(lesson, "linear", pupil, (0, 1), done) is None
 

@@ -1,4 +1,6 @@
-"""Loss behind more context, and passages found again: against loops, and against models whose answer is known."""
+"""Loss behind more context, and passages found again: against loops, and against models whose
+answer is known.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_losses_are_of_the_same_tokens_behind_more_context() -> None:
     for length, nats in zip((10, 40), found.tolist(), strict=True):
         assert nats == pytest.approx(by_loops(ids.tolist(), length, 4, [40, 49, 59]), abs=1e-12)
     # a shorter longest length moves the ends, and so the targets
-    assert float(losses(Sums(), ids, [10], counted=4, windows=3)[0]) != pytest.approx(float(found[0]), abs=1e-6)  # fmt: skip
+    assert float(losses(Sums(), ids, [10], counted=4, windows=3)[0]) != pytest.approx(
+        float(found[0]), abs=1e-6
+    )
 
 
 def test_a_model_that_looks_back_finds_the_passage_and_one_that_sees_less_does_not() -> None:
@@ -74,7 +78,9 @@ def test_a_model_that_looks_back_finds_the_passage_and_one_that_sees_less_does_n
 
 def test_needles_repeat_with_their_seed() -> None:
     ids = torch.randint(5, (200,))
-    one, same, other = (needles(Sums(), ids, 60, [0.5], trials=2, key=4, mark=3, seed=s) for s in (0, 0, 5))  # fmt: skip
+    one, same, other = (
+        needles(Sums(), ids, 60, [0.5], trials=2, key=4, mark=3, seed=s) for s in (0, 0, 5)
+    )
     assert one == same
     assert one[0].saved != other[0].saved
 
@@ -93,7 +99,9 @@ def test_losses_refuse(lengths: list[int], size: int, message: str) -> None:
 
 @pytest.mark.parametrize(("length", "depths"), [(19, [0.5]), (90, [0.5]), (40, [1.5])])
 def test_needles_refuse(length: int, depths: list[float]) -> None:
-    with pytest.raises(ArgumentError, match=r"a passage of 7 tokens twice in .*at least 20 and at most"):  # fmt: skip
+    with pytest.raises(
+        ArgumentError, match=r"a passage of 7 tokens twice in .*at least 20 and at most"
+    ):
         needles(Induction(9), torch.arange(80), length, depths, key=4, mark=3)
 
 

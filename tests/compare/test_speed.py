@@ -1,4 +1,6 @@
-"""What is timed is what runs: caches as large as the formulas say, kernels that ran, and a slow one is shown as slow."""
+"""What is timed is what runs: caches as large as the formulas say, kernels that ran, and a slow one
+is shown as slow.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
 
 @pytest.mark.parametrize("name", decoders())
 def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
-    """It has the logits of one whole pass, and is taken back: further calls say the same, whatever the cache."""
+    """It has the logits of one whole pass, and is taken back: further calls say the same, whatever
+    the cache.
+    """
     made = Contestant(name, name, VARIANTS[name].sizes).config(SHAPE)
     model = _drawn(decoder(made))
     with torch.inference_mode():
@@ -118,13 +122,18 @@ def test_kernels_that_ran() -> None:
     assert rows["linear"]["kernels"] == []
     assert rows["mha"]["kernels"]
     q = torch.zeros(1, 1, 2, 4)
-    assert speed.kernels(lambda: [attend(q, q, q, backend=b) for b in ("tiled", "reference", "tiled")]) == [
-        "tiled", "reference",
-    ]  # fmt: skip
+    assert speed.kernels(
+        lambda: [attend(q, q, q, backend=b) for b in ("tiled", "reference", "tiled")]
+    ) == [
+        "tiled",
+        "reference",
+    ]
 
 
 def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same mechanism twice, by a clock that only their models move: one second in one, three in the other."""
+    """The same mechanism twice, by a clock that only their models move: one second in one, three in
+    the other.
+    """
     made = configs(contestants(["mqa", "gqa:groups=1"], SHAPE), SHAPE)
     real, now = speed.decoder, [0.0]
 

@@ -140,7 +140,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no width": (
         {"layer_types": MIXED},
         (
-            "layer_types makes layer 1 'sliding_attention', and sliding_window is null; a layer that "
+            "layer_types makes layer 1 'sliding_attention', and sliding_window is null; a layer "
+            "that "
             "slides needs a window"
         ),
     ),
@@ -162,7 +163,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "use without width": (
         {"use_sliding_window": True},
         (
-            "use_sliding_window is true and sliding_window is null; give the width of the window, or "
+            "use_sliding_window is true and sliding_window is null; give the width of the window, "
+            "or "
             "set it to false"
         ),
     ),

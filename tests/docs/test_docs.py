@@ -1,4 +1,6 @@
-"""The documentation runs: every Python block of README.md and docs/, and the examples in every docstring."""
+"""The documentation runs: every Python block of README.md and docs/, and the examples in every
+docstring.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,10 @@ def test_functions_behind_wrappers_have_their_examples() -> None:
 
 def test_the_two_lines_of_the_readme_are_the_ones_that_ci_runs() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first = 'python -m pip install -c constraints.txt . && regard explain "a fluffy blue creature roamed the verdant forest"'
+    first = (
+        'python -m pip install -c constraints.txt . && regard explain "a fluffy blue creature '
+        'roamed the verdant forest"'
+    )
     second = "python -m pip install -c constraints.txt '.[test]' && pytest"
     assert f"{first}\n{second}\n" in readme
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")

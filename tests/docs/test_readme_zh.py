@@ -1,4 +1,6 @@
-"""README.zh-CN.md says what README.md says: the same code, commands, links and tables, in Chinese."""
+"""README.zh-CN.md says what README.md says: the same code, commands, links and tables, in
+Chinese.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,11 @@ def test_each_names_the_other_in_its_first_lines() -> None:
 
 def test_every_paragraph_is_translated() -> None:
     """A paragraph of prose has Chinese; one that has none was forgotten."""
-    prose = [x for x in FENCE.sub("", ZH).split("\n\n") if re.search("[A-Za-z]{3,} [a-z]{3,} [a-z]{2,}", x)]  # fmt: skip
+    prose = [
+        x
+        for x in FENCE.sub("", ZH).split("\n\n")
+        if re.search("[A-Za-z]{3,} [a-z]{3,} [a-z]{2,}", x)
+    ]
     assert [x for x in prose if not CHINESE.search(x)] == []
 
 

@@ -23,7 +23,18 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seeds.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 
-LAST = {"S1": 31, "S2": 25, "S3": 36, "S4": 28, "S5": 26, "E1": 11, "E2": 12, "E3": 7, "E4": 14, "E5": 11}  # fmt: skip
+LAST = {
+    "S1": 31,
+    "S2": 25,
+    "S3": 36,
+    "S4": 28,
+    "S5": 26,
+    "E1": 11,
+    "E2": 12,
+    "E3": 7,
+    "E4": 14,
+    "E5": 11,
+}
 """The last id of each part of the checklist of the seed notes: S1.1 to S1.31, and so on."""
 IDS = [f"{part}.{i}" for part, last in LAST.items() for i in range(1, last + 1)]
 IDS += [f"X{i}" for i in range(1, 6)]
@@ -185,7 +196,9 @@ def test_a_named_command_has_help(name: str, capsys: pytest.CaptureFixture[str])
     assert f"regard {name} " in rest, "an example"
 
 
-@pytest.mark.parametrize("line", [x for x in COMMAND_LINES if re.match(r"regard (show|describe) .*[a-z]", x)])  # fmt: skip
+@pytest.mark.parametrize(
+    "line", [x for x in COMMAND_LINES if re.match(r"regard (show|describe) .*[a-z]", x)]
+)
 def test_a_small_command_runs_as_it_is_written(
     line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,14 +234,26 @@ GOOD = """
         ("", "", None),
         ("| S1.2 |", "| S1.1 |", "S1.1 is there 2 times; S1.2 is there 0 times"),
         ("| S1.2 |", "| S1.3 |", "S1.2 is there 0 times; S1.3 is no id"),
-        ("`tests/docs/test_seeds.py::test_files_of_data_exist`", "done", "S1.1 is shown by nothing"),
-        ("`tests/docs/test_seeds.py::test_files_of_data_exist`", "`softmax(q k)`", "S1.1 is shown by nothing"),
+        (
+            "`tests/docs/test_seeds.py::test_files_of_data_exist`",
+            "done",
+            "S1.1 is shown by nothing",
+        ),
+        (
+            "`tests/docs/test_seeds.py::test_files_of_data_exist`",
+            "`softmax(q k)`",
+            "S1.1 is shown by nothing",
+        ),
         ("issue 4", "issue 3", "S1.2 does not say which later issue closes it, or what is missing"),
         (": all of it", "", "S1.2 does not say which later issue closes it, or what is missing"),
         ("a fact, not code: b", "b", "E1.1 is shown by nothing"),
-        ("b | none yet | open (issue 4): all of it", "a fact, not code: b | - | this line", "S1.2 is shown by nothing"),
+        (
+            "b | none yet | open (issue 4): all of it",
+            "a fact, not code: b | - | this line",
+            "S1.2 is shown by nothing",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_page_that_lacks_something_is_found(old: str, new: str, complaint: str | None) -> None:
     text = GOOD.replace(old, new) if old else GOOD
     assert "; ".join(complaints(text, ["S1.1", "S1.2", "E1.1"])) == (complaint or "")
@@ -237,7 +262,12 @@ def test_a_page_that_lacks_something_is_found(old: str, new: str, complaint: str
 def test_what_does_not_exist_is_found() -> None:
     mine = "tests/docs/test_seeds.py"
     assert is_test(f"{mine}::test_files_of_data_exist")
-    for node in (f"{mine}::test_nothing", f"{mine}::complaints", "tests/rules.py::test_x", "tests/no.py::test_x"):  # fmt: skip
+    for node in (
+        f"{mine}::test_nothing",
+        f"{mine}::complaints",
+        "tests/rules.py::test_x",
+        "tests/no.py::test_x",
+    ):
         assert not is_test(node)
     assert imports("regard.nn.variants.mha")
     assert not imports("regard.nn.variants.mhaa")

@@ -1,4 +1,6 @@
-"""Headers of safetensors files: every way in which one can lie is told, before anything is read or allocated."""
+"""Headers of safetensors files: every way in which one can lie is told, before anything is read or
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def error_of(path: Path, content: bytes) -> str:
 
 
 def samples() -> dict[str, Tensor]:
-    """Tensors of every dtype that the format and torch share, with all kinds of shapes; bytes at random."""
+    """Tensors of every dtype that the format and torch share, with all kinds of shapes; bytes at
+    random.
+    """
     found = {"a scalar": torch.tensor(2.5), "nothing": torch.zeros(3, 0, 2), "né\n": torch.ones(1)}
     for name, dtype in DTYPES.items():
         raw = torch.randint(0, 256, (3, 5 * dtype.itemsize), dtype=torch.uint8)
@@ -89,43 +93,88 @@ HEADERS = {
     "a raw control character": ('{"a\n":1}', "is no JSON: Invalid control character at"),
     "a name twice": (f'{{"a":{json.dumps(A)},"a":{json.dumps(A)}}}', "has the key 'a' twice"),
     "a key twice": ('{"a":{"dtype":"F32","dtype":"I8"}}', "has the key 'dtype' twice"),
-    "NaN": ('{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,1]}}', "has the constant NaN, which is no JSON"),
+    "NaN": (
+        '{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,1]}}',
+        "has the constant NaN, which is no JSON",
+    ),
     "-Infinity": ('{"a":-Infinity}', "has the constant -Infinity, which is no JSON"),
     "a long number": ('{"a":' + "9" * 30 + "}", "has a number of 30 digits; at most 20 are read"),
-    "a number beyond Python's": ('{"a":' + "9" * 9999 + "}", "has a number of 9999 digits; at most 20 are read"),
+    "a number beyond Python's": (
+        '{"a":' + "9" * 9999 + "}",
+        "has a number of 9999 digits; at most 20 are read",
+    ),
     "deep lists": ('{"a":' + "[" * 50_000 + "]" * 50_000 + "}", "is nested too deep"),
     "deep objects": ('{"a":' * 50_000 + "1" + "}" * 50_000, "is nested too deep"),
     "metadata no object": ({"__metadata__": []}, "has a __metadata__ that is no object of strings"),
-    "metadata of numbers": ({"__metadata__": {"a": 1}}, "has a __metadata__ that is no object of strings"),
+    "metadata of numbers": (
+        {"__metadata__": {"a": 1}},
+        "has a __metadata__ that is no object of strings",
+    ),
     "no entry": ({"a": 1}, "gives 'a' int; it must be dtype, shape and data_offsets"),
-    "an entry that lacks": (changed(shape=None), "gives 'a' [\"'data_offsets'\", \"'dtype'\"]; it must be dtype,"),
+    "an entry that lacks": (
+        changed(shape=None),
+        "gives 'a' [\"'data_offsets'\", \"'dtype'\"]; it must be dtype,",
+    ),
     "an entry with more": (changed(x=1), "it must be dtype, shape and data_offsets"),
-    "an unknown dtype": (changed(dtype="F31"), "gives 'a' the dtype 'F31'; allowed: F64, F32, F16, "),
+    "an unknown dtype": (
+        changed(dtype="F31"),
+        "gives 'a' the dtype 'F31'; allowed: F64, F32, F16, ",
+    ),
     "a dtype of half bytes": (changed(dtype="F4"), "gives 'a' the dtype 'F4'; allowed: "),
     "a dtype that is no string": (changed(dtype=["F32"]), "gives 'a' the dtype ['F32']; allowed: "),
-    "a negative size": (changed(shape=[-2, -3]), "gives 'a' the shape [-2, -3]; it must be a list of integers >= 0"),
-    "a boolean size": (changed(shape=[True, 6]), "gives 'a' the shape [True, 6]; it must be a list of integers >= 0"),
-    "a fraction": (changed(shape=[2.0, 3]), "gives 'a' the shape [2.0, 3]; it must be a list of integers >= 0"),
+    "a negative size": (
+        changed(shape=[-2, -3]),
+        "gives 'a' the shape [-2, -3]; it must be a list of integers >= 0",
+    ),
+    "a boolean size": (
+        changed(shape=[True, 6]),
+        "gives 'a' the shape [True, 6]; it must be a list of integers >= 0",
+    ),
+    "a fraction": (
+        changed(shape=[2.0, 3]),
+        "gives 'a' the shape [2.0, 3]; it must be a list of integers >= 0",
+    ),
     "a text": (changed(shape="23"), "gives 'a' the shape '23'; it must be a list of integers >= 0"),
     "one number": (changed(shape=6), "gives 'a' the shape 6; it must be a list of integers >= 0"),
-    "offsets of text": (changed(data_offsets=["0", "24"]), "gives 'a' the data_offsets ['0', '24']; it must be a list"),
-    "negative offsets": (changed(data_offsets=[-24, 0]), "gives 'a' the data_offsets [-24, 0]; it must be a list"),
-    "three offsets": (changed(data_offsets=[0, 24, 24]), "the data_offsets [0, 24, 24]; two are needed, begin <= end"),
-    "backwards": (changed(data_offsets=[24, 0]), "the data_offsets [24, 0]; two are needed, begin <= end"),
+    "offsets of text": (
+        changed(data_offsets=["0", "24"]),
+        "gives 'a' the data_offsets ['0', '24']; it must be a list",
+    ),
+    "negative offsets": (
+        changed(data_offsets=[-24, 0]),
+        "gives 'a' the data_offsets [-24, 0]; it must be a list",
+    ),
+    "three offsets": (
+        changed(data_offsets=[0, 24, 24]),
+        "the data_offsets [0, 24, 24]; two are needed, begin <= end",
+    ),
+    "backwards": (
+        changed(data_offsets=[24, 0]),
+        "the data_offsets [24, 0]; two are needed, begin <= end",
+    ),
     "another size": (changed(shape=[2, 4]), "gives 'a' 24 bytes; F32 [2, 4] has 32"),
     "another dtype": (changed(dtype="F16"), "gives 'a' 24 bytes; F16 [2, 3] has 12"),
     # 2^32 * 2^32 is 0 in 64 bits, and 2^63 + ... wraps to 24
     "an overflow to 0": (
-        changed(shape=[2**32, 2**32], data_offsets=[0, 0]), "gives 'a' 0 bytes; F32 [4294967296, 4294967296] has 73786",
+        changed(shape=[2**32, 2**32], data_offsets=[0, 0]),
+        "gives 'a' 0 bytes; F32 [4294967296, 4294967296] has 73786",
     ),
     "an overflow to 24": (
-        changed(dtype="U8", shape=[2**61 + 3, 8]), "gives 'a' 24 bytes; U8 [2305843009213693955, 8] has 18446",
+        changed(dtype="U8", shape=[2**61 + 3, 8]),
+        "gives 'a' 24 bytes; U8 [2305843009213693955, 8] has 18446",
     ),
     "nothing, but beyond count": (
-        changed(shape=[0, 2**62, 2**40], data_offsets=[0, 0]), "the shape [0, 4611686018427387904, 1099511627776], which",
+        changed(shape=[0, 2**62, 2**40], data_offsets=[0, 0]),
+        "the shape [0, 4611686018427387904, 1099511627776], which",
     ),
-    "dimensions": (changed(shape=[1] * 25 + [6]), "gives 'a' 26 dimensions; at most 25 are allowed"),
-    "a hole before": (changed(data_offsets=[1, 25]), "data from byte 1 on, which leaves a hole before it (up to 0)"),
+    "dimensions": (
+        changed(shape=[1] * 25 + [6]),
+        "gives 'a' 26 dimensions; at most 25 are allowed",
+    ),
+    "a hole before": (
+        changed(data_offsets=[1, 25]),
+        "data from byte 1 on, which leaves a hole before it (up to 0)",
+    ),
     "a hole between": (
         {"a": A, "b": {"dtype": "U8", "shape": [6], "data_offsets": [25, 31]}},
         "gives 'b' data from byte 25 on, which leaves a hole before it (up to 24)",
@@ -134,14 +183,18 @@ HEADERS = {
         {"a": A, "b": {"dtype": "U8", "shape": [6], "data_offsets": [23, 29]}},
         "gives 'b' data from byte 23 on, which overlaps the one before it (up to 24)",
     ),
-    "the same data twice": ({"a": A, "b": A}, "gives 'b' data from byte 0 on, which overlaps the one before it (up to 24)"),
+    "the same data twice": (
+        {"a": A, "b": A},
+        "gives 'b' data from byte 0 on, which overlaps the one before it (up to 24)",
+    ),
     "an empty tensor inside another": (
-        {"a": A, "b": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]}}, "from byte 8 on, which overlaps",
+        {"a": A, "b": {"dtype": "U8", "shape": [0], "data_offsets": [8, 8]}},
+        "from byte 8 on, which overlaps",
     ),
     "a long name": ({"n" * 1025: A}, "has a name of 1025 letters; at most 1024 are allowed"),
     "half a character": ('{"\\ud800":' + json.dumps(A) + "}", "has half a character in '\\ud800'"),
     "control characters": ({"\x1b[2J\u202e": 1}, "gives '\\x1b[2J\\u202e' int; it must be"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -166,26 +219,64 @@ FILES = {
     "empty": (b"", f"(a header's length has 8): 0 bytes; {PARTIAL}"),
     "7 bytes": (bytes(7), f"(a header's length has 8): 7 bytes; {PARTIAL}"),
     "zeros": (bytes(100), "(its header has 0 bytes; 2 to 100000000 are allowed): "),
-    "a header beyond the cap": (struct.pack("<Q", 100_000_001) + b"{}", "(its header has 100000001 bytes; 2 to "),
+    "a header beyond the cap": (
+        struct.pack("<Q", 100_000_001) + b"{}",
+        "(its header has 100000001 bytes; 2 to ",
+    ),
     "a header of 2^64": (b"\xff" * 8 + b"{}", "(its header has 18446744073709551615 bytes; 2 to "),
-    "half a header": (WHOLE[:30], f"(its header alone needs {len(WHOLE) - 24}): 30 bytes; {PARTIAL}"),
+    "half a header": (
+        WHOLE[:30],
+        f"(its header alone needs {len(WHOLE) - 24}): 30 bytes; {PARTIAL}",
+    ),
     "half the data": (
-        WHOLE[:-12], f"(its data ends after 12 of 24 bytes): it has {len(WHOLE) - 12} of {len(WHOLE)} bytes; {PARTIAL}",
+        WHOLE[:-12],
+        (
+            f"(its data ends after 12 of 24 bytes): it has {len(WHOLE) - 12} of {len(WHOLE)} bytes; "
+            f"{PARTIAL}"
+        ),
     ),
     "too much data": (
-        WHOLE + b"x", f"(1 bytes follow its last tensor): it has {len(WHOLE) + 1} bytes, {len(WHOLE)} are described; ",
+        WHOLE + b"x",
+        (
+            f"(1 bytes follow its last tensor): it has {len(WHOLE) + 1} bytes, {len(WHOLE)} are "
+            "described; "
+        ),
     ),
-    "data without tensors": (file_of("{}", 1), "(1 bytes follow its last tensor): it has 11 bytes, 10 are described; "),
-    "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid", ": it is a Git LFS pointer; fetch the file"),
+    "data without tensors": (
+        file_of("{}", 1),
+        "(1 bytes follow its last tensor): it has 11 bytes, 10 are described; ",
+    ),
+    "a Git LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid",
+        ": it is a Git LFS pointer; fetch the file",
+    ),
     "a web page": (b"<!DOCTYPE html>", ": it is a web page, not the file; download it again"),
-    "a web page after spaces": (b"\r\n  <html>", ": it is a web page, not the file; download it again"),
-    "a zip": (b"PK\x03\x04 and so on", ": it is a zip or a PyTorch pickle, which is never opened; convert it to"),
-    "a pickle": (b"\x80\x02}q\x00.\x00\x00\x00", ": it is a pickle, which is never opened; convert it to safetensors"),
+    "a web page after spaces": (
+        b"\r\n  <html>",
+        ": it is a web page, not the file; download it again",
+    ),
+    "a zip": (
+        b"PK\x03\x04 and so on",
+        ": it is a zip or a PyTorch pickle, which is never opened; convert it to",
+    ),
+    "a pickle": (
+        b"\x80\x02}q\x00.\x00\x00\x00",
+        ": it is a pickle, which is never opened; convert it to safetensors",
+    ),
     "a gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00", ": it is a gzip archive; unpack it"),
-    "GGUF": (b"GGUF\x03\x00\x00\x00\x10\x00", ": it is a GGUF file of llama.cpp; get the safetensors"),
-    "HDF5": (b"\x89HDF\r\n\x1a\n", ": it is an HDF5 file of Keras; convert it to safetensors elsewhere"),
-    "JSON": (b'{"error": "not found"}', ": it is JSON text, not the file: an error message of a server"),
-}  # fmt: skip
+    "GGUF": (
+        b"GGUF\x03\x00\x00\x00\x10\x00",
+        ": it is a GGUF file of llama.cpp; get the safetensors",
+    ),
+    "HDF5": (
+        b"\x89HDF\r\n\x1a\n",
+        ": it is an HDF5 file of Keras; convert it to safetensors elsewhere",
+    ),
+    "JSON": (
+        b'{"error": "not found"}',
+        ": it is JSON text, not the file: an error message of a server",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -199,7 +290,9 @@ def test_files_that_are_none(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sign", [b"<", b"\x80", b"{", b" "])
 def test_a_length_may_begin_like_another_file(sign: bytes, tmp_path: Path) -> None:
-    """A header of 0x180 bytes begins as a pickle does, and one of 0x13c bytes as a web page: whole or in part."""
+    """A header of 0x180 bytes begins as a pickle does, and one of 0x13c bytes as a web page: whole
+    or in part.
+    """
     path = tmp_path / "a"
     content = file_of(json.dumps({"a": A}).ljust(256 + sign[0]))
     path.write_bytes(content)
@@ -214,7 +307,9 @@ def test_a_length_may_begin_like_another_file(sign: bytes, tmp_path: Path) -> No
 
 
 def test_an_archive_whose_first_bytes_are_a_length(tmp_path: Path) -> None:
-    """The first 8 bytes of a gzip are the number 559903: it is told in a file that is longer than that, too."""
+    """The first 8 bytes of a gzip are the number 559903: it is told in a file that is longer than
+    that, too.
+    """
     content = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(600_000)
     assert ": it is a gzip archive; " in error_of(tmp_path / "a", content)
 
@@ -230,7 +325,9 @@ def test_caps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_hostile_header_costs_little_memory(tmp_path: Path) -> None:
-    """As many lists as are let through to the parser: they are bounded, whatever the header's size."""
+    """As many lists as are let through to the parser: they are bounded, whatever the header's
+    size.
+    """
     path = tmp_path / "a"
     path.write_bytes(file_of('{"a":[' + "[]," * 200_000 + "[]]}"))
     tracemalloc.start()
@@ -308,17 +405,24 @@ def changes(draw: st.DrawFn, whole: bytes) -> bytes:
                 found[:8] = struct.pack(
                     "<Q", draw(st.integers(0, 2**64 - 1) | st.integers(0, len(found)))
                 )
-    # half of the time the length is made to fit again, so that changed headers get as far as they can
+    # half of the time the length is made to fit again, so that changed headers get as far as they
+    # can
     if draw(st.booleans()) and len(found) > 8:
         end = bytes(found).rfind(b"}", 8, 8 + length)
         found[:8] = struct.pack("<Q", max(0, end - 7))
     return bytes(found)
 
 
-VALID = save({
-    "a": torch.arange(12.0).reshape(4, 3), "b": torch.tensor([True, False]), "c": torch.zeros(0, 5),
-    "layer.0.w": torch.arange(6, dtype=torch.int16), "s": torch.tensor(1.5, dtype=torch.bfloat16),
-}, metadata={"format": "pt"})  # fmt: skip
+VALID = save(
+    {
+        "a": torch.arange(12.0).reshape(4, 3),
+        "b": torch.tensor([True, False]),
+        "c": torch.zeros(0, 5),
+        "layer.0.w": torch.arange(6, dtype=torch.int16),
+        "s": torch.tensor(1.5, dtype=torch.bfloat16),
+    },
+    metadata={"format": "pt"},
+)
 
 
 @pytest.fixture
@@ -361,7 +465,9 @@ def test_any_change_is_refused_or_read_as_officially(
 
 
 def test_the_fuzzer_reaches_both_ends() -> None:
-    """A negative control: among its changes are files that are read, and files that the official reader refuses."""
+    """A negative control: among its changes are files that are read, and files that the official
+    reader refuses.
+    """
     seen = {"read": 0, "refused": 0}
 
     @settings(max_examples=300, derandomize=True, database=None)

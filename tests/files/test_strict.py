@@ -24,12 +24,18 @@ from regard.files.strict import parse, read_json
         (b'{"a": 0.' + b"1" * 500 + b"}", "which no computer's number holds"),
         (b'{"a": "\\ud800"}', "has half a character in '\\ud800'"),
         (b'{"\\udc00": 1}', "has half a character in '\\udc00'"),
-        (b'{"a": ' + b"[" * 128 + b"]" * 128 + b"}", "is nested too deep; at most 128 levels are read"),
-        (b'{"a": [' + b"[]," * (1 << 22) + b"[]]}", "brackets and commas; at most 4194304 are read"),
+        (
+            b'{"a": ' + b"[" * 128 + b"]" * 128 + b"}",
+            "is nested too deep; at most 128 levels are read",
+        ),
+        (
+            b'{"a": [' + b"[]," * (1 << 22) + b"[]]}",
+            "brackets and commas; at most 4194304 are read",
+        ),
         (b'{"' + b'\\"' * (1 << 20), "is no JSON: Unterminated string"),
     ],
     ids=lambda x: repr(x)[:20],
-)  # fmt: skip
+)
 def test_what_is_refused(raw: bytes, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         parse(raw)

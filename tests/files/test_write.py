@@ -1,4 +1,6 @@
-"""Files and folders written whole or not at all, by one process at a time, and the rests of killed ones."""
+"""Files and folders written whole or not at all, by one process at a time, and the rests of killed
+ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Thousands of damaged files: `python -m tests.fuzz --cases 5000 --seed 0`. Prints what was not as it should be."""
+"""Thousands of damaged files: `python -m tests.fuzz --cases 5000 --seed 0`. Prints what was not as
+it should be.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def main() -> None:
             if found.kind not in box.GOOD:
                 bad[f"{name.split()[0]}: {found.kind}"] += 1
                 print(
-                    f"{number} {name}: {done}: {found.kind} {found.seconds:.1f} s {found.says!r:.330}",
+                    f"{number} {name}: {done}: {found.kind} {found.seconds:.1f} s "
+                    f"{found.says!r:.330}",
                     flush=True,
                 )
             if time.monotonic() > end:

@@ -1,4 +1,6 @@
-"""One case in a process of its own, bounded in time and memory: what came of it, whatever it did."""
+"""One case in a process of its own, bounded in time and memory: what came of it, whatever it
+did.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from pathlib import Path
 import torch
 
 CPU_SECONDS = 20
-"""Processor time of a case: what needs more is a hang. A valid load of another dtype may compile a kernel first."""
+"""Processor time of a case: what needs more is a hang. A valid load of another dtype may compile a
+kernel first.
+"""
 WALL_SECONDS = 60
 """Time of a case. Generous, for a busy machine."""
 IDLE_SECONDS = 5
@@ -31,7 +35,9 @@ MEMORY = 1 << 30
 LONGEST = 4000
 """Letters of an error message."""
 RAW = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
-"""What must not reach a terminal out of a file: control characters but tabs and line ends, and direction marks."""
+"""What must not reach a terminal out of a file: control characters but tabs and line ends, and
+direction marks.
+"""
 
 GOOD = ("loaded", "refused")
 
@@ -40,8 +46,9 @@ GOOD = ("loaded", "refused")
 class Outcome:
     """What a case did.
 
-    kind: "loaded" or "refused", which are right; "foreign", an error that is not the package's; "hang"; "memory";
-        "crash"; "raw", where the message would bring control characters to a terminal or is too long.
+    kind: "loaded" or "refused", which are right; "foreign", an error that is not the package's;
+        "hang"; "memory"; "crash"; "raw", where the message would bring control characters to a
+        terminal or is too long.
     says: the error, cut.
     seconds: processor time of the case.
     """
@@ -137,6 +144,8 @@ def _wait(child: int, reader: int) -> tuple[bytes, int, float]:
 
 
 def _clock(child: int) -> str:
-    """A sleeping process's times, which stand still while it waits; a running one's differ from anything before."""
+    """A sleeping process's times, which stand still while it waits; a running one's differ from
+    anything before.
+    """
     fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
     return f"{fields[0]} {fields[11]} {fields[12]}" if fields[0] == "S" else str(time.monotonic())

@@ -1,4 +1,6 @@
-"""Damage: bytes, JSON values and files changed at random, each change drawn from a generator with a seed."""
+"""Damage: bytes, JSON values and files changed at random, each change drawn from a generator with a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,68 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS: tuple[Any, ...] = (
-    -1, 0, 1, 2, 3, 300, 65_537, 10**6, 2**31 - 1, 2**31, 2**32, 300_000_000, 2**53, 2**61, 2**62, 2**63 - 1, 2**63,
-    10**19, -(2**31), -(2**63), 0.5, -0.5, 1e-320, 1e308, 3e38,
-)  # fmt: skip
+    -1,
+    0,
+    1,
+    2,
+    3,
+    300,
+    65_537,
+    10**6,
+    2**31 - 1,
+    2**31,
+    2**32,
+    300_000_000,
+    2**53,
+    2**61,
+    2**62,
+    2**63 - 1,
+    2**63,
+    10**19,
+    -(2**31),
+    -(2**63),
+    0.5,
+    -0.5,
+    1e-320,
+    1e308,
+    3e38,
+)
 TEXTS = (
-    "", "x", "\x1b[2J\x1b]0;title\x07", "\u202eevil\u2066", "a\nb\rc", "\x00", "../../etc/passwd", "/dev/zero", "é" * 70000,
-    "a" * 5000, "\ud800", "__class__", "cl100k", "0", "nan", "-1", "{0.__class__}", "%s%n", "[[[[", "~" * 3000,
-)  # fmt: skip
+    "",
+    "x",
+    "\x1b[2J\x1b]0;title\x07",
+    "\u202eevil\u2066",
+    "a\nb\rc",
+    "\x00",
+    "../../etc/passwd",
+    "/dev/zero",
+    "é" * 70000,
+    "a" * 5000,
+    "\ud800",
+    "__class__",
+    "cl100k",
+    "0",
+    "nan",
+    "-1",
+    "{0.__class__}",
+    "%s%n",
+    "[[[[",
+    "~" * 3000,
+)
 OTHERS: tuple[Any, ...] = (
-    None, True, False, [], {}, [None], [[]], [1], {"a": 1}, ["\x1b[31m"], {"\x1b[2J\u202e": {}}, [0] * 3000,
-)  # fmt: skip
+    None,
+    True,
+    False,
+    [],
+    {},
+    [None],
+    [[]],
+    [1],
+    {"a": 1},
+    ["\x1b[31m"],
+    {"\x1b[2J\u202e": {}},
+    [0] * 3000,
+)
 TOKENS = (
     b"NaN",
     b"-Infinity",
@@ -36,7 +90,9 @@ TOKENS = (
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place of a JSON value; of long lists and tables the first, the last and a few between."""
+    """Every place of a JSON value; of long lists and tables the first, the last and a few
+    between.
+    """
     found = [path]
     if isinstance(value, dict):
         keys: list[Any] = list(value)
@@ -90,7 +146,9 @@ def _changed(value: Any, draw: random.Random) -> Any:
 
 
 def _other(old: Any, among: Any, draw: random.Random) -> Any:
-    """What stands instead of a value: a number, a text, another kind, itself nested or repeated, another of the file."""
+    """What stands instead of a value: a number, a text, another kind, itself nested or repeated,
+    another of the file.
+    """
     how = draw.random()
     if how < 0.45 and isinstance(old, (int, float)):
         return draw.choice(NUMBERS)
@@ -113,7 +171,9 @@ def _other(old: Any, among: Any, draw: random.Random) -> Any:
 
 
 def _token(content: bytes, draw: random.Random) -> bytes:
-    """A number of the text is replaced with what JSON does not know, or with what nobody can read."""
+    """A number of the text is replaced with what JSON does not know, or with what nobody can
+    read.
+    """
     marks = [i for i, byte in enumerate(content) if byte in b"0123456789"][:4000]
     if not marks:
         return in_bytes(content, draw)
@@ -154,7 +214,9 @@ def in_bytes(content: bytes, draw: random.Random) -> bytes:
 
 
 def in_safetensors(content: bytes, draw: random.Random) -> bytes:
-    """The header changed as JSON, or the text that it carries; its length is right afterwards. Or the bytes."""
+    """The header changed as JSON, or the text that it carries; its length is right afterwards. Or
+    the bytes.
+    """
     size = int.from_bytes(content[:8], "little")
     raw, data = content[8 : 8 + size], content[8 + size :]
     if draw.random() < 0.25 or size > len(content):

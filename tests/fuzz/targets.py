@@ -1,4 +1,6 @@
-"""Everything that reads a file: a folder of whole files for each, and a function that reads it and uses what it read."""
+"""Everything that reads a file: a folder of whole files for each, and a function that reads it and
+uses what it read.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +23,80 @@ from regard.span import Span
 
 TEXT = ["the quick brown fox jumps over the lazy dog, né 你好", "a value of the key of a query"] * 4
 GROUPED = {
-    "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8,
-}  # fmt: skip
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 LATENT = {
-    "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 4,
-    "qk_rope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
     "first_k_dense_replace": 1,
-}  # fmt: skip
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": GROUPED | {"rope_scaling": YARN, "max_position_embeddings": 256},
     "gpt2": {"vocab_size": 300, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2},
-    "t5": {"vocab_size": 300, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
+    "t5": {
+        "vocab_size": 300,
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 4,
+    },
     "bert": {
-        "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
         "max_position_embeddings": 64,
     },
     "qwen2": GROUPED | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "gemma3_text": GROUPED,
     "bloom": {"vocab_size": 300, "hidden_size": 16, "n_layer": 2, "n_head": 2},
-    "mpt": {"vocab_size": 300, "d_model": 16, "n_heads": 2, "n_layers": 2, "attn_config": {"alibi": True}},
+    "mpt": {
+        "vocab_size": 300,
+        "d_model": 16,
+        "n_heads": 2,
+        "n_layers": 2,
+        "attn_config": {"alibi": True},
+    },
     "gpt_neox": {
-        "vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
     },
     "deepseek_v2": LATENT,
     "gpt_oss": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     "regard": {
-        "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "vocab_size": 300,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
         "attention": "mha",
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -92,10 +136,24 @@ def _model(name: str) -> Callable[[Path], None]:
                 json.dumps({"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True})
             )
             (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32}))
-            (folder / "modules.json").write_text(json.dumps([
-                {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-                {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-            ]))  # fmt: skip
+            (folder / "modules.json").write_text(
+                json.dumps(
+                    [
+                        {
+                            "idx": 0,
+                            "name": "0",
+                            "path": "",
+                            "type": "sentence_transformers.models.Transformer",
+                        },
+                        {
+                            "idx": 1,
+                            "name": "1",
+                            "path": "1_Pooling",
+                            "type": "sentence_transformers.models.Pooling",
+                        },
+                    ]
+                )
+            )
 
     return make
 
@@ -160,9 +218,13 @@ def _use_tokenizer(folder: Path) -> None:
 def _cached() -> dict[str, Cache]:
     x, where = torch.arange(96.0).reshape(1, 2, 6, 8), Span(0, 6)
     found: dict[str, Cache] = {
-        "Growing": Growing(), "Fixed": Fixed(9), "Ring": Ring(4, rewind=2), "Streaming": Streaming(1, 3),
-        "Paged": Paged(2, 16), "Quantised": Quantised(4, group=2, residual=1)
-    }  # fmt: skip
+        "Growing": Growing(),
+        "Fixed": Fixed(9),
+        "Ring": Ring(4, rewind=2),
+        "Streaming": Streaming(1, 3),
+        "Paged": Paged(2, 16),
+        "Quantised": Quantised(4, group=2, residual=1),
+    }
     for cache in found.values():
         cache.update((x, x), where)
     latent = Latent(8, 4)
@@ -246,7 +308,8 @@ def _use_task(folder: Path) -> None:
 
 def _settings(folder: Path) -> None:
     (folder / "a.toml").write_text(
-        "[model]\nattention = 'gqa'\nkv-heads = 2\noptions.base = 5e4\n[train]\nbf16 = true\nsteps = 3\n"
+        "[model]\nattention = 'gqa'\nkv-heads = 2\noptions.base = 5e4\n[train]\nbf16 = "
+        "true\nsteps = 3\n"
     )
 
 
@@ -307,18 +370,32 @@ MODEL_FILES = (
     "generation_config.json",
 )
 BERT_FILES = (
-    "config.json", "model.safetensors", "tokenizer.json", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json",
-)  # fmt: skip
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "modules.json",
+    "1_Pooling/config.json",
+    "sentence_bert_config.json",
+)
 CHECKPOINT_FILES = tuple(
     f"step-00000002/{name}"
     for name in ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
 )
 
 TARGETS: dict[str, Target] = {
-    **{f"model {name}": Target(_model(name), _use_model, BERT_FILES if name == "bert" else MODEL_FILES) for name in CONFIGS},
-    "model sharded": Target(_sharded, _use_model, ("model.safetensors.index.json", "model-00001-of-00002.safetensors")),
     **{
-        f"tokenizer {kind}": Target(lambda folder, kind=kind: _tokenizer(folder, kind), _use_tokenizer)  # type: ignore[misc]
+        f"model {name}": Target(
+            _model(name), _use_model, BERT_FILES if name == "bert" else MODEL_FILES
+        )
+        for name in CONFIGS
+    },
+    "model sharded": Target(
+        _sharded, _use_model, ("model.safetensors.index.json", "model-00001-of-00002.safetensors")
+    ),
+    **{
+        f"tokenizer {kind}": Target(
+            lambda folder, kind=kind: _tokenizer(folder, kind), _use_tokenizer
+        )  # type: ignore[misc]
         for kind in ("bpe", "wordpiece", "unigram")
     },
     **{f"cache {name}": Target(_cache(name), _use_cache) for name in _cached()},
@@ -327,9 +404,12 @@ TARGETS: dict[str, Target] = {
     "task": Target(_task, _use_task),
     "settings": Target(_settings, _use_settings),
     "experiment": Target(_kept, _use_kept),
-    **{f"cost {name}": Target(_cost(name), _use_cost) for name in ("llama", "gpt2", "t5", "deepseek_v2", "gpt_oss", "regard")},
+    **{
+        f"cost {name}": Target(_cost(name), _use_cost)
+        for name in ("llama", "gpt2", "t5", "deepseek_v2", "gpt_oss", "regard")
+    },
     "mask": Target(_masks, _use_masks),
-}  # fmt: skip
+}
 
 
 def whole(root: Path, only: str = "") -> Iterator[tuple[str, Target, Path]]:

@@ -1,4 +1,6 @@
-"""A hundred damaged files a time: each is refused with the package's own error or loads, in bounded time and memory."""
+"""A hundred damaged files a time: each is refused with the package's own error or loads, in bounded
+time and memory.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CASES = int(os.environ.get("REGARD_FUZZ", "105"))
 
 @pytest.mark.full
 def test_damaged_files_are_refused_or_load(root: Path) -> None:
-    """In a process of its own, without the checked annotations, whose errors are not the package's."""
+    """In a process of its own, without the checked annotations, whose errors are not the
+    package's.
+    """
     command = [sys.executable, "-m", "tests.fuzz", "--cases", str(CASES), "--seed", "0"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,7 +43,7 @@ def _wait_for_a_pipe() -> None:
         (lambda: os.abort(), "crash"),
         (_wait_for_a_pipe, "hang"),
     ],
-)  # fmt: skip
+)
 def test_the_box_tells_what_happened(
     work: object, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""A small model of the shape of `tiny`, with random weights, for tests of what looks inside a model."""
+"""A small model of the shape of `tiny`, with random weights, for tests of what looks inside a
+model.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,19 @@ def tokenizer() -> Tokenizer:
 
 
 def model(*, seed: int = 0, sharp: float = 30.0, **changes: int) -> Model:
-    """A decoder of 3 layers, H 4, G 2, D 8, M 32; `sharp` makes its patterns uneven, as a trained model's are."""
+    """A decoder of 3 layers, H 4, G 2, D 8, M 32; `sharp` makes its patterns uneven, as a trained
+    model's are.
+    """
     sizes = {
-        "vocab_size": tokenizer().vocab_size, "hidden_size": 32, "intermediate_size": 64,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "vocab_size": tokenizer().vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
         "max_position_embeddings": 128,
-    }  # fmt: skip
+    }
     torch.manual_seed(seed)
     config = Config(**{**sizes, **changes})
     decoder = build(config).eval().requires_grad_(requires_grad=False)

@@ -1,4 +1,6 @@
-"""Measuring a model within an edit measures the edited model: against the same model with that edit built in."""
+"""Measuring a model within an edit measures the edited model: against the same model with that edit
+built in.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_head_scores_within_an_ablation_are_those_of_the_ablated_model() -> None
 
 
 def test_the_scores_of_the_issue() -> None:
-    """An induction head of the trained model loses its score when the layer in front of it is silent."""
+    """An induction head of the trained model loses its score when the layer in front of it is
+    silent.
+    """
     m = regard.load("tiny")
     ids = repeated_ids(m.config.vocab_size, 32, batch=2)
     intact = head_scores(m, ids)["induction"]
@@ -95,7 +99,9 @@ def test_a_recording_holds_what_the_edited_kernel_was_given(name: str) -> None:
 
 
 def half(p: Tensor) -> Tensor:
-    """A pattern whose keys share each row alike, where the mask lets them; half of the weight is lost."""
+    """A pattern whose keys share each row alike, where the mask lets them; half of the weight is
+    lost.
+    """
     return (p > 0).to(p) / (p > 0).sum(-1, keepdim=True).clamp(min=1) / 2
 
 
@@ -115,9 +121,11 @@ def unmasked(edit: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def test_edited_scores_and_patterns_are_recorded_as_they_were_used(name: str, how: str) -> None:
     m = model()
     options: dict[str, Any] = {
-        "whole": {}, "chunks": {"chunk": 3}, "ring": {"tokens": 5, "cache": "ring", "max_context": 8},
+        "whole": {},
+        "chunks": {"chunk": 3},
+        "ring": {"tokens": 5, "cache": "ring", "max_context": 8},
         "padded": {},
-    }[how]  # fmt: skip
+    }[how]
     text: Any = [TEXT, "the forest"] if how == "padded" else TEXT
     edit = EDITS[name]
     if (
@@ -247,12 +255,27 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
 def test_unknown_names_are_refused_with_a_hint() -> None:
     m = model()
     for call, message in (
-        (lambda: record(m, TEXT, head=[0]), "record() has no argument 'head'; did you mean 'heads'? It has target, "),
-        (lambda: record(m, TEXT, plaecs=["layers.0"]), "record() has no argument 'plaecs'; did you mean 'places'?"),
-        (lambda: Recorder(edit={}), "Recorder() has no argument 'edit'; It has places, heads, rows, keep"),
-        (lambda: regard.inspect.audit(lambda q, k, v: q, caussal=True), "audit() has no argument 'caussal'; did you mean 'causal'?"),
-        (lambda: m.generate("a", temprature=1.0), "generate() has no argument 'temprature'; did you mean 'temperature'?"),
-    ):  # fmt: skip
+        (
+            lambda: record(m, TEXT, head=[0]),
+            "record() has no argument 'head'; did you mean 'heads'? It has target, ",
+        ),
+        (
+            lambda: record(m, TEXT, plaecs=["layers.0"]),
+            "record() has no argument 'plaecs'; did you mean 'places'?",
+        ),
+        (
+            lambda: Recorder(edit={}),
+            "Recorder() has no argument 'edit'; It has places, heads, rows, keep",
+        ),
+        (
+            lambda: regard.inspect.audit(lambda q, k, v: q, caussal=True),
+            "audit() has no argument 'caussal'; did you mean 'causal'?",
+        ),
+        (
+            lambda: m.generate("a", temprature=1.0),
+            "generate() has no argument 'temprature'; did you mean 'temperature'?",
+        ),
+    ):
         with pytest.raises(ArgumentTypeError) as error:
             call()  # type: ignore[no-untyped-call]
         assert str(error.value).startswith(message)
@@ -304,8 +327,10 @@ def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> N
     with pytest.raises(ArgumentError) as error:
         record(llama, ids)
     assert str(error.value) == (
-        "LlamaForCausalLM computes its attention by 'sdpa', not by regard, so that nothing would be recorded; "
-        'load it with attn_implementation="regard", or call model.set_attn_implementation("regard"), after '
+        "LlamaForCausalLM computes its attention by 'sdpa', not by regard, so that nothing would "
+        "be recorded; "
+        'load it with attn_implementation="regard", or call '
+        'model.set_attn_implementation("regard"), after '
         "import regard.integrations.transformers"
     )
     with (

@@ -1,4 +1,6 @@
-"""Each number of an explanation is the model's: recomputed here in fp64 loops from weights and from the JSON."""
+"""Each number of an explanation is the model's: recomputed here in fp64 loops from weights and from
+the JSON.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ DIGITS = 5e-9  # half a unit of the ninth digit, relative
 
 
 def close(x: Any, ref: Any, plain: Any) -> bool:
-    """The error rule: at most twice the error of plain fp32 math against fp64, plus two roundings."""
+    """The error rule: at most twice the error of plain fp32 math against fp64, plus two
+    roundings.
+    """
     x, ref, plain = (np.asarray(a, np.float64) for a in (x, ref, plain))
     shifted = (ref.astype(np.float32) + np.float32(0.3)) - np.float32(0.3)
     return np.abs(x - ref).max() <= 2 * np.abs(plain - ref).max() + 2 * np.abs(shifted - ref).max()
@@ -66,7 +70,9 @@ def test_scores_and_weights_follow_from_q_and_k(found: dict[str, Any]) -> None:
 
 
 def bound_of_z(found: dict[str, Any]) -> Any:
-    """How far fp32 may take z from fp64, by standard analysis: D + 2 roundings in a score, 2 more in s - lse, T + 2 in the sum."""
+    """How far fp32 may take z from fp64, by standard analysis: D + 2 roundings in a score, 2 more
+    in s - lse, T + 2 in the sum.
+    """
     q, k, v = (
         np.array(x) for x in (found["q"][-1]["values"], found["k"][-1]["values"], found["v"])
     )
@@ -183,33 +189,61 @@ def test_checks_are_small_and_the_largest_is_shown() -> None:
     assert found.head == 3
     assert found.query == found.sizes["T"] - 1
     assert set(found.checks) == {
-        "q", "k", "v", "angles", "weights against exp(s - lse) of the kernel",
-        "row sum of exp(s - lse) of the kernel against 1", "lse of the kernel", "output of the kernel",
-        "online softmax", "out", "residual", "the network without an observer",
-    }  # fmt: skip
+        "q",
+        "k",
+        "v",
+        "angles",
+        "weights against exp(s - lse) of the kernel",
+        "row sum of exp(s - lse) of the kernel against 1",
+        "lse of the kernel",
+        "output of the kernel",
+        "online softmax",
+        "out",
+        "residual",
+        "the network without an observer",
+    }
     assert found.check == max(found.checks.values()) < 1e-4
     assert found.checks["q"] == found.checks["k"] == found.checks["v"] == 0
     assert found.checks["the network without an observer"] == 0
 
 
 LIES: dict[str, tuple[Any, set[str]]] = {
-    "lse in log2": (lambda call, result: (call, result._replace(lse=result.lse / math.log(2))), {"lse", "weights", "row sum"}),
-    "lse + ln 2": (lambda call, result: (call, result._replace(lse=result.lse + math.log(2))), {"lse", "weights", "row sum"}),
-    "lse 0": (lambda call, result: (call, result._replace(lse=0 * result.lse)), {"lse", "weights", "row sum"}),
-    "output of another scale": (lambda call, result: (call, result._replace(out=1.01 * result.out)), {"output"}),
+    "lse in log2": (
+        lambda call, result: (call, result._replace(lse=result.lse / math.log(2))),
+        {"lse", "weights", "row sum"},
+    ),
+    "lse + ln 2": (
+        lambda call, result: (call, result._replace(lse=result.lse + math.log(2))),
+        {"lse", "weights", "row sum"},
+    ),
+    "lse 0": (
+        lambda call, result: (call, result._replace(lse=0 * result.lse)),
+        {"lse", "weights", "row sum"},
+    ),
+    "output of another scale": (
+        lambda call, result: (call, result._replace(out=1.01 * result.out)),
+        {"output"},
+    ),
     "a mask that the kernel did not use": (
-        lambda call, result: (replace(call, mask=masks.Causal() & masks.Window(2)), result), {"lse", "weights", "row sum", "output"},
+        lambda call, result: (replace(call, mask=masks.Causal() & masks.Window(2)), result),
+        {"lse", "weights", "row sum", "output"},
     ),
     "a scale that the kernel did not use": (
-        lambda call, result: (replace(call, scale=0.9 * call.scale), result), {"lse", "weights", "row sum", "output"},
+        lambda call, result: (replace(call, scale=0.9 * call.scale), result),
+        {"lse", "weights", "row sum", "output"},
     ),
-    "keys of another time": (lambda call, result: (replace(call, k=1.01 * call.k), result), {"k", "lse"}),
-}  # fmt: skip
+    "keys of another time": (
+        lambda call, result: (replace(call, k=1.01 * call.k), result),
+        {"k", "lse"},
+    ),
+}
 
 
 @pytest.mark.parametrize("lie", LIES)
 def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls: a kernel that says another thing than it did is told apart, and by which number."""
+    """Negative controls: a kernel that says another thing than it did is told apart, and by which
+    number.
+    """
     change, wrong = LIES[lie]
     honest = Watch.saw
     monkeypatch.setattr(
@@ -226,7 +260,9 @@ def test_checks_fire_on_each_injected_fault(lie: str, monkeypatch: pytest.Monkey
 
 
 def test_a_projection_that_is_not_the_models_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control for q, k, v and the output projection: the weights change behind the run's back."""
+    """Negative control for q, k, v and the output projection: the weights change behind the run's
+    back.
+    """
     explained = sys.modules["regard.inspect.explain"]  # the package has a function of this name
     honest = explained.capture
 
@@ -331,20 +367,44 @@ def test_a_text_longer_than_the_training_is_noted() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"layer": 3}, "layer is 3; there are 3 layers: it must be 0 to 2, or -3 to -1 from the end"),
-        ({"layer": -4}, "layer is -4; there are 3 layers: it must be 0 to 2, or -3 to -1 from the end"),
+        (
+            {"layer": 3},
+            "layer is 3; there are 3 layers: it must be 0 to 2, or -3 to -1 from the end",
+        ),
+        (
+            {"layer": -4},
+            "layer is -4; there are 3 layers: it must be 0 to 2, or -3 to -1 from the end",
+        ),
         ({"head": 4}, "head is 4; there are 4 heads: it must be 0 to 3, or -4 to -1 from the end"),
-        ({"query": 2}, "query is 2; there are 2 tokens: it must be 0 to 1, or -2 to -1 from the end"),
-        ({"query": "owl"}, "query is 'owl', which does not occur in the text; give a token index, or one of its words: xy"),
+        (
+            {"query": 2},
+            "query is 2; there are 2 tokens: it must be 0 to 1, or -2 to -1 from the end",
+        ),
+        (
+            {"query": "owl"},
+            (
+                "query is 'owl', which does not occur in the text; give a token index, or one of its "
+                "words: xy"
+            ),
+        ),
         ({"text": ""}, "the text '' has no tokens; give at least one character"),
         ({"key": 2}, "key is 2; there are 2 tokens: it must be 0 to 1, or -2 to -1 from the end"),
-        ({"key": "owl"}, "key is 'owl', which does not occur in the text; give a token index, or one of its words: xy"),
-        ({"place": "layers.9"}, "place is 'layers.9', where no attention is; there are layers.0, layers.1, layers.2"),
+        (
+            {"key": "owl"},
+            (
+                "key is 'owl', which does not occur in the text; give a token index, or one of its "
+                "words: xy"
+            ),
+        ),
+        (
+            {"place": "layers.9"},
+            "place is 'layers.9', where no attention is; there are layers.0, layers.1, layers.2",
+        ),
         ({"call": 1}, "call is 1; there are 1 call: it must be 0 to 0, or -1 to -1 from the end"),
         ({"call": "window"}, "call is 'window'; the calls for this query are call 0"),
         ({"target": "z"}, "target is given, and a Model reads one text; leave it out"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_exist_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         explain(model(), **{"text": "xy", **arguments})
@@ -479,9 +539,13 @@ def test_the_cost_is_that_of_the_formulas() -> None:
     assert cost.bytes == 4 * (1 + 6) * (8 + 8)
     kept = {each.name: each.bytes for each in cost.kept}
     assert kept == {
-        "MHA": 4 * T * 4 * 16, "GQA, G = 2": 4 * T * 2 * 16, "MQA": 4 * T * 16, "MLA": 4 * T * (4 * 8 + 4),
-        "window 4": 4 * 4 * 2 * 16, "this layer": 4 * T * 2 * 16,
-    }  # fmt: skip
+        "MHA": 4 * T * 4 * 16,
+        "GQA, G = 2": 4 * T * 2 * 16,
+        "MQA": 4 * T * 16,
+        "MLA": 4 * T * (4 * 8 + 4),
+        "window 4": 4 * 4 * 2 * 16,
+        "this layer": 4 * T * 2 * 16,
+    }
     assert [each.here for each in cost.kept] == [False] * 5 + [True]
     cache = model().decoder.layers[1].new_cache()
     x = torch.zeros(1, T, 32)

@@ -1,4 +1,6 @@
-"""Checkpoints of every family are explained: fused projections, norms, biases, softcaps, sinks and latents show as steps."""
+"""Checkpoints of every family are explained: fused projections, norms, biases, softcaps, sinks and
+latents show as steps.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,38 @@ from tests.inspect.stand_in import TEXT, tokenizer
 from tests.inspect.test_explain_models import wild
 
 SIZES: dict[str, Any] = {
-    "vocab_size": tokenizer().vocab_size, "hidden_size": 32, "n_embd": 32, "d_model": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "n_positions": 128, "max_seq_len": 128,
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
-    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1,
-    "topk_group": 1, "first_k_dense_replace": 1, "num_local_experts": 4, "sliding_window": 4, "query_pre_attn_scalar": 8,
-}  # fmt: skip
+    "vocab_size": tokenizer().vocab_size,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "d_model": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "n_positions": 128,
+    "max_seq_len": 128,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_local_experts": 4,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 8,
+}
 """Of whatever names a family's config has."""
 
 PLAIN = ["dot", "scaled", "masked"]

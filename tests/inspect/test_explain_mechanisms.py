@@ -1,4 +1,6 @@
-"""Every mechanism of the catalogue is explained; what is shown follows from q, k and v by loops from the definitions."""
+"""Every mechanism of the catalogue is explained; what is shown follows from q, k and v by loops
+from the definitions.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def found(name: str, **where: Any) -> Explanation:
 @pytest.mark.full(keep=18)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_mechanism_is_explained(name: str) -> None:
-    """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has 80 columns."""
+    """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has
+    80 columns.
+    """
     f = found(name)
     assert f.check < ROUNDING, {k: v for k, v in f.checks.items() if v > 1e-6}
     assert f.kind == (
@@ -158,7 +162,9 @@ def test_the_delta_rule_takes_off_what_its_keys_said_already(name: str) -> None:
 
 
 def test_the_state_is_what_the_recurrence_has_behind_the_query() -> None:
-    """S_i = sum_j k_j v_j^T of retention with its decay; its norm is told in front of and behind the token."""
+    """S_i = sum_j k_j v_j^T of retention with its decay; its norm is told in front of and behind
+    the token.
+    """
     _, x = parts("retention")
     f = found("retention", head=1, query=6)
     gamma, state, norms = 1 - 2.0**-6, np.zeros((x["k"].shape[2], x["v"].shape[2])), []
@@ -205,7 +211,9 @@ def test_differential_attention_is_told_as_a_difference() -> None:
 
 
 def test_calls_that_are_joined_make_one_softmax() -> None:
-    """StreamingLLM: recent keys and sinks, each with a query of its own; the row of both is one softmax."""
+    """StreamingLLM: recent keys and sinks, each with a query of its own; the row of both is one
+    softmax.
+    """
     attention, x = parts("streaming")
     f = found("streaming", query=-1, call=1)
     assert f.q[-1].name == "turned back"

@@ -1,4 +1,6 @@
-"""Explanations of encoders, of encoder-decoders, of trained tasks, of a really trained BERT, and of long texts."""
+"""Explanations of encoders, of encoder-decoders, of trained tasks, of a really trained BERT, and of
+long texts.
+"""
 
 from __future__ import annotations
 
@@ -71,9 +73,13 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     m = seq2seq()
     read = reading(m, TEXT, "the forest")
     assert [site.place for site in read.sites] == [
-        "encoder.layers.0", "encoder.layers.1",
-        "decoder.layers.0.attention", "decoder.layers.0.cross", "decoder.layers.1.attention", "decoder.layers.1.cross",
-    ]  # fmt: skip
+        "encoder.layers.0",
+        "encoder.layers.1",
+        "decoder.layers.0.attention",
+        "decoder.layers.0.cross",
+        "decoder.layers.1.attention",
+        "decoder.layers.1.cross",
+    ]
     source, target = read.sides["source"], read.sides["target"]
     with torch.inference_mode(), Trace("pattern") as trace:
         read.run()
@@ -91,12 +97,17 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
 
 
 def test_the_recording_of_a_reading_has_what_is_explained() -> None:
-    """Of every kind of network: the same weights, under the names of both texts, as plain data of a page."""
+    """Of every kind of network: the same weights, under the names of both texts, as plain data of a
+    page.
+    """
     network = wild(recurrent(20, 8, 12, attention="luong"))
     words = Words(network, ((3, 4, 5, 2), tuple("abc.")), ((1, 7, 8), ("<bos>", "x", "y")))
     for each in (
-        reading(model(), TEXT), reading(encoder(), TEXT), reading(seq2seq(), TEXT, "the forest"), reading(words),
-    ):  # fmt: skip
+        reading(model(), TEXT),
+        reading(encoder(), TEXT),
+        reading(seq2seq(), TEXT, "the forest"),
+        reading(words),
+    ):
         recording = recorded(each)
         assert recording.sound
         for site in each.sites:
@@ -191,7 +202,9 @@ def test_a_trained_task_is_explained_in_its_own_words(
 
 
 def test_a_long_text_needs_no_matrix_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """4096 tokens: no block of scores is larger than some rows of them; the row equals a softmax of the recorded q and k."""
+    """4096 tokens: no block of scores is larger than some rows of them; the row equals a softmax of
+    the recorded q and k.
+    """
     largest, honest = [0], Place.ingredients
 
     def counted(self: Place, step: Any, own: slice, slots: Any, heads: Any, **rest: Any) -> Any:
@@ -285,7 +298,9 @@ def test_a_notebook_shows_the_page_as_inert_text() -> None:
 
 
 def test_a_trained_encoder_finds_what_a_pronoun_means() -> None:
-    """Layer 3, head 1 of MiniLM: "it" looks at the animal, "she" at the woman; the first head of the first layer does not."""
+    """Layer 3, head 1 of MiniLM: "it" looks at the animal, "she" at the woman; the first head of
+    the first layer does not.
+    """
     try:
         m = regard.load("minilm", kind=TextEncoder)
     except FileError:

@@ -1,4 +1,6 @@
-"""Recordings on disk: what is read back is bit for bit what was saved, and hostile files are refused with a reason."""
+"""Recordings on disk: what is read back is bit for bit what was saved, and hostile files are
+refused with a reason.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,13 @@ BIASES: dict[str, Any] = {
     "none": None,
     "alibi": biases.ALiBi(4),
     "learned alibi": biases.ALiBi(slopes=torch.tensor([0.1, 0.2, 0.3, 0.4]), symmetric=True),
-    "t5": biases.T5Relative(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), bidirectional=False),
+    "t5": biases.T5Relative(
+        torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), bidirectional=False
+    ),
     "dense": biases.Dense(torch.randn(1, 1, 6, 9, generator=torch.Generator().manual_seed(2))),
     "sum": biases.ALiBi(4) + biases.Dense(torch.ones(6, 9)),
     "function": biases.Fn(lambda q, k: -0.1 * (q - k).abs().double()),
-}  # fmt: skip
+}
 
 
 def there_and_back(found: Recording, folder: Path) -> Recording:
@@ -59,13 +63,24 @@ def assert_same(a: Recording, b: Recording) -> None:
     assert (a.pieces, a.about, a.source_pieces) == (b.pieces, b.about, b.source_pieces)
     for name, place in a.places.items():
         other = b[name]
-        assert (place.H, place.heads, place.N, place.held) == (other.H, other.heads, other.N, other.held)  # fmt: skip
+        assert (place.H, place.heads, place.N, place.held) == (
+            other.H,
+            other.heads,
+            other.N,
+            other.held,
+        )
         for h in place.heads:
             for batch in range(place.B):
                 assert torch.equal(a.weights(name, h, batch=batch), b.weights(name, h, batch=batch))
                 assert torch.equal(a.scores(name, h, batch=batch), b.scores(name, h, batch=batch))
         for x, y in zip(place.steps, other.steps, strict=True):
-            assert (x.kernel, x.first, x.token, x.dropout, x.pool) == (y.kernel, y.first, y.token, y.dropout, y.pool)  # fmt: skip
+            assert (x.kernel, x.first, x.token, x.dropout, x.pool) == (
+                y.kernel,
+                y.first,
+                y.token,
+                y.dropout,
+                y.pool,
+            )
             assert torch.equal(x.q, y.q)
             assert (x.out is None) == (y.out is None)
     assert a.sound == b.sound
@@ -168,38 +183,86 @@ HOSTILE: dict[str, tuple[Change, str]] = {
     "no places": (lambda d, t: d.pop("places"), "'places'"),
     "places no list": (lambda d, t: d.update(places=3), "do not make a recording"),
     "two of a name": (lambda d, t: d["places"].append(d["places"][0]), "two places have one name"),
-    "name of controls": (lambda d, t: d["places"][0].update(name="a\x1b[2J"), r"'a\x1b[2J' stands where a name must"),
-    "name that turns": (lambda d, t: d["places"][0].update(name="a\u202eb"), r"'a\u202eb' stands where a name must"),
-    "name without end": (lambda d, t: d["places"][0].update(name="x" * 1_000_000), f"'{'x' * 100}'... stands where a name must"),
-    "bias bounds": (lambda d, t: (t.update(z=torch.ones(32, 4)), step(d).update(bias={"t5": "z", "bidirectional": True, "max_distance": 2**60})), "max_distance is 1152921504606846976; it must be at most"),
+    "name of controls": (
+        lambda d, t: d["places"][0].update(name="a\x1b[2J"),
+        r"'a\x1b[2J' stands where a name must",
+    ),
+    "name that turns": (
+        lambda d, t: d["places"][0].update(name="a\u202eb"),
+        r"'a\u202eb' stands where a name must",
+    ),
+    "name without end": (
+        lambda d, t: d["places"][0].update(name="x" * 1_000_000),
+        f"'{'x' * 100}'... stands where a name must",
+    ),
+    "bias bounds": (
+        lambda d, t: (
+            t.update(z=torch.ones(32, 4)),
+            step(d).update(bias={"t5": "z", "bidirectional": True, "max_distance": 2**60}),
+        ),
+        "max_distance is 1152921504606846976; it must be at most",
+    ),
     "no steps": (lambda d, t: d["places"][0].update(steps=[]), "has no steps, pools or heads"),
-    "heads": (lambda d, t: d["places"][0].update(heads=[0, 9]), "heads of  are (0, 9); they must rise, from 0 to 3"),
+    "heads": (
+        lambda d, t: d["places"][0].update(heads=[0, 9]),
+        "heads of  are (0, 9); they must rise, from 0 to 3",
+    ),
     "H": (lambda d, t: d["places"][0].update(H="4"), "'4' stands where an integer must"),
     "no heads": (lambda d, t: d["places"][0].update(H=0), "has 0 heads and 9 columns"),
     "G": (lambda d, t: pool(d).update(G=3), "has 4 heads, and keys of 3"),
     "groups": (lambda d, t: pool(d).update(groups=[0]), "other groups than its heads read"),
     "N": (lambda d, t: d["places"][0].update(N=10**9), "has 1000000000 columns, and fewer keys"),
-    "k": (lambda d, t: t.update({pool(d)["k"]: torch.zeros(2, 2, 3, 8)}), "k of  is torch.float32 (2, 2, 3, 8)"),
-    "ints": (lambda d, t: t.update({step(d)["q"]: torch.zeros(2, 4, 6, 8, dtype=torch.int64)}), "q of step 0 of  is torch.int64"),
+    "k": (
+        lambda d, t: t.update({pool(d)["k"]: torch.zeros(2, 2, 3, 8)}),
+        "k of  is torch.float32 (2, 2, 3, 8)",
+    ),
+    "ints": (
+        lambda d, t: t.update({step(d)["q"]: torch.zeros(2, 4, 6, 8, dtype=torch.int64)}),
+        "q of step 0 of  is torch.int64",
+    ),
     "q": (lambda d, t: t.update({step(d)["q"]: torch.zeros(2, 4, 6)}), "q of step 0"),
     "lse": (lambda d, t: t.update({step(d)["lse"]: torch.zeros(2, 4, 5)}), "lse of step 0"),
     "no tensor": (lambda d, t: step(d).update(q="999"), "'999'"),
-    "columns": (lambda d, t: step(d).update(columns=[3, 9]), "columns of step 0 of  go from 3 to 11, out of 0 to 8"),
+    "columns": (
+        lambda d, t: step(d).update(columns=[3, 9]),
+        "columns of step 0 of  go from 3 to 11, out of 0 to 8",
+    ),
     "pool": (lambda d, t: step(d).update(pool=1), "has the pool 1 of 1"),
     "first": (lambda d, t: step(d).update(first=-1), "first of step 0 of  is -1"),
     "token": (lambda d, t: step(d).update(token=True), "True stands where an integer must"),
-    "positions": (lambda d, t: step(d).update(q_positions=[0, 5]), "6 queries behind 0 and 9 keys, and positions of 5 and 9"),
-    "long": (lambda d, t: step(d).update(q_positions=[0, 2**60]), "a span of 1152921504606846976 positions"),
+    "positions": (
+        lambda d, t: step(d).update(q_positions=[0, 5]),
+        "6 queries behind 0 and 9 keys, and positions of 5 and 9",
+    ),
+    "long": (
+        lambda d, t: step(d).update(q_positions=[0, 2**60]),
+        "a span of 1152921504606846976 positions",
+    ),
     "span": (lambda d, t: step(d).update(k_positions=[0.5, 9]), "0.5 stands where an integer must"),
     "scale": (lambda d, t: step(d).update(scale="1e999"), "scale, softcap or dropout of step 0"),
     "softcap": (lambda d, t: step(d).update(softcap=-1), "scale, softcap or dropout of step 0"),
     "mask code": (lambda d, t: step(d).update(mask={"text": "__import__('os')"}), "unknown mask"),
     "mask deep": (lambda d, t: step(d).update(mask=nested(60)), "a mask is nested deeper than 50"),
-    "mask shape": (lambda d, t: step(d).update(mask={"text": "padding((((0, 3),),))"}) or step(d).update(mask={"heads": [{"text": "causal"}]}), "Heads holds 1 masks, but the call has 4"),
+    "mask shape": (
+        lambda d, t: (
+            step(d).update(mask={"text": "padding((((0, 3),),))"})
+            or step(d).update(mask={"heads": [{"text": "causal"}]})
+        ),
+        "Heads holds 1 masks, but the call has 4",
+    ),
     "mask none": (lambda d, t: step(d).update(mask={}), "'dense'"),
-    "bias": (lambda d, t: step(d).update(bias={"sum": []}), "a sum of biases has a term that is none"),
-    "bias heads": (lambda d, t: (t.update(z=torch.ones(3)), step(d).update(bias={"alibi": "z", "symmetric": False})), "has 3 heads and the query has 4"),
-}  # fmt: skip
+    "bias": (
+        lambda d, t: step(d).update(bias={"sum": []}),
+        "a sum of biases has a term that is none",
+    ),
+    "bias heads": (
+        lambda d, t: (
+            t.update(z=torch.ones(3)),
+            step(d).update(bias={"alibi": "z", "symmetric": False}),
+        ),
+        "has 3 heads and the query has 4",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -225,7 +288,9 @@ def test_files_that_are_no_recordings(tmp_path: Path) -> None:
         FileError, match=r"holds no recording: its header has no 'regard\.recording'"
     ):
         load(path)
-    save_file({"a": torch.zeros(1)}, path, metadata={"regard.recording": '{"format": 1, "format": 1}'})  # fmt: skip
+    save_file(
+        {"a": torch.zeros(1)}, path, metadata={"regard.recording": '{"format": 1, "format": 1}'}
+    )
     with pytest.raises(FileError, match="has the key 'format' twice"):
         load(path)
     save(call(), path)

@@ -1,4 +1,6 @@
-"""One layer stage by stage: every number by loops, the notes' own scores through it, and what cannot be shown."""
+"""One layer stage by stage: every number by loops, the notes' own scores through it, and what
+cannot be shown.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,17 @@ NAMES = ["q", "k", "v", "scores", "masked", "weights", "z", "out", "block"]
 
 
 def noted() -> tuple[Attention, Tensor]:
-    """A layer of the notes' sizes, and four tokens on which its scores are those that the note prints."""
+    """A layer of the notes' sizes, and four tokens on which its scores are those that the note
+    prints.
+    """
     raw = tensor(RUN["raw_scores"]["printed"])  # [8, 4, 4], divided by sqrt(64)
     module, x = mha(512, 8, is_causal=True).double(), torch.zeros(2, 4, 512, dtype=torch.float64)
     x[:, range(4), range(4)] = 1  # token i is the i-th unit vector
     with torch.no_grad():
-        q, k = (part.linear.weight.zero_().view(8, 64, 512) for part in (module.project.q, module.project.k))  # fmt: skip
+        q, k = (
+            part.linear.weight.zero_().view(8, 64, 512)
+            for part in (module.project.q, module.project.k)
+        )
         q[:, :4, :4] = 8 * raw.mT  # row i of head h is 8 raw[h, i]
         k[:, :4, :4] = torch.eye(4, dtype=torch.float64)
     return module, x
@@ -63,7 +70,9 @@ def test_the_notes_scores_give_the_weights_that_the_note_should_have_printed() -
 
 
 def test_every_stage_by_loops() -> None:
-    (found,) = layers(["gqa"], dim=8, heads=4, batch=1, tokens=3, mask=Causal(), seed=2, options={"groups": 2})  # fmt: skip
+    (found,) = layers(
+        ["gqa"], dim=8, heads=4, batch=1, tokens=3, mask=Causal(), seed=2, options={"groups": 2}
+    )
     q, k, v = (found.stage(name).values.double() for name in "qkv")
     assert (q.shape[1], k.shape[1]) == (4, 2)
     for h in range(4):
@@ -72,12 +81,16 @@ def test_every_stage_by_loops() -> None:
             assert found.stage("scores").values[0, h, i].tolist() == pytest.approx(row, abs=1e-6)
             seen = [math.exp(s) for s in row[: i + 1]]
             weights = [e / sum(seen) for e in seen] + [0.0] * (2 - i)
-            assert found.stage("weights").values[0, h, i].tolist() == pytest.approx(weights, abs=1e-6)  # fmt: skip
+            assert found.stage("weights").values[0, h, i].tolist() == pytest.approx(
+                weights, abs=1e-6
+            )
             z = sum(w * v[0, h // 2, j] for j, w in enumerate(weights))
             assert found.stage("z").values[0, h, i].tolist() == pytest.approx(z.tolist(), abs=1e-6)
     out, x = found.stage("out").values, found.x
     block = (x + out).double()
-    block = (block - block.mean(-1, keepdim=True)) / (block.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()  # fmt: skip
+    block = (block - block.mean(-1, keepdim=True)) / (
+        block.var(-1, correction=0, keepdim=True) + 1e-5
+    ).sqrt()
     assert difference(found.stage("block").values.double(), block) < 1e-5
 
 
@@ -89,14 +102,19 @@ def test_the_numbers_of_a_stage_are_those_of_its_finite_entries() -> None:
     told = masked.told()
     assert len(kept) == 2 * 2 * 10
     assert told.mean == pytest.approx(mean, rel=1e-6)
-    assert told.std == pytest.approx(math.sqrt(sum((x - mean) ** 2 for x in kept) / len(kept)), rel=1e-6)  # fmt: skip
+    assert told.std == pytest.approx(
+        math.sqrt(sum((x - mean) ** 2 for x in kept) / len(kept)), rel=1e-6
+    )
     assert told.shape == (2, 2, 4, 4)
     assert told.seconds is not None
     assert told.seconds > 0
 
 
 def test_mha_gpt_and_mla_stand_side_by_side() -> None:
-    told = [one.as_dict() for one in layers(["mha", "gpt", "mla"], dim=16, heads=2, tokens=3, mask=Causal())]  # fmt: skip
+    told = [
+        one.as_dict()
+        for one in layers(["mha", "gpt", "mla"], dim=16, heads=2, tokens=3, mask=Causal())
+    ]
     lines = table(told).splitlines()
     assert lines[0].split() == ["stage", "shape", "mean", "std", "ms"]
     assert len(lines) == 1 + 3 * len(NAMES)
@@ -104,7 +122,10 @@ def test_mha_gpt_and_mla_stand_side_by_side() -> None:
     assert "2 x 2 x 3 x 12" in next(line for line in lines if line.startswith("mla  q"))
     made = sections(told)
     assert [one.title.partition(":")[0] for one in made[:2]] == ["Stages", "Mask"]
-    assert all(word in made[0].html() for word in ("<th>mean</th>", "<th>std</th>", "<th>ms</th>", "<td>mla</td><td>block</td>"))  # fmt: skip
+    assert all(
+        word in made[0].html()
+        for word in ("<th>mean</th>", "<th>std</th>", "<th>ms</th>", "<td>mla</td><td>block</td>")
+    )
 
 
 def test_training_mode_comes_back_and_nothing_is_dropped() -> None:
@@ -116,9 +137,13 @@ def test_training_mode_comes_back_and_nothing_is_dropped() -> None:
 
 
 def test_what_has_no_such_stages_is_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match="attention is a CrossAttention; its stages are known of"):  # fmt: skip
+    with pytest.raises(
+        ArgumentTypeError, match="attention is a CrossAttention; its stages are known of"
+    ):
         stages(cross_attention(8, 2), torch.zeros(1, 3, 8))
-    with pytest.raises(ArgumentError, match="retention is a Recurrent, which has no pattern of one softmax"):  # fmt: skip
+    with pytest.raises(
+        ArgumentError, match="retention is a Recurrent, which has no pattern of one softmax"
+    ):
         layers(["retention"], dim=8, heads=2)
 
 

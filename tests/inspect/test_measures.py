@@ -1,4 +1,6 @@
-"""Metrics of recordings: against loops over the whole pattern, and on heads whose behaviour was built in by hand."""
+"""Metrics of recordings: against loops over the whole pattern, and on heads whose behaviour was
+built in by hand.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ SHARP = 60.0
 def built(ids: Tensor) -> Recording:
     """Seven heads with hand-set queries and keys, in one causal call.
 
-    A token is one-hot, a position a point on the circle; a head that looks for a token asks for it, one that looks back n
-    asks for the position n before its own, and key j of the induction head carries the token that stood before it.
+    A token is one-hot, a position a point on the circle; a head that looks for a token asks for it,
+    one that looks back n asks for the position n before its own, and key j of the induction head
+    carries the token that stood before it.
     """
     word = torch.eye(V)[ids]
     at = torch.arange(T, dtype=torch.float32)
@@ -106,10 +109,26 @@ def test_heads_built_by_hand_are_recognised() -> None:
     assert received[NAMES.index("sink"), 0] == pytest.approx(T, rel=1e-6)
 
 
-def measured_by_loops(p: Tensor, s: Tensor, q_at: list[int], k_at: list[int], ids: Tensor, sink: float | None) -> dict[str, float]:  # fmt: skip
+def measured_by_loops(
+    p: Tensor, s: Tensor, q_at: list[int], k_at: list[int], ids: Tensor, sink: float | None
+) -> dict[str, float]:
     """The definitions, pair by pair, in Python; rows are the last len(q_at) tokens."""
     first = len(k_at) - len(q_at)
-    found: dict[str, list[float]] = {n: [] for n in ("entropy", "effective_keys", "sink", "learned_sink", "previous_token", "duplicate", "induction", "distance", "local", "missing")}  # fmt: skip
+    found: dict[str, list[float]] = {
+        n: []
+        for n in (
+            "entropy",
+            "effective_keys",
+            "sink",
+            "learned_sink",
+            "previous_token",
+            "duplicate",
+            "induction",
+            "distance",
+            "local",
+            "missing",
+        )
+    }
     for i, row in enumerate(p.tolist()):
         seen = [j for j in range(len(k_at)) if s[i, j] > -math.inf]
         me = first + i
@@ -151,7 +170,15 @@ def random_call(sink: Tensor | None = None) -> tuple[Recording, Tensor]:
     with Recorder(keep=()) as recorder:
         for start, stop in [(0, 14), *((i, i + 1) for i in range(14, 19))]:
             q, k = x[0][:, :, start:stop], x[1][:, :2, :stop]
-            regard.attend(q, k, k, mask=mask, sink=sink, q_positions=at[:, start:stop], k_positions=at[:, :stop])  # fmt: skip
+            regard.attend(
+                q,
+                k,
+                k,
+                mask=mask,
+                sink=sink,
+                q_positions=at[:, start:stop],
+                k_positions=at[:, :stop],
+            )
     return recorder.recording(), ids
 
 
@@ -165,19 +192,30 @@ def test_streamed_numbers_are_the_definitions(size: int, sinks: Tensor | None) -
         at = place.column_positions[batch].tolist()
         for h in range(4):
             p, s = found.weights(0, h, batch=batch), found.scores(0, h, batch=batch)
-            right = measured_by_loops(p, s, at, at, ids[batch], None if sinks is None else float(sinks[h]))  # fmt: skip
+            right = measured_by_loops(
+                p, s, at, at, ids[batch], None if sinks is None else float(sinks[h])
+            )
             for name, value in right.items():
                 assert float(got[name][h]) == pytest.approx(value, rel=1e-5, abs=2e-6), name
             assert float(got["max_logit"][h]) == float(s.max())
             assert (got["received"][h] - p.sum(0)).abs().max() < 1e-12
             n = len(got["offsets"][h])
             for d in range(n):
-                pairs = [(i, j) for i in range(19) for j in range(19) if at[i] >= 0 and at[j] >= 0 and at[i] - at[j] == d]  # fmt: skip
-                assert float(got["offsets"][h, d]) == pytest.approx(float(sum(p[i, j] for i, j in pairs) / len(pairs)), abs=1e-12)  # fmt: skip
+                pairs = [
+                    (i, j)
+                    for i in range(19)
+                    for j in range(19)
+                    if at[i] >= 0 and at[j] >= 0 and at[i] - at[j] == d
+                ]
+                assert float(got["offsets"][h, d]) == pytest.approx(
+                    float(sum(p[i, j] for i, j in pairs) / len(pairs)), abs=1e-12
+                )
 
 
 def test_leaks_are_found() -> None:
-    """A decoder without its mask looks ahead; a mask that forgets padding looks there: both are counted."""
+    """A decoder without its mask looks ahead; a mask that forgets padding looks there: both are
+    counted.
+    """
     q = torch.randn(1, 2, 8, 4)
     with Recorder() as recorder:
         regard.attend(q, q, q)
@@ -228,18 +266,24 @@ def test_redundancy_is_the_divergence_of_jensen_and_shannon() -> None:
                 p, r = [x / sum(p) for x in p], [x / sum(r) for x in r]
                 for x, y in zip(p, r, strict=True):
                     m = (x + y) / 2
-                    total += (x * math.log2(x / m) if x else 0) / 2 + (y * math.log2(y / m) if y else 0) / 2  # fmt: skip
+                    total += (x * math.log2(x / m) if x else 0) / 2 + (
+                        y * math.log2(y / m) if y else 0
+                    ) / 2
             assert float(got.values[a, b]) == pytest.approx(total / 19, abs=1e-9)
     assert bool((got.values <= 1).all())
 
 
 def test_a_head_that_copies_the_needle_while_it_is_written() -> None:
-    """Prompt with a needle of 3 tokens, then the 3 tokens written out; one head looks at each in turn, one elsewhere."""
+    """Prompt with a needle of 3 tokens, then the 3 tokens written out; one head looks at each in
+    turn, one elsewhere.
+    """
     needle = torch.tensor([30, 31, 32])
     ids = torch.cat([torch.arange(10), needle, torch.arange(10, 14), needle])
     L = len(ids)
     word = torch.eye(V)
-    ask = torch.stack([torch.stack([word[ids[min(i + 1, L - 1)]] for i in range(L)]), torch.zeros(L, V)])  # fmt: skip
+    ask = torch.stack(
+        [torch.stack([word[ids[min(i + 1, L - 1)]] for i in range(L)]), torch.zeros(L, V)]
+    )
     with Recorder(keep=()) as recorder:
         for start, stop in [(0, 17), (17, 18), (18, 19)]:
             k = word[ids[:stop]].expand(1, 2, -1, -1)

@@ -1,4 +1,6 @@
-"""Scores of heads, on patterns whose scores are known, and on the patterns that should score low."""
+"""Scores of heads, on patterns whose scores are known, and on the patterns that should score
+low.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def looks_back(n: int) -> torch.Tensor:
 def test_a_previous_token_head_scores_1_and_others_low() -> None:
     heads = torch.stack([looks_back(1), looks_back(0), looks_back(2), uniform()])
     scores = previous_token_score(heads)
-    # two keys back is key 0 for row 1: 1 of 11 rows is right by chance; a uniform row i gives 1/(i+1)
+    # two keys back is key 0 for row 1: 1 of 11 rows is right by chance; a uniform row i gives
+    # 1/(i+1)
     harmonic = sum(1 / (i + 1) for i in range(1, T)) / (T - 1)
     assert scores.tolist() == pytest.approx([1.0, 0.0, 1 / (T - 1), harmonic])
     assert harmonic < 0.2
@@ -49,7 +52,8 @@ def test_a_previous_token_head_scores_1_and_others_low() -> None:
 def test_an_induction_head_scores_1_and_others_low() -> None:
     heads = torch.stack([looks_back(5), looks_back(6), looks_back(1), looks_back(0), uniform()])
     scores = induction_score(heads, IDS)
-    # the last key after a copy is i - 5; the previous-token head never stands there, nor does the duplicate head
+    # the last key after a copy is i - 5; the previous-token head never stands there, nor does the
+    # duplicate head
     chance = sum(1 / (i + 1) for i in range(6, T)) / 6
     assert scores.tolist() == pytest.approx([1.0, 0.0, 0.0, 0.0, chance])
     assert chance < 0.12

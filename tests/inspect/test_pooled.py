@@ -1,4 +1,6 @@
-"""Pooled patterns against sums and maxima over the whole pattern, in loops; and what composes, composes."""
+"""Pooled patterns against sums and maxima over the whole pattern, in loops; and what composes,
+composes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,12 @@ def by_loops(p: Tensor, seen: Tensor, tall: int, wide: int) -> tuple[Tensor, ...
             here = range(j, min(j + wide, p.shape[1]))
             mass = [sum(float(p[r, c]) for c in here) for r in who]
             found[0].append(sum(mass) / len(who) if who else 0.0)
-            found[1].append(max(float(p[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here))  # fmt: skip
-            found[3].append(sum(int(seen[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here))  # fmt: skip
+            found[1].append(
+                max(float(p[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here)
+            )
+            found[3].append(
+                sum(int(seen[r, c]) for r in range(i, min(i + tall, p.shape[0])) for c in here)
+            )
             found[4].append(min(tall, p.shape[0] - i) * len(here))
     shape = (len(rows), len(columns))
     mass_, most, seeing, visible, pairs = (torch.tensor(x) for x in found)
@@ -45,7 +51,9 @@ def by_loops(p: Tensor, seen: Tensor, tall: int, wide: int) -> tuple[Tensor, ...
 
 def assert_right(x: Pooled, recording: Recording, head: int, batch: int) -> None:
     seen = recording.scores(0, head, batch=batch).isfinite()
-    mass, most, seeing, visible, pairs = by_loops(recording.weights(0, head, batch=batch), seen, *x.size)  # fmt: skip
+    mass, most, seeing, visible, pairs = by_loops(
+        recording.weights(0, head, batch=batch), seen, *x.size
+    )
     assert (x.mass - mass).abs().max() < 1e-6  # the loops sum in fp32
     assert torch.equal(x.max.float(), most.float())
     assert torch.equal(x.seeing, seeing)
@@ -111,7 +119,9 @@ def test_all_heads_at_once_or_one() -> None:
 
 
 def test_a_needle_is_seen_from_afar() -> None:
-    """One key in 4096 gets all of one row: the mean of its block hides it, the max of the coarsest block does not."""
+    """One key in 4096 gets all of one row: the mean of its block hides it, the max of the coarsest
+    block does not.
+    """
     q, k = torch.zeros(1, 1, 4096, 4), torch.zeros(1, 1, 4096, 4)
     q[0, 0, 3000, 0], k[0, 0, 1234, 0] = 100.0, 100.0
     with Recorder() as recorder:
@@ -123,7 +133,9 @@ def test_a_needle_is_seen_from_afar() -> None:
 
 
 def test_padding_that_asks_is_nobody() -> None:
-    """Without a causal mask a padded query sees every key; it is no token, and no part of a mean."""
+    """Without a causal mask a padded query sees every key; it is no token, and no part of a
+    mean.
+    """
     found = some(mask=None, q_positions=AT, k_positions=AT)
     x = found.pooled(0, 0, 4, batch=0)
     assert x.seeing.tolist() == [0, 3, 4, 4, 4, 3]

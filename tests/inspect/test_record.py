@@ -1,4 +1,6 @@
-"""Recording runs of models: ours of every kind, and transformers' under the registered attention."""
+"""Recording runs of models: ours of every kind, and transformers' under the registered
+attention.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def translator() -> Seq2Seq:
 
 
 def assert_right_sums(found: Recording, *, ahead: bool = False) -> None:
-    """Every token's row of every head sums to 1; padding sees nothing, unless all may look at all."""
+    """Every token's row of every head sums to 1; padding sees nothing, unless all may look at
+    all.
+    """
     for name, place in found.places.items():
         for h in place.heads:
             for b in range(place.B):
@@ -105,7 +109,10 @@ def test_going_on_by_some_tokens(stand_in: Model, cache: str | None) -> None:
     said = "".join(stand_in.generate(TEXT, max_tokens=8, cache=cache, max_context=room))
     found = record(stand_in, TEXT, tokens=8, cache=cache, max_context=room)
     assert found.ids is not None
-    assert stand_in.tokenizer.decode(found.ids[0].tolist()) == stand_in.tokenizer.decode(stand_in.encode(TEXT)[0].tolist()) + said  # fmt: skip
+    assert (
+        stand_in.tokenizer.decode(found.ids[0].tolist())
+        == stand_in.tokenizer.decode(stand_in.encode(TEXT)[0].tolist()) + said
+    )
     place = found[0]
     assert [step.T for step in place.steps] == [n, *[1] * 7]
     assert found.sound
@@ -138,9 +145,13 @@ def test_an_encoder_and_a_decoder(translator: Seq2Seq, target: str | None) -> No
     found = record(translator, TEXT, target, **({} if target else {"tokens": 5}))
     source = translator.tokenizer.pieces(translator.encode(TEXT)[0][0].tolist())
     assert list(found.places) == [
-        "encoder.layers.0", "encoder.layers.1", "decoder.layers.0.attention", "decoder.layers.0.cross",
-        "decoder.layers.1.attention", "decoder.layers.1.cross",
-    ]  # fmt: skip
+        "encoder.layers.0",
+        "encoder.layers.1",
+        "decoder.layers.0.attention",
+        "decoder.layers.0.cross",
+        "decoder.layers.1.attention",
+        "decoder.layers.1.cross",
+    ]
     assert found.sound
     assert_right_sums(found)
     assert list(found.source_pieces) == source
@@ -167,16 +178,31 @@ def test_what_is_not_named_is_not_run_differently(stand_in: Model) -> None:
 @pytest.mark.parametrize(
     "arguments, options, kind, message",
     [
-        ((TEXT,), {"places": [9]}, ArgumentError, "no attention was recorded: the run of Model called no softmax"),
+        (
+            (TEXT,),
+            {"places": [9]},
+            ArgumentError,
+            "no attention was recorded: the run of Model called no softmax",
+        ),
         ((TEXT, "x"), {}, ArgumentError, "target does not go with a Model; leave it out"),
-        ((TEXT,), {"cache": "ring"}, ArgumentError, "cache is 'ring', and no tokens are to follow; give tokens=..."),
+        (
+            (TEXT,),
+            {"cache": "ring"},
+            ArgumentError,
+            "cache is 'ring', and no tokens are to follow; give tokens=...",
+        ),
         ((TEXT,), {"chunk": 0}, ArgumentError, "chunk is 0; it must be at least 1"),
         (([TEXT, TEXT],), {"tokens": 2}, ArgumentError, "tokens are to follow: give one text"),
-        ((TEXT,), {"positions": regard.Span(0, 3)}, ArgumentError, "positions go with ids; a text has its own"),
+        (
+            (TEXT,),
+            {"positions": regard.Span(0, 3)},
+            ArgumentError,
+            "positions go with ids; a text has its own",
+        ),
         (([3],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
         (([],), {}, ArgumentTypeError, "text must be a str, several of them, or ids [B,T]"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused(
     stand_in: Model, arguments: Any, options: Any, kind: type[Exception], message: str
 ) -> None:
@@ -227,7 +253,9 @@ class TestTransformers:
         assert place.plain
         assert found.sound, [str(x) for x in found.row_sums.values()]
         one = record(network, given)
-        assert (one.weights(1, 3, batch=1) - found.weights(1, 3, slice(0, 9), slice(0, 9), batch=1)).abs().max() < 1e-5  # fmt: skip
+        assert (
+            one.weights(1, 3, batch=1) - found.weights(1, 3, slice(0, 9), slice(0, 9), batch=1)
+        ).abs().max() < 1e-5
         for row in range(3, 12):  # nobody looks at padding
             assert found.weights(1, 0, row, slice(0, 3), batch=1).abs().max() == 0
 
@@ -237,7 +265,10 @@ class TestTransformers:
         found = record(families.other(name, "regard"), given)
         assert len(found) == 6
         assert all("coder." in place for place in found.places)
-        assert sorted((place.T, place.N) for place in found.places.values()) == [(5, 5)] * 2 + [(5, 9)] * 2 + [(9, 9)] * 2  # fmt: skip
+        assert (
+            sorted((place.T, place.N) for place in found.places.values())
+            == [(5, 5)] * 2 + [(5, 9)] * 2 + [(9, 9)] * 2
+        )
         assert found.sound
         assert found.about["model"] == name.lower()
 
@@ -252,7 +283,9 @@ class TestTransformers:
                 assert (found.weights(layer, h) - theirs[layer][0, h]).abs().max() < 1e-5
 
     def test_another_attention_and_a_text_are_refused(self, families: Any) -> None:
-        with pytest.raises(ArgumentError, match=re.escape('call model.set_attn_implementation("regard")')):  # fmt: skip
+        with pytest.raises(
+            ArgumentError, match=re.escape('call model.set_attn_implementation("regard")')
+        ):
             record(families.decoder("Llama", "eager"), families.tokens(1, 9))
         with pytest.raises(ArgumentTypeError, match=r"text must be ids \[B,T\], or a mapping"):
             record(families.decoder("Llama", "regard"), "to be")

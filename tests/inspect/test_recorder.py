@@ -1,4 +1,6 @@
-"""Recording changes nothing, misses nothing, and keeps each key once: kernels, caches, mechanisms, selections."""
+"""Recording changes nothing, misses nothing, and keeps each key once: kernels, caches, mechanisms,
+selections.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +171,9 @@ def test_a_kernel_without_lse_runs_and_another_one_gives_the_lse(
 @pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", sorted(CAUSAL))
 def test_every_mechanism_with_its_cache(name: str) -> None:
-    """Outputs bit for bit; sound sums; and the patterns of chunks and tokens are those of one pass."""
+    """Outputs bit for bit; sound sums; and the patterns of chunks and tokens are those of one
+    pass.
+    """
     module, x = example(CAUSAL[name]), tokens(T)
     none = pytest.warns(UserWarning, match="softmax attention was never called")
     with none if name in NO_SOFTMAX else nullcontext():
@@ -184,7 +188,8 @@ def test_every_mechanism_with_its_cache(name: str) -> None:
     assert whole.sound
     for place in found.places:
         if place.endswith("part2") or place == "compressed" or name == "streaming":
-            continue  # keys are no tokens, or rows are not all tokens: soundness is all that is asked
+            # keys are no tokens, or rows are not all tokens: soundness is all that is asked
+            continue
         assert found[place].T == found[place].N == T
         assert apart(found, whole, place) <= 1e-10, place
     if name == "mla":
@@ -193,7 +198,9 @@ def test_every_mechanism_with_its_cache(name: str) -> None:
 
 
 def test_streaming_is_recorded_in_parts() -> None:
-    """One softmax over the sinks and one over the rest, from the token on at which something is evicted."""
+    """One softmax over the sinks and one over the rest, from the token on at which something is
+    evicted.
+    """
     module, x = example(VARIANTS["streaming"]), tokens(T)
     _, found = watched(lambda: in_chunks(module, x, module.new_cache()))
     assert list(found.places) == ["", "part2"]
@@ -214,7 +221,9 @@ PADDED = torch.tensor([[-1, -1, -1, *range(T - 3)], [*range(T)]])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", CACHES)
 def test_every_cache_under_chunks_tokens_and_left_padding(kind: str, padded: bool) -> None:
-    """The same pattern as one pass over the same padded batch, though a ring hands its keys out in another order."""
+    """The same pattern as one pass over the same padded batch, though a ring hands its keys out in
+    another order.
+    """
     module, x = example(VARIANTS["sliding_window"]), tokens(T)
     at = PADDED if padded else None
     _, whole = watched(lambda: module(x, at))
@@ -243,7 +252,9 @@ def test_a_dense_mask_follows_its_keys_when_a_ring_reorders_them() -> None:
         each = rows[:, None, :, None].expand(2, 4, -1, 8)
         bias = torch.randn(1, 9)
         with Recorder() as recorder:
-            regard.attend(torch.randn(2, 4, 1, 8), k, k, mask=masks.Causal(), q_positions=torch.tensor([[8]]))  # fmt: skip
+            regard.attend(
+                torch.randn(2, 4, 1, 8), k, k, mask=masks.Causal(), q_positions=torch.tensor([[8]])
+            )
             mixed = k.gather(2, each)
             options = {"mask": masks.Dense(table), "bias": bias, "k_positions": rows}
             regard.attend(q, mixed, mixed, q_positions=torch.tensor([[9]]), **options)
@@ -258,7 +269,9 @@ def test_a_dense_mask_follows_its_keys_when_a_ring_reorders_them() -> None:
 
 
 def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 tokens one by one: 48 keys, not 48 + 47 + ...; and memory that doubles moves them a few times only."""
+    """40 tokens one by one: 48 keys, not 48 + 47 + ...; and memory that doubles moves them a few
+    times only.
+    """
     moved, grown = [], store._grown
 
     def counted(x: Tensor, used: int, size: int) -> Tensor:
@@ -269,7 +282,9 @@ def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) ->
     q, cache = torch.randn(1, 4, 48, 8), Growing()
     with Recorder() as recorder:
         for start, stop in [(0, 8), *((i, i + 1) for i in range(8, 48))]:
-            (k, v), at = cache.update((q[:, :2, start:stop], q[:, 2:, start:stop]), regard.Span(start, stop - start))  # fmt: skip
+            (k, v), at = cache.update(
+                (q[:, :2, start:stop], q[:, 2:, start:stop]), regard.Span(start, stop - start)
+            )
             regard.attend(q[:, :, start:stop], k, v, mask=masks.Causal(), k_positions=at)
     place = recorder.recording()[0]
     assert len(place.pools) == 1
@@ -318,7 +333,9 @@ def test_selections_keep_what_was_asked_for() -> None:
     assert place.steps[0].out is None
     for h in (1, 4, 5):
         for b in range(2):
-            assert torch.equal(found.weights(0, h, batch=b), whole.weights(0, h, slice(9, 12), batch=b))  # fmt: skip
+            assert torch.equal(
+                found.weights(0, h, batch=b), whole.weights(0, h, slice(9, 12), batch=b)
+            )
     assert found.positions(0).tolist() == [9, 10, 11]
     assert found.sound
     with pytest.raises(ArgumentError, match=r"head 0 of  was not recorded; recorded: 1, 4, 5 of 8"):
@@ -405,7 +422,9 @@ def test_dropout_is_recorded_and_the_pattern_is_that_before_it() -> None:
 
 
 def test_negative_control_a_key_of_another_step_is_noticed() -> None:
-    """Were a key that changed taken for the one before, the pattern would be another one: this test could fail."""
+    """Were a key that changed taken for the one before, the pattern would be another one: this test
+    could fail.
+    """
     module, x = example(VARIANTS["gqa"], dtype=torch.float32), tokens(T, dtype=torch.float32)
     _, found = watched(lambda: in_chunks(module, x, Quantised(2, group=4, residual=4)))
     place = found[0]

@@ -1,4 +1,6 @@
-"""Blocks of recorded patterns against the definition in fp64 loops, whatever the call was made of."""
+"""Blocks of recorded patterns against the definition in fp64 loops, whatever the call was made
+of.
+"""
 
 from __future__ import annotations
 
@@ -60,11 +62,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "alibi": (masks.Causal(), causal, {"bias": biases.ALiBi(slopes=SLOPES)}, {"penalty": penalty}),
     "sink": (masks.Causal(), causal, {"sink": SINK}, {"sink": SINK}),
     "everything": (
-        masks.Causal() & masks.Window(4), near,
+        masks.Causal() & masks.Window(4),
+        near,
         {"bias": biases.ALiBi(slopes=SLOPES), "softcap": 2.0, "sink": SINK, "scale": 0.4},
         {"penalty": penalty, "softcap": 2.0, "sink": SINK, "scale": 0.4},
     ),
-}  # fmt: skip
+}
 
 
 def recorded(q: Tensor, k: Tensor, **options: Any) -> Recording:
@@ -74,7 +77,9 @@ def recorded(q: Tensor, k: Tensor, **options: Any) -> Recording:
 
 
 def assert_right(found: Recording, case: Case) -> None:
-    """Scores and weights to fp64's last digits, given the kernel's lse; which is as near as plain math in its dtype."""
+    """Scores and weights to fp64's last digits, given the kernel's lse; which is as near as plain
+    math in its dtype.
+    """
     G, scale = case.k.shape[1], case.scale or case.q.shape[3] ** -0.5
     every: list[list[Tensor]] = []
     for b in range(case.q.shape[0]):
@@ -173,7 +178,9 @@ def test_the_strongest_keys_and_how_many_others_there_are() -> None:
     assert top.others == 2  # the window holds four keys
     assert top.rest == pytest.approx(float(row[order[2:]].sum()), rel=1e-14)
     assert found.top(0, 1, 1, 5).columns.numel() == 2
-    blind = recorded(tokens(1, 1, 2, 4), tokens(1, 1, 2, 4), mask=masks.Dense(torch.zeros(2, 2).bool()))  # fmt: skip
+    blind = recorded(
+        tokens(1, 1, 2, 4), tokens(1, 1, 2, 4), mask=masks.Dense(torch.zeros(2, 2).bool())
+    )
     assert blind.top(0, 0, 0).others == 0
     assert blind.top(0, 0, 0).columns.numel() == 0
 
@@ -193,15 +200,35 @@ def test_a_row_of_nan_stays_nan_where_it_may_be_seen_only() -> None:
         (lambda r: r[3], ArgumentError, "3 was not recorded; recorded: "),
         (lambda r: r["layers.9"], ArgumentError, "'layers.9' was not recorded; recorded: "),
         (lambda r: Recording({})[0], ArgumentError, "0 was not recorded; recorded: nothing"),
-        (lambda r: r.weights(0, 4), ArgumentError, "head 4 of  was not recorded; recorded: 0, 1, 2, 3 of 4"),
+        (
+            lambda r: r.weights(0, 4),
+            ArgumentError,
+            "head 4 of  was not recorded; recorded: 0, 1, 2, 3 of 4",
+        ),
         (lambda r: r.weights(0, 0, 12), ArgumentError, "rows is 12; there are 12: -12 to 11"),
-        (lambda r: r.weights(0, 0, None, -13), ArgumentError, "columns is -13; there are 12: -12 to 11"),
-        (lambda r: r.weights(0, 0, slice(0, 4, 2)), ArgumentTypeError, "rows is slice(0, 4, 2); it must be a slice of step 1"),
-        (lambda r: r.weights(0, 0, batch=1), ArgumentError, "batch is 1;  has the rows 0 to 0 of a batch"),
+        (
+            lambda r: r.weights(0, 0, None, -13),
+            ArgumentError,
+            "columns is -13; there are 12: -12 to 11",
+        ),
+        (
+            lambda r: r.weights(0, 0, slice(0, 4, 2)),
+            ArgumentTypeError,
+            "rows is slice(0, 4, 2); it must be a slice of step 1",
+        ),
+        (
+            lambda r: r.weights(0, 0, batch=1),
+            ArgumentError,
+            "batch is 1;  has the rows 0 to 0 of a batch",
+        ),
         (lambda r: r.top(0, 0, 0, 0), ArgumentError, "n is 0; it must be at least 1"),
-        (lambda r: r.pooled(0, 0, 0), ArgumentError, "size is 0; a block has at least 1 row and 1 column"),
+        (
+            lambda r: r.pooled(0, 0, 0),
+            ArgumentError,
+            "size is 0; a block has at least 1 row and 1 column",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_there_is_refused(call: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call(some())

@@ -1,4 +1,6 @@
-"""A recording as a page's data: thumbnails and numbers against loops, rules, what is embedded, and what is refused."""
+"""A recording as a page's data: thumbnails and numbers against loops, rules, what is embedded, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from regard.tap import place
 from tests.view.report.cases import CASES, Case, defined, recorded
 
 
-def run(*, layers: int = 2, H: int = 4, T: int = 24, D: int = 8, G: int | None = None, seed: int = 0) -> Recording:  # fmt: skip
+def run(
+    *, layers: int = 2, H: int = 4, T: int = 24, D: int = 8, G: int | None = None, seed: int = 0
+) -> Recording:
     """A recording of several places, of random q, k and v."""
     make = torch.Generator().manual_seed(seed)
     with torch.no_grad(), Recorder() as recorder:
@@ -36,7 +40,15 @@ def pattern(case: Case, h: int) -> list[list[float]]:
     return [defined(case, h, i)[1] for i in range(case.T)]
 
 
-LONG = Case("seventy", 2, 1, 70, 70, lambda h, p, r: r <= p and p - r < 40, {"mask": masks.Causal() & masks.Window(40)})  # fmt: skip
+LONG = Case(
+    "seventy",
+    2,
+    1,
+    70,
+    70,
+    lambda h, p, r: r <= p and p - r < 40,
+    {"mask": masks.Causal() & masks.Window(40)},
+)
 
 
 def edges(length: int) -> list[int]:
@@ -98,7 +110,12 @@ def test_where_the_page_opens() -> None:
     data = report(recording, choice=Choice(1, 2, ""), query=-1)
     weights = recording.weights(1, 2, -1)[0]
     assert data["meta"]["start"] == {"place": 1, "head": 2, "i": 23, "j": int(weights.argmax())}
-    assert report(recording, choice=("layers.1", 3), query=5, key=-21)["meta"]["start"] == {"place": 1, "head": 3, "i": 5, "j": 3}  # fmt: skip
+    assert report(recording, choice=("layers.1", 3), query=5, key=-21)["meta"]["start"] == {
+        "place": 1,
+        "head": 3,
+        "i": 5,
+        "j": 3,
+    }
     assert "induction" not in data["meta"]["metrics"]
     steady = data["meta"]["metrics"]["previous_token"]["of"]
     best = max((x, p, h) for p, of in enumerate(steady) for h, x in enumerate(of))
@@ -125,7 +142,12 @@ def test_what_is_embedded_follows_the_budget_and_the_chosen_head_is_always_there
 
 def test_groups_share_their_keys() -> None:
     arrays = report(run(layers=1, H=4, G=2))["arrays"]
-    assert {name for name in arrays if name[:4] in ("p0.k", "p0.v")} == {"p0.k0", "p0.k1", "p0.v0", "p0.v1"}  # fmt: skip
+    assert {name for name in arrays if name[:4] in ("p0.k", "p0.v")} == {
+        "p0.k0",
+        "p0.k1",
+        "p0.v0",
+        "p0.v1",
+    }
 
 
 def test_numbers_travel_as_the_kernel_got_them() -> None:
@@ -168,7 +190,10 @@ def test_a_bias_of_distances_is_a_table_of_distances(bias: biases.Bias, kind: st
         regard.attend(q, k, v, mask=masks.Causal(), bias=bias)
     recording = recorder.recording()
     data = report(recording)
-    found, exact = data["meta"]["places"][0]["rules"][0]["bias"], bias.block(regard.span.Span(0, 12), regard.span.Span(0, 12), dtype=torch.float64)  # fmt: skip
+    found, exact = (
+        data["meta"]["places"][0]["rules"][0]["bias"],
+        bias.block(regard.span.Span(0, 12), regard.span.Span(0, 12), dtype=torch.float64),
+    )
     assert found["kind"] == kind
     for h in range(2):
         for i in range(12):

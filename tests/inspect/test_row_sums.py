@@ -1,4 +1,6 @@
-"""The audit of recordings: it finds and names what was planted, and says nothing of what is sound."""
+"""The audit of recordings: it finds and names what was planted, and says nothing of what is
+sound.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def changed(x: Place, **change: Any) -> Place:
 WATCHED = {kernel.name: kernel for kernel in KERNELS if kernel.name != "flex"}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LEAST = {"cpu": 90, "sdpa": 90, "tiled": 200, "gemm": 150, "reference": 200}
-"""How many of the 200 records of each kernel must be made: 5 rules x 4 dtypes x 5 sizes x 2 spreads."""
+"""How many of the 200 records of each kernel must be made: 5 rules x 4 dtypes x 5 sizes x 2
+spreads.
+"""
 
 
 def sound_calls(name: str, dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
@@ -111,27 +115,109 @@ Fault = Callable[[Place, Step], Place]
 EVERYTHING = {"mask": C & masks.Window(8), "softcap": 2.0, "bias": True, "sink": True}
 FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
     "zero lse": (EVERYTHING, lambda p, s: changed(p, lse=s.lse * 0), "the lse is 0 everywhere"),
-    "log2": (EVERYTHING, lambda p, s: changed(p, lse=s.lse / LN2), "1.443 times the natural one: a log of base 2"),
-    "times ln 2": (EVERYTHING, lambda p, s: changed(p, lse=s.lse * LN2), "0.6931 times the natural one: multiplied by ln 2"),
-    "plus ln 2": (EVERYTHING, lambda p, s: changed(p, lse=s.lse + LN2), "off by the constant 0.6931, which is ln 2"),
-    "a constant": (EVERYTHING, lambda p, s: changed(p, lse=s.lse - 0.25), "off by the constant -0.25:"),
-    "sink in lse": (EVERYTHING, lambda p, s: changed(p, lse=s.denominator.float()), "the sink is counted in the lse"),
-    "scale of 1/sqrt(D)": ({"mask": C}, lambda p, s: changed(p, scale=1.0), "the scale was 1/sqrt(D) (0.25, not 1)"),
-    "scale left out": ({"mask": C, "scale": 1.0}, lambda p, s: changed(p, scale=0.25), "the scale was not applied (1, not 0.25)"),
-    "scale twice": ({"mask": C, "scale": 0.04}, lambda p, s: changed(p, scale=0.2), "the scale was applied twice (0.04, not 0.2)"),
-    "another scale": ({"mask": C, "scale": 0.33}, lambda p, s: changed(p, scale=0.2), "the scale was 0.33, not 0.2"),
-    "no softcap": ({"mask": C}, lambda p, s: changed(p, softcap=5.0), "the softcap was not applied"),
-    "no bias": ({"mask": C}, lambda p, s: changed(p, bias=biases.ALiBi(4)), "the bias was not added"),
-    "no sink": ({"mask": C}, lambda p, s: changed(p, sink=torch.tensor([0.5, 1.0, 2.0, -1.0])), "the sink took no part in the output"),
-    "no mask": ({}, lambda p, s: changed(p, mask=C), "the mask was not applied: masked keys have mass"),
-    "no window": ({"mask": C}, lambda p, s: changed(p, mask=C & masks.Window(5)), "the mask window(5) was not applied"),
-    "window one off": ({"mask": C & masks.Window(9)}, lambda p, s: changed(p, mask=C & masks.Window(8)), "window(8) was taken as window(9)"),
-    "wrong v": (EVERYTHING, lambda p, s: replace(p, pools=(replace(p.pools[0], v=p.pools[0].v.roll(1, 2)),)), "not the weighted sum of the values recorded"),
-    "no output": ({"mask": C}, lambda p, s: changed(p, out=torch.zeros_like(s.out)), "the output is zero everywhere"),
-    "one stale key": (EVERYTHING, lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])),)), "not what the kernel used, first in row 30"),
-    "wrong group": ({"mask": C}, lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.flip(1)),)), "not what the kernel used, first in row 0"),
-    "nan": ({"mask": C}, lambda p, s: changed(p, lse=s.lse.index_fill(2, torch.tensor([7]), math.nan)), "the lse is NaN where nothing visible is (row 7)"),
-}  # fmt: skip
+    "log2": (
+        EVERYTHING,
+        lambda p, s: changed(p, lse=s.lse / LN2),
+        "1.443 times the natural one: a log of base 2",
+    ),
+    "times ln 2": (
+        EVERYTHING,
+        lambda p, s: changed(p, lse=s.lse * LN2),
+        "0.6931 times the natural one: multiplied by ln 2",
+    ),
+    "plus ln 2": (
+        EVERYTHING,
+        lambda p, s: changed(p, lse=s.lse + LN2),
+        "off by the constant 0.6931, which is ln 2",
+    ),
+    "a constant": (
+        EVERYTHING,
+        lambda p, s: changed(p, lse=s.lse - 0.25),
+        "off by the constant -0.25:",
+    ),
+    "sink in lse": (
+        EVERYTHING,
+        lambda p, s: changed(p, lse=s.denominator.float()),
+        "the sink is counted in the lse",
+    ),
+    "scale of 1/sqrt(D)": (
+        {"mask": C},
+        lambda p, s: changed(p, scale=1.0),
+        "the scale was 1/sqrt(D) (0.25, not 1)",
+    ),
+    "scale left out": (
+        {"mask": C, "scale": 1.0},
+        lambda p, s: changed(p, scale=0.25),
+        "the scale was not applied (1, not 0.25)",
+    ),
+    "scale twice": (
+        {"mask": C, "scale": 0.04},
+        lambda p, s: changed(p, scale=0.2),
+        "the scale was applied twice (0.04, not 0.2)",
+    ),
+    "another scale": (
+        {"mask": C, "scale": 0.33},
+        lambda p, s: changed(p, scale=0.2),
+        "the scale was 0.33, not 0.2",
+    ),
+    "no softcap": (
+        {"mask": C},
+        lambda p, s: changed(p, softcap=5.0),
+        "the softcap was not applied",
+    ),
+    "no bias": (
+        {"mask": C},
+        lambda p, s: changed(p, bias=biases.ALiBi(4)),
+        "the bias was not added",
+    ),
+    "no sink": (
+        {"mask": C},
+        lambda p, s: changed(p, sink=torch.tensor([0.5, 1.0, 2.0, -1.0])),
+        "the sink took no part in the output",
+    ),
+    "no mask": (
+        {},
+        lambda p, s: changed(p, mask=C),
+        "the mask was not applied: masked keys have mass",
+    ),
+    "no window": (
+        {"mask": C},
+        lambda p, s: changed(p, mask=C & masks.Window(5)),
+        "the mask window(5) was not applied",
+    ),
+    "window one off": (
+        {"mask": C & masks.Window(9)},
+        lambda p, s: changed(p, mask=C & masks.Window(8)),
+        "window(8) was taken as window(9)",
+    ),
+    "wrong v": (
+        EVERYTHING,
+        lambda p, s: replace(p, pools=(replace(p.pools[0], v=p.pools[0].v.roll(1, 2)),)),
+        "not the weighted sum of the values recorded",
+    ),
+    "no output": (
+        {"mask": C},
+        lambda p, s: changed(p, out=torch.zeros_like(s.out)),
+        "the output is zero everywhere",
+    ),
+    "one stale key": (
+        EVERYTHING,
+        lambda p, s: replace(
+            p, pools=(replace(p.pools[0], k=p.k.index_copy(2, torch.tensor([30]), p.k[:, :, :1])),)
+        ),
+        "not what the kernel used, first in row 30",
+    ),
+    "wrong group": (
+        {"mask": C},
+        lambda p, s: replace(p, pools=(replace(p.pools[0], k=p.k.flip(1)),)),
+        "not what the kernel used, first in row 0",
+    ),
+    "nan": (
+        {"mask": C},
+        lambda p, s: changed(p, lse=s.lse.index_fill(2, torch.tensor([7]), math.nan)),
+        "the lse is NaN where nothing visible is (row 7)",
+    ),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,7 +254,9 @@ def test_a_row_that_sees_nothing() -> None:
 
 
 class Faulty:
-    """The reference, but for one mistake: the recorder sees a call, and a kernel that does something else."""
+    """The reference, but for one mistake: the recorder sees a call, and a kernel that does
+    something else.
+    """
 
     name, selects = "faulty", False
 
@@ -216,17 +304,25 @@ def test_a_stale_cache_while_tokens_are_written(monkeypatch: pytest.MonkeyPatch)
 
     def late(call: Call) -> Call:
         last = call.S - call.T
-        return call if not last else replace(
-            call, k=call.k[:, :, :last], v=call.v[:, :, :last], k_positions=Span(0, last))  # fmt: skip
+        return (
+            call
+            if not last
+            else replace(
+                call, k=call.k[:, :, :last], v=call.v[:, :, :last], k_positions=Span(0, last)
+            )
+        )
 
     only(Faulty(late), monkeypatch)
     k = torch.randn(1, 2, 12, 8)
     with Recorder() as recorder:
         for stop in range(6, 13):
             start = 0 if stop == 6 else stop - 1
-            regard.attend(k[:, :, start:stop], k[:, :, :stop], k[:, :, :stop], mask=C)  # fmt: skip
+            regard.attend(k[:, :, start:stop], k[:, :, :stop], k[:, :, :stop], mask=C)
     found = row_sums(recorder.recording()[0])
-    assert any("not what the kernel used, first in row 6" in x or "newest keys were not seen" in x for x in found.findings), found.findings  # fmt: skip
+    assert any(
+        "not what the kernel used, first in row 6" in x or "newest keys were not seen" in x
+        for x in found.findings
+    ), found.findings
     with Recorder() as recorder:
         regard.attend(k[:, :, 6:], k, k, mask=C)
     (said,) = row_sums(recorder.recording()[0]).findings
@@ -263,7 +359,9 @@ def test_numbers_behind_a_mask_do_not_matter() -> None:
     v[1, :, 4] = torch.nan  # this one is seen: nothing is asked of the outputs that it reaches
     at = torch.tensor([[*range(15), *[-1] * 5], [*range(20)]])
     with Recorder() as recorder:
-        regard.attend(q, k.masked_fill(~k.isfinite(), 1e30), v, mask=C, q_positions=at, k_positions=at)  # fmt: skip
+        regard.attend(
+            q, k.masked_fill(~k.isfinite(), 1e30), v, mask=C, q_positions=at, k_positions=at
+        )
     found = row_sums(recorder.recording()[0])
     assert found.sound, str(found)
 
@@ -278,7 +376,9 @@ def test_every_part_of_a_recording_is_audited() -> None:
 
 
 def test_the_rule_is_that_of_the_tests() -> None:
-    """The bound is no looser than twice plain math, two roundings of the result, and two of the summed terms."""
+    """The bound is no looser than twice plain math, two roundings of the result, and two of the
+    summed terms.
+    """
     x = place(mask=C)
     found, step = row_sums(x), x.steps[0]
     keys = x.keys(step).repeat_interleave(2, 1)
@@ -289,7 +389,9 @@ def test_the_rule_is_that_of_the_tests() -> None:
         return s.masked_fill(~seen, -math.inf).logsumexp(-1)
 
     true = lse(torch.float64)
-    size = (step.scale * step.q.abs() @ keys.abs().mT).masked_fill(~seen, 0).max() + true.abs().max()  # fmt: skip
+    size = (step.scale * step.q.abs() @ keys.abs().mT).masked_fill(
+        ~seen, 0
+    ).max() + true.abs().max()
     eps = torch.finfo(torch.float32).eps
     assert found.residual == pytest.approx(float((step.lse - true).abs().max()), abs=1e-12)
     assert found.allowed <= 2 * 6 * eps * true.abs().max() + 4 * eps * size

@@ -1,4 +1,6 @@
-"""The accuracy bar: every tile of 2048 tokens in fp32 is a dense softmax in fp64, to 1e-6; and what is empty is skipped."""
+"""The accuracy bar: every tile of 2048 tokens in fp32 is a dense softmax in fp64, to 1e-6; and what
+is empty is skipped.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ CUTS = (0, 300, 301, 1500, T)
 def rule(name: str, q: Tensor, k: Tensor) -> Tensor:
     """A mask by arithmetic on positions [T,1] and [1,S], with no help of `regard.masks`."""
     back = q - k
-    document = sum((x >= cut).long() for x in (q,) for cut in CUTS), sum((k >= cut).long() for cut in CUTS)  # fmt: skip
+    document = (
+        sum((x >= cut).long() for x in (q,) for cut in CUTS),
+        sum((k >= cut).long() for cut in CUTS),
+    )
     return {
         "causal": back >= 0,
         "window": (back >= 0) & (back < 200),
@@ -47,7 +52,9 @@ MASKS = {
 EXTRAS = ("none", "alibi", "softcap", "sink", "left padding")
 
 
-def recorded(H: int, G: int, mask: str, extra: str, D: int = 32) -> tuple[Recording, Tensor, Tensor, dict[str, Any]]:  # fmt: skip
+def recorded(
+    H: int, G: int, mask: str, extra: str, D: int = 32
+) -> tuple[Recording, Tensor, Tensor, dict[str, Any]]:
     make = torch.Generator().manual_seed(H + G)
     q, k = torch.randn(1, H, T, D, generator=make), torch.randn(1, G, T, D, generator=make)
     options: dict[str, Any] = {}
@@ -106,7 +113,9 @@ def heads_of(mask: str, extra: str) -> tuple[int, int]:
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_rows_of_every_mask_with_every_addition(mask: str, extra: str) -> None:
-    """Whole rows of tiles, the ragged ones at the edges of windows, documents and padding among them."""
+    """Whole rows of tiles, the ragged ones at the edges of windows, documents and padding among
+    them.
+    """
     H, G = heads_of(mask, extra)
     found, q, k, _ = recorded(H, G, mask, extra)
     for head, start in ((0, 0), (H - 1, 290), (H - 1, 1490), (H - 1, T - 32)):
@@ -128,7 +137,9 @@ def test_every_tile_is_a_dense_softmax_and_every_level_sums_to_one(mask: str, ex
     sums, rows = found.pooled(0, head, 32), right.sum(1)  # 1, or less by the share of the sink
     rows[: GAP * (extra == "left padding")] = 0  # padding that asks is nobody
     for _ in range(5):
-        expected = torch.stack([x[x > 0].mean() for x in rows.split(sums.size[0]) if bool((x > 0).any())])  # fmt: skip
+        expected = torch.stack(
+            [x[x > 0].mean() for x in rows.split(sums.size[0]) if bool((x > 0).any())]
+        )
         assert float((sums.mass.sum(1)[sums.seeing > 0] - expected).abs().max()) <= 1e-4
         sums = sums.coarser(3)
     assert sums.mass.shape == (1, 1)
@@ -140,14 +151,20 @@ def test_some_tiles_of_every_head(name: str) -> None:
     found, q, k, _ = recorded(H, G, "causal", "none")
     for head in range(H):
         right = dense(q, k, "causal", "none", head, H // G)
-        for rows, columns in ((slice(0, 64), slice(0, 64)), (slice(1900, T), slice(1000, 1300)), (slice(T - 1, T), slice(0, T))):  # fmt: skip
+        for rows, columns in (
+            (slice(0, 64), slice(0, 64)),
+            (slice(1900, T), slice(1000, 1300)),
+            (slice(T - 1, T), slice(0, T)),
+        ):
             got = found.weights(0, head, rows, columns)
             assert float((got - right[rows, columns]).abs().max()) <= BAR
 
 
 @pytest.mark.parametrize("form", ["expand", "absorb"])
 def test_latent_attention_in_both_forms(form: str) -> None:
-    """MLA: the keys of all heads, or the latents; the pattern is that of the formula written out on the weights."""
+    """MLA: the keys of all heads, or the latents; the pattern is that of the formula written out on
+    the weights.
+    """
     module = example(VARIANTS["mla"], dtype=torch.float32)
     module.project.form = form
     x = 0.1 * tokens(T, B=1, dtype=torch.float32)
@@ -162,7 +179,9 @@ def test_latent_attention_in_both_forms(form: str) -> None:
         at = Span(0, T)
         q = wide.query(x.double(), at)[0, head]
         k, _ = wide.recall(wide.remember(x.double(), at), at)
-    s = (q @ k[0, head].T * (d + wide.rotary.dim) ** -0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)  # fmt: skip
+    s = (q @ k[0, head].T * (d + wide.rotary.dim) ** -0.5).masked_fill(
+        torch.ones(T, T).triu(1).bool(), -math.inf
+    )
     right = s.softmax(1)
     worst = max(
         float((tile.weights[0] - right[tile.rows, tile.columns]).abs().max())
@@ -172,7 +191,9 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     assert worst <= 1e-4
     place = found[0]
     own = place.steps[0].q[0, head].double(), place.k[0, place.pools[0].at(head, place.H)].double()
-    s = (own[0] @ own[1].T * place.steps[0].scale).masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)  # fmt: skip
+    s = (own[0] @ own[1].T * place.steps[0].scale).masked_fill(
+        torch.ones(T, T).triu(1).bool(), -math.inf
+    )
     assert_right(found, head, s.softmax(1))
 
 
@@ -193,7 +214,9 @@ def test_empty_tiles_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ragged_tiles_ranges_of_rows_and_columns_out_of_order() -> None:
-    """Decode steps out of a ring, whose keys are no blocks of columns: the tiles make up the pattern all the same."""
+    """Decode steps out of a ring, whose keys are no blocks of columns: the tiles make up the
+    pattern all the same.
+    """
     module, x, cache = example(VARIANTS["sliding_window"]), tokens(23), Ring(6)
     with torch.no_grad(), Recorder() as recorder:
         for start, stop in [(0, 9), *((i, i + 1) for i in range(9, 23))]:

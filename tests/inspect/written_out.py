@@ -1,4 +1,6 @@
-"""Patterns from the definition: loops in fp64 over positions, with rules of their own, sharing nothing with the package."""
+"""Patterns from the definition: loops in fp64 over positions, with rules of their own, sharing
+nothing with the package.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ Sees = Callable[[int, int], bool]
 
 @dataclass
 class Case:
-    """One call: q [B,H,T,D] and k [B,G,S,D] at positions [B][.], and the rule written a second time.
+    """One call: q [B,H,T,D] and k [B,G,S,D] at positions [B][.], and the rule written a second
+    time.
 
     sees(p_i, p_j): the mask; penalty(h, p_i, p_j): the bias; -1 = a slot that holds nothing.
     """
@@ -58,12 +61,15 @@ class Case:
 
 
 def plain_lses(q: Tensor, k: Tensor, scores: Tensor, scale: float) -> list[Tensor]:
-    """ln sum_j exp(s_ij) in the dtype of q [T,D], by matmul, exp and log, for what is visible in scores; in four orders."""
+    """ln sum_j exp(s_ij) in the dtype of q [T,D], by matmul, exp and log, for what is visible in
+    scores; in four orders.
+    """
     found = []
     for seed in range(4):
         dims = torch.randperm(q.shape[1], generator=torch.Generator().manual_seed(seed))
         dot = (q[:, dims] * scale) @ k[:, dims].T
-        # what is behind the products (softcap, bias) is given: it is added exactly, and rounded once
+        # what is behind the products (softcap, bias) is given: it is added exactly, and rounded
+        # once
         exact = (q.double() * scale) @ k.double().T
         s = torch.where(scores.isneginf(), scores, dot.double() + (scores - exact)).to(q.dtype)
         found.append(s.logsumexp(1))

@@ -1,4 +1,6 @@
-"""The attention function itself: each argument that transformers' modules pass, against loops in fp64."""
+"""The attention function itself: each argument that transformers' modules pass, against loops in
+fp64.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,15 @@ def inputs(spread: float = 1.0, T: int = T, S: int = S) -> tuple[Tensor, Tensor,
 
 
 def loops(
-    q: Tensor, k: Tensor, v: Tensor, sees: Any, scale: float, cap: float | None, bias: Any, sink: Any
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Any,
+    scale: float,
+    cap: float | None,
+    bias: Any,
+    sink: Any,
+) -> Tensor:
     """z [B,T,H,E] in fp64, number by number: sees(b, h, i, j), bias(b, h, i, j), sink(h)."""
     out = torch.zeros(q.shape[0], q.shape[2], H, v.shape[3], dtype=torch.float64)
     q, k, v = q.double(), k.double(), v.double()
@@ -78,8 +87,15 @@ def loops(
 
 
 def plain(
-    q: Tensor, k: Tensor, v: Tensor, shown: Tensor, scale: float, cap: float | None, bias: Tensor, sink: Any
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shown: Tensor,
+    scale: float,
+    cap: float | None,
+    bias: Tensor,
+    sink: Any,
+) -> Tensor:
     """The same in fp32, by plain torch."""
     k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))
     s = q @ k.transpose(-1, -2) * scale
@@ -122,15 +138,19 @@ CASES: dict[str, tuple[dict[str, Any], tuple[Any, float | None, Tensor | None, T
     "float mask": ({"attention_mask": ADDED}, (ragged, None, bias_values, None)),
     "softcap": ({"attention_mask": BY_RULE, "softcap": 0.7}, (window, 0.7, None, None)),
     "sinks": ({"attention_mask": BY_RULE, "s_aux": sinks}, (window, None, None, sinks)),
-    "position bias": ({"position_bias": bias_values, "is_causal": False}, (everything, None, bias_values, None)),
+    "position bias": (
+        {"position_bias": bias_values, "is_causal": False},
+        (everything, None, bias_values, None),
+    ),
     "bias and float mask": (
-        {"attention_mask": ADDED, "position_bias": 2 * bias_values}, (ragged, None, 3 * bias_values, None),
+        {"attention_mask": ADDED, "position_bias": 2 * bias_values},
+        (ragged, None, 3 * bias_values, None),
     ),
     "all": (
         {"attention_mask": BY_RULE, "softcap": 0.7, "s_aux": sinks, "position_bias": bias_values},
         (window, 0.7, bias_values, sinks),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("spread", [1.0, 6.0])
@@ -150,9 +170,15 @@ def test_each_argument_means_what_the_loops_say(
     added = torch.zeros(1, 1, 1, 1) if bias is None else bias
     full = added.expand(B, H, T, S).double()
     ref = loops(
-        q, k, v, sees, scale, cap, lambda *at: float(full[at]),
+        q,
+        k,
+        v,
+        sees,
+        scale,
+        cap,
+        lambda *at: float(full[at]),
         None if sink is None else lambda h: float(sink[h]),
-    )  # fmt: skip
+    )
     # other orders of the same sums are of equal standing: one alone may be right by luck
     orders = [list(range(D)), [5, 4, 3, 2, 1, 0], [2, 0, 1, 5, 3, 4], [4, 1, 5, 2, 0, 3]]
     same = [plain(q[..., x], k[..., x], v, table(sees), scale, cap, added, sink) for x in orders]
@@ -162,7 +188,9 @@ def test_each_argument_means_what_the_loops_say(
 
 
 def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
-    """Aligned at the first key, one query sees everything, and an argument comes before the attribute."""
+    """Aligned at the first key, one query sees everything, and an argument comes before the
+    attribute.
+    """
     q, k, v = inputs()
     scale, nothing = D**-0.5, torch.zeros(())
 
@@ -281,7 +309,9 @@ BOUND = re.compile(r"^ *(\w+)(?:: \w+)? = \(?\s*ALL_ATTENTION_FUNCTIONS\b", re.M
 
 
 def calls_of_the_interface() -> dict[str, set[str]]:
-    """The keywords of every `attention_interface(...)` in the installed transformers, and the modules that pass them."""
+    """The keywords of every `attention_interface(...)` in the installed transformers, and the
+    modules that pass them.
+    """
     found: dict[str, set[str]] = {}
     calls = 0
     for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
@@ -310,7 +340,9 @@ def parsed(text: str, start: int, inside: int) -> ast.Call:
 
 
 def test_every_keyword_that_transformers_passes_is_known() -> None:
-    """A keyword that a new version of transformers passes fails here: read what eager attention does with it."""
+    """A keyword that a new version of transformers passes fails here: read what eager attention
+    does with it.
+    """
     named = set(inspect.signature(regard_attention).parameters) - {"kwargs"}
     passed = calls_of_the_interface()
     unknown = {
@@ -343,8 +375,14 @@ def test_a_selection_is_obeyed(name: str, masked: str) -> None:
     module.indexer.block_size = 3
     mask, sees = {
         "rule": (BY_RULE, window),
-        "later rule": (MaskRule.make(Causal() & Window(3), Span(S - T + 4, T), Span(4, S), batch=B), window), "dense": (table(ragged), ragged), "float": (ADDED, ragged), "none": (None, everything),
-    }[masked]  # fmt: skip
+        "later rule": (
+            MaskRule.make(Causal() & Window(3), Span(S - T + 4, T), Span(4, S), batch=B),
+            window,
+        ),
+        "dense": (table(ragged), ragged),
+        "float": (ADDED, ragged),
+        "none": (None, everything),
+    }[masked]
 
     def both(b: int, h: int, i: int, j: int) -> bool:
         return sees(b, h, i, j) and selects(b, h, i, j)

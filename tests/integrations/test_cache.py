@@ -1,4 +1,6 @@
-"""The preallocated cache: what it gives out equals what transformers' own gives out, and a step copies no old token."""
+"""The preallocated cache: what it gives out equals what transformers' own gives out, and a step
+copies no old token.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def assert_same(ours: PreallocatedLayer, theirs: Any, n: int, rows: int = B) -> 
 
 @pytest.mark.parametrize("max_length", [None, 40])
 @pytest.mark.parametrize("window", [None, 2, WINDOW, 64])
-@pytest.mark.parametrize("chunks", [(1,) * 30, (17, 1, 1, 1, 5, 1), (3, 4, 9, 1, 2, 1, 11), (0, 2, 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "chunks", [(1,) * 30, (17, 1, 1, 1, 5, 1), (3, 4, 9, 1, 2, 1, 11), (0, 2, 1)]
+)
 def test_it_gives_out_what_transformers_own_gives_out(
     chunks: tuple[int, ...], window: int | None, max_length: int | None, monkeypatch: Any
 ) -> None:
@@ -58,7 +62,9 @@ def test_it_gives_out_what_transformers_own_gives_out(
 
 
 def test_a_window_of_one_gives_out_the_new_tokens_alone() -> None:
-    """As said by `get_mask_sizes`; transformers' own layer says so too, but gives out everything."""
+    """As said by `get_mask_sizes`; transformers' own layer says so too, but gives out
+    everything.
+    """
     layer = PreallocatedLayer(1)
     for n in (3, 1, 2):
         k, v = new(n)
@@ -189,9 +195,13 @@ def test_each_layer_has_the_window_of_the_config() -> None:
 
 def test_other_layers_keep_the_cache_of_transformers() -> None:
     config = transformers.Lfm2Config(
-        vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=8,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         layer_types=["conv", "full_attention"],
-    )  # fmt: skip
+    )
     conv, full = PreallocatedCache(config).layers
     assert isinstance(full, PreallocatedLayer)
     assert isinstance(conv, transformers.cache_utils.LinearAttentionLayer)

@@ -1,4 +1,6 @@
-"""`generate()` under "regard": the tokens of eager attention, whatever the cache and the search, past several windows."""
+"""`generate()` under "regard": the tokens of eager attention, whatever the cache and the search,
+past several windows.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,11 @@ def test_other_weights_give_other_tokens() -> None:
     model = decoder("Mistral", "regard")
     model.config.sliding_window = WINDOW - 1
     found = model.generate(
-        tokens(3, PROMPT), attention_mask=keep([PROMPT, 4, 6], PROMPT, "left"), **GREEDY,
+        tokens(3, PROMPT),
+        attention_mask=keep([PROMPT, 4, 6], PROMPT, "left"),
+        **GREEDY,
         past_key_values=PreallocatedCache(model.config),
-    )  # fmt: skip
+    )
     assert not torch.equal(found, greedy("Mistral"))
 
 
@@ -130,11 +134,20 @@ def test_chunks_and_steps_have_the_logits_of_one_pass(name: str) -> None:
     with torch.no_grad():
         exact = decoder(name, "eager", torch.float64)(ids, use_cache=False).logits
         plain = [kept(name, "eager")(ids, use_cache=False).logits]
-        for cache in (transformers.DynamicCache(config=kept(name, "regard").config), PreallocatedCache(kept(name, "regard").config)):  # fmt: skip
+        for cache in (
+            transformers.DynamicCache(config=kept(name, "regard").config),
+            PreallocatedCache(kept(name, "regard").config),
+        ):
             theirs = transformers.DynamicCache(config=kept(name, "eager").config)
             mine, same = (
-                torch.cat([kept(name, kind)(x, past_key_values=held).logits for x in ids.split(chunks, 1)], 1)
+                torch.cat(
+                    [
+                        kept(name, kind)(x, past_key_values=held).logits
+                        for x in ids.split(chunks, 1)
+                    ],
+                    1,
+                )
                 for kind, held in (("regard", cache), ("eager", theirs))
-            )  # fmt: skip
+            )
             assert_close_rule(mine, [*plain, same], exact, what=name)
             assert cache.get_seq_length() == sum(chunks)

@@ -1,4 +1,6 @@
-"""The integration is optional: regard never imports transformers, and its absence is said with the next step."""
+"""The integration is optional: regard never imports transformers, and its absence is said with the
+next step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every mask that transformers makes, as the rule that is read from it: equal to the dense one, entry by entry."""
+"""Every mask that transformers makes, as the rule that is read from it: equal to the dense one,
+entry by entry.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,15 @@ def both(function: Any, place: str, keep: Tensor | None, **more: Any) -> tuple[A
     if keep is not None:
         keep = keep[:, : first + q]  # transformers' 2-D mask ends with the last query
     given = dict(
-        batch_size=B, q_length=q, kv_length=k, q_offset=first, kv_offset=start,
-        mask_function=function, attention_mask=keep, **more,
-    )  # fmt: skip
+        batch_size=B,
+        q_length=q,
+        kv_length=k,
+        q_offset=first,
+        kv_offset=start,
+        mask_function=function,
+        attention_mask=keep,
+        **more,
+    )
     dense = made.sdpa_mask(**(given | {"allow_is_causal_skip": False}))
     return regard_mask(**given), dense
 
@@ -112,7 +120,10 @@ def test_what_is_unknown_stays_dense() -> None:
     def even(batch: Any, head: Any, q: Any, k: Any) -> Any:
         return k % 2 == 0
 
-    for function, vmap in ((overlay, False), (made.and_masks(made.causal_mask_function, even), True)):  # fmt: skip
+    for function, vmap in (
+        (overlay, False),
+        (made.and_masks(made.causal_mask_function, even), True),
+    ):
         for keep in (None, PADDINGS["left"]):
             mask, dense = both(function, "prompt", keep, use_vmap=vmap)
             assert isinstance(mask.rule, Dense)
@@ -143,13 +154,21 @@ def places(place: str) -> tuple[Span, Span]:
 
 @pytest.mark.parametrize("name", ["Llama", "DeepseekV4"])
 def test_a_step_on_a_static_cache_takes_the_tensor_that_its_model_expects(name: str) -> None:
-    """It may be compiled, with the mask as its argument, where no rule guards it: bool where the class knows sdpa."""
+    """It may be compiled, with the mask as its argument, where no rule guards it: bool where the
+    class knows sdpa.
+    """
     config = getattr(transformers, f"{name}Config")()
     getattr(transformers, f"{name}Model")  # its module is read
     mask = regard_mask(
-        B, 1, 12, q_offset=torch.tensor(5), allow_is_causal_skip=False, mask_function=FUNCTIONS["causal"],
-        config=config, dtype=torch.float32,
-    )  # fmt: skip
+        B,
+        1,
+        12,
+        q_offset=torch.tensor(5),
+        allow_is_causal_skip=False,
+        mask_function=FUNCTIONS["causal"],
+        config=config,
+        dtype=torch.float32,
+    )
     assert type(mask) is Tensor
     low = torch.finfo(torch.float32).min
     entries = [True] * 6 + [False] * 6 if name == "Llama" else [0.0] * 6 + [low] * 6
@@ -236,17 +255,39 @@ def test_queries_and_keys_that_are_left_out_leave_a_rule() -> None:
 
 scores = torch.zeros(B, 1, 3, 5)
 FOREIGN = {
-    "add": (lambda m: scores + m, lambda m: m + scores, lambda m: torch.add(scores, m), lambda m: scores.clone().add_(m)),
+    "add": (
+        lambda m: scores + m,
+        lambda m: m + scores,
+        lambda m: torch.add(scores, m),
+        lambda m: scores.clone().add_(m),
+    ),
     "mul|rsub|sub": (lambda m: m * 2, lambda m: 1.0 - m, lambda m: m - 1),
-    "masked_fill": (lambda m: scores.masked_fill(m, 1.0), lambda m: m.masked_fill(scores > 0, 0), lambda m: scores.clone().masked_fill_(m, 1.0)),
-    "cat|stack": (lambda m: torch.cat([m, scores], -1), lambda m: torch.cat([scores, m]), lambda m: torch.stack([m, m])),
+    "masked_fill": (
+        lambda m: scores.masked_fill(m, 1.0),
+        lambda m: m.masked_fill(scores > 0, 0),
+        lambda m: scores.clone().masked_fill_(m, 1.0),
+    ),
+    "cat|stack": (
+        lambda m: torch.cat([m, scores], -1),
+        lambda m: torch.cat([scores, m]),
+        lambda m: torch.stack([m, m]),
+    ),
     "lt|gt|eq|ne": (lambda m: m < 0, lambda m: m > 0, lambda m: m == 0, lambda m: m != 0),
     "where": (lambda m: scores.where(m, 1.0), lambda m: torch.where(scores > 0, m, m)),
     "wanted as torch": (
-        lambda m: m.to(torch.bool), lambda m: m.to(torch.float32), lambda m: m.to(dtype=torch.int64), lambda m: m.to(scores),
+        lambda m: m.to(torch.bool),
+        lambda m: m.to(torch.float32),
+        lambda m: m.to(dtype=torch.int64),
+        lambda m: m.to(scores),
         lambda m: m.to("cpu", torch.bool),
     ),
-    "bool|int|float|long|type_as": (lambda m: m.bool(), lambda m: m.int(), lambda m: m.float(), lambda m: m.long(), lambda m: m.type_as(scores)),
+    "bool|int|float|long|type_as": (
+        lambda m: m.bool(),
+        lambda m: m.int(),
+        lambda m: m.float(),
+        lambda m: m.long(),
+        lambda m: m.type_as(scores),
+    ),
     "getitem": (lambda m: scores[m],),
     "setitem": (lambda m: m.__setitem__(0, True), lambda m: scores.clone().__setitem__(m, 1.0)),
     "sum|all|any|min": (lambda m: m.sum(), lambda m: m.all(), lambda m: m.any(), lambda m: m.min()),
@@ -256,9 +297,11 @@ FOREIGN = {
     "tolist|unbind|numpy": (lambda m: m.tolist(), lambda m: m.numpy(), list),
     "mT|data": (lambda m: m.mT, lambda m: m.data),
     "scaled_dot_product": (
-        lambda m: torch.nn.functional.scaled_dot_product_attention(*[torch.zeros(B, 1, 3, 4)] * 1, *[torch.zeros(B, 1, 5, 4)] * 2, attn_mask=m),
+        lambda m: torch.nn.functional.scaled_dot_product_attention(
+            *[torch.zeros(B, 1, 3, 4)] * 1, *[torch.zeros(B, 1, 5, 4)] * 2, attn_mask=m
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOREIGN)

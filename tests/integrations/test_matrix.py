@@ -1,4 +1,6 @@
-"""A part of the matrix of docs/transformers.md anew, one architecture for each thing that a model can ask for."""
+"""A part of the matrix of docs/transformers.md anew, one architecture for each thing that a model
+can ask for.
+"""
 
 from __future__ import annotations
 

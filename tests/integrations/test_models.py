@@ -1,4 +1,6 @@
-"""transformers' models under `attn_implementation="regard"`, against their own eager attention in fp64, by the error rule."""
+"""transformers' models under `attn_implementation="regard"`, against their own eager attention in
+fp64, by the error rule.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def plains(name: str) -> tuple[str, ...]:
 def assert_like_eager(
     name: str, ids: Tensor, real: Tensor | None = None, ours: Any = None, **given: Any
 ) -> None:
-    """The first output, where tokens are real; the reference reads each padded row alone, without its padding."""
+    """The first output, where tokens are real; the reference reads each padded row alone, without
+    its padding.
+    """
     if name in DECODERS:
         given["use_cache"] = False
     padded = {} if real is None else {"attention_mask": real}
@@ -62,7 +66,11 @@ def assert_like_eager(
 
     with torch.no_grad():
         exact = kept(name, "eager", F64)
-        rows = ids[None] if real is None else [x[None, m] for x, m in zip(ids, real.bool(), strict=True)]  # fmt: skip
+        rows = (
+            ids[None]
+            if real is None
+            else [x[None, m] for x, m in zip(ids, real.bool(), strict=True)]
+        )
         ref = [exact(x, **given)[0] for x in rows]
         found = run(kept(name, "regard") if ours is None else ours)
         same = [run(kept(name, kind)) for kind in plains(name)]
@@ -99,7 +107,9 @@ def test_a_decoder_attends_to_its_encoder(name: str) -> None:
 
 
 def test_a_window_that_is_off_hides_nothing() -> None:
-    """`Qwen2MoeConfig` writes 0 for a window that is off, and its model makes a mask of it that no layer takes."""
+    """`Qwen2MoeConfig` writes 0 for a window that is off, and its model makes a mask of it that no
+    layer takes.
+    """
     more = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -128,10 +138,22 @@ def test_a_window_that_is_off_hides_nothing() -> None:
 def test_audio_is_attended_to_without_masks() -> None:
     torch.manual_seed(1)
     config = transformers.WhisperConfig(
-        vocab_size=48, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=24, decoder_ffn_dim=24, num_mel_bins=8, pad_token_id=0,
-        max_source_positions=10, max_target_positions=32, bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
-    )  # fmt: skip
+        vocab_size=48,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        num_mel_bins=8,
+        pad_token_id=0,
+        max_source_positions=10,
+        max_target_positions=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=3,
+    )
     model = loud(transformers.WhisperModel(config)).eval()
     sound, ids, found = torch.randn(2, 8, 20), tokens(2, 6), {}
     for attention, dtype in (("eager", F64), ("regard", None), ("eager", None), ("sdpa", None)):
@@ -147,13 +169,16 @@ def test_audio_is_attended_to_without_masks() -> None:
 WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a window one longer": ("Mistral", lambda m: setattr(m.config, "sliding_window", WINDOW + 1)),
     "a window one shorter": ("Gemma3", lambda m: setattr(m.config, "sliding_window", WINDOW - 1)),
-    "a chunk one longer": ("Llama4", lambda m: setattr(m.config, "attention_chunk_size", CHUNK + 1)),
+    "a chunk one longer": (
+        "Llama4",
+        lambda m: setattr(m.config, "attention_chunk_size", CHUNK + 1),
+    ),
     "not causal": ("Llama", lambda m: setattr(m.config, "is_causal", False)),
     "no softcap": ("Gemma2", lambda m: each(m, "attn_logit_softcapping", None)),
     "no sinks": ("GptOss", lambda m: each(m, "sinks", torch.nn.Parameter(torch.full((4,), -1e4)))),
     "another scale": ("DeepseekV3", lambda m: each(m, "scaling", 0.2)),
     "causal": ("Bert", lambda m: setattr(m.config, "is_decoder", True)),
-}  # fmt: skip
+}
 
 
 def each(model: Any, name: str, value: Any) -> None:
@@ -198,7 +223,9 @@ def test_a_mask_of_the_users_own_is_taken() -> None:
             ours = kept("Llama", "regard")(tokens(2, LENGTH), attention_mask=mask).logits
             assert_close_rule(ours, eager, ref)
         plain = kept("Llama", "regard")(tokens(2, LENGTH), attention_mask=table).logits
-        again = kept("Llama", "regard")(tokens(2, LENGTH), attention_mask=torch.where(table, 0.0, lowest)).logits  # fmt: skip
+        again = kept("Llama", "regard")(
+            tokens(2, LENGTH), attention_mask=torch.where(table, 0.0, lowest)
+        ).logits
     assert (plain - again).abs().max() < 1e-4
 
 
@@ -215,7 +242,8 @@ def test_half_precision(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma2", "GptOss", "DeepseekV3", "T5"])
 def test_gradients_of_a_training_step(name: str) -> None:
-    # so little padding that every query sees a token: eager attention in fp64 gives NaN where one sees none
+    # so little padding that every query sees a token: eager attention in fp64 gives NaN where one
+    # sees none
     ids, mask = tokens(2, LENGTH), keep([LENGTH, LENGTH - 2], LENGTH, "right")
     labels = ids.masked_fill(mask == 0, -100)
     make = decoder if name in DECODERS else other
@@ -279,10 +307,13 @@ def test_places_of_an_encoder_and_a_decoder() -> None:
         model(tokens(1, 5), decoder_input_ids=tokens(1, 3))
     places = [
         f"{side}.block.{i}.layer.{j}.{kind}.pattern"
-        for side, kinds in (("encoder", ["SelfAttention"]), ("decoder", ["SelfAttention", "EncDecAttention"]))
+        for side, kinds in (
+            ("encoder", ["SelfAttention"]),
+            ("decoder", ["SelfAttention", "EncDecAttention"]),
+        )
         for i in range(2)
         for j, kind in enumerate(kinds)
-    ]  # fmt: skip
+    ]
     assert list(trace) == places
     assert trace["decoder.block.1.layer.1.EncDecAttention.pattern"].shape == (1, 4, 3, 5)
 

@@ -1,4 +1,6 @@
-"""A model class that does not take its attention from `AttentionInterface` is refused, or says once that it never calls us."""
+"""A model class that does not take its attention from `AttentionInterface` is refused, or says once
+that it never calls us.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,49 @@ SMALL = {
     "intermediate_size": 24,
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "Mpt": ("MptForCausalLM", {"vocab_size": 48, "d_model": 32, "n_heads": 4, "n_layers": 1}, "computes its attention itself"),
-    "Bloom": ("BloomForCausalLM", {"vocab_size": 48, "hidden_size": 32, "n_layer": 1, "n_head": 4}, "computes its attention itself"),
-    "Longformer": ("LongformerModel", SMALL | {"attention_window": [4]}, "computes its attention itself"),
+    "Mpt": (
+        "MptForCausalLM",
+        {"vocab_size": 48, "d_model": 32, "n_heads": 4, "n_layers": 1},
+        "computes its attention itself",
+    ),
+    "Bloom": (
+        "BloomForCausalLM",
+        {"vocab_size": 48, "hidden_size": 32, "n_layer": 1, "n_head": 4},
+        "computes its attention itself",
+    ),
+    "Longformer": (
+        "LongformerModel",
+        SMALL | {"attention_window": [4]},
+        "computes its attention itself",
+    ),
     "Falcon": ("FalconModel", SMALL, "from a table of names"),
-    "SamVision": ("SamVisionModel", SMALL | {"image_size": 16, "patch_size": 4}, "from a table of names"),
-}  # fmt: skip
+    "SamVision": (
+        "SamVisionModel",
+        SMALL | {"image_size": 16, "patch_size": 4},
+        "from a table of names",
+    ),
+}
 SILENT: dict[str, tuple[str, dict[str, Any]]] = {
     "Deberta": ("DebertaModel", SMALL),
     "DebertaV2": ("DebertaV2Model", SMALL),
     "OpenAIGPT": ("OpenAIGPTLMHeadModel", WIDE),
-    "XLNet": ("XLNetLMHeadModel", {"vocab_size": 48, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 24}),
+    "XLNet": (
+        "XLNetLMHeadModel",
+        {"vocab_size": 48, "d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 24},
+    ),
     "FNet": ("FNetModel", {x: SMALL[x] for x in SMALL if x != "num_attention_heads"}),
-    "Funnel": ("FunnelBaseModel", {"vocab_size": 48, "d_model": 32, "n_head": 4, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1]}),
-}  # fmt: skip
+    "Funnel": (
+        "FunnelBaseModel",
+        {
+            "vocab_size": 48,
+            "d_model": 32,
+            "n_head": 4,
+            "d_head": 8,
+            "d_inner": 24,
+            "block_sizes": [1, 1],
+        },
+    ),
+}
 
 
 class MyLlama(transformers.LlamaModel):
@@ -53,7 +84,10 @@ def config(name: str, settings: dict[str, Any], **more: Any) -> Any:
 def test_a_class_that_would_misread_our_masks_is_refused_when_it_is_built(name: str) -> None:
     cls, settings, why = REFUSED[name]
     given = config(name, settings, attn_implementation="regard")
-    message = rf"{name}\w* (computes its attention itself|chooses its attention class from a table of names) .*use 'eager'.*architectures\(\).*docs/transformers\.md"
+    message = (
+        rf"{name}\w* (computes its attention itself|chooses its attention class from a "
+        rf"table of names) .*use 'eager'.*architectures\(\).*docs/transformers\.md"
+    )
     with pytest.raises(ArgumentError, match=message) as raised:
         getattr(transformers, cls)(given)
     assert why in str(raised.value)
@@ -97,9 +131,11 @@ def test_a_part_that_is_refused_refuses_the_whole_and_a_part_that_is_not_named_d
     vision = small | {"image_size": 16, "patch_size": 8}
     given = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**vision),
-        text_config=transformers.XGLMConfig(vocab_size=48, d_model=32, attention_heads=4, ffn_dim=24, num_layers=1),
+        text_config=transformers.XGLMConfig(
+            vocab_size=48, d_model=32, attention_heads=4, ffn_dim=24, num_layers=1
+        ),
         image_token_index=47,
-    )  # fmt: skip
+    )
     given._attn_implementation = {"vision_config": "regard", "text_config": "eager"}
     model = transformers.LlavaForConditionalGeneration(given)
     assert model.model.vision_tower.config._attn_implementation == "regard"

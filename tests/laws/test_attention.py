@@ -1,4 +1,6 @@
-"""Laws of softmax attention: relations between calls that hold for any numbers, on the kernel that auto chooses."""
+"""Laws of softmax attention: relations between calls that hold for any numbers, on the kernel that
+auto chooses.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +122,18 @@ def test_a_causal_prefix_knows_nothing_of_the_rest(seed: int, T: int, t: int, ba
     k, v = k.clone(), v.clone()
     k[:, :, t:], v[:, :, t:] = math.nan, math.inf
     assert torch.equal(
-        attend(q[:, :, :t], k, v, mask=masks.Causal(), q_positions=Span(0, t), backend="reference")[0],
-        attend(q[:, :, :t], k.nan_to_num(0), v.nan_to_num(0, 0), mask=masks.Causal(), q_positions=Span(0, t), backend="reference")[0],
-    )  # fmt: skip
+        attend(q[:, :, :t], k, v, mask=masks.Causal(), q_positions=Span(0, t), backend="reference")[
+            0
+        ],
+        attend(
+            q[:, :, :t],
+            k.nan_to_num(0),
+            v.nan_to_num(0, 0),
+            mask=masks.Causal(),
+            q_positions=Span(0, t),
+            backend="reference",
+        )[0],
+    )
 
 
 @given(seeds, sizes, sizes, kernels)

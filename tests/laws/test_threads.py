@@ -1,8 +1,10 @@
-"""What threads share gives every thread the bits that it has alone: kept tables, kernels, modules, models, files, caches, names.
+"""What threads share gives every thread the bits that it has alone: kept tables, kernels, modules,
+models, files, caches, names.
 
-Two kinds of test stand here. A crowd of 8 threads shares one object at a switch interval of 1e-6, and every result is compared
-bitwise with that of one thread. Where a race is possible, threads are also made to take turns at the very step that matters,
-which is certain to fail where the step is unprotected: a broken form, written out here, shows it.
+Two kinds of test stand here. A crowd of 8 threads shares one object at a switch interval of 1e-6,
+and every result is compared bitwise with that of one thread. Where a race is possible, threads are
+also made to take turns at the very step that matters, which is certain to fail where the step is
+unprotected: a broken form, written out here, shows it.
 """
 
 from __future__ import annotations
@@ -85,7 +87,9 @@ def same(x: Any, y: Any) -> bool:
 
 
 def check_crowd(calls: Sequence[Callable[[], Any]], rounds: int = 2) -> None:
-    """Each thread makes all calls, beginning with another one; every result is the one that a single thread had before."""
+    """Each thread makes all calls, beginning with another one; every result is the one that a
+    single thread had before.
+    """
     alone = [call() for call in calls]
 
     def work(i: int) -> list[int]:
@@ -116,7 +120,9 @@ RULES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
 def test_kernels(name: str) -> None:
-    """Ranges, tables and plans of masks are kept for the layers of a model, and shared by all threads."""
+    """Ranges, tables and plans of masks are kept for the layers of a model, and shared by all
+    threads.
+    """
     calls, T = [], 3 if name == "cpu" else 40
     for n, rule in enumerate(RULES[1::2] if name == "flex" else RULES):  # flex compiles each anew
         q, k, v = inputs(T, 40 + n, n)
@@ -138,14 +144,20 @@ def test_the_choice_and_the_plan() -> None:
     check_crowd(calls)
 
 
-def test_kept_tables_are_read_only_and_survive_being_thrown_out(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """More positions and masks than are kept: every thread throws out what the others have just asked for."""
+def test_kept_tables_are_read_only_and_survive_being_thrown_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More positions and masks than are kept: every thread throws out what the others have just
+    asked for.
+    """
     calls = []
     for n in range(20):
         q, k, v = inputs(2, 30 + n, n)
         rule = masks.Causal() & masks.Window(3 + n)
         for mask in (masks.Causal(), rule):
-            calls.append(lambda q=q, k=k, v=v, mask=mask: regard.attend(q, k, v, mask=mask, backend="cpu"))  # fmt: skip
+            calls.append(
+                lambda q=q, k=k, v=v, mask=mask: regard.attend(q, k, v, mask=mask, backend="cpu")
+            )
     check_crowd(calls, 1)
     where, rule = Span(7, 2), masks.Causal() & masks.Window(4)
     kept = [*cpu._run(where), *(cpu._ranges(rule, where) or ())]
@@ -183,7 +195,9 @@ def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPa
 
     def work(i: int) -> bool:
         count.n = 2 + i % 3
-        return all(torch.equal(regard.attend(q, k, v, backend="cpu"), alone[count.n]) for _ in range(5))  # fmt: skip
+        return all(
+            torch.equal(regard.attend(q, k, v, backend="cpu"), alone[count.n]) for _ in range(5)
+        )
 
     assert all(crowd(work))
 
@@ -200,7 +214,9 @@ def test_a_mask_owns_its_table() -> None:
 
 def test_rotaries() -> None:
     x = torch.randn(2, 2, 3, 8)
-    where = [Span(50 * n, 3) for n in range(4)] + [torch.tensor([[n, n + 1, 7], [0, 1, 2]]) for n in range(4)]  # fmt: skip
+    where = [Span(50 * n, 3) for n in range(4)] + [
+        torch.tensor([[n, n + 1, 7], [0, 1, 2]]) for n in range(4)
+    ]
     followed = Rotary(8, scaling=DynamicNTK(2.0, 4), length="current")
     for module in (Rotary(8), followed, dynamic_rotary.RowRotary(followed)):
         check_crowd([lambda p=p, module=module: module(x, p) for p in where], 5)
@@ -209,7 +225,9 @@ def test_rotaries() -> None:
 # modules and models
 
 SHARED_STATE = {"_last"}
-"""What a call may leave in a module: the rotary's last table, which is read once and replaced whole."""
+"""What a call may leave in a module: the rotary's last table, which is read once and replaced
+whole.
+"""
 
 
 @pytest.mark.parametrize("family", sorted({v.family for v in MIXERS.values()}))
@@ -252,14 +270,25 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
     forward = torch.inference_mode()(model.forward)
     calls: list[Callable[[], Any]] = [lambda x=x: forward(x) for x in ids]
     calls.append(lambda: "".join(model.generate(texts[0], max_tokens=2)))
-    calls += [lambda s=s: "".join(model.generate("to", max_tokens=2, temperature=1.0, seed=s)) for s in (1, 2)]  # fmt: skip
+    calls += [
+        lambda s=s: "".join(model.generate("to", max_tokens=2, temperature=1.0, seed=s))
+        for s in (1, 2)
+    ]
     check_crowd(calls, 1)
 
 
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantised"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
     read = model.read("to be or not to be", cache=cache, max_context=64 if cache else None)
-    check_crowd([lambda s=s: "".join(model.generate("x", after=read, max_tokens=2, temperature=1.0, seed=s)) for s in (1, 2)], 1)  # fmt: skip
+    check_crowd(
+        [
+            lambda s=s: "".join(
+                model.generate("x", after=read, max_tokens=2, temperature=1.0, seed=s)
+            )
+            for s in (1, 2)
+        ],
+        1,
+    )
 
 
 def test_a_model_of_transformers() -> None:
@@ -267,9 +296,14 @@ def test_a_model_of_transformers() -> None:
     import regard.integrations.transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     model.set_attn_implementation("regard")
     regard.integrations.transformers.name_places(model)
@@ -296,7 +330,9 @@ def test_a_tokenizer() -> None:
 
 def filled(cache: Cache, shapes: Sequence[tuple[int, int]], start: int, T: int, seed: int) -> Any:
     make = torch.Generator().manual_seed(seed)
-    return cache.update(tuple(torch.randn(2, n, T, d, generator=make) for n, d in shapes), Span(start, T))  # fmt: skip
+    return cache.update(
+        tuple(torch.randn(2, n, T, d, generator=make) for n, d in shapes), Span(start, T)
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -333,7 +369,9 @@ class Unlocked:
 
 
 class Counts(list[int]):
-    """Counts between whose reading and writing another thread does as much; where a lock is held, it has to wait."""
+    """Counts between whose reading and writing another thread does as much; where a lock is held,
+    it has to wait.
+    """
 
     other: Callable[[], Any] | None = None
     thread: threading.Thread | None = None
@@ -419,7 +457,9 @@ def test_codes_are_opened_by_all() -> None:
 
 
 def taking_turns(block: Callable[[], Any]) -> None:
-    """Two threads enter a block and leave it in the order in which they came, where the second may enter at all."""
+    """Two threads enter a block and leave it in the order in which they came, where the second may
+    enter at all.
+    """
     inside, out = threading.Event(), threading.Event()
 
     def second() -> None:
@@ -452,7 +492,9 @@ def test_filters_are_put_back(block: Callable[[], Any]) -> None:
 
 
 def test_flex_leaves_filters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says nothing, and changes no filter: not even for a moment, for that moment is everybody's."""
+    """It says nothing, and changes no filter: not even for a moment, for that moment is
+    everybody's.
+    """
     flex._function.cache_clear()
     monkeypatch.setattr(torch_flex, "_WARNINGS_SHOWN", set())
     monkeypatch.setattr(warnings, "filters", before := list(warnings.filters))
@@ -490,7 +532,9 @@ def seeded_alone(seed: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("seeded", [process.seeded, seeded_alone])
 def test_weights_from_a_seed(seeded: Callable[[int], Any]) -> None:
-    """A thread draws between two numbers that are drawn here; where it may not, it waits until this block has ended."""
+    """A thread draws between two numbers that are drawn here; where it may not, it waits until this
+    block has ended.
+    """
     with seeded(0):
         right = torch.rand(2).tolist()
     drawn, ended = threading.Event(), threading.Event()
@@ -524,7 +568,11 @@ def test_layers_and_audits_of_a_seed() -> None:
     def audited() -> tuple[str, ...]:
         return audit(attend, heads=1, head_dim=4).names
 
-    right, state, before = [stages(s) for s in range(3)], torch.get_rng_state(), list(warnings.filters)  # fmt: skip
+    right, state, before = (
+        [stages(s) for s in range(3)],
+        torch.get_rng_state(),
+        list(warnings.filters),
+    )
     found = crowd(lambda i: audited() if i % 4 == 0 else [stages(s) for s in range(3)])
     assert found[0] == found[4] == ("scale-missing",)
     assert all(same(x, right) for i, x in enumerate(found) if i % 4)
@@ -556,7 +604,9 @@ def compiled_elsewhere() -> Iterator[None]:
 
 
 def test_a_compilation_concerns_its_own_thread_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels, garbage behind a mask, refusals: nothing in this thread may change while another one compiles."""
+    """Kernels, garbage behind a mask, refusals: nothing in this thread may change while another one
+    compiles.
+    """
     q, k, v = inputs(3, 40)
     v[:, :, -1] = torch.nan
     hidden = torch.ones(3, 40, dtype=torch.bool).tril(30)
@@ -623,7 +673,9 @@ def test_hooks_hear_their_own_thread_only(model: Any) -> None:
     finally:
         handle.remove()
     assert not turns
-    assert {n: x.shape for n, x in found.hidden.items()} == {n: x.shape for n, x in alone.hidden.items()}  # fmt: skip
+    assert {n: x.shape for n, x in found.hidden.items()} == {
+        n: x.shape for n, x in alone.hidden.items()
+    }
     assert all(same(found.hidden[n], alone.hidden[n]) for n in alone.hidden)
 
 
@@ -693,7 +745,9 @@ def test_checks_are_of_one_thread() -> None:
 
 
 def test_files(tmp_path: Path) -> None:
-    """Readers share a store; of writers of one file the last wins, and none sees a part of another's."""
+    """Readers share a store; of writers of one file the last wins, and none sees a part of
+    another's.
+    """
     save_file(
         {f"x{n}": torch.full((50,), float(n)) for n in range(5)}, tmp_path / "model.safetensors"
     )
@@ -739,6 +793,10 @@ sys.exit(str(wrong) if wrong else 0)
 
 
 def test_threads_that_are_the_first_to_ask() -> None:
-    """In a fresh process 8 threads import, compile and call everything for the first time at once."""
-    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=False)  # fmt: skip
+    """In a fresh process 8 threads import, compile and call everything for the first time at
+    once.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]

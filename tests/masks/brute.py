@@ -1,4 +1,6 @@
-"""Masks by brute force: every rule written again in plain Python, and every structure by loops over pairs."""
+"""Masks by brute force: every rule written again in plain Python, and every structure by loops over
+pairs.
+"""
 
 from __future__ import annotations
 

@@ -34,120 +34,298 @@ from regard.masks import (
     Sinks,
     Strided,
     Window,
-)  # fmt: skip
+)
 from regard.span import Span
 from tests.masks.brute import CASES
 
 BOOL = torch.ones(2, 3, dtype=torch.bool)
 
 REFUSED: list[tuple[Callable[[], object], type, str]] = [
-    (lambda: Window(0), ArgumentError,
-     "Window size is 0; it must be 1 or more: a query always sees itself; leave the window out to see all"),
-    (lambda: Window(2.0), ArgumentTypeError, "Window size is float 2.0; it must be an int, 1 or more"),
-    (lambda: Window(True), ArgumentTypeError, "Window size is bool True; it must be an int, 1 or more"),
-    (lambda: Window(2, ahead=-1), ArgumentError,
-     "Window ahead is -1; it must be 0 or more: 0 is causal, None is no limit"),
+    (
+        lambda: Window(0),
+        ArgumentError,
+        (
+            "Window size is 0; it must be 1 or more: a query always sees itself; leave the window out "
+            "to see all"
+        ),
+    ),
+    (
+        lambda: Window(2.0),
+        ArgumentTypeError,
+        "Window size is float 2.0; it must be an int, 1 or more",
+    ),
+    (
+        lambda: Window(True),
+        ArgumentTypeError,
+        "Window size is bool True; it must be an int, 1 or more",
+    ),
+    (
+        lambda: Window(2, ahead=-1),
+        ArgumentError,
+        "Window ahead is -1; it must be 0 or more: 0 is causal, None is no limit",
+    ),
     (lambda: Chunk(0), ArgumentError, "Chunk size is 0; it must be 1 or more"),
     (lambda: Dilated(0, 1), ArgumentError, "Dilated size is 0; it must be 1 or more"),
-    (lambda: Dilated(1, 0), ArgumentError, "Dilated step is 0; it must be 1 or more: 1 is a plain window"),
+    (
+        lambda: Dilated(1, 0),
+        ArgumentError,
+        "Dilated step is 0; it must be 1 or more: 1 is a plain window",
+    ),
     (lambda: Prefix(-1), ArgumentError, "Prefix length is -1; it must be 0 or more"),
     (lambda: Prefix((2, -1)), ArgumentError, "Prefix length[1] is -1; it must be 0 or more"),
     (lambda: Prefix(()), ArgumentError, "Prefix of no batch rows; give at least one"),
-    (lambda: Prefix("3"), ArgumentTypeError, "Prefix length is str '3'; it must be a sequence of ints"),
-    (lambda: Document((3,)), ArgumentError,
-     ("Document bounds is (3,); it must be the rising starts of the documents and the end: (0, 3, 5) is documents of 3 "
-     "and 2; Document.from_lengths([3, 2]) makes it")),
-    (lambda: Document((0, 5, 3)), ArgumentError,
-     ("Document bounds is (0, 5, 3); it must be the rising starts of the documents and the end: (0, 3, 5) is documents "
-     "of 3 and 2; Document.from_lengths([3, 2]) makes it")),
-    (lambda: Document(((0, 2), (0, -1))), ArgumentError, "Document bounds[1] is -1; it must be 0 or more"),
-    (lambda: Document.from_lengths([2, -1]), ArgumentError, "Document lengths[1] is -1; it must be 0 or more"),
+    (
+        lambda: Prefix("3"),
+        ArgumentTypeError,
+        "Prefix length is str '3'; it must be a sequence of ints",
+    ),
+    (
+        lambda: Document((3,)),
+        ArgumentError,
+        (
+            "Document bounds is (3,); it must be the rising starts of the documents and the end: "
+            "(0, 3, 5) is documents of 3 "
+            "and 2; Document.from_lengths([3, 2]) makes it"
+        ),
+    ),
+    (
+        lambda: Document((0, 5, 3)),
+        ArgumentError,
+        (
+            "Document bounds is (0, 5, 3); it must be the rising starts of the documents and the "
+            "end: (0, 3, 5) is documents "
+            "of 3 and 2; Document.from_lengths([3, 2]) makes it"
+        ),
+    ),
+    (
+        lambda: Document(((0, 2), (0, -1))),
+        ArgumentError,
+        "Document bounds[1] is -1; it must be 0 or more",
+    ),
+    (
+        lambda: Document.from_lengths([2, -1]),
+        ArgumentError,
+        "Document lengths[1] is -1; it must be 0 or more",
+    ),
     (lambda: Padding(()), ArgumentError, "Padding of no batch rows; give at least one"),
-    (lambda: Padding((((0, 3), (2, 5)),)), ArgumentError,
-     "Padding runs[0] is ((0, 3), (2, 5)); it must be rising, disjoint (start, stop) pairs"),
-    (lambda: Padding((((0, 3, 4),),)), ArgumentError,
-     "Padding runs[0] is ((0, 3, 4),); it must be rising, disjoint (start, stop) pairs"),
-    (lambda: Padding.right([2, -1]), ArgumentError, "Padding lengths[1] is -1; it must be 0 or more"),
-    (lambda: Padding.left([2, 5], 4), ArgumentError,
-     "Padding lengths has 5; none may exceed total 4: give the padded length"),
+    (
+        lambda: Padding((((0, 3), (2, 5)),)),
+        ArgumentError,
+        "Padding runs[0] is ((0, 3), (2, 5)); it must be rising, disjoint (start, stop) pairs",
+    ),
+    (
+        lambda: Padding((((0, 3, 4),),)),
+        ArgumentError,
+        "Padding runs[0] is ((0, 3, 4),); it must be rising, disjoint (start, stop) pairs",
+    ),
+    (
+        lambda: Padding.right([2, -1]),
+        ArgumentError,
+        "Padding lengths[1] is -1; it must be 0 or more",
+    ),
+    (
+        lambda: Padding.left([2, 5], 4),
+        ArgumentError,
+        "Padding lengths has 5; none may exceed total 4: give the padded length",
+    ),
     (lambda: Padding.left([2], -4), ArgumentError, "Padding total is -4; it must be 0 or more"),
-    (lambda: Padding.from_keep(BOOL.long()), ArgumentTypeError,
-     "keep is int64; it must be bool, True = a real key: use keep.bool()"),
+    (
+        lambda: Padding.from_keep(BOOL.long()),
+        ArgumentTypeError,
+        "keep is int64; it must be bool, True = a real key: use keep.bool()",
+    ),
     (lambda: Padding.from_keep(BOOL[0]), ArgumentError, "keep is (3,); it must be [batch, keys]"),
     (lambda: Sinks(-1), ArgumentError, "Sinks n is -1; it must be 0 or more"),
     (lambda: Global((1, -1)), ArgumentError, "Global positions[1] is -1; it must be 0 or more"),
-    (lambda: Global(3), ArgumentTypeError, "Global positions is int 3; it must be a sequence of ints"),
+    (
+        lambda: Global(3),
+        ArgumentTypeError,
+        "Global positions is int 3; it must be a sequence of ints",
+    ),
     (lambda: Strided(0), ArgumentError, "Strided stride is 0; it must be 1 or more"),
     (lambda: Strided(4, fixed=0), ArgumentError, "Strided fixed is 0; it must be 1 or more"),
-    (lambda: Strided(4, fixed=5), ArgumentError,
-     "Strided stride is 4; it must be 5 or more: fixed=5 columns fit in a block"),
+    (
+        lambda: Strided(4, fixed=5),
+        ArgumentError,
+        "Strided stride is 4; it must be 5 or more: fixed=5 columns fit in a block",
+    ),
     (lambda: BigBird(0, 4), ArgumentError, "BigBird block size is 0; it must be 1 or more"),
     (lambda: BigBird(4, 0), ArgumentError, "BigBird blocks is 0; it must be 1 or more"),
-    (lambda: BigBird(4, 4, window=2), ArgumentError,
-     "BigBird window is 2; it must be odd, the own block in the middle: 1 or 3"),
+    (
+        lambda: BigBird(4, 4, window=2),
+        ArgumentError,
+        "BigBird window is 2; it must be odd, the own block in the middle: 1 or 3",
+    ),
     (lambda: BigBird(4, 4, random=-1), ArgumentError, "BigBird random is -1; it must be 0 or more"),
     (lambda: BigBird(4, 4, seed=-1), ArgumentError, "BigBird seed is -1; it must be 0 or more"),
     (lambda: Blocks(BOOL, 0), ArgumentError, "Blocks size is 0; it must be 1 or more"),
-    (lambda: Blocks(BOOL.int(), 2), ArgumentTypeError,
-     "Blocks table is torch.int32; it must be a bool tensor: use table.bool()"),
-    (lambda: Blocks([[True]], 2), ArgumentTypeError,
-     "Blocks table is list; it must be a bool tensor: use table.bool()"),
-    (lambda: Blocks(BOOL[None], 2), ArgumentError,
-     ("Blocks table is (1, 2, 3); it must be [query blocks, key blocks] or [batch or 1, heads or 1, query blocks, key "
-     "blocks], and not empty")),
+    (
+        lambda: Blocks(BOOL.int(), 2),
+        ArgumentTypeError,
+        "Blocks table is torch.int32; it must be a bool tensor: use table.bool()",
+    ),
+    (
+        lambda: Blocks([[True]], 2),
+        ArgumentTypeError,
+        "Blocks table is list; it must be a bool tensor: use table.bool()",
+    ),
+    (
+        lambda: Blocks(BOOL[None], 2),
+        ArgumentError,
+        (
+            "Blocks table is (1, 2, 3); it must be [query blocks, key blocks] or [batch or 1, "
+            "heads or 1, query blocks, key "
+            "blocks], and not empty"
+        ),
+    ),
     (lambda: Heads(()), ArgumentError, "Heads of no masks; give one mask per query head"),
-    (lambda: Heads((Causal(), BOOL)), ArgumentTypeError,
-     "Heads masks[1] is Tensor; it takes masks of regard.masks"),
-    (lambda: Dense(BOOL.long()), ArgumentTypeError, "mask is int64; it must be bool, True = may attend: use mask.bool()"),
-    (lambda: Dense(BOOL.to(torch.uint8)), ArgumentTypeError,
-     "mask is uint8; it must be bool, True = may attend: use mask.bool()"),
-    (lambda: Dense(BOOL.float()), ArgumentTypeError,
-     "mask is float32; it must be bool, True = may attend: use regard.masks.from_additive(mask)"),
+    (
+        lambda: Heads((Causal(), BOOL)),
+        ArgumentTypeError,
+        "Heads masks[1] is Tensor; it takes masks of regard.masks",
+    ),
+    (
+        lambda: Dense(BOOL.long()),
+        ArgumentTypeError,
+        "mask is int64; it must be bool, True = may attend: use mask.bool()",
+    ),
+    (
+        lambda: Dense(BOOL.to(torch.uint8)),
+        ArgumentTypeError,
+        "mask is uint8; it must be bool, True = may attend: use mask.bool()",
+    ),
+    (
+        lambda: Dense(BOOL.float()),
+        ArgumentTypeError,
+        "mask is float32; it must be bool, True = may attend: use regard.masks.from_additive(mask)",
+    ),
     (lambda: Dense([[True]]), ArgumentTypeError, "mask is list; it must be a bool tensor"),
-    (lambda: Dense(BOOL[None]), ArgumentError,
-     ("mask is (1, 2, 3); it must be [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]: use mask[:, None] "
-     "if the first is the batch, mask[None] if it is the heads")),
-    (lambda: Dense(BOOL[0]), ArgumentError,
-     "mask is (3,); it must be [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]"),
-    (lambda: Dense(BOOL).allows(torch.tensor([0]), torch.tensor([0])), ArgumentError,
-     ("a Dense mask speaks of the slots of one call, not of positions: ask mask.block(q_positions, k_positions), or "
-     "write the rule as Fn(rule, name)")),
-    (lambda: Fn("causal"), ArgumentTypeError, "Fn rule is str; it must be a function of q and k positions"),
-    (lambda: Fn(lambda q, k: q - k, "difference").count(Span(0, 2), Span(0, 2)), ArgumentTypeError,
-     "Fn difference gave torch.int64; it must give a bool tensor, True = may attend"),
-    (lambda: Fn(lambda q, k: True).count(Span(0, 2), Span(0, 2)), ArgumentTypeError,
-     "Fn fn gave bool; it must give a bool tensor, True = may attend"),
+    (
+        lambda: Dense(BOOL[None]),
+        ArgumentError,
+        (
+            "mask is (1, 2, 3); it must be [queries, keys] or [batch or 1, heads or 1, queries or "
+            "1, keys]: use mask[:, None] "
+            "if the first is the batch, mask[None] if it is the heads"
+        ),
+    ),
+    (
+        lambda: Dense(BOOL[0]),
+        ArgumentError,
+        "mask is (3,); it must be [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]",
+    ),
+    (
+        lambda: Dense(BOOL).allows(torch.tensor([0]), torch.tensor([0])),
+        ArgumentError,
+        (
+            "a Dense mask speaks of the slots of one call, not of positions: ask "
+            "mask.block(q_positions, k_positions), or "
+            "write the rule as Fn(rule, name)"
+        ),
+    ),
+    (
+        lambda: Fn("causal"),
+        ArgumentTypeError,
+        "Fn rule is str; it must be a function of q and k positions",
+    ),
+    (
+        lambda: Fn(lambda q, k: q - k, "difference").count(Span(0, 2), Span(0, 2)),
+        ArgumentTypeError,
+        "Fn difference gave torch.int64; it must give a bool tensor, True = may attend",
+    ),
+    (
+        lambda: Fn(lambda q, k: True).count(Span(0, 2), Span(0, 2)),
+        ArgumentTypeError,
+        "Fn fn gave bool; it must give a bool tensor, True = may attend",
+    ),
     (lambda: All(()), ArgumentError, "All of no masks; give it at least one"),
     (lambda: Any((Causal(), 3)), ArgumentTypeError, "Any got int; it takes masks of regard.masks"),
     (lambda: Not(True), ArgumentTypeError, "Not got bool; it takes a mask of regard.masks"),
-    (lambda: Causal().tiles(Span(0, 2), Span(0, 2), (0, 4)), ArgumentError,
-     "tile size is (0, 4); both sizes must be 1 or more"),
-    (lambda: Prefix((1, 2, 3)).require(2, 1, 4, 4), ArgumentError,
-     "Prefix holds 3 batch rows, but the call has batch 2; give one entry per batch row, or one for all"),
-    (lambda: (Causal() & Document(((0, 1), (0, 2)))).require(3, 1, 4, 4), ArgumentError,
-     "Document holds 2 batch rows, but the call has batch 3; give one entry per batch row, or one for all"),
-    (lambda: (Causal() | Padding.right([1, 2])).require(1, 1, 4, 4), ArgumentError,
-     "Padding holds 2 batch rows, but the call has batch 1; give one entry per batch row, or one for all"),
-    (lambda: (~Heads((Causal(), Full()))).require(1, 3, 4, 4), ArgumentError,
-     "Heads holds 2 masks, but the call has 3 query heads; give one mask per head"),
-    (lambda: Heads((Prefix((1, 2)),)).require(3, 1, 4, 4), ArgumentError,
-     "Prefix holds 2 batch rows, but the call has batch 3; give one entry per batch row, or one for all"),
-    (lambda: Blocks(BOOL[None, None], 2).require(1, 1, 4, 16), ArgumentError,
-     "Blocks covers 3 blocks of 2 = 6 positions, but there are 16 keys; give 8 blocks"),
-    (lambda: Blocks(BOOL.expand(1, 2, 2, 3), 2).require(1, 4, 4, 6), ArgumentError,
-     "Blocks holds 2 heads, but the call has 4; give one table per head, or one for all"),
-    (lambda: Blocks(BOOL.expand(2, 1, 2, 3), 2).require(3, 4, 4, 6), ArgumentError,
-     "Blocks holds 2 batch rows, but the call has batch 3; give one entry per batch row, or one for all"),
-    (lambda: BigBird(8, 2).require(1, 1, 4, 17), ArgumentError,
-     "BigBird covers 2 blocks of 8 = 16 positions, but there are 17 keys; give 3 blocks"),
-    (lambda: Dense(BOOL).require(1, 1, 3, 3), ArgumentError,
-     "mask is (2, 3); it must be (3, 3) or [1 or 1, 1 or 1, 3 or 1, 3]"),
-    (lambda: Dense(BOOL).require(2, 4, 5, 3), ArgumentError,
-     ("mask is (2, 3); it must be (5, 3) or [2 or 1, 4 or 1, 5 or 1, 3]; a padding mask over keys is "
-     "Padding.from_keep(mask) or mask[:, None, None]")),
-    (lambda: Dense(BOOL.expand(2, 1, 2, 3)).require(3, 1, 2, 3), ArgumentError,
-     "mask is (2, 1, 2, 3); it must be (2, 3) or [3 or 1, 1 or 1, 2 or 1, 3]"),
-]  # fmt: skip
+    (
+        lambda: Causal().tiles(Span(0, 2), Span(0, 2), (0, 4)),
+        ArgumentError,
+        "tile size is (0, 4); both sizes must be 1 or more",
+    ),
+    (
+        lambda: Prefix((1, 2, 3)).require(2, 1, 4, 4),
+        ArgumentError,
+        (
+            "Prefix holds 3 batch rows, but the call has batch 2; give one entry per batch row, or "
+            "one for all"
+        ),
+    ),
+    (
+        lambda: (Causal() & Document(((0, 1), (0, 2)))).require(3, 1, 4, 4),
+        ArgumentError,
+        (
+            "Document holds 2 batch rows, but the call has batch 3; give one entry per batch row, or "
+            "one for all"
+        ),
+    ),
+    (
+        lambda: (Causal() | Padding.right([1, 2])).require(1, 1, 4, 4),
+        ArgumentError,
+        (
+            "Padding holds 2 batch rows, but the call has batch 1; give one entry per batch row, or "
+            "one for all"
+        ),
+    ),
+    (
+        lambda: (~Heads((Causal(), Full()))).require(1, 3, 4, 4),
+        ArgumentError,
+        "Heads holds 2 masks, but the call has 3 query heads; give one mask per head",
+    ),
+    (
+        lambda: Heads((Prefix((1, 2)),)).require(3, 1, 4, 4),
+        ArgumentError,
+        (
+            "Prefix holds 2 batch rows, but the call has batch 3; give one entry per batch row, or "
+            "one for all"
+        ),
+    ),
+    (
+        lambda: Blocks(BOOL[None, None], 2).require(1, 1, 4, 16),
+        ArgumentError,
+        "Blocks covers 3 blocks of 2 = 6 positions, but there are 16 keys; give 8 blocks",
+    ),
+    (
+        lambda: Blocks(BOOL.expand(1, 2, 2, 3), 2).require(1, 4, 4, 6),
+        ArgumentError,
+        "Blocks holds 2 heads, but the call has 4; give one table per head, or one for all",
+    ),
+    (
+        lambda: Blocks(BOOL.expand(2, 1, 2, 3), 2).require(3, 4, 4, 6),
+        ArgumentError,
+        (
+            "Blocks holds 2 batch rows, but the call has batch 3; give one entry per batch row, or "
+            "one for all"
+        ),
+    ),
+    (
+        lambda: BigBird(8, 2).require(1, 1, 4, 17),
+        ArgumentError,
+        "BigBird covers 2 blocks of 8 = 16 positions, but there are 17 keys; give 3 blocks",
+    ),
+    (
+        lambda: Dense(BOOL).require(1, 1, 3, 3),
+        ArgumentError,
+        "mask is (2, 3); it must be (3, 3) or [1 or 1, 1 or 1, 3 or 1, 3]",
+    ),
+    (
+        lambda: Dense(BOOL).require(2, 4, 5, 3),
+        ArgumentError,
+        (
+            "mask is (2, 3); it must be (5, 3) or [2 or 1, 4 or 1, 5 or 1, 3]; a padding mask "
+            "over keys is "
+            "Padding.from_keep(mask) or mask[:, None, None]"
+        ),
+    ),
+    (
+        lambda: Dense(BOOL.expand(2, 1, 2, 3)).require(3, 1, 2, 3),
+        ArgumentError,
+        "mask is (2, 1, 2, 3); it must be (2, 3) or [3 or 1, 1 or 1, 2 or 1, 3]",
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -162,10 +340,19 @@ def test_bad_values_are_refused_with_what_is_allowed(
 
 def test_what_serves_a_call_is_accepted() -> None:
     for mask in (
-        Full(), Prefix((1, 2)), Prefix((3,)), Document((0, 4)), Padding.right([4, 4]), Heads((Causal(), Full(), Full())),
-        Dense(torch.ones(4, 6).bool()), Dense(torch.ones(2, 1, 1, 6).bool()), Dense(torch.ones(1, 3, 4, 6).bool()),
-        Blocks(torch.ones(2, 3, 1, 1).bool(), 6), BigBird(2, 3), Fn(lambda q, k: k <= q),
-    ):  # fmt: skip
+        Full(),
+        Prefix((1, 2)),
+        Prefix((3,)),
+        Document((0, 4)),
+        Padding.right([4, 4]),
+        Heads((Causal(), Full(), Full())),
+        Dense(torch.ones(4, 6).bool()),
+        Dense(torch.ones(2, 1, 1, 6).bool()),
+        Dense(torch.ones(1, 3, 4, 6).bool()),
+        Blocks(torch.ones(2, 3, 1, 1).bool(), 6),
+        BigBird(2, 3),
+        Fn(lambda q, k: k <= q),
+    ):
         mask.require(2, 3, 4, 6)
         assert mask.block(Span(2, 4), Span(0, 6)).expand(2, 3, 4, 6).dtype == torch.bool
 

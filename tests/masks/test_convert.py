@@ -39,7 +39,8 @@ def test_additive_refuses_a_bias() -> None:
     with pytest.raises(
         ArgumentError,
         match=re.escape(
-            "additive mask has -10000.0 at [0, 1]; it must be 0 or at most finfo.min / 2: numbers in between are a "
+            "additive mask has -10000.0 at [0, 1]; it must be 0 or at most finfo.min / 2: numbers "
+            "in between are a "
             "bias, pass them as bias="
         ),
     ):

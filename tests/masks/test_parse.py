@@ -10,7 +10,10 @@ from regard import masks
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Sinks, Window, parse
 
-KNOWN = "full, causal, window, chunk, prefix, document, padding, sinks, global, dilated, strided, bigbird, heads"
+KNOWN = (
+    "full, causal, window, chunk, prefix, document, padding, sinks, global, dilated, strided, "
+    "bigbird, heads"
+)
 
 
 @pytest.mark.parametrize(
@@ -41,23 +44,53 @@ def test_meaning(text: str, mask: Mask | None) -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("causal & windw(4)", 'unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ column 10'),
+        (
+            "causal & windw(4)",
+            (
+                'unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ column '
+                "10"
+            ),
+        ),
         ("foo", 'unknown mask "foo"\n  foo\n  ^ column 1'),
         ("", "an empty expression"),
         ("   ", "an empty expression"),
         ("causal &", "not a mask expression: invalid syntax\n  causal &\n          ^ column 9"),
         ("causal + full", "a mask must stand here\n  causal + full\n  ^ column 1"),
         ("causal and full", "a mask must stand here\n  causal and full\n  ^ column 1"),
-        ("causal & not full", "not a mask expression: invalid syntax\n  causal & not full\n           ^ column 10"),
+        (
+            "causal & not full",
+            "not a mask expression: invalid syntax\n  causal & not full\n           ^ column 10",
+        ),
         ("-causal", "a mask must stand here\n  -causal\n  ^ column 1"),
         ("3", "a mask must stand here\n  3\n  ^ column 1"),
-        ("window(0)", "Window size is 0; it must be 1 or more: a query always sees itself; leave the window out to see all\n  window(0)\n  ^ column 1"),
-        ("causal & window(-3)", "Window size is -3; it must be 1 or more: a query always sees itself; leave the window out to see all\n  causal & window(-3)\n           ^ column 10"),
+        (
+            "window(0)",
+            (
+                "Window size is 0; it must be 1 or more: a query always sees itself; leave the window "
+                "out to see all\n  window(0)\n  ^ column 1"
+            ),
+        ),
+        (
+            "causal & window(-3)",
+            (
+                "Window size is -3; it must be 1 or more: a query always sees itself; leave the "
+                "window out to see all\n  causal & window(-3)\n           ^ column 10"
+            ),
+        ),
         ("window", "window: missing 1 required argument: 'size'\n  window\n  ^ column 1"),
         ("causal(4)", "causal: takes 1 argument but 2 were given"),
         ("window(4, 5, 6)", "window: takes from 2 to 3 arguments but 4 were given"),
-        ("window(width=4)", "window: got an unexpected keyword argument 'width'\n  window(width=4)\n  ^ column 1"),
-        ("window(4.5)", "only whole numbers, tuples and masks may stand here\n  window(4.5)\n         ^ column 8"),
+        (
+            "window(width=4)",
+            "window: got an unexpected keyword argument 'width'\n  window(width=4)\n  ^ column 1",
+        ),
+        (
+            "window(4.5)",
+            (
+                "only whole numbers, tuples and masks may stand here\n  window(4.5)\n         ^ "
+                "column 8"
+            ),
+        ),
         ("window('4')", "only whole numbers, tuples and masks may stand here"),
         ("window(-(1,))", "only whole numbers, tuples and masks may stand here"),
         ("window(True)", "Window size is bool True; it must be an int, 1 or more"),
@@ -75,19 +108,29 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         ("heads((causal, 3))", "Heads masks[1] is int; it takes masks of regard.masks"),
         ("heads(causal)", "Heads masks is Causal; it must be a sequence of masks"),
         ("document(((0, 2), 3))", "Document bounds is int 3; it must be a sequence of ints"),
-        ("padding(3)", "Padding runs is int 3; it must be one tuple of (start, stop) pairs per batch row"),
-        ("padding((3, 4))", "Padding runs is tuple (3, 4); it must be one tuple of (start, stop) pairs per batch row"),
+        (
+            "padding(3)",
+            "Padding runs is int 3; it must be one tuple of (start, stop) pairs per batch row",
+        ),
+        (
+            "padding((3, 4))",
+            (
+                "Padding runs is tuple (3, 4); it must be one tuple of (start, stop) pairs per batch "
+                "row"
+            ),
+        ),
         ("~" * 60 + "causal", "an expression nested deeper than 50"),
         ("(" * 300 + "causal" + ")" * 300, "not a mask expression: "),
         ("window(" + "(" * 60 + "1" + ",)" * 60 + ")", "an expression nested deeper than 50"),
     ],
-)  # fmt: skip
+)
 def test_refused_with_the_place(text: str, message: str) -> None:
     with pytest.raises(ArgumentError) as caught:
         parse(text)
     assert str(caught.value).startswith(message)
     assert str(caught.value).endswith(
-        f"known masks: {KNOWN}; joined by & | ~ and parentheses, for example: causal & window(4) | sinks(1)"
+        f"known masks: {KNOWN}; joined by & | ~ and parentheses, for example: causal & window(4) "
+        "| sinks(1)"
     )
 
 

@@ -1,4 +1,6 @@
-"""The mask of a selection against brute force: rows are slots of the call, columns are blocks of positions."""
+"""The mask of a selection against brute force: rows are slots of the call, columns are blocks of
+positions.
+"""
 
 from __future__ import annotations
 
@@ -142,19 +144,26 @@ def test_words_and_errors() -> None:
             lambda: Selected(TABLE[0], 3),
             ValueError,
             (
-                "Selected table is (3, 5, 4); it must be [batch or 1, heads or 1, queries, key blocks], "
+                "Selected table is (3, 5, 4); it must be [batch or 1, heads or 1, queries, key "
+                "blocks], "
                 "with at least one row, head and block"
             ),
         ),
         (
             lambda: Selected(TABLE, 3, torch.zeros(3, dtype=torch.int64)),
             ValueError,
-            "Selected first is torch.int64 (3,); it must be int64 (2,) or (1,): the number of the first block of each row",
+            (
+                "Selected first is torch.int64 (3,); it must be int64 (2,) or (1,): the number of the "
+                "first block of each row"
+            ),
         ),
         (
             lambda: mask.require(3, H, T, 9),
             ValueError,
-            "Selected holds 2 batch rows, but the call has batch 3; give one entry per batch row, or one for all",
+            (
+                "Selected holds 2 batch rows, but the call has batch 3; give one entry per batch row, "
+                "or one for all"
+            ),
         ),
         (
             lambda: mask.require(B, 6, T, 9),
@@ -164,13 +173,17 @@ def test_words_and_errors() -> None:
         (
             lambda: mask.require(B, H, 1, 9),
             ValueError,
-            "Selected holds 5 queries, but the call has 1; a selection serves the call it was made for",
+            (
+                "Selected holds 5 queries, but the call has 1; a selection serves the call it was "
+                "made for"
+            ),
         ),
         (
             lambda: mask.allows(torch.tensor(0), torch.tensor(0)),
             ValueError,
             (
-                "a Selected mask has a row for each query slot of one call: ask mask.block(q_positions, k_positions), "
+                "a Selected mask has a row for each query slot of one call: ask "
+                "mask.block(q_positions, k_positions), "
                 "or give Blocks for a rule on positions"
             ),
         ),

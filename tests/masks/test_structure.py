@@ -1,4 +1,6 @@
-"""What a mask says of itself equals brute force: dense blocks, intervals, tiles, counts, for any positions."""
+"""What a mask says of itself equals brute force: dense blocks, intervals, tiles, counts, for any
+positions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A stand-in for the Hugging Face hub on loopback: one repository, whose commits are folders, and faults on request."""
+"""A stand-in for the Hugging Face hub on loopback: one repository, whose commits are folders, and
+faults on request.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Hub:
         commits: commit -> the folder with its files.
         refs: branch or tag -> commit.
         asked: method and path of every request, in order.
-        broken: file -> how it is sent: "short" never sends its second half; an int is a status without a body.
+        broken: file -> how it is sent: "short" never sends its second half; an int is a status
+            without a body.
         gated: whether nobody may read it.
     """
 
@@ -94,10 +97,12 @@ class Handler(BaseHTTPRequestHandler):
         files = self.hub.files(ref)
         if files is None:
             return self._fail(404, "RevisionNotFound")
-        return self._json([
-            {"type": "file", "path": name, "size": path.stat().st_size, "oid": etag(path)}
-            for name, path in files.items()
-        ])  # fmt: skip
+        return self._json(
+            [
+                {"type": "file", "path": name, "size": path.stat().st_size, "oid": etag(path)}
+                for name, path in files.items()
+            ]
+        )
 
     def _file(self, ref: str, name: str, *, body: bool) -> None:
         files = self.hub.files(ref)

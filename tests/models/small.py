@@ -23,9 +23,15 @@ TEXT = [
 def config(**change: Any) -> llama.Config:
     """head_dim is not hidden_size / num_attention_heads."""
     plain = {
-        "vocab_size": 300, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "rms_norm_eps": 1e-5,
-    }  # fmt: skip
+        "vocab_size": 300,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "rms_norm_eps": 1e-5,
+    }
     return llama.Config(**plain | change)
 
 

@@ -167,7 +167,9 @@ def test_padded_rows_decode_with_caches() -> None:
 
 @pytest.mark.parametrize("name", PATHS)
 def test_what_leaks_where(name: str) -> None:
-    """Jacobians: a logit depends on no later target, on every earlier one, and on all of the source."""
+    """Jacobians: a logit depends on no later target, on every earlier one, and on all of the
+    source.
+    """
     model = build(name)
     source, target = (torch.randn(1, n, M, dtype=torch.float64) for n in (4, 5))
 
@@ -315,7 +317,9 @@ def parameters(
 
 
 def test_the_papers_sizes() -> None:
-    """The base model by hand, and the differences between rows of table 3, which are printed in millions."""
+    """The base model by hand, and the differences between rows of table 3, which are printed in
+    millions.
+    """
     attention, feed, norm = 4 * 512**2, 2 * 512 * 2048 + 2048 + 512, 2 * 512
     reads, writes = attention + feed + 2 * norm, 2 * attention + feed + 3 * norm
     assert parameters() == 37000 * 512 + 6 * (reads + writes) == 63_045_632
@@ -328,7 +332,8 @@ def test_the_papers_sizes() -> None:
     ):
         difference = (parameters(**more) - parameters(**less)) / 1e6
         assert abs(difference - printed) <= 1, "either number is rounded"
-    # 65 of the base and 213 of the big one: the shared vocabulary is about 37000 words, which is its only free size
+    # 65 of the base and 213 of the big one: the shared vocabulary is about 37000 words, which is
+    # its only free size
     assert abs(parameters() / 65e6 - 1) < 0.04
     assert abs(parameters(dim=1024, heads=16, hidden=4096) / 213e6 - 1) < 0.01
 
@@ -354,9 +359,15 @@ def test_errors() -> None:
         (lambda: transformer(V, -8, 2, 1), "dim is -8; it must be at least 1"),
         (lambda: transformer(V, 8, 2, 0), "layers is 0; it must be at least 1"),
         (lambda: transformer(V, 8, 2, 1, hidden=0), "hidden is 0; it must be at least 1"),
-        (lambda: transformer(V, 8, 3, 1), "dim 8 is not divisible by 3 heads; give head_dim, or one of 1, 2, 4, 8 heads"),
-        (lambda: transformer(V, 8, 2, 1, dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
-    ]  # fmt: skip
+        (
+            lambda: transformer(V, 8, 3, 1),
+            "dim 8 is not divisible by 3 heads; give head_dim, or one of 1, 2, 4, 8 heads",
+        ),
+        (
+            lambda: transformer(V, 8, 2, 1, dropout=1.0),
+            "dropout is 1.0; it must be at least 0 and less than 1",
+        ),
+    ]
     for make, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             make()

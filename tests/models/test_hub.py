@@ -1,4 +1,6 @@
-"""Repositories of the hub, from a stand-in server on loopback: what is asked for, what is refused, and what is said."""
+"""Repositories of the hub, from a stand-in server on loopback: what is asked for, what is refused,
+and what is said.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def origin(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """The stand-in, and a cache of its own; the library reads the environment when it is imported, so its constants are set."""
+    """The stand-in, and a cache of its own; the library reads the environment when it is imported,
+    so its constants are set.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_XET_CACHE", str(tmp_path / "xet"))
@@ -119,9 +123,12 @@ def test_shards(server: Hub, origin: Path) -> None:
     (origin / "consolidated.safetensors").write_bytes(b"the same weights again")
     assert torch.equal(logits(regard.load(REPOSITORY)), wanted)
     assert server.downloaded == {
-        "config.json", "tokenizer.json", "model.safetensors.index.json",
-        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-    }  # fmt: skip
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
 
 
 @pytest.mark.parametrize(
@@ -167,7 +174,8 @@ def test_a_revision_of_what_is_not_on_the_hub(source: str, server: Hub) -> None:
 
 def test_repositories_that_are_not_given(server: Hub) -> None:
     assert refusal("org/nothing") == (
-        "org/nothing on the hub is not there, or is private: check the name, or log in with `hf auth login`"
+        "org/nothing on the hub is not there, or is private: check the name, or log in with `hf "
+        "auth login`"
     )
     server.gated = True
     assert "may be read only by those who have accepted its conditions" in refusal()
@@ -203,7 +211,10 @@ def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch
     [
         (
             "pytorch_model.bin",
-            "it holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; convert it",
+            (
+                "it holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
+                "convert it"
+            ),
         ),
         ("model.gguf", "it holds 'model.gguf', a GGUF file of llama.cpp; get the safetensors"),
         (
@@ -242,7 +253,8 @@ def test_what_is_not_understood_is_refused_before_its_weights_come(
 def test_offline_is_the_cache(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert refusal() == (
-        "org/small on the hub is not whole in the cache at its main branch, and HF_HUB_OFFLINE forbids to ask for it; unset it "
+        "org/small on the hub is not whole in the cache at its main branch, and HF_HUB_OFFLINE "
+        "forbids to ask for it; unset it "
         "to download"
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -285,7 +297,8 @@ def test_without_the_extra(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert refusal() == (
-        "no model 'org/small': it is no folder here, and nothing is downloaded, because the extra hub is not installed. With it "
+        "no model 'org/small': it is no folder here, and nothing is downloaded, because the extra "
+        "hub is not installed. With it "
         f"the repository of this name is: {hub.INSTALL}"
     )
 
@@ -314,9 +327,12 @@ def test_the_environment_names_the_server_and_a_bar_shows_the_progress(
 ) -> None:
     """In a process of its own: the library reads the environment once."""
     given = {
-        "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "TQDM_POSITION": "-1",
-        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-    }  # fmt: skip
+        "HF_ENDPOINT": server.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "TQDM_POSITION": "-1",
+        "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
     code = "import regard, sys; print(regard.load(sys.argv[1]).config.vocab_size)"
     environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"} | given
     command = [sys.executable, "-c", code, REPOSITORY]
@@ -327,7 +343,9 @@ def test_the_environment_names_the_server_and_a_bar_shows_the_progress(
 
 
 def test_blobs_that_all_repositories_share(tmp_path: Path) -> None:
-    """huggingface_hub 2 lays files of its newer storage in one store for the whole cache, behind two links."""
+    """huggingface_hub 2 lays files of its newer storage in one store for the whole cache, behind
+    two links.
+    """
     cache = tmp_path / "hub"
     repository = cache / "models--org--small"
     snapshot, blobs, digest = repository / "snapshots" / COMMIT, repository / "blobs", "c" * 64

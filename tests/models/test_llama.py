@@ -1,4 +1,6 @@
-"""Parity with transformers' Llama on small random configs: prefill, chunks, decode, left padding; wrong ones must fail."""
+"""Parity with transformers' Llama on small random configs: prefill, chunks, decode, left padding;
+wrong ones must fail.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one group": {"num_key_value_heads": 1},
     "no groups, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "usual head dim, other base": {"head_dim": 6, "rope_theta": 500.0, "rms_norm_eps": 1e-2},
-    "deep and narrow": {"num_hidden_layers": 4, "hidden_size": 12, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 2},
-}  # fmt: skip
+    "deep and narrow": {
+        "num_hidden_layers": 4,
+        "hidden_size": 12,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 2,
+    },
+}
 LENGTH = 40
 
 
@@ -96,7 +104,9 @@ def test_chunks_and_decoding(models: tuple[Model, Any]) -> None:
 
 
 def test_left_padding(models: tuple[Model, Any]) -> None:
-    """Rows of 40, 23 and 1 tokens: positions say what is real, and what the padding holds changes nothing."""
+    """Rows of 40, 23 and 1 tokens: positions say what is real, and what the padding holds changes
+    nothing.
+    """
     ours, theirs = models
     keep = torch.arange(LENGTH) >= LENGTH - torch.tensor([LENGTH, 23, 1])[:, None]
     positions = keep.long().cumsum(1) - 1

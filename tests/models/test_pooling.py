@@ -1,4 +1,6 @@
-"""One vector for a text: against sums over its tokens in Python, under padding, and what a folder may say about it."""
+"""One vector for a text: against sums over its tokens in Python, under padding, and what a folder
+may say about it.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +63,9 @@ def test_pooling(mode: Mode, normalise: bool, dtype: torch.dtype, scale: float) 
     wide = torch.promote_types(dtype, torch.float32)
     plain = oracle(states, real, mode, normalise=normalise).to(wide).to(dtype)
     # sums of at most five numbers in another order
-    backwards = torch.stack([
-        _plain(states[b, real[b]].to(wide).flip(0), mode, normalise) for b in range(5)
-    ]).to(dtype)  # fmt: skip
+    backwards = torch.stack(
+        [_plain(states[b, real[b]].to(wide).flip(0), mode, normalise) for b in range(5)]
+    ).to(dtype)
     assert_close_rule(found, [plain, backwards], exact)
     assert not found[4].any()
 
@@ -120,9 +122,11 @@ def write(folder: Path, kinds: list[str], said: Any, name: str = "1_Pooling") ->
 
 
 KEYS = {
-    "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "max": "pooling_mode_max_tokens",
+    "cls": "pooling_mode_cls_token",
+    "mean": "pooling_mode_mean_tokens",
+    "max": "pooling_mode_max_tokens",
     "mean_sqrt_len": "pooling_mode_mean_sqrt_len_tokens",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -143,10 +147,25 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
     good = {KEYS["mean"]: True}
     two = ["Transformer", "Pooling"]
     cases = [
-        (lambda: write(tmp_path, [*two, "Dense"], good), "has the modules Transformer, Pooling, Dense; only Transformer, Pooling, Normalize are supported"),
-        (lambda: write(tmp_path, ["Pooling", "Transformer"], good), "has the modules Pooling, Transformer"),
-        (lambda: write(tmp_path, two, good | {KEYS["max"]: True}), r"asks for \['pooling_mode_mean_tokens', 'pooling_mode_max_tokens'\]"),
-        (lambda: write(tmp_path, two, {"pooling_mode_lasttoken": True}), r"asks for \['pooling_mode_lasttoken'\]; one of"),
+        (
+            lambda: write(tmp_path, [*two, "Dense"], good),
+            (
+                "has the modules Transformer, Pooling, Dense; only Transformer, Pooling, Normalize "
+                "are supported"
+            ),
+        ),
+        (
+            lambda: write(tmp_path, ["Pooling", "Transformer"], good),
+            "has the modules Pooling, Transformer",
+        ),
+        (
+            lambda: write(tmp_path, two, good | {KEYS["max"]: True}),
+            r"asks for \['pooling_mode_mean_tokens', 'pooling_mode_max_tokens'\]",
+        ),
+        (
+            lambda: write(tmp_path, two, {"pooling_mode_lasttoken": True}),
+            r"asks for \['pooling_mode_lasttoken'\]; one of",
+        ),
         (lambda: write(tmp_path, two, {}), r"asks for \[\]; one of"),
         (lambda: write(tmp_path, two, [1]), "is a JSON list; it must be an object"),
         (lambda: write(tmp_path, two, good, "../1_Pooling"), "which is not in its folder"),
@@ -154,11 +173,20 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
         (lambda: write(tmp_path, two, good, "a/b"), "which is not in its folder"),
         (lambda: write(tmp_path, two, good, "gone"), r"gone.config.json is missing"),
         (lambda: (tmp_path / "modules.json").write_text("{}"), "is a JSON dict; it must be a list"),
-        (lambda: (tmp_path / "modules.json").write_text('[{"type": 3}]'), "is no list of modules, each with type and path"),
-        (lambda: (tmp_path / "modules.json").write_text("[3]"), "is no list of modules, each with type and path"),
+        (
+            lambda: (tmp_path / "modules.json").write_text('[{"type": 3}]'),
+            "is no list of modules, each with type and path",
+        ),
+        (
+            lambda: (tmp_path / "modules.json").write_text("[3]"),
+            "is no list of modules, each with type and path",
+        ),
         (lambda: (tmp_path / "modules.json").write_text("[3"), "is no JSON"),
-        (lambda: (tmp_path / "modules.json").write_text('[{"type": "x", "type": "y"}]'), "has the key 'type' twice"),
-    ]  # fmt: skip
+        (
+            lambda: (tmp_path / "modules.json").write_text('[{"type": "x", "type": "y"}]'),
+            "has the key 'type' twice",
+        ),
+    ]
     for make, message in cases:
         make()
         with pytest.raises(FileError, match=message):

@@ -1,4 +1,6 @@
-"""Recurrent encoder-decoders: their steps written out, padding, explicit state, and what attention is good for."""
+"""Recurrent encoder-decoders: their steps written out, padding, explicit state, and what attention
+is good for.
+"""
 
 from __future__ import annotations
 
@@ -265,7 +267,9 @@ LENGTH, HIDDEN = 8, 16
 
 
 def learn(attention: str | None, steps: int) -> tuple[RecurrentEncoderDecoder, float]:
-    """Train to say rows of eight letters backwards; return the model and its share of right letters on new rows."""
+    """Train to say rows of eight letters backwards; return the model and its share of right letters
+    on new rows.
+    """
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
     model = recurrent(10, 16, HIDDEN, attention=attention)
@@ -291,7 +295,9 @@ def learn(attention: str | None, steps: int) -> tuple[RecurrentEncoderDecoder, f
 
 @pytest.mark.full
 def test_attention_solves_a_length_that_one_state_does_not() -> None:
-    """With the same state of 16 numbers and at least as many steps, the model without attention forgets; attention looks it up."""
+    """With the same state of 16 numbers and at least as many steps, the model without attention
+    forgets; attention looks it up.
+    """
     _, without = learn(None, 130)
     model, with_luong = learn("luong", 130)
     _, with_bahdanau = learn("bahdanau", 70)
@@ -318,23 +324,57 @@ def test_errors() -> None:
 
     fit = "they must be equal, because the decoder starts from the encoder's last state"
     cases: list[tuple[Any, str]] = [
-        (lambda: recurrent(V, M, R, cell="qrnn"), "cell is 'qrnn'; it must be one of rnn, gru, lstm"),
-        (lambda: recurrent(V, M, R, attention="dot"), "attention is 'dot'; it must be one of None, bahdanau, luong"),
-        (lambda: recurrent(V, M, R, score="dot"), "score is 'dot', but only attention=\"luong\" has a choice of scores"),
-        (lambda: recurrent(V, M, R, attention="luong", score="x"), "score is 'x'; it must be one of dot, general, concat"),
+        (
+            lambda: recurrent(V, M, R, cell="qrnn"),
+            "cell is 'qrnn'; it must be one of rnn, gru, lstm",
+        ),
+        (
+            lambda: recurrent(V, M, R, attention="dot"),
+            "attention is 'dot'; it must be one of None, bahdanau, luong",
+        ),
+        (
+            lambda: recurrent(V, M, R, score="dot"),
+            "score is 'dot', but only attention=\"luong\" has a choice of scores",
+        ),
+        (
+            lambda: recurrent(V, M, R, attention="luong", score="x"),
+            "score is 'x'; it must be one of dot, general, concat",
+        ),
         (lambda: recurrent(0, M, R), "vocabulary is 0; it must be at least 1"),
         (lambda: recurrent(V, M, -1), "hidden is -1; it must be at least 1"),
         (lambda: recurrent(V, M, R, layers=0), "layers is 0; it must be at least 1"),
-        (lambda: model(nn.LSTM(3, 4, batch_first=True)), f"the encoder's mode is LSTM and the decoder's GRU; {fit}"),
-        (lambda: model(nn.GRU(3, 4, 2, batch_first=True)), f"the encoder's num_layers is 2 and the decoder's 1; {fit}"),
-        (lambda: model(nn.GRU(3, 5, batch_first=True)), f"the encoder's hidden_size is 5 and the decoder's 4; {fit}"),
-        (lambda: model(nn.GRU(3, 4)), "GRU(3, 4) takes [length, batch, dim]; make it with batch_first=True"),
-        (lambda: PlainDecoder(two_ways),
-         f"{two_ways} is bidirectional, and a decoder cannot read what it has yet to write; make it with bidirectional=False"),
-        (lambda: model(gru)(ids(3), ids(1, 3)), "ids are (3,); they must be [batch, length]: use ids[None]"),
-        (lambda: model(gru)(ids(1, 3), ids(1, 3), torch.zeros(1, 2, dtype=torch.long)),
-         "positions is (1, 2); it must be (1, 3) or (1, 3)"),
-    ]  # fmt: skip
+        (
+            lambda: model(nn.LSTM(3, 4, batch_first=True)),
+            f"the encoder's mode is LSTM and the decoder's GRU; {fit}",
+        ),
+        (
+            lambda: model(nn.GRU(3, 4, 2, batch_first=True)),
+            f"the encoder's num_layers is 2 and the decoder's 1; {fit}",
+        ),
+        (
+            lambda: model(nn.GRU(3, 5, batch_first=True)),
+            f"the encoder's hidden_size is 5 and the decoder's 4; {fit}",
+        ),
+        (
+            lambda: model(nn.GRU(3, 4)),
+            "GRU(3, 4) takes [length, batch, dim]; make it with batch_first=True",
+        ),
+        (
+            lambda: PlainDecoder(two_ways),
+            (
+                f"{two_ways} is bidirectional, and a decoder cannot read what it has yet to write; "
+                "make it with bidirectional=False"
+            ),
+        ),
+        (
+            lambda: model(gru)(ids(3), ids(1, 3)),
+            "ids are (3,); they must be [batch, length]: use ids[None]",
+        ),
+        (
+            lambda: model(gru)(ids(1, 3), ids(1, 3), torch.zeros(1, 2, dtype=torch.long)),
+            "positions is (1, 2); it must be (1, 3) or (1, 3)",
+        ),
+    ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             call()

@@ -130,7 +130,9 @@ def test_a_source_that_is_not_read_is_found(model: Seq2Seq) -> None:
 
 
 def test_folders(network: EncoderDecoder, tmp_path: Path) -> None:
-    """What regard.load makes of one: start and end from config.json, or what they are by default."""
+    """What regard.load makes of one: start and end from config.json, or what they are by
+    default.
+    """
     save(network, CONFIG, tmp_path)
     bare = regard.load(tmp_path)
     assert isinstance(bare, Seq2Seq)
@@ -157,9 +159,15 @@ def test_errors(model: Seq2Seq, network: EncoderDecoder) -> None:
         (lambda: bare.generate(["a", ""]), "text 1 has no tokens; give at least one character"),
         (lambda: model.search(ids, max_tokens=0), "limit is 0; it must be at least 1"),
         (lambda: model.search(ids, beams=0), "beams is 0; it must be at least 1"),
-        (lambda: model.search(torch.tensor([[11]])), "token id 11 at [0, 0] lies outside [0, 11); was it made by another tokenizer?"),
-        (lambda: model(ids, torch.tensor([[0, -3]])), "token id -3 at [0, 1] lies outside [0, 11); was it made by another tokenizer?"),
-    ]  # fmt: skip
+        (
+            lambda: model.search(torch.tensor([[11]])),
+            "token id 11 at [0, 0] lies outside [0, 11); was it made by another tokenizer?",
+        ),
+        (
+            lambda: model(ids, torch.tensor([[0, -3]])),
+            "token id -3 at [0, 1] lies outside [0, 11); was it made by another tokenizer?",
+        ),
+    ]
     for make, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             make()
@@ -167,7 +175,9 @@ def test_errors(model: Seq2Seq, network: EncoderDecoder) -> None:
 
 
 def test_it_can_be_trained() -> None:
-    """A released start, and a few steps: the loss of a pair falls to nearly nothing; the shared tables move."""
+    """A released start, and a few steps: the loss of a pair falls to nearly nothing; the shared
+    tables move.
+    """
     torch.manual_seed(3)
     network = t5.build(CONFIG)
     source, target = (

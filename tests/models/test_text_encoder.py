@@ -32,8 +32,10 @@ def tokenizer() -> Tokenizer:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.decoder = decoders.WordPiece()
     made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )  # fmt: skip
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
     made.add_special_tokens(WORDS[:4])
     made.enable_padding(length=9)
     made.enable_truncation(4)
@@ -55,7 +57,9 @@ def model(network: HeadedEncoder) -> TextEncoder:
 
 
 def test_texts_beside_one_another(model: TextEncoder) -> None:
-    """All of each text, padded to the longest behind its end: what the tokenizer's file says of lengths does not count."""
+    """All of each text, padded to the longest behind its end: what the tokenizer's file says of
+    lengths does not count.
+    """
     ids, positions, segments = model.encode(TEXTS)
     words = [["[CLS]", *text.split(), "[SEP]"] for text in TEXTS]
     longest = max(map(len, words))
@@ -127,7 +131,8 @@ def test_what_is_too_long(model: TextEncoder, network: HeadedEncoder) -> None:
     long = "a b c d e f g h a b"
     with pytest.raises(
         regard.ArgumentError,
-        match="text 1 has 12 tokens, and this model reads 10; split it, or leave out its end with truncate=True",
+        match="text 1 has 12 tokens, and this model reads 10; split it, or leave out its end with "
+        "truncate=True",
     ):
         model.embed(["a", long])
     ids = model.encode(["a", long], truncate=True).ids
@@ -153,11 +158,27 @@ def test_errors(model: TextEncoder) -> None:
         (lambda: model.encode([]), regard.ArgumentError, "texts is empty; give at least one text"),
         (lambda: model.embed(()), regard.ArgumentError, "texts is empty; give at least one text"),
         (lambda: model.encode(texts), regard.ArgumentTypeError, "texts[1] is int; it must be str"),
-        (lambda: model.encode("a", texts), regard.ArgumentTypeError, "seconds[1] is int; it must be str"),
-        (lambda: model.encode(["a", "b"], ["c"]), regard.ArgumentError, "2 texts and 1 seconds; give one second for each text"),
-        (lambda: model.embed("a", batch=0), regard.ArgumentError, "batch is 0; it must be at least 1"),
-        (lambda: model.hidden(torch.tensor([[12]])), regard.ArgumentError, "token id 12 at [0, 0] lies outside [0, 12); was it made by another tokenizer?"),
-    ]  # fmt: skip
+        (
+            lambda: model.encode("a", texts),
+            regard.ArgumentTypeError,
+            "seconds[1] is int; it must be str",
+        ),
+        (
+            lambda: model.encode(["a", "b"], ["c"]),
+            regard.ArgumentError,
+            "2 texts and 1 seconds; give one second for each text",
+        ),
+        (
+            lambda: model.embed("a", batch=0),
+            regard.ArgumentError,
+            "batch is 0; it must be at least 1",
+        ),
+        (
+            lambda: model.hidden(torch.tensor([[12]])),
+            regard.ArgumentError,
+            "token id 12 at [0, 0] lies outside [0, 12); was it made by another tokenizer?",
+        ),
+    ]
     for make, kind, message in cases:
         with pytest.raises(kind) as error:
             make()
@@ -178,8 +199,10 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     ):
         bare.embed("a")
     tokenizer().save(tmp_path)
-    modules = [{"type": f"sentence_transformers.models.{k}", "path": p}
-               for k, p in (("Transformer", ""), ("Pooling", "1_Pooling"))]  # fmt: skip
+    modules = [
+        {"type": f"sentence_transformers.models.{k}", "path": p}
+        for k, p in (("Transformer", ""), ("Pooling", "1_Pooling"))
+    ]
     (tmp_path / "modules.json").write_text(json.dumps(modules), "utf-8")
     (tmp_path / "1_Pooling").mkdir()
     said = {"word_embedding_dimension": 12, "pooling_mode_cls_token": True}
@@ -198,7 +221,8 @@ def test_who_can_use_another_kind_only(kind: Any, network: HeadedEncoder, tmp_pa
     save(network, CONFIG, tmp_path)
     with pytest.raises(
         FileError,
-        match=f"bert models are encoders, held as a TextEncoder, and a {kind.__name__} is asked for",
+        match=f"bert models are encoders, held as a TextEncoder, and a {kind.__name__} is asked "
+        "for",
     ):
         regard.load(tmp_path, kind=kind)
     with pytest.raises(

@@ -1,4 +1,6 @@
-"""The embedded model: what it is, that it writes English, and that its heads do what the page says they do."""
+"""The embedded model: what it is, that it writes English, and that its heads do what the page says
+they do.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def test_it_has_a_previous_token_head() -> None:
 
 
 def test_it_has_an_induction_head_behind_the_previous_token_head() -> None:
-    """The later head finds what the earlier one wrote: which token stood in front (Olsson et al. 2022)."""
+    """The later head finds what the earlier one wrote: which token stood in front (Olsson et al.
+    2022).
+    """
     found = scores(tiny())
     assert found["induction"].max() > 0.5
     (first, _), (second, _) = (
@@ -84,7 +88,9 @@ def test_it_has_an_induction_head_behind_the_previous_token_head() -> None:
 
 
 def test_it_copies_what_it_has_seen_once() -> None:
-    """Random tokens said twice: the second time it knows what comes, though no text ever said it."""
+    """Random tokens said twice: the second time it knows what comes, though no text ever said
+    it.
+    """
     ids = repeated_ids(tiny().config.vocab_size, 64)
     losses = token_losses(tiny(), ids)
     assert losses[:, 64:].mean() < losses[:, :62].mean() - 2, "two nats, and more"

@@ -1,4 +1,6 @@
-"""The tokenizer: round trips, what tokens look like, streaming, control tokens as text, damaged files."""
+"""The tokenizer: round trips, what tokens look like, streaming, control tokens as text, damaged
+files.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ TEXTS = [
     "el zorro marrón salta; 狐狸跳过了懒狗 🦊",
 ] * 5
 TOKENIZER = Tokenizer.train(TEXTS, vocab_size=320)
-# text as users have it, and text as nobody should: controls, marks, other planes, names of control tokens
+# text as users have it, and text as nobody should: controls, marks, other planes, names of control
+# tokens
 text = st.one_of(
     st.text(),
     st.lists(
@@ -91,8 +94,13 @@ def test_control_for_the_stream_decoding_each_token_alone_breaks_characters() ->
 
 def test_pieces_are_visible_and_show_bytes_of_split_characters() -> None:
     assert TOKENIZER.pieces(TOKENIZER.encode("the the\n\tж")) == [
-        "the", "·the", "⏎", "⇥", "‹D0›", "‹B6›",
-    ]  # fmt: skip
+        "the",
+        "·the",
+        "⏎",
+        "⇥",
+        "‹D0›",
+        "‹B6›",
+    ]
     assert TOKENIZER.pieces([0]) == [END_OF_TEXT]
 
 

@@ -1,4 +1,6 @@
-"""The catalogue under test: every mechanism that takes a sequence to a sequence, in fp64 with random weights."""
+"""The catalogue under test: every mechanism that takes a sequence to a sequence, in fp64 with
+random weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ DIM = 32
 
 
 def randomise(module: nn.Module, seed: int) -> nn.Module:
-    """Weights that make patterns far from uniform, and norm weights, biases and sinks that are not 1 or 0."""
+    """Weights that make patterns far from uniform, and norm weights, biases and sinks that are not
+    1 or 0.
+    """
     make = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():

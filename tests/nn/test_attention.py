@@ -1,4 +1,6 @@
-"""The attention module against its formula written out, and what a module owes: state, copies, eval mode."""
+"""The attention module against its formula written out, and what a module owes: state, copies, eval
+mode.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def no_gradients() -> Iterator[None]:
 
 
 def random(module: nn.Module, seed: int = 0) -> Any:
-    """Every parameter random, norm weights too: with weights of 1 several mistakes are invisible."""
+    """Every parameter random, norm weights too: with weights of 1 several mistakes are
+    invisible.
+    """
     make = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data.normal_(generator=make)
@@ -101,7 +105,9 @@ def test_wrong_groups_and_wrong_scale_are_caught() -> None:
 
 
 def test_steps_run_in_the_order_given() -> None:
-    """Norm then rotary, rotary then norm: with a weight that differs between dims, they are two modules."""
+    """Norm then rotary, rotary then norm: with a weight that differs between dims, they are two
+    modules.
+    """
     rotary, norm = Rotary(6), random(RMSNorm(6))
     first, second = Heads(12, 4, 6, norm, rotary), Heads(12, 4, 6, rotary, norm)
     second.load_state_dict(
@@ -193,10 +199,19 @@ def test_state_dict_is_parameters_only() -> None:
         bias=biases.ALiBi(4),
     )
     names = {name for name, _ in module.named_parameters()}
-    assert set(module.state_dict()) == names == {
-        "sink", "project.q.linear.weight", "project.q.steps.0.weight", "project.k.linear.weight",
-        "project.v.linear.weight", "output.weight", "output.bias",
-    }  # fmt: skip
+    assert (
+        set(module.state_dict())
+        == names
+        == {
+            "sink",
+            "project.q.linear.weight",
+            "project.q.steps.0.weight",
+            "project.k.linear.weight",
+            "project.v.linear.weight",
+            "output.weight",
+            "output.bias",
+        }
+    )
     assert list(module.buffers()) == []
 
 

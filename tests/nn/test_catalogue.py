@@ -1,4 +1,6 @@
-"""Contracts of every mechanism in the catalogue: caches, leaks, padding, batches, gradients, dtypes, copies, compilation."""
+"""Contracts of every mechanism in the catalogue: caches, leaks, padding, batches, gradients,
+dtypes, copies, compilation.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,9 @@ def test_selected_rows_go_on_as_those_rows(name: str) -> None:
 
 
 def leaks(module: nn.Module, x: Tensor) -> Tensor:
-    """[T, T]: whether output i depends on token j, by gradients of a random sum of each output row."""
+    """[T, T]: whether output i depends on token j, by gradients of a random sum of each output
+    row.
+    """
     weight = torch.randn(x.shape[-1], dtype=x.dtype, generator=torch.Generator().manual_seed(5))
 
     def total(x: Tensor) -> Tensor:

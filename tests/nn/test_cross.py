@@ -1,4 +1,6 @@
-"""Cross-attention, and Bahdanau's and Luong's, against their formulas; memory, caches, padding; what a module owes."""
+"""Cross-attention, and Bahdanau's and Luong's, against their formulas; memory, caches, padding;
+what a module owes.
+"""
 
 from __future__ import annotations
 
@@ -175,7 +177,9 @@ def test_a_cache_is_written_once_and_any_chunks_are_one_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_memory_is_projected_once(name: str) -> None:
-    """After the first call nothing of the source is computed again: garbage in its maps changes nothing."""
+    """After the first call nothing of the source is computed again: garbage in its maps changes
+    nothing.
+    """
     module = random(KINDS[name]())
     x, memory = inputs()
     usual = module(x, memory=memory)
@@ -316,7 +320,9 @@ def test_taps() -> None:
 
 
 def test_describe() -> None:
-    """The cache's numbers are those of a real one, the FLOPs those of the matrix products that torch counts."""
+    """The cache's numbers are those of a real one, the FLOPs those of the matrix products that
+    torch counts.
+    """
     module, (x, memory) = random(cross_attention(M, H, groups=2, memory_dim=M3)), inputs()
     told = module.describe(7)
     cache = module.new_cache()
@@ -378,25 +384,46 @@ def test_positions_of_queries_matter_to_masks_only() -> None:
 
 def test_errors() -> None:
     cases = [
-        (lambda: luong(8, score="cosine"), "score is 'cosine'; it must be one of dot, general, concat"),
+        (
+            lambda: luong(8, score="cosine"),
+            "score is 'cosine'; it must be one of dot, general, concat",
+        ),
         (lambda: luong(8, hidden=3), 'hidden is 3, but only score="concat" has a hidden layer'),
-        (lambda: luong(8, memory_dim=6, score="dot"),
-         "queries have 8 numbers and keys 6; give a linear map to 6 for the query, or a key map"),
-        (lambda: luong(8, 3),
-         "3 heads for keys of 8 and states of 8; both must be multiples of heads, at least 1"),
-        (lambda: bahdanau(8, 2, hidden=7),
-         "2 heads for keys of 7 and states of 8; both must be multiples of heads, at least 1"),
+        (
+            lambda: luong(8, memory_dim=6, score="dot"),
+            "queries have 8 numbers and keys 6; give a linear map to 6 for the query, or a key map",
+        ),
+        (
+            lambda: luong(8, 3),
+            "3 heads for keys of 8 and states of 8; both must be multiples of heads, at least 1",
+        ),
+        (
+            lambda: bahdanau(8, 2, hidden=7),
+            "2 heads for keys of 7 and states of 8; both must be multiples of heads, at least 1",
+        ),
         (lambda: bahdanau(0), "dim is 0; it must be at least 1"),
         (lambda: bahdanau(8, memory_dim=0), "memory_dim is 0; it must be at least 1"),
         (lambda: bahdanau(8, hidden=-1), "hidden is -1; it must be at least 1"),
-        (lambda: States(8, 6, key=nn.Linear(5, 8)), "the key map takes 5 numbers, but states have 6"),
-        (lambda: cross_attention(8, 4, groups=3),
-         "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, 4"),
-        (lambda: cross_attention(9, 4),
-         "dim 9 is not divisible by 4 heads; give head_dim, or one of 1, 3, 9 heads"),
-        (lambda: cross_attention(8, 4, memory_dim=-2),
-         "Heads(dim=-2, heads=4, head_dim=2): each must be at least 1"),
-    ]  # fmt: skip
+        (
+            lambda: States(8, 6, key=nn.Linear(5, 8)),
+            "the key map takes 5 numbers, but states have 6",
+        ),
+        (
+            lambda: cross_attention(8, 4, groups=3),
+            (
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
+                "4"
+            ),
+        ),
+        (
+            lambda: cross_attention(9, 4),
+            "dim 9 is not divisible by 4 heads; give head_dim, or one of 1, 3, 9 heads",
+        ),
+        (
+            lambda: cross_attention(8, 4, memory_dim=-2),
+            "Heads(dim=-2, heads=4, head_dim=2): each must be at least 1",
+        ),
+    ]
     for make, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             make()

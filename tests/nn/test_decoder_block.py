@@ -1,4 +1,6 @@
-"""Blocks of the first Transformer against torch's own with the same weights; caches; the small parts."""
+"""Blocks of the first Transformer against torch's own with the same weights; caches; the small
+parts.
+"""
 
 from __future__ import annotations
 
@@ -74,9 +76,15 @@ def torch_block(block: Any, kind: type[Residual], activation: Any = F.relu) -> A
     cross = isinstance(block, DecoderBlock)
     make = nn.TransformerDecoderLayer if cross else nn.TransformerEncoderLayer
     other: Any = make(
-        M, H, WIDE, dropout=0.0, activation=activation, batch_first=True,
-        norm_first=kind is PreNorm, dtype=torch.float64,
-    ).eval()  # fmt: skip
+        M,
+        H,
+        WIDE,
+        dropout=0.0,
+        activation=activation,
+        batch_first=True,
+        norm_first=kind is PreNorm,
+        dtype=torch.float64,
+    ).eval()
     give(other.self_attn, block.attention)
     other.linear1.load_state_dict(block.feed_forward.up.state_dict())
     other.linear2.load_state_dict(block.feed_forward.down.state_dict())
@@ -157,8 +165,9 @@ def test_taps_of_a_decoder_block_have_two_places() -> None:
     with Trace("pattern") as trace:
         block(x, memory=memory)
     assert {name: tuple(trace[name].shape) for name in trace} == {
-        "attention.pattern": (2, H, 3, 3), "cross.pattern": (2, H, 3, 6),
-    }  # fmt: skip
+        "attention.pattern": (2, H, 3, 3),
+        "cross.pattern": (2, H, 3, 6),
+    }
 
 
 def test_residual_paths() -> None:
@@ -212,11 +221,20 @@ def test_embed() -> None:
     assert "scale=2" in repr(Embed(embedding, Sinusoidal(4), scale=2.0))
     assert list(Sinusoidal(4).state_dict()) == []
     cases = [
-        (lambda: Embed(embedding, Sinusoidal(4))(ids[0]), "ids are (3,); they must be [batch, length]: use ids[None]"),
-        (lambda: Embed(embedding, Sinusoidal(4), scale=math.nan), "scale is nan; it must be finite"),
-        (lambda: Embed(embedding, Sinusoidal(4), dropout=1.5), "dropout is 1.5; it must be at least 0 and less than 1"),
+        (
+            lambda: Embed(embedding, Sinusoidal(4))(ids[0]),
+            "ids are (3,); they must be [batch, length]: use ids[None]",
+        ),
+        (
+            lambda: Embed(embedding, Sinusoidal(4), scale=math.nan),
+            "scale is nan; it must be finite",
+        ),
+        (
+            lambda: Embed(embedding, Sinusoidal(4), dropout=1.5),
+            "dropout is 1.5; it must be at least 0 and less than 1",
+        ),
         (lambda: Sinusoidal(0), "dim is 0; it must be at least 1"),
-    ]  # fmt: skip
+    ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             call()

@@ -1,4 +1,6 @@
-"""DeltaNet and Gated DeltaNet against their formulas written out from the weights, and what their state owes."""
+"""DeltaNet and Gated DeltaNet against their formulas written out from the weights, and what their
+state owes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ BOTH = [delta_net, gated_delta_net]
 
 
 def random(module: nn.Module, seed: int = 0) -> Any:
-    """Every parameter random, norm weights too: with weights of 1 several mistakes are invisible."""
+    """Every parameter random, norm weights too: with weights of 1 several mistakes are
+    invisible.
+    """
     make = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data.normal_(generator=make)
@@ -37,7 +41,9 @@ def silu(x: Tensor) -> Tensor:
 
 
 def written_out(module: Any, x: Tensor, *, unit: bool = True, most: float = 1.0) -> Tensor:
-    """From the weights alone: the recurrence by the oracle's loops, all else by the papers' formulas."""
+    """From the weights alone: the recurrence by the oracle's loops, all else by the papers'
+    formulas.
+    """
     B, T, _ = x.shape
 
     def heads(part: Any) -> Tensor:
@@ -221,15 +227,23 @@ def test_copies_compile_and_names() -> None:
 
 
 def test_gated_delta_net_is_the_layer_of_qwen3_next_without_its_convolution() -> None:
-    """Their layer with a convolution that passes on its last tap; per head they keep q, k, v, gate and b, a side by side."""
+    """Their layer with a convolution that passes on its last tap; per head they keep q, k, v, gate
+    and b, a side by side.
+    """
     theirs = pytest.importorskip(
         "transformers.models.qwen3_next.modeling_qwen3_next", reason="transformers is not installed"
     )
     H, D, E, M = 3, 4, 5, 12
     config = theirs.Qwen3NextConfig(
-        hidden_size=M, linear_num_key_heads=H, linear_num_value_heads=H, linear_key_head_dim=D,
-        linear_value_head_dim=E, num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=1e-6,
-    )  # fmt: skip
+        hidden_size=M,
+        linear_num_key_heads=H,
+        linear_num_value_heads=H,
+        linear_key_head_dim=D,
+        linear_value_head_dim=E,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        rms_norm_eps=1e-6,
+    )
     other = random(theirs.Qwen3NextGatedDeltaNet(config, 0)).requires_grad_(False)
     other.conv1d.weight.zero_()[..., -1] = 1
     mine = gated_delta_net(M, H, head_dim=D, value_dim=E).requires_grad_(False)
@@ -269,7 +283,10 @@ def test_errors() -> None:
         ),
         (
             lambda: delta_net(12, 4, groups=3),
-            "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, 4",
+            (
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
+                "4"
+            ),
         ),
         (
             lambda: gated_delta_net(10, 4),

@@ -1,4 +1,6 @@
-"""What the delta rule is for: it learns to answer with the last value of a key, which a sum over all tokens cannot."""
+"""What the delta rule is for: it learns to answer with the last value of a key, which a sum over
+all tokens cannot.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Sum(nn.Module):
 
 
 def batch(n: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """8 keys in any order, then again in another, with other values; keys [n,16], values [n,16], answers [n,8]."""
+    """8 keys in any order, then again in another, with other values; keys [n,16], values [n,16],
+    answers [n,8].
+    """
     first = torch.rand(n, KEYS, generator=draw).argsort(1)[:, :PAIRS]
     again = torch.rand(n, PAIRS, generator=draw).argsort(1)
     values = torch.randint(VALUES, (n, 2 * PAIRS), generator=draw)
@@ -31,7 +35,9 @@ def batch(n: int, draw: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def recall(rule: nn.Module | None, rate: float) -> float:
-    """The share of keys that are answered right, asked in their first order, after 200 steps of training."""
+    """The share of keys that are answered right, asked in their first order, after 200 steps of
+    training.
+    """
     draw = torch.Generator().manual_seed(0)
     key, value = torch.randn(KEYS, 16), torch.randn(VALUES, 16)
     mixer, head = delta_net(32, 2), nn.Linear(32, VALUES)
@@ -56,6 +62,8 @@ def recall(rule: nn.Module | None, rate: float) -> float:
 
 @pytest.mark.full
 def test_the_last_value_of_a_key_is_learnt() -> None:
-    """A sum does not know which of two values came last: it is right in (1 + 1/16) / 2 = 53 % of 1024, give or take 1.6."""
+    """A sum does not know which of two values came last: it is right in (1 + 1/16) / 2 = 53 % of
+    1024, give or take 1.6.
+    """
     assert recall(None, 0.01) > 0.9
     assert recall(Sum(), 0.01) < 0.53 + 6 * 0.016

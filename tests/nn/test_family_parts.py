@@ -1,4 +1,6 @@
-"""Parts that checkpoints need, against loops in fp64: gated layers, capped logits, clipped projections, normed paths."""
+"""Parts that checkpoints need, against loops in fp64: gated layers, capped logits, clipped
+projections, normed paths.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,9 @@ def test_the_cap_must_be_above_zero() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("order", ["parts", "heads", "groups"])
 def test_clipped(order: Any) -> None:
-    """Clipped before the steps, in each of the orders of rows; keys and values are remembered clipped."""
+    """Clipped before the steps, in each of the orders of rows; keys and values are remembered
+    clipped.
+    """
     H, D, limit = 2, 4, 0.8
     rotary = Rotary(D)
     project = random(Clipped(M, H, H, D, limit=limit, order=order, steps=[rotary])).double()
@@ -207,8 +211,11 @@ def test_gradients() -> None:
     path = NormedPath(random(nn.LayerNorm(M)).double())
     clipped = random(Clipped(M, 2, 2, 4, limit=0.8)).double()
     calls: list[Callable[[Tensor], Any]] = [
-        layer, head, lambda x: path(x, torch.sin), lambda x: clipped.remember(x, None)
-    ]  # fmt: skip
+        layer,
+        head,
+        lambda x: path(x, torch.sin),
+        lambda x: clipped.remember(x, None),
+    ]
     for call in calls:
         assert torch.autograd.gradcheck(call, (x,))
 

@@ -1,4 +1,6 @@
-"""Infini-attention as a module: any chunks are one pass, padding, what a cache keeps, what it costs."""
+"""Infini-attention as a module: any chunks are one pass, padding, what a cache keeps, what it
+costs.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,16 @@ def test_is_the_loop(update: str, rotary: Rotary | None) -> None:
     )
     rotated = [_turned(q), _turned(k)] if rotary else [None, None]
     z = oracle.infini(
-        q, k, v, module.gate, 4, update=update, empty="skip", q_rotated=rotated[0], k_rotated=rotated[1]
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        module.gate,
+        4,
+        update=update,
+        empty="skip",
+        q_rotated=rotated[0],
+        k_rotated=rotated[1],
+    )
     exact = z.transpose(1, 2).flatten(2) @ module.output.weight.T + module.output.bias
     assert near(module(x), exact)
 
@@ -99,8 +109,10 @@ def test_any_chunks_are_one_pass(chunks: list[int], update: str) -> None:
 @settings(max_examples=10)
 @given(
     chunks=st.lists(st.integers(1, 9), min_size=2, max_size=6),
-    left=st.integers(0, 6), right=st.integers(0, 6), update=st.sampled_from(UPDATES),
-)  # fmt: skip
+    left=st.integers(0, 6),
+    right=st.integers(0, 6),
+    update=st.sampled_from(UPDATES),
+)
 def test_padding_on_any_side_in_any_chunks(
     chunks: list[int], left: int, right: int, update: str
 ) -> None:
@@ -127,7 +139,9 @@ def test_padding_on_any_side_in_any_chunks(
 
 
 def test_a_new_text_needs_a_new_cache() -> None:
-    """Two batches in a row: nothing of the first is left, in the module or in a cache that was reset."""
+    """Two batches in a row: nothing of the first is left, in the module or in a cache that was
+    reset.
+    """
     module, x, y = build(), tokens(), tokens()
     alone, _ = in_chunks(module, y, [19])
     _, cache = in_chunks(module, x, [19])
@@ -216,9 +230,13 @@ def test_a_copy_and_a_state_dict_are_the_module() -> None:
     module, x = build(), tokens()
     out = module(x)
     assert set(module.state_dict()) == {
-        "gate", "output.bias", "output.weight", "project.k.linear.weight",
-        "project.q.linear.weight", "project.v.linear.weight",
-    }  # fmt: skip
+        "gate",
+        "output.bias",
+        "output.weight",
+        "project.k.linear.weight",
+        "project.q.linear.weight",
+        "project.v.linear.weight",
+    }
     assert module.gate.ndim == 1, "trainers do not decay vectors"
     other = copy.deepcopy(module)
     assert torch.equal(other(x), out)
@@ -237,9 +255,13 @@ def test_taps() -> None:
         out = module(x)
     shapes = {name: tuple(trace[name].shape) for name in ("q", "k", "v", "pattern", "z", "out")}
     assert shapes == {
-        "q": (2, 4, 19, 6), "k": (2, 2, 19, 6), "v": (2, 2, 19, 5), "pattern": (2, 4, 19, 19),
-        "z": (2, 4, 19, 5), "out": (2, 19, 12),
-    }  # fmt: skip
+        "q": (2, 4, 19, 6),
+        "k": (2, 2, 19, 6),
+        "v": (2, 2, 19, 5),
+        "pattern": (2, 4, 19, 19),
+        "z": (2, 4, 19, 5),
+        "out": (2, 19, 12),
+    }
     assert torch.equal(trace["out"], out)
     assert near(trace["pattern"].sum(-1), torch.ones(2, 4, 19))
     with regard.Trace(edit={"v": torch.zeros_like}):
@@ -248,7 +270,9 @@ def test_taps() -> None:
 
 @pytest.mark.full
 def test_a_compiled_step_is_made_twice() -> None:
-    """Once for the length that the prompt left, once for all others: over 12 steps and 3 borders."""
+    """Once for the length that the prompt left, once for all others: over 12 steps and 3
+    borders.
+    """
     module, x = build(update="delta"), tokens(1, 18)
     counter = CompileCounter()
     step = torch.compile(module, fullgraph=True, backend=counter)
@@ -303,21 +327,44 @@ def test_errors() -> None:
     follows = Rotary(6, scaling=DynamicNTK(2.0, 8), length="current")
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: build(segment=0), regard.ArgumentError, "segment is 0; it must be 1 or more"),
-        (lambda: build(update="x"), regard.ArgumentError, "update is 'x'; it must be 'linear' or 'delta'"),
-        (lambda: build(empty="x"), regard.ArgumentError, "empty is 'x'; it must be 'zero' or 'skip'"),
-        (lambda: build(rotary=Rotary(8)), regard.ArgumentError,
-         "rotary is for heads of 8, and queries have 6"),
+        (
+            lambda: build(update="x"),
+            regard.ArgumentError,
+            "update is 'x'; it must be 'linear' or 'delta'",
+        ),
+        (
+            lambda: build(empty="x"),
+            regard.ArgumentError,
+            "empty is 'x'; it must be 'zero' or 'skip'",
+        ),
+        (
+            lambda: build(rotary=Rotary(8)),
+            regard.ArgumentError,
+            "rotary is for heads of 8, and queries have 6",
+        ),
         (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
-        (lambda: InfiniAttention(rotated, nn.Linear(20, 12), segment=4), regard.ArgumentError,
-         "project.k.steps.0 is Rotary(6, base=10000.0, layout='half'), but the memory is written without positions"),
-        (lambda: build()(tokens(), cache=Growing()), regard.ArgumentTypeError,
-         "the cache is Growing; Infini-attention needs a Memory: use new_cache()"),
+        (
+            lambda: InfiniAttention(rotated, nn.Linear(20, 12), segment=4),
+            regard.ArgumentError,
+            (
+                "project.k.steps.0 is Rotary(6, base=10000.0, layout='half'), but the memory is "
+                "written without positions"
+            ),
+        ),
+        (
+            lambda: build()(tokens(), cache=Growing()),
+            regard.ArgumentTypeError,
+            "the cache is Growing; Infini-attention needs a Memory: use new_cache()",
+        ),
         (lambda: build()(tokens(), cache=State()), regard.ArgumentTypeError, "the cache is State"),
-        (lambda: build()(tokens(), cache=Memory(8)), regard.ArgumentError,
-         "the cache has segments of 8, and the module of 4; use new_cache()"),
+        (
+            lambda: build()(tokens(), cache=Memory(8)),
+            regard.ArgumentError,
+            "the cache has segments of 8, and the module of 4; use new_cache()",
+        ),
         (lambda: Memory(0), regard.ArgumentError, "segment is 0; it must be at least 1"),
         (lambda: Memory(True), regard.ArgumentTypeError, "segment is bool; it must be an int"),
-    ]  # fmt: skip
+    ]
     for make, kind, message in cases:
         with pytest.raises(kind) as error:
             make()

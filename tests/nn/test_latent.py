@@ -1,4 +1,6 @@
-"""Multi-head latent attention against the paper's equations, its forms against one another, and what a cache keeps."""
+"""Multi-head latent attention against the paper's equations, its forms against one another, and
+what a cache keeps.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ M, H = 12, 3
 SMALL: dict[str, int] = {"kv_rank": 6, "nope_dim": 5, "rope_dim": 4, "value_dim": 7}
 YARN = YaRN(8.0, 64, mscale=0.707, mscale_all_dim=1.0)  # a factor on cos and sin, too
 V3: dict[str, Any] = {
-    "q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128,
-}  # fmt: skip
+    "q_rank": 1536,
+    "kv_rank": 512,
+    "nope_dim": 128,
+    "rope_dim": 64,
+    "value_dim": 128,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +48,9 @@ def no_gradients() -> Iterator[None]:
 
 
 def build(form: str = "auto", seed: int = 0, **options: Any) -> Any:
-    """A small one whose parameters are all random, norm weights too; what comes out of a matrix is of order 1."""
+    """A small one whose parameters are all random, norm weights too; what comes out of a matrix is
+    of order 1.
+    """
     layer = mla(M, H, **{**SMALL, "form": form, **options})
     make = torch.Generator().manual_seed(seed)
     for p in layer.parameters():
@@ -57,18 +65,26 @@ def weights_of(layer: Any) -> oracle.Weights:
     if isinstance(p.q, LowRank):
         down, up = (p.q.down.weight, p.q.norm.weight), p.q.up
     return oracle.Weights(
-        *down, up.linear.weight, p.kv_down.weight, p.kv_norm.weight, p.kv_up.linear.weight,
+        *down,
+        up.linear.weight,
+        p.kv_down.weight,
+        p.kv_norm.weight,
+        p.kv_up.linear.weight,
         layer.output.weight,
-    )  # fmt: skip
+    )
 
 
 def sizes_of(scaling: YaRN | None = None) -> oracle.Sizes:
     yarn = None
     if scaling is not None:
         yarn = oracle.Yarn(
-            scaling.factor, scaling.original_length, scaling.beta_fast, scaling.beta_slow,
-            1.0 if scaling.mscale is None else scaling.mscale, scaling.mscale_all_dim or 0.0,
-        )  # fmt: skip
+            scaling.factor,
+            scaling.original_length,
+            scaling.beta_fast,
+            scaling.beta_slow,
+            1.0 if scaling.mscale is None else scaling.mscale,
+            scaling.mscale_all_dim or 0.0,
+        )
     return oracle.Sizes(H, SMALL["nope_dim"], SMALL["rope_dim"], SMALL["value_dim"], yarn=yarn)
 
 
@@ -151,7 +167,9 @@ def test_the_future_is_never_seen(form: str) -> None:
 
 
 class Scattered(Growing):
-    """Answers slots in another order, between empty ones that hold NaN: their positions alone tell what they are."""
+    """Answers slots in another order, between empty ones that hold NaN: their positions alone tell
+    what they are.
+    """
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         memory, positions = super().update(memory, positions)
@@ -276,7 +294,9 @@ def test_z_is_the_same_in_every_form() -> None:
 
 
 def test_auto_takes_the_cheaper_form() -> None:
-    """The condition is the comparison of the two formulas, for every heads, rotary dim and length."""
+    """The condition is the comparison of the two formulas, for every heads, rotary dim and
+    length.
+    """
     make = torch.Generator().manual_seed(0)
     chosen = set()
     for _ in range(300):
@@ -357,7 +377,9 @@ def test_the_shape_of_v3_without_its_memory() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_describe_counts_what_a_step_does(form: str) -> None:
-    """FLOPs of all matrices once, and what the form adds: this is what torch counts in the reference kernel."""
+    """FLOPs of all matrices once, and what the form adds: this is what torch counts in the
+    reference kernel.
+    """
     S, layer = 50, build(form, q_rank=8)
     cache = layer.new_cache()
     layer(torch.randn(1, S - 1, M), None, cache)
@@ -374,7 +396,9 @@ def test_describe_counts_what_a_step_does(form: str) -> None:
 
 
 def test_the_scale() -> None:
-    """1/sqrt(192) f(mscale_all_dim)^2: V3 has 1, V2 and V2-Lite 0.707; cos and sin keep the factor 1."""
+    """1/sqrt(192) f(mscale_all_dim)^2: V3 has 1, V2 and V2-Lite 0.707; cos and sin keep the factor
+    1.
+    """
     for m, scale in ((1.0, 0.1352337788608801), (0.707, 0.11472138679292611)):
         scaling = YaRN(40.0, 4096, mscale=m, mscale_all_dim=m)
         with torch.device("meta"):
@@ -461,8 +485,14 @@ def scale_by_length(layer: Any) -> None:
 
 
 MISTAKES: list[Callable[[Any], None]] = [
-    swap_up, stack_up, turn_halves, keep_frequencies, forget_mscale, mscale_for_all_dim, scale_by_length,
-]  # fmt: skip
+    swap_up,
+    stack_up,
+    turn_halves,
+    keep_frequencies,
+    forget_mscale,
+    mscale_for_all_dim,
+    scale_by_length,
+]
 
 
 @pytest.mark.parametrize("form", ["expand", "absorb"])
@@ -562,9 +592,14 @@ def test_gradients_in_single_precision(form: str) -> None:
 def test_state_dict_is_parameters_and_fits_every_form() -> None:
     layer = build(q_rank=8)
     assert set(layer.state_dict()) == {
-        "project.q.down.weight", "project.q.norm.weight", "project.q.up.linear.weight",
-        "project.kv_down.weight", "project.kv_norm.weight", "project.kv_up.linear.weight", "output.weight",
-    }  # fmt: skip
+        "project.q.down.weight",
+        "project.q.norm.weight",
+        "project.q.up.linear.weight",
+        "project.kv_down.weight",
+        "project.kv_norm.weight",
+        "project.kv_up.linear.weight",
+        "output.weight",
+    }
     assert list(layer.buffers()) == []
     x = torch.randn(1, 6, M)
     for form in FORMS:
@@ -590,7 +625,9 @@ def test_maps_down_may_have_a_bias() -> None:
 
 @pytest.mark.full
 def test_decodes_in_one_compiled_graph() -> None:
-    """No graph break, and two graphs for all lengths: the choice of the form does not tie a graph to one."""
+    """No graph break, and two graphs for all lengths: the choice of the form does not tie a graph
+    to one.
+    """
     torch._dynamo.reset()
     layer = build(q_rank=8, scaling=YARN)
     x, start, graphs = torch.randn(1, 84, M), 20, []

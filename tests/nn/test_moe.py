@@ -1,4 +1,6 @@
-"""Mixture of experts against loops in fp64: who is chosen, with what weight, what is computed and what is not."""
+"""Mixture of experts against loops in fp64: who is chosen, with what weight, what is computed and
+what is not.
+"""
 
 from __future__ import annotations
 
@@ -255,7 +257,10 @@ def test_an_expert_that_nobody_chose_has_no_gradient() -> None:
 
 
 @pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", ["softmax over the chosen, bias", "groups by their best", "sigmoid, groups by their best two"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["softmax over the chosen, bias", "groups by their best", "sigmoid, groups by their best two"],
+)
 def test_gradcheck(name: str) -> None:
     """Finite differences: where the choice does not change, the function is smooth."""
     moe, x = build(name, seed=3).double(), randn(3, M, seed=4).double().requires_grad_()
@@ -339,7 +344,10 @@ def clipped(x: Tensor, layer: ClippedSwiGLU) -> Tensor:
 def plainly_clipped(x: Tensor, layer: ClippedSwiGLU) -> Tensor:
     g, u = x @ layer.gate.weight.T + layer.gate.bias, x @ layer.up.weight.T + layer.up.bias
     g, u = torch.where(g > layer.limit, layer.limit, g), u.clip(-layer.limit, layer.limit)
-    return g * (1 / (1 + torch.exp(-layer.alpha * g))) * (u + 1) @ layer.down.weight.T + layer.down.bias  # fmt: skip
+    return (
+        g * (1 / (1 + torch.exp(-layer.alpha * g))) * (u + 1) @ layer.down.weight.T
+        + layer.down.bias
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -432,7 +440,10 @@ def test_wrong_routers_fail(mistake: str) -> None:
 
 def test_it_prints_copies_and_keeps_parameters_only() -> None:
     moe = build("sigmoid, groups by their best two", shared=True)
-    assert repr(moe.router).splitlines()[1] == "  3 of 8, Groups(count=2, kept=1, best=2), normalise, scale=2.5"  # fmt: skip
+    assert (
+        repr(moe.router).splitlines()[1]
+        == "  3 of 8, Groups(count=2, kept=1, best=2), normalise, scale=2.5"
+    )
     assert repr(SoftmaxRouter(2, 4, 1)).splitlines()[1] == "  1 of 4"
     assert set(moe.state_dict()) == {name for name, _ in moe.named_parameters()}
     other, x = copy.deepcopy(moe), randn(1, 4, M)
@@ -444,22 +455,46 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: SoftmaxRouter(0, 4, 1), ArgumentError, r"SoftmaxRouter\(dim=0, experts=4, k=1\): each"),
+        (
+            lambda: SoftmaxRouter(0, 4, 1),
+            ArgumentError,
+            r"SoftmaxRouter\(dim=0, experts=4, k=1\): each",
+        ),
         (lambda: SigmoidRouter(2, 4, 0), ArgumentError, "k=0.*at least 1"),
         (lambda: SoftmaxRouter(2, 4, 5), ArgumentError, "k is 5; there are 4 experts"),
-        (lambda: SoftmaxRouter(2, 4, 1, scale=0.0), ArgumentError, "scale is 0.0; it must be a finite number above 0"),
+        (
+            lambda: SoftmaxRouter(2, 4, 1, scale=0.0),
+            ArgumentError,
+            "scale is 0.0; it must be a finite number above 0",
+        ),
         (lambda: SoftmaxRouter(2, 4, 1, scale="2"), ArgumentTypeError, "scale is str"),
-        (lambda: SoftmaxRouter(2, 6, 1, groups=Groups(4, 2)), ArgumentError, "6 experts cannot be in Groups"),
-        (lambda: SigmoidRouter(2, 6, 1, groups=Groups(6, 2, best=2)), ArgumentError, "at least best"),
-        (lambda: SigmoidRouter(2, 8, 5, groups=Groups(4, 2)), ArgumentError, "k is 5; Groups.*allows 4 of the 8"),
+        (
+            lambda: SoftmaxRouter(2, 6, 1, groups=Groups(4, 2)),
+            ArgumentError,
+            "6 experts cannot be in Groups",
+        ),
+        (
+            lambda: SigmoidRouter(2, 6, 1, groups=Groups(6, 2, best=2)),
+            ArgumentError,
+            "at least best",
+        ),
+        (
+            lambda: SigmoidRouter(2, 8, 5, groups=Groups(4, 2)),
+            ArgumentError,
+            "k is 5; Groups.*allows 4 of the 8",
+        ),
         (lambda: Groups(0, 1), ArgumentError, "each must be at least 1"),
         (lambda: Groups(2, 3), ArgumentError, "kept at most count, 2"),
         (lambda: Groups(2, 1, best=0), ArgumentError, "best=0"),
-        (lambda: MoE(SoftmaxRouter(2, 4, 1), [SwiGLU(2, 3)] * 3), ArgumentError, "among 4 experts, and there are 3"),
+        (
+            lambda: MoE(SoftmaxRouter(2, 4, 1), [SwiGLU(2, 3)] * 3),
+            ArgumentError,
+            "among 4 experts, and there are 3",
+        ),
         (lambda: ClippedSwiGLU(2, 3, limit=-1.0), ArgumentError, "limit is -1.0"),
         (lambda: ClippedSwiGLU(2, 3, alpha=float("nan")), ArgumentError, "alpha is nan"),
     ],
-)  # fmt: skip
+)
 def test_it_refuses(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()

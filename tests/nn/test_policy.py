@@ -1,4 +1,6 @@
-"""Frequencies that follow the length, with a cache: each policy guarantees what it says, and no more."""
+"""Frequencies that follow the length, with a cache: each policy guarantees what it says, and no
+more.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def turned(x: Tensor, p: int, freq: tuple[list[float], float]) -> Tensor:
 def one_query(
     module: Attention, x: Tensor, p: Sequence[int], t: int, freq: tuple[list[float], float]
 ) -> Tensor:
-    """What the token t of x [T,M] finds among the tokens up to its position, all rotated with the same frequencies."""
+    """What the token t of x [T,M] finds among the tokens up to its position, all rotated with the
+    same frequencies.
+    """
     project, joined = module.project, []
     q, k, v = (x @ part.linear.weight.T for part in (project.q, project.k, project.v))  # type: ignore[union-attr, attr-defined]
     for h in range(H):
@@ -171,7 +175,9 @@ def test_frozen_is_one_pass_everywhere(name: str) -> None:
 
 @pytest.mark.parametrize("policy", LATE)
 def test_low_precision_by_the_rule(policy: str) -> None:
-    """A re-rotated key is rounded once more than plain math of one pass: compared with that, at every step."""
+    """A re-rotated key is rounded once more than plain math of one pass: compared with that, at
+    every step.
+    """
     exact = layer(NTK, policy)
     for dtype in (torch.float32, torch.bfloat16):
         low = copy.deepcopy(exact).to(dtype)
@@ -197,7 +203,8 @@ def test_re_rotated_keys_do_not_gather_roundings() -> None:
     k64, _ = wide.recall(wide.remember(x.double(), Span(0, 60)), Span(0, 60))
     k, _ = project.recall(memory, seen)
     once = k64.bfloat16().double() - k64
-    # the map's rounding, the rotation's, and the second rotation's; each of the size of one rounding of the largest
+    # the map's rounding, the rotation's, and the second rotation's; each of the size of one
+    # rounding of the largest
     assert float((k.double() - k64).abs().max()) <= 8 * float(once.abs().max())
 
 
@@ -221,7 +228,9 @@ def steps(call: Callable[..., Tensor], ids: Tensor, chunks: Sequence[int]) -> li
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", SCALINGS)
 def test_a_model_of_several_layers(name: str) -> None:
-    """Only "recompute" and "frozen" equal one pass; "pre_rope" and "re_rotate" equal one another."""
+    """Only "recompute" and "frozen" equal one pass; "pre_rope" and "re_rotate" equal one
+    another.
+    """
     scaling, ids, chunks = SCALINGS[name], torch.randint(20, (2, TOTAL)), (4,) + (1,) * 11
     ends = [sum(chunks[: i + 1]) for i in range(len(chunks))]
     models = {policy: decoder(scaling, policy) for policy in (*LATE, "frozen", "recompute")}
@@ -245,8 +254,11 @@ def test_a_model_of_several_layers(name: str) -> None:
 def test_when_the_prefix_is_run_again() -> None:
     """LongRoPE once, at L -> L + 1; dynamic NTK at every token behind L."""
     for scaling, chunks, reruns in (
-        (LONG, (4,) + (1,) * 11, 1), (NTK, (4,) + (1,) * 11, TOTAL - TRAINED), (NTK, (6, 9), 1), (LONG, (15,), 0),
-    ):  # fmt: skip
+        (LONG, (4,) + (1,) * 11, 1),
+        (NTK, (4,) + (1,) * 11, TOTAL - TRAINED),
+        (NTK, (6, 9), 1),
+        (LONG, (15,), 0),
+    ):
         prefix = Prefix(decoder(scaling, "recompute", 1))
         steps(prefix, torch.randint(20, (1, TOTAL)), chunks)
         assert prefix.reruns == reruns
@@ -274,7 +286,8 @@ def test_without_prefix_a_stale_key_is_refused() -> None:
     with pytest.raises(regard.ArgumentError) as error:
         module(x[:, 6:7], None, cache)
     assert str(error.value) == (
-        "a key was rotated for length 4, and the frequencies of length 7 are others; run the whole prefix again "
+        "a key was rotated for length 4, and the frequencies of length 7 are others; run the "
+        "whole prefix again "
         "(regard.nn.Prefix), or choose another policy"
     )
     assert len(cache) == 6
@@ -286,7 +299,9 @@ def test_without_prefix_a_stale_key_is_refused() -> None:
 
 @pytest.mark.parametrize("policy", [*LATE, "recompute"])
 def test_a_row_does_not_depend_on_the_others(policy: str) -> None:
-    """The batch effect: `Rotary` takes the largest position of the batch, the policies that of the row."""
+    """The batch effect: `Rotary` takes the largest position of the batch, the policies that of the
+    row.
+    """
     x = torch.randn(2, TOTAL, M).double()
     p = torch.stack([torch.arange(TOTAL), torch.arange(TOTAL) - 10])
     p = p.where(p >= 0, -1)
@@ -368,8 +383,16 @@ def test_all_policies_have_the_same_parameters_and_copies_work() -> None:
 def test_steps_sizes_and_figures() -> None:
     norms = RMSNorm(D), RMSNorm(D)
     project = rotary_heads(
-        M, H, G, D, rotary(NTK, "pre_rope"), q_steps=norms[:1], k_steps=norms[1:], value_dim=5, bias=True
-    )  # fmt: skip
+        M,
+        H,
+        G,
+        D,
+        rotary(NTK, "pre_rope"),
+        q_steps=norms[:1],
+        k_steps=norms[1:],
+        value_dim=5,
+        bias=True,
+    )
     assert project.shape == (H, G, D, 5, (G * D, G * 5))
     assert list(project.q.steps) == [norms[0]]
     assert list(project.k.steps) == [norms[1]]
@@ -410,16 +433,30 @@ def test_gradients_pass_the_rotation() -> None:
 
 def test_errors() -> None:
     cases = [
-        (lambda: rotary_heads(M, H, G, D, rotary(NTK, "x"), policy="late"),  # type: ignore[arg-type]
-         "policy is 'late'; it must be one of pre_rope, re_rotate, frozen, recompute"),
-        (lambda: rotary_heads(M, H, G, 4, rotary(NTK, "x")), "rotary is for heads of 8, and head_dim is 4"),
-        (lambda: rotary_heads(M, H, G, D, Rotary(D, scaling=NTK, length=9)),
-         f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it with length=\"current\""),
-        (lambda: rotary_heads(M, H, G, D, rotary(NTK, "x"), policy="frozen"),
-         f"{rotary(NTK, 'x')} does not go with policy 'frozen'; make it with length=<number>"),
-        (lambda: layer(NTK, "pre_rope").project.query(torch.zeros(1, 2, M).double(), None),
-         "positions are None; rotary heads need them"),
-    ]  # fmt: skip
+        (
+            lambda: rotary_heads(M, H, G, D, rotary(NTK, "x"), policy="late"),  # type: ignore[arg-type]
+            "policy is 'late'; it must be one of pre_rope, re_rotate, frozen, recompute",
+        ),
+        (
+            lambda: rotary_heads(M, H, G, 4, rotary(NTK, "x")),
+            "rotary is for heads of 8, and head_dim is 4",
+        ),
+        (
+            lambda: rotary_heads(M, H, G, D, Rotary(D, scaling=NTK, length=9)),
+            (
+                f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it with "
+                'length="current"'
+            ),
+        ),
+        (
+            lambda: rotary_heads(M, H, G, D, rotary(NTK, "x"), policy="frozen"),
+            f"{rotary(NTK, 'x')} does not go with policy 'frozen'; make it with length=<number>",
+        ),
+        (
+            lambda: layer(NTK, "pre_rope").project.query(torch.zeros(1, 2, M).double(), None),
+            "positions are None; rotary heads need them",
+        ),
+    ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             call()

@@ -1,4 +1,6 @@
-"""Linear attention, retention and gated linear attention as modules, against their formulas written out from the weights."""
+"""Linear attention, retention and gated linear attention as modules, against their formulas written
+out from the weights.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ BACKENDS = ("auto", "reference", "recurrent", "chunk", "parallel")
 
 
 def random(module: nn.Module, seed: int = 0) -> Any:
-    """Every parameter random, norm weights and biases too: with weights of 1 several mistakes are invisible."""
+    """Every parameter random, norm weights and biases too: with weights of 1 several mistakes are
+    invisible.
+    """
     make = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         parameter.data.normal_(generator=make)
@@ -96,7 +100,9 @@ def test_the_modules_are_their_formulas(make: Any) -> None:
 
 
 def test_a_missing_part_is_caught() -> None:
-    """Negative controls: without the gate, the norm, the rotary, the normaliser, the decay, or with another temperature."""
+    """Negative controls: without the gate, the norm, the rotary, the normaliser, the decay, or with
+    another temperature.
+    """
     x = torch.randn(1, 9, 12)
 
     def assert_caught(module: Any, change: Any, **given: Any) -> None:
@@ -203,7 +209,9 @@ def test_a_decode_step_compiles_and_copies_are_equal(make: Any) -> None:
     for i in range(6):
         token = x[:, i : i + 1]
         usual = module(token, None, plain)
-        assert float((step(token, None, cache) - usual).abs().max()) <= 1e-5 * float(usual.abs().max())  # fmt: skip
+        assert float((step(token, None, cache) - usual).abs().max()) <= 1e-5 * float(
+            usual.abs().max()
+        )
     out, names = module(x), {name for name, _ in module.named_parameters()}
     assert set(module.state_dict()) == names
     other = make(12, 4, **SIZES)
@@ -219,21 +227,32 @@ def test_taps() -> None:
     with regard.Trace("q", "k", "v", "z", "out") as seen:
         out = module(x)
     shapes = {name: tuple(seen[name].shape) for name in seen}
-    assert shapes == {"q": (1, 4, 5, 4), "k": (1, 2, 5, 4), "v": (1, 2, 5, 6), "z": (1, 4, 5, 6), "out": (1, 5, 12)}  # fmt: skip
+    assert shapes == {
+        "q": (1, 4, 5, 4),
+        "k": (1, 2, 5, 4),
+        "v": (1, 2, 5, 6),
+        "z": (1, 4, 5, 6),
+        "out": (1, 5, 12),
+    }
     assert torch.equal(seen["out"], out)
     with regard.Trace(edit={"z": torch.zeros_like}):
         assert module(x).eq(0).all()
 
 
 def test_describe() -> None:
-    """At sizes of the papers: RetNet-1.3B's 2048 wide, 8 heads, values twice as wide; GLA with 4 heads."""
+    """At sizes of the papers: RetNet-1.3B's 2048 wide, 8 heads, values twice as wide; GLA with 4
+    heads.
+    """
     layer = retention(2048, 8).describe(context=100_000)
     assert str(layer.state) == "1,048,576 = G D E = 8 x 256 x 512"
     assert (layer.kv_per_token.value, layer.kv_tokens.value) == (0, 0)
     assert layer.kept == layer.state.value
     maps = 2 * 2048 * 2048 + 3 * 2048 * 4096
     assert layer.flops_per_token.value == 2 * maps + 8 * (5 * 256 * 512)
-    assert layer.flops_per_token.formula == f"2 x {maps} (matrices) + 8 x (2 D E) + 8 x (3 D E), D = 256, E = 512"  # fmt: skip
+    assert (
+        layer.flops_per_token.formula
+        == f"2 x {maps} (matrices) + 8 x (2 D E) + 8 x (3 D E), D = 256, E = 512"
+    )
     assert layer.parameters.value == maps + 2 * 4096
     gla = gated_linear(2048, 4).describe()
     assert str(gla.state) == "524,288 = G D E = 4 x 256 x 512"
@@ -242,7 +261,9 @@ def test_describe() -> None:
     plain = linear_attention(64, 4, groups=2, head_dim=8, value_dim=12)
     told = plain.describe()
     assert str(told.state) == "208 = G D (E + 1) = 2 x 8 x (12 + 1)"
-    assert told.flops_per_token.formula.endswith(" + 4 x (2 D E + 2 D + E) + 2 x (2 D E + D), D = 8, E = 12")  # fmt: skip
+    assert told.flops_per_token.formula.endswith(
+        " + 4 x (2 D E + 2 D + E) + 2 x (2 D E + D), D = 8, E = 12"
+    )
     tail = 4 * (2 * 96 + 16 + 12) + 2 * (2 * 96 + 8)
     assert told.flops_per_token.value == 2 * 64 * (32 + 16 + 24 + 48) + tail
     sums = linear_attention(64, 4, normalise=False).describe()
@@ -264,7 +285,10 @@ def test_head_norm(dtype: torch.dtype) -> None:
             return y.reshape(2, 7, 3, 5).transpose(1, 2)
 
         exact = torchs(x.double(), norm.weight.double(), norm.bias.double())
-        usual = [torchs(x, norm.weight, norm.bias), normed(x, 1e-3) * norm.weight[:, None] + norm.bias[:, None]]  # fmt: skip
+        usual = [
+            torchs(x, norm.weight, norm.bias),
+            normed(x, 1e-3) * norm.weight[:, None] + norm.bias[:, None],
+        ]
         assert_close_rule(norm(x), usual, exact)
         assert norm(x).dtype == dtype
     assert repr(norm) == "HeadNorm(3 heads of 5, eps=0.001)"
@@ -284,21 +308,63 @@ def test_gates_are_the_paper_s() -> None:
 def test_errors() -> None:
     project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 3))
     cases = [
-        (lambda: HeadNorm(0, 4), "HeadNorm(0, 4, eps=1e-05): heads and dim must be at least 1 and eps at least 0"),
-        (lambda: HeadNorm(1, 4, eps=math.nan), "HeadNorm(1, 4, eps=nan): heads and dim must be at least 1 and eps at least 0"),
-        (lambda: Features("elu"), "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, softmax, or a function of a tensor"),
+        (
+            lambda: HeadNorm(0, 4),
+            "HeadNorm(0, 4, eps=1e-05): heads and dim must be at least 1 and eps at least 0",
+        ),
+        (
+            lambda: HeadNorm(1, 4, eps=math.nan),
+            "HeadNorm(1, 4, eps=nan): heads and dim must be at least 1 and eps at least 0",
+        ),
+        (
+            lambda: Features("elu"),
+            (
+                "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, softmax, "
+                "or a function of a tensor"
+            ),
+        ),
         (lambda: Features(scale=math.nan), "scale is nan; it must be finite"),
         (lambda: Retention(0), "Retention(groups=0): groups must be at least 1"),
-        (lambda: Retention(2, [0.5]), "decay has 1 numbers for 2 key/value heads; give one per head, or None"),
-        (lambda: Retention(2, [0.5, 1.5]), "decay of head 1 is 1.5; it must be from 0, which keeps nothing, to 1, which keeps all"),
-        (lambda: Retention(1, [math.nan]), "decay of head 0 is nan; it must be from 0, which keeps nothing, to 1, which keeps all"),
-        (lambda: Gated(8, 2, 0), "Gated(dim=8, groups=2, head_dim=0, rank=16): each must be at least 1"),
+        (
+            lambda: Retention(2, [0.5]),
+            "decay has 1 numbers for 2 key/value heads; give one per head, or None",
+        ),
+        (
+            lambda: Retention(2, [0.5, 1.5]),
+            "decay of head 1 is 1.5; it must be from 0, which keeps nothing, to 1, which keeps all",
+        ),
+        (
+            lambda: Retention(1, [math.nan]),
+            "decay of head 0 is nan; it must be from 0, which keeps nothing, to 1, which keeps all",
+        ),
+        (
+            lambda: Gated(8, 2, 0),
+            "Gated(dim=8, groups=2, head_dim=0, rank=16): each must be at least 1",
+        ),
         (lambda: Gated(8, 2, 2, temperature=0.0), "temperature is 0.0; it must be greater than 0"),
-        (lambda: Recurrent(project, Retention(2), nn.Linear(12, 8), gate=Heads(8, 4, 2)), "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives"),
-        (lambda: linear_attention(12, 4, groups=3), "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, 4"),
-        (lambda: retention(10, 4), "dim 10 is not divisible by 4 heads; give head_dim, or one of 1, 2, 5, 10 heads"),
-        (lambda: gated_linear(12, 4), "dim 12 is not divisible by twice 4 heads; give head_dim, which is dim / (2 heads) in the paper"),
-    ]  # fmt: skip
+        (
+            lambda: Recurrent(project, Retention(2), nn.Linear(12, 8), gate=Heads(8, 4, 2)),
+            "gate is 4 heads of 2; it must be 4 heads of 3, as the rule gives",
+        ),
+        (
+            lambda: linear_attention(12, 4, groups=3),
+            (
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
+                "4"
+            ),
+        ),
+        (
+            lambda: retention(10, 4),
+            "dim 10 is not divisible by 4 heads; give head_dim, or one of 1, 2, 5, 10 heads",
+        ),
+        (
+            lambda: gated_linear(12, 4),
+            (
+                "dim 12 is not divisible by twice 4 heads; give head_dim, which is dim / (2 heads) in "
+                "the paper"
+            ),
+        ),
+    ]
     for make, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             make()

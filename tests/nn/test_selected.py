@@ -1,4 +1,6 @@
-"""NSA, MoBA and DSA as modules: their equations written out, caches, padding, leaks, copies, compiled graphs, costs."""
+"""NSA, MoBA and DSA as modules: their equations written out, caches, padding, leaks, copies,
+compiled graphs, costs.
+"""
 
 from __future__ import annotations
 
@@ -272,7 +274,8 @@ def test_the_indexer_is_the_published_one() -> None:
     ours.k.linear.weight.copy_(theirs.wk.weight)
     ours.k.flat.load_state_dict(theirs.k_norm.state_dict())
     ours.weight.weight.copy_(theirs.weights_proj.weight)
-    # 16 heads: a score of exactly 0, all of them negative, is rare, and with it a tie, which theirs breaks anyhow
+    # 16 heads: a score of exactly 0, all of them negative, is rare, and with it a tie, which theirs
+    # breaks anyhow
     x, at = torch.randn(B, T, M, dtype=torch.float64), Span(0, T)
     angle = torch.arange(T)[:, None] * rope_frequencies(8).inv_freq
     table = (torch.cat((angle, angle), -1)[None].expand(B, -1, -1) for _ in range(2))
@@ -365,7 +368,8 @@ def test_published_numbers_of_tokens_read() -> None:
     table = {8192: 2048, 16384: 2560, 32768: 3584, 65536: 5632}
     for context, read in table.items():
         assert nsa_tokens(context, 16, 64, 16, 512) == read
-        # floor((s - l) / d), which the text names, is 2 fewer than s / d; with block 0 the count is 1 fewer
+        # floor((s - l) / d), which the text names, is 2 fewer than s / d; with block 0 the count is
+        # 1 fewer
         assert compressed_tokens(context, 32, 16) + block_tokens(context, 64, 16) + 512 == read - 1
     assert [round(s / r, 1) for s, r in table.items()] == [4.0, 6.4, 9.1, 11.6]
     module = nsa(64, 4, groups=2, head_dim=8)
@@ -435,9 +439,15 @@ def test_errors() -> None:
 
     def built(keys: list[Heads], values: list[Heads], q: Heads = heads) -> NSA:
         return NSA(
-            q, keys, values, compress_key=Compress(4, 4), compress_value=Compress(4, 4),
-            gate=nn.Linear(8, 6), output=nn.Linear(8, 8), sizes=NSABlocks(4, 2, 4, 3, 4),
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            compress_key=Compress(4, 4),
+            compress_value=Compress(4, 4),
+            gate=nn.Linear(8, 6),
+            output=nn.Linear(8, 8),
+            sizes=NSABlocks(4, 2, 4, 3, 4),
+        )
 
     same = "every branch needs the same heads and dims, keys the dim of q"
     for call, message in (
@@ -446,7 +456,10 @@ def test_errors() -> None:
         (lambda: dsa(32, 4, groups=2, topk=0), "topk is 0; it must be 1 or more"),
         (
             lambda: Indexer(heads, Heads(8, 2, 4), nn.Linear(8, 2), topk=3),
-            "index q is 2 heads of 4, k is 2 heads of 4, weights for 2 heads: k must be 1 heads of 4, and weight must give 2",
+            (
+                "index q is 2 heads of 4, k is 2 heads of 4, weights for 2 heads: k must be 1 heads "
+                "of 4, and weight must give 2"
+            ),
         ),
         (lambda: Indexer(heads, kv[0], nn.Linear(8, 3), topk=3), "weights for 3 heads"),
         (

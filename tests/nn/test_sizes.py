@@ -1,4 +1,6 @@
-"""Layers refuse what they were not built for, with one error: with and without a gradient, with and without Numba."""
+"""Layers refuse what they were not built for, with one error: with and without a gradient, with and
+without Numba.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,19 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("size", [64, 512])
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_linear_map_of_other_features(ways: None, rows: int, size: int) -> None:
-    message = rf"^x is \(1, {rows}, {size}\); its last dimension must be 256, as the weight \(256, 256\) takes it: give it what"
+    message = (
+        rf"^x is \(1, {rows}, {size}\); its last dimension must be 256, as the weight "
+        rf"\(256, 256\) takes it: give it what"
+    )
     with pytest.raises(regard.ArgumentError, match=message):
         nn.Linear(256, 256)(torch.randn(1, rows, size))
 
 
 def test_a_bias_of_other_rows(ways: None) -> None:
-    message = r"^bias is \(4,\); it must be \(4096,\), one number for each row of the weight \(4096, 256\)$"
+    message = (
+        r"^bias is \(4,\); it must be \(4096,\), one number for each row of the weight "
+        r"\(4096, 256\)$"
+    )
     with pytest.raises(regard.ArgumentError, match=message):
         linear(torch.randn(1, 256), torch.randn(4096, 256), torch.randn(4))
 
@@ -42,7 +50,10 @@ def test_a_bias_of_other_rows(ways: None) -> None:
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.OffsetRMSNorm])
 @pytest.mark.parametrize("size", [64, 512])
 def test_a_norm_of_other_features(ways: None, size: int, norm: type[nn.RMSNorm]) -> None:
-    message = rf"^x is \(1, 1, {size}\) and the norm's weight \(256,\); the last dimension of x must have one number of the weight"
+    message = (
+        rf"^x is \(1, 1, {size}\) and the norm's weight \(256,\); the last dimension of x "
+        rf"must have one number of the weight"
+    )
     with pytest.raises(regard.ArgumentError, match=message):
         norm(256)(torch.randn(1, 1, size))
 
@@ -63,11 +74,14 @@ def test_a_mechanism_of_other_features(ways: None) -> None:
 @pytest.mark.parametrize(
     "x, message",
     [
-        (torch.ones(1, 256, dtype=torch.bfloat16), r"^x is bfloat16 and weight is float32; all must have one dtype: convert"),
+        (
+            torch.ones(1, 256, dtype=torch.bfloat16),
+            r"^x is bfloat16 and weight is float32; all must have one dtype: convert",
+        ),
         (torch.ones(1, 256, dtype=torch.int64), r"^x is int64 and weight is float32"),
         ([1.0], r"^x is list; it must be a torch tensor \[\.\.\., features\]$"),
     ],
-)  # fmt: skip
+)
 def test_a_linear_map_of_another_dtype(ways: None, x: Tensor, message: str) -> None:
     with pytest.raises(regard.ArgumentTypeError, match=message):
         nn.Linear(256, 256)(x)
@@ -95,7 +109,10 @@ def test_autocast_converts_as_ever() -> None:
 
 def test_what_torch_would_broadcast_or_convert() -> None:
     for heads, dim, x in ((4, 8, (1, 1, 3, 8)), (1, 8, (1, 4, 3, 8)), (4, 1, (1, 4, 3, 8))):
-        message = rf"^x is \({', '.join(map(str, x))}\); it must be \[batch, {heads}, length, {dim}\], as the norm of"
+        message = (
+            rf"^x is \({', '.join(map(str, x))}\); it must be \[batch, {heads}, length, "
+            rf"{dim}\], as the norm of"
+        )
         with pytest.raises(regard.ArgumentError, match=message):
             nn.HeadNorm(heads, dim)(torch.randn(x))
     with pytest.raises(regard.ArgumentTypeError, match=r"^x is int64; it must be float64, float32"):
@@ -111,10 +128,22 @@ def test_what_torch_would_broadcast_or_convert() -> None:
         (torch.ones(1, 0), torch.ones(6, 0), None),
         (torch.ones(1, 4, dtype=torch.float64), torch.ones(6, 4, dtype=torch.float64), None),
         (torch.ones(1, 4), torch.ones(6, 4, requires_grad=True), None),
-        (torch.ones(1, 4), torch.nn.Buffer(torch.ones(6, 4)).as_subclass(type("Other", (Tensor,), {})), None),
+        (
+            torch.ones(1, 4),
+            torch.nn.Buffer(torch.ones(6, 4)).as_subclass(type("Other", (Tensor,), {})),
+            None,
+        ),
     ],
-    ids=["weight strided", "bias strided", "no rows", "no features", "float64", "a gradient", "a subclass"],
-)  # fmt: skip
+    ids=[
+        "weight strided",
+        "bias strided",
+        "no rows",
+        "no features",
+        "float64",
+        "a gradient",
+        "a subclass",
+    ],
+)
 def test_what_compiled_code_cannot_read(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     with pytest.raises(
         regard.ArgumentError, match=r"^gemv was given x float.*use regard\.nn\.linear\.linear$"

@@ -1,4 +1,6 @@
-"""StreamingLLM against the paper's procedure, token by token: evict, number the slots from 0, rotate, attend."""
+"""StreamingLLM against the paper's procedure, token by token: evict, number the slots from 0,
+rotate, attend.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_is_the_procedure_of_the_paper(sinks: int, recent: int) -> None:
 
 
 def test_what_it_is_not() -> None:
-    """Negative controls: positions as they were, a window more or less, a sink more or less, no sinks."""
+    """Negative controls: positions as they were, a window more or less, a sink more or less, no
+    sinks.
+    """
     module, x = build(), tokens()
     right, exact = module(x), by_hand(module, x, 2, 5)
     wrongs = [by_hand(module, x, 2, 5, original=True)]
@@ -171,7 +175,9 @@ def test_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounds_no_worse_than_the_mask_alone(dtype: torch.dtype) -> None:
-    """Plain math: the same module without renumbering, whose error against its own definition is the allowance."""
+    """Plain math: the same module without renumbering, whose error against its own definition is
+    the allowance.
+    """
     x = tokens().to(dtype)
     exact = build().to(dtype)
     double = copy.deepcopy(exact).double()
@@ -233,18 +239,43 @@ def test_errors() -> None:
     same = "both must be one and the same Rotary: a query that looks at sinks is turned back"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: build(-1), regard.ArgumentError, "sinks is -1; it must be 0 or more"),
-        (lambda: build(1, 0), regard.ArgumentError, "recent is 0; it must be 1 or more: a query always sees itself"),
-        (lambda: build(1.5), regard.ArgumentTypeError, "sinks is float 1.5; it must be an int, 0 or more"),
+        (
+            lambda: build(1, 0),
+            regard.ArgumentError,
+            "recent is 0; it must be 1 or more: a query always sees itself",
+        ),
+        (
+            lambda: build(1.5),
+            regard.ArgumentTypeError,
+            "sinks is float 1.5; it must be an int, 0 or more",
+        ),
         (lambda: build(softcap=0.0), regard.ArgumentError, "softcap is 0.0"),
         (lambda: build(rotary=follows), regard.ArgumentError, "freeze its length"),
-        (lambda: other([], []), regard.ArgumentError, f"the last step on queries is None, and on keys None; {same}"),
+        (
+            lambda: other([], []),
+            regard.ArgumentError,
+            f"the last step on queries is None, and on keys None; {same}",
+        ),
         (lambda: other([rotary], [Rotary(6)]), regard.ArgumentError, same),
-        (lambda: other([rotary, nn.Identity()], [rotary]), regard.ArgumentError,
-         f"the last step on queries is Identity(), and on keys Rotary(6, base=10000.0, layout='half'); {same}"),
-        (lambda: other([rotary], [rotary], late=rotary), regard.ArgumentError, "project has the late step Rotary"),
-        (lambda: StreamingAttention(nn.Identity(), nn.Identity(), sinks=1, recent=2),  # type: ignore[arg-type]
-         regard.ArgumentTypeError, "project is Identity; it must be a Separate"),
-    ]  # fmt: skip
+        (
+            lambda: other([rotary, nn.Identity()], [rotary]),
+            regard.ArgumentError,
+            (
+                "the last step on queries is Identity(), and on keys Rotary(6, base=10000.0, "
+                f"layout='half'); {same}"
+            ),
+        ),
+        (
+            lambda: other([rotary], [rotary], late=rotary),
+            regard.ArgumentError,
+            "project has the late step Rotary",
+        ),
+        (
+            lambda: StreamingAttention(nn.Identity(), nn.Identity(), sinks=1, recent=2),  # type: ignore[arg-type]
+            regard.ArgumentTypeError,
+            "project is Identity; it must be a Separate",
+        ),
+    ]
     for make, kind, message in cases:
         with pytest.raises(kind) as error:
             make()

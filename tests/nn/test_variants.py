@@ -1,4 +1,6 @@
-"""What the catalogue's softmax mechanisms compute, against loops over the definition, and against one another."""
+"""What the catalogue's softmax mechanisms compute, against loops over the definition, and against
+one another.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ from regard.nn.variants import (
     sparse_strided,
     stacked,
     weightless,
-)  # fmt: skip
+)
 from regard.positions import Rotary
 from regard.span import Span
 from tests.nn.catalogue import DIM, VARIANTS, example, randomise, tokens
@@ -251,9 +253,14 @@ def test_longformer_by_loops(is_causal: bool, step: int) -> None:
 def copy_of_local(module: Any, step: int) -> Longformer:
     """Wrong: global tokens use the projection of the others."""
     return Longformer(
-        module.local, module.local, module.output, positions=(2, 7), window=3,
-        ahead=None if module.causal else 2, step=step,
-    )  # fmt: skip
+        module.local,
+        module.local,
+        module.output,
+        positions=(2, 7),
+        window=3,
+        ahead=None if module.causal else 2,
+        step=step,
+    )
 
 
 def test_a_window_as_long_as_the_text_is_no_window() -> None:
@@ -285,7 +292,9 @@ def test_sparse_patterns_that_see_everything_are_dense() -> None:
 
 
 def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_length() -> None:
-    """transformers' draws none in evaluation, and flips to full attention below 704 tokens (bug class 31)."""
+    """transformers' draws none in evaluation, and flips to full attention below 704 tokens (bug
+    class 31).
+    """
     module, x = made(bigbird(DIM, 4, block=2, blocks=16, random=2, seed=3)), tokens(32)
     assert torch.equal(module.train()(x), module.eval()(x))
     table = module.mask.table
@@ -298,25 +307,87 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gqa(DIM, 4, groups=3), "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, 4"),
-        (lambda: mha(30, 4), "dim 30 is not divisible by 4 heads; give head_dim, or one of 1, 2, 3, 5, 6, 10, 15, 30 heads"),
-        (lambda: mha(30, 0), "dim 30 is not divisible by 0 heads; give head_dim, or one of 1, 2, 3, 5, 6, 10, 15, 30 heads"),
-        (lambda: mha(0, 4, head_dim=2), "Heads(dim=0, heads=4, head_dim=2): each must be at least 1"),
+        (
+            lambda: gqa(DIM, 4, groups=3),
+            (
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
+                "4"
+            ),
+        ),
+        (
+            lambda: mha(30, 4),
+            (
+                "dim 30 is not divisible by 4 heads; give head_dim, or one of 1, 2, 3, 5, 6, 10, 15, "
+                "30 heads"
+            ),
+        ),
+        (
+            lambda: mha(30, 0),
+            (
+                "dim 30 is not divisible by 0 heads; give head_dim, or one of 1, 2, 3, 5, 6, 10, 15, "
+                "30 heads"
+            ),
+        ),
+        (
+            lambda: mha(0, 4, head_dim=2),
+            "Heads(dim=0, heads=4, head_dim=2): each must be at least 1",
+        ),
         (lambda: mha(8, 2, dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
         (lambda: weightless(0), "dim is 0; it must be at least 1"),
-        (lambda: gpt(8, 4, groups=2, order="heads"), 'order "heads" has one key and value per query head, not 2 for 4; use "groups"'),
+        (
+            lambda: gpt(8, 4, groups=2, order="heads"),
+            'order "heads" has one key and value per query head, not 2 for 4; use "groups"',
+        ),
         (lambda: gpt(8, 4, order="qkv"), "order is 'qkv'; it is one of parts, heads, groups"),
         (lambda: Fused(0, 2, 2, 2), "dim is 0 and head_dim 2; each must be at least 1"),
-        (lambda: local_global(8, 4, groups=2, window=2, every=0), "layer is 0 and every is 0; they must be at least 0 and 1"),
-        (lambda: sliding_window(8, 4, groups=2, window=0), "Window size is 0; it must be 1 or more: a query always sees itself; leave the window out to see all"),
-        (lambda: longformer(8, 4, window=4, step=-1), "Dilated step is -1; it must be 1 or more: 1 is a plain window"),
-        (lambda: longformer(8, 4, window=3), "window is 3; it is the total width, an even number: 2 or 4"),
-        (lambda: differential(8, 2, depth=-1), "q is 4 heads of 2, k is 4 heads of 2, v is 2 heads of 4, depth -1: q needs 2 H heads, k twice the heads of v and the head dim of q, depth at least 0"),
-        (lambda: Differential(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)), "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth 0: q needs 2 H heads, k twice the heads of v and the head dim of q, depth at least 0"),
-        (lambda: Gated(Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)), Heads(8, 4, 1)), "gate is 4 heads of 1; it must be 4 heads of 2, as attention gives"),
-        (lambda: build("longformer", 8, 4, window=4)(torch.zeros(1, 3, 8), None, gqa(8, 4, groups=2).new_cache()), "this Longformer looks ahead, so that no token is final before the last; give no cache, or make it causal with ahead=None"),
+        (
+            lambda: local_global(8, 4, groups=2, window=2, every=0),
+            "layer is 0 and every is 0; they must be at least 0 and 1",
+        ),
+        (
+            lambda: sliding_window(8, 4, groups=2, window=0),
+            (
+                "Window size is 0; it must be 1 or more: a query always sees itself; leave the window "
+                "out to see all"
+            ),
+        ),
+        (
+            lambda: longformer(8, 4, window=4, step=-1),
+            "Dilated step is -1; it must be 1 or more: 1 is a plain window",
+        ),
+        (
+            lambda: longformer(8, 4, window=3),
+            "window is 3; it is the total width, an even number: 2 or 4",
+        ),
+        (
+            lambda: differential(8, 2, depth=-1),
+            (
+                "q is 4 heads of 2, k is 4 heads of 2, v is 2 heads of 4, depth -1: q needs 2 H "
+                "heads, k twice the heads of v and the head dim of q, depth at least 0"
+            ),
+        ),
+        (
+            lambda: Differential(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)),
+            (
+                "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth 0: q needs 2 H heads, "
+                "k twice the heads of v and the head dim of q, depth at least 0"
+            ),
+        ),
+        (
+            lambda: Gated(Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2)), Heads(8, 4, 1)),
+            "gate is 4 heads of 1; it must be 4 heads of 2, as attention gives",
+        ),
+        (
+            lambda: build("longformer", 8, 4, window=4)(
+                torch.zeros(1, 3, 8), None, gqa(8, 4, groups=2).new_cache()
+            ),
+            (
+                "this Longformer looks ahead, so that no token is final before the last; give no "
+                "cache, or make it causal with ahead=None"
+            ),
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_sizes_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ArgumentError) as error:
         make()
@@ -351,7 +422,9 @@ def test_a_gate_leaves_a_latent_its_forms() -> None:
 
 @pytest.mark.parametrize("make", [causal, mha, gpt])
 def test_dropout_acts_on_the_weights_in_training_only(make: Any) -> None:
-    """Off in evaluation, bit for bit (bug class 26); what is shown is never dropped: rows sum to 1 (27)."""
+    """Off in evaluation, bit for bit (bug class 26); what is shown is never dropped: rows sum to 1
+    (27).
+    """
     module, plain, x = made(make(DIM, 4, dropout=0.5)), make(DIM, 4).double().eval(), tokens(T)
     plain.load_state_dict(module.state_dict())
     assert torch.equal(module(x), plain(x))

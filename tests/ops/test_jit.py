@@ -18,7 +18,9 @@ NAMES = [f.stem for f in sorted(FOLDER.glob("*.py")) if TAKEN.search(f.read_text
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_compiled_in_is_part_of_the_file(name: str) -> None:
-    """Numba compiles a function anew when its own file changes, not when a file does that it takes functions from."""
+    """Numba compiles a function anew when its own file changes, not when a file does that it takes
+    functions from.
+    """
     text = (FOLDER / f"{name}.py").read_text("utf-8")
     below = sorted(set(TAKEN.findall(text)))
     stamp = hashlib.sha256(b"".join((FOLDER / f"{x}.py").read_bytes() for x in below)).hexdigest()
@@ -30,9 +32,15 @@ def test_all_that_take_something_are_known() -> None:
 
 
 def test_nothing_is_taken_in_another_way() -> None:
-    """A module that is taken whole, and its functions from there, would be compiled in without being part of a stamp."""
+    """A module that is taken whole, and its functions from there, would be compiled in without
+    being part of a stamp.
+    """
     for file in FOLDER.glob("*.py"):
-        other = re.findall(r"^(?:from regard\.ops\.jit import|import regard\.ops\.jit).*", file.read_text("utf-8"), re.MULTILINE)  # fmt: skip
+        other = re.findall(
+            r"^(?:from regard\.ops\.jit import|import regard\.ops\.jit).*",
+            file.read_text("utf-8"),
+            re.MULTILINE,
+        )
         assert not other, f"{file.name}: {other}"
 
 

@@ -1,4 +1,6 @@
-"""Additive attention, and recurrent steps, from their definitions: Python floats and loops, and nothing of regard."""
+"""Additive attention, and recurrent steps, from their definitions: Python floats and loops, and
+nothing of regard.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def additive(
     weight: Tensor,
     visible: Callable[[int, int, int, int], bool] = lambda b, h, i, j: True,
 ) -> tuple[Tensor, Tensor]:
-    """(context [B,H,T,E], weights [B,H,T,S]) in float64; visible is asked for (row, query head, query, key)."""
+    """(context [B,H,T,E], weights [B,H,T,S]) in float64; visible is asked for (row, query head,
+    query, key).
+    """
     (B, H, T, A), (_, G, S, E) = query.shape, values.shape
     q, k, v, w = (x.detach().double().tolist() for x in (query, keys, values, weight))
     context = torch.zeros(B, H, T, E, dtype=torch.float64)

@@ -27,7 +27,9 @@ def delta(
     state: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Answer:
-    """q [B,H,T,D], k [B,G,T,D], v [B,G,T,E], beta [B,G,T], log_decay [B,G,T] or [B,G,T,D]; real [B,T] is False where a slot is no token."""
+    """q [B,H,T,D], k [B,G,T,D], v [B,G,T,E], beta [B,G,T], log_decay [B,G,T] or [B,G,T,D]; real
+    [B,T] is False where a slot is no token.
+    """
     (B, H, T, D), (G, E) = q.shape, (v.shape[1], v.shape[3])
     ql, kl, vl, bl = (x.detach().double().tolist() for x in (q, k, v, beta))
     gl = None if log_decay is None else log_decay.detach().double().tolist()
@@ -69,7 +71,8 @@ def delta_plain(
 ) -> tuple[Tensor, Tensor]:
     """The loop as somebody would type it, in the dtype of its inputs; H = G.
 
-    With `erase_first` the state is (I - beta k k^T) S + beta k v^T, which rounds elsewhere: both are what people type.
+    With `erase_first` the state is (I - beta k k^T) S + beta k v^T, which rounds elsewhere: both
+    are what people type.
     """
     B, H, T, D = q.shape
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -97,9 +100,11 @@ def delta_plain_matrices(
     *,
     differences: bool = False,
 ) -> Tensor:
-    """The same as one system of equations for all tokens, as somebody would type it, in the dtype of its inputs; H = G.
+    """The same as one system of equations for all tokens, as somebody would type it, in the dtype
+    of its inputs; H = G.
 
-    With `differences`, decays come from differences of one running sum: exact only relative to that sum, a known mistake.
+    With `differences`, decays come from differences of one running sum: exact only relative to that
+    sum, a known mistake.
     """
     T, total = q.shape[2], log_decay.cumsum(2)
     left = torch.zeros(*q.shape[:2], T, T, dtype=q.dtype)
@@ -125,12 +130,14 @@ def onnx_gated_delta(
     q_num_heads: int,
     kv_num_heads: int,
 ) -> tuple[Tensor, Tensor]:
-    """ONNX's LinearAttention, version 27, update rule "gated_delta", as its page defines it, on packed inputs; float64.
+    """ONNX's LinearAttention, version 27, update rule "gated_delta", as its page defines it, on
+    packed inputs; float64.
 
         S_t = exp(g_t) * S_{t-1} + beta_t * k_t (x) (v_t - exp(g_t) * S_{t-1}^T k_t);  o_t = scale * q_t^T S_t
 
-    query [B,T,Hq dk], key [B,T,Hkv dk], value [B,T,Hkv dv], decay [B,T,Hkv] or [B,T,Hkv dk], beta [B,T,Hkv] or [B,T,1],
-    past_state [B,Hkv,dk,dv]; scale is 1/sqrt(dk). Source: onnx.ai, operators, LinearAttention.
+    query [B,T,Hq dk], key [B,T,Hkv dk], value [B,T,Hkv dv], decay [B,T,Hkv] or [B,T,Hkv dk], beta
+    [B,T,Hkv] or [B,T,1], past_state [B,Hkv,dk,dv]; scale is 1/sqrt(dk). Source: onnx.ai, operators,
+    LinearAttention.
     """
     B, T, width = key.shape
     dk, dv = width // kv_num_heads, value.shape[-1] // kv_num_heads

@@ -1,4 +1,6 @@
-"""Infini-attention and StreamingLLM from their definitions: Python floats and loops, and nothing of regard."""
+"""Infini-attention and StreamingLLM from their definitions: Python floats and loops, and nothing of
+regard.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def infini(
     positions: list[list[int]] | None = None,
     retrieve_first: bool = True,
 ) -> Tensor:
-    """Segment by segment, head by head, query by query; `retrieve_first=False` is the bug of writing before reading."""
+    """Segment by segment, head by head, query by query; `retrieve_first=False` is the bug of
+    writing before reading.
+    """
     (B, H, T, D), (_, G, _, E) = q.shape, v.shape
     ql, kl, vl = (x.detach().double().tolist() for x in (q, k, v))
     qr = ql if q_rotated is None else q_rotated.detach().double().tolist()
@@ -96,9 +100,11 @@ def infini(
                     share = 1 / (1 + math.exp(-gates[h])) if gates[h] > -700 else 0.0
                     for n, i in enumerate(slots):
                         local = softmax_mean(
-                            qr[b][h][i], [kr[b][g][j] for j in slots[: n + 1]], values[: n + 1],
+                            qr[b][h][i],
+                            [kr[b][g][j] for j in slots[: n + 1]],
+                            values[: n + 1],
                             1 / math.sqrt(D),
-                        )  # fmt: skip
+                        )
                         far = store.read(ql[b][h][i])
                         mine = 0.0 if far is None and empty == "skip" else share
                         far = far or [0.0] * E
@@ -126,9 +132,11 @@ def turned(x: Vector, position: int, base: float) -> Vector:
 def streaming(
     q: Tensor, k: Tensor, v: Tensor, sinks: int, recent: int, base: float, **wrong: Any
 ) -> Tensor:
-    """Token by token, as the paper does it: append to the cache, evict, number the slots from 0, rotate all, attend.
+    """Token by token, as the paper does it: append to the cache, evict, number the slots from 0,
+    rotate all, attend.
 
-    q [T][H][D], k [T][G][D], v [T][G][E], none of them rotated. `original=True` leaves positions as they were.
+    q [T][H][D], k [T][G][D], v [T][G][E], none of them rotated. `original=True` leaves positions as
+    they were.
     """
     (T, H, D), (_, G, E) = q.shape, v.shape
     ql, kl, vl = (x.detach().double().tolist() for x in (q, k, v))

@@ -1,9 +1,10 @@
-"""Multi-head latent attention from the paper's equations: Python floats and loops, and nothing of regard.
+"""Multi-head latent attention from the paper's equations: Python floats and loops, and nothing of
+regard.
 
 `plain` is the same on whole tensors, the yardstick of the error rule in low precision.
 
-arXiv 2405.04434, equations 37 to 47, with the norms behind both latents (section 3.1.2) and the rotary angles and factors
-of the released code: interleaved pairs, YaRN ramp by pair index, mscale.
+arXiv 2405.04434, equations 37 to 47, with the norms behind both latents (section 3.1.2) and the
+rotary angles and factors of the released code: interleaved pairs, YaRN ramp by pair index, mscale.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Matrix = list[Vector]
 
 
 class Weights(NamedTuple):
-    """Matrices [out, in]; up-projections have, head by head, the rows of the first part, then those of the second."""
+    """Matrices [out, in]; up-projections have, head by head, the rows of the first part, then those
+    of the second.
+    """
 
     q_down: Tensor | None
     q_norm: Tensor | None
@@ -113,7 +116,9 @@ def normed(x: Vector, weight: Vector, eps: float) -> Vector:
 def latent_attention(
     x: Tensor, weights: Weights, sizes: Sizes, positions: Sequence[Sequence[int]]
 ) -> Tensor:
-    """x [B,T,M] at positions [B][T], -1 for no token: out [B,T,M] in float64; causal by position."""
+    """x [B,T,M] at positions [B][T], -1 for no token: out [B,T,M] in float64; causal by
+    position.
+    """
     w = {
         name: None if part is None else part.detach().double().tolist()
         for name, part in weights._asdict().items()
@@ -173,7 +178,9 @@ def plain(
     absorb: bool,
     tables: torch.dtype = torch.float64,
 ) -> Tensor:
-    """The equations on whole tensors in the dtype of x, absorbed or not; angles in the dtype of tables."""
+    """The equations on whole tensors in the dtype of x, absorbed or not; angles in the dtype of
+    tables.
+    """
 
     def normed(y: Tensor, weight: Tensor) -> Tensor:
         return y / (y.square().mean(-1, keepdim=True) + sizes.eps).sqrt() * weight

@@ -1,4 +1,6 @@
-"""Linear attention, retention and gated linear attention as sums over pairs: Python floats and loops, nothing of regard."""
+"""Linear attention, retention and gated linear attention as sums over pairs: Python floats and
+loops, nothing of regard.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,12 @@ def linear(
     z: Tensor | None = None,
     real: Tensor | None = None,
 ) -> Answer:
-    """o_t = sum_j w_tj v_j, w_tj = sum_d phi(q_t)_d phi(k_j)_d a_{j+1,d} ... a_{t,d}; divided by sum_j w_tj if normalised.
+    """o_t = sum_j w_tj v_j, w_tj = sum_d phi(q_t)_d phi(k_j)_d a_{j+1,d} ... a_{t,d}; divided by
+    sum_j w_tj if normalised.
 
-    log_decay [B,G,T,D], a = exp of it; real [B,T] is False where a slot is no token: there a is 1 and nothing is written.
-    S [B,G,D,E] and z [B,G,D] stand in front of the first token, like one more pair.
+    log_decay [B,G,T,D], a = exp of it; real [B,T] is False where a slot is no token: there a is 1
+    and nothing is written. S [B,G,D,E] and z [B,G,D] stand in front of the first token, like one
+    more pair.
     """
     (B, H, T, D), (G, E) = q.shape, (v.shape[1], v.shape[3])
     phi, n = MAPS[feature_map], H // G
@@ -90,7 +94,9 @@ def linear(
 
 
 class Row(NamedTuple):
-    """One key/value head of one row of the batch: by token, and what stood in front of the first."""
+    """One key/value head of one row of the batch: by token, and what stood in front of the
+    first.
+    """
 
     keys: dict[int, Vector]
     values: dict[int, Vector]
@@ -124,7 +130,9 @@ def dot(x: Vector, y: Vector) -> float:
 def retained(
     q: Tensor, k: Tensor, v: Tensor, gamma: Sequence[float], *, scale: float | None = None
 ) -> Tensor:
-    """o_t = scale sum_{j <= t} gamma_h^(t - j) (q_t . k_j) v_j: the parallel form of the paper, H = G; float64."""
+    """o_t = scale sum_{j <= t} gamma_h^(t - j) (q_t . k_j) v_j: the parallel form of the paper, H =
+    G; float64.
+    """
     B, H, T, D = q.shape
     out = torch.zeros(B, H, T, v.shape[3], dtype=torch.float64)
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -142,7 +150,8 @@ def retained(
 def plain_loop(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, *, ahead: bool = False) -> Tensor:
     """The recurrence as somebody would type it, in the dtype of its inputs; H = G.
 
-    With `ahead` each query first gets its part of the new token, then that of the state: another order of the same sum.
+    With `ahead` each query first gets its part of the new token, then that of the state: another
+    order of the same sum.
     """
     S = torch.zeros(*q.shape[:2], q.shape[3], v.shape[3], dtype=q.dtype)
     rows = []
@@ -163,7 +172,8 @@ def plain_matrix(
 ) -> Tensor:
     """All weights, then times values, as somebody would type it, in the dtype of its inputs; H = G.
 
-    With `differences`, decays come from differences of one running sum: exact only relative to that sum, a known mistake.
+    With `differences`, decays come from differences of one running sum: exact only relative to that
+    sum, a known mistake.
     """
     T = q.shape[2]
     products = q[:, :, :, None] * k[:, :, None]  # [B,H,T,T,D]
@@ -171,7 +181,11 @@ def plain_matrix(
         total, left = g.cumsum(2), torch.zeros_like(products)
         for i in range(T):
             for j in range(i + 1):
-                between = total[:, :, i] - total[:, :, j] if differences else g[:, :, j + 1 : i + 1].sum(2)  # fmt: skip
+                between = (
+                    total[:, :, i] - total[:, :, j]
+                    if differences
+                    else g[:, :, j + 1 : i + 1].sum(2)
+                )
                 left[:, :, i, j] = torch.exp(between)
         products = products * left
     return products.sum(-1).tril() @ v

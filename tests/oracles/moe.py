@@ -1,4 +1,6 @@
-"""Mixture of experts and block formats from their definitions: Python floats and loops, and nothing of regard."""
+"""Mixture of experts and block formats from their definitions: Python floats and loops, and nothing
+of regard.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def in_groups(scores: Row, count: int, kept: int, speak: int) -> list[int]:
 def softmax_routing(
     logits: Row, k: int, *, normalise: bool, scale: float, groups: tuple[int, int, int] | None
 ) -> dict[int, float]:
-    """Expert -> weight: softmax over all, choose, and divide by the sum of the chosen if asked to."""
+    """Expert -> weight: softmax over all, choose, and divide by the sum of the chosen if asked
+    to.
+    """
     shares = softmax(logits)
     among = None if groups is None else in_groups(shares, *groups)
     chosen = best(logits, k, among)

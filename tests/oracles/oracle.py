@@ -29,7 +29,9 @@ def softmax_attention(
     softcap: float | None = None,
     sink: Tensor | None = None,
 ) -> Answer:
-    """q [B,H,T,D], k [B,G,S,D], v [B,G,S,E]; visible and bias are asked for (row, query head, query, key)."""
+    """q [B,H,T,D], k [B,G,S,D], v [B,G,S,E]; visible and bias are asked for (row, query head,
+    query, key).
+    """
     (B, H, T, D), (_, G, S, E) = q.shape, v.shape
     ql, kl, vl = (x.detach().double().tolist() for x in (q, k, v))
     sinks = None if sink is None else sink.detach().double().tolist()

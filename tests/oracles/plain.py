@@ -1,4 +1,6 @@
-"""Plain math in the dtype of its inputs, as somebody would type it: what a kernel's rounding is measured against."""
+"""Plain math in the dtype of its inputs, as somebody would type it: what a kernel's rounding is
+measured against.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ def plain_attention(
     sink: Tensor | None = None,
     by_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by matmul and exp, every step rounded to the dtype of q; visible and bias broadcast to [B,H,T,S].
+    """(out, lse) by matmul and exp, every step rounded to the dtype of q; visible and bias
+    broadcast to [B,H,T,S].
 
-    The weights are exp(s - max) over their sum with exp(sink - max), or exp(s - lse) with sigmoid(lse - sink) behind:
-    both are what people type.
-    Differentiable. A row that sees nothing gives 0 and -inf, with gradient 0.
+    The weights are exp(s - max) over their sum with exp(sink - max), or exp(s - lse) with
+    sigmoid(lse - sink) behind: both are what people type. Differentiable. A row that sees nothing
+    gives 0 and -inf, with gradient 0.
     """
     n = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(n, 1), v.repeat_interleave(n, 1)
@@ -57,9 +60,11 @@ def plain_attention(
 def several_plains(
     q: Tensor, k: Tensor, v: Tensor, *, n: int = 4, **options: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """Plain math n times: the same sums, each time over queries, keys and dimensions in another order.
+    """Plain math n times: the same sums, each time over queries, keys and dimensions in another
+    order.
 
-    Every second one goes by the lse; not in half precision, where an lse is too coarse to be anybody's plain math.
+    Every second one goes by the lse; not in half precision, where an lse is too coarse to be
+    anybody's plain math.
     """
     results = []
     visible, bias = options.pop("visible", None), options.pop("bias", None)
@@ -76,10 +81,14 @@ def several_plains(
             return x.expand(*x.shape[:-2], len(rows), len(keys))[..., rows, :][..., keys]
 
         out, lse = plain_attention(
-            q[:, :, rows][..., dims], k[:, :, keys][..., dims], v[:, :, keys],
-            visible=shuffled(visible), bias=shuffled(bias),
-            by_lse=seed % 2 == 1 and q.dtype.itemsize >= 4, **options,
-        )  # fmt: skip
+            q[:, :, rows][..., dims],
+            k[:, :, keys][..., dims],
+            v[:, :, keys],
+            visible=shuffled(visible),
+            bias=shuffled(bias),
+            by_lse=seed % 2 == 1 and q.dtype.itemsize >= 4,
+            **options,
+        )
         back = rows.argsort()
         results.append((out[:, :, back], lse[:, :, back]))
     return results

@@ -1,7 +1,8 @@
-"""Selected attention from the papers' equations: Python floats and loops over positions, and nothing of regard.
+"""Selected attention from the papers' equations: Python floats and loops over positions, and
+nothing of regard.
 
-Positions are lists per batch row; -1 is a slot that holds nothing. What is chosen is a set of positions for each
-[row][query head][query slot].
+Positions are lists per batch row; -1 is a slot that holds nothing. What is chosen is a set of
+positions for each [row][query head][query slot].
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def best(scores: dict[int, float], n: int) -> set[int]:
 def attend_chosen(
     q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, k_positions: Rows, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention of each query over the positions chosen for it; float64 [B,H,T,E], 0 where there are none."""
+    """Softmax attention of each query over the positions chosen for it; float64 [B,H,T,E], 0 where
+    there are none.
+    """
     (B, H, T, D), (_, G, _, E) = q.shape, v.shape
     ql, kl, vl = (x.detach().double().tolist() for x in (q, k, v))
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -55,7 +58,9 @@ def attend_chosen(
 def moba(
     q: Tensor, k: Tensor, size: int, topk: int, q_positions: Rows, k_positions: Rows
 ) -> Chosen:
-    """arXiv 2502.13189: TopK over <q, mean of block>; the current block is one of the topk, future ones are none."""
+    """arXiv 2502.13189: TopK over <q, mean of block>; the current block is one of the topk, future
+    ones are none.
+    """
     B, H = q.shape[:2]
     G = k.shape[1]
     ql, kl = q.detach().double().tolist(), k.detach().double().tolist()
@@ -81,7 +86,9 @@ def moba(
 def indexer(
     q: Tensor, k: Tensor, w: Tensor, topk: int, q_positions: Rows, k_positions: Rows, heads: int
 ) -> tuple[list[list[dict[int, float]]], Chosen]:
-    """DeepSeek-V3.2: I_ts = sum_j w_tj relu(q_tj . k_s) over the past keys, by position, and the topk of them."""
+    """DeepSeek-V3.2: I_ts = sum_j w_tj relu(q_tj . k_s) over the past keys, by position, and the
+    topk of them.
+    """
     B, J = q.shape[:2]
     ql, kl, wl = (x.detach().double().tolist() for x in (q, k, w))
     scores: list[list[dict[int, float]]] = []
@@ -89,13 +96,15 @@ def indexer(
         slot = {p: i for i, p in enumerate(k_positions[b]) if p >= 0}
         scores.append([])
         for t, at in enumerate(q_positions[b]):
-            scores[b].append({
-                p: math.fsum(
-                    wl[b][t][j] * max(0.0, dot(ql[b][j][t], kl[b][0][i])) for j in range(J)
-                )
-                for p, i in slot.items()
-                if p <= at
-            })  # fmt: skip
+            scores[b].append(
+                {
+                    p: math.fsum(
+                        wl[b][t][j] * max(0.0, dot(ql[b][j][t], kl[b][0][i])) for j in range(J)
+                    )
+                    for p, i in slot.items()
+                    if p <= at
+                }
+            )
     chosen = [[[best(s, topk) for s in rows] for _ in range(heads)] for rows in scores]
     return scores, chosen
 
@@ -107,7 +116,9 @@ def compressed(
     positions: Rows,
     phi: Callable[[list[list[float]]], list[float]],
 ) -> list[list[dict[int, list[float]]]]:
-    """arXiv 2502.11089, equation 7: [row][head][i] = phi of tokens i d .. i d + l - 1, for each i with all of them."""
+    """arXiv 2502.11089, equation 7: [row][head][i] = phi of tokens i d .. i d + l - 1, for each i
+    with all of them.
+    """
     xl = x.detach().double().tolist()
     found: list[list[dict[int, list[float]]]] = []
     for b, row in enumerate(positions):
@@ -118,10 +129,12 @@ def compressed(
             for i in range(last // stride + 1)
             if all(p in slot for p in range(i * stride, i * stride + length))
         ]
-        found.append([
-            {i: phi([head[slot[i * stride + o]] for o in range(length)]) for i in whole}
-            for head in xl[b]
-        ])  # fmt: skip
+        found.append(
+            [
+                {i: phi([head[slot[i * stride + o]] for o in range(length)]) for i in whole}
+                for head in xl[b]
+            ]
+        )
     return found
 
 
@@ -159,7 +172,9 @@ def nsa_compressed_attention(
     stride: int,
     q_positions: Rows,
 ) -> tuple[Tensor, list[list[list[dict[int, float]]]]]:
-    """Attention to compressed tokens, out [B,H,T,E] and the weights [row][head][query][i] (equation 8)."""
+    """Attention to compressed tokens, out [B,H,T,E] and the weights [row][head][query][i] (equation
+    8).
+    """
     B, H, T, D = q.shape
     G, ql = len(keys[0]), q.detach().double().tolist()
     E = next((len(x) for row in values for head in row for x in head.values()), D)
@@ -191,7 +206,9 @@ def nsa_chosen(
     q_positions: Rows,
     k_positions: Rows,
 ) -> Chosen:
-    """Equations 9 to 12, sizes (l, d, l', n, initial, local): Eq. 9 as printed, with j and the index counted from 1."""
+    """Equations 9 to 12, sizes (l, d, l', n, initial, local): Eq. 9 as printed, with j and the
+    index counted from 1.
+    """
     l, d, select, n, initial, local = sizes
     H = len(weights[0])
     chosen: Chosen = []

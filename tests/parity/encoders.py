@@ -10,11 +10,18 @@ from tests.parity import layers
 
 M, H = 24, 3
 SIZES = {
-    "vocab_size": 8, "hidden_size": M, "num_attention_heads": H, "intermediate_size": 16,
-    "num_hidden_layers": layers.LAYERS, "max_position_embeddings": 80, "pad_token_id": 1,
-    "bos_token_id": 0, "eos_token_id": 2, "hidden_dropout_prob": 0.0,
+    "vocab_size": 8,
+    "hidden_size": M,
+    "num_attention_heads": H,
+    "intermediate_size": 16,
+    "num_hidden_layers": layers.LAYERS,
+    "max_position_embeddings": 80,
+    "pad_token_id": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+}
 
 
 def paths(layer: int) -> tuple[str, str]:

@@ -1,4 +1,6 @@
-"""One attention layer of a transformers model beside ours with the same weights: the checks that every family has."""
+"""One attention layer of a transformers model beside ours with the same weights: the checks that
+every family has.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")
 
 SHARE = 1e-5
-"""Of the largest output, in fp32: about 170 roundings, which is what a score of some tens, its exponential and the sums
-behind it may collect in another order. Every comparison has this bound, and no other."""
+"""Of the largest output, in fp32: about 170 roundings, which is what a score of some tens, its
+exponential and the sums behind it may collect in another order. Every comparison has this bound,
+and no other."""
 FAR = 100
 """A wrong variant differs by so many times the bound at least."""
 LENGTH, LAYERS = 26, 2
@@ -166,7 +169,9 @@ def assert_chunks(pair: Pair, chunks: Sequence[int] = (3, 11, 1, 1, 7, 1, 1, 1))
 
 
 def assert_left_padding(pair: Pair) -> None:
-    """Rows of all, 17 and 1 tokens; NaN in our padding reaches nothing, in one pass and with a cache."""
+    """Rows of all, 17 and 1 tokens; NaN in our padding reaches nothing, in one pass and with a
+    cache.
+    """
     keep = torch.arange(LENGTH) >= LENGTH - torch.tensor([LENGTH, 17, 1])[:, None]
     positions = torch.where(keep, keep.long().cumsum(1) - 1, -1)
     x, y = pair.run(pair.tokens(3), positions, attention_mask=keep.long(), use_cache=False)

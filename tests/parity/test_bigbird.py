@@ -1,4 +1,6 @@
-"""Attention of BigBird as transformers computes it, in full, in blocks, in training and in evaluation, against `bigbird`."""
+"""Attention of BigBird as transformers computes it, in full, in blocks, in training and in
+evaluation, against `bigbird`.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ class Big:
 
     def __init__(self, kind: str, **options: Any) -> None:
         config = SIZES | {
-            "attention_type": kind, "block_size": BLOCK, "num_random_blocks": RANDOM, "use_bias": True,
-        }  # fmt: skip
+            "attention_type": kind,
+            "block_size": BLOCK,
+            "num_random_blocks": RANDOM,
+            "use_bias": True,
+        }
         self.theirs = layers.model("BigBird", config)
         given = {"block": BLOCK, "blocks": BLOCKS, "random": RANDOM, "bias": True} | options
         self.ours: Any = copy_weights(
@@ -101,10 +106,12 @@ def test_bigbird_in_training_is_the_definition_with_the_blocks_drawn(
 def test_bigbird_in_evaluation_counts_the_first_block_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Theirs draws no blocks outside of training: all are block 0, which is global already and so is counted 1 + r times.
+    """Theirs draws no blocks outside of training: all are block 0, which is global already and so
+    is counted 1 + r times.
 
-    That is no attention over a set of keys. It equals the definition without random blocks once log(1 + r) is added to
-    the scores of block 0, and differs from the definition with our random blocks and with none.
+    That is no attention over a set of keys. It equals the definition without random blocks once
+    log(1 + r) is added to the scores of block 0, and differs from the definition with our random
+    blocks and with none.
     """
     pair = Big("block_sparse")
     draws = pair.draws(monkeypatch)

@@ -1,7 +1,9 @@
-"""The layers of transformers' DeepSeek-V2 and V3 with the same weights: prompt, chunks, decode, padding, YaRN.
+"""The layers of transformers' DeepSeek-V2 and V3 with the same weights: prompt, chunks, decode,
+padding, YaRN.
 
-Their norms and rotary tables round to float32 whatever the dtype, so both sides are held against the float64 loops of the
-paper, each by the error rule with plain math that rounds where it does; V3 with exact norms and tables must agree to 1e-12.
+Their norms and rotary tables round to float32 whatever the dtype, so both sides are held against
+the float64 loops of the paper, each by the error rule with plain math that rounds where it does; V3
+with exact norms and tables must agree to 1e-12.
 """
 
 from __future__ import annotations
@@ -75,11 +77,18 @@ class Pair:
         rope = {"rope_type": "default"} if given is None else {"rope_type": "yarn", **given}
         kind = transformers.DeepseekV2Config if version == 2 else transformers.DeepseekV3Config
         self.config = kind(
-            hidden_size=M, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=q_rank,
-            kv_lora_rank=RANK, qk_nope_head_dim=DN, qk_rope_head_dim=DR, v_head_dim=DV,
-            num_hidden_layers=1, max_position_embeddings=4096,
+            hidden_size=M,
+            num_attention_heads=H,
+            num_key_value_heads=H,
+            q_lora_rank=q_rank,
+            kv_lora_rank=RANK,
+            qk_nope_head_dim=DN,
+            qk_rope_head_dim=DR,
+            v_head_dim=DV,
+            num_hidden_layers=1,
+            max_position_embeddings=4096,
             rope_parameters={"rope_theta": 10000.0, **rope},
-        )  # fmt: skip
+        )
         self.config._attn_implementation = "sdpa"
         self.version, self.where = version, v2 if version == 2 else v3
         name = f"DeepseekV{version}"
@@ -98,11 +107,14 @@ class Pair:
             yarn = oracle.Yarn(40.0, 64, mscale=given.get("mscale", 1.0), mscale_all_dim=all_dim)
         self.sizes = oracle.Sizes(H, DN, DR, DV, yarn=yarn)
         self.weights = oracle.Weights(
-            state.get("q_a_proj.weight"), state.get("q_a_layernorm.weight"),
+            state.get("q_a_proj.weight"),
+            state.get("q_a_layernorm.weight"),
             state["q_proj.weight" if q_rank is None else "q_b_proj.weight"],
-            state["kv_a_proj_with_mqa.weight"], state["kv_a_layernorm.weight"],
-            state["kv_b_proj.weight"], state["o_proj.weight"],
-        )  # fmt: skip
+            state["kv_a_proj_with_mqa.weight"],
+            state["kv_a_layernorm.weight"],
+            state["kv_b_proj.weight"],
+            state["o_proj.weight"],
+        )
 
     def exact(self, x: Tensor, positions: Tensor) -> Tensor:
         return oracle.latent_attention(x, self.weights, self.sizes, positions.tolist())
@@ -172,7 +184,9 @@ def test_chunks_and_decode_with_a_cache(version: int, form: str) -> None:
 
 
 def assert_same_memory(pair: Pair, memory: Tensor, held: Any) -> None:
-    """The very latents are equal; V3 lays its rotated pairs out in halves, and its queries alike."""
+    """The very latents are equal; V3 lays its rotated pairs out in halves, and its queries
+    alike.
+    """
     order = [*range(0, DR, 2), *range(1, DR, 2)] if pair.version == 3 else [*range(DR)]
     theirs = torch.cat((held.keys, held.values), -1)
     ours = torch.cat((memory[..., :RANK], memory[..., RANK:][..., order]), -1)
@@ -230,28 +244,46 @@ def test_frequencies_and_factors(version: int, scaling: str) -> None:
 
 
 def test_mscale_alone_is_theirs_to_ignore() -> None:
-    """DeepSeek's released code takes f(mscale) / f(mscale_all_dim) with defaults 1 and 0; transformers then takes f(1)."""
+    """DeepSeek's released code takes f(mscale) / f(mscale_all_dim) with defaults 1 and 0;
+    transformers then takes f(1).
+    """
     pair = Pair(3, {**YARN, "mscale": 0.707})
     assert pair.ours.project.rotary.rotary_factor == 0.1 * 0.707 * math.log(40) + 1
     assert pair.rotary.attention_scaling == 0.1 * math.log(40) + 1
 
 
-@pytest.mark.parametrize("version, m, scale", [
-    (2, 0.707, 0.11472138679292611), (3, 1.0, 0.1352337788608801),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "version, m, scale",
+    [
+        (2, 0.707, 0.11472138679292611),
+        (3, 1.0, 0.1352337788608801),
+    ],
+)
 def test_the_scale_at_the_real_sizes(version: int, m: float, scale: float) -> None:
     kind = transformers.DeepseekV2Config if version == 2 else transformers.DeepseekV3Config
     rope = {**YARN, "original_max_position_embeddings": 4096, "mscale": m, "mscale_all_dim": m}
     config = kind(
-        hidden_size=64, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=512,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+        hidden_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=8,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
         rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, **rope},
-    )  # fmt: skip
+    )
     theirs = getattr(v2 if version == 2 else v3, f"DeepseekV{version}Attention")(config, 0)
     ours = mla(
-        64, 2, q_rank=8, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128,
+        64,
+        2,
+        q_rank=8,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
         scaling=YaRN(40.0, 4096, mscale=m, mscale_all_dim=m),
-    )  # fmt: skip
+    )
     assert theirs.scaling == pytest.approx(scale, rel=1e-15)
     assert ours.scale == pytest.approx(scale, rel=1e-15)
 

@@ -1,4 +1,6 @@
-"""Fused matrices and ALiBi: BLOOM, MPT, GPT-2, GPT-NeoX and Falcon as transformers computes them, against our parts."""
+"""Fused matrices and ALiBi: BLOOM, MPT, GPT-2, GPT-NeoX and Falcon as transformers computes them,
+against our parts.
+"""
 
 from __future__ import annotations
 
@@ -44,36 +46,62 @@ def with_alibi(ours: Any) -> Any:
 
 FAMILIES = {
     "Bloom": Family(
-        "Bloom", COMMON | {"hidden_size": M, "n_head": H, "n_layer": layers.LAYERS},
-        "h.{}.self_attention", names("query_key_value", "dense"),
+        "Bloom",
+        COMMON | {"hidden_size": M, "n_head": H, "n_layer": layers.LAYERS},
+        "h.{}.self_attention",
+        names("query_key_value", "dense"),
         lambda config, layer: with_alibi(gpt(M, H, order="heads")),
-        outlet="dense", positioned=False,  # its attention adds the residual
+        outlet="dense",
+        positioned=False,  # its attention adds the residual
     ),
     "Mpt": Family(
-        "Mpt", COMMON | {"d_model": M, "n_heads": H, "n_layers": layers.LAYERS, "max_seq_len": 64},
-        "blocks.{}.attn", names("Wqkv", "out_proj", bias=False),
-        lambda config, layer: with_alibi(gpt(M, H, order="parts", bias=False)), positioned=False,
+        "Mpt",
+        COMMON | {"d_model": M, "n_heads": H, "n_layers": layers.LAYERS, "max_seq_len": 64},
+        "blocks.{}.attn",
+        names("Wqkv", "out_proj", bias=False),
+        lambda config, layer: with_alibi(gpt(M, H, order="parts", bias=False)),
+        positioned=False,
     ),
     "GPT2": Family(
-        "GPT2", COMMON | {"n_embd": M, "n_head": H, "n_layer": layers.LAYERS},
-        "h.{}.attn", names("c_attn", "c_proj"), lambda config, layer: gpt(M, H), transposed=True,
+        "GPT2",
+        COMMON | {"n_embd": M, "n_head": H, "n_layer": layers.LAYERS},
+        "h.{}.attn",
+        names("c_attn", "c_proj"),
+        lambda config, layer: gpt(M, H),
+        transposed=True,
     ),
     "GPTNeoX": Family(
         "GPTNeoX",
-        COMMON | {"hidden_size": M, "num_attention_heads": H, "num_hidden_layers": layers.LAYERS,
-                  "intermediate_size": 16, "rope_parameters": HALF},
-        "layers.{}.attention", names("query_key_value", "dense"),
+        COMMON
+        | {
+            "hidden_size": M,
+            "num_attention_heads": H,
+            "num_hidden_layers": layers.LAYERS,
+            "intermediate_size": 16,
+            "rope_parameters": HALF,
+        },
+        "layers.{}.attention",
+        names("query_key_value", "dense"),
         lambda config, layer: fused("heads", rotary_dim=D // 2),
     ),
     "Falcon": Family(
         "Falcon",
-        COMMON | {"hidden_size": M, "num_attention_heads": H, "num_kv_heads": G, "alibi": False,
-                  "num_hidden_layers": layers.LAYERS, "new_decoder_architecture": True,
-                  "bias": True, "rope_parameters": WHOLE},
-        "h.{}.self_attention", names("query_key_value", "dense"),
+        COMMON
+        | {
+            "hidden_size": M,
+            "num_attention_heads": H,
+            "num_kv_heads": G,
+            "alibi": False,
+            "num_hidden_layers": layers.LAYERS,
+            "new_decoder_architecture": True,
+            "bias": True,
+            "rope_parameters": WHOLE,
+        },
+        "h.{}.self_attention",
+        names("query_key_value", "dense"),
         lambda config, layer: fused("groups", G, rotary_dim=D),
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -109,7 +137,9 @@ def test_shift(pair: Pair) -> None:
 
 
 def separated(pair: Pair) -> Any:
-    """The catalogue's `alibi` with the rows of BLOOM's matrix sorted out by hand: head by head q, k, v."""
+    """The catalogue's `alibi` with the rows of BLOOM's matrix sorted out by hand: head by head q,
+    k, v.
+    """
     made = alibi(M, H, bias=True).requires_grad_(False)
     source = pair.ours.project.linear
     for i, part in enumerate((made.project.q, made.project.k, made.project.v)):
@@ -190,13 +220,24 @@ WRONG = [
     *(("Bloom", c) for c in (other_order("parts"), no_bias, FROM_ZERO, EVENLY, SORTED)),
     *(("Mpt", c) for c in (other_order("heads"), no_bias, FROM_ZERO, EVENLY)),
     *(("GPT2", c) for c in (other_order("heads"), untransposed, rotated_values)),
-    *(("GPTNeoX", c) for c in (
-        other_order("parts"), rotary(), rotary(rotary_dim=4, layout="interleaved"), rotated_values,
-    )),
-    *(("Falcon", c) for c in (
-        other_order("parts"), rotary(layout="interleaved"), rotary(rotary_dim=4),
-    )),
-]  # fmt: skip
+    *(
+        ("GPTNeoX", c)
+        for c in (
+            other_order("parts"),
+            rotary(),
+            rotary(rotary_dim=4, layout="interleaved"),
+            rotated_values,
+        )
+    ),
+    *(
+        ("Falcon", c)
+        for c in (
+            other_order("parts"),
+            rotary(layout="interleaved"),
+            rotary(rotary_dim=4),
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize("name, change", WRONG, ids=lambda x: getattr(x, "__name__", x))

@@ -1,4 +1,6 @@
-"""Attention of Gemma 2 and gpt-oss as transformers computes it, against `softcap` and `learned_sink`, local layers too."""
+"""Attention of Gemma 2 and gpt-oss as transformers computes it, against `softcap` and
+`learned_sink`, local layers too.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,20 @@ from tests.parity.layers import LENGTH, Change, Family, Pair
 
 M, H, G, D, WINDOW, CAP = 24, 6, 2, 8, 4, 2.5
 SIZES = {
-    "vocab_size": 8, "hidden_size": M, "intermediate_size": 16, "num_hidden_layers": layers.LAYERS,
-    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "sliding_window": WINDOW,
-    "max_position_embeddings": 4096, "pad_token_id": 0, "eos_token_id": 0, "bos_token_id": 0,
+    "vocab_size": 8,
+    "hidden_size": M,
+    "intermediate_size": 16,
+    "num_hidden_layers": layers.LAYERS,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "head_dim": D,
+    "sliding_window": WINDOW,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
     "layer_types": ["sliding_attention", "full_attention"],
-}  # fmt: skip
+}
 LINEAR = {
     "q_proj.weight": "project.q.linear.weight",
     "k_proj.weight": "project.k.linear.weight",
@@ -32,9 +43,14 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 EXACT = {"rope_type": "default", "rope_theta": 256.0}
 # the factor, betas and trained length of gpt-oss
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "original_max_position_embeddings": 4096, "truncate": False,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
 def local(ours: Any, config: Any, layer: int) -> Any:
@@ -46,9 +62,14 @@ def local(ours: Any, config: Any, layer: int) -> Any:
 
 def gemma2(config: Any, layer: int) -> Any:
     made = softcap(
-        M, H, groups=G, head_dim=D, base=config.rope_parameters["rope_theta"],
-        cap=config.attn_logit_softcapping, scale=config.query_pre_attn_scalar**-0.5,
-    )  # fmt: skip
+        M,
+        H,
+        groups=G,
+        head_dim=D,
+        base=config.rope_parameters["rope_theta"],
+        cap=config.attn_logit_softcapping,
+        scale=config.query_pre_attn_scalar**-0.5,
+    )
     return local(made, config, layer)
 
 
@@ -71,15 +92,20 @@ BIASES = {name.replace("weight", "bias"): LINEAR[name].replace("weight", "bias")
 FAMILIES = {
     "Gemma2": Family(
         "Gemma2",
-        SIZES | {"attn_logit_softcapping": CAP, "query_pre_attn_scalar": 3, "rope_parameters": PLAIN},
-        "layers.{}.self_attn", LINEAR, gemma2,
+        SIZES
+        | {"attn_logit_softcapping": CAP, "query_pre_attn_scalar": 3, "rope_parameters": PLAIN},
+        "layers.{}.self_attn",
+        LINEAR,
+        gemma2,
     ),
     "GptOss": Family(
         "GptOss",
         SIZES | {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": PLAIN},
-        "layers.{}.self_attn", LINEAR | BIASES | {"sinks": "sink"}, gpt_oss,
+        "layers.{}.self_attn",
+        LINEAR | BIASES | {"sinks": "sink"},
+        gpt_oss,
     ),
-}  # fmt: skip
+}
 LAYERS = [(name, layer) for name in FAMILIES for layer in (0, 1)]
 
 
@@ -134,12 +160,15 @@ def test_a_local_cache_keeps_a_window(pair: Pair) -> None:
 
 
 def test_the_cap_bites_and_the_sinks_count() -> None:
-    """What a wrong cap or sink would hide behind: scores below the cap, or sinks far below the scores."""
+    """What a wrong cap or sink would hide behind: scores below the cap, or sinks far below the
+    scores.
+    """
     pair = made("Gemma2", 1)
     x, _ = pair.run(pair.tokens(), use_cache=False)
-    q, (k, _) = pair.ours.project.query(x, torch.arange(LENGTH)[None]), pair.ours.project.remember(
-        x, torch.arange(LENGTH)[None]
-    )  # fmt: skip
+    q, (k, _) = (
+        pair.ours.project.query(x, torch.arange(LENGTH)[None]),
+        pair.ours.project.remember(x, torch.arange(LENGTH)[None]),
+    )
     scores = q @ k.repeat_interleave(H // G, 1).mT * pair.ours.scale
     assert float((scores.abs() > CAP).float().mean()) > 0.2
     sink = made("GptOss", 1).ours.sink
@@ -215,7 +244,7 @@ WRONG_YARN: dict[str, Change] = {
     "squared factor": lambda ours: turn(
         ours, truncate=False, attention_factor=(0.1 * math.log(32) + 1) ** 2
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", WRONG_YARN.values(), ids=WRONG_YARN)

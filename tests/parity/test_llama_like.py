@@ -1,4 +1,6 @@
-"""Attention of Llama, Qwen3 and OLMo 2 as transformers computes it, against `gqa`, `qk_norm` and `qk_norm_flat`."""
+"""Attention of Llama, Qwen3 and OLMo 2 as transformers computes it, against `gqa`, `qk_norm` and
+`qk_norm_flat`.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,18 @@ from tests.parity.layers import LENGTH, Change, Family, Pair
 
 M, H, G, D = 24, 6, 2, 8
 SIZES = {
-    "vocab_size": 8, "hidden_size": M, "intermediate_size": 16, "num_hidden_layers": layers.LAYERS,
-    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "rms_norm_eps": 1e-2,
-    "max_position_embeddings": 4096, "pad_token_id": 0, "eos_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 8,
+    "hidden_size": M,
+    "intermediate_size": 16,
+    "num_hidden_layers": layers.LAYERS,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "head_dim": D,
+    "rms_norm_eps": 1e-2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "eos_token_id": 0,
+}
 LINEAR = {
     "q_proj.weight": "project.q.linear.weight",
     "k_proj.weight": "project.k.linear.weight",
@@ -92,9 +102,11 @@ def test_offset(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_offset_with_exact_angles(name: str) -> None:
-    """Base 256 makes the frequencies 1, 1/4, 1/16, 1/64, so that fp32 angles are exact on both sides.
+    """Base 256 makes the frequencies 1, 1/4, 1/16, 1/64, so that fp32 angles are exact on both
+    sides.
 
-    With others, theirs are off by up to half a unit of an angle, which passes the bound at some 4000 positions.
+    With others, theirs are off by up to half a unit of an angle, which passes the bound at some
+    4000 positions.
     """
     pair = Pair(FAMILIES[name], **rope(256.0))
     assert pair.theirs.rotary_emb.inv_freq.tolist() == [1, 1 / 4, 1 / 16, 1 / 64]
@@ -132,9 +144,11 @@ def other_groups(ours: Any) -> None:
     order = [h // (H // G) + G * (h % (H // G)) for h in range(H)]
     for linear, dim in ((ours.project.q.linear, 0), (ours.output, 1)):
         weight = linear.weight.data
-        linear.weight.data = weight.unflatten(dim, (H, D)).index_select(
-            dim, torch.tensor(order)
-        ).flatten(dim, dim + 1)  # fmt: skip
+        linear.weight.data = (
+            weight.unflatten(dim, (H, D))
+            .index_select(dim, torch.tensor(order))
+            .flatten(dim, dim + 1)
+        )
 
 
 def other_eps(ours: Any) -> None:
@@ -176,9 +190,12 @@ def norm_head_by_head(ours: Any) -> None:
 
 EVERYWHERE = (interleaved, other_base, other_scale, window, not_causal, other_groups)
 WRONG = [(name, change) for name in FAMILIES for change in EVERYWHERE] + [
-    ("Qwen3", other_eps), ("Qwen3", norm_behind_rotary), ("Qwen3", norms_swapped),
-    ("Olmo2", no_norm), ("Olmo2", norm_head_by_head),
-]  # fmt: skip
+    ("Qwen3", other_eps),
+    ("Qwen3", norm_behind_rotary),
+    ("Qwen3", norms_swapped),
+    ("Olmo2", no_norm),
+    ("Olmo2", norm_head_by_head),
+]
 
 
 @pytest.mark.parametrize("name, change", WRONG, ids=lambda x: getattr(x, "__name__", x))

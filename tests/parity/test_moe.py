@@ -1,4 +1,6 @@
-"""The mixtures of experts of transformers' models, with random weights, against regard's parts; wrong ones must fail."""
+"""The mixtures of experts of transformers' models, with random weights, against regard's parts;
+wrong ones must fail.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,12 @@ def gpt_oss() -> tuple[MoE, Callable[[Tensor], Tensor]]:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
     config = transformers.GptOssConfig(
-        hidden_size=M, intermediate_size=HIDDEN, num_local_experts=N, num_experts_per_tok=3, swiglu_limit=1.0
-    )  # fmt: skip
+        hidden_size=M,
+        intermediate_size=HIDDEN,
+        num_local_experts=N,
+        num_experts_per_tok=3,
+        swiglu_limit=1.0,
+    )
     theirs = random(GptOssMLP(config))
     router = SoftmaxRouter(M, N, 3, normalise=True, bias=True)
     router.linear.weight.data.copy_(theirs.router.weight)
@@ -98,9 +104,14 @@ def v2(**change: Any) -> Any:
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 
     config = transformers.DeepseekV2Config(
-        hidden_size=M, num_attention_heads=2, moe_intermediate_size=HIDDEN, n_routed_experts=N,
-        num_experts_per_tok=3, n_shared_experts=2, **change,
-    )  # fmt: skip
+        hidden_size=M,
+        num_attention_heads=2,
+        moe_intermediate_size=HIDDEN,
+        n_routed_experts=N,
+        num_experts_per_tok=3,
+        n_shared_experts=2,
+        **change,
+    )
     return random(DeepseekV2Moe(config))
 
 
@@ -119,14 +130,23 @@ def deepseek_v3() -> tuple[MoE, Callable[[Tensor], Tensor]]:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
     config = transformers.DeepseekV3Config(
-        hidden_size=M, num_attention_heads=2, moe_intermediate_size=HIDDEN, n_routed_experts=N,
-        num_experts_per_tok=3, n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5,
-    )  # fmt: skip
+        hidden_size=M,
+        num_attention_heads=2,
+        moe_intermediate_size=HIDDEN,
+        n_routed_experts=N,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    )
     router = SigmoidRouter(M, N, 3, groups=Groups(4, 2, best=2), normalise=True, scale=2.5)
     return deepseek(router, random(DeepseekV3MoE(config)))
 
 
-PAIRS = {f.__name__: f for f in (gpt_oss, mixtral, deepseek_v2_greedy, deepseek_v2_groups, deepseek_v3)}  # fmt: skip
+PAIRS = {
+    f.__name__: f for f in (gpt_oss, mixtral, deepseek_v2_greedy, deepseek_v2_groups, deepseek_v3)
+}
 
 
 def tokens(*shape: int) -> Tensor:

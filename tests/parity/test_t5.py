@@ -1,4 +1,6 @@
-"""Attention of T5 as transformers computes it: encoder, decoder and cross-attention, against `t5` and `cross_attention`."""
+"""Attention of T5 as transformers computes it: encoder, decoder and cross-attention, against `t5`
+and `cross_attention`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,13 @@ NAMES = {
 }
 TABLE = {"relative_attention_bias.weight": "bias_tensors.0"}
 SIZES = {
-    "vocab_size": 8, "d_model": M, "d_kv": D, "d_ff": 16, "num_layers": layers.LAYERS, "num_heads": H,
-}  # fmt: skip
+    "vocab_size": 8,
+    "d_model": M,
+    "d_kv": D,
+    "d_ff": 16,
+    "num_layers": layers.LAYERS,
+    "num_heads": H,
+}
 SMALL = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
 LENGTH, MEMORY = 40, 29
 ENCODER, DECODER, CROSS = (
@@ -65,9 +72,13 @@ class T5:
     def memory(self, text: Tensor, words: Tensor, **call: Any) -> Tensor:
         """What the encoder gave, which cross-attention reads."""
         return capture(
-            self.theirs, "encoder.block.0", "encoder",
-            inputs_embeds=text, decoder_inputs_embeds=words, **call,
-        )[1]  # fmt: skip
+            self.theirs,
+            "encoder.block.0",
+            "encoder",
+            inputs_embeds=text,
+            decoder_inputs_embeds=words,
+            **call,
+        )[1]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +106,9 @@ def test_self_attention(small: T5, where: str) -> None:
 
 
 def test_buckets_as_released() -> None:
-    """32 of them up to 128, and a text of 150: some distances sit on a bound (16, 32 and 64 both ways)."""
+    """32 of them up to 128, and a text of 150: some distances sit on a bound (16, 32 and 64 both
+    ways).
+    """
     made = T5(relative_attention_num_buckets=32, relative_attention_max_distance=128)
     long = torch.randn(1, 150, M)
     for where in (ENCODER, DECODER):
@@ -145,8 +158,10 @@ def test_left_padding(small: T5) -> None:
     (keep, at), (kept, there) = left((LENGTH, 17, 1), LENGTH), left((9, MEMORY, 1), MEMORY)
     text, words = texts(3)
     call = {
-        "attention_mask": kept.long(), "decoder_attention_mask": keep.long(), "use_cache": False
-    }  # fmt: skip
+        "attention_mask": kept.long(),
+        "decoder_attention_mask": keep.long(),
+        "use_cache": False,
+    }
     memory = small.memory(text, words, **call).masked_fill(~kept[..., None], math.nan)
     for where, real, positions in ((ENCODER, kept, there), (DECODER, keep, at), (CROSS, keep, at)):
         x, y = small.run(where, text, words, **call)
@@ -171,9 +186,7 @@ def table(ours: Any) -> Tensor:
 
 def other_direction(ours: Any) -> None:
     """The encoder's buckets in the decoder, and the other way about; the mask stays."""
-    ours.bias = T5Relative(
-        table(ours), bidirectional=not ours.bias.bidirectional, max_distance=20
-    )  # fmt: skip
+    ours.bias = T5Relative(table(ours), bidirectional=not ours.bias.bidirectional, max_distance=20)
 
 
 def other_distance(ours: Any) -> None:
@@ -217,7 +230,9 @@ def test_a_wrong_variant_is_far(small: T5, where: str, change: Change) -> None:
 
 
 def test_a_wrong_cross_attention_is_far(small: T5) -> None:
-    """Scaled, without its last token of memory, over the queries, and with the decoder's relative bias."""
+    """Scaled, without its last token of memory, over the queries, and with the decoder's relative
+    bias.
+    """
     text, words = texts()
     x, y = small.run(CROSS, text, words, use_cache=False)
     memory, right = small.memory(text, words), small.ours[CROSS]

@@ -22,11 +22,17 @@ from regard.positions import (
 @pytest.mark.parametrize(
     "dim, base, length, critical",
     [
-        (128, 1e4, 2048, 82), (128, 1e4, 4096, 92), (128, 5e5, 8192, 70), (128, 1e6, 32768, 80),
-        (64, 1e4, 256, 26), (32, 1e4, 128, 12), (64, 1e4, 512, 32),
-        (128, 1e4, 2, 0), (32, 10.0, 10**6, 32),
+        (128, 1e4, 2048, 82),
+        (128, 1e4, 4096, 92),
+        (128, 5e5, 8192, 70),
+        (128, 1e6, 32768, 80),
+        (64, 1e4, 256, 26),
+        (32, 1e4, 128, 12),
+        (64, 1e4, 512, 32),
+        (128, 1e4, 2, 0),
+        (32, 10.0, 10**6, 32),
     ],
-)  # fmt: skip
+)
 def test_critical_dimension(dim, base, length, critical):
     assert critical_dimension(dim, base, length) == critical
     if 0 < critical < dim:  # the same index where YaRN stops interpolating
@@ -35,8 +41,12 @@ def test_critical_dimension(dim, base, length, critical):
 
 def test_how_far_a_base_reaches():
     for base, length in (
-        (1e4, 4711.7243), (4e4, 12761.7575), (8e4, 21002.7323), (5e5, 78399.7285), (1e6, 129026.7827),
-    ):  # fmt: skip
+        (1e4, 4711.7243),
+        (4e4, 12761.7575),
+        (8e4, 21002.7323),
+        (5e5, 78399.7285),
+        (1e6, 129026.7827),
+    ):
         assert extrapolation_length(128, base, 92) == pytest.approx(length, abs=1e-4)
     for tuned, base in ((16384, 71738.436200), (32768, 192144.455986), (131072, 1378414.279698)):
         assert critical_base(4096, tuned) == pytest.approx(base, rel=1e-11)
@@ -45,7 +55,14 @@ def test_how_far_a_base_reaches():
 
 def test_long_term_decay():
     decay = long_term_decay(128, 1e4, range(4096))
-    for m, b in {0: 64, 1: 62.09368381, 10: 42.82002290, 100: 30.54345470, 1000: 10.17772813, 4095: -4.25239181}.items():  # fmt: skip
+    for m, b in {
+        0: 64,
+        1: 62.09368381,
+        10: 42.82002290,
+        100: 30.54345470,
+        1000: 10.17772813,
+        4095: -4.25239181,
+    }.items():
         assert float(decay[m]) == pytest.approx(b, abs=1e-8)
     assert int(decay.argmin()) == 4060
     assert float(decay.min()) == pytest.approx(-8.362928472125216, rel=1e-11)
@@ -67,8 +84,11 @@ def test_the_bases_that_reach_are_not_an_interval():
     assert not base_reaches(128, 6018.0, 1024)
     assert base_reaches(128, 6019.0, 1024)
     assert [base_reaches(128, float(b), 4096) for b in (26952, 26954, 26972, 26974)] == [
-        False, True, True, False,
-    ]  # fmt: skip
+        False,
+        True,
+        True,
+        False,
+    ]
     assert not any(base_reaches(128, float(b), 1024) for b in range(2500, 4294, 97))
 
 

@@ -1,4 +1,6 @@
-"""Tables of inverse frequencies. Numbers: computed in float64 from the formulas, twice, by independent code."""
+"""Tables of inverse frequencies. Numbers: computed in float64 from the formulas, twice, by
+independent code.
+"""
 
 from __future__ import annotations
 
@@ -29,57 +31,115 @@ DEEPSEEK = YaRN(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
 # name: dim, base, scaling, {pair: inverse frequency}, their sum, rotary factor
 TABLES = {
     "base": (
-        128, 1e4, None,
-        {0: 1, 1: .86596432336, 2: .749894209332, 32: .01, 63: 1.15478198469e-4}, 7.4599541336, 1,
+        128,
+        1e4,
+        None,
+        {0: 1, 1: 0.86596432336, 2: 0.749894209332, 32: 0.01, 63: 1.15478198469e-4},
+        7.4599541336,
+        1,
     ),
     "yarn": (
-        128, 1e4, YaRN(16.0, 4096),
-        {20: .056234132519, 21: .046940859998, 30: .00852684377297, 33: .00460043546785,
-         40: 8.81788962932e-4, 45: 1.51771604732e-4, 46: 8.33450895102e-5, 63: 7.21738740431e-6},
-        7.365234700807, 1.277258872223978,
+        128,
+        1e4,
+        YaRN(16.0, 4096),
+        {
+            20: 0.056234132519,
+            21: 0.046940859998,
+            30: 0.00852684377297,
+            33: 0.00460043546785,
+            40: 8.81788962932e-4,
+            45: 1.51771604732e-4,
+            46: 8.33450895102e-5,
+            63: 7.21738740431e-6,
+        },
+        7.365234700807,
+        1.277258872223978,
     ),
     "yarn, not truncated": (
-        128, 1e4, YaRN(16.0, 4096, truncate=False),
-        {21: .0485915058627, 30: .00863427296554, 33: .00459560854183, 40: 8.16470623366e-4,
-         45: 9.78568746724e-5},
-        7.371371807158, 1.277258872223978,
+        128,
+        1e4,
+        YaRN(16.0, 4096, truncate=False),
+        {
+            21: 0.0485915058627,
+            30: 0.00863427296554,
+            33: 0.00459560854183,
+            40: 8.16470623366e-4,
+            45: 9.78568746724e-5,
+        },
+        7.371371807158,
+        1.277258872223978,
     ),
     "yarn, the paper's ramp": (
-        128, 1e4, YaRN(16.0, 4096, ramp="rotations"),
-        {21: .048321729215, 30: .00393598859068, 33: .00175773552886, 40: 2.99155724997e-4,
-         45: 9.64259154583e-5},
-        7.296146509751, 1.277258872223978,
+        128,
+        1e4,
+        YaRN(16.0, 4096, ramp="rotations"),
+        {
+            21: 0.048321729215,
+            30: 0.00393598859068,
+            33: 0.00175773552886,
+            40: 2.99155724997e-4,
+            45: 9.64259154583e-5,
+        },
+        7.296146509751,
+        1.277258872223978,
     ),
     "yarn, Llama 1": (
-        128, 1e4, YaRN(16.0, 2048), {16: .1, 30: .00633422680278, 33: .00313912067218},
-        7.284848353624, 1.277258872223978,
+        128,
+        1e4,
+        YaRN(16.0, 2048),
+        {16: 0.1, 30: 0.00633422680278, 33: 0.00313912067218},
+        7.284848353624,
+        1.277258872223978,
     ),
     "yarn, Qwen 2.5": (
-        128, 1e6, YaRN(4.0, 32768),
-        {30: .00106436098125, 33: 4.50323575514e-4, 63: 3.10234440188e-7},
-        5.14403472174, 1.138629436111989,
+        128,
+        1e6,
+        YaRN(4.0, 32768),
+        {30: 0.00106436098125, 33: 4.50323575514e-4, 63: 3.10234440188e-7},
+        5.14403472174,
+        1.138629436111989,
     ),
     "yarn, DeepSeek": (
-        64, 1e4, DEEPSEEK, {10: .056234132519, 21: 4.14990398491e-4, 31: 3.33380358041e-6},
-        3.948936274079, 1.0,
+        64,
+        1e4,
+        DEEPSEEK,
+        {10: 0.056234132519, 21: 4.14990398491e-4, 31: 3.33380358041e-6},
+        3.948936274079,
+        1.0,
     ),
     "yarn, gpt-oss": (
-        64, 150000.0, GPT_OSS, {8: .0508132748155, 31: 3.02351142812e-7},
-        3.18043827693, 1.346573590279973,
+        64,
+        150000.0,
+        GPT_OSS,
+        {8: 0.0508132748155, 31: 3.02351142812e-7},
+        3.18043827693,
+        1.346573590279973,
     ),
     "Llama 3.1": (
-        128, 5e5, Llama3(8.0, 1.0, 4.0, 8192),
-        {28: .00321144599475, 29: .0021665707635, 34: 1.78507812768e-4, 35: 9.55621235396e-5,
-         63: 3.06892598891e-7},
-        5.386058200729, 1,
+        128,
+        5e5,
+        Llama3(8.0, 1.0, 4.0, 8192),
+        {
+            28: 0.00321144599475,
+            29: 0.0021665707635,
+            34: 1.78507812768e-4,
+            35: 9.55621235396e-5,
+            63: 3.06892598891e-7,
+        },
+        5.386058200729,
+        1,
     ),
     "Llama 3.2": (
-        64, 5e5, Llama3(32.0, 1.0, 4.0, 8192),
-        {15: .00129054792821, 17: 9.70828780263e-5, 31: 9.41830672543e-8}, 2.968202297842, 1,
+        64,
+        5e5,
+        Llama3(32.0, 1.0, 4.0, 8192),
+        {15: 0.00129054792821, 17: 9.70828780263e-5, 31: 9.41830672543e-8},
+        2.968202297842,
+        1,
     ),
     "yarn, tiny": (64, 1e4, YaRN(4.0, 256), {}, 3.322984534789, 1.138629436111989),
     "yarn, tinier": (32, 1e4, YaRN(4.0, 128), {}, 1.92945623139, 1.138629436111989),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -122,7 +182,8 @@ def test_the_two_ramps_of_yarn_are_different_tables():
 
 
 def test_a_high_clamped_at_the_last_pair_is_another_table():
-    # negative control: d/2 - 1 in place of d - 1, seen where the ramp would end beyond the last pair
+    # negative control: d/2 - 1 in place of d - 1, seen where the ramp would end beyond the last
+    # pair
     yarn = YaRN(4.0, 4096, beta_slow=1e-3)
     low, high = yarn.bounds(32, 1e4)
     assert (low, high) == (5, 24)  # pairs end at 15
@@ -162,8 +223,13 @@ def test_deepseeks_two_factors_stay_apart():
 
 @pytest.mark.parametrize(
     "s, base",
-    [(2, 20221.261689737912), (4, 40889.94243248622), (8, 82684.62264056221), (16, 167198.73921320363)],
-)  # fmt: skip
+    [
+        (2, 20221.261689737912),
+        (4, 40889.94243248622),
+        (8, 82684.62264056221),
+        (16, 167198.73921320363),
+    ],
+)
 def test_the_base_of_ntk(s, base):
     assert NTK(s).base(1e4, 128) == pytest.approx(base, rel=1e-13)
     ntk, plain = (rope_frequencies(128, scaling=x).inv_freq for x in (NTK(s), None))
@@ -174,11 +240,16 @@ def test_the_base_of_ntk(s, base):
 @pytest.mark.parametrize(
     "a, length, base",
     [
-        (1, 8192, 20221.2616897379), (1, 16384, 40889.9424324862), (2, 100, 10000.0), (2, 4096, 10000.0),
-        (2, 4097, 10004.9603366797), (2, 8192, 30527.7367488067), (2, 16384, 72195.8600865094),
+        (1, 8192, 20221.2616897379),
+        (1, 16384, 40889.9424324862),
+        (2, 100, 10000.0),
+        (2, 4096, 10000.0),
+        (2, 4097, 10004.9603366797),
+        (2, 8192, 30527.7367488067),
+        (2, 16384, 72195.8600865094),
         (4, 8192, 51293.7872681524),
     ],
-)  # fmt: skip
+)
 def test_the_base_of_dynamic_ntk(a, length, base):
     scaling = DynamicNTK(a, 4096)
     assert scaling.base(1e4, 128, length) == pytest.approx(base, rel=1e-13)
@@ -268,37 +339,101 @@ def test_frequencies_are_made_on_the_cpu_whatever_the_default():
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: rope_frequencies(7), ArgumentError, "dim is 7; rotary pairs need an even head dim"),
+        (
+            lambda: rope_frequencies(7),
+            ArgumentError,
+            "dim is 7; rotary pairs need an even head dim",
+        ),
         (lambda: rope_frequencies(0), ArgumentError, "dim is 0"),
-        (lambda: rope_frequencies(8, rotary_dim=3), ArgumentError, "rotary_dim is 3; it must be even, from 0 to the head dim 8"),
+        (
+            lambda: rope_frequencies(8, rotary_dim=3),
+            ArgumentError,
+            "rotary_dim is 3; it must be even, from 0 to the head dim 8",
+        ),
         (lambda: rope_frequencies(8, rotary_dim=10), ArgumentError, "rotary_dim is 10"),
         (lambda: rope_frequencies(8, 1.0), ArgumentError, "base is 1.0; it must be above 1"),
         (lambda: rope_frequencies(8, math.nan), ArgumentError, "base is nan"),
         (lambda: rope_frequencies(8, "1e4"), ArgumentTypeError, "base is str; it must be a number"),
-        (lambda: rope_frequencies(8, length=-1), ArgumentError, "length is -1; it must be 0 or more"),
-        (lambda: rope_frequencies(8, scaling={"type": "yarn"}), ArgumentTypeError, "scaling is dict; it must be a scaling of"),
-        (lambda: rope_frequencies(8, proportional=True, scaling=NTK(2.0)), ArgumentError, "scaling NTK with proportional=True"),
-        (lambda: rope_frequencies(8, scaling=DynamicNTK(2.0, 8)), ArgumentError, "length is None, and DynamicNTK depends on it"),
-        (lambda: rope_frequencies(8, scaling=DynamicYaRN(8)), ArgumentError, "length is None, and DynamicYaRN depends"),
-        (lambda: rope_frequencies(2, scaling=NTK(2.0)), ArgumentError, "NTK scaling of a rotary dim of 2"),
-        (lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=3), ArgumentError, "short_factor has 1 numbers and there are 4"),
-        (lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=9), ArgumentError, "long_factor has 1 numbers and there are 4"),
-        (lambda: LongRoPE((0.0,), (1.0,), 8, 2.0), ArgumentError, r"short_factor\[0\] is 0.0; it must be above 0"),
-        (lambda: LongRoPE((1.0,), (1.0,), 1, 2.0), ArgumentError, "original_length is 1; it must be above 1"),
+        (
+            lambda: rope_frequencies(8, length=-1),
+            ArgumentError,
+            "length is -1; it must be 0 or more",
+        ),
+        (
+            lambda: rope_frequencies(8, scaling={"type": "yarn"}),
+            ArgumentTypeError,
+            "scaling is dict; it must be a scaling of",
+        ),
+        (
+            lambda: rope_frequencies(8, proportional=True, scaling=NTK(2.0)),
+            ArgumentError,
+            "scaling NTK with proportional=True",
+        ),
+        (
+            lambda: rope_frequencies(8, scaling=DynamicNTK(2.0, 8)),
+            ArgumentError,
+            "length is None, and DynamicNTK depends on it",
+        ),
+        (
+            lambda: rope_frequencies(8, scaling=DynamicYaRN(8)),
+            ArgumentError,
+            "length is None, and DynamicYaRN depends",
+        ),
+        (
+            lambda: rope_frequencies(2, scaling=NTK(2.0)),
+            ArgumentError,
+            "NTK scaling of a rotary dim of 2",
+        ),
+        (
+            lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=3),
+            ArgumentError,
+            "short_factor has 1 numbers and there are 4",
+        ),
+        (
+            lambda: rope_frequencies(8, scaling=LongRoPE((1.0,), (1.0,), 8, 2.0), length=9),
+            ArgumentError,
+            "long_factor has 1 numbers and there are 4",
+        ),
+        (
+            lambda: LongRoPE((0.0,), (1.0,), 8, 2.0),
+            ArgumentError,
+            r"short_factor\[0\] is 0.0; it must be above 0",
+        ),
+        (
+            lambda: LongRoPE((1.0,), (1.0,), 1, 2.0),
+            ArgumentError,
+            "original_length is 1; it must be above 1",
+        ),
         (lambda: LongRoPE((1.0,), (1.0,), 8, 2.0, -1.0), ArgumentError, "attention_factor is -1.0"),
         (lambda: Linear(0.0), ArgumentError, "factor is 0.0; it must be above 0"),
         (lambda: Linear(None), ArgumentTypeError, "factor is None; it must be a number above 0"),
         (lambda: NTK(-1.0), ArgumentError, "factor is -1.0"),
         (lambda: DynamicNTK(1.0, 0), ArgumentError, "original_length is 0"),
-        (lambda: Llama3(8.0, 4.0, 1.0, 8192), ArgumentError, "low_freq_factor is 4.0 and high_freq_factor is 1.0; the first must be below"),
-        (lambda: YaRN(4.0, 128, beta_fast=1.0, beta_slow=32.0), ArgumentError, "beta_slow is 32.0 and beta_fast is 1.0"),
-        (lambda: YaRN(4.0, 128, ramp="linear"), ArgumentError, "ramp is 'linear'; it must be \"index\""),
-        (lambda: YaRN(4.0, 128, mscale=-1.0), ArgumentError, "mscale is -1.0; it must be at least 0"),
+        (
+            lambda: Llama3(8.0, 4.0, 1.0, 8192),
+            ArgumentError,
+            "low_freq_factor is 4.0 and high_freq_factor is 1.0; the first must be below",
+        ),
+        (
+            lambda: YaRN(4.0, 128, beta_fast=1.0, beta_slow=32.0),
+            ArgumentError,
+            "beta_slow is 32.0 and beta_fast is 1.0",
+        ),
+        (
+            lambda: YaRN(4.0, 128, ramp="linear"),
+            ArgumentError,
+            "ramp is 'linear'; it must be \"index\"",
+        ),
+        (
+            lambda: YaRN(4.0, 128, mscale=-1.0),
+            ArgumentError,
+            "mscale is -1.0; it must be at least 0",
+        ),
         (lambda: YaRN(4.0, 128, attention_factor=0.0), ArgumentError, "attention_factor is 0.0"),
         (lambda: YaRN(0.0, 128), ArgumentError, "factor is 0.0"),
         (lambda: DynamicYaRN(0), ArgumentError, "original_length is 0"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -31,42 +31,80 @@ CASES = [
     (Linear(3.0), {"rope_type": "linear", "factor": 3.0}, None),
     (DynamicNTK(2.0, 4096), {"rope_type": "dynamic", "factor": 2.0}, 100),
     (DynamicNTK(2.0, 4096), {"rope_type": "dynamic", "factor": 2.0}, 9000),
-    (YaRN(16.0, 512), {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512}, None),
+    (
+        YaRN(16.0, 512),
+        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512},
+        None,
+    ),
     (
         YaRN(16.0, 512, truncate=False, beta_fast=16.0, beta_slow=2.0),
-        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 512,
-         "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0}, None,
+        {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 512,
+            "truncate": False,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+        },
+        None,
     ),
     (
         YaRN(40.0, 512, mscale=1.0, mscale_all_dim=0.707),
-        {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 512,
-         "mscale": 1.0, "mscale_all_dim": 0.707}, None,
+        {
+            "rope_type": "yarn",
+            "factor": 40.0,
+            "original_max_position_embeddings": 512,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.707,
+        },
+        None,
     ),
     (
         YaRN(4.0, 512, attention_factor=1.3),
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 1.3}, None,
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "attention_factor": 1.3,
+        },
+        None,
     ),
     (
         Llama3(8.0, 1.0, 4.0, 512),
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 512}, None,
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        None,
     ),
     *(
         (
             LongRoPE(*EXT, 512, 8.0),
-            {"rope_type": "longrope", "factor": 8.0, "short_factor": list(EXT[0]), "long_factor": list(EXT[1]),
-             "original_max_position_embeddings": 512}, length,
+            {
+                "rope_type": "longrope",
+                "factor": 8.0,
+                "short_factor": list(EXT[0]),
+                "long_factor": list(EXT[1]),
+                "original_max_position_embeddings": 512,
+            },
+            length,
         )
         for length in (512, 513)
     ),
-]  # fmt: skip
+]
 
 
 def config(parameters, dim=64, base=10000.0):
     return LlamaConfig(
-        hidden_size=4 * dim, num_attention_heads=4, head_dim=dim, max_position_embeddings=4096,
+        hidden_size=4 * dim,
+        num_attention_heads=4,
+        head_dim=dim,
+        max_position_embeddings=4096,
         rope_parameters={"rope_theta": base, **parameters},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("base", [1e4, 5e5])

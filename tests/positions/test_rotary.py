@@ -1,4 +1,6 @@
-"""Rotation: against the definition in fp64, its laws, its precision, and what a module may not lose."""
+"""Rotation: against the definition in fp64, its laws, its precision, and what a module may not
+lose.
+"""
 
 from __future__ import annotations
 
@@ -168,14 +170,19 @@ def test_a_factor_is_a_softmax_scale_only_where_the_whole_head_turns():
     for rotary_dim, same in ((8, True), (4, False)):
         inv_freq = rope_frequencies(8, rotary_dim=rotary_dim).inv_freq
         score, scaled = (
-            (rotate(q, Span(9, 1), inv_freq, factor=f) * rotate(k, Span(4, 1), inv_freq, factor=f)).sum()
+            (
+                rotate(q, Span(9, 1), inv_freq, factor=f)
+                * rotate(k, Span(4, 1), inv_freq, factor=f)
+            ).sum()
             for f in (1.0, 1.5)
-        )  # fmt: skip
+        )
         assert bool((scaled - score * 2.25).abs() < 1e-12) is same
 
 
 def test_negative_control_mixed_layouts_are_caught():
-    """cos and sin of one layout with the pairs of the other: neither relative, nor does it keep the norm."""
+    """cos and sin of one layout with the pairs of the other: neither relative, nor does it keep the
+    norm.
+    """
     q, k = torch.randn(2, 1, 1, 1, 16, dtype=F64).unbind(0)
     inv_freq = rope_frequencies(16).inv_freq
 
@@ -272,10 +279,13 @@ def test_no_cast_and_no_checkpoint_touches_the_frequencies():
     torch.save(rotary, stored)
     stored.seek(0)
     for other in (
-        copy.deepcopy(rotary).half(), copy.deepcopy(rotary).to(torch.bfloat16), on_meta,
-        copy.deepcopy(rotary).to("meta"), on_meta.to_empty(device="cpu"),
+        copy.deepcopy(rotary).half(),
+        copy.deepcopy(rotary).to(torch.bfloat16),
+        on_meta,
+        copy.deepcopy(rotary).to("meta"),
+        on_meta.to_empty(device="cpu"),
         torch.load(stored, weights_only=False),
-    ):  # fmt: skip
+    ):
         assert other.inv_freq.dtype == F64
         assert torch.equal(other.inv_freq, frequencies)
     rotary.load_state_dict({})
@@ -354,7 +364,8 @@ def test_how_it_prints():
         16, 5e5, scaling=DynamicNTK(2.0, 8), rotary_dim=8, layout="interleaved", length="current"
     )
     assert str(scaled) == (
-        "Rotary(16, base=500000.0, rotary_dim=8, scaling=DynamicNTK(factor=2.0, original_length=8), "
+        "Rotary(16, base=500000.0, rotary_dim=8, scaling=DynamicNTK(factor=2.0, "
+        "original_length=8), "
         "length='current', layout='interleaved')"
     )
     assert "rotary_dim=4, proportional" in str(Rotary(16, rotary_dim=4, proportional=True))
@@ -367,24 +378,68 @@ F = rope_frequencies(8).inv_freq
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: rotate(X, Span(0, 3), F, layout="neox"), ArgumentError, "layout is 'neox'; it must be \"half\""),
+        (
+            lambda: rotate(X, Span(0, 3), F, layout="neox"),
+            ArgumentError,
+            "layout is 'neox'; it must be \"half\"",
+        ),
         (lambda: rotate(X[0], Span(0, 3), F), ArgumentError, r"x has 3 dimensions, \(1, 3, 8\)"),
-        (lambda: rotate(X.long(), Span(0, 3), F), ArgumentTypeError, "x is int64; it must be float64"),
-        (lambda: rotate([1.0], Span(0, 3), F), ArgumentTypeError, "x is list; it must be a torch tensor"),
-        (lambda: rotate(X, Span(0, 3), F[None]), ArgumentError, r"inv_freq is \(1, 4\); it must be 1-D"),
-        (lambda: rotate(X, Span(0, 3), torch.ones(5)), ArgumentError, r"inv_freq is \(5,\); it must be 1-D, of at most 4 pairs"),
-        (lambda: rotate(X, Span(0, 4), F), ArgumentError, "positions is Span.* but there are 3 slots"),
-        (lambda: rotate(X, torch.zeros(2, 3), F), ArgumentTypeError, "positions is float32; positions are integers"),
-        (lambda: rotate(X, torch.zeros(3, 3).long(), F), ArgumentError, r"positions is \(3, 3\); it must be \(2, 3\) or \(1, 3\)"),
+        (
+            lambda: rotate(X.long(), Span(0, 3), F),
+            ArgumentTypeError,
+            "x is int64; it must be float64",
+        ),
+        (
+            lambda: rotate([1.0], Span(0, 3), F),
+            ArgumentTypeError,
+            "x is list; it must be a torch tensor",
+        ),
+        (
+            lambda: rotate(X, Span(0, 3), F[None]),
+            ArgumentError,
+            r"inv_freq is \(1, 4\); it must be 1-D",
+        ),
+        (
+            lambda: rotate(X, Span(0, 3), torch.ones(5)),
+            ArgumentError,
+            r"inv_freq is \(5,\); it must be 1-D, of at most 4 pairs",
+        ),
+        (
+            lambda: rotate(X, Span(0, 4), F),
+            ArgumentError,
+            "positions is Span.* but there are 3 slots",
+        ),
+        (
+            lambda: rotate(X, torch.zeros(2, 3), F),
+            ArgumentTypeError,
+            "positions is float32; positions are integers",
+        ),
+        (
+            lambda: rotate(X, torch.zeros(3, 3).long(), F),
+            ArgumentError,
+            r"positions is \(3, 3\); it must be \(2, 3\) or \(1, 3\)",
+        ),
         (lambda: rotate(X, None, F), ArgumentTypeError, "positions is NoneType"),
-        (lambda: rotate(X, Span(0, 3), F, factor=math.inf), ArgumentError, "factor is inf; it must be finite"),
+        (
+            lambda: rotate(X, Span(0, 3), F, factor=math.inf),
+            ArgumentError,
+            "factor is inf; it must be finite",
+        ),
         (lambda: Rotary(8)(X[..., :6], Span(0, 3)), ArgumentError, "inv_freq is|x has head dim 6"),
-        (lambda: Rotary(4)(X, Span(0, 3)), ArgumentError, "x has head dim 8; this rotary was made for 4"),
+        (
+            lambda: Rotary(4)(X, Span(0, 3)),
+            ArgumentError,
+            "x has head dim 8; this rotary was made for 4",
+        ),
         (lambda: Rotary(8, layout="gptj"), ArgumentError, "layout is 'gptj'"),
-        (lambda: Rotary(8, length="max"), ArgumentError, "length is 'max'; it must be a number or \"current\""),
+        (
+            lambda: Rotary(8, length="max"),
+            ArgumentError,
+            "length is 'max'; it must be a number or \"current\"",
+        ),
         (lambda: Rotary(8, scaling="yarn"), ArgumentTypeError, "scaling is str"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -28,9 +28,13 @@ def exactly(found: Tensor, right: Tensor) -> bool:
 
 @pytest.mark.parametrize("second", DTYPES)
 @pytest.mark.parametrize("first", DTYPES)
-@pytest.mark.parametrize("where", [Span(1000, 3), torch.tensor([[1000, 1001, 1002]])], ids=["span", "stored"])  # fmt: skip
+@pytest.mark.parametrize(
+    "where", [Span(1000, 3), torch.tensor([[1000, 1001, 1002]])], ids=["span", "stored"]
+)
 def test_each_dtype_has_its_own(where: Positions, first: torch.dtype, second: torch.dtype) -> None:
-    """Tables of a shorter dtype round the angles' cosines, those of a longer one change the result's dtype."""
+    """Tables of a shorter dtype round the angles' cosines, those of a longer one change the
+    result's dtype.
+    """
     x, rotary = torch.randn(1, 2, 3, 8, dtype=torch.float64), make()
     rotary(x.to(first), where)
     assert exactly(rotary(x.to(second), where), fresh(x.to(second), where))
@@ -48,8 +52,10 @@ def test_each_device_has_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [Span(1, 3), Span(0, 3), torch.tensor([[5, 6, 7]]), torch.tensor([[5, -1, 0]])], ids=str
-)  # fmt: skip
+    "other",
+    [Span(1, 3), Span(0, 3), torch.tensor([[5, 6, 7]]), torch.tensor([[5, -1, 0]])],
+    ids=str,
+)
 @pytest.mark.parametrize("first", [Span(0, 3), torch.tensor([[0, 1, 2]])], ids=["span", "stored"])
 def test_each_position_has_its_own(first: Positions, other: Positions) -> None:
     x, rotary = torch.randn(1, 2, 3, 8), make()
@@ -110,9 +116,10 @@ def every_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "forget", [lambda key: (key[0], *key[2:]), lambda key: key[1:], lambda key: (key[0], key[1])],
+    "forget",
+    [lambda key: (key[0], *key[2:]), lambda key: key[1:], lambda key: (key[0], key[1])],
     ids=["the dtype", "the positions", "device and mode"],
-)  # fmt: skip
+)
 def test_a_table_that_forgets_what_it_depends_on_is_caught(
     forget: Callable[[tuple[object, ...]], tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,10 +91,18 @@ def test_learned():
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: Learned(4, 3)(Span(2, 3)), ArgumentError, "position 4 has no vector: .* positions 0 to 3"),
+        (
+            lambda: Learned(4, 3)(Span(2, 3)),
+            ArgumentError,
+            "position 4 has no vector: .* positions 0 to 3",
+        ),
         (lambda: Learned(4, 3, offset=2)(Span(4, 1)), ArgumentError, "position 4 has no vector"),
         (lambda: Learned(4, 3)(torch.tensor([[0, 7]])), ArgumentError, "position 7 has no vector"),
-        (lambda: Learned(4, 3)(torch.tensor([0.0])[None]), ArgumentTypeError, "positions is float32"),
+        (
+            lambda: Learned(4, 3)(torch.tensor([0.0])[None]),
+            ArgumentTypeError,
+            "positions is float32",
+        ),
         (lambda: Learned(4, 3)(torch.tensor([0, 1])), ArgumentError, r"positions is \(2,\)"),
         (lambda: Learned(4, 3)(torch.tensor(1)), ArgumentError, r"positions is \(\)"),
         (lambda: Learned(4, 3)(3), ArgumentTypeError, "positions is int"),
@@ -102,10 +110,14 @@ def test_learned():
         (lambda: sinusoidal(-1, 4), ArgumentError, "Span length is -1"),
         (lambda: sinusoidal(3, 0), ArgumentError, "dim is 0; it must be at least 1"),
         (lambda: sinusoidal(3, 4, base=0.0), ArgumentError, "base is 0.0; it must be above 0"),
-        (lambda: sinusoidal(3, 4, layout="half"), ArgumentError, "layout is 'half'; it must be one of interleaved"),
+        (
+            lambda: sinusoidal(3, 4, layout="half"),
+            ArgumentError,
+            "layout is 'half'; it must be one of interleaved",
+        ),
         (lambda: sinusoidal("3", 4), ArgumentTypeError, "positions is str"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -76,18 +76,25 @@ def test_empty_slots_dtypes_and_compile():
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: XPos(64, "query")(torch.ones(1, 1, 1, 64).half(), Span(4533, 1)),
-         "position 4533 is 4533 from the center 0; XPos reaches 4532 in float16"),
-        (lambda: XPos(64, "key")(torch.ones(1, 1, 1, 64), torch.tensor([[40_000]])),
-         "position 40000 is 40000 from the center 0; XPos reaches 36260 in float32"),
-        (lambda: XPos(64, "key", center=50_000)(torch.ones(1, 1, 1, 64), Span(3, 1)), "position 3 is 49997 from"),
+        (
+            lambda: XPos(64, "query")(torch.ones(1, 1, 1, 64).half(), Span(4533, 1)),
+            "position 4533 is 4533 from the center 0; XPos reaches 4532 in float16",
+        ),
+        (
+            lambda: XPos(64, "key")(torch.ones(1, 1, 1, 64), torch.tensor([[40_000]])),
+            "position 40000 is 40000 from the center 0; XPos reaches 36260 in float32",
+        ),
+        (
+            lambda: XPos(64, "key", center=50_000)(torch.ones(1, 1, 1, 64), Span(3, 1)),
+            "position 3 is 49997 from",
+        ),
         (lambda: XPos(8, "value"), "role is 'value'"),
         (lambda: XPos(8, "key", layout="x"), "layout is 'x'"),
         (lambda: XPos(8, "key", gamma=0.0), "gamma is 0.0"),
         (lambda: XPos(8, "key", scale_base=-1.0), "scale_base is -1.0"),
         (lambda: XPos(7, "key"), "dim is 7"),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()

@@ -95,7 +95,9 @@ def test_a_mask_is_in_no_state_dict() -> None:
 
 
 def both(q: Tensor, k: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights masked before the softmax, and softmax first, then the mask, then division by the sums."""
+    """Weights masked before the softmax, and softmax first, then the mask, then division by the
+    sums.
+    """
     before = regard.attention_weights(q, k, mask=allowed)[0, 0]
     kept = regard.attention_weights(q, k)[0, 0] * allowed
     return before, kept / kept.sum(-1, keepdim=True)

@@ -42,9 +42,12 @@ def test_a_method_names_its_own_paper(what: object, paper: str) -> None:
 
 def test_the_catalogue_names_the_papers_too() -> None:
     for name, paper in (
-        ("infini", "2404.07143"), ("bigbird", "2007.14062"), ("longformer", "2004.05150"),
-        ("sparse_strided", "1904.10509"), ("alibi", "2108.12409"),
-    ):  # fmt: skip
+        ("infini", "2404.07143"),
+        ("bigbird", "2007.14062"),
+        ("longformer", "2004.05150"),
+        ("sparse_strided", "1904.10509"),
+        ("alibi", "2108.12409"),
+    ):
         assert paper in VARIANTS[name].source
 
 
@@ -90,9 +93,10 @@ def test_ntk_and_dynamic_ntk_are_two_methods() -> None:
 
 
 @pytest.mark.parametrize(
-    ("M", "H", "D"), [(3072, 16, 256), (1024, 16, 128), (5120, 32, 128)],
+    ("M", "H", "D"),
+    [(3072, 16, 256), (1024, 16, 128), (5120, 32, 128)],
     ids=["Gemma 7B", "Qwen3 0.6B", "Mistral Nemo"],
-)  # fmt: skip
+)
 def test_heads_need_not_multiply_to_the_width(M: int, H: int, D: int) -> None:
     assert H * D != M
     m, d = M // 64, D // 64  # the same shape, 64 times narrower
@@ -135,7 +139,9 @@ def test_random_keys_recall_close_to_the_mean_of_all_values() -> None:
 
 
 def test_an_open_gate_is_no_free_addition() -> None:
-    """A gate that was not trained with the memory replaces a part of attention by the mean of the past."""
+    """A gate that was not trained with the memory replaces a part of attention by the mean of the
+    past.
+    """
     q, k, v = torch.randn(3, 1, 2, 64, 16, dtype=torch.float64).unbind()
     local = [
         infini_attention(

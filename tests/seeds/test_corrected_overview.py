@@ -40,7 +40,8 @@ def test_attention_is_a_third_of_gpt_3() -> None:
     assert one_layer == 603_979_776, "604 million, not 5.95 billion"
     attention = layers * one_layer
     assert attention == 57_982_058_496
-    # attention and feed-forward with biases, two norms; the embeddings of tokens and positions; the last norm
+    # attention and feed-forward with biases, two norms; the embeddings of tokens and positions; the
+    # last norm
     block = 4 * M * M + 4 * M + 8 * M * M + 5 * M + 4 * M
     total = layers * block + V * M + context * M + 2 * M
     assert total == 174_604_259_328, "175 billion, not 17.5"
@@ -108,16 +109,22 @@ def test_the_mask_comes_before_the_softmax_and_leaves_the_own_key() -> None:
 
 @pytest.mark.parametrize("H", [4, 16])
 def test_multi_query_attention_saves_cache_and_not_scores(H: int) -> None:
-    many, one = (make(256, H, head_dim=32) for make in (lambda *a, **o: gqa(*a, groups=H, **o), mqa))  # fmt: skip
+    many, one = (
+        make(256, H, head_dim=32) for make in (lambda *a, **o: gqa(*a, groups=H, **o), mqa)
+    )
     a, b = many.describe(4096), one.describe(4096)
     assert a.kv_per_token.value == H * b.kv_per_token.value
     assert a.kept == H * b.kept
     for layer in (many, one):  # the FLOPs of one more key do not know how many groups there are
-        longer = layer.describe(4097).flops_per_token.value - layer.describe(4096).flops_per_token.value  # fmt: skip
+        longer = (
+            layer.describe(4097).flops_per_token.value - layer.describe(4096).flops_per_token.value
+        )
         assert longer == attention_flops(H, 32, 32)
     saved = 2 * 2 * 256 * (H - 1) * 32  # of k and v: what is not projected
     assert a.flops_per_token.value - b.flops_per_token.value == saved
-    plans = [regard.plan(torch.zeros(1, H, 64, 32), *[torch.zeros(1, G, 64, 32)] * 2) for G in (H, 1)]  # fmt: skip
+    plans = [
+        regard.plan(torch.zeros(1, H, 64, 32), *[torch.zeros(1, G, 64, 32)] * 2) for G in (H, 1)
+    ]
     assert plans[0].flops == plans[1].flops == H * 64 * 64 * 2 * 64, "n^2 per head in prefill"
 
 
@@ -132,7 +139,10 @@ def growth(make: object, sizes: tuple[int, ...] = (1024, 2048, 4096)) -> list[fl
     """The exponents between one length and the next."""
     assert callable(make)
     counts = [pairs(make(n), n) for n in sizes]
-    return [math.log(b / a) / math.log(n / m) for a, b, m, n in zip(counts, counts[1:], sizes, sizes[1:], strict=False)]  # fmt: skip
+    return [
+        math.log(b / a) / math.log(n / m)
+        for a, b, m, n in zip(counts, counts[1:], sizes, sizes[1:], strict=False)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def test_the_spread_of_scores_is_the_root_of_d(D: int, measured: float) -> None:
     with regard.Trace("scores") as trace:
         regard.attend(q, k, k, scale=1.0)
     spread = float(trace["scores"].std())
-    # of the mean of n^2 squares: 2 / n^2 from the products, 2 / n D from the length of each query and of each key
+    # of the mean of n^2 squares: 2 / n^2 from the products, 2 / n D from the length of each query
+    # and of each key
     allowed = 5 * math.sqrt(D) * math.sqrt(2 / n**2 + 4 / (n * D)) / 2
     assert abs(spread - math.sqrt(D)) < allowed
     assert abs(measured - math.sqrt(D)) < allowed
@@ -67,7 +68,9 @@ def test_the_gradient_of_the_scores_vanishes_and_never_explodes() -> None:
 
 
 def gradient_of_queries(D: int, scale: float) -> tuple[float, Tensor]:
-    """Norms of dL/dW_q and of dL/dq of each of 64 tokens, in a fresh layer, under a random gradient of its output."""
+    """Norms of dL/dW_q and of dL/dq of each of 64 tokens, in a fresh layer, under a random gradient
+    of its output.
+    """
     make = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, 64, D, generator=make, dtype=torch.float64)
     maps = torch.randn(3, D, D, generator=make, dtype=torch.float64) * D**-0.5
@@ -81,8 +84,12 @@ def gradient_of_queries(D: int, scale: float) -> tuple[float, Tensor]:
     return float(W_q.grad.norm()), q.grad.norm(dim=-1)
 
 
-def test_the_gradient_of_the_weights_is_larger_without_the_scale_and_most_queries_get_none() -> None:  # fmt: skip
-    """d score / d q = scale k: without the scale it is sqrt(d) times larger, behind a softmax that lets little through."""
+def test_the_gradient_of_the_weights_is_larger_without_the_scale_and_most_queries_get_none() -> (
+    None
+):
+    """d score / d q = scale k: without the scale it is sqrt(d) times larger, behind a softmax that
+    lets little through.
+    """
     factors = []
     for D in (64, 1024):
         unscaled, each_unscaled = gradient_of_queries(D, 1.0)
@@ -176,10 +183,16 @@ def rotated_values(x: Tensor, positions: Positions, *, undo: bool) -> Tensor:
     """out_i = R_{-i} sum_j p_ij R_j v_j, or without R_{-i}; q, k and v are x itself."""
     rotary = Rotary(x.shape[-1])
     turned = rotary(x, positions)
-    out = regard.attend(turned, turned, turned, mask=Causal(), q_positions=positions, k_positions=positions)  # fmt: skip
+    out = regard.attend(
+        turned, turned, turned, mask=Causal(), q_positions=positions, k_positions=positions
+    )
     if not undo:
         return out
-    where = positions if isinstance(positions, Tensor) else torch.arange(x.shape[2])[None] + positions.start  # fmt: skip
+    where = (
+        positions
+        if isinstance(positions, Tensor)
+        else torch.arange(x.shape[2])[None] + positions.start
+    )
     frequencies = [10000.0 ** (-2 * i / x.shape[-1]) for i in range(x.shape[-1] // 2)]
     angle = -where.double()[:, None, :, None] * torch.tensor(frequencies, dtype=torch.float64)
     a, b = out.chunk(2, -1)
@@ -202,7 +215,10 @@ def test_rotated_values_depend_on_the_distance_once_they_are_turned_back() -> No
     v0, v1 = x[0, 0, 0].tolist(), x[0, 0, 1].tolist()
     back = [v0[i] * math.cos(t[i]) - v0[i + 4] * math.sin(t[i]) for i in range(4)]
     back += [v0[i + 4] * math.cos(t[i]) + v0[i] * math.sin(t[i]) for i in range(4)]
-    by_hand = [float(p[1]) * own + float(p[0]) * turned_back for own, turned_back in zip(v1, back, strict=True)]  # fmt: skip
+    by_hand = [
+        float(p[1]) * own + float(p[0]) * turned_back
+        for own, turned_back in zip(v1, back, strict=True)
+    ]
     made = rotated_values(x, here, undo=True)[0, 0, 1]
     assert apart(made, torch.tensor(by_hand, dtype=torch.float64)) < 1e-12
 

@@ -66,14 +66,18 @@ def test_rows_of_the_run_are_no_distributions_and_ours_are() -> None:
 def test_a_score_is_scaled_once() -> None:
     q, k = draw(1, 2, 5, 64), draw(1, 2, 5, 64)
     raw = torch.tensor(
-        [[[sum(float(a) * float(b) for a, b in zip(x, y, strict=True)) for y in ks] for x in qs]
-         for qs, ks in zip(q[0], k[0], strict=True)], dtype=torch.float64,
-    )  # fmt: skip
+        [
+            [[sum(float(a) * float(b) for a, b in zip(x, y, strict=True)) for y in ks] for x in qs]
+            for qs, ks in zip(q[0], k[0], strict=True)
+        ],
+        dtype=torch.float64,
+    )
     for scale, factor in ((None, 1 / 8), (1.0, 1.0)):
         with regard.Trace("scores") as trace:
             regard.attend(q, k, k, scale=scale)
         assert apart(trace["scores"][0], raw * factor) <= 64 * torch.finfo(torch.float64).eps * 64
-    # the run's weights follow from its "original" scores as they are; divided by 8 once more they do not
+    # the run's weights follow from its "original" scores as they are; divided by 8 once more they
+    # do not
     wrong = given("weights_wrong_without_dropout", "value")[:, :3]
     for divisor, fits in ((1.0, True), (8.0, False)):
         made = regard.attention_weights(
@@ -117,7 +121,9 @@ def one_unit(w: float, u: float) -> nn.RNN:
 
 
 def test_forgetting_and_vanishing_gradients_are_two_things() -> None:
-    """A latch remembers its first input for ever while its gradient vanishes; a sum has gradient 1 and cannot tell."""
+    """A latch remembers its first input for ever while its gradient vanishes; a sum has gradient 1
+    and cannot tell.
+    """
     x = torch.zeros(2, 60, 1, dtype=torch.float64)
     x[0, 0], x[1, 0] = 1.0, -1.0
     x.requires_grad_()
@@ -180,7 +186,10 @@ def test_out_is_the_projected_heads_and_nothing_more() -> None:
 def test_polarity_is_printed_with_the_mask() -> None:
     """X1: one polarity, said where a mask is made; foreign ones are turned round once, by name."""
     blocked = given("mask").bool()
-    for keep in (masks.from_drop(blocked), masks.from_additive(blocked.double().masked_fill(blocked, -math.inf))):  # fmt: skip
+    for keep in (
+        masks.from_drop(blocked),
+        masks.from_additive(blocked.double().masked_fill(blocked, -math.inf)),
+    ):
         assert torch.equal(keep.block(Span(0, 4), Span(0, 4))[0, 0], ~blocked)
     assert "True = may attend" in str(masks.__doc__)
     assert (str(Causal()), str(~Causal())) == ("causal", "~causal")

@@ -43,9 +43,14 @@ def _draw(random: Random, _: int) -> Example:
 
 WORDS = ("the", "is", ".", *THINGS, *PLACES, "在", "。", *THINGS.values(), *PLACES.values())
 SENTENCES = Task(
-    name="places", sentence="Where things are, in English and Chinese", origin="after seed note 1",
-    kind="pairs", vocabulary=Vocabulary(WORDS), draw=_draw, lengths=(7, 7, 8),
-)  # fmt: skip
+    name="places",
+    sentence="Where things are, in English and Chinese",
+    origin="after seed note 1",
+    kind="pairs",
+    vocabulary=Vocabulary(WORDS),
+    draw=_draw,
+    lengths=(7, 7, 8),
+)
 
 
 def test_a_translation_looks_at_the_source_word_and_its_neighbours() -> None:
@@ -134,7 +139,9 @@ def test_creature_reads_fluffy() -> None:
 
 
 def test_layer_norm_by_hand() -> None:
-    """y = (x - mean) / sqrt(var + eps) * weight + bias, over the last axis, with the variance of n, not of n - 1."""
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, over the last axis, with the variance of n,
+    not of n - 1.
+    """
     norm = nn.LayerNorm(4, bias=True).double()
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))

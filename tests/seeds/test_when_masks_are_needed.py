@@ -24,7 +24,9 @@ def apart(x: Tensor, y: Tensor) -> float:
 
 
 def decoded(cache: Cache, steps: list[int], mask: Mask) -> tuple[Tensor, Tensor]:
-    """The last of these steps with mask and positions, and as if every slot that the cache gave were a token to see."""
+    """The last of these steps with mask and positions, and as if every slot that the cache gave
+    were a token to see.
+    """
     module = mha(8, 2).double()
     at = 0
     for x in draw(2, sum(steps), 8, scale=2).split(steps, 1):
@@ -67,7 +69,9 @@ def test_the_empty_slots_of_a_buffer_need_their_positions() -> None:
     k[:, :, 7:], v[:, :, 7:] = 0, 0
     slots = torch.arange(16)[None]
     right = regard.attend(q, k[:, :, :7], v[:, :, :7])
-    told = regard.attend(q, k, v, k_positions=torch.where(slots < 7, slots, -1), q_positions=Span(6, 1))  # fmt: skip
+    told = regard.attend(
+        q, k, v, k_positions=torch.where(slots < 7, slots, -1), q_positions=Span(6, 1)
+    )
     assert apart(told, right) <= 1e-15
     assert apart(regard.attend(q, k, v), right) > 0.05, "zeros are keys too"
 

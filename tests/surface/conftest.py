@@ -12,7 +12,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "regard"
 
 
 class Source(NamedTuple):
-    """A module: what its docstring says, and its code without docstrings and comments, which is what runs."""
+    """A module: what its docstring says, and its code without docstrings and comments, which is
+    what runs.
+    """
 
     docstring: str | None
     code: str

@@ -1,4 +1,6 @@
-"""The check of annotations under pytest: that it is on, that it finds what is wrong, that it changes nothing else."""
+"""The check of annotations under pytest: that it is on, that it finds what is wrong, that it
+changes nothing else.
+"""
 
 from __future__ import annotations
 

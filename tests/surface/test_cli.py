@@ -19,7 +19,9 @@ NAMES = sorted(COMMANDS)
 
 
 def run(*arguments: str) -> tuple[int, str]:
-    """Exit code and stderr of `python -m regard ...` in a new process; stdout must be empty on failure."""
+    """Exit code and stderr of `python -m regard ...` in a new process; stdout must be empty on
+    failure.
+    """
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1]), "NO_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "regard", *arguments],

@@ -1,4 +1,6 @@
-"""Helpers of the tests: one that judges is named assert_*, and no answer of one that says yes or no is dropped."""
+"""Helpers of the tests: one that judges is named assert_*, and no answer of one that says yes or no
+is dropped.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def test_no_answer_is_dropped(trees: dict[str, ast.Module]) -> None:
 def test_offenders_would_be_found() -> None:
     """A negative control: the second defect stood in the tests of a well-known library."""
     tree = ast.parse(
-        "def check(x):\n    assert x\n\ndef near(x) -> bool:\n    return x\n\ndef test_a():\n    near(1)\n"
+        "def check(x):\n    assert x\n\ndef near(x) -> bool:\n    return x\n\ndef test_a():\n    "
+        "near(1)\n"
     )
     assert misnamed(tree) == ["check"]
     assert dropped(tree) == ["line 8: near"]

@@ -1,4 +1,6 @@
-"""What `regard` exports, pinned: a change here is a change for every user, and goes into CHANGELOG.md."""
+"""What `regard` exports, pinned: a change here is a change for every user, and goes into
+CHANGELOG.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which tests the quick run takes: what is marked full is left out, but for the cases that stand for the others."""
+"""Which tests the quick run takes: what is marked full is left out, but for the cases that stand
+for the others.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,15 @@ def test_what_is_not_marked_runs() -> None:
 
 @pytest.mark.parametrize(
     ("n", "keep", "kept"),
-    [(10, 1, [0]), (10, 2, [0, 5]), (10, 3, [0, 3, 6]), (2, 5, [0, 1]), (3, 3, [0, 1, 2]), (3, 0, [])],
-)  # fmt: skip
+    [
+        (10, 1, [0]),
+        (10, 2, [0, 5]),
+        (10, 3, [0, 3, 6]),
+        (2, 5, [0, 1]),
+        (3, 3, [0, 1, 2]),
+        (3, 0, []),
+    ],
+)
 def test_some_cases_stand_for_the_others(n: int, keep: int, kept: list[int]) -> None:
     assert quick(*cases(n, keep=keep)) == [f"a.py::test_a[{i}]" for i in kept]
 

@@ -1,4 +1,6 @@
-"""What starts without torch, and what it imports: proved in fresh processes, without the hooks of this one."""
+"""What starts without torch, and what it imports: proved in fresh processes, without the hooks of
+this one.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every public op refuses a call with one size, dtype or device wrong, with the package's own error and before computing.
+"""Every public op refuses a call with one size, dtype or device wrong, with the package's own error
+and before computing.
 
-The ops are discovered: one without a case fails. What may differ is read off the annotation: a letter that stands in one
-argument only is free.
+The ops are discovered: one without a case fails. What may differ is read off the annotation: a
+letter that stands in one argument only is free.
 """
 
 from __future__ import annotations
@@ -52,12 +53,21 @@ def at(length: int, start: int = 0) -> torch.Tensor:
 
 Q, K, V = randn(B, H, T, D), randn(B, G, S, D), randn(B, G, S, E)
 SOFTMAX: dict[str, Any] = {
-    "mask": torch.ones(T, S, dtype=torch.bool), "bias": randn(T, S), "q_positions": at(T, S - T), "k_positions": at(S),
-}  # fmt: skip
+    "mask": torch.ones(T, S, dtype=torch.bool),
+    "bias": randn(T, S),
+    "q_positions": at(T, S - T),
+    "k_positions": at(S),
+}
 WORDS = {"mask": "T S", "bias": "T S", "q_positions": "B T", "k_positions": "B S", "sink": "H"}
 LOOSE = (
-    "bias:dtype", "sink:dtype", "q_positions:device", "k_positions:device", "positions:device", "mask:device", "bias:device"
-)  # fmt: skip
+    "bias:dtype",
+    "sink:dtype",
+    "q_positions:device",
+    "k_positions:device",
+    "positions:device",
+    "mask:device",
+    "bias:device",
+)
 """Positions, masks and biases are brought to where the queries are."""
 MIXED = ("q:dtype", "k:dtype", "w:dtype")
 ROWS = {"q": randn(B, H, T, D), "k": randn(B, G, T, D), "v": randn(B, G, T, E)}
@@ -75,7 +85,13 @@ def softmax(function: Callable[..., Any], *without: str, **more: Any) -> Call:
 
 def recurrence(function: Callable[..., Any], **gates: torch.Tensor) -> Call:
     given = {**ROWS, **gates, "k_positions": at(T), "state": (STATE,)}
-    return Call(function, given, ROW_WORDS | {"state.0": "B G D E"}, bound="H", loose=(*ANY_FLOAT, "q:dtype"))  # fmt: skip
+    return Call(
+        function,
+        given,
+        ROW_WORDS | {"state.0": "B G D E"},
+        bound="H",
+        loose=(*ANY_FLOAT, "q:dtype"),
+    )
 
 
 def laid_out() -> Call:
@@ -85,10 +101,15 @@ def laid_out() -> Call:
         lambda q, k, k_positions: selection_mask(
             q, k, laid, sizes, q_positions=regard.Span(S - T, T), k_positions=k_positions
         ),
-        {"q": Q, "k": windows(K, laid, sizes).mean(3), "k_positions": ends(laid, sizes).expand(B, -1)},
+        {
+            "q": Q,
+            "k": windows(K, laid, sizes).mean(3),
+            "k_positions": ends(laid, sizes).expand(B, -1),
+        },
         {"q": "B H T D", "k": "B G C D", "k_positions": "B C"},
-        bound="H T", loose=LOOSE,
-    )  # fmt: skip
+        bound="H T",
+        loose=LOOSE,
+    )
 
 
 OPS: dict[Callable[..., Any], Call] = {
@@ -98,14 +119,25 @@ OPS: dict[Callable[..., Any], Call] = {
     regard.plan: softmax(regard.plan),
     regard.merge: Call(
         regard.merge,
-        {"partials": [regard.Partial(randn(B, H, T, E), randn(B, H, T)) for _ in "ab"], "sink": randn(H)},
-        {"partials.0.0": "B H T E", "partials.1.0": "B H T E", "partials.0.1": "B H T", "partials.1.1": "B H T", "sink": "H"},
+        {
+            "partials": [regard.Partial(randn(B, H, T, E), randn(B, H, T)) for _ in "ab"],
+            "sink": randn(H),
+        },
+        {
+            "partials.0.0": "B H T E",
+            "partials.1.0": "B H T E",
+            "partials.0.1": "B H T",
+            "partials.1.1": "B H T",
+            "sink": "H",
+        },
         loose=LOOSE,
     ),
     linear.linear_attention: Call(
         linear.linear_attention,
         {**ROWS, "k_positions": at(T), "state": (STATE, randn(B, G, D))},
-        ROW_WORDS | {"state.0": "B G D E", "state.1": "B G D"}, bound="H", loose=(*ANY_FLOAT, "q:dtype"),
+        ROW_WORDS | {"state.0": "B G D E", "state.1": "B G D"},
+        bound="H",
+        loose=(*ANY_FLOAT, "q:dtype"),
     ),
     linear.retention: recurrence(linear.retention, decay=-randn(G).sigmoid()),
     linear.gated_linear: recurrence(linear.gated_linear, log_decay=-randn(B, G, T, D).sigmoid()),
@@ -113,59 +145,122 @@ OPS: dict[Callable[..., Any], Call] = {
     linear.gated_delta_rule: recurrence(linear.gated_delta_rule, beta=BETA, log_decay=DECAY),
     memory.infini_attention: Call(
         lambda **given: memory.infini_attention(**given, segment=4),
-        {"q": Q, "k": K, "v": V, "gate": randn(H), "q_rotated": Q, "k_rotated": K, "state": (STATE, randn(B, G, D)),
-         "positions": at(S)},
-        {"q": "B H T D", "k": "B G S D", "v": "B G S E", "gate": "H", "q_rotated": "B H T D", "k_rotated": "B G S D",
-         "state.0": "B G D E", "state.1": "B G D", "positions": "B S"}, loose=(*LOOSE, "gate:dtype"),
+        {
+            "q": Q,
+            "k": K,
+            "v": V,
+            "gate": randn(H),
+            "q_rotated": Q,
+            "k_rotated": K,
+            "state": (STATE, randn(B, G, D)),
+            "positions": at(S),
+        },
+        {
+            "q": "B H T D",
+            "k": "B G S D",
+            "v": "B G S E",
+            "gate": "H",
+            "q_rotated": "B H T D",
+            "k_rotated": "B G S D",
+            "state.0": "B G D E",
+            "state.1": "B G D",
+            "positions": "B S",
+        },
+        loose=(*LOOSE, "gate:dtype"),
     ),
     memory.retrieve: Call(
         memory.retrieve,
         {"q": Q, "state": (STATE, randn(B, G, D)), "where": torch.ones(B, T, dtype=torch.bool)},
-        {"q": "B H T D", "state.0": "B G D E", "state.1": "B G D", "where": "B T"}, bound="H",
+        {"q": "B H T D", "state.0": "B G D E", "state.1": "B G D", "where": "B T"},
+        bound="H",
     ),
     memory.write: Call(
         memory.write,
-        {"k": K, "v": V, "state": (STATE, randn(B, G, D)), "where": torch.ones(B, S, dtype=torch.bool)},
+        {
+            "k": K,
+            "v": V,
+            "state": (STATE, randn(B, G, D)),
+            "where": torch.ones(B, S, dtype=torch.bool),
+        },
         {"k": "B G S D", "v": "B G S E", "state.0": "B G D E", "state.1": "B G D", "where": "B S"},
     ),
     additive_attention: Call(
         additive_attention,
-        {"query": Q, "keys": K, "values": V, "weight": randn(H, D), "mask": SOFTMAX["mask"], "q_positions": at(T),
-         "k_positions": at(S)},
-        WORDS | {"query": "B H T D", "keys": "B G S D", "values": "B G S E", "weight": "H D"}, loose=LOOSE,
+        {
+            "query": Q,
+            "keys": K,
+            "values": V,
+            "weight": randn(H, D),
+            "mask": SOFTMAX["mask"],
+            "q_positions": at(T),
+            "k_positions": at(S),
+        },
+        WORDS | {"query": "B H T D", "keys": "B G S D", "values": "B G S E", "weight": "H D"},
+        loose=LOOSE,
     ),
     moba_mask: Call(
         lambda **given: moba_mask(**given, size=3, topk=2),
         {"q": Q, "k": K, "q_positions": at(T), "k_positions": at(S)},
-        WORDS | {"q": "B H T D", "k": "B G S D"}, bound="H", loose=LOOSE,
+        WORDS | {"q": "B H T D", "k": "B G S D"},
+        bound="H",
+        loose=LOOSE,
     ),
-    index_scores: Call(index_scores, {"q": Q, "k": randn(B, 1, S, D), "w": randn(B, T, H)}, {"k": "B J1 S D"}, bound="J1", loose=MIXED),
+    index_scores: Call(
+        index_scores,
+        {"q": Q, "k": randn(B, 1, S, D), "w": randn(B, T, H)},
+        {"k": "B J1 S D"},
+        bound="J1",
+        loose=MIXED,
+    ),
     index_mask: Call(
         lambda **given: index_mask(**given, topk=2),
-        {"q": Q, "k": randn(B, 1, S, D), "w": randn(B, T, H), "q_positions": at(T), "k_positions": at(S)},
-        WORDS | {"q": "B J T D", "k": "B J1 S D", "w": "B T J"}, bound="J1", loose=(*LOOSE, *MIXED),
+        {
+            "q": Q,
+            "k": randn(B, 1, S, D),
+            "w": randn(B, T, H),
+            "q_positions": at(T),
+            "k_positions": at(S),
+        },
+        WORDS | {"q": "B J T D", "k": "B J1 S D", "w": "B T J"},
+        bound="J1",
+        loose=(*LOOSE, *MIXED),
     ),
     indexer_loss: Call(
         indexer_loss,
-        {"scores": randn(B, T, S), "pattern": randn(B, H, T, S).softmax(-1), "visible": torch.ones(B, T, S, dtype=torch.bool)},
+        {
+            "scores": randn(B, T, S),
+            "pattern": randn(B, H, T, S).softmax(-1),
+            "visible": torch.ones(B, T, S, dtype=torch.bool),
+        },
         loose=("pattern:dtype", "scores:dtype"),
     ),
     selection_mask: laid_out(),
     positions.rotate: Call(
         positions.rotate,
         {"x": randn(B, H, T, D), "positions": at(T), "inv_freq": randn(D // 2)},
-        {"positions": "B T", "x": "B H T D"}, loose=("inv_freq:dtype", "inv_freq:device", "x:dtype", "x:device", "positions:device"),
+        {"positions": "B T", "x": "B H T D"},
+        loose=("inv_freq:dtype", "inv_freq:device", "x:dtype", "x:device", "positions:device"),
     ),
-    gemv: Call(gemv, {"x": randn(2, 16), "weight": randn(24, 16), "bias": randn(24)}, {"x": "R M"}, free=("x:rank",)),
+    gemv: Call(
+        gemv,
+        {"x": randn(2, 16), "weight": randn(24, 16), "bias": randn(24)},
+        {"x": "R M"},
+        free=("x:rank",),
+    ),
     linear_map: Call(
-        linear_map, {"x": randn(2, 256), "weight": randn(256, 256), "bias": randn(256)},
-        {"x": "R M", "weight": "N M", "bias": "N"}, free=("x:rank",),
+        linear_map,
+        {"x": randn(2, 256), "weight": randn(256, 256), "bias": randn(256)},
+        {"x": "R M", "weight": "N M", "bias": "N"},
+        free=("x:rank",),
     ),
     rms_norm: Call(
-        lambda x, weight: rms_norm(x, weight, 1e-6), {"x": randn(2, 16), "weight": randn(16)},
-        {"x": "R M", "weight": "M"}, free=("x:rank",), loose=("weight:dtype", "x:dtype"),
+        lambda x, weight: rms_norm(x, weight, 1e-6),
+        {"x": randn(2, 16), "weight": randn(16)},
+        {"x": "R M", "weight": "M"},
+        free=("x:rank",),
+        loose=("weight:dtype", "x:dtype"),
     ),
-}  # fmt: skip
+}
 
 EXEMPT: dict[Callable[..., Any], str] = {
     memory.sigma: "it takes any shape",
@@ -174,9 +269,16 @@ EXEMPT: dict[Callable[..., Any], str] = {
     positions.long_term_decay: "it takes one tensor, of any length",
 }
 MODULES_OF_OPS = (
-    "regard", "regard.linear", "regard.memory", "regard.positions", "regard.ops.softmax", "regard.ops.linear",
-    "regard.ops.memory", "regard.ops.additive", "regard.ops.selection",
-)  # fmt: skip
+    "regard",
+    "regard.linear",
+    "regard.memory",
+    "regard.positions",
+    "regard.ops.softmax",
+    "regard.ops.linear",
+    "regard.ops.memory",
+    "regard.ops.additive",
+    "regard.ops.selection",
+)
 FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.norm", "regard.nn.linear")
 """They have no list of public names; what only `suits` has let in is no op of its own."""
 NO_OPS = {"multiply", "suits", "at_hand"}
@@ -195,7 +297,9 @@ def mixers() -> dict[str, Call]:
             given |= {"memory": randn(B, S, M), "memory_positions": at(S)}
             words |= {"memory": "B S M", "memory_positions": "B S"}
         free = ("x:dtype", "x:device") if name == "weightless" else ()
-        made[name] = Call(module, given, words, bound="M", loose=(*LOOSE, *free, "memory_positions:device"))  # fmt: skip
+        made[name] = Call(
+            module, given, words, bound="M", loose=(*LOOSE, *free, "memory_positions:device")
+        )
     return made
 
 
@@ -206,7 +310,9 @@ def block(kind: type[nn.Module] = parts.Block) -> nn.Module:
 
 def decoder_block() -> nn.Module:
     norms = [parts.PostNorm(parts.RMSNorm(M)) for _ in range(3)]
-    return parts.DecoderBlock(example("mha"), example("cross_attention"), parts.FeedForward(M, 48), *norms).eval()  # fmt: skip
+    return parts.DecoderBlock(
+        example("mha"), example("cross_attention"), parts.FeedForward(M, 48), *norms
+    ).eval()
 
 
 def path(kind: Callable[..., nn.Module]) -> nn.Module:
@@ -232,34 +338,75 @@ FREE = {"x": "B T M"}
 MODULES: dict[str, Call] = {
     **mixers(),
     "Block": Call(block(), X | {"positions": at(T)}, {"positions": "B T"}, bound="M", loose=LOOSE),
-    "ParallelBlock": Call(block(parts.ParallelBlock), X | {"positions": at(T)}, {"positions": "B T"}, bound="M", loose=LOOSE),
+    "ParallelBlock": Call(
+        block(parts.ParallelBlock),
+        X | {"positions": at(T)},
+        {"positions": "B T"},
+        bound="M",
+        loose=LOOSE,
+    ),
     "DecoderBlock": Call(
-        decoder_block(), X | {"positions": at(T), "memory": randn(B, S, M), "memory_positions": at(S)},
-        {"positions": "B T", "memory": "B S M", "memory_positions": "B S"}, bound="M",
+        decoder_block(),
+        X | {"positions": at(T), "memory": randn(B, S, M), "memory_positions": at(S)},
+        {"positions": "B T", "memory": "B S M", "memory_positions": "B S"},
+        bound="M",
         loose=(*LOOSE, "memory_positions:device"),
     ),
-    "Linear": Call(parts.Linear(M, 600).eval(), {"x": randn(2, M)}, {"x": "R M"}, bound="M", free=("x:rank",)),
-    "CappedLogits": Call(parts.CappedLogits(M, 600, cap=30.0), {"x": randn(2, M)}, {"x": "R M"}, bound="M", free=("x:rank",)),
-    "RMSNorm": Call(parts.RMSNorm(M), {"x": randn(2, M)}, {"x": "R M"}, bound="M", free=("x:rank",), loose=("x:dtype",)),
-    "OffsetRMSNorm": Call(
-        parts.OffsetRMSNorm(M), {"x": randn(2, M)}, {"x": "R M"}, bound="M", free=("x:rank",), loose=("x:dtype",)
+    "Linear": Call(
+        parts.Linear(M, 600).eval(), {"x": randn(2, M)}, {"x": "R M"}, bound="M", free=("x:rank",)
     ),
-    "HeadNorm": Call(parts.HeadNorm(H, D), {"x": randn(B, H, T, D)}, {"x": "B H T D"}, bound="H D", loose=("x:dtype",)),
+    "CappedLogits": Call(
+        parts.CappedLogits(M, 600, cap=30.0),
+        {"x": randn(2, M)},
+        {"x": "R M"},
+        bound="M",
+        free=("x:rank",),
+    ),
+    "RMSNorm": Call(
+        parts.RMSNorm(M),
+        {"x": randn(2, M)},
+        {"x": "R M"},
+        bound="M",
+        free=("x:rank",),
+        loose=("x:dtype",),
+    ),
+    "OffsetRMSNorm": Call(
+        parts.OffsetRMSNorm(M),
+        {"x": randn(2, M)},
+        {"x": "R M"},
+        bound="M",
+        free=("x:rank",),
+        loose=("x:dtype",),
+    ),
+    "HeadNorm": Call(
+        parts.HeadNorm(H, D),
+        {"x": randn(B, H, T, D)},
+        {"x": "B H T D"},
+        bound="H D",
+        loose=("x:dtype",),
+    ),
     "Heads": Call(parts.Heads(M, H, D), X | {"positions": None}, bound="M"),
     "PerHead": Call(parts.PerHead(M, H, D), X | {"positions": None}, bound="M"),
     **{
         kind.__name__: Call(path(kind), X, FREE, bound="M", free=("x:rank",))
         for kind in (parts.PreNorm, parts.PostNorm, parts.OutputNorm, parts.NormedPath)
     },
-    "Sandwich": Call(path(lambda norm: parts.Sandwich(norm, parts.RMSNorm(M))), X, FREE, bound="M", free=("x:rank",)),
+    "Sandwich": Call(
+        path(lambda norm: parts.Sandwich(norm, parts.RMSNorm(M))),
+        X,
+        FREE,
+        bound="M",
+        free=("x:rank",),
+    ),
     "MoE": Call(moe(parts.SoftmaxRouter), X, FREE, bound="M", free=("x:rank",)),
     "MoE, sigmoid": Call(moe(parts.SigmoidRouter), X, FREE, bound="M", free=("x:rank",)),
     "Embed": Call(
         parts.Embed(nn.Embedding(11, M), parts.Sinusoidal(M), segments=nn.Embedding(2, M)).eval(),
         {"ids": at(T), "positions": at(T), "segments": at(T) % 2},
-        {"positions": "B T", "segments": "B T"}, loose=("positions:device",),
+        {"positions": "B T", "segments": "B T"},
+        loose=("positions:device",),
     ),
-}  # fmt: skip
+}
 NO_MODULES = {"Projection", "Residual", "Router"}
 """They are what the others have in common."""
 
@@ -297,14 +444,22 @@ def caches() -> dict[str, Call]:
         words = {f"memory.{i}": f"B n{i} T d{i}" for i in range(len(shapes))}
         bound = " ".join(f"n{i} d{i}" for i in range(len(shapes)))
         made[name] = Call(
-            stored_twice(make), {"memory": new, "positions": at(3, 4)}, words | {"positions": "B T"}, bound=f"B T {bound}", loose=LOOSE
-        )  # fmt: skip
+            stored_twice(make),
+            {"memory": new, "positions": at(3, 4)},
+            words | {"positions": "B T"},
+            bound=f"B T {bound}",
+            loose=LOOSE,
+        )
     made["cross"] = Call(
         lambda memory, positions: Cross().store(memory, positions),
         {"memory": (K, V), "positions": at(S)},
-        {"memory.0": "B G S D", "memory.1": "B G S E", "positions": "B S"}, free=("memory.0:G", "memory.1:G"),
-        loose=(*LOOSE, *(f"memory.{i}:{what}" for i in (0, 1) for what in ("dtype", "device", "integers"))),
-    )  # fmt: skip
+        {"memory.0": "B G S D", "memory.1": "B G S E", "positions": "B S"},
+        free=("memory.0:G", "memory.1:G"),
+        loose=(
+            *LOOSE,
+            *(f"memory.{i}:{what}" for i in (0, 1) for what in ("dtype", "device", "integers")),
+        ),
+    )
     return made
 
 
@@ -361,7 +516,10 @@ def test_every_op_has_a_case() -> None:
 
 
 def _takes_tensors(function: Callable[..., Any]) -> bool:
-    return any(re.search(r"Tensor|Partial", str(p.annotation)) for p in inspect.signature(function).parameters.values())  # fmt: skip
+    return any(
+        re.search(r"Tensor|Partial", str(p.annotation))
+        for p in inspect.signature(function).parameters.values()
+    )
 
 
 def test_every_module_has_a_case() -> None:
@@ -378,7 +536,9 @@ def test_every_module_has_a_case() -> None:
 def test_every_cache_has_a_case() -> None:
     kinds = {getattr(regard.caches, name) for name in regard.caches.__all__}
     public = {x for x in kinds if inspect.isclass(x) and issubclass(x, Cache)} - {Cache, State}
-    assert {x.__name__ for x in public} == {type(kind.make()).__name__ for kind in KINDS.values()} | {"Memory", "Cross"}  # fmt: skip
+    assert {x.__name__ for x in public} == {
+        type(kind.make()).__name__ for kind in KINDS.values()
+    } | {"Memory", "Cross"}
 
 
 def test_an_op_that_checks_nothing_is_caught() -> None:
@@ -386,8 +546,9 @@ def test_an_op_that_checks_nothing_is_caught() -> None:
     call = OPS[regard.attend]
     plain = Call(
         lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-        {name: call.given[name] for name in "qkv"}, {"q": "B H T D", "k": "B G S D", "v": "B G S E"},
-    )  # fmt: skip
+        {name: call.given[name] for name in "qkv"},
+        {"q": "B H T D", "k": "B G S D", "v": "B G S E"},
+    )
     assert any("RuntimeError" in x for x in taken(plain))
     norm = OPS[rms_norm]
     unchecked = Call(lambda x, weight: x / x.norm() * weight[0], norm.given, norm.letters)
@@ -398,6 +559,12 @@ def test_wrongs_are_wrong() -> None:
     call = Call(regard.attend, {"q": Q, "k": K})
     every: list[Wrong] = list(wrongs(call))
     assert {x.what for x in every} >= {
-        "q: B 3 + 1", "q: B 3 - 1", "k: D 8 - 1", "q: one dimension less", "k: integers", "q: another dtype", "k: another device"
-    }  # fmt: skip
+        "q: B 3 + 1",
+        "q: B 3 - 1",
+        "k: D 8 - 1",
+        "q: one dimension less",
+        "k: integers",
+        "q: another dtype",
+        "k: another device",
+    }
     assert not any(x.what.startswith("q: T") for x in every)  # any number of queries

@@ -1,4 +1,6 @@
-"""Calls of every public op, and all the ways in which one size, dtype or device of one tensor can be wrong."""
+"""Calls of every public op, and all the ways in which one size, dtype or device of one tensor can
+be wrong.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,13 @@ class Call:
     Attributes:
         run: the function or module.
         given: its arguments by name; tensors may stand in tuples.
-        letters: the sizes of a tensor argument, by its path, where the annotation does not say them.
-        bound: letters that the op knows from elsewhere than this call's other tensors: a module's sizes, a divisor.
+        letters: the sizes of a tensor argument, by its path, where the annotation does not say
+            them.
+        bound: letters that the op knows from elsewhere than this call's other tensors: a module's
+            sizes, a divisor.
         free: sizes that may differ though their letter says otherwise, as "path:letter".
-        loose: paths whose dtype may be any floating one, or whose device does not matter ("path:dtype", "path:device", "path:integers").
+        loose: paths whose dtype may be any floating one, or whose device does not matter
+            ("path:dtype", "path:device", "path:integers").
     """
 
     run: Callable[..., Any]

@@ -42,8 +42,11 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     path = checkpoints.save(tmp_path, make(3))
     assert path.name == "step-00000003"
     assert sorted(p.name for p in path.iterdir()) == [
-        "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json",
-    ]  # fmt: skip
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
     assert same(checkpoints.load(path), make(3))
     found = checkpoints.latest(tmp_path)
     assert found is not None
@@ -63,8 +66,10 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (5, 10, 123456789, 20):
         checkpoints.save(tmp_path, make(step), keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "step-00000010", "step-00000020", "step-123456789",
-    ]  # fmt: skip
+        "step-00000010",
+        "step-00000020",
+        "step-123456789",
+    ]
     found = checkpoints.latest(tmp_path)
     assert found is not None
     assert found.step == 123456789
@@ -157,7 +162,9 @@ def test_one_whole_checkpoint_survives_when_a_damaged_one_is_newer(tmp_path: Pat
 
 
 def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
-    """Run `work` in a forked process; gives minus the signal, or the exit code (3 for a FileError)."""
+    """Run `work` in a forked process; gives minus the signal, or the exit code (3 for a
+    FileError).
+    """
     child = os.fork()
     if child == 0:
         code = 9
@@ -176,7 +183,9 @@ def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
 
 @pytest.mark.full
 def test_killed_at_every_write_the_old_or_the_new_one_loads(tmp_path: Path) -> None:
-    """SIGKILL at the n-th system call that matters, for every n, over a folder that has a checkpoint."""
+    """SIGKILL at the n-th system call that matters, for every n, over a folder that has a
+    checkpoint.
+    """
     points = 0
     while True:
         folder = tmp_path / str(points)
@@ -209,9 +218,14 @@ def save_and_die(folder: Path, calls: int) -> None:
         return call
 
     for owner, name in (
-        (checkpoints, "sync"), (checkpoints, "save_file"), (checkpoints, "describe"),
-        (Path, "write_text"), (Path, "rename"), (os, "unlink"), (os, "rmdir"),
-    ):  # fmt: skip
+        (checkpoints, "sync"),
+        (checkpoints, "save_file"),
+        (checkpoints, "describe"),
+        (Path, "write_text"),
+        (Path, "rename"),
+        (os, "unlink"),
+        (os, "rmdir"),
+    ):
         setattr(owner, name, deadly(getattr(owner, name)))
     checkpoints.save(folder, make(2), keep=1)
 

@@ -34,10 +34,16 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_file_becomes_texts_of_options(tmp_path: Path) -> None:
     assert read(written(tmp_path, FULL)) == {
-        "attention": "sliding_window", "kv_heads": "2", "dim": "64", "tie": "True",
-        "option": ["window=8", "base=50000.0", "head_dim=16"], "lr": "0.0003", "weight_decay": "0",
-        "source": "a text.txt", "repeat": "0.25",
-    }  # fmt: skip
+        "attention": "sliding_window",
+        "kv_heads": "2",
+        "dim": "64",
+        "tie": "True",
+        "option": ["window=8", "base=50000.0", "head_dim=16"],
+        "lr": "0.0003",
+        "weight_decay": "0",
+        "source": "a text.txt",
+        "repeat": "0.25",
+    }
     lists = "[model.options]\nbounds = [0, 5, 9]\nempty = 'skip'"
     assert read(written(tmp_path, lists)) == {"option": ["bounds=[0, 5, 9]", "empty='skip'"]}
     assert read(written(tmp_path, "")) == {}
@@ -56,7 +62,10 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[modle]\ndim = 3", "unknown section [modle]; did you mean model?; there are [model], [train], [data]"),
+        (
+            "[modle]\ndim = 3",
+            "unknown section [modle]; did you mean model?; there are [model], [train], [data]",
+        ),
         ("dim = 3", "dim stands in no section; put it under [model]"),
         ("model = 3", "unknown section [model]"),
         ("[train]\ndim = 3", "dim stands in [train]; its place is [model]"),
@@ -64,11 +73,20 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
         ("[model]\noption = 3", "[model] has no option; did you mean options?"),
         ("[model]\noptions = 3", "[model] has no options"),
         ("[model]\nkv-heads = 3\nkv_heads = 3", "[model] has kv_heads twice; keep one"),
-        ("[train]\nsteps = [3]", "[train] steps is [3]; it must be a string, a number, true or false"),
-        ("[train]\nsteps = 2020-01-01", "[train] steps is datetime.date(2020, 1, 1); it must be a string"),
-        ("[model.options]\nscaling = {factor = 2}", "[model.options] scaling is {'factor': 2}; it must be"),
+        (
+            "[train]\nsteps = [3]",
+            "[train] steps is [3]; it must be a string, a number, true or false",
+        ),
+        (
+            "[train]\nsteps = 2020-01-01",
+            "[train] steps is datetime.date(2020, 1, 1); it must be a string",
+        ),
+        (
+            "[model.options]\nscaling = {factor = 2}",
+            "[model.options] scaling is {'factor': 2}; it must be",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_understood_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         read(written(tmp_path, text))

@@ -19,8 +19,10 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text, "utf-8")
     (tmp_path / "empty.txt").write_text(" \n", "utf-8")
     assert [(d.name, d.text) for d in read(tmp_path)] == [
-        ("a.txt", "zwei"), ("b.py", "x = 3"), ("b/1.md", "one"),
-    ]  # fmt: skip
+        ("a.txt", "zwei"),
+        ("b.py", "x = 3"),
+        ("b/1.md", "one"),
+    ]
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

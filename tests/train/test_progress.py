@@ -37,8 +37,11 @@ def test_resume_cuts_what_came_after_its_step(tmp_path: Path) -> None:
     log.write(row(12))
     log.close()
     assert [line.split(",")[0] for line in path.read_text("utf-8").splitlines()] == [
-        "step", "5", "10", "12",
-    ]  # fmt: skip
+        "step",
+        "5",
+        "10",
+        "12",
+    ]
     CsvLog(path).close()
     assert path.read_text("utf-8").splitlines() == [",".join(COLUMNS)]
 

@@ -1,4 +1,6 @@
-"""`regard train` as a process of its own, killed by SIGKILL and resumed: the same bits, and one interval lost at most."""
+"""`regard train` as a process of its own, killed by SIGKILL and resumed: the same bits, and one
+interval lost at most.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,43 @@ from tests.train.parts import TOKENS, Small, batches, digest, settings
 
 STEPS, EVERY = 54, 9
 COMMON = [
-    "--batch", "2", "--context", "16", "--dim", "16", "--layers", "1", "--heads", "2", "--vocab", "270", "--warmup", "5",
-    "--steps", str(STEPS), "--save-every", str(EVERY), "--repeat", "0.3", "--threads", "1",
-]  # fmt: skip
+    "--batch",
+    "2",
+    "--context",
+    "16",
+    "--dim",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--vocab",
+    "270",
+    "--warmup",
+    "5",
+    "--steps",
+    str(STEPS),
+    "--save-every",
+    str(EVERY),
+    "--repeat",
+    "0.3",
+    "--threads",
+    "1",
+]
 MIXED = [
-    *COMMON, "--attention", "gated_delta_net", "--position", "learned", "--accumulate", "2", "--bf16", "--clip", "0.7",
-    "--weight-decay", "0.3",
-]  # fmt: skip
+    *COMMON,
+    "--attention",
+    "gated_delta_net",
+    "--position",
+    "learned",
+    "--accumulate",
+    "2",
+    "--bf16",
+    "--clip",
+    "0.7",
+    "--weight-decay",
+    "0.3",
+]
 
 SHORT = [*MIXED, "--steps", "3", "--save-every", "3"]
 
@@ -63,8 +95,10 @@ def start_and_kill(arguments: list[str], out: Path, after: int) -> None:
     """Start the command, and send SIGKILL a little after its checkpoint of a step is there."""
     process = subprocess.Popen(
         [sys.executable, "-m", "regard", *arguments],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     deadline = time.monotonic() + 120
     while not any(step >= after for step in steps_saved(out)):
         assert process.poll() is None, "it ended before it was killed"
@@ -85,7 +119,8 @@ def test_a_killed_process_goes_on_to_the_same_bits(text: Path, tmp_path: Path) -
     assert kept.step >= 2 * EVERY
     logged = [int(row[0]) for row in rows(cut)[1:] if row[0].isdigit()]
     assert max(logged, default=0) <= kept.step + EVERY  # one interval is lost at most
-    # what a kill can leave behind: a row of a step that is done again, half of another, a folder that was being written
+    # what a kill can leave behind: a row of a step that is done again, half of another, a folder
+    # that was being written
     with (cut / "train.csv").open("a", encoding="utf-8") as file:
         file.write(f"{STEPS - 1},9.9,,0.1,0.2,3,4\n{STEPS},9.")
     (cut / "checkpoints" / ".writing-step-00000099-1").mkdir()
@@ -115,9 +150,12 @@ def test_control_another_seed_gives_other_bits(text: Path, tmp_path: Path) -> No
         (["--position", "none"], "position is 'none', the model to resume has 'learned'"),
         (["--clip", "0.9"], "clip is 0.9, the run to resume has 0.7"),
         (["--heads", "4"], "num_attention_heads is 4, the model to resume has 2"),
-        (["--attention", "delta_net"], "attention is 'delta_net', the model to resume has 'gated_delta_net'"),
+        (
+            ["--attention", "delta_net"],
+            "attention is 'delta_net', the model to resume has 'gated_delta_net'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_another_model_is_not_resumed(
     text: Path, stopped: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:

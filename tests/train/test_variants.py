@@ -1,4 +1,6 @@
-"""Every causal mechanism of the catalogue as a decoder: trained, saved, loaded, and continued with a cache."""
+"""Every causal mechanism of the catalogue as a decoder: trained, saved, loaded, and continued with
+a cache.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def config(name: str, **more: Any) -> Config:
 
 
 def drawn(made: Config, seed: int = 0) -> nn.Module:
-    """Weights with which every layer matters: as they are to be trained from, layers add nothing yet."""
+    """Weights with which every layer matters: as they are to be trained from, layers add nothing
+    yet.
+    """
     return randomise(build(made).double(), seed).float().eval()
 
 
@@ -122,8 +126,14 @@ def test_bf16_autocast_takes_every_mechanism(name: str) -> None:
 
 def test_which_mechanisms_a_decoder_can_have() -> None:
     assert sorted(set(VARIANTS) - set(decoders())) == [
-        "bahdanau", "cross_attention", "luong", "mha_per_head", "prefix_lm", "single_head", "weightless",
-    ]  # fmt: skip
+        "bahdanau",
+        "cross_attention",
+        "luong",
+        "mha_per_head",
+        "prefix_lm",
+        "single_head",
+        "weightless",
+    ]
     with pytest.raises(
         ArgumentError, match=r"^bahdanau looks at a second sequence; .* delta_net, "
     ):
@@ -192,10 +202,22 @@ def test_positions_and_windows_are_what_they_say(position: str, window: int | No
 
 
 TAKES = {
-    **dict.fromkeys(("gqa", "mha", "gpt", "qk_norm", "gated", "softcap", "alibi", "dilated"), "ran"),
-    "differential": "rn", "linear_attention": "n", "delta_net": "n", "longformer": "n", "mla": "",
-    "t5": "", "retention": "", "streaming": "", "infini": "", "nsa": "", "moba": "", "dsa": "",
-}  # fmt: skip
+    **dict.fromkeys(
+        ("gqa", "mha", "gpt", "qk_norm", "gated", "softcap", "alibi", "dilated"), "ran"
+    ),
+    "differential": "rn",
+    "linear_attention": "n",
+    "delta_net": "n",
+    "longformer": "n",
+    "mla": "",
+    "t5": "",
+    "retention": "",
+    "streaming": "",
+    "infini": "",
+    "nsa": "",
+    "moba": "",
+    "dsa": "",
+}
 """First letters of the schemes that a mechanism takes."""
 
 
@@ -279,7 +301,8 @@ def test_a_window_over_any_softmax_attention(name: str) -> None:
 def test_windows_that_are_refused() -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"^retention does not take window 4: Recurrent takes no window beside what it keeps itself; its options "
+        match=r"^retention does not take window 4: Recurrent takes no window beside what it keeps "
+        r"itself; its options "
         "are groups, head_dim, value_dim, base, decay",
     ):
         config("retention", window=4)
@@ -314,19 +337,35 @@ def test_layers_have_their_own_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gqa", {"groups": 2, "bass": 1.0}, "gqa has no option 'bass'; did you mean base?; it has groups, head_dim, base"),
+        (
+            "gqa",
+            {"groups": 2, "bass": 1.0},
+            "gqa has no option 'bass'; did you mean base?; it has groups, head_dim, base",
+        ),
         ("gqa", {}, "gqa needs groups"),
         ("gqa", {"groups": 2.0}, "groups of gqa is 2.0; it must be int"),
         ("gqa", {"groups": True}, "groups of gqa is True; it must be int"),
         ("gqa", {"groups": 3}, "4 query heads are not divisible by 3 key/value heads"),
         ("gqa", {"groups": 2, "head_dim": "8"}, "head_dim of gqa is '8'; it must be int | None"),
-        ("retention", {"decay": ["a"]}, "decay of retention is ['a']; it must be Sequence[float] | None"),
-        ("retention", {"decay": 0.5}, "decay of retention is 0.5; it must be Sequence[float] | None"),
+        (
+            "retention",
+            {"decay": ["a"]},
+            "decay of retention is ['a']; it must be Sequence[float] | None",
+        ),
+        (
+            "retention",
+            {"decay": 0.5},
+            "decay of retention is 0.5; it must be Sequence[float] | None",
+        ),
         ("infini", {"empty": "none"}, "empty of infini is 'none'; it must be Empty"),
         ("linear_attention", {"feature_map": "x"}, "x"),
-        ("causal", {"head_dim": 8}, "causal gives 8 numbers, and the model has dim 32; leave head_dim out"),
+        (
+            "causal",
+            {"head_dim": 8},
+            "causal gives 8 numbers, and the model has dim 32; leave head_dim out",
+        ),
     ],
-)  # fmt: skip
+)
 def test_options_that_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         config(name, attention_options=options)
@@ -366,18 +405,45 @@ def test_flags_become_a_config() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"position": "rope"}, "--position is for a mechanism of the catalogue; name one, such as --attention gqa"),
+        (
+            {"position": "rope"},
+            "--position is for a mechanism of the catalogue; name one, such as --attention gqa",
+        ),
         ({"window": 3}, "--window is for a mechanism"),
         ({"set": ["base=3"]}, "--set is for a mechanism"),
-        ({"attention": "mha", "kv_heads": 2}, "--kv-heads does not go with mha, whose key/value heads are fixed; it goes with delta_net, "),
-        ({"attention": "gqa", "kv_heads": 2, "set": ["groups=1"]}, "--kv-heads is 2 and --set groups=1; keep one"),
-        ({"attention": "mla"}, "mla needs kv_rank, nope_dim, rope_dim, value_dim: give --set kv_rank=... --set nope_dim="),
-        ({"attention": "gqa", "set": ["bass=3"]}, "--set bass=3: give name=value; gqa has groups, head_dim, base, layout; did you mean base?"),
+        (
+            {"attention": "mha", "kv_heads": 2},
+            (
+                "--kv-heads does not go with mha, whose key/value heads are fixed; it goes with "
+                "delta_net, "
+            ),
+        ),
+        (
+            {"attention": "gqa", "kv_heads": 2, "set": ["groups=1"]},
+            "--kv-heads is 2 and --set groups=1; keep one",
+        ),
+        (
+            {"attention": "mla"},
+            (
+                "mla needs kv_rank, nope_dim, rope_dim, value_dim: give --set kv_rank=... --set "
+                "nope_dim="
+            ),
+        ),
+        (
+            {"attention": "gqa", "set": ["bass=3"]},
+            (
+                "--set bass=3: give name=value; gqa has groups, head_dim, base, layout; did you mean "
+                "base?"
+            ),
+        ),
         ({"attention": "gqa", "set": ["base"]}, None),
-        ({"attention": "gqa", "position": "rotary"}, "position is 'rotary'; it is one of catalogue, rope"),
+        (
+            {"attention": "gqa", "position": "rotary"},
+            "position is 'rotary'; it is one of catalogue, rope",
+        ),
         ({"attention": "delta_net", "window": 4}, "Recurrent takes no window"),
     ],
-)  # fmt: skip
+)
 def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message or "--set base: give name=value")):
         of(**more)
@@ -409,7 +475,9 @@ FIRST = {
     "layers.1.feed_forward.gate.weight": -0.109411,
     "head.weight": -0.003022,
 }
-"""The last number of some parameters of a Llama from seed 0, as the embedded model was begun with."""
+"""The last number of some parameters of a Llama from seed 0, as the embedded model was begun
+with.
+"""
 
 
 def test_a_llama_begins_as_it_always_did() -> None:

@@ -1,4 +1,6 @@
-"""A headless Chromium, driven over the DevTools protocol through a pipe: no package beyond the standard library."""
+"""A headless Chromium, driven over the DevTools protocol through a pipe: no package beyond the
+standard library.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,39 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)  # fmt: skip
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 WHY_NOT = "no chromium, chromium-browser or google-chrome on the PATH"
 PATIENCE = 30.0  # seconds, for the slowest single answer on a busy machine
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--mute-audio",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--mute-audio",
     "--remote-debugging-pipe",
-)  # fmt: skip
+)
 KEYS = {
-    "Enter": 13, "Escape": 27, "Tab": 9, " ": 32, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36, "ArrowLeft": 37,
-    "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40,
-}  # fmt: skip
+    "Enter": 13,
+    "Escape": 27,
+    "Tab": 9,
+    " ": 32,
+    "PageUp": 33,
+    "PageDown": 34,
+    "End": 35,
+    "Home": 36,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
 TYPED = {"Enter": "\r", " ": " "}
 
 
@@ -36,7 +59,9 @@ class BrowserError(AssertionError):
 
 
 class Browser:
-    """A running Chromium. What it answers is matched by id; what it tells goes to the tab that it is about."""
+    """A running Chromium. What it answers is matched by id; what it tells goes to the tab that it
+    is about.
+    """
 
     def __init__(self, folder: Path) -> None:
         assert CHROMIUM is not None, WHY_NOT
@@ -45,7 +70,9 @@ class Browser:
         silent = [(os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in (0, 1, 2)]
         pipes = [(os.POSIX_SPAWN_DUP2, theirs_in, 3), (os.POSIX_SPAWN_DUP2, theirs_out, 4)]
         actions = [*silent, *pipes]
-        self._pid = os.posix_spawn(CHROMIUM, arguments, os.environ, file_actions=actions, setsid=True)  # fmt: skip
+        self._pid = os.posix_spawn(
+            CHROMIUM, arguments, os.environ, file_actions=actions, setsid=True
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._last, self._rest = 0, b""
@@ -106,7 +133,9 @@ class Browser:
 
 
 class Tab:
-    """One page: what it is made to do, and what it said meanwhile: `errors`, and `requests`, the addresses it asked for."""
+    """One page: what it is made to do, and what it said meanwhile: `errors`, and `requests`, the
+    addresses it asked for.
+    """
 
     def __init__(self, browser: Browser, target: str, session: str) -> None:
         self._browser, self._target, self._session = browser, target, session
@@ -122,8 +151,14 @@ class Tab:
         if method == "Runtime.exceptionThrown":
             details = told["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
-        elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):  # fmt: skip
-            self.errors.append(" ".join(str(x.get("value", x.get("description"))) for x in told["args"]))  # fmt: skip
+        elif method == "Runtime.consoleAPICalled" and told["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
+            self.errors.append(
+                " ".join(str(x.get("value", x.get("description"))) for x in told["args"])
+            )
         elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
             self.errors.append(told["entry"]["text"])
         elif method == "Network.requestWillBeSent":
@@ -145,7 +180,9 @@ class Tab:
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)  # fmt: skip
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]
             raise BrowserError(details.get("exception", {}).get("description", details["text"]))
@@ -160,7 +197,9 @@ class Tab:
             self._browser.listen(0.03)
 
     def click(self, selector: str, at: tuple[float, float] = (0.5, 0.5)) -> None:
-        """A real click of the mouse, at a share of an element's width and height; it must be the one on top there."""
+        """A real click of the mouse, at a share of an element's width and height; it must be the
+        one on top there.
+        """
         place = self.js(f"""(() => {{
             const node = document.querySelector({json.dumps(selector)});
             if (!node) return null;
@@ -180,10 +219,23 @@ class Tab:
         centre = """(() => { const b = document.querySelector(%s).getBoundingClientRect();
             return [b.left + b.width / 2, b.top + b.height / 2]; })()"""
         (x0, y0), (x1, y1) = (self.js(centre % json.dumps(s)) for s in (start, end))
-        path = [("mouseMoved", x0, y0), ("mousePressed", x0, y0), ("mouseMoved", (x0 + x1) / 2, (y0 + y1) / 2),
-                ("mouseMoved", x1, y1), ("mouseReleased", x1, y1)]  # fmt: skip
+        path = [
+            ("mouseMoved", x0, y0),
+            ("mousePressed", x0, y0),
+            ("mouseMoved", (x0 + x1) / 2, (y0 + y1) / 2),
+            ("mouseMoved", x1, y1),
+            ("mouseReleased", x1, y1),
+        ]
         for kind, x, y in path:
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)  # fmt: skip
+            self.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                buttons=1,
+                clickCount=1,
+            )
 
     def key(self, name: str, *, shift: bool = False) -> None:
         """Press and release a key: a letter, or a name of `KEYS`."""
@@ -203,7 +255,10 @@ class Tab:
 
     def prefers(self, **features: str) -> None:
         """What the reader asked the system for: color_scheme="dark", reduced_motion="reduce"."""
-        asked = [{"name": f"prefers-{name.replace('_', '-')}", "value": value} for name, value in features.items()]  # fmt: skip
+        asked = [
+            {"name": f"prefers-{name.replace('_', '-')}", "value": value}
+            for name, value in features.items()
+        ]
         self.call("Emulation.setEmulatedMedia", features=asked)
 
     def screenshot(self, path: Path) -> Path:

@@ -15,12 +15,28 @@ IMAGE = Path(__file__).parents[2] / "docs" / "images" / "blocks.svg"
 
 def words(text: str) -> list[tuple[str, float, float]]:
     """Each word with where it stands."""
-    return [(name, float(x), float(y)) for x, y, name in re.findall(r'<text class="\w+" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]+)<', text)]  # fmt: skip
+    return [
+        (name, float(x), float(y))
+        for x, y, name in re.findall(
+            r'<text class="\w+" x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]+)<', text
+        )
+    ]
 
 
 def test_one_head_has_every_step_in_order() -> None:
     found = [(name, y) for name, x, y in words(svg()) if x < 240]
-    wanted = ["one head", "weights times v", "softmax", "mask", "/ sqrt(d)", "q · k", "q", "k", "v", "three maps of x"]  # fmt: skip
+    wanted = [
+        "one head",
+        "weights times v",
+        "softmax",
+        "mask",
+        "/ sqrt(d)",
+        "q · k",
+        "q",
+        "k",
+        "v",
+        "three maps of x",
+    ]
     assert [name for name, _ in sorted(found, key=lambda one: one[1])] == wanted
 
 
@@ -32,7 +48,9 @@ def test_several_heads_are_joined(heads: int) -> None:
     for step in ("weights times v", "softmax", "mask", "/ sqrt(d)", "q · k", "q", "k", "v"):
         assert len([1 for name, *_ in found if name == step]) == heads + 1
     (top,) = [y for name, _, y in found if name == "joined, output map"]
-    assert all(y > top for name, _, y in found if "head" not in name and name != "joined, output map")  # fmt: skip
+    assert all(
+        y > top for name, _, y in found if "head" not in name and name != "joined, output map"
+    )
 
 
 def test_the_image_of_the_documentation_is_what_is_drawn() -> None:

@@ -1,4 +1,6 @@
-"""Lines over plain and logarithmic axes: where points stand, what is left out, what reaches the page."""
+"""Lines over plain and logarithmic axes: where points stand, what is left out, what reaches the
+page.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ def picture(*values: tuple[float, float], log: str = "", edge: float | None = No
 
 def test_corners_and_the_middle() -> None:
     (line,) = points(svg(picture((0, 0), (5, 5), (10, 10))))
-    assert line == [(LEFT, HIGH - BOTTOM), ((LEFT + WIDE - RIGHT) / 2, (TOP + HIGH - BOTTOM) / 2), (WIDE - RIGHT, TOP)]  # fmt: skip
+    assert line == [
+        (LEFT, HIGH - BOTTOM),
+        ((LEFT + WIDE - RIGHT) / 2, (TOP + HIGH - BOTTOM) / 2),
+        (WIDE - RIGHT, TOP),
+    ]
     (line,) = points(svg(picture((1, 1), (10, 10), (100, 100), log="xy")))
-    assert line[1] == pytest.approx(((LEFT + WIDE - RIGHT) / 2, (TOP + HIGH - BOTTOM) / 2), abs=0.06)  # fmt: skip
+    assert line[1] == pytest.approx(
+        ((LEFT + WIDE - RIGHT) / 2, (TOP + HIGH - BOTTOM) / 2), abs=0.06
+    )
 
 
 def test_a_power_is_a_straight_line() -> None:

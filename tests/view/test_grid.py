@@ -45,8 +45,11 @@ def test_later_queries_are_numbered_by_position() -> None:
 
 @settings(max_examples=12)
 @given(
-    st.integers(1, 70), st.integers(1, 200), st.integers(0, 3000), st.sampled_from(["causal", "full", "strided(3)", "~causal"])
-)  # fmt: skip
+    st.integers(1, 70),
+    st.integers(1, 200),
+    st.integers(0, 3000),
+    st.sampled_from(["causal", "full", "strided(3)", "~causal"]),
+)
 def test_everything_fits_80_columns(T: int, S: int, start: int, name: str) -> None:
     lines = text(of(masks.parse(name), Span(start, T), Span(start, S)))
     assert max(map(len, lines)) <= 80

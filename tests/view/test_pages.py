@@ -1,4 +1,6 @@
-"""The terminal page: what it says, how wide it is, that hostile text stays text; colours; and writing pages."""
+"""The terminal page: what it says, how wide it is, that hostile text stays text; colours; and
+writing pages.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,16 @@ from regard.view import explanation, html, palette, text
 from tests.inspect.stand_in import TEXT, model
 
 HOSTILE = (
-    "</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\"'&amp;", "\u202eRTL\u2066", "zero\u200bwidth",
-    "nul\x00\x1b[31mred\x1b[0m", "line\u2028sep\u2029\U000e0041tag\ufe0f", "${data}$style", "]]><!--",
-)  # fmt: skip
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"'&amp;",
+    "\u202eRTL\u2066",
+    "zero\u200bwidth",
+    "nul\x00\x1b[31mred\x1b[0m",
+    "line\u2028sep\u2029\U000e0041tag\ufe0f",
+    "${data}$style",
+    "]]><!--",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +58,12 @@ def hostile(data: dict[str, Any]) -> dict[str, Any]:
 def printed(data: dict[str, Any], color: str | None = None) -> str:
     out = StringIO()
     console = Console(
-        file=out, width=80, force_terminal=color is not None, color_system=color, no_color=color is None
-    )  # fmt: skip
+        file=out,
+        width=80,
+        force_terminal=color is not None,
+        color_system=color,
+        no_color=color is None,
+    )
     explanation.show(data, console)
     return out.getvalue()
 
@@ -58,9 +71,17 @@ def printed(data: dict[str, Any], color: str | None = None) -> str:
 def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) -> None:
     text = printed(data)
     for title in (
-        "1 tokens", "2 hidden state", "3 query, key, value", "4 scores", "5 softmax", "6 weighted values",
-        "7 heads joined, output projection", "8 the whole pattern", "9 next token", "check",
-    ):  # fmt: skip
+        "1 tokens",
+        "2 hidden state",
+        "3 query, key, value",
+        "4 scores",
+        "5 softmax",
+        "6 weighted values",
+        "7 heads joined, output projection",
+        "8 the whole pattern",
+        "9 next token",
+        "check",
+    ):
         assert f"━━ {title} ━" in text
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     assert "rows are queries, columns are keys" in text
@@ -164,8 +185,15 @@ def test_signed_strips_show_the_sign_without_colour() -> None:
 
 
 @pytest.mark.parametrize(
-    "value, shown", [(0.0, "0.000"), (-12.3456, "-12.35"), (5e-7, "5.00e-07"), (2e7, "2.00e+07"), (-math.inf, "-∞")]
-)  # fmt: skip
+    "value, shown",
+    [
+        (0.0, "0.000"),
+        (-12.3456, "-12.35"),
+        (5e-7, "5.00e-07"),
+        (2e7, "2.00e+07"),
+        (-math.inf, "-∞"),
+    ],
+)
 def test_numbers_are_short(value: float, shown: str) -> None:
     assert text.number(value) == shown
 
@@ -215,7 +243,8 @@ def test_targets_that_cannot_be_written_are_refused(
 def test_view_imports_no_torch() -> None:
     code = (
         "import sys, regard.view.explanation, regard.view.html, regard.view.palette; "
-        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numba', 'tokenizers')))"
+        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'numba', "
+        "'tokenizers')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,6 @@
-"""The page in a real browser: opened from a file, driven by mouse and keyboard, its numbers against the recording's."""
+"""The page in a real browser: opened from a file, driven by mouse and keyboard, its numbers against
+the recording's.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,23 @@ TEXT = "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a - b\n"
 LAYER, HEAD, QUERY, KEY = 1, 2, 20, 3
 VIEWS = ("atlas", "map", "compare", "text", "row", "cell", "diagnostics")
 HOSTILE = (
-    "</script><script>window.hit=1</script>", "<img src=x onerror='window.hit=2'>", "\"'`${window.hit=3}`", "\u202etfel ot thgir",
-    "zero\u200bwidth", "nul\x00byte", "--><svg onload=window.hit=4>", "</style>", "{n}", "javascript:window.hit=5", "שלום", "\u2028line", "&lt;b&amp;",
-    "%3Cscript%3E", "__proto__", "]]>",
-)  # fmt: skip
+    "</script><script>window.hit=1</script>",
+    "<img src=x onerror='window.hit=2'>",
+    "\"'`${window.hit=3}`",
+    "\u202etfel ot thgir",
+    "zero\u200bwidth",
+    "nul\x00byte",
+    "--><svg onload=window.hit=4>",
+    "</style>",
+    "{n}",
+    "javascript:window.hit=5",
+    "שלום",
+    "\u2028line",
+    "&lt;b&amp;",
+    "%3Cscript%3E",
+    "__proto__",
+    "]]>",
+)
 
 
 class Made(NamedTuple):
@@ -48,8 +63,13 @@ class Made(NamedTuple):
 
 
 def pseudo(code: str) -> dict[str, str]:
-    """A language in which every sentence is only its placeholders between marks: what shows letters outside them is none."""
-    return {key: f"«{''.join(f'{{{x}}}' for x in lang.PLACEHOLDER.findall(text))}»" for key, text in lang.catalogue(code).items()}  # fmt: skip
+    """A language in which every sentence is only its placeholders between marks: what shows letters
+    outside them is none.
+    """
+    return {
+        key: f"«{''.join(f'{{{x}}}' for x in lang.PLACEHOLDER.findall(text))}»"
+        for key, text in lang.catalogue(code).items()
+    }
 
 
 def raw() -> Recording:
@@ -77,7 +97,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     few = report(recording, model=model, choice=(LAYER, HEAD), budget=0)
     (folder / "few.html").write_text(page(few, "zh"), "utf-8")
     pieces = tuple(HOSTILE[n % len(HOSTILE)] for n in range(len(recording.pieces)))
-    hostile = report(replace(recording, pieces=pieces, about={"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}), model=model, title=HOSTILE[0])  # fmt: skip
+    hostile = report(
+        replace(recording, pieces=pieces, about={"model": HOSTILE[0], HOSTILE[1]: HOSTILE[2]}),
+        model=model,
+        title=HOSTILE[0],
+    )
     (folder / "hostile.html").write_text(page(hostile), "utf-8")
     for name, made in (("raw", raw()), ("decoded", record(model, "to be or not to be", tokens=4))):
         (folder / f"{name}.html").write_text(page(report(made, model=model)), "utf-8")
@@ -96,12 +120,16 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def tab(browser: Browser) -> Iterator[Tab]:
-    """A tab; whatever a test does, the page must have stayed silent, and asked for nothing but itself."""
+    """A tab; whatever a test does, the page must have stayed silent, and asked for nothing but
+    itself.
+    """
     opened = browser.tab()
     yield opened
     opened.js("new Promise(r => setTimeout(r, 30))")
     assert opened.errors == []
-    assert [url for url in opened.requests if not url.startswith(("file://", "blob:", "data:"))] == []  # fmt: skip
+    assert [
+        url for url in opened.requests if not url.startswith(("file://", "blob:", "data:"))
+    ] == []
     assert len({url.partition("#")[0] for url in opened.requests if url.startswith("file:")}) <= 1
     opened.close()
 
@@ -114,7 +142,10 @@ def ready(tab: Tab, url: str) -> Tab:
 
 def settled(tab: Tab) -> Tab:
     """After the frame in which a change is drawn."""
-    tab.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0))))")  # fmt: skip
+    tab.js(
+        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => "
+        "setTimeout(done, 0))))"
+    )
     return tab
 
 
@@ -149,7 +180,9 @@ def test_every_view_opens_without_a_word_and_without_a_request(tab: Tab, made: M
 
 def test_a_page_that_would_call_out_is_noticed(browser: Browser, tmp_path: Path) -> None:
     """The negative control of every test here: errors and requests are seen."""
-    (tmp_path / "bad.html").write_text('<img src="http://127.0.0.1:9/x.png"><script>null.x</script>')  # fmt: skip
+    (tmp_path / "bad.html").write_text(
+        '<img src="http://127.0.0.1:9/x.png"><script>null.x</script>'
+    )
     opened = browser.tab()
     opened.open(f"file://{tmp_path}/bad.html")
     opened.wait("true")
@@ -185,7 +218,9 @@ def test_from_the_atlas_to_the_map_to_a_cell_by_clicks(tab: Tab, made: Made) -> 
     settled(tab)
     assert state(tab, "place", "head", "i", "j") == [LAYER, HEAD, i, j]
     weight = made.recording.weights(LAYER, HEAD)[i, j].item()
-    assert close(tab.js("R.math.cell(R.state.place, R.state.head, R.state.i, R.state.j).weight"), weight)  # fmt: skip
+    assert close(
+        tab.js("R.math.cell(R.state.place, R.state.head, R.state.i, R.state.j).weight"), weight
+    )
 
 
 def test_a_deep_link_restores_what_was_seen(tab: Tab, made: Made) -> None:
@@ -227,7 +262,14 @@ def test_the_cell_says_the_numbers_of_the_recording(tab: Tab, made: Made) -> Non
     assert close(float(shown), score)
     assert f"weight {weight:.2e}".replace("e-0", "e-") in text(tab, "#cell-says")
     q, k = place.steps[0].q[0, HEAD, QUERY].double(), place.k[0, HEAD // 2, KEY].double()
-    chain = [float(x.replace("−", "-")) for x in tab.js("[...document.querySelectorAll('#cell-step-4 tbody td:last-child')].map(x => x.textContent)") if x != "="]  # fmt: skip
+    chain = [
+        float(x.replace("−", "-"))
+        for x in tab.js(
+            "[...document.querySelectorAll('#cell-step-4 tbody td:last-child')].map(x => "
+            "x.textContent)"
+        )
+        if x != "="
+    ]
     assert close(chain[0], (q @ k).item())
     assert close(chain[1], (q @ k).item() / math.sqrt(32))
     assert tab.js("document.querySelectorAll('#cell-step-3 .bars rect').length") >= 32
@@ -242,26 +284,40 @@ def test_a_masked_cell_says_why(tab: Tab, made: Made) -> None:
 
 def test_before_the_rotation_q_is_what_the_model_projected(tab: Tab, made: Made) -> None:
     ready(tab, made.at("cell"))
-    numbers = "document.querySelector('#cell-step-2 .numbers').open = true, new Promise(r => setTimeout(() => r(JSON.parse(document.querySelector('#cell-step-2 .numbers pre').textContent)), 50))"  # fmt: skip
+    numbers = (
+        "document.querySelector('#cell-step-2 .numbers').open = true, new Promise(r => "
+        "setTimeout(() => r(JSON.parse(document.querySelector('#cell-step-2 .numbers "
+        "pre').textContent)), 50))"
+    )
     rotated = torch.tensor(tab.js(numbers), dtype=torch.float64)
     assert torch.equal(rotated.float(), made.recording[LAYER].steps[0].q[0, HEAD, QUERY])
     tab.click("#cell-rotary")
     settled(tab)
     before = torch.tensor(tab.js(numbers), dtype=torch.float64)
     inv_freq = torch.tensor(tab.js("R.place().rotary.inv_freq"), dtype=torch.float64)
-    again = regard.positions.rotate(before[None, None, None], regard.Span(QUERY, 1), inv_freq, layout=tab.js("R.place().rotary.layout"))  # fmt: skip
+    again = regard.positions.rotate(
+        before[None, None, None],
+        regard.Span(QUERY, 1),
+        inv_freq,
+        layout=tab.js("R.place().rotary.layout"),
+    )
     assert (again.flatten() - rotated).abs().max() < 1e-12 * rotated.abs().max()
     assert (before - rotated).abs().max() > 0.1
 
 
 def test_what_if_is_a_softmax_of_its_own(tab: Tab, made: Made) -> None:
     ready(tab, made.at("cell"))
-    tab.js("(() => { const dial = document.getElementById('whatif-temperature'); dial.value = '2'; dial.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    tab.js(
+        "(() => { const dial = document.getElementById('whatif-temperature'); dial.value = '2'; "
+        "dial.dispatchEvent(new Event('input')); })()"
+    )
     shown = text(tab, "tr:has([data-whatif='temperature']) td:nth-child(3)")
     one = slice(QUERY, QUERY + 1)
     scores = made.recording[LAYER].block(one, slice(0, 28), slice(HEAD, HEAD + 1)).scores[0, 0, 0]
     assert math.isclose(float(shown), (scores / 4).softmax(0)[KEY].item(), rel_tol=1e-3)
-    assert math.isclose(float(text(tab, ".asis td:nth-child(3)")), scores.softmax(0)[KEY].item(), rel_tol=2e-3)  # fmt: skip
+    assert math.isclose(
+        float(text(tab, ".asis td:nth-child(3)")), scores.softmax(0)[KEY].item(), rel_tol=2e-3
+    )
     tab.click("[data-whatif='window']")
     assert "window" in text(tab, ".whatif h3")
 
@@ -275,7 +331,9 @@ def test_the_steps_go_by_keys_and_the_blocks_end_in_the_kernels_lse(tab: Tab, ma
     assert tab.js(count) == 1
     assert text(tab, "#cell-at") == "step 5 of 10"
     tab.click(".online summary")
-    mine, kernel = re.findall(r"in ([\d.−]+); the kernel's own: ([\d.−]+)\.", text(tab, ".online"))[0]  # fmt: skip
+    mine, kernel = re.findall(r"in ([\d.−]+); the kernel's own: ([\d.−]+)\.", text(tab, ".online"))[
+        0
+    ]
     assert abs(float(mine) - float(kernel)) < 1e-5
     tab.key("p")
     assert text(tab, "#cell-at") == "step 4 of 10"
@@ -301,10 +359,18 @@ def test_softcap_bias_and_sink_each_have_their_link(tab: Tab, made: Made) -> Non
     place = made.others["raw"][0]
     step, one = place.steps[0], slice(1, 2)
     block = place.block(slice(10, 11), slice(0, 17), one)
-    chain = [float(x.replace("−", "-")) for x in tab.js("[...document.querySelectorAll('#cell-step-4 tbody td:last-child')].map(x => x.textContent)")]  # fmt: skip
+    chain = [
+        float(x.replace("−", "-"))
+        for x in tab.js(
+            "[...document.querySelectorAll('#cell-step-4 tbody td:last-child')].map(x => "
+            "x.textContent)"
+        )
+    ]
     dot = (step.q[0, 1, 10].double() @ place.pools[0].k[0, 0, 8].double()).item()
     capped = 5 * math.tanh(dot / math.sqrt(8) / 5)
-    for found, right in zip(chain, (dot, dot / math.sqrt(8), capped, capped - 7 / 16, capped - 7 / 16), strict=True):  # fmt: skip
+    for found, right in zip(
+        chain, (dot, dot / math.sqrt(8), capped, capped - 7 / 16, capped - 7 / 16), strict=True
+    ):
         assert close(found, right)
     assert close(chain[-1], block.scores[0, 0, 0, 8].item())
     assert step.sink is not None
@@ -337,19 +403,35 @@ def test_decode_steps_are_rows_too(tab: Tab, made: Made) -> None:
 
 def test_two_texts_have_two_panes(tab: Tab, made: Made) -> None:
     ready(tab, made.url("#L0H1&v=text&i=10&j=8", "raw"))
-    assert tab.js("[...document.querySelectorAll('.lens')].map(x => x.querySelectorAll('.word').length)") == [12, 17]  # fmt: skip
+    assert tab.js(
+        "[...document.querySelectorAll('.lens')].map(x => x.querySelectorAll('.word').length)"
+    ) == [12, 17]
     tab.click('#text-k [data-token="15"]')
     tab.wait("document.querySelector('#text-says').textContent.startsWith('Who')")
     column = made.others["raw"].weights(0, 1)[:, 15]
-    assert math.isclose(float(text(tab, "#view-text .listrow .num")), column.max().item(), rel_tol=1e-3)  # fmt: skip
-    assert tab.js("document.querySelectorAll('#text-q .word[style*=background]').length") == int((column > 0).sum())  # fmt: skip
+    assert math.isclose(
+        float(text(tab, "#view-text .listrow .num")), column.max().item(), rel_tol=1e-3
+    )
+    assert tab.js("document.querySelectorAll('#text-q .word[style*=background]').length") == int(
+        (column > 0).sum()
+    )
 
 
 def test_the_row_adds_up(tab: Tab, made: Made) -> None:
     ready(tab, made.at("row"))
     weights = made.recording.weights(LAYER, HEAD)[QUERY]
     entropy = -(weights[weights > 0] * weights[weights > 0].log()).sum().item()
-    facts = dict(zip(*(tab.js(f"[...document.querySelectorAll('#row-body .fact {x}')].map(x => x.textContent)") for x in ("span", "b")), strict=True))  # fmt: skip
+    facts = dict(
+        zip(
+            *(
+                tab.js(
+                    f"[...document.querySelectorAll('#row-body .fact {x}')].map(x => x.textContent)"
+                )
+                for x in ("span", "b")
+            ),
+            strict=True,
+        )
+    )
     assert facts["sees"] == "21 of 28 keys"
     assert math.isclose(float(facts["entropy, nats"]), entropy, rel_tol=1e-3)
     assert math.isclose(float(facts["effective keys"]), math.exp(entropy), rel_tol=1e-3)
@@ -375,7 +457,10 @@ def test_a_span_of_text_shows_where_it_looks_and_who_looks_at_it(tab: Tab, made:
     out, into = weights[8:12].mean(0), weights[:, 8:12].sum(1)
 
     def listed() -> list[tuple[int, float]]:
-        rows = tab.js("[...document.querySelectorAll('#view-text .listrow')].map(x => [x.children[0].textContent, x.children[1].textContent])")  # fmt: skip
+        rows = tab.js(
+            "[...document.querySelectorAll('#view-text .listrow')].map(x => "
+            "[x.children[0].textContent, x.children[1].textContent])"
+        )
         return [(int(name.split()[0]), float(value)) for name, value in rows]
 
     found = listed()
@@ -393,12 +478,17 @@ def test_the_lens_follows_the_keyboard_and_the_search(tab: Tab, made: Made) -> N
     tab.js("document.getElementById('text-q').focus()")
     tab.key("ArrowLeft")
     tab.key("ArrowRight", shift=True)
-    assert tab.js("[...document.querySelectorAll('.word.chosen')].map(x => Number(x.dataset.token))") == [QUERY - 1, QUERY]  # fmt: skip
+    assert tab.js(
+        "[...document.querySelectorAll('.word.chosen')].map(x => Number(x.dataset.token))"
+    ) == [QUERY - 1, QUERY]
     tab.click("#text-search")
     tab.type("return")
     settled(tab)
     marked = [n for n, piece in enumerate(made.recording.pieces) if "return" in piece]
-    assert tab.js("[...document.querySelectorAll('.word.found')].map(x => Number(x.dataset.token))") == marked  # fmt: skip
+    assert (
+        tab.js("[...document.querySelectorAll('.word.found')].map(x => Number(x.dataset.token))")
+        == marked
+    )
     tab.key("Enter")
     settled(tab)
     assert text(tab, "#text-found") == f"{len(marked)} found, at 1"
@@ -422,7 +512,18 @@ def test_the_lens_holds_only_the_lines_in_sight(tab: Tab, made: Made) -> None:
 def test_diagnostics_name_the_worst_row(tab: Tab, made: Made) -> None:
     ready(tab, made.at("diagnostics"))
     tab.wait("document.querySelector('#diagnostics-body .fact')")
-    facts = dict(zip(*(tab.js(f"[...document.querySelectorAll('#diagnostics-body .fact {x}')].map(x => x.textContent)") for x in ("span", "b")), strict=True))  # fmt: skip
+    facts = dict(
+        zip(
+            *(
+                tab.js(
+                    f"[...document.querySelectorAll('#diagnostics-body .fact {x}')].map(x => "
+                    "x.textContent)"
+                )
+                for x in ("span", "b")
+            ),
+            strict=True,
+        )
+    )
     weights = made.recording.weights(LAYER, HEAD)
     worst = (weights.sum(1) - 1).abs().max().item()
     assert math.isclose(float(facts["largest |Σ p − 1|"]), worst, rel_tol=1e-2)
@@ -431,14 +532,20 @@ def test_diagnostics_name_the_worst_row(tab: Tab, made: Made) -> None:
     assert out is not None
     apart = (z - out[0, HEAD]).abs().max().item()
     assert math.isclose(float(facts["largest |Δ out|"]), apart, rel_tol=1e-2)
-    assert [facts[name] for name in ("rows with NaN or ∞", "weights above 1", "mass on empty slots", "mass ahead")] == ["0", "0", "0", "0 %"]  # fmt: skip
+    assert [
+        facts[name]
+        for name in ("rows with NaN or ∞", "weights above 1", "mass on empty slots", "mass ahead")
+    ] == ["0", "0", "0", "0 %"]
     assert "28 rows" in text(tab, "#diagnostics-body .badge")
 
 
 def test_an_audit_that_found_something_is_not_hidden(tab: Tab, made: Made) -> None:
     ready(tab, made.at("diagnostics"))
     assert text(tab, ".audit .good").startswith("Audit: sound")
-    tab.js("(() => { Object.assign(R.meta.places[1].audit, { sound: false, residual: 0.7, findings: ['<b>lse</b> is in base 2'] }); R.set({ head: 3 }); })()")  # fmt: skip
+    tab.js(
+        "(() => { Object.assign(R.meta.places[1].audit, { sound: false, residual: 0.7, findings: "
+        "['<b>lse</b> is in base 2'] }); R.set({ head: 3 }); })()"
+    )
     settled(tab)
     assert text(tab, ".audit .bad") == "Audit: NOT sound."
     assert text(tab, ".audit .finding") == "<b>lse</b> is in base 2"
@@ -450,7 +557,10 @@ def test_an_audit_that_found_something_is_not_hidden(tab: Tab, made: Made) -> No
 
 def test_the_language_switch_turns_every_word(tab: Tab, made: Made) -> None:
     ready(tab, made.at("cell"))
-    tab.js("(() => { const x = document.getElementById('lang'); x.value = 'zh'; x.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    tab.js(
+        "(() => { const x = document.getElementById('lang'); x.value = 'zh'; x.dispatchEvent(new "
+        "Event('change')); })()"
+    )
     settled(tab)
     assert tab.js("document.documentElement.lang") == "zh-Hans"
     assert text(tab, '.tab[data-view="cell"]') == lang.catalogue("zh")["cell.title"]
@@ -487,7 +597,9 @@ BARE = """(() => {
 
 
 def test_no_view_has_a_sentence_of_its_own(tab: Tab, made: Made) -> None:
-    """In a language of marks, every word that is left belongs to the data (a figure's recipe is a record), to an equation, or to no catalogue: a fault."""
+    """In a language of marks, every word that is left belongs to the data (a figure's recipe is a
+    record), to an equation, or to no catalogue: a fault.
+    """
     ready(tab, made.url(f"#L{LAYER}H{HEAD}&v=atlas&i={QUERY}&j={KEY}", "pseudo"))
     for view in VIEWS:
         tab.js(f"R.set({{ view: '{view}' }})")
@@ -510,7 +622,10 @@ def test_light_and_dark_follow_the_system_and_the_switch(tab: Tab, made: Made) -
     settled(tab)
     assert luminance(tab) < 60
     assert tab.js("R.theme()") == "dark"
-    tab.js("(() => { const x = document.getElementById('theme'); x.value = 'light'; x.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    tab.js(
+        "(() => { const x = document.getElementById('theme'); x.value = 'light'; "
+        "x.dispatchEvent(new Event('change')); })()"
+    )
     settled(tab)
     assert luminance(tab) > 200
     assert "theme=light" in tab.js("location.hash")
@@ -525,7 +640,8 @@ def test_nothing_runs_over_the_side(tab: Tab, made: Made, size: tuple[int, int])
         tab.js("new Promise(r => setTimeout(r, 60))")
         assert (view, tab.js("document.documentElement.scrollWidth")) == (view, size[0])
         small = tab.js(
-            "[...document.querySelectorAll('main section:not([hidden]) *')].filter(x => x.childElementCount === 0 && x.textContent.trim() && x.offsetParent && "
+            "[...document.querySelectorAll('main section:not([hidden]) *')].filter(x => "
+            "x.childElementCount === 0 && x.textContent.trim() && x.offsetParent && "
             "parseFloat(getComputedStyle(x).fontSize) < 10).length"
         )
         assert (view, small) == (view, 0)  # readable: no text below 10 px
@@ -540,7 +656,13 @@ def test_hostile_tokens_are_text_and_nothing_else(tab: Tab, made: Made) -> None:
         tab.js(f"R.set({{ view: '{view}' }})")
         tab.js("new Promise(r => setTimeout(r, 60))")
     assert tab.js("window.hit") is None
-    assert tab.js("document.querySelectorAll('#page img, #page script, #page style, #page a[href]').length") == 0  # fmt: skip
+    assert (
+        tab.js(
+            "document.querySelectorAll('#page img, #page script, #page style, #page "
+            "a[href]').length"
+        )
+        == 0
+    )
     assert tab.js("document.scripts.length") == 3
     tab.js("R.set({ view: 'text' })")
     settled(tab)
@@ -554,7 +676,10 @@ def test_hostile_tokens_are_text_and_nothing_else(tab: Tab, made: Made) -> None:
 def test_the_page_lives_without_the_data_of_later_versions(tab: Tab, made: Made) -> None:
     """Cost, audit, rotary and explanation may all be missing: each step says what is not there."""
     ready(tab, made.at("cell"))
-    tab.js("(() => { for (const x of R.meta.places) x.cost = x.audit = x.rotary = null; R.meta.explanation = null; R.set({ j: 4 }); })()")  # fmt: skip
+    tab.js(
+        "(() => { for (const x of R.meta.places) x.cost = x.audit = x.rotary = null; "
+        "R.meta.explanation = null; R.set({ j: 4 }); })()"
+    )
     settled(tab)
     assert tab.js("document.querySelectorAll('.step').length") == 10
     assert lang.catalogue("en")["cell.no_audit"] in text(tab, "#cell-step-9")

@@ -1,4 +1,6 @@
-"""The numbers of the page's panels, run under node, against Python loops written from their definitions."""
+"""The numbers of the page's panels, run under node, against Python loops written from their
+definitions.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def node(expression: str, **given: Any) -> Any:
         const shown = (_, x) => x instanceof Float64Array ? [...x] : x === -Infinity ? "-inf" : x;
         process.stdout.write(JSON.stringify(({expression}), shown));
     """
-    done = subprocess.run([NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [NODE, "-e", script], input=json.dumps(given), capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
@@ -43,7 +47,9 @@ def normal(seed: int, n: int, scale: float = 1.0) -> list[float]:
 
 def close(a: list[float], b: list[float]) -> bool:
     """Equal up to fp64 rounding of sums of a few hundred terms."""
-    return len(a) == len(b) and all(math.isclose(x, y, rel_tol=1e-11, abs_tol=1e-12) for x, y in zip(a, b, strict=True))  # fmt: skip
+    return len(a) == len(b) and all(
+        math.isclose(x, y, rel_tol=1e-11, abs_tol=1e-12) for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -62,7 +68,9 @@ def test_unrotating_undoes_the_rotation_of_the_package(layout: Any, dims: int) -
 def test_frequencies_share_out_the_whole_dot() -> None:
     products = normal(1, 8)
     rotary = {"layout": "half", "inv_freq": [1.0, 0.1, 0.01]}
-    found = node("panels.byFrequency(given.products, given.rotary)", products=products, rotary=rotary)  # fmt: skip
+    found = node(
+        "panels.byFrequency(given.products, given.rotary)", products=products, rotary=rotary
+    )
     assert close([x["sum"] for x in found], [products[m] + products[m + 3] for m in range(3)])
     assert [x["dims"] for x in found] == [[0, 3], [1, 4], [2, 5]]
 
@@ -73,9 +81,14 @@ def test_the_online_softmax_ends_where_the_whole_one_does(scale: float) -> None:
     scores[5] = scores[6] = scores[7] = scores[20] = "-inf"
     values = [normal(100 + j, 3) for j in range(21)]
     cases = list(itertools.product((1, 3, 64), (None, 0.5, 90.0)))
-    ask = "given.cases.map(([block, sink]) => panels.online(given.scores, j => given.values[j], 3, block, sink))"
+    ask = (
+        "given.cases.map(([block, sink]) => panels.online(given.scores, j => given.values[j], "
+        "3, block, sink))"
+    )
     seen = {j: s for j, s in enumerate(scores) if s != "-inf"}
-    for (block, sink), rounds in zip(cases, node(ask, scores=scores, values=values, cases=cases), strict=True):  # fmt: skip
+    for (block, sink), rounds in zip(
+        cases, node(ask, scores=scores, values=values, cases=cases), strict=True
+    ):
         terms = [*seen.values(), *([] if sink is None else [sink])]
         lse = max(terms) + math.log(math.fsum(math.exp(s - max(terms)) for s in terms))
         z = [math.fsum(math.exp(s - lse) * values[j][d] for j, s in seen.items()) for d in range(3)]
@@ -108,8 +121,12 @@ def test_mass_by_distance_lies_in_bins_that_double() -> None:
     weights = [0.1, 0.2, 0.0, 0.3, 0.25, 0.15]
     found = node("panels.byDistance(given.weights, j => [8, 3, 2, 1, 0, -1][j])", weights=weights)
     assert [(x["level"], x["low"], x["high"], x["mass"]) for x in found] == [
-        (-1, 1, 1, 0.15), (0, 0, 0, 0.25), (1, 1, 1, 0.3), (2, 2, 3, 0.2), (4, 8, 15, 0.1),
-    ]  # fmt: skip
+        (-1, 1, 1, 0.15),
+        (0, 0, 0, 0.25),
+        (1, 1, 1, 0.3),
+        (2, 2, 3, 0.2),
+        (4, 8, 15, 0.1),
+    ]
     mean = node("panels.meanDistance(given.weights, j => [8, 3, 2, 1, 0, -1][j])", weights=weights)
     assert math.isclose(mean, 0.8 + 0.6 + 0.3 - 0.15)
 
@@ -120,7 +137,10 @@ def test_entropy_and_divergence() -> None:
     assert node("panels.divergence([1, 0], [0, 1])") == 1
     p, q = [0.7, 0.2, 0.1], [0.1, 0.6, 0.3]
     m = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
-    by_hand = sum(a * math.log2(a / c) + b * math.log2(b / c) for a, b, c in zip(p, q, m, strict=True)) / 2  # fmt: skip
+    by_hand = (
+        sum(a * math.log2(a / c) + b * math.log2(b / c) for a, b, c in zip(p, q, m, strict=True))
+        / 2
+    )
     assert math.isclose(node("panels.divergence(given.p, given.q)", p=p, q=q), by_hand)
 
 

@@ -1,4 +1,6 @@
-"""The page's languages: the same keys and placeholders in every catalogue, and no sentence anywhere else."""
+"""The page's languages: the same keys and placeholders in every catalogue, and no sentence anywhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ def test_catalogues_have_the_same_keys_and_placeholders(lang: str) -> None:
 
 
 def test_chinese_is_written_in_chinese() -> None:
-    """A sentence of several English words that is the same in both was forgotten; half-width marks stand beside no Chinese."""
+    """A sentence of several English words that is the same in both was forgotten; half-width marks
+    stand beside no Chinese.
+    """
     en, zh = catalogue("en"), catalogue("zh")
     same = [key for key, x in zh.items() if x == en[key] and len(re.findall("[A-Za-z]{3,}", x)) > 1]
     assert same == []
-    assert [x for x in zh.values() if re.search(r"[\u4e00-\u9fff][,:;?!]|[,:;?!][\u4e00-\u9fff]", x)] == []  # fmt: skip
+    assert [
+        x for x in zh.values() if re.search(r"[\u4e00-\u9fff][,:;?!]|[,:;?!][\u4e00-\u9fff]", x)
+    ] == []
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))

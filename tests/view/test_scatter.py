@@ -1,4 +1,6 @@
-"""The scatter: marks stand where their numbers say, names do not lie on one another, texts are inert."""
+"""The scatter: marks stand where their numbers say, names do not lie on one another, texts are
+inert.
+"""
 
 from __future__ import annotations
 

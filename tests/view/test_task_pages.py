@@ -1,4 +1,6 @@
-"""Charts, alignments and the page of a task: what is drawn is what was given, and words are only ever text."""
+"""Charts, alignments and the page of a task: what is drawn is what was given, and words are only
+ever text.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,11 @@ def test_a_cell_is_as_dark_as_its_weight() -> None:
     root = ET.fromstring(alignment.svg(weights, ["一", "二"], ["one", "two"]))
     cells = {r[0].text: r.attrib["class"] for r in root.iter(f"{SVG}rect") if len(r)}
     assert cells == {
-        "一 ← one: 0.0000": "w0", "一 ← two: 1.0000": "w15", "二 ← one: 0.5200": "w8", "二 ← two: 0.4800": "w7",
-    }  # fmt: skip
+        "一 ← one: 0.0000": "w0",
+        "一 ← two: 1.0000": "w15",
+        "二 ← one: 0.5200": "w8",
+        "二 ← two: 0.4800": "w7",
+    }
     shades = [sum(palette.ramp(palette.WEIGHTS["light"], i / 15)) for i in range(16)]
     assert shades == sorted(shades, reverse=True)  # every step is darker than the one before
 

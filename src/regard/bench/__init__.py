@@ -1,7 +1,9 @@
-"""Ours against other people's implementations, in one process: the same numbers in, equal numbers out, timed in turns.
+"""Ours against other people's implementations, in one process: the same numbers in, equal numbers
+out, timed in turns.
 
-A `Case` has `Sizes`, which make a `Problem`; a `Peer` solves problems. `measure` runs what can be run, checks every output
-before it is timed, and gives a row for each peer, also for those that are missing or wrong. `regard bench` is the command.
+A `Case` has `Sizes`, which make a `Problem`; a `Peer` solves problems. `measure` runs what can be
+run, checks every output before it is timed, and gives a row for each peer, also for those that are
+missing or wrong. `regard bench` is the command.
 """
 
 from regard.bench.case import Case, Peer, Problem, Sizes, Way, Work

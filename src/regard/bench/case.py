@@ -16,7 +16,9 @@ Outputs: TypeAlias = Mapping[str, Tensor]
 
 
 class Work(NamedTuple):
-    """What solving a problem takes at least: floating-point operations, and bytes read and written."""
+    """What solving a problem takes at least: floating-point operations, and bytes read and
+    written.
+    """
 
     flops: int
     bytes: int
@@ -71,7 +73,9 @@ P = TypeVar("P", bound=Problem)
 
 
 class Way(NamedTuple):
-    """A problem made ready for a peer: what is timed, how its result is read, and the kernel's name where it is known."""
+    """A problem made ready for a peer: what is timed, how its result is read, and the kernel's name
+    where it is known.
+    """
 
     step: Callable[[], Any]
     read: Callable[[Any], Outputs]

@@ -16,9 +16,21 @@ from regard.bench.timing import interleaved, median
 from regard.pages import settled
 
 FEATURES = (
-    "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "avx512_vnni",
-    "amx_tile", "amx_bf16", "asimd", "asimdhp", "bf16", "sve",
-)  # fmt: skip
+    "avx2",
+    "f16c",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "asimdhp",
+    "bf16",
+    "sve",
+)
 """Flags of a CPU that decide which kernels run."""
 
 
@@ -94,7 +106,8 @@ LIMIT = 0.1
 
 @dataclass(frozen=True)
 class Reading:
-    """Reading memory once more, in turns with what is measured: some machines read at half the speed for seconds.
+    """Reading memory once more, in turns with what is measured: some machines read at half the
+    speed for seconds.
 
     Attributes:
         bytes: how many are read.
@@ -107,7 +120,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Bytes per second that all threads read from memory, and FLOPs per second of a matrix product, by dtype.
+    """Bytes per second that all threads read from memory, and FLOPs per second of a matrix product,
+    by dtype.
 
     `reading` is the way to read that was the fastest; None where shares are of `read`.
 
@@ -130,7 +144,8 @@ class Ceilings:
         read_bytes: int = READ_BYTES,
         side: int = SIDE,
     ) -> Ceilings:
-        """Measure both; reading is the best of several ways to read, since each may have a limit of its own.
+        """Measure both; reading is the best of several ways to read, since each may have a limit of
+        its own.
 
         >>> top = Ceilings.measure([torch.float32], torch.device("cpu"), rounds=1, read_bytes=1 << 16, side=16)
         >>> top.read > 0 and top.gemm[torch.float32] > 0
@@ -138,9 +153,11 @@ class Ceilings:
         """
         x = settled(torch.ones(read_bytes // 4, device=device))
         ways: dict[str, Callable[[], object]] = {
-            "sum": x.sum, "max": x.amax, "dot": lambda: torch.dot(x, x),
+            "sum": x.sum,
+            "max": x.amax,
+            "dot": lambda: torch.dot(x, x),
             "whole": x.view(torch.int32).sum,
-        }  # fmt: skip
+        }
         times = interleaved(ways, rounds=rounds, synchronise=synchroniser(device))
         best = min(ways, key=lambda name: median(times[name]))
         gemm = {dtype: _gemm(dtype, device, rounds, side) for dtype in dtypes}
@@ -167,14 +184,18 @@ def synchroniser(device: torch.device) -> Callable[[], object]:
 
 
 def _gemm(dtype: torch.dtype, device: torch.device, rounds: int, side: int) -> float:
-    """The fastest of rising sizes: a dtype that the machine has no instructions for is not tried at those that take long."""
+    """The fastest of rising sizes: a dtype that the machine has no instructions for is not tried at
+    those that take long.
+    """
     best, n = 0.0, min(SMALLEST, side)
     while n <= side:
         a, b = torch.randn(2, n, n, device=device).to(dtype).unbind(0)
         times = interleaved(
-            {"mm": partial(torch.mm, a, b)}, rounds=rounds, limit=LIMIT,
+            {"mm": partial(torch.mm, a, b)},
+            rounds=rounds,
+            limit=LIMIT,
             synchronise=synchroniser(device),
-        )["mm"]  # fmt: skip
+        )["mm"]
         best = max(best, 2 * n**3 / median(times))
         if median(times) > LIMIT:
             break

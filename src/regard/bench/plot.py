@@ -29,7 +29,8 @@ def require() -> None:
 
 
 def draw(found: Sequence[Measured], path: Path, title: str) -> None:
-    """Write an SVG: a bar for each peer that was timed, from 1 to its time by ours, on a logarithmic axis.
+    """Write an SVG: a bar for each peer that was timed, from 1 to its time by ours, on a
+    logarithmic axis.
 
     The same results give the same file.
 
@@ -53,7 +54,9 @@ def draw(found: Sequence[Measured], path: Path, title: str) -> None:
 
 
 def _bars(found: Sequence[Measured]) -> list[tuple[str, float, str]]:
-    """Label, ratio and its words of every row that was timed beside ours; the first of a case names the case."""
+    """Label, ratio and its words of every row that was timed beside ours; the first of a case names
+    the case.
+    """
     bars = []
     for one in found:
         rows = [row for row in one.rows if row.ratio is not None and row.seconds is not None]

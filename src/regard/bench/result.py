@@ -1,4 +1,6 @@
-"""Benchmark results as data: whether each peer's output is right, its times, and the JSON of a run."""
+"""Benchmark results as data: whether each peer's output is right, its times, and the JSON of a
+run.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,23 @@ SHARE = 1e-4
 """fp32 and fp64: the error that is allowed, as a share of the largest number of the answer."""
 
 FACTOR, GRADIENT_FACTOR = 2.0, 3.0
-"""Half types: the error that is allowed, in errors of the straightforward computation in the same dtype."""
+"""Half types: the error that is allowed, in errors of the straightforward computation in the same
+dtype.
+"""
 
 SENTENCE = (
     f"fp32: max|x - ref| <= {SHARE:g} max|ref|; half types: <= {FACTOR:g} max|plain - ref| "
     f"({GRADIENT_FACTOR:g} for gradients) + two roundings"
 )
-"""The rule in words; `ref` is the answer in a wider dtype, `plain` straightforward computation in the same dtype."""
+"""The rule in words; `ref` is the answer in a wider dtype, `plain` straightforward computation in
+the same dtype.
+"""
 
 
 class Verdict(NamedTuple):
-    """The largest error, and what is allowed, of the output that comes closest to the bound or is furthest behind it."""
+    """The largest error, and what is allowed, of the output that comes closest to the bound or is
+    furthest behind it.
+    """
 
     right: bool
     error: float
@@ -39,7 +47,8 @@ class Verdict(NamedTuple):
 def compare(found: Outputs, reference: Outputs, plain: Outputs) -> Verdict:
     """Hold outputs against the reference; one that is missing, misshapen or not finite is wrong.
 
-    Outputs are compared in the reference's dtype. A peer may leave out outputs, but not all of them.
+    Outputs are compared in the reference's dtype. A peer may leave out outputs, but not all of
+    them.
 
     >>> one = {"out": torch.ones(2)}
     >>> compare(one, one, one).right, compare({"out": torch.ones(3)}, one, one).why
@@ -86,7 +95,9 @@ SCHEMA = 1
 """Of the JSON; it rises when a name in it changes its meaning or goes away."""
 
 BAD = ("wrong", "failed")
-"""Statuses that make a run fail. Others are "timed", "missing", "unable", "memory" and "interrupted"."""
+"""Statuses that make a run fail. Others are "timed", "missing", "unable", "memory" and
+"interrupted".
+"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,8 @@ class Row:
         seconds, quartiles, rounds: the median time of a call, its spread, and how many rounds.
         ratio: the median over rounds of its time by ours in that round: 2 is twice as slow as ours.
         bytes_per_second, flops_per_second: the least that the problem takes, by the median time.
-        of_read, of_gemm: these as shares of what the machine does at most: reads in the same rounds, multiplied before them.
+        of_read, of_gemm: these as shares of what the machine does at most: reads in the same
+            rounds, multiplied before them.
         error, allowed: the largest error of its answer, and the rule's bound.
     """
 
@@ -190,10 +202,21 @@ def timed(
     if ceilings.reading is not None and slower is not None:
         share = about.work.bytes / ceilings.reading.bytes / slower
     return Row(
-        name, "timed", "", kernel, seconds, quartiles(times.own), len(times.own), times.by(times.ours),
-        read, gemm, share, ceilings.of_gemm(gemm, about.dtype),
-        verdict.error, verdict.allowed,
-    )  # fmt: skip
+        name,
+        "timed",
+        "",
+        kernel,
+        seconds,
+        quartiles(times.own),
+        len(times.own),
+        times.by(times.ours),
+        read,
+        gemm,
+        share,
+        ceilings.of_gemm(gemm, about.dtype),
+        verdict.error,
+        verdict.allowed,
+    )
 
 
 def as_json(

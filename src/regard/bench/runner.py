@@ -1,4 +1,6 @@
-"""Running a case: what is there and able is made ready, checked, and timed in turns; everything else says why not."""
+"""Running a case: what is there and able is made ready, checked, and timed in turns; everything
+else says why not.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def measure(
         ceilings: what shares are of.
         say: told what is being done.
 
-    An interrupt while rounds run ends them: what is complete counts, and `interrupted` says so. Before, it is raised.
+    An interrupt while rounds run ends them: what is complete counts, and `interrupted` says so.
+    Before, it is raised.
 
     >>> from regard.bench.problems import AttentionSizes
     >>> same = [Peer(name, "", lambda p: Way(lambda: p.q, lambda x: {"out": 0 * x})) for name in ("ours", "wrong")]
@@ -100,17 +103,25 @@ def measure(
         if ceilings.reading is not None:
             steps[READING] = ceilings.reading.step
         interleaved(
-            steps, rounds=budget.rounds, sample=budget.sample, limit=budget.seconds, into=times,
+            steps,
+            rounds=budget.rounds,
+            sample=budget.sample,
+            limit=budget.seconds,
+            into=times,
             synchronise=synchroniser(device),
-        )  # fmt: skip
+        )
     except KeyboardInterrupt:
         interrupted = True
     ours = case.peers[0].name
     for name, one in ready.items():
         rows[name] = timed(
-            name, one.way.kernel, one.verdict, Times(times.get(name, []), times.get(ours), times.get(READING)),
-            about, ceilings,
-        )  # fmt: skip
+            name,
+            one.way.kernel,
+            one.verdict,
+            Times(times.get(name, []), times.get(ours), times.get(READING)),
+            about,
+            ceilings,
+        )
     return about.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
 
 

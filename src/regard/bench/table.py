@@ -13,7 +13,9 @@ COLUMNS = (
     f"{'':22}{'median':>10}{'quartiles':>19}{'x ours':>8}{'GB/s':>8}{'read':>6}"
     f"{'GFLOP/s':>9}{'gemm':>6}{'error':>10}{'allowed':>9}  kernel"
 )
-"""`read` is the share of reading memory in the same turns, `gemm` of the ceiling in the header; `x ours` is a peer's time by ours, round by round."""
+"""`read` is the share of reading memory in the same turns, `gemm` of the ceiling in the header; `x
+ours` is a peer's time by ours, round by round.
+"""
 
 
 def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
@@ -26,9 +28,14 @@ def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
     """
     on = [machine["gpu"]] if "gpu" in machine else []
     parts = [
-        *on, machine["processor"], f"{machine['cores']} cores", f"{machine['threads']} threads",
-        " ".join(machine["features"]), f"torch {machine['torch']}", f"regard {machine['regard']}",
-    ]  # fmt: skip
+        *on,
+        machine["processor"],
+        f"{machine['cores']} cores",
+        f"{machine['threads']} threads",
+        " ".join(machine["features"]),
+        f"torch {machine['torch']}",
+        f"regard {machine['regard']}",
+    ]
     tops = [f"reading {ceilings.read / 1e9:.1f} GB/s"]
     for dtype, top in ceilings.gemm.items():
         tops.append(f"{str(dtype).removeprefix('torch.')} products {top / 1e9:.0f} GFLOP/s")

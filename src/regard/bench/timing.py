@@ -17,18 +17,22 @@ def interleaved(
     synchronise: Callable[[], object] = lambda: None,
     clock: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each case: every round times each once, so that a drift of the machine hits all.
+    """Seconds per call of each case: every round times each once, so that a drift of the machine
+    hits all.
 
-    Two calls of each warm up. Round r begins with case r, so that none always follows the same other.
+    Two calls of each warm up. Round r begins with case r, so that none always follows the same
+    other.
 
     Args:
         cases: name -> what is timed.
         rounds: how many; at least one.
         sample: seconds that one timing should take; short calls are repeated until it does.
         limit: no new round begins after so many seconds of rounds.
-        into: filled and returned: what a caller still has when it is interrupted. Incomplete rounds are taken out.
+        into: filled and returned: what a caller still has when it is interrupted. Incomplete rounds
+            are taken out.
         synchronise: called before the clock is read, for devices that work on their own.
-        clock: in seconds; None is the wall clock; `time.process_time` counts what this process computes, and not what it waits for.
+        clock: in seconds; None is the wall clock; `time.process_time` counts what this process
+            computes, and not what it waits for.
 
     >>> times = interleaved({"a": lambda: None, "b": lambda: None}, rounds=3, sample=0.0)
     >>> {name: len(found) for name, found in times.items()}

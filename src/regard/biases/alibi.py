@@ -16,7 +16,8 @@ from regard.errors import ArgumentError, ArgumentTypeError
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """The slope of each head: 2^(-8h/n), h = 1..n, for n = 2^k heads.
 
-    For another number, those of the power of two n below it, then every other one of those of 2n, from the first.
+    For another number, those of the power of two n below it, then every other one of those of 2n,
+    from the first.
 
     Raises:
         ArgumentError: heads is less than 1.
@@ -26,7 +27,8 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     >>> [round(m, 6) for m in alibi_slopes(12)[8:]]
     [0.707107, 0.353553, 0.176777, 0.088388]
 
-    Source: Press et al. 2021 (arXiv 2108.12409), section 3, and its released code for other numbers of heads.
+    Source: Press et al. 2021 (arXiv 2108.12409), section 3, and its released code for other numbers
+    of heads.
     """
     if heads < 1:
         raise ArgumentError(f"heads is {heads}; it must be at least 1")
@@ -39,9 +41,10 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
 class ALiBi(Bias):
     """Attention with linear biases: bias_ij = -m_h (i - j), i and j the positions of query and key.
 
-    That is the causal form. Above the diagonal, where j > i, it is the same expression and so **positive**: use it under
-    a causal mask, or ask for `symmetric`, -m_h |i - j|, which penalises distance both ways. The row is written out in
-    full (not the shortcut m_h j, which shifts the log-sum-exp of each row), so partial attention merges rightly.
+    That is the causal form. Above the diagonal, where j > i, it is the same expression and so
+    **positive**: use it under a causal mask, or ask for `symmetric`, -m_h |i - j|, which penalises
+    distance both ways. The row is written out in full (not the shortcut m_h j, which shifts the
+    log-sum-exp of each row), so partial attention merges rightly.
 
     Args:
         heads: the number of query heads H, for the slopes of `alibi_slopes`.
@@ -49,7 +52,8 @@ class ALiBi(Bias):
         symmetric: above.
 
     Raises:
-        ArgumentError: not exactly one of heads and slopes is given, heads is below 1, or slopes is not 1-D.
+        ArgumentError: not exactly one of heads and slopes is given, heads is below 1, or slopes is
+            not 1-D.
         ArgumentTypeError: slopes is a tensor of integers.
 
     >>> from regard.span import Span
@@ -66,14 +70,16 @@ class ALiBi(Bias):
     def __post_init__(self) -> None:
         if (self.heads is None) == (self.slopes is None):
             raise ArgumentError(
-                f"ALiBi(heads={self.heads}, slopes={'given' if self.slopes is not None else None}): give one of the two"
+                f"ALiBi(heads={self.heads}, "
+                f"slopes={'given' if self.slopes is not None else None}): give one of the two"
             )
         if self.heads is not None and self.heads < 1:
             raise ArgumentError(f"heads is {self.heads}; it must be at least 1")
         if isinstance(self.slopes, Tensor):
             if self.slopes.ndim != 1:
                 raise ArgumentError(
-                    f"slopes is {tuple(self.slopes.shape)}; it must be 1-D, one number per query head"
+                    f"slopes is {tuple(self.slopes.shape)}; it must be 1-D, one number per query "
+                    "head"
                 )
             if not self.slopes.is_floating_point():
                 raise ArgumentTypeError("slopes is a tensor of integers; use .float()")
@@ -83,7 +89,9 @@ class ALiBi(Bias):
                 check_number(f"slopes[{h}]", slope, -float("inf"), float("inf"), "finite")
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """-m (i - j), or -m |i - j|. Never in half precision: integers above 256 are not distinct in bfloat16."""
+        """-m (i - j), or -m |i - j|. Never in half precision: integers above 256 are not distinct
+        in bfloat16.
+        """
         distance = (q - k).abs() if self.symmetric else q - k
         return -self.slopes_on(q.device, dtype)[:, None, None] * distance.to(dtype)
 

@@ -1,4 +1,6 @@
-"""What a bias is: numbers that are added to scores, from positions alone, for any block of a call."""
+"""What a bias is: numbers that are added to scores, from positions alone, for any block of a
+call.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class Bias:
 
     score_ij = softcap(scale q_i . k_j) + bias_ij, then mask and softmax
 
-    Biases add up with `+`, compare and hash by their numbers (a tensor by identity), and print as an expression. What
-    a bias says at an empty slot (position -1) means nothing, and is finite.
+    Biases add up with `+`, compare and hash by their numbers (a tensor by identity), and print as
+    an expression. What a bias says at an empty slot (position -1) means nothing, and is finite.
 
     >>> from regard.biases import ALiBi
     >>> ALiBi(8) + ALiBi(8, symmetric=True)
@@ -32,7 +34,8 @@ class Bias:
     """
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """The bias [B or 1, H or 1, t or 1, s or 1] of query positions q [B or 1,1,t,1] and key positions k [B or 1,1,1,s].
+        """The bias [B or 1, H or 1, t or 1, s or 1] of query positions q [B or 1,1,t,1] and key
+        positions k [B or 1,1,1,s].
 
         In any float dtype; it need not be more exact than `dtype`, which is fp32 or fp64.
         """
@@ -48,7 +51,9 @@ class Bias:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Float[Tensor, "b h t s"]:
-        """The bias [B or 1, H or 1, t, s] of some rows (queries) and columns (keys) of a call, in a dtype."""
+        """The bias [B or 1, H or 1, t, s] of some rows (queries) and columns (keys) of a call, in a
+        dtype.
+        """
         q = as_tensor(part(q_positions, rows), device)[:, None, :, None]
         k = as_tensor(part(k_positions, columns), device)[:, None, None, :]
         values = self.values(q, k, torch.promote_types(dtype, torch.float32)).to(dtype)

@@ -20,8 +20,8 @@ class Dense(Bias):
     """bias_ij = tensor[..., i, j], where i and j are slots (places in q and k), not positions.
 
     Args:
-        tensor: a float tensor [T, S] or [B or 1, H or 1, T or 1, S]. Three dimensions are refused: [B, T, S] and
-            [H, T, S] cannot be told apart.
+        tensor: a float tensor [T, S] or [B or 1, H or 1, T or 1, S]. Three dimensions are refused:
+            [B, T, S] and [H, T, S] cannot be told apart.
 
     Raises:
         ArgumentError: another number of dimensions; in a call, a shape that does not fit it.
@@ -38,8 +38,10 @@ class Dense(Bias):
         check_tensor("bias", self.tensor)
         if self.tensor.ndim not in (2, 4):
             raise ArgumentError(
-                f"bias has {self.tensor.ndim} dimensions, {tuple(self.tensor.shape)}; it must be [T, S] or "
-                "[B or 1, H or 1, T or 1, S]: index with [:, None] if it is [B, T, S], with [None] if it is [H, T, S]"
+                f"bias has {self.tensor.ndim} dimensions, {tuple(self.tensor.shape)}; it must be "
+                "[T, S] or "
+                "[B or 1, H or 1, T or 1, S]: index with [:, None] if it is [B, T, S], with "
+                "[None] if it is [H, T, S]"
             )
 
     def block(
@@ -68,7 +70,8 @@ class Dense(Bias):
             fits = b in (1, B) and h in (1, H) and t in (1, T) and s == S
         if not fits:
             raise ArgumentError(
-                f"bias is {shape}; for this call it must be ({T}, {S}) or ({B} or 1, {H} or 1, {T} or 1, {S})"
+                f"bias is {shape}; for this call it must be ({T}, {S}) or ({B} or 1, {H} or 1, "
+                f"{T} or 1, {S})"
             )
 
     def __str__(self) -> str:
@@ -77,15 +80,17 @@ class Dense(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Fn(Bias):
-    """bias_ij = fn(q, k, *parameters), with q [B or 1,1,t,1] and k [B or 1,1,1,s] the positions of queries and keys.
+    """bias_ij = fn(q, k, *parameters), with q [B or 1,1,t,1] and k [B or 1,1,1,s] the positions of
+    queries and keys.
 
     Args:
-        fn: gives a float tensor that broadcasts to [B, H, t, s], of 4 dimensions. It is called for any block of a call,
-            so its result for a pair must not depend on the other pairs.
+        fn: gives a float tensor that broadcasts to [B, H, t, s], of 4 dimensions. It is called for
+            any block of a call, so its result for a pair must not depend on the other pairs.
         parameters: tensors that fn is given, and that get a gradient.
 
     Raises:
-        ArgumentTypeError: fn cannot be called, a parameter is no tensor, or the result no float tensor.
+        ArgumentTypeError: fn cannot be called, a parameter is no tensor, or the result no float
+            tensor.
         ArgumentError: the result has another shape.
 
     >>> from regard.span import Span
@@ -117,7 +122,8 @@ class Fn(Bias):
             raise ArgumentTypeError(f"{self} gave {got}; it must give a float tensor")
         if x.ndim != 4 or x.shape[2] not in (1, q.shape[2]) or x.shape[3] not in (1, k.shape[3]):
             raise ArgumentError(
-                f"{self} gave {tuple(x.shape)} for positions {tuple(q.shape)} and {tuple(k.shape)}; it must give "
+                f"{self} gave {tuple(x.shape)} for positions {tuple(q.shape)} and "
+                f"{tuple(k.shape)}; it must give "
                 "[B or 1, H or 1, t or 1, s or 1]"
             )
         return x.to(dtype)

@@ -24,15 +24,17 @@ def t5_bucket(
 ) -> Int[Tensor, "*L"]:
     """The bucket of each relative position j - i (key minus query).
 
-    With n buckets for a direction and e = n // 2: a distance d < e has bucket d, a longer one
-    min(n - 1, e + floor((n - e) ln(d / e) / ln(max_distance / e))). Bidirectional: n = buckets / 2, and keys ahead of the
-    query (j > i) use the upper half. Otherwise n = buckets, and every key ahead falls into bucket 0.
+    With n buckets for a direction and e = n // 2: a distance d < e has bucket d, a longer one min(n
+    - 1, e + floor((n - e) ln(d / e) / ln(max_distance / e))). Bidirectional: n = buckets / 2, and
+    keys ahead of the query (j > i) use the upper half. Otherwise n = buckets, and every key ahead
+    falls into bucket 0.
 
-    The bounds of the buckets are found in whole numbers, so that distances that sit on one cannot fall to either side of
-    it, as they may with a logarithm in fp32.
+    The bounds of the buckets are found in whole numbers, so that distances that sit on one cannot
+    fall to either side of it, as they may with a logarithm in fp32.
 
     Raises:
-        ArgumentError: buckets is too small, too large, odd and bidirectional, or max_distance not above e or too large.
+        ArgumentError: buckets is too small, too large, odd and bidirectional, or max_distance not
+            above e or too large.
         ArgumentTypeError: relative is not a tensor of integers.
 
     >>> t5_bucket(torch.tensor([-128, -16, -1, 0, 1, 16])).tolist()
@@ -59,7 +61,8 @@ def _bucket(relative: Tensor, starts: tuple[int, ...], *, bidirectional: bool) -
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     """The smallest distance of each bucket of one direction.
 
-    Bucket e + m starts at the smallest d with (d / e)^(n - e) >= (max_distance / e)^m, compared in whole numbers.
+    Bucket e + m starts at the smallest d with (d / e)^(n - e) >= (max_distance / e)^m, compared in
+    whole numbers.
 
     >>> bucket_starts(16, 128)[8:]
     (8, 12, 16, 23, 32, 46, 64, 91)
@@ -89,8 +92,8 @@ FARTHEST = 1 << 53
 class T5Relative(Bias):
     """bias_ij = table[bucket(j - i), h].
 
-    T5 itself scales scores by 1, not by 1/sqrt(D): pass `scale=1.0` to the attention. It has one table, in its first
-    layer, that all layers of a stack share, and none for cross-attention.
+    T5 itself scales scores by 1, not by 1/sqrt(D): pass `scale=1.0` to the attention. It has one
+    table, in its first layer, that all layers of a stack share, and none for cross-attention.
 
     Args:
         table: a float tensor [buckets, H], learned.
@@ -155,7 +158,8 @@ def check_buckets(buckets: int, *, bidirectional: bool, max_distance: int) -> No
     exact = (buckets // 2 if bidirectional else buckets) // 2
     if max_distance <= exact:
         raise ArgumentError(
-            f"max_distance is {max_distance}; it must be above {exact}, the distances that have a bucket of their own"
+            f"max_distance is {max_distance}; it must be above {exact}, the distances that have a "
+            "bucket of their own"
         )
     if max_distance > FARTHEST:
         raise ArgumentError(f"max_distance is {max_distance}; it must be at most {FARTHEST}")

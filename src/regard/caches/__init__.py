@@ -1,4 +1,6 @@
-"""Caches: they store what a projection remembers, together with its positions, and give both back."""
+"""Caches: they store what a projection remembers, together with its positions, and give both
+back.
+"""
 
 from regard.caches.base import Cache, Contents, Parts, kept
 from regard.caches.choose import for_reach, that_keeps_all

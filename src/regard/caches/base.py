@@ -15,28 +15,35 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span, after, as_tensor, count
 
 Parts: TypeAlias = tuple[Tensor, ...]
-"""What a projection remembers: parts, each [B, n, T, d]. What they mean, the projection knows, not the cache."""
+"""What a projection remembers: parts, each [B, n, T, d]. What they mean, the projection knows, not
+the cache.
+"""
 
 Contents: TypeAlias = dict[str, "Tensor | Span | int"]
-"""All that a cache holds, by name. Every tensor has the rows of the batch in front, or one row for all of them."""
+"""All that a cache holds, by name. Every tensor has the rows of the batch in front, or one row for
+all of them.
+"""
 
 
 class Cache(ABC):
     """Memory with positions in, memory with positions out.
 
-    A kind of cache says how it stores (`update`, `crop`) and what it holds (`contents`, `fill`); the other operations
-    follow from these. An operation that is refused leaves the cache as it was.
+    A kind of cache says how it stores (`update`, `crop`) and what it holds (`contents`, `fill`);
+    the other operations follow from these. An operation that is refused leaves the cache as it was.
 
-    A cache belongs to one thread at a time: two threads that change the same one lose tokens. Several threads may fork a cache
-    that nobody changes meanwhile, and each may change its own fork.
+    A cache belongs to one thread at a time: two threads that change the same one lose tokens.
+    Several threads may fork a cache that nobody changes meanwhile, and each may change its own
+    fork.
     """
 
     @abstractmethod
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store new memory, each part [B,n,T,d], at positions; return all that is visible now, each [B,n,S,d], and where.
+        """Store new memory, each part [B,n,T,d], at positions; return all that is visible now, each
+        [B,n,S,d], and where.
 
-        Slots at position -1 are no tokens. The order of the slots means nothing: their positions do. What is returned may
-        be the cache's own memory, and holds good until the next operation on the cache.
+        Slots at position -1 are no tokens. The order of the slots means nothing: their positions
+        do. What is returned may be the cache's own memory, and holds good until the next operation
+        on the cache.
 
         Raises:
             ArgumentError: the memory does not fit what is held, or there is no room for it.
@@ -47,16 +54,21 @@ class Cache(ABC):
         """Forget every token at position `length` or later, in every row.
 
         Raises:
-            ArgumentError: length is negative, or tokens in front of it are needed that are no longer held.
+            ArgumentError: length is negative, or tokens in front of it are needed that are no
+                longer held.
         """
 
     @abstractmethod
     def contents(self) -> Contents:
-        """All that is held, by name; empty when nothing is. The tensors are the cache's own, not copies."""
+        """All that is held, by name; empty when nothing is. The tensors are the cache's own, not
+        copies.
+        """
 
     @abstractmethod
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Hold these contents, which a cache with the same settings gave, in place of all others."""
+        """Hold these contents, which a cache with the same settings gave, in place of all
+        others.
+        """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -95,7 +107,8 @@ class Cache(ABC):
         """Keep these rows of the batch, in this order; a row may come several times, or not at all.
 
         Raises:
-            ArgumentError, ArgumentTypeError: rows are not a 1-D integer tensor of rows that are held.
+            ArgumentError, ArgumentTypeError: rows are not a 1-D integer tensor of rows that are
+                held.
         """
         self._check_rows(rows)
         held = self.contents()
@@ -110,7 +123,8 @@ class Cache(ABC):
         self._check_rows(rows)
         if self.batch is not None and len(rows) != self.batch:
             raise ArgumentError(
-                f"reorder has {len(rows)} rows for a batch of {self.batch}; give one per row, or use select(rows)"
+                f"reorder has {len(rows)} rows for a batch of {self.batch}; give one per row, or "
+                "use select(rows)"
             )
         self.select(rows)
 
@@ -139,7 +153,8 @@ class Cache(ABC):
 
 @contextmanager
 def kept(*caches: Cache | None) -> Iterator[None]:
-    """If the block raises, the caches are afterwards as they were before: a refused call changes no cache.
+    """If the block raises, the caches are afterwards as they were before: a refused call changes no
+    cache.
 
     >>> from regard.caches import Growing
     >>> cache = Growing()
@@ -191,7 +206,8 @@ def _check_integers(positions: Positions) -> None:
     ):
         got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
         raise ArgumentTypeError(
-            f"positions are {got}; they must be a regard.Span or integers [batch or 1, length]: use .long()"
+            f"positions are {got}; they must be a regard.Span or integers [batch or 1, length]: "
+            "use .long()"
         )
     if positions.ndim != 2:
         raise ArgumentError(
@@ -210,7 +226,8 @@ def check_fits(held: Parts, memory: Parts) -> None:
     for i, (old, new) in enumerate(zip(held, memory, strict=True)):
         if old.device != new.device:
             raise ArgumentError(
-                f"memory {i} is on {new.device}, and the cache holds it on {old.device}; move it with .to()"
+                f"memory {i} is on {new.device}, and the cache holds it on {old.device}; move it "
+                "with .to()"
             )
 
 
@@ -234,7 +251,9 @@ def named(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
 
 
 def kept_until(positions: Positions, length: int) -> Positions:
-    """Positions with every slot at `length` or later emptied (-1), or cut off where they are a `Span`."""
+    """Positions with every slot at `length` or later emptied (-1), or cut off where they are a
+    `Span`.
+    """
     if isinstance(positions, Span):
         return Span(positions.start, min(positions.length, max(0, length - positions.start)))
     return positions.masked_fill(as_tensor(positions) >= length, -1)

@@ -1,4 +1,6 @@
-"""Writing into preallocated memory: in place where nobody can notice, into a copy where a gradient would."""
+"""Writing into preallocated memory: in place where nobody can notice, into a copy where a gradient
+would.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from regard.process import is_compiling
 
 
 def in_place(held: Parts, new: Parts) -> bool:
-    """Whether writing into what is held is safe: no gradient needs the old values, and torch allows it.
+    """Whether writing into what is held is safe: no gradient needs the old values, and torch allows
+    it.
 
     >>> x = torch.zeros(1, 1, 2, 1)
     >>> in_place((x,), (x,)), in_place((x,), (x.clone().requires_grad_(),))
@@ -45,7 +48,8 @@ def put(held: Parts, new: Parts, start: int) -> Parts:
 def put_at(
     held: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
 ) -> tuple[Parts, Overwritten | None]:
-    """New slots at `slots` [B or 1, T], distinct in each row, where `real`; and what they overwrote in place, if they did.
+    """New slots at `slots` [B or 1, T], distinct in each row, where `real`; and what they overwrote
+    in place, if they did.
 
     >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
     >>> now, before = put_at(held, new, torch.tensor([[2, 0]]), torch.tensor([[True, False]]))

@@ -1,4 +1,6 @@
-"""Which cache suits a mask: one that forgets what no later query can see. Which one a user asks for, by name."""
+"""Which cache suits a mask: one that forgets what no later query can see. Which one a user asks
+for, by name.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ def that_keeps_all(
         kind: "growing", "fixed", "paged", or "quantised": 8 bits, but for the last 128 slots.
         slots: the most of a row, for "fixed" and "paged".
         rows: of the batch: a paged cache has pages for all of them.
-        widths: for "quantised", the dims of each part of the memory. The first of several is taken for keys, with scales
-            per channel; all others have scales per token, in groups of at most 32 channels, which must divide them.
+        widths: for "quantised", the dims of each part of the memory. The first of several is taken
+            for keys, with scales per channel; all others have scales per token, in groups of at
+            most 32 channels, which must divide them.
 
     Raises:
         ArgumentError: the kind is unknown, or lacks its slots.

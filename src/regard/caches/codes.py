@@ -1,4 +1,6 @@
-"""Quantised numbers of a cache: groups of integer codes with a scale and a zero, and tensors that hold such codes."""
+"""Quantised numbers of a cache: groups of integer codes with a scale and a zero, and tensors that
+hold such codes.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,20 @@ from torch.utils._pytree import tree_map_only
 from regard.errors import ArgumentError
 
 Axis: TypeAlias = Literal["channel", "token", "exact"]
-"""Which numbers share a scale: of one channel over tokens, of one token over channels; or none: kept as they are."""
+"""Which numbers share a scale: of one channel over tokens, of one token over channels; or none:
+kept as they are.
+"""
 
 
 class Codes(NamedTuple):
     """Numbers x [B,n,L,d] as codes: x ~ zero + code * scale.
 
-    codes: uint8 [B,n,R,lines,bytes], several codes to a byte; R is L for "token" and L / group for "channel". For "exact", x.
+    codes: uint8 [B,n,R,lines,bytes], several codes to a byte; R is L for "token" and L / group for
+        "channel". For "exact", x.
     scale, zero: [B,n,R,lines,1] in the dtype of x.
-    odd_at, odd: [B,X] numbers that no group can hold, exactly, and where they stand (slot-major, -1: none): NaN,
-        infinities, and what exceeds a quarter of the dtype's range. X is 0 nearly always.
+    odd_at, odd: [B,X] numbers that no group can hold, exactly, and where they stand (slot-major,
+        -1: none): NaN, infinities, and what exceeds a quarter of the dtype's range. X is 0 nearly
+        always.
     """
 
     codes: Tensor
@@ -42,13 +48,16 @@ def quantise(
     group: int,
     start: int = 0,
 ) -> Codes:
-    """code = round((x - zero) / scale), zero = min, scale = (max - min) / (2^bits - 1) over each group.
+    """code = round((x - zero) / scale), zero = min, scale = (max - min) / (2^bits - 1) over each
+    group.
 
-    Min and max are over the slots that are seen. The scale is rounded up, and codes are made with the rounded one, so that
+    Min and max are over the slots that are seen. The scale is rounded up, and codes are made with
+    the rounded one, so that
     |x - x'| <= scale / 2. The arithmetic is in fp64: it happens once per token.
 
     Args:
-        x: floating numbers, any for "exact"; L is divisible by the group for "channel", d for "token".
+        x: floating numbers, any for "exact"; L is divisible by the group for "channel", d for
+            "token".
         seen: which slots hold a token, [B or 1, L].
         axis: which numbers share a scale.
         bits, group: bits per code, codes per group.
@@ -145,10 +154,12 @@ def check_codes(
     group: int,
     name: str = "the memory",
 ) -> None:
-    """Codes are those of `older` slots in front of recent ones [B,n,L,d]: a kernel reads them by their address.
+    """Codes are those of `older` slots in front of recent ones [B,n,L,d]: a kernel reads them by
+    their address.
 
     Raises:
-        ArgumentError: their sizes, dtypes or devices are others, or an exception stands behind their slots.
+        ArgumentError: their sizes, dtypes or devices are others, or an exception stands behind
+            their slots.
 
     >>> x = torch.randn(1, 2, 8, 4)
     >>> made = quantise(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
@@ -161,32 +172,40 @@ def check_codes(
     got = tuple(made.codes.shape), tuple(made.scale.shape)
     if got != wanted or made.zero.shape != made.scale.shape or made.odd.shape != made.odd_at.shape:
         raise ArgumentError(
-            f"codes and scales of {name} are {got}, not {wanted} for {older} slots in front of {tuple(recent.shape)}, "
+            f"codes and scales of {name} are {got}, not {wanted} for {older} slots in front of "
+            f"{tuple(recent.shape)}, "
             f"by {axis} in {bits} bits and groups of {group}"
         )
     kind = recent.dtype if axis == "exact" else torch.uint8
     kinds = {made.scale.dtype, made.zero.dtype, made.odd.dtype}
     if made.codes.dtype != kind or kinds != {recent.dtype} or made.odd_at.dtype != torch.int64:
         raise ArgumentError(
-            f"codes of {name} are {made.codes.dtype} with scales {made.scale.dtype}, zeros {made.zero.dtype} and exceptions "
-            f"{made.odd.dtype} at {made.odd_at.dtype}; they must be {kind} with {recent.dtype}, as the recent slots are, "
+            f"codes of {name} are {made.codes.dtype} with scales {made.scale.dtype}, zeros "
+            f"{made.zero.dtype} and exceptions "
+            f"{made.odd.dtype} at {made.odd_at.dtype}; they must be {kind} with {recent.dtype}, "
+            "as the recent slots are, "
             "at torch.int64"
         )
     if {x.device for x in made} != {recent.device}:
         raise ArgumentError(
-            f"codes of {name} are not all on {recent.device}, where the recent slots are; move them with .to()"
+            f"codes of {name} are not all on {recent.device}, where the recent slots are; move "
+            "them with .to()"
         )
 
 
 def _lines(x: Tensor, axis: Axis, group: int) -> Tensor:
-    """x [B,n,L,d] with each group as a last dim: [B,n,L/group,d,group], or [B,n,L,d/group,group]."""
+    """x [B,n,L,d] with each group as a last dim: [B,n,L/group,d,group], or
+    [B,n,L,d/group,group].
+    """
     if axis == "channel":
         return x.unflatten(2, (x.shape[2] // group, group)).transpose(-1, -2)
     return x.unflatten(3, (-1, group))
 
 
 def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x >= 0 in another dtype, rounded upwards: the codes must reach the largest number of the group."""
+    """x >= 0 in another dtype, rounded upwards: the codes must reach the largest number of the
+    group.
+    """
     y = x.to(dtype)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[y.element_size()]
     above = (y.contiguous().view(whole) + 1).view(dtype)  # the bits of floats are in their order
@@ -222,7 +241,9 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 class Coded(NamedTuple):
-    """What a kernel that reads codes needs: older slots in codes, and behind them the recent ones [B,n,l,d] as they came."""
+    """What a kernel that reads codes needs: older slots in codes, and behind them the recent ones
+    [B,n,l,d] as they came.
+    """
 
     made: Codes
     axis: Axis
@@ -233,8 +254,9 @@ class Coded(NamedTuple):
 class Packed(Tensor):
     """A tensor [B,n,S,d] of which the older slots are codes still.
 
-    Shape, dtype and device are those of the numbers. Any operation of torch makes the numbers first, once; from then on it
-    is they that are read and written, and `coded` is None. A kernel that reads codes asks for `coded` instead.
+    Shape, dtype and device are those of the numbers. Any operation of torch makes the numbers
+    first, once; from then on it is they that are read and written, and `coded` is None. A kernel
+    that reads codes asks for `coded` instead.
 
     >>> from regard.caches.codes import quantise
     >>> x = torch.randn(1, 2, 8, 4)
@@ -249,7 +271,8 @@ class Packed(Tensor):
     _coded: Coded
     _numbers: Tensor | None = None
 
-    # operations arrive at __torch_dispatch__, below autograd; properties cost what they cost on any tensor
+    # operations arrive at __torch_dispatch__, below autograd; properties cost what they cost on any
+    # tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -257,7 +280,8 @@ class Packed(Tensor):
         """The tensor that these codes, and the recent slots behind them, are.
 
         Raises:
-            ArgumentError: their sizes, dtypes or devices do not go together; a kernel reads codes by their address.
+            ArgumentError: their sizes, dtypes or devices do not go together; a kernel reads codes
+                by their address.
         """
         recent = coded.recent
         B, n, length, d = recent.shape
@@ -272,7 +296,9 @@ class Packed(Tensor):
 
     @property
     def coded(self) -> Coded | None:
-        """The codes, unless the numbers have been made, or there are some that codes do not hold."""
+        """The codes, unless the numbers have been made, or there are some that codes do not
+        hold.
+        """
         codes_say_all = self._numbers is None and not self._coded.made.odd.shape[1]
         return self._coded if codes_say_all else None
 
@@ -282,8 +308,8 @@ class Packed(Tensor):
             made, axis, bits, recent = self._coded
             older = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
             held = dequantise(made, axis, older, bits=bits)
-            # Another thread may have made them meanwhile, and somebody may have written to those or know their address:
-            # the first ones stay.
+            # Another thread may have made them meanwhile, and somebody may have written to those or
+            # know their address: the first ones stay.
             self.__dict__.setdefault("_numbers", torch.cat([held, recent], dim=2))
         found: Tensor = self.__dict__["_numbers"]
         return found

@@ -22,19 +22,21 @@ from regard.span import Positions, Span, count
 class Cross(Cache):
     """Keep what a decoder remembers of its source: `store` it once, `read` it at every step.
 
-    The positions are those of the source, -1 where it is padded. Beams: `select` repeats rows, `reorder` permutes them.
+    The positions are those of the source, -1 where it is padded. Beams: `select` repeats rows,
+    `reorder` permutes them.
 
         if cache.written:
             memory, positions = cache.read()
         else:
             memory, positions = cache.store(remember(source, source_positions), source_positions)
 
-    `update` is `store`: a module that would append to it every step is refused at the second. `crop` is refused unless it
-    forgets everything or nothing, since the target's length says nothing about the source; `reset` frees it for another.
+    `update` is `store`: a module that would append to it every step is refused at the second.
+    `crop` is refused unless it forgets everything or nothing, since the target's length says
+    nothing about the source; `reset` frees it for another.
 
     Raises:
-        ArgumentError: it is written twice, or read before it is written; parts and positions do not fit one another; a
-            crop would cut the source. The cache is left as it was.
+        ArgumentError: it is written twice, or read before it is written; parts and positions do not
+            fit one another; a crop would cut the source. The cache is left as it was.
 
     >>> import torch
     >>> cache = Cross()
@@ -59,7 +61,8 @@ class Cross(Cache):
         check_update(memory, positions)
         if self._positions is not None:
             raise ArgumentError(
-                f"a Cross cache is written once, and holds {len(self)} slots of a source already; read() them, or reset() it for "
+                f"a Cross cache is written once, and holds {len(self)} slots of a source already; "
+                "read() them, or reset() it for "
                 "another source"
             )
         self._memory, self._positions = tuple(memory), positions
@@ -87,7 +90,8 @@ class Cross(Cache):
             stop = int(where.max()) + 1 if where.numel() else 0
         if length < stop:
             raise ArgumentError(
-                f"crop to {length}, but a Cross cache holds a source of {stop} positions, of which a decoder forgets nothing; "
+                f"crop to {length}, but a Cross cache holds a source of {stop} positions, of "
+                "which a decoder forgets nothing; "
                 "crop the caches of the target, or reset() this one"
             )
         return None

@@ -1,4 +1,6 @@
-"""Caches on disk: one safetensors file each, with the kind, its settings and its spans in the header."""
+"""Caches on disk: one safetensors file each, with the kind, its settings and its spans in the
+header.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ LONGEST = 1 << 26
 
 
 def save(cache: Cache, path: str | Path) -> None:
-    """Write a cache to a file, whole or not at all: to a temporary file, synced, then renamed over `path`.
+    """Write a cache to a file, whole or not at all: to a temporary file, synced, then renamed over
+    `path`.
 
-    Tensors are those of `cache.contents()`, by name; the header holds the class, its settings, spans and numbers as JSON.
+    Tensors are those of `cache.contents()`, by name; the header holds the class, its settings,
+    spans and numbers as JSON.
 
     Args:
         cache: any cache of `regard.caches`.
@@ -52,7 +56,8 @@ def save(cache: Cache, path: str | Path) -> None:
     path, kind = Path(path), type(cache).__name__
     if _kinds().get(kind) is not type(cache):
         raise ArgumentError(
-            f"{kind} cannot be saved: load knows {', '.join(sorted(_kinds()))}; save its contents() yourself"
+            f"{kind} cannot be saved: load knows {', '.join(sorted(_kinds()))}; save its "
+            "contents() yourself"
         )
     held = cache.contents()
     spans = {name: [x.start, x.length] for name, x in held.items() if isinstance(x, Span)}
@@ -60,12 +65,17 @@ def save(cache: Cache, path: str | Path) -> None:
     # copies: two names may look at one memory, which the format does not allow
     tensors = {
         name: x.detach().to("cpu", copy=True).contiguous()
-        for name, x in held.items() if isinstance(x, Tensor)
-    }  # fmt: skip
+        for name, x in held.items()
+        if isinstance(x, Tensor)
+    }
     header = {
-        "format": _FORMAT, "class": kind, "settings": cache.settings, "spans": spans, "numbers": numbers,
+        "format": _FORMAT,
+        "class": kind,
+        "settings": cache.settings,
+        "spans": spans,
+        "numbers": numbers,
         "tensors": {name: list(x.shape) for name, x in tensors.items()},
-    }  # fmt: skip
+    }
     try:
         with written(path) as place:
             save_file(tensors, place, metadata={_KEY: json.dumps(header)})
@@ -76,18 +86,22 @@ def save(cache: Cache, path: str | Path) -> None:
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 << 30) -> Cache:
-    """Read a cache that `save` wrote; going on with it is, bitwise, going on with the one that was saved.
+    """Read a cache that `save` wrote; going on with it is, bitwise, going on with the one that was
+    saved.
 
-    Nothing in the file is executed: a class is looked up by its name among those of `regard.caches`.
+    Nothing in the file is executed: a class is looked up by its name among those of
+    `regard.caches`.
 
     Args:
         path: the file.
         device: where its tensors go.
-        most: bytes that the cache may reserve for tokens to come; the file alone says how many these are.
+        most: bytes that the cache may reserve for tokens to come; the file alone says how many
+            these are.
 
     Raises:
-        FileError: the file is missing, no regular file, damaged or no cache; its class is unknown or refuses the settings; a
-            tensor is missing, unexpected, or of a wrong shape; or it reserves more than `most`.
+        FileError: the file is missing, no regular file, damaged or no cache; its class is unknown
+            or refuses the settings; a tensor is missing, unexpected, or of a wrong shape; or it
+            reserves more than `most`.
 
     >>> load("no/such/file")
     Traceback (most recent call last):
@@ -98,7 +112,8 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 
     kind = _kinds().get(header.kind)
     if kind is None:
         raise FileError(
-            f"{path}: the class {shown(header.kind)} is unknown; known: {', '.join(sorted(_kinds()))}"
+            f"{path}: the class {shown(header.kind)} is unknown; known: "
+            f"{', '.join(sorted(_kinds()))}"
         )
     try:
         contents: Contents = {name: x.to(device) for name, x in tensors.items()}
@@ -136,7 +151,9 @@ def _kinds() -> dict[str, type[Cache]]:
 
 
 def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
-    """What the header says, of which every field has its type, and the tensors, which are those that it lists."""
+    """What the header says, of which every field has its type, and the tensors, which are those
+    that it lists.
+    """
     if not path.exists():
         raise FileError(f"{path} is missing; save(cache, path) writes one")
     tensors, metadata = read_tensors(path)
@@ -155,7 +172,8 @@ def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
     """The fields, checked one by one.
 
     Raises:
-        ArgumentError: one is missing or of another type; or a tensor is missing, unexpected, or of another shape.
+        ArgumentError: one is missing or of another type; or a tensor is missing, unexpected, or of
+            another shape.
     """
     if found.get("format") != _FORMAT:
         raise ArgumentError(
@@ -177,7 +195,8 @@ def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
         )
         name = wrong[0]
         raise ArgumentError(
-            f"lists {shown(name)} as {shown(found['tensors'].get(name))}, and the file holds {shown(given.get(name))}"
+            f"lists {shown(name)} as {shown(found['tensors'].get(name))}, and the file holds "
+            f"{shown(given.get(name))}"
         )
     return _Header(found["class"], found["settings"], spans, found["numbers"])
 
@@ -186,13 +205,16 @@ def _span(name: str, found: Any) -> Span:
     whole = isinstance(found, list) and len(found) == 2 and all(type(i) is int for i in found)
     if not whole or abs(found[0]) > LONGEST or not 0 <= found[1] <= LONGEST:
         raise ArgumentError(
-            f"has the span {shown(found)} of {shown(name)}; it must be a start and a length, at most {LONGEST} positions"
+            f"has the span {shown(found)} of {shown(name)}; it must be a start and a length, at "
+            f"most {LONGEST} positions"
         )
     return Span(*found)
 
 
 def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
-    """A number is whole and no larger than positions are; settings may also be None, words, and lists of these."""
+    """A number is whole and no larger than positions are; settings may also be None, words, and
+    lists of these.
+    """
     plain = among_settings and (found is None or isinstance(found, str))
     if among_settings and isinstance(found, list):
         for x in found:
@@ -204,7 +226,9 @@ def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
 
 
 def _check_room(settings: Mapping[str, Any], contents: Contents, most: int) -> None:
-    """What the settings reserve, at so many bytes for a slot as there are in the file, is no more than is allowed."""
+    """What the settings reserve, at so many bytes for a slot as there are in the file, is no more
+    than is allowed.
+    """
 
     def of(*names: str) -> int:
         return max((x for name in names if type(x := settings.get(name)) is int), default=0)
@@ -213,7 +237,8 @@ def _check_room(settings: Mapping[str, Any], contents: Contents, most: int) -> N
     needed = slots * sum(x.nbytes // max(1, x.shape[2]) for x in memory_of(contents) if x.ndim == 4)
     if needed > most or of("pages") > most // 64:
         raise ArgumentError(
-            f"its settings {shown(dict(settings))} reserve {max(needed, 64 * of('pages')):,} bytes, more than {most:,}; if that is meant, "
+            f"its settings {shown(dict(settings))} reserve {max(needed, 64 * of('pages')):,} "
+            f"bytes, more than {most:,}; if that is meant, "
             "load(path, most=...) allows it"
         )
 
@@ -226,7 +251,8 @@ def _check(contents: Contents, cache: Cache) -> None:
     positions = contents.get(HELD, contents.get("positions"))
     if isinstance(positions, Tensor) and (positions.ndim != 2 or positions.dtype not in _WHOLE):
         raise ArgumentError(
-            f"positions are {positions.dtype} {tuple(positions.shape)}; they must be integers [batch, slots]"
+            f"positions are {positions.dtype} {tuple(positions.shape)}; they must be integers "
+            "[batch, slots]"
         )
     lost = contents.get("lost")
     if isinstance(lost, Tensor) and lost.dtype not in _WHOLE:
@@ -237,7 +263,8 @@ def _check(contents: Contents, cache: Cache) -> None:
     for i, x in enumerate(memory_of(contents)):
         if x.ndim != 4 or slots not in (None, x.shape[2]):
             raise ArgumentError(
-                f"memory.{i} is {tuple(x.shape)} for {slots} positions; it must be [batch, heads, slots, dim]"
+                f"memory.{i} is {tuple(x.shape)} for {slots} positions; it must be [batch, heads, "
+                "slots, dim]"
             )
 
 

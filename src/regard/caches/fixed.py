@@ -18,7 +18,7 @@ from regard.caches.base import (
     kept_until,
     memory_of,
     named,
-)  # fmt: skip
+)
 from regard.caches.buffers import put
 from regard.caches.growing import written
 from regard.errors import ArgumentError
@@ -27,19 +27,21 @@ from regard.span import Positions, Span, as_tensor, count, part
 
 
 class Fixed(Cache):
-    """Keep all memory, up to `capacity` slots, in buffers [B,n,capacity,d] that are allocated at the first update.
+    """Keep all memory, up to `capacity` slots, in buffers [B,n,capacity,d] that are allocated at
+    the first update.
 
-    An update writes its T slots in place and answers views of the slots written so far: a step copies T slots, however
-    many are held. What was given out stays as it is until a crop lets later tokens take its slots. Where a gradient is
-    recorded, an update writes into a copy of the buffers instead, so that gradients are right but a step copies
+    An update writes its T slots in place and answers views of the slots written so far: a step
+    copies T slots, however many are held. What was given out stays as it is until a crop lets later
+    tokens take its slots. Where a gradient is recorded, an update writes into a copy of the buffers
+    instead, so that gradients are right but a step copies
     everything: train with `Growing`.
 
     Args:
         capacity: the most slots, those at position -1 included.
 
     Raises:
-        ArgumentError: capacity is less than 1; an update does not fit what is held, or there is no room for it: the cache
-            is left as it was.
+        ArgumentError: capacity is less than 1; an update does not fit what is held, or there is no
+            room for it: the cache is left as it was.
 
     >>> cache = Fixed(8)
     >>> _ = cache.update((torch.zeros(1, 2, 3, 4),), Span(0, 3))
@@ -67,7 +69,9 @@ class Fixed(Cache):
         return sum(x.numel() * x.element_size() for x in self._buffers or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Write memory, each [B,n,T,d], behind the last slot; return views of all slots, and all positions."""
+        """Write memory, each [B,n,T,d], behind the last slot; return views of all slots, and all
+        positions.
+        """
         check_update(memory, positions)
         if self._buffers is not None:
             check_fits(self._buffers, memory)
@@ -75,7 +79,8 @@ class Fixed(Cache):
         if held + new > self.capacity:
             raise ArgumentError(
                 f"Fixed holds {held} of {self.capacity} slots and {new} more do not fit; "
-                "crop it, or start with a larger capacity, a Growing cache, or a Ring for a windowed mask"
+                "crop it, or start with a larger capacity, a Growing cache, or a Ring for a "
+                "windowed mask"
             )
         if self._buffers is None:
             self._buffers = self._allocate(memory)
@@ -116,7 +121,9 @@ class Fixed(Cache):
         return self._buffers, self._table, self._positions
 
     def restore(self, mark: Any) -> None:
-        """Take back the update that came after `mark`: the slots that it wrote are unwritten again."""
+        """Take back the update that came after `mark`: the slots that it wrote are unwritten
+        again.
+        """
         self._buffers, self._table, self._positions = mark
 
     def __len__(self) -> int:
@@ -130,7 +137,9 @@ class Fixed(Cache):
         return tuple(x[:, :, :n] for x in self._buffers or ())
 
     def _extend(self, new: Positions) -> None:
-        """Positions behind those held: a Span as long as they are one run, else slots of the table."""
+        """Positions behind those held: a Span as long as they are one run, else slots of the
+        table.
+        """
         held, T = self._positions, count(new)
         n = count(held)
         if isinstance(new, Span) and isinstance(held, Span) and (not n or held.stop == new.start):

@@ -17,17 +17,19 @@ from regard.caches.base import (
     kept_until,
     memory_of,
     named,
-)  # fmt: skip
+)
 from regard.span import Positions, Span, count, follow, part
 
 
 class Growing(Cache):
     """Keep all memory; every update appends behind the last slot, by concatenation.
 
-    What was given out never changes. A crop cuts slots off the end where no row keeps one, and empties others.
+    What was given out never changes. A crop cuts slots off the end where no row keeps one, and
+    empties others.
 
     Raises:
-        ArgumentError: an update does not fit what is held (parts, batch, heads, dims, dtype); the cache is left as it was.
+        ArgumentError: an update does not fit what is held (parts, batch, heads, dims, dtype); the
+            cache is left as it was.
 
     >>> import torch
     >>> from regard.span import Span

@@ -1,4 +1,6 @@
-"""The cache of multi-head latent attention: one latent per token, never expanded keys and values."""
+"""The cache of multi-head latent attention: one latent per token, never expanded keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ from regard.span import Positions, Span
 
 
 class Latent(Cache):
-    """Keep rank + rotary numbers per token: a latent and the rotary key that all heads share, as one part [B,1,T,rank+rotary].
+    """Keep rank + rotary numbers per token: a latent and the rotary key that all heads share, as
+    one part [B,1,T,rank+rotary].
 
-    It stores as `Growing` does, or as `Fixed` with a capacity, and refuses everything else: a projection that hands over
-    expanded keys and values, which are many times larger, is caught at its first update.
+    It stores as `Growing` does, or as `Fixed` with a capacity, and refuses everything else: a
+    projection that hands over expanded keys and values, which are many times larger, is caught at
+    its first update.
 
     Args:
         rank: the size of the latent.
@@ -26,8 +30,9 @@ class Latent(Cache):
         capacity: None, or the most slots, allocated at the first update.
 
     Raises:
-        ArgumentError: rank or capacity is less than 1, or rotary less than 0; an update is not one part
-            [B,1,T,rank+rotary], does not fit what is held, or finds no room. The cache is left as it was.
+        ArgumentError: rank or capacity is less than 1, or rotary less than 0; an update is not one
+            part [B,1,T,rank+rotary], does not fit what is held, or finds no room. The cache is left
+            as it was.
 
     >>> import torch
     >>> cache = Latent(512, 64)
@@ -41,7 +46,8 @@ class Latent(Cache):
     def __init__(self, rank: int, rotary: int, *, capacity: int | None = None) -> None:
         if rank < 1 or rotary < 0:
             raise ArgumentError(
-                f"Latent(rank={rank}, rotary={rotary}): rank must be at least 1 and rotary at least 0"
+                f"Latent(rank={rank}, rotary={rotary}): rank must be at least 1 and rotary at "
+                "least 0"
             )
         self.rank, self.rotary, self.capacity = rank, rotary, capacity
         self._store: Cache = Growing() if capacity is None else Fixed(capacity)
@@ -100,6 +106,8 @@ class Latent(Cache):
         shapes = [tuple(m.shape) for m in memory]
         if len(memory) != 1 or memory[0].ndim != 4 or shapes[0][1::2] != (1, self.elements):
             raise ArgumentError(
-                f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, {self.elements}], "
-                f"{self.rank} latent and {self.rotary} rotary numbers: remember the latent, and expand it on recall"
+                f"memory has parts {shapes}; a Latent cache takes one part [batch, 1, length, "
+                f"{self.elements}], "
+                f"{self.rank} latent and {self.rotary} rotary numbers: remember the latent, and "
+                "expand it on recall"
             )

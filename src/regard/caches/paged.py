@@ -28,15 +28,17 @@ from regard.span import Positions, Span, after, as_tensor, count, follow, part
 
 
 class Pool:
-    """`pages` pages of `page_size` tokens: the tensors, which pages are free, and how often each is referred to.
+    """`pages` pages of `page_size` tokens: the tensors, which pages are free, and how often each is
+    referred to.
 
     Caches of several threads may have their pages in one pool: `lock` is held while it changes.
 
-    The tensors [pages + 1, page_size, n, d], one per part, are made when the first memory shows what they hold. The last
-    page is never given out and holds 0: empty slots point to it.
+    The tensors [pages + 1, page_size, n, d], one per part, are made when the first memory shows
+    what they hold. The last page is never given out and holds 0: empty slots point to it.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; more pages are taken than are free; memory does not fit.
+        ArgumentError: page_size or pages is less than 1; more pages are taken than are free; memory
+            does not fit.
 
     >>> pool = Pool(16, 8)
     >>> pages = pool.take(3)
@@ -81,14 +83,18 @@ class Pool:
 
     def fit(self, memory: Parts) -> None:
         """Make the tensors for such memory, or see that they are for such memory."""
-        wanted = [((self.pages + 1, self.page_size, m.shape[1], m.shape[3]), m.dtype, m.device) for m in memory]  # fmt: skip
+        wanted = [
+            ((self.pages + 1, self.page_size, m.shape[1], m.shape[3]), m.dtype, m.device)
+            for m in memory
+        ]
         if wanted == [(tuple(x.shape), x.dtype, x.device) for x in self.parts]:
             return
         if self.used:
             held = [(tuple(x.shape[2:]), x.dtype) for x in self.parts]
             given = [((m.shape[1], m.shape[3]), m.dtype) for m in memory]
             raise ArgumentError(
-                f"memory {given} does not fit the pool's pages, {held}, of which {self.used} are in use; "
+                f"memory {given} does not fit the pool's pages, {held}, of which {self.used} are "
+                "in use; "
                 "start a new cache for another model"
             )
         self.parts = tuple(
@@ -99,7 +105,8 @@ class Pool:
         """See that so many pages are free."""
         if pages > self.free:
             raise ArgumentError(
-                f"{pages} pages of {self.page_size} tokens are needed, and {self.free} of the pool's {self.pages} are free; "
+                f"{pages} pages of {self.page_size} tokens are needed, and {self.free} of the "
+                f"pool's {self.pages} are free; "
                 "crop or reset a cache of this pool, or start with more pages"
             )
 
@@ -177,7 +184,8 @@ class Table:
     def grow(self, new: list[int]) -> None:
         """Give each row room for so many more slots; nothing changes if the pool has too few pages.
 
-        A partly filled last page that others refer to is copied; of several rows that do, the last may keep it.
+        A partly filled last page that others refer to is copied; of several rows that do, the last
+        may keep it.
 
         Raises:
             ArgumentError: the pool has too few free pages.
@@ -210,7 +218,9 @@ class Table:
         self.shorten([0] * len(self.rows))
 
     def slots(self, at: Tensor) -> Tensor:
-        """The pool's slots of the rows' slots at [B,N], page * page_size + offset; behind a row's end, the page of zeros."""
+        """The pool's slots of the rows' slots at [B,N], page * page_size + offset; behind a row's
+        end, the page of zeros.
+        """
         size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
         rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
         pages = torch.tensor(rows, dtype=torch.int64, device=at.device).reshape(-1, most)
@@ -218,18 +228,22 @@ class Table:
 
 
 class Paged(Cache):
-    """Keep memory in pages of one pool: every row has a table of pages, and no row pays for the length of another.
+    """Keep memory in pages of one pool: every row has a table of pages, and no row pays for the
+    length of another.
 
-    Padding is not stored. A `fork`, and a row that `select` repeats, refers to the same pages; a page that several refer
-    to is copied when one of them writes into it. Pages that nobody refers to are free again: after `crop`, `reset`,
-    `select`, and when a fork is deleted. An update answers gathered slots, -1 and 0 behind the end of a shorter row.
+    Padding is not stored. A `fork`, and a row that `select` repeats, refers to the same pages; a
+    page that several refer to is copied when one of them writes into it. Pages that nobody refers
+    to are free again: after `crop`, `reset`, `select`, and when a fork is deleted. An update
+    answers gathered slots, -1 and 0 behind the end of a shorter row.
 
     Args:
         page_size: tokens per page.
-        pages: pages of the pool, for all rows and forks together; they are allocated at the first update.
+        pages: pages of the pool, for all rows and forks together; they are allocated at the first
+            update.
 
     Raises:
-        ArgumentError: page_size or pages is less than 1; an update does not fit what is held, or the pool has too few free
+        ArgumentError: page_size or pages is less than 1; an update does not fit what is held, or
+            the pool has too few free
             pages: every cache of the pool is left as it was.
 
     >>> cache = Paged(page_size=4, pages=8)
@@ -269,7 +283,9 @@ class Paged(Cache):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the pages that this cache refers to, each counted once; forks share them: see `pool.bytes`."""
+        """Bytes of the pages that this cache refers to, each counted once; forks share them: see
+        `pool.bytes`.
+        """
         return len({page for row in self._table.rows for page in row}) * self.pool.page_bytes
 
     @property
@@ -282,7 +298,9 @@ class Paged(Cache):
         return Span(0, length) if self._positions is None else after(self._positions, length)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each [B,n,T,d], at positions; return all that is held, each [B,n,S,d], and where."""
+        """Store memory, each [B,n,T,d], at positions; return all that is held, each [B,n,S,d], and
+        where.
+        """
         check_update(memory, positions)
         if self._positions is not None:
             check_fits(self._like(), memory)
@@ -372,7 +390,9 @@ class Paged(Cache):
         self._table, self._positions = table, positions
 
     def _place(self, memory: Parts, positions: Positions, real: Tensor) -> None:
-        """Store the slots of memory that are real, [B,T], behind those of each row; nothing changes if there is no room."""
+        """Store the slots of memory that are real, [B,T], behind those of each row; nothing changes
+        if there is no room.
+        """
         B, device = real.shape[0], memory[0].device
         table = self._table if self._table.rows else Table(self.pool, [[]] * B, [0] * B)
         before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
@@ -385,7 +405,9 @@ class Paged(Cache):
         self._hold(table, self._joined(positions, real, at, max(table.lengths, default=0)))
 
     def _joined(self, positions: Positions, real: Tensor, at: Tensor, slots: int) -> Positions:
-        """The positions held and the new ones, which stand at slot at[b, j] of row b where they are real."""
+        """The positions held and the new ones, which stand at slot at[b, j] of row b where they are
+        real.
+        """
         held, B = self._positions, real.shape[0]
         if isinstance(positions, Span) and positions.start >= 0 and not isinstance(held, Tensor):
             both = positions if held is None else follow(held, positions)

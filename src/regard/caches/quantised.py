@@ -33,13 +33,15 @@ from regard.span import Positions, Span, as_tensor, count, follow, part
 class Appended:
     """Slots [B,n,L,...] that were appended one after another, with room behind them.
 
-    Appending copies what is new; where the room is used up, all of it once, into memory with more. So a step copies O(1)
-    slots. What was given out keeps its values until an `Appended` that is shorter is appended to.
+    Appending copies what is new; where the room is used up, all of it once, into memory with more.
+    So a step copies O(1) slots. What was given out keeps its values until an `Appended` that is
+    shorter is appended to.
 
     Args:
         memory: the first slots; they are held, not copied.
         length: how many of them count; None is all.
-        inner: whether the numbers of one line lie side by side over the slots [B,n,L,lines,1]: loops over slots are faster.
+        inner: whether the numbers of one line lie side by side over the slots [B,n,L,lines,1]:
+            loops over slots are faster.
 
     >>> held = Appended(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
     >>> held.view.flatten().tolist(), held.append(held.view).view.flatten().tolist()
@@ -62,7 +64,8 @@ class Appended:
 
         Args:
             new: of the same sizes, but for the length.
-            room: slots to make room for beyond the new ones, when there is none left; None is a quarter of those held.
+            room: slots to make room for beyond the new ones, when there is none left; None is a
+                quarter of those held.
         """
         start, stop = self.length, self.length + new.shape[2]
         if start == stop:
@@ -134,7 +137,9 @@ class Split:
         return replace(self, recent=self.recent.append(x, room=room))
 
     def settled(self, leave: int, seen: Bool[Tensor, "b L"], start: int) -> Split:
-        """With the first of the recent slots in codes, which slots start, start + 1, ... then are."""
+        """With the first of the recent slots in codes, which slots start, start + 1, ... then
+        are.
+        """
         recent = self.recent.view
         x, rest = recent[:, :, :leave], recent[:, :, leave:]
         new = quantise(x, seen, self.axis, bits=self.bits, group=self.group, start=start)
@@ -147,7 +152,9 @@ class Split:
         return replace(self, rows=rows, odd_at=odd_at, odd=odd, recent=Appended(rest.clone()))
 
     def cut(self, old: int, length: int) -> Split:
-        """The first slots, of which so many are in codes; of the exceptions, those in front of `length`."""
+        """The first slots, of which so many are in codes; of the exceptions, those in front of
+        `length`.
+        """
         _, n, _, d = self.recent.view.shape
         lines = old // self.group if self.axis == "channel" else old
         made = cut(self.codes, self.axis, lines, length * n * d)
@@ -176,19 +183,22 @@ def _rows(made: Codes, axis: Axis) -> tuple[Appended, ...]:
 
 
 class Quantised(Cache):
-    """Keep the last `residual` slots as they are, and all before them in few bits: keys per channel, values per token.
+    """Keep the last `residual` slots as they are, and all before them in few bits: keys per
+    channel, values per token.
 
     x ~ zero + code * scale, code in 0..2^bits - 1, zero = min and scale = (max - min) / (2^bits - 1) of each group
     |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
 
-    A group is `group` slots of one channel ("channel": an outlier channel keeps its large scale to itself), or `group`
-    channels of one slot ("token"). Slots leave the residual by whole groups, also within one long update, and are never
-    quantised again: what is held depends on the slots that came, not on the chunks they came in. Scale and zero have the
-    dtype of the memory: bits + 32 / group bits per number where that is fp16 or bf16.
+    A group is `group` slots of one channel ("channel": an outlier channel keeps its large scale to
+    itself), or `group` channels of one slot ("token"). Slots leave the residual by whole groups,
+    also within one long update, and are never quantised again: what is held depends on the slots
+    that came, not on the chunks they came in. Scale and zero have the dtype of the memory: bits +
+    32 / group bits per number where that is fp16 or bf16.
 
-    Slots at -1 take no part in a group. NaN, infinities and what exceeds a quarter of the dtype's range are kept
-    aside, exactly, and disturb no other number. A group of equal numbers is exact. A crop into the quantised slots leaves
-    them quantised, and the cut slots of the last group empty. Groups are of slots, so that padding in front of a row shifts
+    Slots at -1 take no part in a group. NaN, infinities and what exceeds a quarter of the dtype's
+    range are kept aside, exactly, and disturb no other number. A group of equal numbers is exact. A
+    crop into the quantised slots leaves them quantised, and the cut slots of the last group empty.
+    Groups are of slots, so that padding in front of a row shifts
     them: rows of a padded batch agree with the row alone within the bound, not bitwise.
 
     Args:
@@ -198,8 +208,9 @@ class Quantised(Cache):
         axes: "channel", "token" or "exact" (not quantised) for each part of the memory.
 
     Raises:
-        ArgumentError: bits, group, residual or axes is not allowed; an update does not fit what is held, its parts are
-            not those of axes, its channels do not divide into groups, or it requires a gradient. The cache is left as it was.
+        ArgumentError: bits, group, residual or axes is not allowed; an update does not fit what is
+            held, its parts are not those of axes, its channels do not divide into groups, or it
+            requires a gradient. The cache is left as it was.
 
     >>> cache = Quantised(8, group=4, residual=4)
     >>> k = v = torch.randn(1, 2, 10, 4)
@@ -222,13 +233,15 @@ class Quantised(Cache):
             raise ArgumentError(f"bits is {bits}; it must be 8, 4 or 2")
         if group < 1 or group % (8 // bits):
             raise ArgumentError(
-                f"group is {group}; it must be a multiple of {8 // bits}, for {8 // bits} codes of {bits} bits fill a byte"
+                f"group is {group}; it must be a multiple of {8 // bits}, for {8 // bits} codes "
+                f"of {bits} bits fill a byte"
             )
         if residual < 0:
             raise ArgumentError(f"residual is {residual}; it must be 0 or more")
         if not axes or not set(axes) <= set(get_args(Axis)):
             raise ArgumentError(
-                f'axes are {tuple(axes)}; name "channel", "token" or "exact" for each part of the memory'
+                f'axes are {tuple(axes)}; name "channel", "token" or "exact" for each part of the '
+                "memory"
             )
         self.bits, self.group, self.residual = bits, group, residual
         self.axes = cast("tuple[Axis, ...]", tuple(axes))
@@ -239,8 +252,11 @@ class Quantised(Cache):
     def settings(self) -> dict[str, Any]:
         """bits, group, residual and axes."""
         return {
-            "bits": self.bits, "group": self.group, "residual": self.residual, "axes": list(self.axes),
-        }  # fmt: skip
+            "bits": self.bits,
+            "group": self.group,
+            "residual": self.residual,
+            "axes": list(self.axes),
+        }
 
     @property
     def quantised(self) -> int:
@@ -248,7 +264,9 @@ class Quantised(Cache):
         return len(self) - (self._parts[0].recent.length if self._parts else 0)
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Append memory, each [B,n,T,d], at positions; return all that is held, the older slots as their codes say."""
+        """Append memory, each [B,n,T,d], at positions; return all that is held, the older slots as
+        their codes say.
+        """
         check_update(memory, positions)
         if self._parts:
             check_fits(tuple(x.recent.view for x in self._parts), memory)
@@ -334,7 +352,8 @@ class Quantised(Cache):
             if at.numel() and not -1 <= int(at.min()) <= int(at.max()) < older * n * d:
                 raise ArgumentError(
                     f"codes of part {i} have exceptions at {int(at.min())} to {int(at.max())}; "
-                    f"{older} slots of {n} x {d} numbers have places 0 to {older * n * d - 1}, and -1 for none"
+                    f"{older} slots of {n} x {d} numbers have places 0 to {older * n * d - 1}, "
+                    "and -1 for none"
                 )
 
     def _group(self, axis: Axis, channels: int) -> int:
@@ -351,18 +370,21 @@ class Quantised(Cache):
                 continue
             if not x.is_floating_point():
                 raise ArgumentTypeError(
-                    f'memory {i} is {x.dtype}; only floating numbers are quantised: name its axis "exact"'
+                    f"memory {i} is {x.dtype}; only floating numbers are quantised: name its axis "
+                    '"exact"'
                 )
             if torch.is_grad_enabled() and x.requires_grad:
                 raise ArgumentError(
-                    f"memory {i} requires a gradient, which codes do not have; use a Growing cache, or torch.no_grad()"
+                    f"memory {i} requires a gradient, which codes do not have; use a Growing "
+                    "cache, or torch.no_grad()"
                 )
             d, per = x.shape[3], 8 // self.bits
             group = self._group(axis, d)
             if axis == "token" and (group < 1 or d % group or group % per):
                 allowed = ", ".join(str(g) for g in range(per, d + 1, per) if d % g == 0)
                 raise ArgumentError(
-                    f"memory {i} has {d} channels, which make no groups of {group} codes of {self.bits} bits; "
+                    f"memory {i} has {d} channels, which make no groups of {group} codes of "
+                    f"{self.bits} bits; "
                     f"allowed groups: {allowed or 'none'}"
                 )
 

@@ -1,4 +1,6 @@
-"""Ring caches: the last tokens of each row for windowed masks, and the first and last tokens for attention sinks."""
+"""Ring caches: the last tokens of each row for windowed masks, and the first and last tokens for
+attention sinks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from regard.caches.base import (
     check_update,
     memory_of,
     named,
-)  # fmt: skip
+)
 from regard.caches.buffers import Overwritten, put, put_at, spread
 from regard.errors import ArgumentError
 from regard.process import is_compiling
@@ -58,7 +60,8 @@ class Slots(NamedTuple):
         )
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The slots of positions start to stop - 1, in this order, as ranges; at most `ring` of them are behind the sinks.
+        """The slots of positions start to stop - 1, in this order, as ranges; at most `ring` of
+        them are behind the sinks.
 
         >>> Slots(2, 3).runs(3, 6)
         [(3, 5), (2, 3)]
@@ -72,7 +75,9 @@ class Slots(NamedTuple):
         return [(a, b) for a, b in found if a < b]
 
     def held(self, seen: Seen, device: torch.device | str | None = None) -> Int[Tensor, "1 size"]:
-        """The positions in all slots [1, size] after a run of positions, EMPTY where a slot holds none of them."""
+        """The positions in all slots [1, size] after a run of positions, EMPTY where a slot holds
+        none of them.
+        """
         last, j = seen.stop - 1, torch.arange(self.size, device=device)
         p = last - (last - j) % self.ring
         held = p >= max(seen.lost + 1, self.sinks)
@@ -82,7 +87,8 @@ class Slots(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A run of positions first to stop - 1, the same for all rows, of which those up to `lost` were overwritten.
+    """A run of positions first to stop - 1, the same for all rows, of which those up to `lost` were
+    overwritten.
 
     Attributes:
         first, stop: the run.
@@ -104,7 +110,9 @@ class Seen(NamedTuple):
         return Seen(self.first, stop, max(lost, self.lost))
 
     def least(self, length: int, slots: Slots, window: int) -> int:
-        """The least length from `length` on that a crop can serve: a window in front of it is held."""
+        """The least length from `length` on that a crop can serve: a window in front of it is
+        held.
+        """
         nothing_lost = self.lost < 0 or length <= slots.sinks
         return length if nothing_lost else max(length, self.lost + window)
 
@@ -129,7 +137,8 @@ class Rows(NamedTuple):
 
     Attributes:
         positions: int64 [B or 1, size].
-        lost: int64 [B or 1, 1], the highest position behind the sinks that was overwritten; -1 if none.
+        lost: int64 [B or 1, 1], the highest position behind the sinks that was overwritten; -1 if
+            none.
 
     >>> slots = Slots(sinks=0, ring=3)
     >>> rows = Rows.of(Seen(first=0, stop=4, lost=0), slots, torch.device("cpu"))
@@ -163,7 +172,8 @@ class Rows(NamedTuple):
             row, column = early.nonzero()[0].tolist()
             held = int(last[min(row, last.shape[0] - 1)])
             raise ArgumentError(
-                f"row {row} comes to position {int(p[row, column])} and the cache holds position {held}: a ring is filled in the "
+                f"row {row} comes to position {int(p[row, column])} and the cache holds position "
+                f"{held}: a ring is filled in the "
                 "order of positions; crop it first, or use a Growing cache"
             )
         if p.shape[1] > 1:
@@ -172,7 +182,8 @@ class Rows(NamedTuple):
             if bool(twice.any()):
                 row, column = twice.nonzero()[0].tolist()
                 raise ArgumentError(
-                    f"row {row} has position {int(order[row, column])} twice; give each token a position of its own"
+                    f"row {row} has position {int(order[row, column])} twice; give each token a "
+                    "position of its own"
                 )
 
     def step(self, p: Int[Tensor, "b T"], slots: Slots) -> Rows:
@@ -188,7 +199,9 @@ class Rows(NamedTuple):
         )
 
     def chunk(self, p: Int[Tensor, "b T"], slots: Slots) -> tuple[Rows, Tensor]:
-        """After new tokens p [B or 1, T]; and which of them came into each slot, int64 [B or 1, size], -1 if none did."""
+        """After new tokens p [B or 1, T]; and which of them came into each slot, int64 [B or 1,
+        size], -1 if none did.
+        """
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
         last = torch.cat([now.positions, p], 1).amax(1, keepdim=True)
@@ -232,8 +245,8 @@ class Rows(NamedTuple):
 class Rolling(Cache):
     """A number of first positions for ever, and the last ones in a ring.
 
-    As long as all rows hold one run of positions it is known by three numbers (`Seen`), and nothing is read from a tensor;
-    else every slot has its position (`Rows`).
+    As long as all rows hold one run of positions it is known by three numbers (`Seen`), and nothing
+    is read from a tensor; else every slot has its position (`Rows`).
     """
 
     def __init__(self, sinks: int, window: int, rewind: int) -> None:
@@ -249,7 +262,9 @@ class Rolling(Cache):
         return sum(x.numel() * x.element_size() for x in self._memory or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
-        """Store memory, each [B,n,T,d]; return it and all old memory that a query at its positions may see."""
+        """Store memory, each [B,n,T,d]; return it and all old memory that a query at its positions
+        may see.
+        """
         check_update(memory, positions)
         if self._memory is not None:
             check_fits(self._memory, memory)
@@ -270,8 +285,10 @@ class Rolling(Cache):
         least = seen.least(length, self._slots, self.window)
         if least > length:
             raise ArgumentError(
-                f"crop to {length}, but the tokens that a window of {self.window} needs in front of it are overwritten; "
-                f"crop to {least} or more, or to {self._slots.sinks} or less, or give the cache a larger rewind than {self.rewind}"
+                f"crop to {length}, but the tokens that a window of {self.window} needs in front "
+                "of it are overwritten; "
+                f"crop to {least} or more, or to {self._slots.sinks} or less, or give the cache a "
+                f"larger rewind than {self.rewind}"
             )
         self._seen = seen.crop(length, self._slots)
 
@@ -291,7 +308,8 @@ class Rolling(Cache):
         for i, x in enumerate(self._memory or ()):
             if x.shape[2] != self._slots.size:
                 raise ArgumentError(
-                    f"memory.{i} has {x.shape[2]} slots, and the settings {self.settings} make {self._slots.size}"
+                    f"memory.{i} has {x.shape[2]} slots, and the settings {self.settings} make "
+                    f"{self._slots.size}"
                 )
         self._overwritten = None
         positions, lost = contents.get("positions"), contents.get("lost")
@@ -302,7 +320,9 @@ class Rolling(Cache):
             self._seen = Seen(positions.start, positions.stop, lost)
 
     def mark(self) -> Any:
-        """What is held, and what was overwritten last: an update that writes in place says so anew."""
+        """What is held, and what was overwritten last: an update that writes in place says so
+        anew.
+        """
         return self._memory, self._seen, self._overwritten
 
     def restore(self, mark: Any) -> None:
@@ -321,10 +341,13 @@ class Rolling(Cache):
         return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
 
     def _before(self, positions: Positions, device: torch.device) -> Seen | Rows:
-        """What was seen, in the form that the new positions allow; refuse positions that do not lie behind."""
+        """What was seen, in the form that the new positions allow; refuse positions that do not lie
+        behind.
+        """
         seen, compiling = self._seen, is_compiling()
         if isinstance(seen, Seen):
-            # a graph would be tied to numbers that change with every step: there, slots have positions
+            # a graph would be tied to numbers that change with every step: there, slots have
+            # positions
             if isinstance(positions, Span) and positions.start >= 0 and not compiling:
                 if seen.first == seen.stop and seen.lost < 0:
                     return Seen(positions.start, positions.start)
@@ -355,7 +378,9 @@ class Rolling(Cache):
         return answer, where
 
     def _in_order(self, held: Parts, new: Parts, seen: Seen) -> tuple[Parts, Positions]:
-        """Sinks, the last window - 1 tokens, and the new ones: in order, so that a contiguous answer stays a `Span`."""
+        """Sinks, the last window - 1 tokens, and the new ones: in order, so that a contiguous
+        answer stays a `Span`.
+        """
         slots, start = self._slots, seen.stop
         sinks = Span(seen.first, max(0, min(slots.sinks, start) - seen.first))
         oldest = max(seen.lost + 1, start - self.window + 1, slots.sinks, seen.first)
@@ -399,20 +424,22 @@ class Rolling(Cache):
 class Ring(Rolling):
     """Hold the last `window + rewind` positions of each row: slot = position % (window + rewind).
 
-    It is exact for masks that let a query see at most `window` keys looking back, its own included, such as
-    `masks.Causal() & masks.Window(window)`. During an update everything that a query of the chunk may see is visible,
-    however long the chunk is; after it no more than the ring is held. A slot at position -1 is not stored, so that rows
-    may have any padding and any length. A step of at most rewind + 1 tokens is written into the ring and answered by it
-    without a copy: what was given out is valid until the next update.
+    It is exact for masks that let a query see at most `window` keys looking back, its own included,
+    such as `masks.Causal() & masks.Window(window)`. During an update everything that a query of the
+    chunk may see is visible, however long the chunk is; after it no more than the ring is held. A
+    slot at position -1 is not stored, so that rows may have any padding and any length. A step of
+    at most rewind + 1 tokens is written into the ring and answered by it without a copy: what was
+    given out is valid until the next update.
 
     Args:
         window: how many keys a query may see.
-        rewind: how many tokens more are held, so that a crop may take back rewind + 1 tokens, and a step of as many
-            (speculative decoding) is written without a copy.
+        rewind: how many tokens more are held, so that a crop may take back rewind + 1 tokens, and a
+            step of as many (speculative decoding) is written without a copy.
 
     Raises:
-        ArgumentError: window is less than 1 or rewind less than 0; an update does not fit what is held, or its positions do
-            not lie behind those held; a crop needs tokens that are lost. The cache is left as it was.
+        ArgumentError: window is less than 1 or rewind less than 0; an update does not fit what is
+            held, or its positions do not lie behind those held; a crop needs tokens that are lost.
+            The cache is left as it was.
 
     >>> import torch
     >>> from regard.span import Span
@@ -430,7 +457,8 @@ class Ring(Rolling):
     def __init__(self, window: int, *, rewind: int = 0) -> None:
         if window < 1 or rewind < 0:
             raise ArgumentError(
-                f"Ring(window={window}, rewind={rewind}): window must be at least 1 and rewind at least 0"
+                f"Ring(window={window}, rewind={rewind}): window must be at least 1 and rewind at "
+                "least 0"
             )
         super().__init__(0, window, rewind)
 
@@ -443,9 +471,9 @@ class Ring(Rolling):
 class Streaming(Rolling):
     """Hold the first `sinks` positions of each row, and the last `recent + rewind` ones in a ring.
 
-    It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions stay what they were: a module
-    that renumbers tokens by their place in the cache, as StreamingLLM does, does so when it recalls them. Chunks, padding
-    and steps are as in `Ring`.
+    It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions stay
+    what they were: a module that renumbers tokens by their place in the cache, as StreamingLLM
+    does, does so when it recalls them. Chunks, padding and steps are as in `Ring`.
 
     Args:
         sinks: how many first positions are never forgotten.

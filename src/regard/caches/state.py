@@ -1,4 +1,6 @@
-"""Caches of mechanisms with a state of fixed size: recurrences, and compressive memory with its open segment."""
+"""Caches of mechanisms with a state of fixed size: recurrences, and compressive memory with its
+open segment.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,24 @@ from regard.caches.base import (
     kept_until,
     memory_of,
     named,
-)  # fmt: skip
+)
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, count, follow
 
 
 class State(Cache):
-    """Keep what a recurrence carries from one step to the next: tensors of a fixed size, whatever the length.
+    """Keep what a recurrence carries from one step to the next: tensors of a fixed size, whatever
+    the length.
 
-    A module reads `state`, computes, and calls `store(state, positions)` with the new one, which replaces the old: the
-    cache never changes a tensor that it was given. A state cannot forget the last tokens, because it is a sum over all:
-    `crop` is refused, unless it forgets everything or nothing; keep a `fork` to come back to.
+    A module reads `state`, computes, and calls `store(state, positions)` with the new one, which
+    replaces the old: the cache never changes a tensor that it was given. A state cannot forget the
+    last tokens, because it is a sum over all: `crop` is refused, unless it forgets everything or
+    nothing; keep a `fork` to come back to.
 
     Raises:
-        ArgumentError: a new state has other shapes than the old one, or a crop lies inside what was seen.
+        ArgumentError: a new state has other shapes than the old one, or a crop lies inside what was
+            seen.
 
     >>> cache = State()
     >>> cache.store((torch.zeros(1, 2, 4, 4),), Span(0, 7))
@@ -56,7 +61,8 @@ class State(Cache):
             old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
             if old != new:
                 raise ArgumentError(
-                    f"state {new} does not fit what is held, {old}; start a new cache for another batch or model"
+                    f"state {new} does not fit what is held, {old}; start a new cache for another "
+                    "batch or model"
                 )
         self._positions = self._last(positions)
         self._state = tuple(state)
@@ -64,7 +70,8 @@ class State(Cache):
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Refused: a state holds no tokens."""
         raise ArgumentError(
-            "a State cache keeps a recurrence's state, not tokens; give softmax attention a Growing, Fixed or Ring cache"
+            "a State cache keeps a recurrence's state, not tokens; give softmax attention a "
+            "Growing, Fixed or Ring cache"
         )
 
     def crop(self, length: int) -> None:
@@ -76,7 +83,8 @@ class State(Cache):
         stop = last.stop if isinstance(last, Span) else int(last.max()) + 1
         if length < stop:
             raise ArgumentError(
-                f"crop to {length}, but the state has seen {stop} positions and cannot forget some of them; "
+                f"crop to {length}, but the state has seen {stop} positions and cannot forget "
+                "some of them; "
                 "keep a fork() from before, or run the prompt again"
             )
         return None
@@ -113,23 +121,27 @@ class State(Cache):
 
 
 HELD = "held.positions"
-"""Where the held tokens stand, in `contents`; "positions" is the last one of each row, as in every `State`."""
+"""Where the held tokens stand, in `contents`; "positions" is the last one of each row, as in every
+`State`.
+"""
 
 
 class Memory(State):
-    """Keep the memory of all closed segments, and tokens of the segment that is open, in each row its own.
+    """Keep the memory of all closed segments, and tokens of the segment that is open, in each row
+    its own.
 
-    A module calls `update(memory, positions)`, which answers all tokens held, the new ones last; reads `state`; computes the
-    state behind the segments that are closed now; and calls `store(state, positions)`, upon which their tokens are
-    dropped. Segment s of a row, positions s N to (s + 1) N - 1, is closed when its last position or a later one was seen.
-    `crop` reaches back to the beginning of the open segment; what is in the memory cannot be taken out.
+    A module calls `update(memory, positions)`, which answers all tokens held, the new ones last;
+    reads `state`; computes the state behind the segments that are closed now; and calls
+    `store(state, positions)`, upon which their tokens are dropped. Segment s of a row, positions s
+    N to (s + 1) N - 1, is closed when its last position or a later one was seen. `crop` reaches
+    back to the beginning of the open segment; what is in the memory cannot be taken out.
 
     Args:
         segment: N, how many positions a segment has.
 
     Raises:
-        ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not fit what is held, or goes
-            back; a crop lies inside a closed segment.
+        ArgumentError, ArgumentTypeError: segment is not an int of at least 1; an update does not
+            fit what is held, or goes back; a crop lies inside a closed segment.
 
     >>> cache = Memory(4)
     >>> _ = cache.update((torch.zeros(1, 2, 6, 8),), Span(0, 6))
@@ -193,7 +205,8 @@ class Memory(State):
             need = int(torch.where(torch.as_tensor(last >= length), first, 0).max())
         if length < need:
             raise ArgumentError(
-                f"crop to {length}, but the tokens in front of position {need} are in the memory and cannot be forgotten "
+                f"crop to {length}, but the tokens in front of position {need} are in the memory "
+                "and cannot be forgotten "
                 "one by one; keep a fork() from before, or run the prompt again"
             )
         if self._tokens is not None and self._held is not None:
@@ -254,7 +267,8 @@ class Memory(State):
             back = bool(((new >= 0) & (new <= last)).any())
         if back:
             raise ArgumentError(
-                f"positions {positions} go back to a token in front of the last one, at {last}; a memory is written in the "
+                f"positions {positions} go back to a token in front of the last one, at {last}; a "
+                "memory is written in the "
                 "order of positions: give those that follow, or start a new cache"
             )
 
@@ -265,7 +279,8 @@ def _last(positions: Positions) -> int | Tensor:
 
 
 def _pack(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
-    """The slots to keep, at most `most` in a row, in as few slots as the longest row needs; the others are empty.
+    """The slots to keep, at most `most` in a row, in as few slots as the longest row needs; the
+    others are empty.
 
     A graph reads no tensor, and is made anew for other lengths: there it is `most` slots always.
     """

@@ -1,6 +1,7 @@
 """The command `regard`: one module per subcommand, imported only when it is asked for.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A closed pipe (`regard ... | head`) is not a failure.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A closed pipe (`regard ... | head`) is
+not a failure.
 """
 
 from __future__ import annotations

@@ -18,16 +18,19 @@ ALL = "all"
 Names = Annotated[
     list[str] | None,
     typer.Option(
-        "--claim", metavar="ID|all", rich_help_panel=PANEL,
+        "--claim",
+        metavar="ID|all",
+        rich_help_panel=PANEL,
         help="Run a claim of --list in place of a comparison; repeatable.",
     ),
-]  # fmt: skip
+]
 Budget = Annotated[
     float,
     typer.Option(
-        help="Of each claim: 2 trains and times twice as much. 1 is about two minutes.", rich_help_panel=PANEL,
+        help="Of each claim: 2 trains and times twice as much. 1 is about two minutes.",
+        rich_help_panel=PANEL,
     ),
-]  # fmt: skip
+]
 Seed = Annotated[
     int, typer.Option(help="Of each claim's weights and data.", min=0, rich_help_panel=PANEL)
 ]
@@ -54,7 +57,10 @@ def check(options: dict[str, Any]) -> None:
         for name in OWN:
             if options[name]:
                 spelled = "MECHANISM" if name == "names" else f"--{name}"
-                raise ArgumentError(f"{spelled} is for a comparison, and --claim runs claims: leave one of the two out")  # fmt: skip
+                raise ArgumentError(
+                    f"{spelled} is for a comparison, and --claim runs claims: leave one of the "
+                    "two out"
+                )
     elif options["budget"] != 1.0 or options["seed"]:
         raise ArgumentError(
             "--budget and --seed are for claims: give --claim too, or leave them out"
@@ -97,28 +103,51 @@ def _echo(outcome: Outcome) -> None:
 
 
 def _write(
-    found: list[Outcome], about: dict[str, Any], command: str, options: dict[str, Any], *, interrupted: bool
-) -> None:  # fmt: skip
+    found: list[Outcome],
+    about: dict[str, Any],
+    command: str,
+    options: dict[str, Any],
+    *,
+    interrupted: bool,
+) -> None:
     from regard.compare.claims.told import as_csv, section, summary
     from regard.view import findings
     from regard.view.html import write
 
     setting = {"budget": options["budget"], "seed": options["seed"]}
     if options["json"]:
-        told = {"command": command, "machine": about, **setting, "interrupted": interrupted, "claims": [one.as_dict() for one in found]}  # fmt: skip
+        told = {
+            "command": command,
+            "machine": about,
+            **setting,
+            "interrupted": interrupted,
+            "claims": [one.as_dict() for one in found],
+        }
         typer.echo(json_format.dumps(told, indent=1, allow_nan=False))
     else:
-        typer.echo(f"{summary(found)}; {_where(about)}, budget {options['budget']:g}, seed {options['seed']}")  # fmt: skip
+        typer.echo(
+            f"{summary(found)}; {_where(about)}, budget {options['budget']:g}, seed "
+            f"{options['seed']}"
+        )
     if options["csv"] is not None:
         write(options["csv"], as_csv(found))
     if options["html"] is not None:
         facts = {"machine": _where(about), **{k: f"{v:g}" for k, v in setting.items()}}
-        page = findings.page("Claims about attention", summary(found), facts, command, [section(one) for one in found])  # fmt: skip
+        page = findings.page(
+            "Claims about attention",
+            summary(found),
+            facts,
+            command,
+            [section(one) for one in found],
+        )
         write(options["html"], page)
 
 
 def _where(about: dict[str, Any]) -> str:
-    return f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, regard {about['regard']}"  # fmt: skip
+    return (
+        f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, regard "
+        f"{about['regard']}"
+    )
 
 
 def _say(line: str) -> None:

@@ -25,20 +25,24 @@ Beside = Annotated[
     str | None,
     typer.Option(
         help="Another text, to compare with on the page (--html).",
-        show_default="none", rich_help_panel="What to write",
+        show_default="none",
+        rich_help_panel="What to write",
     ),
-]  # fmt: skip
+]
 BesideModel = Annotated[
     str | None,
     typer.Option(
         help="Another model, to compare with on the page: a name or a folder.",
-        show_default="the same", rich_help_panel="What to write",
+        show_default="the same",
+        rich_help_panel="What to write",
     ),
-]  # fmt: skip
+]
 
 
 def read(text: str, source: str, how: How | None = None, *, target: str | None = None) -> Reading:
-    """A reading of the text by the model of a folder or a name, or by the model of a trained task."""
+    """A reading of the text by the model of a folder or a name, or by the model of a trained
+    task.
+    """
     from dataclasses import replace
 
     from regard.inspect.readers import reading
@@ -72,7 +76,8 @@ def _check_length(found: Reading) -> None:
     longest = max(len(side.ids) for side in found.sides.values())
     if longest > LONGEST:
         raise ArgumentError(
-            f"the text has {longest:,} tokens, and every pair of them is looked at; at most {LONGEST:,} are explained: give a part of it"
+            f"the text has {longest:,} tokens, and every pair of them is looked at; at most "
+            f"{LONGEST:,} are explained: give a part of it"
         )
 
 
@@ -95,7 +100,8 @@ def check(attention: str | None, source: str, only: dict[str, Any], how: How) ->
         )
     elif given := how.given():
         raise typer.BadParameter(
-            "is for a model that is loaded, and --attention makes a network of its own; leave one of the two out",
+            "is for a model that is loaded, and --attention makes a network of its own; leave one "
+            "of the two out",
             param_hint=given[0],
         )
 
@@ -170,8 +176,14 @@ class Look:
 
         layer = None if self.place else self.choice.layer
         found = explain_reading(
-            self.read, layer=layer, place=self.place, head=self.choice.head, query=self.i, key=self.key, call=call,
-        )  # fmt: skip
+            self.read,
+            layer=layer,
+            place=self.place,
+            head=self.choice.head,
+            query=self.i,
+            key=self.key,
+            call=call,
+        )
         return replace(found, chosen_by=self.choice.rule)
 
 
@@ -182,7 +194,9 @@ def page(
     lang: str | None,
     beside: Reading | None,
 ) -> str:
-    """The page over a recording of the whole run, open at what is explained; and another run to compare it with."""
+    """The page over a recording of the whole run, open at what is explained; and another run to
+    compare it with.
+    """
     from types import SimpleNamespace
 
     from regard.inspect.capture import recorded
@@ -194,14 +208,21 @@ def page(
     names = [n for n in recording.places if n == found.place or n.startswith(f"{found.place}.")]
     if not names:
         raise typer.BadParameter(
-            f"the page is over recorded softmax attention, and {found.mechanism} ran none; print to the terminal, or give --json",
+            f"the page is over recorded softmax attention, and {found.mechanism} ran none; print "
+            "to the terminal, or give --json",
             param_hint="--html",
         )
     plain = len(found.calls) == 1  # then keys of the call are columns of the place
     made = report(
-        recording, b=None if beside is None else recorded(beside), model=SimpleNamespace(decoder=read.network), choice=(names[min(found.call, len(names) - 1)], found.head),
-        query=found.query, key=found.key if plain else None, title=read.text[:80], explanation=data,
-    )  # fmt: skip
+        recording,
+        b=None if beside is None else recorded(beside),
+        model=SimpleNamespace(decoder=read.network),
+        choice=(names[min(found.call, len(names) - 1)], found.head),
+        query=found.query,
+        key=found.key if plain else None,
+        title=read.text[:80],
+        explanation=data,
+    )
     # what was asked for; the atlas is a click away
     made["meta"]["start"]["view"] = "cell" if beside is None else "compare"
     return page_of(made, lang or of_locale())

@@ -20,41 +20,47 @@ Source = Annotated[
         help='"tiny", which comes with the package, a Hugging Face folder, or org/name on the hub.',
         rich_help_panel=PANEL,
     ),
-]  # fmt: skip
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="Compute in float32, float16, bfloat16 or float64.", show_default="the checkpoint's",
+        help="Compute in float32, float16, bfloat16 or float64.",
+        show_default="the checkpoint's",
         rich_help_panel=PANEL,
     ),
-]  # fmt: skip
+]
 AllowMissing = Annotated[
     list[str] | None,
     typer.Option(
-        help="Names (*, ?) of weights that the folder may lack: they are then random, not trained. Repeatable.",
+        help="Names (*, ?) of weights that the folder may lack: they are then random, not "
+        "trained. Repeatable.",
         rich_help_panel=PANEL,
     ),
-]  # fmt: skip
+]
 Finite = Annotated[
     bool,
-    typer.Option("--finite", help="Refuse weights that are NaN or infinite.", rich_help_panel=PANEL),
-]  # fmt: skip
+    typer.Option(
+        "--finite", help="Refuse weights that are NaN or infinite.", rich_help_panel=PANEL
+    ),
+]
 
 
 Ignore = Annotated[
     list[str] | None,
     typer.Option(
-        help="Unknown keys of config.json, and stored tensors (*, ?), that change nothing and are passed over. Repeatable.",
+        help="Unknown keys of config.json, and stored tensors (*, ?), that change nothing and are "
+        "passed over. Repeatable.",
         rich_help_panel=PANEL,
     ),
-]  # fmt: skip
+]
 Revision = Annotated[
     str | None,
     typer.Option(
-        help="Of a repository of the hub: a branch, a tag or a commit.", show_default="its main branch",
+        help="Of a repository of the hub: a branch, a tag or a commit.",
+        show_default="its main branch",
         rich_help_panel=PANEL,
     ),
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,9 @@ def load(source: str, how: How, kind: type[Held]) -> Held: ...
 @overload
 def load(source: str, how: How) -> Model | TextEncoder | Seq2Seq: ...
 def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
-    """The model that the options name; weights that are not trained, and what was passed over, are told on standard error."""
+    """The model that the options name; weights that are not trained, and what was passed over, are
+    told on standard error.
+    """
     import torch
 
     import regard
@@ -99,9 +107,14 @@ def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
     chosen = None if how.dtype is None else getattr(torch, how.dtype)
     given: dict[str, Any] = {} if kind is None else {"kind": kind}
     model = regard.load(
-        source, dtype=chosen, revision=how.revision, allow_missing=how.allow_missing or (),
-        ignore=how.ignore or (), finite=how.finite, **given,
-    )  # fmt: skip
+        source,
+        dtype=chosen,
+        revision=how.revision,
+        allow_missing=how.allow_missing or (),
+        ignore=how.ignore or (),
+        finite=how.finite,
+        **given,
+    )
     if model.fresh:
         some = ", ".join(model.fresh[:3]) + (", ..." if len(model.fresh) > 3 else "")
         typer.echo(f"{len(model.fresh)} weights are random, not trained: {some}", err=True)

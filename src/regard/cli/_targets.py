@@ -1,4 +1,6 @@
-"""The files that a command is to write: what cannot be written is refused before anything is computed."""
+"""The files that a command is to write: what cannot be written is refused before anything is
+computed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def check(files: Mapping[str, Path | None]) -> None:
         files: flag -> the file that it names; None: the flag was not given.
 
     Raises:
-        typer.BadParameter: the name is no file's, or its folder is missing: wrong usage, exit code 2.
+        typer.BadParameter: the name is no file's, or its folder is missing: wrong usage, exit code
+            2.
         FileError: the disk or the permissions refuse: a failure, exit code 1.
 
     >>> check({"--html": Path("no such folder/page.html")})

@@ -1,4 +1,6 @@
-"""The typer application: a group that knows its commands by name and line, and loads the one that is invoked."""
+"""The typer application: a group that knows its commands by name and line, and loads the one that
+is invoked.
+"""
 
 from __future__ import annotations
 

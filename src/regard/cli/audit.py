@@ -91,21 +91,31 @@ SIZES, CLAIMS, CALL = "Sizes", "What it says it is", "How it is called"
 Target = Annotated[
     str | None,
     typer.Argument(
-        help="package.module:name of a class, a function that builds a module, a module, or attend(q, k, v, ...).",
+        help="package.module:name of a class, a function that builds a module, a module, or "
+        "attend(q, k, v, ...).",
         show_default="--model",
     ),
-]  # fmt: skip
+]
 Folder = Annotated[
-    str | None, typer.Option(help='Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.', show_default="none")
-]  # fmt: skip
+    str | None,
+    typer.Option(
+        help='Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.',
+        show_default="none",
+    ),
+]
 Dim = Annotated[int | None, typer.Option(help="The model dim.", rich_help_panel=SIZES)]
 Heads = Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=SIZES)]
 KvHeads = Annotated[int | None, typer.Option(help="Key/value heads.", rich_help_panel=SIZES)]
 HeadDim = Annotated[int | None, typer.Option(help="The size of a head.", rich_help_panel=SIZES)]
 Causal = Annotated[
     bool | None,
-    typer.Option("--causal/--bidirectional", help="Whether later tokens are hidden.", show_default="what it does", rich_help_panel=CLAIMS),
-]  # fmt: skip
+    typer.Option(
+        "--causal/--bidirectional",
+        help="Whether later tokens are hidden.",
+        show_default="what it does",
+        rich_help_panel=CLAIMS,
+    ),
+]
 Window = Annotated[
     int | None,
     typer.Option(help="Keys that a query sees, its own included.", rich_help_panel=CLAIMS),
@@ -116,8 +126,12 @@ Scale = Annotated[
 ]
 Mask = Annotated[
     str | None,
-    typer.Option(help="What True in a mask means: keep or block; or additive.", show_default="what works", rich_help_panel=CLAIMS),
-]  # fmt: skip
+    typer.Option(
+        help="What True in a mask means: keep or block; or additive.",
+        show_default="what works",
+        rich_help_panel=CLAIMS,
+    ),
+]
 Layout = Annotated[
     str, typer.Option(help="Of a function's arguments: BHTD or BTHD.", rich_help_panel=CALL)
 ]
@@ -127,8 +141,11 @@ Rotary = Annotated[
 ]
 Adapter = Annotated[
     str | None,
-    typer.Option(help="package.module:function of your own: adapter(target, x, ...) -> output.", rich_help_panel=CALL),
-]  # fmt: skip
+    typer.Option(
+        help="package.module:function of your own: adapter(target, x, ...) -> output.",
+        rich_help_panel=CALL,
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="name=value for the constructor. Repeatable.", rich_help_panel=CALL),
@@ -185,11 +202,12 @@ def audit(
     json: Json = False,
     color: Color = None,
 ) -> None:
-    """Find what is wrong with attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
+    """Find what is wrong with attention code: masks, leaks, scale, heads, rotary, windows, caches,
+    padding.
 
-    Each fault comes with the smallest input that shows it. Exit code 0: every check that applies was made, and nothing was
-    found. 1: faults. 2: wrong usage, or no way to call the code. 3: nothing was found, and a check could not be made;
-    --allow-untried makes that 0.
+    Each fault comes with the smallest input that shows it. Exit code 0: every check that applies
+    was made, and nothing was found. 1: faults. 2: wrong usage, or no way to call the code. 3:
+    nothing was found, and a check could not be made; --allow-untried makes that 0.
     """
     if list_faults:
         _list(color, json)
@@ -205,13 +223,30 @@ def audit(
             "is for a model that is loaded with --model; leave it out", param_hint=hint
         )
     claims = {
-        "dim": dim, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": causal,
-        "window": window, "scale": scale, "mask": mask, "layout": layout,
-    }  # fmt: skip
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "causal": causal,
+        "window": window,
+        "scale": scale,
+        "mask": mask,
+        "layout": layout,
+    }
     try:
         if rotary and adapter:
             raise ArgumentError("--rotary and --adapter are two ways to call it; give one")
-        found = _audited(target, model, how, adapter="rotary" if rotary else adapter, options=_options(settings), strict=strict, accept=accept or (), seed=seed, **claims)  # fmt: skip
+        found = _audited(
+            target,
+            model,
+            how,
+            adapter="rotary" if rotary else adapter,
+            options=_options(settings),
+            strict=strict,
+            accept=accept or (),
+            seed=seed,
+            **claims,
+        )
     except RegardError as error:  # 1 means faults
         raise typer.BadParameter(str(error)) from error
     if json:

@@ -1,4 +1,6 @@
-"""`regard bench`: ours against what else is installed, checked for equal outputs and timed in turns, in one process."""
+"""`regard bench`: ours against what else is installed, checked for equal outputs and timed in
+turns, in one process.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,12 @@ def bench(
     json: Json = None,
     plot: Plot = None,
 ) -> None:
-    """Time attention against the implementations that are installed, each checked against fp64 before.
+    """Time attention against the implementations that are installed, each checked against fp64
+    before.
 
-    Medians, quartiles and ratios round by round; shares of the memory bandwidth and of the matrix products that the same
-    run measures. A wrong answer, a failure or a case that does not fit makes the exit code 1; a peer that is not
-    installed is listed with the reason.
+    Medians, quartiles and ratios round by round; shares of the memory bandwidth and of the matrix
+    products that the same run measures. A wrong answer, a failure or a case that does not fit makes
+    the exit code 1; a peer that is not installed is listed with the reason.
     """
     from regard.bench import plot as drawing
     from regard.bench.runner import Budget

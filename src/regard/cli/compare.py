@@ -1,4 +1,6 @@
-"""`regard compare`: attention mechanisms side by side on this machine, and with --quality how well each learns."""
+"""`regard compare`: attention mechanisms side by side on this machine, and with --quality how well
+each learns.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,12 @@ Same = Annotated[
 Context = Annotated[
     list[int] | None,
     _option(
-        _TIME, "Tokens of prompts and in front of decoding; repeatable.", min=1,
+        _TIME,
+        "Tokens of prompts and in front of decoding; repeatable.",
+        min=1,
         show_default="512, 2048, 8192",
     ),
-]  # fmt: skip
+]
 Length = Annotated[int, _option(_TIME, "Tokens of a row in training.", min=2)]
 Batch = Annotated[int, _option(_TIME, "Rows of a training step.", min=1)]
 Rounds = Annotated[int, _option(_TIME, "Rounds; each times every mechanism once.", min=1)]
@@ -63,10 +67,12 @@ Quality = Annotated[
 Lessons = Annotated[
     list[str] | None,
     _option(
-        _QUALITY, "text, mqar or passkey; repeatable.", "--lesson",
+        _QUALITY,
+        "text, mqar or passkey; repeatable.",
+        "--lesson",
         show_default="all three",
     ),
-]  # fmt: skip
+]
 Text = Annotated[str, _option(_QUALITY, "A UTF-8 file, a folder, or python-docs: read as bytes.")]
 Minutes = Annotated[
     float, _option(_QUALITY, "For everything: training is shortened to fit.", min=0.1)
@@ -78,10 +84,12 @@ Steps = Annotated[
 Rates = Annotated[
     list[float] | None,
     _option(
-        _QUALITY, "Learning rate for all; repeatable: the best counts.", "--lr",
+        _QUALITY,
+        "Learning rate for all; repeatable: the best counts.",
+        "--lr",
         show_default="0.003; with a state 0.001, 0.003, 0.01",
     ),
-]  # fmt: skip
+]
 Seeds = Annotated[int, _option(_QUALITY, "Seeds 0, 1, ...; each trains anew.", min=1)]
 Out = Annotated[
     Path | None,
@@ -95,7 +103,10 @@ List = Annotated[
 ]
 
 
-EPILOG = "For example: regard compare mha mqa window linear --quality --out compared --html compared.html"
+EPILOG = (
+    "For example: regard compare mha mqa window linear --quality --out compared --html "
+    "compared.html"
+)
 
 
 def compare(
@@ -186,8 +197,13 @@ def _plan(o: dict[str, Any]) -> Plan:
 
 def _check_quality(o: dict[str, Any]) -> None:
     """What is for training is refused without it."""
-    given = {"--lesson": o["lesson"], "--steps": o["steps"], "--lr": o["lr"], "--seeds": o["seeds"] > 1,
-             "--text": o["text"] != "python-docs"}  # fmt: skip
+    given = {
+        "--lesson": o["lesson"],
+        "--steps": o["steps"],
+        "--lr": o["lr"],
+        "--seeds": o["seeds"] > 1,
+        "--text": o["text"] != "python-docs",
+    }
     for name, value in given.items():
         if value and not o["quality"]:
             raise ArgumentError(f"{name} is for training: give --quality too, or leave it out")

@@ -48,14 +48,19 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def _measured(m: Measured) -> Iterator[str]:
-    """KL and agreement first: they compare the two models, whatever the text is; a loss depends on it."""
+    """KL and agreement first: they compare the two models, whatever the text is; a loss depends on
+    it.
+    """
     what = m.text or "ids drawn at random (seed 0): there is no tokenizer, and a loss means nothing"
     yield ""
     yield f"on {m.tokens:,} predicted tokens in {m.rows} windows of {m.length}, {what}:"
     spread = (
         "; ± is the standard error over windows" if m.rows > 1 else "; one window has no spread"
     )
-    yield f"  KL(before | after)      {m.divergence:.4g}{_pm(m.divergence_error)} nats per token{spread}"
+    yield (
+        f"  KL(before | after)      {m.divergence:.4g}{_pm(m.divergence_error)} nats per "
+        f"token{spread}"
+    )
     yield f"  likeliest token same    {m.agreement:.1%}{_pm(100 * m.agreement_error, ' %')}"
     if not math.isnan(m.loss_before):
         yield (
@@ -65,7 +70,10 @@ def _measured(m: Measured) -> Iterator[str]:
         yield f"  perplexity              {m.perplexity_before:.3f} -> {m.perplexity_after:.3f}"
     yield f"  logits differ by        {m.largest:.3g} at most, by {m.relative:.3g} of their norm"
     if m.short:
-        yield "  that is a short text, on which such figures can mislead: give a longer one (--text, --tokens)"
+        yield (
+            "  that is a short text, on which such figures can mislead: give a longer one "
+            "(--text, --tokens)"
+        )
 
 
 def _pm(error: float, unit: str = "") -> str:
@@ -77,7 +85,10 @@ def _errors(step: Step) -> Iterator[str]:
     """Weight errors by layer, and against the rank."""
     if step.layers and any(max(error) > 0 for error in step.layers):
         yield ""
-        yield f"{step.what.partition(':')[0]}: relative weight error (Frobenius, of scores and of values to outputs)"
+        yield (
+            f"{step.what.partition(':')[0]}: relative weight error (Frobenius, of scores and of "
+            "values to outputs)"
+        )
         for i, error in enumerate(step.layers):
             yield f"  layer {i:<4} scores {error.keys:<10.3g} values {error.values:.3g}"
     if step.curve:
@@ -90,14 +101,20 @@ def _errors(step: Step) -> Iterator[str]:
 def _healing_converted(h: Healing) -> Iterator[str]:
     yield ""
     yield (
-        f"healing: {h.steps} steps of {h.batch} x {h.length} tokens, AdamW on all weights, peak learning rate {h.lr:g}, "
+        f"healing: {h.steps} steps of {h.batch} x {h.length} tokens, AdamW on all weights, peak "
+        f"learning rate {h.lr:g}, "
         f"seed {h.seed}"
     )
     yield f"  trained text, {h.tokens:,} tokens: loss {h.loss_before:.4f} -> {h.loss_after:.4f}"
     if h.held_tokens:
-        yield f"  held back, {h.held_tokens:,} tokens: loss {h.held_before:.4f} -> {h.held_after:.4f}"
+        yield (
+            f"  held back, {h.held_tokens:,} tokens: loss {h.held_before:.4f} -> {h.held_after:.4f}"
+        )
     else:
-        yield "  nothing was held back (fewer than 10 windows): the loss is that of the text that was learnt"
+        yield (
+            "  nothing was held back (fewer than 10 windows): the loss is that of the text that "
+            "was learnt"
+        )
 
 
 EPILOG = "For example: regard convert tiny tiny-mla --to mla --rank 96"
@@ -115,39 +132,95 @@ Out = Annotated[
 ]
 To = Annotated[
     str | None,
-    typer.Option(help="mha, gqa (with --kv-heads), mqa, or mla (with --rank).", rich_help_panel=HEADS, show_default="as it is"),
-]  # fmt: skip
+    typer.Option(
+        help="mha, gqa (with --kv-heads), mqa, or mla (with --rank).",
+        rich_help_panel=HEADS,
+        show_default="as it is",
+    ),
+]
 KvHeads = Annotated[
-    int | None, typer.Option(help="Key/value heads: fewer are pooled, more are repeated.", min=1, rich_help_panel=HEADS)
-]  # fmt: skip
+    int | None,
+    typer.Option(
+        help="Key/value heads: fewer are pooled, more are repeated.", min=1, rich_help_panel=HEADS
+    ),
+]
 Groups = Annotated[
-    str, typer.Option(help="How heads are pooled: mean, or svd (queries and outputs take the differences).", rich_help_panel=HEADS)
-]  # fmt: skip
+    str,
+    typer.Option(
+        help="How heads are pooled: mean, or svd (queries and outputs take the differences).",
+        rich_help_panel=HEADS,
+    ),
+]
 Rank = Annotated[
     int | None,
-    typer.Option(help="Size of the latent, kv_lora_rank.", min=2, rich_help_panel=HEADS, show_default="full: nothing is cut"),
-]  # fmt: skip
+    typer.Option(
+        help="Size of the latent, kv_lora_rank.",
+        min=2,
+        rich_help_panel=HEADS,
+        show_default="full: nothing is cut",
+    ),
+]
 RotaryLayout = Annotated[
-    str | None, typer.Option(help="half or interleaved: which dims make a rotary pair.", rich_help_panel=POSITIONS)
-]  # fmt: skip
+    str | None,
+    typer.Option(
+        help="half or interleaved: which dims make a rotary pair.", rich_help_panel=POSITIONS
+    ),
+]
 StoredLayout = Annotated[
     str | None,
-    typer.Option(help="The layout that the weights have, where config.json says the other.", rich_help_panel=POSITIONS),
-]  # fmt: skip
-Context = Annotated[int | None, typer.Option(help="Tokens to reach by scaled rotary positions.", min=1, rich_help_panel=POSITIONS)]  # fmt: skip
-Scaling = Annotated[str, typer.Option(help="linear, ntk, dynamic, yarn or llama3.", rich_help_panel=POSITIONS)]  # fmt: skip
-Dtype = Annotated[str | None, typer.Option(help="Of the weights: float32, float16, bfloat16 or float64.", show_default="as it is")]  # fmt: skip
-Text = Annotated[Path | None, typer.Option(help="A text file to measure on.", show_default="the topics of pydoc", rich_help_panel=MEASURING)]  # fmt: skip
-Tokens = Annotated[int, typer.Option(help="Measure on at most so many tokens.", min=2, rich_help_panel=MEASURING)]  # fmt: skip
+    typer.Option(
+        help="The layout that the weights have, where config.json says the other.",
+        rich_help_panel=POSITIONS,
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens to reach by scaled rotary positions.", min=1, rich_help_panel=POSITIONS
+    ),
+]
+Scaling = Annotated[
+    str, typer.Option(help="linear, ntk, dynamic, yarn or llama3.", rich_help_panel=POSITIONS)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="Of the weights: float32, float16, bfloat16 or float64.", show_default="as it is"
+    ),
+]
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        help="A text file to measure on.",
+        show_default="the topics of pydoc",
+        rich_help_panel=MEASURING,
+    ),
+]
+Tokens = Annotated[
+    int, typer.Option(help="Measure on at most so many tokens.", min=2, rich_help_panel=MEASURING)
+]
 Length = Annotated[
     int | None,
-    typer.Option(help="Tokens of a window.", min=2, show_default="the trained length, at most 512", rich_help_panel=MEASURING),
-]  # fmt: skip
+    typer.Option(
+        help="Tokens of a window.",
+        min=2,
+        show_default="the trained length, at most 512",
+        rich_help_panel=MEASURING,
+    ),
+]
 HealSteps = Annotated[
-    int | None, typer.Option("--heal", help="Train so many steps on the text, all weights.", min=1, rich_help_panel=HEALING)
-]  # fmt: skip
+    int | None,
+    typer.Option(
+        "--heal",
+        help="Train so many steps on the text, all weights.",
+        min=1,
+        rich_help_panel=HEALING,
+    ),
+]
 Lr = Annotated[float, typer.Option(help="Peak learning rate of --heal.", rich_help_panel=HEALING)]
-Batch = Annotated[int, typer.Option(help="Windows of a step of --heal.", min=1, rich_help_panel=HEALING)]  # fmt: skip
+Batch = Annotated[
+    int, typer.Option(help="Windows of a step of --heal.", min=1, rich_help_panel=HEALING)
+]
 Seed = Annotated[int, typer.Option(help="Of the order of --heal.", rich_help_panel=HEALING)]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -183,15 +256,25 @@ def convert(
     from regard.models.convert import convert as run
 
     given: dict[str, Any] = {
-        "pooling": groups, "rotary_layout": rotary_layout, "stored_layout": stored_layout, "scaling": scaling,
-    }  # fmt: skip
+        "pooling": groups,
+        "rotary_layout": rotary_layout,
+        "stored_layout": stored_layout,
+        "scaling": scaling,
+    }
     try:
         wanted = Wanted(to, kv_heads, rank=rank, context=context, dtype=dtype, **given)
         report = run(
-            folder, out, wanted, text=_read(text), tokens=tokens, length=length, revision=revision,
+            folder,
+            out,
+            wanted,
+            text=_read(text),
+            tokens=tokens,
+            length=length,
+            revision=revision,
             ignore=ignore or (),
-            heal=_healing(heal, lr=lr, batch=batch, seed=seed), tell=_tell,
-        )  # fmt: skip
+            heal=_healing(heal, lr=lr, batch=batch, seed=seed),
+            tell=_tell,
+        )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     tell_ignored(report.ignored)

@@ -43,7 +43,8 @@ def describe(
 ) -> None:
     """List the mechanisms, or describe one: equation, source, options, cached values, FLOPs.
 
-    The figures are of one layer at the given sizes; options that are not set are those of a small example.
+    The figures are of one layer at the given sizes; options that are not set are those of a small
+    example.
     """
     from regard.nn.variants import VARIANTS
     from regard.nn.variants.registry import find, parse
@@ -74,9 +75,12 @@ def _list(found: dict[str, dict[str, str]]) -> str:
     name_width = max(map(len, found)) + 4
     for name, about in found.items():
         line = fill(
-            about["about"], max(40, columns), initial_indent=f"  {name}".ljust(name_width),
-            subsequent_indent=" " * name_width, break_long_words=False,
-        )  # fmt: skip
+            about["about"],
+            max(40, columns),
+            initial_indent=f"  {name}".ljust(name_width),
+            subsequent_indent=" " * name_width,
+            break_long_words=False,
+        )
         families.setdefault(about["family"], []).append(line)
     return "\n\n".join("\n".join([family, *lines]) for family, lines in families.items())
 

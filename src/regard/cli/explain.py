@@ -1,4 +1,6 @@
-"""`regard explain`: one query and one key of a text, step by step, in the numbers that the kernel computed."""
+"""`regard explain`: one query and one key of a text, step by step, in the numbers that the kernel
+computed.
+"""
 
 from __future__ import annotations
 
@@ -21,97 +23,123 @@ if TYPE_CHECKING:
     from regard.inspect import Explanation
     from regard.inspect.reading import Reading
 
-EPILOG = 'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query creature'
+EPILOG = (
+    'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
+    "creature"
+)
 WHERE, OUT, MECHANISM = "Where to look", "What to write", "A mechanism with random weights"
 
 Text = Annotated[str, typer.Argument(help="The text, at least one token.")]
 Layer = Annotated[
     int | None,
     typer.Option(
-        help="The layer, from 0; negative counts from the end.", show_default="chosen", rich_help_panel=WHERE
+        help="The layer, from 0; negative counts from the end.",
+        show_default="chosen",
+        rich_help_panel=WHERE,
     ),
-]  # fmt: skip
+]
 Head = Annotated[
     int | None,
     typer.Option(
-        help="The query head, from 0; negative counts from the end.", show_default="chosen", rich_help_panel=WHERE
+        help="The query head, from 0; negative counts from the end.",
+        show_default="chosen",
+        rich_help_panel=WHERE,
     ),
-]  # fmt: skip
+]
 Query = Annotated[
     str,
     typer.Option(
-        help="The query token: its index (-1 is the last), or a word of the text: its last token.", rich_help_panel=WHERE
+        help="The query token: its index (-1 is the last), or a word of the text: its last token.",
+        rich_help_panel=WHERE,
     ),
-]  # fmt: skip
+]
 Key = Annotated[
     str | None,
-    typer.Option(help="The key, likewise.", show_default="the strongest other one", rich_help_panel=WHERE),
-]  # fmt: skip
+    typer.Option(
+        help="The key, likewise.", show_default="the strongest other one", rich_help_panel=WHERE
+    ),
+]
 Place = Annotated[
     str | None,
     typer.Option(
         help="The attention by its place, such as decoder.layers.0.cross, instead of --layer.",
-        show_default="by --layer", rich_help_panel=WHERE,
+        show_default="by --layer",
+        rich_help_panel=WHERE,
     ),
-]  # fmt: skip
+]
 Call = Annotated[
     str | None,
     typer.Option(
         help="Of several calls at a place (branches, passes), which: a name or a number.",
-        show_default="the sharpest", rich_help_panel=WHERE,
+        show_default="the sharpest",
+        rich_help_panel=WHERE,
     ),
-]  # fmt: skip
+]
 Target = Annotated[
     str | None,
     typer.Option(
-        help="Of an encoder-decoder: what it is to have said.", show_default="its answer", rich_help_panel=WHERE
+        help="Of an encoder-decoder: what it is to have said.",
+        show_default="its answer",
+        rich_help_panel=WHERE,
     ),
-]  # fmt: skip
+]
 Attention = Annotated[
     str | None,
     typer.Option(
         help="Look at this mechanism of the catalogue (regard describe) instead of a model.",
-        show_default="a model", rich_help_panel=MECHANISM,
+        show_default="a model",
+        rich_help_panel=MECHANISM,
     ),
-]  # fmt: skip
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="Its options as name=value. Repeatable.", show_default="a small example's", rich_help_panel=MECHANISM
+        "--set",
+        help="Its options as name=value. Repeatable.",
+        show_default="a small example's",
+        rich_help_panel=MECHANISM,
     ),
-]  # fmt: skip
+]
 Seed = Annotated[int, typer.Option(help="Of the random weights.", rich_help_panel=MECHANISM)]
 Html = Annotated[
     Path | None,
     typer.Option(
-        help="Write one self-contained page to this file instead.", show_default="no page", rich_help_panel=OUT
+        help="Write one self-contained page to this file instead.",
+        show_default="no page",
+        rich_help_panel=OUT,
     ),
-]  # fmt: skip
+]
 Figure = Annotated[
     Path | None,
     typer.Option(
-        help="Draw the head's pattern and the row to this .png or .svg.", show_default="no figure", rich_help_panel=OUT
+        help="Draw the head's pattern and the row to this .png or .svg.",
+        show_default="no figure",
+        rich_help_panel=OUT,
     ),
-]  # fmt: skip
+]
 Lang = Annotated[
     str | None,
     typer.Option(
         help="The language of the page: en or zh.", show_default="the locale's", rich_help_panel=OUT
     ),
-]  # fmt: skip
+]
 Json = Annotated[
     bool, typer.Option("--json", help="Print every number as JSON.", rich_help_panel=OUT)
 ]
 List = Annotated[
     bool,
     typer.Option(
-        "--list", help="List what every head looks at from the query, and stop.", rich_help_panel=OUT
+        "--list",
+        help="List what every head looks at from the query, and stop.",
+        rich_help_panel=OUT,
     ),
-]  # fmt: skip
+]
 Color = Annotated[
     bool | None,
-    typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal", rich_help_panel=OUT),
-]  # fmt: skip
+    typer.Option(
+        "--color/--no-color", help="Colours.", show_default="on a terminal", rich_help_panel=OUT
+    ),
+]
 
 
 def explain(
@@ -141,9 +169,11 @@ def explain(
     ignore: Ignore = None,
     finite: Finite = False,
 ) -> None:
-    """Follow one query and one key through one attention head, number by number: inputs, scores, softmax, values, output.
+    """Follow one query and one key through one attention head, number by number: inputs, scores,
+    softmax, values, output.
 
-    A layer or head that is not given is chosen: the head that looks hardest at the key, or at one other token than the first.
+    A layer or head that is not given is chosen: the head that looks hardest at the key, or at one
+    other token than the first.
     """
     _check_targets(html, figure)
     _check_lang(lang)
@@ -165,7 +195,8 @@ def explain(
         told = look.explained(call)
         other = None
         if beside or beside_model:
-            # options that speak of one folder are that folder's; another model has its own dtype only
+            # options that speak of one folder are that folder's; another model has its own dtype
+            # only
             beside_how = How(dtype) if beside_model else how
             other = read(beside or text, beside_model or model, beside_how, target=target)
     except ArgumentError as error:

@@ -28,7 +28,9 @@ def answer(
     length_penalty: float,
     json: bool,
 ) -> None:
-    """What an encoder-decoder makes of the texts: by beam search, or token by token where there is one beam."""
+    """What an encoder-decoder makes of the texts: by beam search, or token by token where there is
+    one beam.
+    """
     from regard.models import Seq2Seq
 
     if not isinstance(model, Seq2Seq):
@@ -48,7 +50,8 @@ def answer(
 
 
 def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
-    """Run to the end, printing words as they come, or each text when it and all before it are finished.
+    """Run to the end, printing words as they come, or each text when it and all before it are
+    finished.
 
     What a terminal would obey is shown by its number; --json has every text as it is.
     """
@@ -68,7 +71,9 @@ def tell(batch: Batch, *, at_once: bool, quiet: bool) -> None:
 
 
 def _finished(batch: Batch, shown: int) -> int:
-    """Print the texts from `shown` on that are finished, up to the first that is not; how many are printed now."""
+    """Print the texts from `shown` on that are finished, up to the first that is not; how many are
+    printed now.
+    """
     for row in batch.rows[shown:]:
         if row.finished is None:
             break
@@ -111,17 +116,26 @@ def search(
     done = run(model, texts[0], options, beams=beams, length_penalty=length_penalty)
     best = done.found[0]
     return {
-        "prompt": texts[0], "text": best.text, "ids": list(best.ids),
-        "finished": "end" if best.ended else "length", "score": best.score,
+        "prompt": texts[0],
+        "text": best.text,
+        "ids": list(best.ids),
+        "finished": "end" if best.ended else "length",
+        "score": best.score,
         "beams": [found._asdict() for found in done.found],
-        "tokens": len(best.ids), "prompt_tokens": done.prompt_tokens, "steps": done.steps,
-        "seconds": round(done.seconds, 4), "prefill_seconds": round(done.prefill_seconds, 4),
+        "tokens": len(best.ids),
+        "prompt_tokens": done.prompt_tokens,
+        "steps": done.steps,
+        "seconds": round(done.seconds, 4),
+        "prefill_seconds": round(done.prefill_seconds, 4),
         "decode_seconds": round(done.seconds - done.prefill_seconds, 4),
-        "prefill_tokens_per_second": _speed(done.prompt_tokens / done.prefill_seconds if done.prompt_tokens else 0),
+        "prefill_tokens_per_second": _speed(
+            done.prompt_tokens / done.prefill_seconds if done.prompt_tokens else 0
+        ),
         "decode_tokens_per_second": _speed(done.steps / (done.seconds - done.prefill_seconds)),
         "tokens_per_second": round(len(best.ids) / done.seconds, 2),
-        "cache_bytes": done.cache_bytes, "cache": options.room.cache,
-    }  # fmt: skip
+        "cache_bytes": done.cache_bytes,
+        "cache": options.room.cache,
+    }
 
 
 def _speed(x: float) -> float | None:
@@ -138,7 +152,8 @@ def sum_up(told: dict[str, Any]) -> None:
         f"decoding at {wrote:,.1f} tokens/s" if wrote else "no token was decoded behind the first"
     )
     typer.echo(
-        f"{told['tokens']} tokens, {score}{prompt}, {decoding}, {told['cache']} cache {told['cache_bytes']:,} bytes",
+        f"{told['tokens']} tokens, {score}{prompt}, {decoding}, {told['cache']} cache "
+        f"{told['cache_bytes']:,} bytes",
         err=True,
     )
 
@@ -150,8 +165,9 @@ LONGEST = 64 << 20
 CHOICE, SEARCH, CONTEXT = "How a token is chosen", "Beam search", "What the model keeps"
 
 Prompts = Annotated[
-    list[str] | None, typer.Argument(help="Texts to continue, as one batch; not empty.", metavar="PROMPT")
-]  # fmt: skip
+    list[str] | None,
+    typer.Argument(help="Texts to continue, as one batch; not empty.", metavar="PROMPT"),
+]
 PromptFile = Annotated[
     Path | None, typer.Option(help="A text file to continue, whole; - is standard input.")
 ]
@@ -159,7 +175,8 @@ MaxTokens = Annotated[int, typer.Option(help="Stop after as many new tokens.", m
 Stop = Annotated[
     list[str] | None,
     typer.Option(
-        help="End the text in front of this string; may be repeated. A line break is $'\\n' in most shells."
+        help="End the text in front of this string; may be repeated. A line break is $'\\n' in "
+        "most shells."
     ),
 ]
 Temperature = Annotated[
@@ -171,54 +188,82 @@ Temperature = Annotated[
 TopK = Annotated[
     int | None,
     typer.Option(
-        help="Sample from the k likeliest tokens only.", min=1, show_default="all", rich_help_panel=CHOICE
+        help="Sample from the k likeliest tokens only.",
+        min=1,
+        show_default="all",
+        rich_help_panel=CHOICE,
     ),
-]  # fmt: skip
+]
 TopP = Annotated[
     float | None,
     typer.Option(
         help="Sample from the likeliest tokens whose sum first reaches p.",
-        min=0, max=1, show_default="all", rich_help_panel=CHOICE,
+        min=0,
+        max=1,
+        show_default="all",
+        rich_help_panel=CHOICE,
     ),
-]  # fmt: skip
+]
 MinP = Annotated[
     float | None,
     typer.Option(
         help="Sample from tokens of at least p times the probability of the likeliest.",
-        min=0, max=1, show_default="all", rich_help_panel=CHOICE,
+        min=0,
+        max=1,
+        show_default="all",
+        rich_help_panel=CHOICE,
     ),
-]  # fmt: skip
+]
 Penalty = Annotated[
     float,
     typer.Option(
-        help="Above 1 discourages tokens that stand in the text already.", min=0, rich_help_panel=CHOICE
+        help="Above 1 discourages tokens that stand in the text already.",
+        min=0,
+        rich_help_panel=CHOICE,
     ),
-]  # fmt: skip
+]
 Seed = Annotated[
     int, typer.Option(help="Of the first prompt; the next have the next.", rich_help_panel=CHOICE)
 ]
 Beams = Annotated[
     int | None,
-    typer.Option(help="Search for the likeliest whole text, with so many beams.", min=1, show_default="off", rich_help_panel=SEARCH),
-]  # fmt: skip
+    typer.Option(
+        help="Search for the likeliest whole text, with so many beams.",
+        min=1,
+        show_default="off",
+        rich_help_panel=SEARCH,
+    ),
+]
 LengthPenalty = Annotated[
     float,
-    typer.Option(help="Above 0 favours long texts: sum of log p / n^penalty.", rich_help_panel=SEARCH),
-]  # fmt: skip
+    typer.Option(
+        help="Above 0 favours long texts: sum of log p / n^penalty.", rich_help_panel=SEARCH
+    ),
+]
 Chunk = Annotated[
-    int, typer.Option(help="Read the prompt in pieces of so many tokens.", min=1, rich_help_panel=CONTEXT)
-]  # fmt: skip
+    int,
+    typer.Option(
+        help="Read the prompt in pieces of so many tokens.", min=1, rich_help_panel=CONTEXT
+    ),
+]
 MaxContext = Annotated[
     int | None,
-    typer.Option(help="The most tokens, prompt included.", min=1, show_default="no bound", rich_help_panel=CONTEXT),
-]  # fmt: skip
+    typer.Option(
+        help="The most tokens, prompt included.",
+        min=1,
+        show_default="no bound",
+        rich_help_panel=CONTEXT,
+    ),
+]
 CacheKind = Annotated[
     str | None,
     typer.Option(
-        help="growing, fixed, paged, quantised (refuse more than --max-context), ring or streaming (forget).",
-        show_default="growing", rich_help_panel=CONTEXT,
+        help="growing, fixed, paged, quantised (refuse more than --max-context), ring or "
+        "streaming (forget).",
+        show_default="growing",
+        rich_help_panel=CONTEXT,
     ),
-]  # fmt: skip
+]
 Stream = Annotated[bool, typer.Option(help="Print each word as soon as it is known.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the texts and the figures as JSON.")]
 
@@ -248,7 +293,9 @@ def generate(
     stream: Stream = True,
     json: Json = False,
 ) -> None:
-    """Continue a prompt, or answer it (encoder-decoders). Text goes to stdout; speed and cache size go to stderr."""
+    """Continue a prompt, or answer it (encoder-decoders). Text goes to stdout; speed and cache size
+    go to stderr.
+    """
     from regard.models import Model
     from regard.models.generation import Batch, Options, Room, Sampling
 
@@ -257,10 +304,12 @@ def generate(
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
     try:
         options = Options(
-            max_tokens, tuple(stop or ()), chunk,
+            max_tokens,
+            tuple(stop or ()),
+            chunk,
             Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed),
             Room(cache or "growing", max_context),
-        )  # fmt: skip
+        )
         loaded = load(model, How(dtype, allow_missing, ignore, finite, revision))
         if not isinstance(loaded, Model):
             answer(loaded, texts, max_tokens, beams or 1, length_penalty, json)

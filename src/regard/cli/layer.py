@@ -21,8 +21,11 @@ EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(help="Mechanisms of the catalogue; of several, the stages stand side by side.", show_default="mha"),
-]  # fmt: skip
+    typer.Argument(
+        help="Mechanisms of the catalogue; of several, the stages stand side by side.",
+        show_default="mha",
+    ),
+]
 Dim = Annotated[int, typer.Option(help="Model width M.", min=1)]
 Heads = Annotated[int, typer.Option(help="Query heads H.", min=1)]
 Batch = Annotated[int, typer.Option(help="Sequences B.", min=1, max=64)]
@@ -58,8 +61,9 @@ def layer(
 ) -> None:
     """Run one layer of attention on random tokens, and print all that it computes.
 
-    Shapes, mask, raw scores, masked scores and weights of every head, the output, and for each stage its mean, deviation and
-    time. The sizes are those of the notes' run, 2 x 4 x 512 with 8 heads. It runs in evaluation mode: nothing is dropped.
+    Shapes, mask, raw scores, masked scores and weights of every head, the output, and for each
+    stage its mean, deviation and time. The sizes are those of the notes' run, 2 x 4 x 512 with 8
+    heads. It runs in evaluation mode: nothing is dropped.
     """
     _targets.check({"--html": html, "--figure": figure})
     try:
@@ -78,8 +82,15 @@ def layer(
 
 
 def _found(
-    names: list[str], dim: int, heads: int, batch: int, tokens: int, mask: str, seed: int, settings: list[str] | None
-) -> list[Layer]:  # fmt: skip
+    names: list[str],
+    dim: int,
+    heads: int,
+    batch: int,
+    tokens: int,
+    mask: str,
+    seed: int,
+    settings: list[str] | None,
+) -> list[Layer]:
     from regard import masks
     from regard.inspect.layer import layers, options_of
     from regard.nn.variants.registry import find, parse
@@ -92,8 +103,15 @@ def _found(
     if settings:
         options = {**options_of(names[0], dim, heads), **parse(settings, find(names[0]))}
     return layers(
-        names, dim=dim, heads=heads, batch=batch, tokens=tokens, mask=masks.parse(mask), seed=seed, options=options,
-    )  # fmt: skip
+        names,
+        dim=dim,
+        heads=heads,
+        batch=batch,
+        tokens=tokens,
+        mask=masks.parse(mask),
+        seed=seed,
+        options=options,
+    )
 
 
 def _print(told: list[dict[str, object]]) -> None:

@@ -28,7 +28,8 @@ DRAWN = 4  # batch rows and heads, at most
 Expression = Annotated[
     str,
     typer.Argument(
-        help="A mask: full causal window(W) chunk(n) prefix(n) document((0, 3, 7)) sinks(n) global((0, 1)) dilated(n, step) "
+        help="A mask: full causal window(W) chunk(n) prefix(n) document((0, 3, 7)) sinks(n) "
+        "global((0, 1)) dilated(n, step) "
         "strided(n) bigbird(block, blocks) ..., joined by & | ~ and parentheses."
     ),
 ]
@@ -71,9 +72,11 @@ def show(
     json: Json = False,
     color: Color = None,
 ) -> None:
-    """Draw any mask: which key each query may see, with the pairs, the key intervals and the tiles that a kernel skips.
+    """Draw any mask: which key each query may see, with the pairs, the key intervals and the tiles
+    that a kernel skips.
 
-    Queries are the last positions unless --start says otherwise, so --queries 1 --keys 16 is a decoding step.
+    Queries are the last positions unless --start says otherwise, so --queries 1 --keys 16 is a
+    decoding step.
     """
     from regard import masks
 
@@ -97,7 +100,9 @@ def show(
 
 
 def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, Any]:
-    """The numbers of a mask: pairs, keys per query, intervals and tiles; lists per batch row and head."""
+    """The numbers of a mask: pairs, keys per query, intervals and tiles; lists per batch row and
+    head.
+    """
     import torch
 
     from regard.masks import EMPTY, FULL, PARTIAL
@@ -200,7 +205,8 @@ def _summary(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "tiles",
         (
-            f"{tiles['empty']:,} empty, {tiles['partial']:,} partial, {tiles['full']:,} full of {tiles['size'][0]} x "
+            f"{tiles['empty']:,} empty, {tiles['partial']:,} partial, {tiles['full']:,} full of "
+            f"{tiles['size'][0]} x "
             f"{tiles['size'][1]}: {tiles['empty'] / total:.1%} skipped"
         ),
     )
@@ -221,7 +227,8 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
     sides = [whole(part) or 0 for part in text.lower().split("x")]
     if len(sides) > 2 or min(sides) < 1:
         raise ArgumentError(
-            f'--tiles is "{told(text, 60)}"; it must be a size such as 16, or 16x32 for queries x keys'
+            f'--tiles is "{told(text, 60)}"; it must be a size such as 16, or 16x32 for queries x '
+            "keys"
         )
     return sides[0], sides[-1]
 
@@ -229,7 +236,8 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:
     if q.length * k.length > MOST_PAIRS and mask.intervals(q[:1]) is None:
         raise ArgumentError(
-            f"{q.length:,} queries x {k.length:,} keys; a mask without intervals is evaluated pair by pair, at most "
+            f"{q.length:,} queries x {k.length:,} keys; a mask without intervals is evaluated "
+            "pair by pair, at most "
             f"{MOST_PAIRS:,}: give fewer --queries or --keys"
         )
 

@@ -26,7 +26,8 @@ def options_of_file(context: typer.Context, options: Iterable[str]) -> set[str]:
 def merged(
     context: typer.Context, options: dict[str, Any], mine: set[str], path: Path
 ) -> dict[str, Any]:
-    """The command's options, with the file's in place of defaults; `mine` stand in the command and win.
+    """The command's options, with the file's in place of defaults; `mine` stand in the command and
+    win.
 
     --set and [model.options] are joined name by name.
     """
@@ -55,13 +56,36 @@ def merged(
 
 
 TASKS = ("translate", "translate-back", "dates", "copy", "induction", "mqar", "passkey")
-"""As `regard.train.tasks.TASKS`, for a help text that imports no torch; the tests compare the two."""
+"""As `regard.train.tasks.TASKS`, for a help text that imports no torch; the tests compare the
+two.
+"""
 
 SHARED = (
-    "out", "steps", "batch", "dim", "layers", "heads", "hidden", "lr", "warmup", "accumulate", "seed", "save_every",
-    "resume", "threads", "bf16", "device", "json", "clip", "weight_decay", "attention", "kv_heads", "position", "window",
+    "out",
+    "steps",
+    "batch",
+    "dim",
+    "layers",
+    "heads",
+    "hidden",
+    "lr",
+    "warmup",
+    "accumulate",
+    "seed",
+    "save_every",
+    "resume",
+    "threads",
+    "bf16",
+    "device",
+    "json",
+    "clip",
+    "weight_decay",
+    "attention",
+    "kv_heads",
+    "position",
+    "window",
     "set",
-)  # fmt: skip
+)
 """Options of texts and of tasks."""
 
 ONLY = ("model", "dropout", "smoothing", "beams", "examples", "beside")
@@ -69,7 +93,9 @@ ONLY = ("model", "dropout", "smoothing", "beams", "examples", "beside")
 
 
 def listing(value: str | None) -> str | None:
-    """`--task list`: every task with its sentence and the models that can do it; then the command ends."""
+    """`--task list`: every task with its sentence and the models that can do it; then the command
+    ends.
+    """
     if value != "list":
         return value
     from regard.train.tasks import TASKS as KNOWN
@@ -82,12 +108,15 @@ def listing(value: str | None) -> str | None:
 
 
 def check(options: dict[str, Any], given: set[str]) -> None:
-    """Refuse options that belong to the other kind of training; `given` are those that stand in the command."""
+    """Refuse options that belong to the other kind of training; `given` are those that stand in the
+    command.
+    """
     if options["task"] is None:
         for name in ONLY:
             if name in given:
                 raise typer.BadParameter(
-                    "belongs to made tasks; give --task NAME too (--task list shows them), or leave it out",
+                    "belongs to made tasks; give --task NAME too (--task list shows them), or "
+                    "leave it out",
                     param_hint=flag(name),
                 )
         return
@@ -104,7 +133,9 @@ def check(options: dict[str, Any], given: set[str]) -> None:
 
 
 def train_task(options: dict[str, Any], given: set[str]) -> None:
-    """Train a model on a task, with the options that stand in the command and the recipe's for the others."""
+    """Train a model on a task, with the options that stand in the command and the recipe's for the
+    others.
+    """
     import torch
 
     from regard.train.tasks.run import TaskRun
@@ -246,7 +277,8 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="lstm, lstm+bahdanau, lstm+luong (or gru, rnn) or transformer; decoder or lstm where a row is continued.",
+        help="lstm, lstm+bahdanau, lstm+luong (or gru, rnn) or transformer; decoder or lstm where "
+        "a row is continued.",
         rich_help_panel=_TASKS,
     ),
 ]
@@ -380,23 +412,47 @@ LONGEST = 1 << 20
 """Bytes of such a file, at most."""
 SECTIONS = {
     "model": (
-        "dim", "layers", "heads", "kv_heads", "hidden", "vocab", "tie", "attention", "position", "window",
+        "dim",
+        "layers",
+        "heads",
+        "kv_heads",
+        "hidden",
+        "vocab",
+        "tie",
+        "attention",
+        "position",
+        "window",
     ),
     "train": (
-        "steps", "batch", "lr", "warmup", "accumulate", "clip", "weight_decay", "seed", "save_every", "bf16", "threads",
-        "device", "dtype",
+        "steps",
+        "batch",
+        "lr",
+        "warmup",
+        "accumulate",
+        "clip",
+        "weight_decay",
+        "seed",
+        "save_every",
+        "bf16",
+        "threads",
+        "device",
+        "dtype",
     ),
     "data": ("source", "context", "repeat", "repeat_first"),
-}  # fmt: skip
-"""Section -> the options of the command that stand there; [model.options] has those of the mechanism, as --set."""
+}
+"""Section -> the options of the command that stand there; [model.options] has those of the
+mechanism, as --set.
+"""
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Option -> its text, as it would stand behind the flag; "option" -> the name=value of [model.options].
+    """Option -> its text, as it would stand behind the flag; "option" -> the name=value of
+    [model.options].
 
     Raises:
         FileError: the file cannot be read, or is no TOML.
-        ArgumentError: a section or a key is unknown or stands in the wrong place, or a value is not a plain one.
+        ArgumentError: a section or a key is unknown or stands in the wrong place, or a value is not
+            a plain one.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "small.toml"
@@ -446,7 +502,10 @@ def _stray(section: str) -> str:
     home = next((s for s, keys in SECTIONS.items() if section.replace("-", "_") in keys), None)
     if home:
         return f"{section} stands in no section; put it under [{home}]"
-    return f"unknown section [{section}]{_near(section, SECTIONS)}; there are [{'], ['.join(SECTIONS)}]"
+    return (
+        f"unknown section [{section}]{_near(section, SECTIONS)}; there are "
+        f"[{'], ['.join(SECTIONS)}]"
+    )
 
 
 def _unknown(section: str, key: str, name: str) -> str:

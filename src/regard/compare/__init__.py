@@ -1,7 +1,8 @@
-"""Mechanisms side by side on this machine, under one budget: what each costs, and with training what each loses.
+"""Mechanisms side by side on this machine, under one budget: what each costs, and with training
+what each loses.
 
-An `Experiment` is data and a function that gives numbers; a `Session` runs them, keeps each result as a small JSON file,
-and goes on where an earlier run has stopped.
+An `Experiment` is data and a function that gives numbers; a `Session` runs them, keeps each result
+as a small JSON file, and goes on where an earlier run has stopped.
 """
 
 from regard.compare.experiment import Experiment, Session, Store

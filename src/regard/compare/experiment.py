@@ -1,4 +1,6 @@
-"""An experiment as data and a function, the folder that keeps what it found, and the session that runs many."""
+"""An experiment as data and a function, the folder that keeps what it found, and the session that
+runs many.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,11 @@ class Experiment:
 
     Attributes:
         name: what it is called in a run, such as "decode/8192" or "text/gqa/lr 0.003/seed 0".
-        settings: plain values, all that the numbers depend on: a kept result counts when they are the same.
+        settings: plain values, all that the numbers depend on: a kept result counts when they are
+            the same.
         measure: gives the numbers.
-        seconds: how long it may take, as far as is known: only the relations between experiments matter.
+        seconds: how long it may take, as far as is known: only the relations between experiments
+            matter.
 
     >>> one = Experiment("sum", {"n": 4}, lambda: {"sum": sum(range(4))})
     >>> one.measure(), one.key == Experiment("sum", {"n": 4}, dict).key
@@ -63,7 +67,8 @@ class Experiment:
 
 
 class Store:
-    """Finished measurements: each a JSON file of its own, written whole or not at all; without a folder, in memory only.
+    """Finished measurements: each a JSON file of its own, written whole or not at all; without a
+    folder, in memory only.
 
     Args:
         folder: where the files are; it is made when the first one is written.
@@ -86,7 +91,9 @@ class Store:
         self._held: dict[str, Numbers] = {}
 
     def read(self, experiment: Experiment) -> Numbers | None:
-        """The numbers of an experiment with these settings, or None: what is damaged counts as not there."""
+        """The numbers of an experiment with these settings, or None: what is damaged counts as not
+        there.
+        """
         key = experiment.key
         if key in self._held or self.folder is None:
             return self._held.get(key)
@@ -114,15 +121,20 @@ class Store:
             numbers = _plain(numbers)
         except (TypeError, ValueError) as error:
             raise ArgumentError(
-                f"{experiment.name} gave numbers that JSON cannot hold: {error}; give finite plain values"
+                f"{experiment.name} gave numbers that JSON cannot hold: {error}; give finite "
+                "plain values"
             ) from error
         self._held[experiment.key] = numbers
         if self.folder is None:
             return
         told = {
-            "schema": SCHEMA, "name": experiment.name, "settings": experiment.settings,
-            "numbers": numbers, "seconds": round(seconds, 3), **self.about,
-        }  # fmt: skip
+            "schema": SCHEMA,
+            "name": experiment.name,
+            "settings": experiment.settings,
+            "numbers": numbers,
+            "seconds": round(seconds, 3),
+            **self.about,
+        }
         path = self.folder / f"{experiment.key}.json"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -140,8 +152,8 @@ class Session:
         tell: told what begins, and how long the rest of its batch may take.
         clock: seconds, for tests.
 
-    An interrupt leaves through `run`; `done` then holds whatever was finished, and `kept` the names of those that an
-    earlier session had measured.
+    An interrupt leaves through `run`; `done` then holds whatever was finished, and `kept` the names
+    of those that an earlier session had measured.
 
     >>> session = Session(Store(None))
     >>> session.run([Experiment("sum", {"n": 4}, lambda: {"sum": 6})])

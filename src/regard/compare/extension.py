@@ -1,4 +1,6 @@
-"""Context extensions of one checkpoint: perplexity by length, passkeys, spectra and cache consistency."""
+"""Context extensions of one checkpoint: perplexity by length, passkeys, spectra and cache
+consistency.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def rotary_of(network: nn.Module) -> Rotary:
     for module in network.modules():
         if isinstance(module, Rotary):
             return module
-    raise ArgumentError("the model has no rotary positions; a context extension has nothing to scale")  # fmt: skip
+    raise ArgumentError(
+        "the model has no rotary positions; a context extension has nothing to scale"
+    )
 
 
 def extended(model: Model, method: str, target: int) -> Decoder:
@@ -97,9 +101,11 @@ def extended(model: Model, method: str, target: int) -> Decoder:
 
 
 def spectrum(network: nn.Module, length: int) -> Numbers:
-    """How fast each pair turns in a sequence of a length, and how much of a match is left at a distance.
+    """How fast each pair turns in a sequence of a length, and how much of a match is left at a
+    distance.
 
-    theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary factor f
+    theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary
+    factor f
 
     Args:
         network: with a rotary.
@@ -112,16 +118,21 @@ def spectrum(network: nn.Module, length: int) -> Numbers:
     """
     rotary = rotary_of(network)
     theta, factor, _ = rope_frequencies(
-        rotary.dim, rotary.base, scaling=rotary.scaling, rotary_dim=rotary.rotary_dim,
-        proportional=rotary.proportional, length=length,
-    )  # fmt: skip
+        rotary.dim,
+        rotary.base,
+        scaling=rotary.scaling,
+        rotary_dim=rotary.rotary_dim,
+        proportional=rotary.proportional,
+        length=length,
+    )
     distances = range(0, length + 1, max(1, length // 128))
     m = torch.tensor(distances, dtype=torch.float64)
     decay = factor**2 * (m[:, None] * theta).cos().mean(-1)
     return {
-        "theta": theta.tolist(), "rotary_factor": factor,
+        "theta": theta.tolist(),
+        "rotary_factor": factor,
         "decay": [[d, b] for d, b in zip(distances, decay.tolist(), strict=True)],
-    }  # fmt: skip
+    }
 
 
 def read(network: nn.Module, ids: Int[Tensor, " N"], how: Reading, tell: Tell = silent) -> Numbers:
@@ -142,13 +153,30 @@ def read(network: nn.Module, ids: Int[Tensor, " N"], how: Reading, tell: Tell = 
     for length in how.lengths:
         tell(f"{length} tokens")
         nats = float(losses(network, ids, [length], counted=how.counted, windows=how.windows)[0])
-        found = needles(network, ids, length, how.depths, trials=how.trials, key=how.key, mark=how.mark, seed=how.seed)  # fmt: skip
-        rows.append({"length": length, "nats": nats, "perplexity": min(perplexity(nats), 1e9), "needle": [one._asdict() for one in found]})  # fmt: skip
+        found = needles(
+            network,
+            ids,
+            length,
+            how.depths,
+            trials=how.trials,
+            key=how.key,
+            mark=how.mark,
+            seed=how.seed,
+        )
+        rows.append(
+            {
+                "length": length,
+                "nats": nats,
+                "perplexity": min(perplexity(nats), 1e9),
+                "needle": [one._asdict() for one in found],
+            }
+        )
     return {"by_length": rows}
 
 
 def about(model: Model) -> dict[str, Any]:
-    """What an extension starts from: the trained length, the head, the base, and how many dims have turned fully.
+    """What an extension starts from: the trained length, the head, the base, and how many dims have
+    turned fully.
 
     >>> import regard
     >>> about(regard.load("tiny"))["critical_dimension"]
@@ -157,9 +185,11 @@ def about(model: Model) -> dict[str, Any]:
     rotary, trained = rotary_of(model.decoder), int(model.config.max_position_embeddings)
     turning = 2 * len(rotary.inv_freq)
     return {
-        "trained": trained, "rotary_dim": turning, "base": rotary.base,
+        "trained": trained,
+        "rotary_dim": turning,
+        "base": rotary.base,
         "critical_dimension": critical_dimension(turning, rotary.base, trained),
-    }  # fmt: skip
+    }
 
 
 def lengths_for(trained: int, target: int) -> tuple[int, ...]:
@@ -176,11 +206,14 @@ def lengths_for(trained: int, target: int) -> tuple[int, ...]:
 
 Keeping: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
 POLICIES: tuple[Keeping, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
-"""Of keys that were rotated for a shorter length: `regard.nn.dynamic_rotary`, and keeping them as they are."""
+"""Of keys that were rotated for a shorter length: `regard.nn.dynamic_rotary`, and keeping them as
+they are.
+"""
 
 
 def under(network: Decoder, policy: Keeping, target: int) -> Decoder:
-    """A decoder whose frequencies follow the length, under a policy; it shares all weights but those of queries and keys.
+    """A decoder whose frequencies follow the length, under a policy; it shares all weights but
+    those of queries and keys.
 
     Args:
         network: as a family makes it, under "recompute".
@@ -221,9 +254,14 @@ def _project(project: Recomputed, policy: Keeping, target: int) -> Separate:
 def _rotary(old: Rotary, length: int | None) -> Rotary:
     """The same, frozen at a length, or following each call."""
     return Rotary(
-        old.dim, old.base, scaling=old.scaling, rotary_dim=old.rotary_dim, proportional=old.proportional,
-        layout=old.layout, length="current" if length is None else length,
-    )  # fmt: skip
+        old.dim,
+        old.base,
+        scaling=old.scaling,
+        rotary_dim=old.rotary_dim,
+        proportional=old.proportional,
+        layout=old.layout,
+        length="current" if length is None else length,
+    )
 
 
 @torch.inference_mode()
@@ -231,13 +269,15 @@ def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Number
     """How far cached decoding is from passes over everything, from token `start` on.
 
     Args:
-        network: a decoder; one that follows the length under "recompute" is run through `regard.nn.Prefix`.
+        network: a decoder; one that follows the length under "recompute" is run through
+            `regard.nn.Prefix`.
         ids: N tokens, of which `start` are read at once and the others one by one.
         start: at least 1 and less than N.
 
     Returns:
-        steps: how many; difference: the largest of a logit, in deviations of the logits; agreement: the share of steps
-        in which both think the same token likeliest; reruns: how often the prefix was read again.
+        steps: how many; difference: the largest of a logit, in deviations of the logits; agreement:
+            the share of steps in which both think the same token likeliest; reruns: how often the
+            prefix was read again.
 
     Raises:
         ArgumentError: start is out of range.
@@ -248,7 +288,9 @@ def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Number
     1.0
     """
     if not 1 <= start < ids.shape[1]:
-        raise ArgumentError(f"start is {start}; it must be 1 to {ids.shape[1] - 1}, of {ids.shape[1]} tokens")  # fmt: skip
+        raise ArgumentError(
+            f"start is {start}; it must be 1 to {ids.shape[1] - 1}, of {ids.shape[1]} tokens"
+        )
     step, prefix = _stepper(network)
     step(ids[:, :start])
     apart, same = 0.0, 0
@@ -258,7 +300,12 @@ def consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Number
         apart = max(apart, float((cached - whole).abs().max() / whole.std()))
         same += int(cached.argmax() == whole.argmax())
     count = ids.shape[1] - start
-    return {"steps": count, "difference": apart, "agreement": same / count, "reruns": prefix.reruns if prefix else 0}  # fmt: skip
+    return {
+        "steps": count,
+        "difference": apart,
+        "agreement": same / count,
+        "reruns": prefix.reruns if prefix else 0,
+    }
 
 
 def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], Prefix | None]:
@@ -269,8 +316,11 @@ def _stepper(network: Decoder) -> tuple[Callable[[Tensor], Any], Prefix | None]:
     return lambda ids: network(ids, None, caches), None
 
 
-def policies(network: Decoder, ids: Int[Tensor, "1 N"], start: int, target: int) -> dict[str, Numbers]:  # fmt: skip
-    """`consistency` under every policy where the frequencies follow the length; else of the model as it is.
+def policies(
+    network: Decoder, ids: Int[Tensor, "1 N"], start: int, target: int
+) -> dict[str, Numbers]:
+    """`consistency` under every policy where the frequencies follow the length; else of the model
+    as it is.
 
     Args:
         network: a decoder with rotary positions.
@@ -307,7 +357,8 @@ class Extended:
     """What was found.
 
     Attributes:
-        start: model, text, trained length, head, base, critical dimension, machine, and how it was asked.
+        start: model, text, trained length, head, base, critical dimension, machine, and how it was
+            asked.
         methods: name -> by_length, theta, rotary_factor, decay, cache.
     """
 
@@ -320,8 +371,12 @@ class Extended:
 
 
 def extend_all(
-    model: Model, ids: Int[Tensor, " N"], asked: Asked, names: Mapping[str, str], tell: Tell = silent
-) -> Extended:  # fmt: skip
+    model: Model,
+    ids: Int[Tensor, " N"],
+    asked: Asked,
+    names: Mapping[str, str],
+    tell: Tell = silent,
+) -> Extended:
     """Every method, read at every length.
 
     Args:
@@ -344,7 +399,10 @@ def extend_all(
     start = max(1, trained - asked.steps // 2)
     need = max(target, start + asked.steps) + 1
     if len(ids) < need:
-        raise ArgumentError(f"the text has {len(ids)} tokens, and {need} are needed for a length of {target}: give a longer text, or a smaller length")  # fmt: skip
+        raise ArgumentError(
+            f"the text has {len(ids)} tokens, and {need} are needed for a length of {target}: "
+            "give a longer text, or a smaller length"
+        )
     how = _reading(lengths_for(trained, target), asked)
     found: dict[str, Numbers] = {}
     for method, network in networks.items():
@@ -352,10 +410,20 @@ def extend_all(
         cache = policies(network, ids[None, : start + asked.steps], start, target)
         found[method] = {**read(network, ids, how), **spectrum(network, target), "cache": cache}
     told = {
-        **names, **facts, "target": target, "lengths": list(how.lengths), "depths": list(how.depths),
-        "windows": how.windows, "counted": how.counted, "trials": how.trials, "key": how.key, "mark": how.mark, "seed": how.seed, "steps": asked.steps,
+        **names,
+        **facts,
+        "target": target,
+        "lengths": list(how.lengths),
+        "depths": list(how.depths),
+        "windows": how.windows,
+        "counted": how.counted,
+        "trials": how.trials,
+        "key": how.key,
+        "mark": how.mark,
+        "seed": how.seed,
+        "steps": asked.steps,
         "machine": machine(torch.device("cpu")),
-    }  # fmt: skip
+    }
     return Extended(told, found)
 
 
@@ -365,9 +433,14 @@ def _reading(lengths: tuple[int, ...], asked: Asked) -> Reading:
     passage = max(2, min(20, (shortest + 1) // 3))
     key = max(1, passage * 2 // 5)
     return Reading(
-        lengths, counted=max(1, min(64, shortest // 2)), windows=asked.windows, trials=asked.trials, key=key,
-        mark=passage - key, seed=asked.seed,
-    )  # fmt: skip
+        lengths,
+        counted=max(1, min(64, shortest // 2)),
+        windows=asked.windows,
+        trials=asked.trials,
+        key=key,
+        mark=passage - key,
+        seed=asked.seed,
+    )
 
 
 def rows(found: Extended) -> list[list[str]]:
@@ -378,7 +451,14 @@ def rows(found: Extended) -> list[list[str]]:
         saved = [sum(n["saved"] for n in one["needle"]) / len(one["needle"]) for one in by]
         cache = numbers["cache"]
         kept = cache.get("recompute") or next(iter(cache.values()))  # as a loaded model does it
-        table.append([name, *(f"{one['perplexity']:.4g}" for one in by), *(f"{s:+.2f}" for s in saved), f"{kept['difference']:.1g}"])  # fmt: skip
+        table.append(
+            [
+                name,
+                *(f"{one['perplexity']:.4g}" for one in by),
+                *(f"{s:+.2f}" for s in saved),
+                f"{kept['difference']:.1g}",
+            ]
+        )
     return table
 
 
@@ -393,20 +473,41 @@ def table(found: Extended) -> str:
     s = found.start
     m = s["machine"]
     lines = [
-        f"{s['model']}: trained on {s['trained']} tokens, base {s['base']:g}, {s['critical_dimension']} of {s['rotary_dim']} rotary dims have turned fully",
-        f"extended to {s['target']}; {s['windows']} windows of {s['text']}, the last {s['counted']} tokens counted; {s['trials']} passages for each depth, seed {s['seed']}",
-        f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}", "",
-    ]  # fmt: skip
+        (
+            f"{s['model']}: trained on {s['trained']} tokens, base {s['base']:g}, "
+            f"{s['critical_dimension']} of {s['rotary_dim']} rotary dims have turned fully"
+        ),
+        (
+            f"extended to {s['target']}; {s['windows']} windows of {s['text']}, the last "
+            f"{s['counted']} tokens counted; {s['trials']} passages for each depth, seed {s['seed']}"
+        ),
+        f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
+        "",
+    ]
     lines += _aligned([heads(found), *rows(found)])
-    lines += ["", "ppl: perplexity of the same tokens; saved: nats per token less when a passage stood before, mean over depths;",
-              "cache, as the model is loaded: the largest difference of a logit from a pass over everything, in deviations"]  # fmt: skip
+    lines += [
+        "",
+        (
+            "ppl: perplexity of the same tokens; saved: nats per token less when a passage stood "
+            "before, mean over depths;"
+        ),
+        (
+            "cache, as the model is loaded: the largest difference of a logit from a pass over "
+            "everything, in deviations"
+        ),
+    ]
     for name, numbers in found.methods.items():
         if len(numbers["cache"]) > 1:
             lines += [
                 "",
-                f"{name} follows the length: cached decoding of {s['steps']} tokens across {s['trained']}",
+                (
+                    f"{name} follows the length: cached decoding of {s['steps']} tokens across "
+                    f"{s['trained']}"
+                ),
             ]
-            lines += _aligned([["policy", "difference", "same token", "read again"], *cache_rows(numbers)])  # fmt: skip
+            lines += _aligned(
+                [["policy", "difference", "same token", "read again"], *cache_rows(numbers)]
+            )
     return "\n".join(lines)
 
 
@@ -424,13 +525,24 @@ def pictures(found: Extended) -> list[Picture]:
     named = found.methods.items()
 
     def per_length(value: Any) -> tuple[Line, ...]:
-        return tuple(Line(name, tuple((float(one["length"]), value(one)) for one in numbers["by_length"])) for name, numbers in named)  # fmt: skip
+        return tuple(
+            Line(name, tuple((float(one["length"]), value(one)) for one in numbers["by_length"]))
+            for name, numbers in named
+        )
 
     turns = tuple(
-        Line(name, tuple((float(i), max(trained, 1) * theta / math.tau) for i, theta in enumerate(numbers["theta"])))
+        Line(
+            name,
+            tuple(
+                (float(i), max(trained, 1) * theta / math.tau)
+                for i, theta in enumerate(numbers["theta"])
+            ),
+        )
         for name, numbers in named
-    )  # fmt: skip
-    decay = tuple(Line(name, tuple((float(m), b) for m, b in numbers["decay"])) for name, numbers in named)  # fmt: skip
+    )
+    decay = tuple(
+        Line(name, tuple((float(m), b) for m, b in numbers["decay"])) for name, numbers in named
+    )
     longest = [
         Line(
             name, tuple((one["depth"], one["saved"]) for one in numbers["by_length"][-1]["needle"])
@@ -438,12 +550,39 @@ def pictures(found: Extended) -> list[Picture]:
         for name, numbers in named
     ]
     return [
-        Picture(f"{s['model']}: perplexity of the same tokens behind more context", "tokens read", "perplexity", per_length(lambda one: one["perplexity"]), "xy", trained),
-        Picture("A passage found again: nats per token saved, mean over depths", "tokens read", "nats", per_length(lambda one: sum(n["saved"] for n in one["needle"]) / len(one["needle"])), "x", trained),
+        Picture(
+            f"{s['model']}: perplexity of the same tokens behind more context",
+            "tokens read",
+            "perplexity",
+            per_length(lambda one: one["perplexity"]),
+            "xy",
+            trained,
+        ),
+        Picture(
+            "A passage found again: nats per token saved, mean over depths",
+            "tokens read",
+            "nats",
+            per_length(lambda one: sum(n["saved"] for n in one["needle"]) / len(one["needle"])),
+            "x",
+            trained,
+        ),
         Picture(f"... by depth, at {s['target']} tokens", "depth", "nats", tuple(longest)),
-        Picture(f"How often each pair turns in {s['trained']} tokens", "pair of dims", "turns", turns, "y"),
-        Picture("What is left of a match at a distance: f^2 (2 / d) sum cos(m theta)", "distance", "share", decay, "", trained),
-    ]  # fmt: skip
+        Picture(
+            f"How often each pair turns in {s['trained']} tokens",
+            "pair of dims",
+            "turns",
+            turns,
+            "y",
+        ),
+        Picture(
+            "What is left of a match at a distance: f^2 (2 / d) sum cos(m theta)",
+            "distance",
+            "share",
+            decay,
+            "",
+            trained,
+        ),
+    ]
 
 
 def page(found: Extended, command: str) -> str:
@@ -451,22 +590,64 @@ def page(found: Extended, command: str) -> str:
     s, m = found.start, found.start["machine"]
     drawn = pictures(found)
     facts = {
-        "model": str(s["model"]), "trained": f"{s['trained']} tokens", "extended to": str(s["target"]),
-        "turned fully": f"{s['critical_dimension']} of {s['rotary_dim']} dims", "windows": str(s["windows"]),
-        "passages": str(s["trials"]), "seed": str(s["seed"]), "machine": f"{m['processor']}, {m['threads']} threads, torch {m['torch']}",
-    }  # fmt: skip
+        "model": str(s["model"]),
+        "trained": f"{s['trained']} tokens",
+        "extended to": str(s["target"]),
+        "turned fully": f"{s['critical_dimension']} of {s['rotary_dim']} dims",
+        "windows": str(s["windows"]),
+        "passages": str(s["trials"]),
+        "seed": str(s["seed"]),
+        "machine": f"{m['processor']}, {m['threads']} threads, torch {m['torch']}",
+    }
     sections = [
-        findings.Section("Every method", heads=heads(found), rows=rows(found), pictures=drawn[:1], texts={"text": str(s["text"])}),
-        findings.Section("A passage found again", pictures=drawn[1:3], heads=["", *(f"{n}, depth {d:g}" for n in s["lengths"][-1:] for d in s["depths"])],
-                         rows=[[name, *(f"{n['right']:.0%} right, {n['guessed']:.0%} guessed" for n in numbers["by_length"][-1]["needle"])] for name, numbers in found.methods.items()]),
+        findings.Section(
+            "Every method",
+            heads=heads(found),
+            rows=rows(found),
+            pictures=drawn[:1],
+            texts={"text": str(s["text"])},
+        ),
+        findings.Section(
+            "A passage found again",
+            pictures=drawn[1:3],
+            heads=["", *(f"{n}, depth {d:g}" for n in s["lengths"][-1:] for d in s["depths"])],
+            rows=[
+                [
+                    name,
+                    *(
+                        f"{n['right']:.0%} right, {n['guessed']:.0%} guessed"
+                        for n in numbers["by_length"][-1]["needle"]
+                    ),
+                ]
+                for name, numbers in found.methods.items()
+            ],
+        ),
         findings.Section("The rotations", pictures=drawn[3:]),
-    ]  # fmt: skip
+    ]
     for name, numbers in found.methods.items():
         if len(numbers["cache"]) > 1:
-            sections.append(findings.Section(f"{name}: cached decoding", heads=["policy", "difference", "same token", "read again"], rows=cache_rows(numbers)))  # fmt: skip
-    return findings.page("Context extensions", "One checkpoint, its rotary positions scaled in every way, no weight changed.", facts, command, sections)  # fmt: skip
+            sections.append(
+                findings.Section(
+                    f"{name}: cached decoding",
+                    heads=["policy", "difference", "same token", "read again"],
+                    rows=cache_rows(numbers),
+                )
+            )
+    return findings.page(
+        "Context extensions",
+        "One checkpoint, its rotary positions scaled in every way, no weight changed.",
+        facts,
+        command,
+        sections,
+    )
 
 
 def _aligned(cells: list[list[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))) for row in cells]  # fmt: skip
+    return [
+        "  ".join(
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]

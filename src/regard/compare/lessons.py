@@ -1,4 +1,6 @@
-"""What mechanisms learn: text as bytes, and recall tasks; with data to choose a learning rate by, and other data to judge by."""
+"""What mechanisms learn: text as bytes, and recall tasks; with data to choose a learning rate by,
+and other data to judge by.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ END = 0
 """The byte that stands behind each document."""
 
 RECALL = {"mqar": 8, "passkey": 4}
-"""Tasks with a share of right answers, and the part of a row of text that their longest rows have: so short that a small model
-learns them in some hundred steps."""
+"""Tasks with a share of right answers, and the part of a row of text that their longest rows have:
+so short that a small model learns them in some hundred steps."""
 
 SELECT, JUDGE = 64, 128
-"""Rows of text by which a learning rate is chosen, and by which a model is judged; of examples of tasks, four times as many."""
+"""Rows of text by which a learning rate is chosen, and by which a model is judged; of examples of
+tasks, four times as many.
+"""
 
 
 class Lesson(ABC):
@@ -104,7 +108,8 @@ class Text(Lesson):
         other = _bytes(held)
         if len(other) < 3 * (self.context + 1):
             raise ArgumentError(
-                f"text {self.source} leaves {len(other):,} bytes for validation; rows of {self.context} need "
+                f"text {self.source} leaves {len(other):,} bytes for validation; rows of "
+                f"{self.context} need "
                 f"{3 * (self.context + 1):,}: give more text, or a shorter --length"
             )
         third = len(other) // 3
@@ -113,8 +118,13 @@ class Text(Lesson):
     @property
     def settings(self) -> dict[str, Any]:
         """The text by its hash."""
-        return {"source": self.source, "bytes": len(self._streams[0]), "sha256": self._digest,
-                "context": self.context, "batch": self.batch}  # fmt: skip
+        return {
+            "source": self.source,
+            "bytes": len(self._streams[0]),
+            "sha256": self._digest,
+            "context": self.context,
+            "batch": self.batch,
+        }
 
     @cached_property
     def _digest(self) -> str:
@@ -164,7 +174,8 @@ class Recall(Lesson):
         shortest = TASKS[self.name].lengths[0]
         if self.length < shortest:
             raise ArgumentError(
-                f"rows of {self.name} have {self.length} tokens at most, and at least {shortest}: give a --length of "
+                f"rows of {self.name} have {self.length} tokens at most, and at least {shortest}: "
+                "give a --length of "
                 f"{shortest * RECALL[self.name]} or more, or leave out --lesson {self.name}"
             )
 
@@ -189,7 +200,9 @@ class Recall(Lesson):
         return pad(self.task, self.task.examples("validation", 4 * SELECT, "select"))
 
     def judge(self, model: nn.Module) -> Numbers:
-        """The share of right answers on other examples of the validation split, each answer given the right ones before."""
+        """The share of right answers on other examples of the validation split, each answer given
+        the right ones before.
+        """
         rows = pad(self.task, self.task.examples("validation", 4 * JUDGE, "judge"))
         answers = right = whole = 0
         with torch.no_grad():
@@ -199,8 +212,11 @@ class Recall(Lesson):
                 answers, right = answers + int(asked.sum()), right + int((asked & ~wrong).sum())
                 whole += int((~wrong.any(1)).sum())
         return {
-            "accuracy": right / answers, "whole": whole / len(rows), "answers": answers, "examples": len(rows),
-        }  # fmt: skip
+            "accuracy": right / answers,
+            "whole": whole / len(rows),
+            "answers": answers,
+            "examples": len(rows),
+        }
 
 
 def lessons(
@@ -211,11 +227,13 @@ def lessons(
     Args:
         names: "text", or tasks of `RECALL`.
         source: of the text: "python-docs", a file or a folder.
-        length: bytes that a row of text predicts; rows of tasks have up to so many tokens by the number in `RECALL`.
+        length: bytes that a row of text predicts; rows of tasks have up to so many tokens by the
+            number in `RECALL`.
         batch: rows of text; of tasks as many more as they are shorter.
 
     Raises:
-        ArgumentError, FileError: a name is not known, or comes twice; there is no such text, or too little.
+        ArgumentError, FileError: a name is not known, or comes twice; there is no such text, or too
+            little.
 
     >>> [(one.length, one.batch) for one in lessons(["mqar", "passkey"], length=256, batch=8)]
     [(32, 64), (64, 32)]

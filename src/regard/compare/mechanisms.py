@@ -33,7 +33,8 @@ class Shape:
         window: the tokens that a window, a segment or a stream of recent tokens has.
 
     Raises:
-        ArgumentError: dim / heads is no even number: it is the width of a head, and rotary turns pairs; window is too small.
+        ArgumentError: dim / heads is no even number: it is the width of a head, and rotary turns
+            pairs; window is too small.
 
     >>> Shape(dim=64, heads=4).head_dim
     16
@@ -49,11 +50,13 @@ class Shape:
     def __post_init__(self) -> None:
         if self.heads < 1 or self.dim % (2 * self.heads):
             raise ArgumentError(
-                f"dim {self.dim} / heads {self.heads} must be even: it is a head's width; change one of them"
+                f"dim {self.dim} / heads {self.heads} must be even: it is a head's width; change "
+                "one of them"
             )
         if self.window < 2 * SINKS:
             raise ArgumentError(
-                f"window is {self.window}; it must be at least {2 * SINKS}: {SINKS} are sinks in one of the mechanisms"
+                f"window is {self.window}; it must be at least {2 * SINKS}: {SINKS} are sinks in "
+                "one of the mechanisms"
             )
 
     @property
@@ -107,19 +110,27 @@ class Contestant:
 
 
 def _mla(shape: Shape) -> dict[str, Any]:
-    """As in DeepSeek-V2, D for nope and value and D/2 for rotary; the latent has 2 D, as few heads as there are here."""
+    """As in DeepSeek-V2, D for nope and value and D/2 for rotary; the latent has 2 D, as few heads
+    as there are here.
+    """
     D = shape.head_dim
     rope = max(2, D // 4 * 2)
     return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": rope, "value_dim": D}
 
 
 def _nsa(shape: Shape) -> dict[str, Any]:
-    """Small blocks, so that a token reads S/d compressed tokens, a window's worth of selected ones, and half a window."""
+    """Small blocks, so that a token reads S/d compressed tokens, a window's worth of selected ones,
+    and half a window.
+    """
     stride = max(2, shape.window // 8)
     return {
-        "groups": _groups(shape), "compress": 2 * stride, "stride": stride, "select": 2 * stride,
-        "count": 4, "window": shape.window // 2,
-    }  # fmt: skip
+        "groups": _groups(shape),
+        "compress": 2 * stride,
+        "stride": stride,
+        "select": 2 * stride,
+        "count": 4,
+        "window": shape.window // 2,
+    }
 
 
 def _groups(shape: Shape) -> int:
@@ -141,18 +152,22 @@ _DEFAULT: dict[str, Callable[[Shape], tuple[str, dict[str, Any]]]] = {
 }
 
 NAMES = tuple(_DEFAULT)
-"""The mechanisms that are compared when none is named: each of all heads, rotary where it has positions."""
+"""The mechanisms that are compared when none is named: each of all heads, rotary where it has
+positions.
+"""
 
 
 def contestants(names: Sequence[str] | None, shape: Shape) -> list[Contestant]:
     """The mechanisms of these names.
 
     Args:
-        names: of `NAMES`; or of the catalogue, with options behind a colon: "gqa:groups=1", "retention". None is `NAMES`.
+        names: of `NAMES`; or of the catalogue, with options behind a colon: "gqa:groups=1",
+            "retention". None is `NAMES`.
         shape: the sizes that their options follow.
 
     Raises:
-        ArgumentError: a name is not known or comes twice, an option is not its own, or a size does not fit.
+        ArgumentError: a name is not known or comes twice, an option is not its own, or a size does
+            not fit.
 
     >>> [c.options for c in contestants(["mqa", "gqa:groups=4"], Shape(dim=64))]
     [{}, {'groups': 4}]
@@ -176,7 +191,8 @@ def _contestant(name: str, shape: Shape) -> Contestant:
         close = difflib.get_close_matches(attention, known, 1)
         better = f"; did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(
-            f"{name!r} is no mechanism that a decoder can have{better} The default set is {', '.join(NAMES)}; "
+            f"{name!r} is no mechanism that a decoder can have{better} The default set is "
+            f"{', '.join(NAMES)}; "
             "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
         )
     parts = [part for part in settings.split(",") if part]
@@ -208,14 +224,16 @@ SAME = ("sizes", "parameters")
 
 
 def same_parameters(config: Config, wanted: int) -> Config:
-    """The config with the feed-forward width at which the model has as many parameters as wanted, or as near as may be.
+    """The config with the feed-forward width at which the model has as many parameters as wanted,
+    or as near as may be.
 
     Args:
         config: a model's.
         wanted: how many parameters.
 
     Raises:
-        ArgumentError: without any feed-forward layer it has too many already; or the nearest is more than 1 % away.
+        ArgumentError: without any feed-forward layer it has too many already; or the nearest is
+            more than 1 % away.
 
     >>> shape = Shape(dim=64)
     >>> wanted = parameters(Contestant("mha", "gqa", {"groups": 4}).config(shape))
@@ -230,8 +248,10 @@ def same_parameters(config: Config, wanted: int) -> Config:
         if abs(parameters(found) - wanted) <= 0.01 * wanted:
             return found
     raise ArgumentError(
-        f"{config.attention} has {one:,} parameters with a feed-forward width of 1, and each unit more has {two - one:,}: "
-        f"{wanted:,} cannot be met within 1 %; give wider or more layers, or compare at the same sizes"
+        f"{config.attention} has {one:,} parameters with a feed-forward width of 1, and each unit "
+        f"more has {two - one:,}: "
+        f"{wanted:,} cannot be met within 1 %; give wider or more layers, or compare at the same "
+        "sizes"
     )
 
 

@@ -18,7 +18,8 @@ from regard.errors import RegardError
 from regard.models.families.regard import Config
 
 HOW = (
-    "the highest resident memory of a process of its own (VmHWM, set back before the work) less what it held then: "
+    "the highest resident memory of a process of its own (VmHWM, set back before the work) less "
+    "what it held then: "
     "weights are not counted; the work has run once before, so that kernels are compiled"
 )
 """What is measured."""
@@ -64,13 +65,17 @@ def measure(settings: Mapping[str, Any], command: Sequence[str] | None = None) -
     """
     done = subprocess.run(  # noqa: S603 (our own module, by the path of this Python)
         command or [sys.executable, "-m", "regard.compare.peak"],
-        input=json.dumps(settings), capture_output=True, text=True, check=False,
+        input=json.dumps(settings),
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    )
     if done.returncode:
         last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
         raise RegardError(
-            f"the process that measures memory ended with {done.returncode}: {last}; --no-memory goes without it"
+            f"the process that measures memory ended with {done.returncode}: {last}; --no-memory "
+            "goes without it"
         )
     found: Numbers = json.loads(done.stdout.splitlines()[-1])
     return found

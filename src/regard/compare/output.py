@@ -14,7 +14,9 @@ ABSENT = "-"
 
 
 def table(told: Mapping[str, Any]) -> str:
-    """The comparison as `regard.compare.results.as_json` tells it: what it ran on, costs, quality, fronts, and notes."""
+    """The comparison as `regard.compare.results.as_json` tells it: what it ran on, costs, quality,
+    fronts, and notes.
+    """
     parts = [header(told), *("\n".join(_aligned(rows(told))) for rows in (memory_rows, time_rows))]
     if legend := overlapping(told):
         parts[-1] += f"\n{legend}"
@@ -40,10 +42,13 @@ def header(told: Mapping[str, Any]) -> str:
         else f"as many parameters as {told['mechanisms'][0]['name']} by the feed-forward width"
     )
     return (
-        f"{m['processor']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}\n"
-        f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {shared}, vocabulary {s['vocabulary']}, "
+        f"{m['processor']}, {m['cores']} cores, {m['threads']} threads, torch {m['torch']}, "
+        f"regard {m['regard']}\n"
+        f"{s['layers']} layers, dim {s['dim']}, {s['heads']} heads, {shared}, vocabulary "
+        f"{s['vocabulary']}, "
         f"window {s['window']}, fp32\n"
-        f"medians and quartiles of {rounds(told)} rounds in turns, batch 1; training steps of {t['batch']} x {t['length']} tokens"
+        f"medians and quartiles of {rounds(told)} rounds in turns, batch 1; training steps of "
+        f"{t['batch']} x {t['length']} tokens"
     )
 
 
@@ -80,9 +85,11 @@ def memory_rows(told: Mapping[str, Any]) -> list[list[str]]:
 
 
 def time_rows(told: Mapping[str, Any]) -> list[list[str]]:
-    """How long each takes, the heads first: medians, and below them the range between the quartiles.
+    """How long each takes, the heads first: medians, and below them the range between the
+    quartiles.
 
-    A median has a ~ in front where its range overlaps that of the first mechanism: see `overlapping`.
+    A median has a ~ in front where its range overlaps that of the first mechanism: see
+    `overlapping`.
     """
     contexts = _contexts(told)
     works = (("prompt", "prefill"), ("token", "decode"))
@@ -109,7 +116,8 @@ def overlapping(told: Mapping[str, Any]) -> str:
     )
     first = told["mechanisms"][0]["name"]
     return (
-        f"~ its quartiles overlap those of {first}, or there were fewer than {FEWEST} rounds: the two are not told apart"
+        f"~ its quartiles overlap those of {first}, or there were fewer than {FEWEST} rounds: the "
+        "two are not told apart"
         if marked
         else ""
     )
@@ -271,13 +279,19 @@ TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded 
 
 
 def page(told: Mapping[str, Any]) -> str:
-    """The page of a comparison as `regard.compare.results.as_json` tells it: HTML that needs nothing else."""
+    """The page of a comparison as `regard.compare.results.as_json` tells it: HTML that needs
+    nothing else.
+    """
     m = told["machine"]
     facts = {
-        "processor": m["processor"], "threads": str(m["threads"]), "torch": m["torch"], "regard": m["regard"],
-        "same": told["same"], "seeds": ", ".join(map(str, told["training"]["seeds"])),
+        "processor": m["processor"],
+        "threads": str(m["threads"]),
+        "torch": m["torch"],
+        "regard": m["regard"],
+        "same": told["same"],
+        "seeds": ", ".join(map(str, told["training"]["seeds"])),
         "rounds": rounds(told),
-    }  # fmt: skip
+    }
     about = header(told).partition("\n")[2].replace("\n", "; ")
     times = about + (f"; {legend}" if (legend := overlapping(told)) else "")
     grids = [_grid("Memory", about, memory_rows(told)), _grid("Time", times, time_rows(told))]
@@ -285,13 +299,22 @@ def page(told: Mapping[str, Any]) -> str:
         grids.append(_grid("Quality", quality_sentence(told), quality_rows(told)))
     return ComparedPage(
         "Attention mechanisms, side by side",
-        f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in turns.",
-        facts, told["command"], list(charts(told)), grids, notes(told), costs(told), curves(told),
-    ).html()  # fmt: skip
+        f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in "
+        "turns.",
+        facts,
+        told["command"],
+        list(charts(told)),
+        grids,
+        notes(told),
+        costs(told),
+        curves(told),
+    ).html()
 
 
 def charts(told: Mapping[str, Any]) -> Iterator[Chart]:
-    """Each lesson against each cost at the longest context, and the cache also at the length of training."""
+    """Each lesson against each cost at the longest context, and the cache also at the length of
+    training.
+    """
     at = max(told["timing"]["contexts"])
     for name in told["training"]["lessons"]:
         text = name == "text"
@@ -314,21 +337,37 @@ def charts(told: Mapping[str, Any]) -> Iterator[Chart]:
                 e["quality"][name].get("steps") for e in told["mechanisms"] if name in e["quality"]
             }
             yield Chart(
-                marks, Axis(f"{title} at {at:,} tokens", unit), y, f"{name} against {title}",
-                f"{' or '.join(str(n) for n in steps)} steps, seeds {', '.join(map(str, told['training']['seeds']))}; "
+                marks,
+                Axis(f"{title} at {at:,} tokens", unit),
+                y,
+                f"{name} against {title}",
+                f"{' or '.join(str(n) for n in steps)} steps, seeds "
+                f"{', '.join(map(str, told['training']['seeds']))}; "
                 f"quality on rows as long as in training, cost at {at:,} tokens.",
-            )  # fmt: skip
+            )
 
 
 def costs(told: Mapping[str, Any]) -> list[Chart]:
-    """A decoded token's time against the cache and against a prompt's time, at the longest context; without any training."""
+    """A decoded token's time against the cache and against a prompt's time, at the longest context;
+    without any training.
+    """
     at = max(told["timing"]["contexts"])
     token = Axis(f"time of a decoded token at {at:,} tokens", "seconds")
     found = []
     for title, axis, kind, name in (
-        ("a token against the cache", Axis(f"cache at {at:,} tokens", "bytes"), "decode", "kv_bytes"),
-        ("a token against a prompt", Axis(f"time of a prompt of {at:,} tokens", "seconds"), "prefill", "seconds"),
-    ):  # fmt: skip
+        (
+            "a token against the cache",
+            Axis(f"cache at {at:,} tokens", "bytes"),
+            "decode",
+            "kv_bytes",
+        ),
+        (
+            "a token against a prompt",
+            Axis(f"time of a prompt of {at:,} tokens", "seconds"),
+            "prefill",
+            "seconds",
+        ),
+    ):
         points = []
         for e in told["mechanisms"]:
             x, row = e[kind].get(str(at), {}).get(name), e["decode"].get(str(at), {})
@@ -337,13 +376,18 @@ def costs(told: Mapping[str, Any]) -> list[Chart]:
                 points.append((e["name"], x, y, tuple(row.get("quartiles", (y, y)))))
         best = front([(x, y) for _, x, y, _ in points])
         marks = [Mark(n, x, y, s, i in best) for i, (n, x, y, s) in enumerate(points)]
-        caption = f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the token's time."
+        caption = (
+            f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the "
+            "token's time."
+        )
         found.append(Chart(marks, axis, token, title, caption))
     return found
 
 
 def curves(told: Mapping[str, Any]) -> list[Picture]:
-    """Times and caches over the contexts, a line for each mechanism; none where there is one context only."""
+    """Times and caches over the contexts, a line for each mechanism; none where there is one
+    context only.
+    """
     contexts = sorted(told["timing"]["contexts"])
     if len(contexts) < 2:
         return []
@@ -369,7 +413,8 @@ def notes(told: Mapping[str, Any]) -> list[str]:
         found.append(f"peak memory: {told['memory']}")
     if told["training"]["lessons"]:
         found.append(
-            "small models, few steps, short texts: differences of the size of the seeds' span say nothing, and an order at "
+            "small models, few steps, short texts: differences of the size of the seeds' span say "
+            "nothing, and an order at "
             "this scale is no order at another"
         )
     if told["interrupted"]:

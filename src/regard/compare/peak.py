@@ -1,4 +1,6 @@
-"""The program that measures peak memory: settings as JSON on stdin, bytes as JSON on stdout. `regard.compare.memory` runs it."""
+"""The program that measures peak memory: settings as JSON on stdin, bytes as JSON on stdout.
+`regard.compare.memory` runs it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident(field: str = "VmRSS") -> int | None:
-    """Bytes of this process in memory now, or with "VmHWM" at most so far; None where there is no /proc.
+    """Bytes of this process in memory now, or with "VmHWM" at most so far; None where there is no
+    /proc.
 
     >>> found = resident()
     >>> found is None or found > 0
@@ -29,10 +32,11 @@ def resident(field: str = "VmRSS") -> int | None:
 
 
 def peak(work: Callable[[], object]) -> int | None:
-    """Bytes by which resident memory rises at most while `work` runs; None where the system does not tell.
+    """Bytes by which resident memory rises at most while `work` runs; None where the system does
+    not tell.
 
-    Set the highest mark back, look, work, look again. What was freed before and not given back to the system would hide
-    as much of the rise: see `regard.compare.memory.ALLOCATOR`.
+    Set the highest mark back, look, work, look again. What was freed before and not given back to
+    the system would hide as much of the rise: see `regard.compare.memory.ALLOCATOR`.
 
     >>> found = peak(lambda: b"x" * (1 << 26))
     >>> found is None or found > 1 << 25
@@ -50,7 +54,9 @@ def peak(work: Callable[[], object]) -> int | None:
 
 
 def run(settings: Numbers) -> Numbers:
-    """Peak bytes of a prompt and of a training step; each has run once before on a smaller text and once on this one."""
+    """Peak bytes of a prompt and of a training step; each has run once before on a smaller text and
+    once on this one.
+    """
     import torch
 
     from regard.compare.mechanisms import decoder

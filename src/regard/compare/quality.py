@@ -1,4 +1,6 @@
-"""How well each mechanism learns: the same tokens for all, several learning rates where one would not be fair, and seeds."""
+"""How well each mechanism learns: the same tokens for all, several learning rates where one would
+not be fair, and seeds.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,14 @@ RATES = (3e-3,)
 """Learning rates of mechanisms with a cache of tokens."""
 
 RATES_OF_STATES = (1e-3, 3e-3, 1e-2)
-"""Of those with a state, which are known to depend on it much more; each gets its best, which is in their favour."""
+"""Of those with a state, which are known to depend on it much more; each gets its best, which is in
+their favour.
+"""
 
 PILOT = 5
-"""Steps whose median time tells how long training will take; one more comes first, and is not timed."""
+"""Steps whose median time tells how long training will take; one more comes first, and is not
+timed.
+"""
 
 LEAST = 20
 """Fewer steps say nothing: rather the time is exceeded."""
@@ -39,7 +45,8 @@ class Training:
 
     Attributes:
         seeds: of weights and data order; each trains anew.
-        rates: learning rates for all; None is `RATES`, and `RATES_OF_STATES` where the memory is a state.
+        rates: learning rates for all; None is `RATES`, and `RATES_OF_STATES` where the memory is a
+            state.
         weight_decay, clip: of AdamW, and the most that a gradient's norm may be.
 
     Raises:
@@ -106,7 +113,8 @@ def steps_that_fit(
     runs: Mapping[str, int],
     room: float,
 ) -> tuple[dict[str, int], float]:
-    """Steps of each lesson so that all training ends in time: the same share of what is wanted in each.
+    """Steps of each lesson so that all training ends in time: the same share of what is wanted in
+    each.
 
     f = min(1, room / sum_{lesson, mechanism} steps seconds runs),  steps' = max(20, floor(f steps))
 
@@ -124,8 +132,9 @@ def steps_that_fit(
     """
     whole = sum(
         steps * seconds[lesson][name] * runs[name]
-        for lesson, steps in wanted.items() for name in seconds[lesson]
-    )  # fmt: skip
+        for lesson, steps in wanted.items()
+        for name in seconds[lesson]
+    )
     share = min(1.0, max(0.0, room) / whole) if whole else 1.0
     return {
         lesson: steps if share == 1.0 else max(min(LEAST, steps), int(share * steps))
@@ -141,8 +150,8 @@ def experiments(
     seconds: Mapping[str, Mapping[str, float]],
     tell: Tell = silent,
 ) -> list[Experiment]:
-    """A training run for each lesson, mechanism, rate and seed; one lesson behind the other, so that an interrupt leaves
-    whole ones.
+    """A training run for each lesson, mechanism, rate and seed; one lesson behind the other, so
+    that an interrupt leaves whole ones.
     """
     found = []
     for lesson in lessons:
@@ -183,17 +192,26 @@ class _Job:
     @property
     def settings(self) -> dict[str, Any]:
         return {
-            "model": asdict(self.config), "lesson": self.lesson.settings, "steps": self.steps, "rate": self.rate,
-            "seed": self.seed, "weight_decay": self.training.weight_decay, "clip": self.training.clip,
-        }  # fmt: skip
+            "model": asdict(self.config),
+            "lesson": self.lesson.settings,
+            "steps": self.steps,
+            "rate": self.rate,
+            "seed": self.seed,
+            "weight_decay": self.training.weight_decay,
+            "clip": self.training.clip,
+        }
 
     def run(self) -> Numbers:
         """Train, and judge; `diverged` where the loss became infinite."""
         model, feed = decoder(self.config, self.seed), self.lesson.feed(self.seed)
         settings = Settings(
-            steps=self.steps, lr=self.rate, warmup=max(1, self.steps // 10), clip=self.training.clip,
-            weight_decay=self.training.weight_decay, log_every=max(1, self.steps // 10),
-        )  # fmt: skip
+            steps=self.steps,
+            lr=self.rate,
+            warmup=max(1, self.steps // 10),
+            clip=self.training.clip,
+            weight_decay=self.training.weight_decay,
+            log_every=max(1, self.steps // 10),
+        )
         start = time.perf_counter()
         try:
             result = fit(
@@ -206,9 +224,13 @@ class _Job:
         taken = time.perf_counter() - start
         model.eval()
         return {
-            "loss": result.loss, "validation": _loss(model, self.lesson), **self.lesson.judge(model),
-            "steps": self.steps, "tokens": self.steps * feed.batch * feed.context, "seconds": taken,
-        }  # fmt: skip
+            "loss": result.loss,
+            "validation": _loss(model, self.lesson),
+            **self.lesson.judge(model),
+            "steps": self.steps,
+            "tokens": self.steps * feed.batch * feed.context,
+            "seconds": taken,
+        }
 
 
 @dataclass

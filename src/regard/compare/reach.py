@@ -1,4 +1,6 @@
-"""How far a decoder reads: its loss on the same tokens behind ever more context, and whether it finds what stands at a depth."""
+"""How far a decoder reads: its loss on the same tokens behind ever more context, and whether it
+finds what stands at a depth.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,19 @@ class Needle(NamedTuple):
 
 @torch.inference_mode()
 def losses(
-    model: nn.Module, ids: Int[Tensor, " N"], lengths: Sequence[int], *, counted: int = 32, windows: int = 8
-) -> Float[Tensor, " n"]:  # fmt: skip
+    model: nn.Module,
+    ids: Int[Tensor, " N"],
+    lengths: Sequence[int],
+    *,
+    counted: int = 32,
+    windows: int = 8,
+) -> Float[Tensor, " n"]:
     """Mean nats of the same tokens behind contexts of each length.
 
     loss(L) = mean over ends e, i < counted of  -log p(x_{e-i} | x_{e-L} .. x_{e-i-1})
 
-    The targets are the last `counted` of windows that end at the same places, so that lengths differ in nothing but what
-    stands before. Sums are in fp64.
+    The targets are the last `counted` of windows that end at the same places, so that lengths
+    differ in nothing but what stands before. Sums are in fp64.
 
     Args:
         model: ids [B,T] -> logits [B,T,V].
@@ -52,7 +59,8 @@ def losses(
         windows: how many ends, spread over the text.
 
     Raises:
-        ArgumentError: a length is not more than counted, or the text is shorter than the longest and one more.
+        ArgumentError: a length is not more than counted, or the text is shorter than the longest
+            and one more.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> [round(x / math.log(4), 4) for x in losses(flat, torch.zeros(99, dtype=torch.long), [40, 80]).tolist()]
@@ -60,12 +68,14 @@ def losses(
     """
     if min(lengths) < counted or counted < 1 or windows < 1:
         raise ArgumentError(
-            f"lengths are {list(lengths)}, and {counted} tokens of {windows} windows are counted; each length must have them"
+            f"lengths are {list(lengths)}, and {counted} tokens of {windows} windows are counted; "
+            "each length must have them"
         )
     longest = max(lengths)
     if len(ids) <= longest:
         raise ArgumentError(
-            f"the text has {len(ids)} tokens, and {longest} of context need {longest + 1}; give a longer text, or shorter lengths"
+            f"the text has {len(ids)} tokens, and {longest} of context need {longest + 1}; give a "
+            "longer text, or shorter lengths"
         )
     ends = torch.linspace(longest, len(ids) - 1, windows).long().unique().tolist()
     found = torch.zeros(len(lengths), dtype=torch.float64)
@@ -79,15 +89,25 @@ def losses(
 
 @torch.inference_mode()
 def needles(
-    model: nn.Module, ids: Int[Tensor, " N"], length: int, depths: Sequence[float], *,
-    trials: int = 8, key: int = 8, mark: int = 12, seed: int = 0,
-) -> list[Needle]:  # fmt: skip
-    """Whether a model finds a passage again that stands at a depth: how often it is right, and how many nats that saves.
+    model: nn.Module,
+    ids: Int[Tensor, " N"],
+    length: int,
+    depths: Sequence[float],
+    *,
+    trials: int = 8,
+    key: int = 8,
+    mark: int = 12,
+    seed: int = 0,
+) -> list[Needle]:
+    """Whether a model finds a passage again that stands at a depth: how often it is right, and how
+    many nats that saves.
 
-    text ... mark key ... text mark -> key, each token given those before it; and the same without the first mark and key
+    text ... mark key ... text mark -> key, each token given those before it; and the same without
+    the first mark and key
 
-    Mark and key are a passage from elsewhere in the text, so that a model that was never taught a passkey can show what it
-    finds. What it could guess without looking back is the share right without it, and saves nothing.
+    Mark and key are a passage from elsewhere in the text, so that a model that was never taught a
+    passkey can show what it finds. What it could guess without looking back is the share right
+    without it, and saves nothing.
 
     Args:
         model: ids [B,T] -> logits [B,T,V].
@@ -109,7 +129,8 @@ def needles(
     room = length - 2 * n + 1
     if room < n or len(ids) < length or not all(0 <= depth <= 1 for depth in depths):
         raise ArgumentError(
-            f"a passage of {n} tokens twice in {length} tokens, of a text of {len(ids)}, at depths {list(depths)}: "
+            f"a passage of {n} tokens twice in {length} tokens, of a text of {len(ids)}, at "
+            f"depths {list(depths)}: "
             f"the length must be at least {3 * n - 1} and at most the text's, depths in 0..1"
         )
     make = torch.Generator().manual_seed(seed)
@@ -117,15 +138,19 @@ def needles(
     pieces = [(ids[s : s + room], ids[s + room : s + room + n]) for s in starts.tolist()]
     told = torch.randint(len(ids) - n + 1, (trials,), generator=make).tolist()
     passages = [ids[a : a + n] for a in told]
-    bare = torch.stack([torch.cat((*piece, said)) for piece, said in zip(pieces, passages, strict=True)])  # fmt: skip
+    bare = torch.stack(
+        [torch.cat((*piece, said)) for piece, said in zip(pieces, passages, strict=True)]
+    )
     without, guessed = _asked(model, bare, key)
     found = []
     for depth in depths:
         cut = round(depth * room)
-        whole = torch.stack([
-            torch.cat((text[:cut], said, text[cut:], said))
-            for (text, _), said in zip(pieces, passages, strict=True)
-        ])  # fmt: skip
+        whole = torch.stack(
+            [
+                torch.cat((text[:cut], said, text[cut:], said))
+                for (text, _), said in zip(pieces, passages, strict=True)
+            ]
+        )
         nats, right = _asked(model, whole, key)
         found.append(Needle(depth, right, guessed, without - nats))
     return found

@@ -21,11 +21,13 @@ from regard.models.families.regard import Config
 def judged(
     lesson: Lesson, name: str, pupil: Pupil, seeds: Sequence[int], done: Mapping[str, Numbers]
 ) -> Numbers | None:
-    """What came of a mechanism in a lesson: its best rate by the mean validation loss, and there the measure over seeds.
+    """What came of a mechanism in a lesson: its best rate by the mean validation loss, and there
+    the measure over seeds.
 
     Returns:
-        `rate`, `validation` (rate -> mean loss; None where a seed diverged), `mean`, `low`, `high`, `seeds`, `steps`,
-        `tokens`; None while a run is missing; `diverged` where no rate was survived.
+        `rate`, `validation` (rate -> mean loss; None where a seed diverged), `mean`, `low`, `high`,
+        `seeds`, `steps`, `tokens`; None while a run is missing; `diverged` where no rate was
+        survived.
     """
     runs = {
         rate: [done.get(job_name(lesson.name, name, rate, seed)) for seed in seeds]
@@ -35,10 +37,11 @@ def judged(
         return None
     whole = {rate: [one for one in found if one is not None] for rate, found in runs.items()}
     losses = {
-        rate: None if any("diverged" in one for one in found)
+        rate: None
+        if any("diverged" in one for one in found)
         else statistics.fmean(one["validation"] for one in found)
         for rate, found in whole.items()
-    }  # fmt: skip
+    }
     told = {
         "validation": {f"{rate:g}": loss for rate, loss in losses.items()},
         "seeds": list(seeds),
@@ -49,9 +52,14 @@ def judged(
     best = min(alive, key=lambda rate: alive[rate])
     values = [one[lesson.measure] for one in whole[best]]
     return {
-        **told, "rate": best, "mean": statistics.fmean(values), "low": min(values), "high": max(values),
-        "steps": whole[best][0]["steps"], "tokens": whole[best][0]["tokens"],
-    }  # fmt: skip
+        **told,
+        "rate": best,
+        "mean": statistics.fmean(values),
+        "low": min(values),
+        "high": max(values),
+        "steps": whole[best][0]["steps"],
+        "tokens": whole[best][0]["tokens"],
+    }
 
 
 def front(points: Sequence[tuple[float, ...]]) -> list[int]:
@@ -80,7 +88,9 @@ COSTS = ("kv_bytes", "decode_seconds")
 """What quality is drawn against."""
 
 FEWEST = 4
-"""Rounds below which no two times are told apart: of two rounds each, one in three is all below the other by chance."""
+"""Rounds below which no two times are told apart: of two rounds each, one in three is all below the
+other by chance.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,7 +123,8 @@ class Plan:
 
 
 def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
-    """One entry for each mechanism, with what is known so far: None, or nothing, stands for what was not measured.
+    """One entry for each mechanism, with what is known so far: None, or nothing, stands for what
+    was not measured.
 
     Args:
         plan: what is compared.
@@ -123,14 +134,18 @@ def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
     for one in plan.contestants:
         config = plan.configs[one.name]
         entry: Numbers = {
-            "name": one.name, "attention": one.attention, "options": dict(one.options),
-            "parameters": parameters(config), "hidden": config.intermediate_size,
-        }  # fmt: skip
+            "name": one.name,
+            "attention": one.attention,
+            "options": dict(one.options),
+            "parameters": parameters(config),
+            "hidden": config.intermediate_size,
+        }
         for kind in ("prefill", "decode"):
             entry[kind] = {
                 str(c): beside(done[f"{kind}/{c}"]["rows"], one.name)
-                for c in plan.timing.contexts if f"{kind}/{c}" in done
-            }  # fmt: skip
+                for c in plan.timing.contexts
+                if f"{kind}/{c}" in done
+            }
         trained = done.get(f"training/{plan.timing.length}", {}).get("rows", {})
         entry["training"] = beside(trained, one.name) if one.name in trained else None
         entry["memory"] = done.get(f"memory/{one.name}")
@@ -144,9 +159,11 @@ def gather(plan: Plan, done: Mapping[str, Numbers]) -> list[Numbers]:
 
 
 def beside(rows: Mapping[str, Numbers], name: str) -> Numbers:
-    """A row of times, and whether it overlaps that of the first mechanism: `overlaps_first`, None of that one itself.
+    """A row of times, and whether it overlaps that of the first mechanism: `overlaps_first`, None
+    of that one itself.
 
-    Two times overlap where the ranges between their quartiles do, or where either has fewer than `FEWEST` rounds.
+    Two times overlap where the ranges between their quartiles do, or where either has fewer than
+    `FEWEST` rounds.
 
     >>> rows = {"a": {"seconds": 2.0, "quartiles": [1, 3], "rounds": 7}, "b": {"seconds": 4.0, "quartiles": [3, 5], "rounds": 7}}
     >>> beside(rows, "b")["overlaps_first"], beside({**rows, "a": {**rows["a"], "quartiles": [1, 2]}}, "b")["overlaps_first"]
@@ -177,7 +194,9 @@ def cost_of(entry: Mapping[str, Any], cost: str, context: int) -> float | None:
 def on_front(
     entries: Sequence[Mapping[str, Any]], lesson: Lesson, cost: str, context: int
 ) -> list[str]:
-    """The names of mechanisms that no other beats in both cost and quality; those without both numbers take no part."""
+    """The names of mechanisms that no other beats in both cost and quality; those without both
+    numbers take no part.
+    """
     sign = 1.0 if lesson.better == "lower" else -1.0
     points: dict[str, tuple[float, float]] = {}
     for entry in entries:
@@ -209,21 +228,27 @@ def as_json(
         "shape": {**asdict(plan.shape), "hidden": plan.shape.width},
         "timing": asdict(plan.timing),
         "memory": HOW,
-        "training": {**asdict(plan.training), "lessons": {one.name: one.settings for one in plan.lessons}},
+        "training": {
+            **asdict(plan.training),
+            "lessons": {one.name: one.settings for one in plan.lessons},
+        },
         "notes": list(notes),
         "mechanisms": entries,
         "fronts": {
             f"{lesson.name} against {cost}": on_front(entries, lesson, cost, at)
-            for lesson in plan.lessons for cost in COSTS
+            for lesson in plan.lessons
+            for cost in COSTS
         },
-    }  # fmt: skip
+    }
 
 
 def as_csv(plan: Plan, done: Mapping[str, Numbers]) -> str:
     """A line for each mechanism; what was not measured is empty.
 
-    Columns: name, attention, parameters, hidden; kv_bytes, prefill_seconds and decode_seconds at each context;
-    training_seconds; of each time its quartiles, _q1 and _q3, behind it; prefill_peak_bytes, training_peak_bytes; of each lesson its measure, low, high, rate, and steps.
+    Columns: name, attention, parameters, hidden; kv_bytes, prefill_seconds and decode_seconds at
+        each context; training_seconds; of each time its quartiles, _q1 and _q3, behind it;
+        prefill_peak_bytes, training_peak_bytes; of each lesson its measure, low, high, rate, and
+        steps.
     """
     entries = [_flat(entry, plan) for entry in gather(plan, done)]
     text = io.StringIO()

@@ -1,4 +1,6 @@
-"""A comparison from beginning to end: speed, memory, how many steps there is time for, and training."""
+"""A comparison from beginning to end: speed, memory, how many steps there is time for, and
+training.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Comparison:
         session: where measurements are kept.
         machine: `regard.bench.machine.machine`.
         minutes: for everything; training is shortened to fit, for all alike, and a note says so.
-        steps: of the optimiser in every lesson, whatever time they take; None is each lesson's own, if there is time.
+        steps: of the optimiser in every lesson, whatever time they take; None is each lesson's own,
+            if there is time.
         with_memory: whether peak memory is measured.
 
     >>> from regard.compare.experiment import Store
@@ -52,7 +55,9 @@ class Comparison:
         self.notes: list[str] = []
 
     def run(self) -> None:
-        """Measure what the session does not have yet; an interrupt leaves what is done in the session."""
+        """Measure what the session does not have yet; an interrupt leaves what is done in the
+        session.
+        """
         plan, session = self.plan, self.session
         session.run(speed.experiments(plan.configs, plan.timing, self.machine))
         if self.with_memory:
@@ -79,10 +84,12 @@ class Comparison:
         if self.steps is None:
             room = MARGIN * (60 * self.minutes - session.elapsed)
         settings = {
-            "models": {name: asdict(config) for name, config in plan.configs.items()}, "wanted": wanted,
-            "runs": runs, "minutes": None if self.steps else self.minutes,
+            "models": {name: asdict(config) for name, config in plan.configs.items()},
+            "wanted": wanted,
+            "runs": runs,
+            "minutes": None if self.steps else self.minutes,
             "lessons": {one.name: one.settings for one in plan.lessons},
-        }  # fmt: skip
+        }
 
         def choose() -> Numbers:
             steps, whole = quality.steps_that_fit(wanted, seconds, runs, room)
@@ -96,8 +103,10 @@ class Comparison:
             self.note(f"steps: {told}; training was expected to take {clock(found['whole'])}")
         else:
             self.note(
-                f"steps: {told}; all of {', '.join(f'{name} {n}' for name, n in wanted.items())} would take about "
-                f"{clock(found['whole'])}, and --minutes is {self.minutes:g}: every mechanism is trained so much less"
+                f"steps: {told}; all of {', '.join(f'{name} {n}' for name, n in wanted.items())} "
+                "would take about "
+                f"{clock(found['whole'])}, and --minutes is {self.minutes:g}: every mechanism is "
+                "trained so much less"
             )
         return steps
 

@@ -93,7 +93,8 @@ def prefill(model: Decoder, config: Config, context: int, batch: int = 1) -> Ste
 
 
 def decode(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
-    """Decode the token at position context - 1, behind caches that hold all before; then take it back.
+    """Decode the token at position context - 1, behind caches that hold all before; then take it
+    back.
 
     >>> from regard.compare.mechanisms import Contestant, Shape, decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
@@ -139,7 +140,8 @@ def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
 
 
 def kernels(step: Step) -> list[str]:
-    """The kernels of softmax attention that a step runs; empty where it runs none, as a recurrence does.
+    """The kernels of softmax attention that a step runs; empty where it runs none, as a recurrence
+    does.
 
     >>> kernels(lambda: None)
     []
@@ -150,7 +152,8 @@ def kernels(step: Step) -> list[str]:
 
 
 def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) -> int:
-    """Bytes that the caches of all layers really hold behind so many tokens, each of the kind that suits its layer.
+    """Bytes that the caches of all layers really hold behind so many tokens, each of the kind that
+    suits its layer.
 
     >>> from regard.compare.mechanisms import Contestant, Shape, decoder
     >>> config = Contestant("mqa", "mqa").config(Shape(dim=32, layers=1))
@@ -220,8 +223,9 @@ class Timing:
 def experiments(
     configs: Mapping[str, Config], timing: Timing, machine: Mapping[str, Any]
 ) -> list[Experiment]:
-    """Prompts and decoding at every context, and training steps: all mechanisms in turns within each, so that a drift of the
-    machine hits all; so one more mechanism is a new measurement of all.
+    """Prompts and decoding at every context, and training steps: all mechanisms in turns within
+    each, so that a drift of the machine hits all; so one more mechanism is a new measurement of
+    all.
 
     Args:
         configs: name -> model.
@@ -243,11 +247,12 @@ def experiments(
         limits = {"rounds": timing.rounds, "seconds": timing.seconds, "sample": timing.sample}
         found.append(
             Experiment(
-                f"{kind}/{length}", {**shared, **own, **limits},
+                f"{kind}/{length}",
+                {**shared, **own, **limits},
                 lambda kind=kind, length=length: measure(configs, kind, length, timing),  # type: ignore[misc]
                 timing.seconds,
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -255,9 +260,9 @@ def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timin
     """Time one kind of work of all mechanisms in turns.
 
     Returns:
-        {"rows": name -> row}; a row has `seconds` (median of a call), `quartiles`, `ratio` (the median over rounds of its
-        time by the first mechanism's), `rounds`, `kernels`; of decoding, `kv_bytes` and `kv_bytes_formula` too; or,
-        where it cannot be run, `why`.
+        {"rows": name -> row}; a row has `seconds` (median of a call), `quartiles`, `ratio` (the
+        median over rounds of its time by the first mechanism's), `rounds`, `kernels`; of decoding,
+        `kv_bytes` and `kv_bytes_formula` too; or, where it cannot be run, `why`.
 
     Raises:
         ArgumentError: the kind is not of `KINDS`; or caches need more memory than is free.
@@ -280,9 +285,11 @@ def measure(configs: Mapping[str, Config], kind: str, length: int, timing: Timin
     first = next(iter(times), "")
     for name, found in times.items():
         rows[name] |= {
-            "seconds": median(found), "quartiles": list(quartiles(found)),
-            "ratio": ratio(times, name, first), "rounds": len(found),
-        }  # fmt: skip
+            "seconds": median(found),
+            "quartiles": list(quartiles(found)),
+            "ratio": ratio(times, name, first),
+            "rounds": len(found),
+        }
     return {"rows": rows}
 
 

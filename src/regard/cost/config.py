@@ -529,7 +529,8 @@ def read(raw: Mapping[str, Any], name: str, where: str = "config.json") -> Model
     for key, values in UNDERSTOOD.items():
         if raw.get(key) not in values:
             raise ArgumentError(
-                f"{where}: {key} is {shown(raw[key])}; only {values[-1]!r} is counted: give the sizes "
+                f"{where}: {key} is {shown(raw[key])}; only {values[-1]!r} is counted: give the "
+                "sizes "
                 "as flags"
             )
     return READERS[kind](Keys(raw, where), name)

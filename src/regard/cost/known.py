@@ -33,10 +33,14 @@ class Known:
 
 def _gpt2(n_embd: int, n_layer: int, n_head: int, n_positions: int = 1024) -> dict[str, Any]:
     return {
-        "model_type": "gpt2", "vocab_size": 50257, "n_positions": n_positions, "n_embd": n_embd,
-        "n_layer": n_layer, "n_head": n_head,
+        "model_type": "gpt2",
+        "vocab_size": 50257,
+        "n_positions": n_positions,
+        "n_embd": n_embd,
+        "n_layer": n_layer,
+        "n_head": n_head,
         "torch_dtype": "float16" if n_positions == 2048 else "float32",
-    }  # fmt: skip
+    }
 
 
 GPT2 = "config.json of openai-community/gpt2 and its sizes"
@@ -59,16 +63,23 @@ SHARE = (
 def _gpt_oss(layers: int, experts: int) -> Known:
     return Known(
         {
-            "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880,
+            "model_type": "gpt_oss",
+            "vocab_size": 201088,
+            "hidden_size": 2880,
             "intermediate_size": 2880,
-            "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
-            "head_dim": 64, "num_local_experts": experts, "num_experts_per_tok": 4,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": experts,
+            "num_experts_per_tok": 4,
             "sliding_window": 128,
-            "attention_bias": True, "tie_word_embeddings": False,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
         },
         "OpenAI 2025 (arXiv 2508.10925), section 2; config.json of openai/gpt-oss",
         "released experts take 4.25 bits (MXFP4); bytes here are of one dtype for all weights",
-    )  # fmt: skip
+    )
 
 
 GPT = {
@@ -87,11 +98,16 @@ def _llama(
     dim: int, layers: int, heads: int, groups: int, ff: int, vocab: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": dim, "num_hidden_layers": layers,
+        "model_type": "llama",
+        "hidden_size": dim,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": groups, "intermediate_size": ff, "vocab_size": vocab,
-        "tie_word_embeddings": False, **more,
-    }  # fmt: skip
+        "num_key_value_heads": groups,
+        "intermediate_size": ff,
+        "vocab_size": vocab,
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
 LLAMA2 = "Touvron et al. 2023 (arXiv 2307.09288); config.json of meta-llama/Llama-2"
@@ -120,22 +136,32 @@ LLAMA = {
         _llama(3072, 28, 24, 8, 8192, 128256, head_dim=128, tie_word_embeddings=True), LLAMA32
     ),
     "llama-3.3-70b": _L70,
-    "mistral-7b-v0.1": Known(_llama(4096, 32, 32, 8, 14336, 32000, sliding_window=4096,
-    **_MISTRAL), MISTRAL),
-    "mistral-7b-v0.3": Known(_llama(4096, 32, 32, 8, 14336, 32768, sliding_window=None,
-    **_MISTRAL), MISTRAL),
+    "mistral-7b-v0.1": Known(
+        _llama(4096, 32, 32, 8, 14336, 32000, sliding_window=4096, **_MISTRAL), MISTRAL
+    ),
+    "mistral-7b-v0.3": Known(
+        _llama(4096, 32, 32, 8, 14336, 32768, sliding_window=None, **_MISTRAL), MISTRAL
+    ),
     "mistral-nemo": Known(
         _llama(5120, 40, 32, 8, 14336, 131072, head_dim=128, sliding_window=None, **_MISTRAL),
-        MISTRAL
+        MISTRAL,
     ),
     "mixtral-8x7b": Known(
         _llama(
-            4096, 32, 32, 8, 14336, 32000, sliding_window=None, num_local_experts=8,
-            num_experts_per_tok=2, model_type="mixtral",
+            4096,
+            32,
+            32,
+            8,
+            14336,
+            32000,
+            sliding_window=None,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            model_type="mixtral",
         ),
         MIXTRAL,
     ),
-}  # fmt: skip
+}
 LLAMA["llama-3-405b"], LLAMA["mistral-7b"] = _L405, LLAMA["mistral-7b-v0.1"]
 
 
@@ -143,11 +169,16 @@ def _qwen(
     kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers,
+        "model_type": kind,
+        "hidden_size": dim,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": groups, "intermediate_size": ff, "vocab_size": 151936,
-        "tie_word_embeddings": False, **more,
-    }  # fmt: skip
+        "num_key_value_heads": groups,
+        "intermediate_size": ff,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
 _TIED = {"tie_word_embeddings": True}
@@ -188,12 +219,16 @@ def _gemma(
     kind: str, dim: int, layers: int, heads: int, groups: int, ff: int, **more: Any
 ) -> dict[str, Any]:
     return {
-        "model_type": kind, "hidden_size": dim, "num_hidden_layers": layers,
+        "model_type": kind,
+        "hidden_size": dim,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": groups, "intermediate_size": ff, "head_dim": 256,
+        "num_key_value_heads": groups,
+        "intermediate_size": ff,
+        "head_dim": 256,
         "tie_word_embeddings": True,
         **more,
-    }  # fmt: skip
+    }
 
 
 _GEMMA2: dict[str, Any] = {"vocab_size": 256000, "sliding_window": 4096}
@@ -237,19 +272,31 @@ GEMMA = {
 
 def _deepseek(dim: int, layers: int, heads: int, q_rank: int | None, **more: Any) -> dict[str, Any]:
     return {
-        "model_type": "deepseek_v2", "vocab_size": 102400, "hidden_size": dim,
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": dim,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": q_rank,
-        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "first_k_dense_replace": 1, "tie_word_embeddings": False, **more,
-    }  # fmt: skip
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": q_rank,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+        **more,
+    }
 
 
 def _experts(ff: int, width: int, count: int, active: int, shared: int) -> dict[str, Any]:
     return {
-        "intermediate_size": ff, "moe_intermediate_size": width, "n_routed_experts": count,
-        "num_experts_per_tok": active, "n_shared_experts": shared,
-    }  # fmt: skip
+        "intermediate_size": ff,
+        "moe_intermediate_size": width,
+        "n_routed_experts": count,
+        "num_experts_per_tok": active,
+        "n_shared_experts": shared,
+    }
 
 
 DEEPSEEK_V2 = (
@@ -260,9 +307,10 @@ DEEPSEEK_V3 = (
 )
 _V3_KEYS = {"model_type": "deepseek_v3", "vocab_size": 129280, "first_k_dense_replace": 3}
 _V3 = Known(
-    _deepseek(7168, 61, 128, 1536, **_experts(18432, 2048, 256, 8, 1), **_V3_KEYS), DEEPSEEK_V3,
+    _deepseek(7168, 61, 128, 1536, **_experts(18432, 2048, 256, 8, 1), **_V3_KEYS),
+    DEEPSEEK_V3,
     "without the layer that predicts a second token",
-)  # fmt: skip
+)
 DEEPSEEK = {
     "deepseek-v2": Known(
         _deepseek(5120, 60, 128, 1536, **_experts(12288, 1536, 160, 6, 2)), DEEPSEEK_V2

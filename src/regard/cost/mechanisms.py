@@ -177,6 +177,7 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
             and not (isinstance(value, int) and 1 <= value <= LARGEST)
         ):
             raise ArgumentError(
-                f"{key} is {shown(value)}; it must be an integer of at least 1 and at most {LARGEST}"
+                f"{key} is {shown(value)}; it must be an integer of at least 1 and at most "
+                f"{LARGEST}"
             )
     return made.build(dim, heads, given)

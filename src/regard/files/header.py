@@ -1,10 +1,13 @@
-"""The header of a safetensors file, checked in full before a byte of its data is read or memory is taken for it.
+"""The header of a safetensors file, checked in full before a byte of its data is read or memory is
+taken for it.
 
 A file is 8 bytes (the header's length N, little-endian), N bytes of JSON, and the data:
 
-    {"__metadata__": {str: str}, name: {"dtype": str, "shape": [int], "data_offsets": [begin, end]}, ...}
+    {"__metadata__": {str: str}, name: {"dtype": str, "shape": [int], "data_offsets": [begin, end]},
+    ...}
 
-The offsets count from the end of the header; the tensors fill the data without a hole and without an overlap.
+The offsets count from the end of the header; the tensors fill the data without a hole and without
+an overlap.
 
 Source: the format's specification, github.com/huggingface/safetensors.
 """
@@ -34,18 +37,34 @@ DIMENSION_LIMIT = 25
 """Most dimensions of a tensor: more than that, several operations of torch refuse."""
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 """The format's dtypes that torch computes with. Those of less than a byte (F4, F6) are refused."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies: `bytes` bytes of `file`, from `start` on, little-endian and row by row."""
+    """Where a tensor lies: `bytes` bytes of `file`, from `start` on, little-endian and row by
+    row.
+    """
 
     name: str
     dtype: torch.dtype
@@ -57,7 +76,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file holds, in the order of its data, and the state of the file that was checked."""
+    """What a safetensors file holds, in the order of its data, and the state of the file that was
+    checked.
+    """
 
     file: Path
     tensors: tuple[Stored, ...]
@@ -69,7 +90,8 @@ def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file; of the data nothing is read.
 
     Raises:
-        FileError: the file is no whole safetensors file; the message says what it has, and what it seems to be.
+        FileError: the file is no whole safetensors file; the message says what it has, and what it
+            seems to be.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.zeros(2, 3)}, "a.safetensors")
@@ -150,7 +172,8 @@ def _tensors(table: Mapping[str, Any], path: Path, base: int) -> tuple[Stored, .
         if x.start != end:
             what = "overlaps the one before it" if x.start < end else "leaves a hole before it"
             raise ArgumentError(
-                f"gives {shown(x.name)} data from byte {x.start - base} on, which {what} (up to {end - base})"
+                f"gives {shown(x.name)} data from byte {x.start - base} on, which {what} (up to "
+                f"{end - base})"
             )
         end += x.bytes
     return tuple(found)

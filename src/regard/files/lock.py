@@ -1,7 +1,9 @@
-"""Who writes where: a folder belongs to one process at a time, and what a killed one left is known from what is in use.
+"""Who writes where: a folder belongs to one process at a time, and what a killed one left is known
+from what is in use.
 
-A lock is the system's own (`flock`) on the folder itself: it needs no file, and it ends with the process that holds it, however
-that ends. Where a system or a file system has no such locks, nothing is refused.
+A lock is the system's own (`flock`) on the folder itself: it needs no file, and it ends with the
+process that holds it, however that ends. Where a system or a file system has no such locks, nothing
+is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ WRITING = ".writing-"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep every other process, and every other part of this one, from locking a folder while the block runs.
+    """Keep every other process, and every other part of this one, from locking a folder while the
+    block runs.
 
     Args:
         folder: a folder that exists.
@@ -61,10 +64,12 @@ def in_use(folder: Path) -> FileError:
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder and give the descriptor that holds the lock until it is closed; None if somebody else has it.
+    """Lock a folder and give the descriptor that holds the lock until it is closed; None if
+    somebody else has it.
 
     Raises:
-        OSError: the folder is missing, a link, or no folder, or it was replaced by another one meanwhile.
+        OSError: the folder is missing, a link, or no folder, or it was replaced by another one
+            meanwhile.
     """
     flags = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
     # a folder that the user names may be a link; those that are swept may not
@@ -93,7 +98,8 @@ def holds(handle: int, folder: Path) -> bool:
 
 
 def sweep(folder: Path, name: str | None = None) -> int:
-    """Delete the folders that killed writers left; those of living ones, which hold their locks, stay.
+    """Delete the folders that killed writers left; those of living ones, which hold their locks,
+    stay.
 
     Args:
         folder: where to look.
@@ -127,6 +133,8 @@ def sweep(folder: Path, name: str | None = None) -> int:
 
 
 def label(name: str) -> str:
-    """A name as it stands in the name of a folder that is being written: no longer than a file system allows."""
+    """A name as it stands in the name of a folder that is being written: no longer than a file
+    system allows.
+    """
     whole = name.encode("utf-8", "surrogateescape")
     return name if len(whole) <= 100 else f"{name[:20]}-{zlib.crc32(whole):08x}"

@@ -25,8 +25,9 @@ AHEAD = 32 << 20
 THREADS = 4
 """Most threads that read, the caller's among them; half of torch's threads where that is less.
 
-The time goes into fresh memory, which the kernel clears page by page. On two busy cores a second thread brings nothing
-and costs a tenth of the processor's time (bench/load.py), so there the caller reads alone.
+The time goes into fresh memory, which the kernel clears page by page. On two busy cores a second
+thread brings nothing and costs a tenth of the processor's time (bench/load.py), so there the caller
+reads alone.
 """
 
 
@@ -47,8 +48,8 @@ def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple
         marks: the state of each file in which its header was checked.
 
     Raises:
-        FileError: a file has changed since, cannot be read, or holds a byte that is no boolean; or there is not
-            enough memory.
+        FileError: a file has changed since, cannot be read, or holds a byte that is no boolean; or
+            there is not enough memory.
 
     >>> from regard.files.header import read_header
     >>> from safetensors.torch import save_file
@@ -103,7 +104,8 @@ def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor | None) -> _Comi
         tensor = pages.empty(stored.shape, dtype=stored.dtype)
     except (RuntimeError, MemoryError) as e:
         raise FileError(
-            f"{stored.file}: {shown(stored.name)} needs {stored.bytes} bytes of memory, which are not to be had"
+            f"{stored.file}: {shown(stored.name)} needs {stored.bytes} bytes of memory, which are "
+            "not to be had"
         ) from e
     place = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
     pieces = [
@@ -141,7 +143,8 @@ def _finish(coming: _Coming) -> Tensor:
         largest = int(_bytes(coming.tensor).max())
         if largest > 1:
             raise FileError(
-                f"{coming.stored.file}: {shown(coming.stored.name)} is BOOL and holds a byte {largest}; "
+                f"{coming.stored.file}: {shown(coming.stored.name)} is BOOL and holds a byte "
+                f"{largest}; "
                 "only 0 and 1 are booleans"
             )
     return coming.tensor

@@ -39,16 +39,18 @@ class Mark:
 def inside(folder: Path, name: str) -> Path:
     """The path of a regular file of a model folder, whoever chose its name.
 
-    The name is plain: no separator, no "..", no drive, no control character. A link may lead to a file of the same
-    folder, or, as Hugging Face's cache lays it out, from `models--x--y/snapshots/z/` to `models--x--y/blobs/`, and from
-    there to the store that all repositories of that cache share, `blobs/12/1234...`; no link leads anywhere else.
+    The name is plain: no separator, no "..", no drive, no control character. A link may lead to a
+    file of the same folder, or, as Hugging Face's cache lays it out, from
+    `models--x--y/snapshots/z/` to `models--x--y/blobs/`, and from there to the store that all
+    repositories of that cache share, `blobs/12/1234...`; no link leads anywhere else.
 
     Args:
         folder: the folder that the user named.
         name: the file's name, which may come from a file.
 
     Raises:
-        FileError: the name is not plain; or there is no such file, it is not regular, or a link leads out.
+        FileError: the name is not plain; or there is no such file, it is not regular, or a link
+            leads out.
 
     >>> inside(Path("model"), "../secrets")
     Traceback (most recent call last):
@@ -71,7 +73,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def check_name(folder: Path, name: str) -> None:
-    """Refuse a file's name that could lead out of a folder: one with a separator, a drive or a control character, or "..".
+    """Refuse a file's name that could lead out of a folder: one with a separator, a drive or a
+    control character, or "..".
 
     Raises:
         FileError: the name is not plain.
@@ -88,7 +91,8 @@ def _check_link(path: Path, folder: Path) -> None:
         target = path.resolve(strict=True)
     except FileNotFoundError:
         raise FileError(
-            f"{path} is a link to {shown(str(path.readlink()))}, which is missing; is it a partial download?"
+            f"{path} is a link to {shown(str(path.readlink()))}, which is missing; is it a "
+            "partial download?"
         ) from None
     allowed = [folder]
     for snapshot in (folder, *folder.parents):
@@ -116,7 +120,8 @@ def _unreadable(path: Path, error: Exception) -> FileError:
 
 
 def present(folder: Path, name: str) -> Path | None:
-    """Return the checked path of a file that a folder may lack: None where nothing has the name, not even a broken link.
+    """Return the checked path of a file that a folder may lack: None where nothing has the name,
+    not even a broken link.
 
     Raises:
         FileError: as `inside`.

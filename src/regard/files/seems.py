@@ -21,7 +21,9 @@ _BEGINNINGS = {
     b"\x93NUMPY": "a NumPy array; convert it to safetensors elsewhere",
     b"{": "JSON text, not the file: an error message of a server, or an index; download it again",
 }
-"""First bytes of a file -> what it is. A safetensors file begins with the length of its header, and then {."""
+"""First bytes of a file -> what it is. A safetensors file begins with the length of its header, and
+then {.
+"""
 
 AGAIN = "download it again, or write it again with safetensors"
 """The next step where a file is damaged."""

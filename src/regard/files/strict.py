@@ -17,7 +17,9 @@ from regard.foreign import shown
 DEEPEST = 128
 """How deep lists and objects may nest."""
 LONGEST = 16 << 20
-"""Bytes of a JSON file that nothing else bounds: a config.json with the longest label tables has some 2 MB."""
+"""Bytes of a JSON file that nothing else bounds: a config.json with the longest label tables has
+some 2 MB.
+"""
 
 _MARKS = 1 << 22
 _DIGITS = 20  # those of the largest number of 64 bits
@@ -50,9 +52,11 @@ def read_json(path: Path, *, limit: int = LONGEST, kind: type[Any] = dict) -> An
 
 
 def parse(raw: bytes, kind: type[Any] = dict) -> Any:
-    """A JSON object, or a list: UTF-8, no key twice, no NaN, no number without end, not too many parts, not too deep.
+    """A JSON object, or a list: UTF-8, no key twice, no NaN, no number without end, not too many
+    parts, not too deep.
 
-    Python's reader needs up to 25 bytes of memory for a byte of brackets; their number is bounded first.
+    Python's reader needs up to 25 bytes of memory for a byte of brackets; their number is bounded
+    first.
 
     Args:
         raw: the text.

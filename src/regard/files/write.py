@@ -16,11 +16,13 @@ from regard.files.lock import WRITING, hold, holds, in_use, label, sweep
 
 @contextmanager
 def workplace(target: Path, *, alone: bool = False) -> Iterator[Path]:
-    """A new folder beside a target, which is gone at the end unless it was renamed; what killed writers left is swept.
+    """A new folder beside a target, which is gone at the end unless it was renamed; what killed
+    writers left is swept.
 
     Args:
         target: what will be written; its parent folder exists.
-        alone: refuse while somebody else is writing the same target; otherwise the last one to rename wins.
+        alone: refuse while somebody else is writing the same target; otherwise the last one to
+            rename wins.
 
     Raises:
         FileError: `alone`, and another run writes the target.
@@ -59,7 +61,8 @@ def _taken(target: Path, *, alone: bool) -> tuple[Path, int]:
 
 @contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Where to write a file, which is then synced and put in its place; after an error the old one is as it was.
+    """Where to write a file, which is then synced and put in its place; after an error the old one
+    is as it was.
 
     A file that is replaced keeps its permissions.
 
@@ -86,7 +89,8 @@ def written(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Write a file whose name a user gave, whole or not at all, and raise the package's own error if that fails.
+    """Write a file whose name a user gave, whole or not at all, and raise the package's own error
+    if that fails.
 
     Raises:
         FileError: as `check_target`, or the disk refuses.

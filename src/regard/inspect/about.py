@@ -1,4 +1,6 @@
-"""What an explanation says of where it looks: names of keys and calls, sizes, notes, predictions."""
+"""What an explanation says of where it looks: names of keys and calls, sizes, notes,
+predictions.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def which_call(call: int | str, names: Sequence[str]) -> int:
 
 
 def keys_of(at: At, positions: Sequence[int], *, blocks: bool = False) -> Fields:
-    """ids, pieces and positions of keys, by where they stand; a block of keys is called by its last token."""
+    """ids, pieces and positions of keys, by where they stand; a block of keys is called by its last
+    token.
+    """
     tokens, ids, pieces = at.columns, [], []
     for n, p in enumerate(positions):
         real = 0 <= p < len(tokens.ids)
@@ -95,7 +99,8 @@ def find_key(
         token = find_token(at.columns, key, "key")
         if token not in positions:
             raise ArgumentError(
-                f"key is token {token}, which this call does not hold; it holds {len(positions)} keys, at positions "
+                f"key is token {token}, which this call does not hold; it holds {len(positions)} "
+                "keys, at positions "
                 f"{', '.join(map(str, list(positions)[:8]))}{', ...' if len(positions) > 8 else ''}"
             )
         return list(positions).index(token), ""
@@ -111,9 +116,15 @@ def find_key(
 def sizes_of(at: At, found: Capture, call: Call, row: Row) -> dict[str, int]:
     """The letters of the call."""
     return {
-        "layers": len(at.read.main), "H": len(call.weights), "G": call.groups, "T": len(at.rows.ids),
-        "S": len(call.keys), "D": row.chain.k.shape[1], "E": row.v.shape[1], "M": found.taps["out"].shape[1],
-    }  # fmt: skip
+        "layers": len(at.read.main),
+        "H": len(call.weights),
+        "G": call.groups,
+        "T": len(at.rows.ids),
+        "S": len(call.keys),
+        "D": row.chain.k.shape[1],
+        "E": row.v.shape[1],
+        "M": found.taps["out"].shape[1],
+    }
 
 
 def row_pieces(at: At, call: Call) -> tuple[str, ...]:
@@ -130,10 +141,17 @@ def about(at: At, found: Capture) -> Fields:
     if trained is not None and trained < T:
         notes.append(f"the text has {T} tokens; the model was trained on at most {trained}")
     return {
-        "model": read.name, "text": read.text, "place": site.place, "layer": site.layer, "query": i,
-        "mechanism": type(site.attention).__name__, "query_piece": at.rows.pieces[i], "query_position": i,
-        "notes": (*read.notes, *notes), "predictions": predictions(at, found),
-    }  # fmt: skip
+        "model": read.name,
+        "text": read.text,
+        "place": site.place,
+        "layer": site.layer,
+        "query": i,
+        "mechanism": type(site.attention).__name__,
+        "query_piece": at.rows.pieces[i],
+        "query_position": i,
+        "notes": (*read.notes, *notes),
+        "predictions": predictions(at, found),
+    }
 
 
 def predictions(at: At, found: Capture) -> tuple[tuple[str, int, float], ...]:

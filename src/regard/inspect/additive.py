@@ -18,7 +18,8 @@ def additive(
 ) -> tuple[Fields, Checks]:
     """Scores of the network, and their softmax, from the queries, keys and values at the taps.
 
-    Raises nothing: the op has no kernel but one, and its output is compared with the head that went on.
+    Raises nothing: the op has no kernel but one, and its output is compared with the head that went
+    on.
     """
     q, k, v = (array(found.taps[name]) for name in ("q", "k", "v"))
     group = head // (len(q) // len(k))
@@ -31,9 +32,20 @@ def additive(
         return terms[j]
 
     fields: Fields = {
-        "kind": "additive", "scale": 1.0, "sink": None,
-        "scores": (Step("additive", EQUATIONS["additive"], s), Step("masked", EQUATIONS["masked"], s)),
-        "online": (), "products": products, "q_row": q[head, i], "k_rows": k[group], "v": v[group],
-        "visible": np.ones(len(s), bool), "read": array(found.taps["z"][head, i]), **row,
-    }  # fmt: skip
+        "kind": "additive",
+        "scale": 1.0,
+        "sink": None,
+        "scores": (
+            Step("additive", EQUATIONS["additive"], s),
+            Step("masked", EQUATIONS["masked"], s),
+        ),
+        "online": (),
+        "products": products,
+        "q_row": q[head, i],
+        "k_rows": k[group],
+        "v": v[group],
+        "visible": np.ones(len(s), bool),
+        "read": array(found.taps["z"][head, i]),
+        **row,
+    }
     return fields, {}

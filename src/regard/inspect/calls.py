@@ -50,7 +50,9 @@ class Call:
 
     @cached_property
     def scores(self) -> Array:
-        """Masked scores [H,n] in the order of the call's keys, recomputed from the recorded q and k."""
+        """Masked scores [H,n] in the order of the call's keys, recomputed from the recorded q and
+        k.
+        """
         found: Array = self._part.scores[0, :, 0].numpy()
         return found
 
@@ -66,7 +68,9 @@ class Call:
         return self.place.part(self.step, rows, keys, self.place.heads)
 
     def by_key(self, length: int) -> Tensor:
-        """Weights [H,length] by the key's position; a slot that held nothing, and a key behind `length`, are left out."""
+        """Weights [H,length] by the key's position; a slot that held nothing, and a key behind
+        `length`, are left out.
+        """
         found = torch.zeros(len(self.weights), length, dtype=torch.float64)
         real = (self.keys >= 0) & (self.keys < length)
         found[:, self.keys[real]] = torch.from_numpy(self.weights)[:, real]
@@ -74,7 +78,9 @@ class Call:
 
 
 def calls_at(capture: Capture, site: Site, query: int) -> list[Call]:
-    """The calls at a site that query i takes part in, in the order of the run; in calls of one token each it is the i-th."""
+    """The calls at a site that query i takes part in, in the order of the run; in calls of one
+    token each it is the i-th.
+    """
     found = []
     for name, place in capture.recording.places.items():
         if name == site.place or name.startswith(site.place + "."):
@@ -94,12 +100,16 @@ def _of(place: Place, query: int) -> list[Call]:
 
 
 def counting(site: Site, calls: list[Call]) -> list[Call]:
-    """The calls whose answers go on: of a global query of Longformer the last, which replaces the local one."""
+    """The calls whose answers go on: of a global query of Longformer the last, which replaces the
+    local one.
+    """
     return calls[-1:] if isinstance(site.attention, Longformer) else calls
 
 
 def main_call(calls: list[Call], head: int) -> Call:
-    """Of several calls the one in which the head has the largest weight on one key; of one, that."""
+    """Of several calls the one in which the head has the largest weight on one key; of one,
+    that.
+    """
     return max(calls, key=lambda call: float(call.weights[head].max(initial=0.0)))
 
 

@@ -1,4 +1,6 @@
-"""One run of a network on its own kernels, with what its attention computed recorded, and what surrounds one of them kept."""
+"""One run of a network on its own kernels, with what its attention computed recorded, and what
+surrounds one of them kept.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ class Capture:
     """What one run computed.
 
     recording: the calls of attention at the sites that were asked for.
-    taps: at the site that is looked at, by name, without their batch dimension: q, z [H,T,.], k, v [G,S,.], out [T,M].
-    hidden: `x` [T,M], what the attention was given, and where there is one, `memory` [S,M3]; `entering` and `residual`
-        [T,M], in front of its residual path and behind it; `embedding`; `last`, behind the last block.
+    taps: at the site that is looked at, by name, without their batch dimension: q, z [H,T,.], k, v
+        [G,S,.], out [T,M].
+    hidden: `x` [T,M], what the attention was given, and where there is one, `memory` [S,M3];
+        `entering` and `residual` [T,M], in front of its residual path and behind it; `embedding`;
+        `last`, behind the last block.
     rule: of a recurrence, the arguments of its rule and what came out.
     apart: the largest difference of the network's output to that of a run that nobody looked at.
     """
@@ -98,13 +102,18 @@ def capture(read: Reading, site: Site) -> Capture:
     hidden = {name: torch.cat(parts, 1)[0] for name, parts in kept.items()}
     taps = {name: _joined(watch, f"{site.place}.{name}") for name in TAPS}
     return Capture(
-        watch.recording(model=read.name), {n: x for n, x in taps.items() if x is not None}, hidden,
-        rule[-1] if rule else None, apart,
-    )  # fmt: skip
+        watch.recording(model=read.name),
+        {n: x for n, x in taps.items() if x is not None},
+        hidden,
+        rule[-1] if rule else None,
+        apart,
+    )
 
 
 def _joined(watch: Watch, name: str) -> Tensor | None:
-    """A tap of all calls: one behind the other where each had some rows, the last where each had all keys."""
+    """A tap of all calls: one behind the other where each had some rows, the last where each had
+    all keys.
+    """
     if name not in list(watch):
         return None
     parts = watch.every(name)

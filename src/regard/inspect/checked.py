@@ -68,14 +68,17 @@ def _check_step(where: str, place: Place, step: Step, pool: Pool, B: int) -> Non
     _check_range(f"columns of {where}", step.columns, s, place.N)
     if len(step.columns.unique()) < s:
         raise ArgumentError(f"columns of {where} name one twice")
-    _check_range(f"keys of {where}", step.columns if step.keys is None else step.keys, s, len(pool.columns))  # fmt: skip
+    _check_range(
+        f"keys of {where}", step.columns if step.keys is None else step.keys, s, len(pool.columns)
+    )
     for name, n in (("first", step.first), ("token", step.token)):
         if n < 0:
             raise ArgumentError(f"{name} of {where} is {n}; it must be 0 or more")
     asked = count(step.q_positions)
     if asked < step.first + t or count(step.k_positions) != s:
         raise ArgumentError(
-            f"{where} has {t} queries behind {step.first} and {s} keys, and positions of {asked} and "
+            f"{where} has {t} queries behind {step.first} and {s} keys, and positions of {asked} "
+            "and "
             f"{count(step.k_positions)}"
         )
     for positions in (step.q_positions, step.k_positions):

@@ -20,7 +20,8 @@ from regard.nn.cross import AdditiveAttention
 from regard.nn.recurrent import Recurrent
 
 RULE = (
-    "the head that looks hardest at one other token: the largest single weight of the query on a key that is neither "
+    "the head that looks hardest at one other token: the largest single weight of the query on a "
+    "key that is neither "
     "the first token, nor a neighbour of the query, nor the query itself"
 )
 """How `strongest_head` chooses, in words."""
@@ -44,7 +45,8 @@ class Choice:
 
 
 def find_query(model: Model, text: str, query: int | str) -> int:
-    """The index of the query token: an index (negative counts from the end), or the last token of a word of the text.
+    """The index of the query token: an index (negative counts from the end), or the last token of a
+    word of the text.
 
     Of several occurrences of a word it is the last; whole words win over parts of words.
 
@@ -68,7 +70,8 @@ def find_token(tokens: Tokens, token: int | str, name: str = "query") -> int:
     """
     if isinstance(token, bool) or not isinstance(token, (int, str)):
         raise ArgumentTypeError(
-            f"{name} is {type(token).__name__}; it must be the index of a token, or a word of the text"
+            f"{name} is {type(token).__name__}; it must be the index of a token, or a word of the "
+            "text"
         )
     if isinstance(token, int):
         return check_index(name, token, len(tokens.ids), "token", "tokens")
@@ -76,13 +79,16 @@ def find_token(tokens: Tokens, token: int | str, name: str = "query") -> int:
 
 
 def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
-    """The index, counted from the front; ArgumentError with the allowed range if there is none such."""
+    """The index, counted from the front; ArgumentError with the allowed range if there is none
+    such.
+    """
     if isinstance(index, bool) or not isinstance(index, int):
         raise ArgumentTypeError(f"{name} is {type(index).__name__}; it must be an integer")
     if not -length <= index < length:
         some = f"{length} {many if length != 1 else one}"
         raise ArgumentError(
-            f"{name} is {index}; there are {some}: it must be 0 to {length - 1}, or {-length} to -1 from the end"
+            f"{name} is {index}; there are {some}: it must be 0 to {length - 1}, or {-length} to "
+            "-1 from the end"
         )
     return index % length
 
@@ -95,13 +101,16 @@ def strongest_head(
     layer: int | None = None,
     head: int | None = None,
 ) -> Choice:
-    """The layer and head whose query looks hardest at one other token, the first and the neighbours excepted.
+    """The layer and head whose query looks hardest at one other token, the first and the neighbours
+    excepted.
 
-    argmax over (layer, head) of max_j p_ij, 0 < j, |i - j| > 1, or 0 < j != i where there is no such j
+    argmax over (layer, head) of max_j p_ij, 0 < j, |i - j| > 1, or 0 < j != i where there is no
+    such j
 
-    The first token is left out because heads with nothing to do park their weight there, and the neighbours because
-    a previous-token head looks there whatever the words are. If there is no other token, it is the first head of the
-    first layer. A `layer` or `head` that is given is kept, and only the other is chosen.
+    The first token is left out because heads with nothing to do park their weight there, and the
+    neighbours because a previous-token head looks there whatever the words are. If there is no
+    other token, it is the first head of the first layer. A `layer` or `head` that is given is kept,
+    and only the other is chosen.
 
     Raises:
         ArgumentError: the query, layer or head is out of range.
@@ -164,7 +173,8 @@ def strongest(
 def strongest_keys(
     model: Model, ids: Int[Tensor, "1 T"], query: int
 ) -> tuple[Float[Tensor, "layers H"], Int[Tensor, "layers H"]]:
-    """For each head of each layer: the largest weight of the query on another token than the first, and that token.
+    """For each head of each layer: the largest weight of the query on another token than the first,
+    and that token.
 
     Raises:
         ArgumentError: the query is out of range.
@@ -201,7 +211,9 @@ def _reading(model: Source, ids: Tensor) -> Reading:
 
 
 def _rows(read: Reading, sites: Sequence[Site], query: int, *, everything: bool = False) -> Tensor:
-    """The query's weights [sites, H, S]; -1 on the first token and on itself where keys are its own sequence, if not everything."""
+    """The query's weights [sites, H, S]; -1 on the first token and on itself where keys are its own
+    sequence, if not everything.
+    """
     found = look(read, sites)
     rows: list[Tensor | None] = []
     for site in sites:
@@ -214,7 +226,8 @@ def _rows(read: Reading, sites: Sequence[Site], query: int, *, everything: bool 
     if known is None:
         names = ", ".join(dict.fromkeys(type(site.attention).__name__ for site in sites))
         raise ArgumentError(
-            f"{names} ran no softmax for query {query}: there are no weights to compare heads by; give a layer and a head"
+            f"{names} ran no softmax for query {query}: there are no weights to compare heads by; "
+            "give a layer and a head"
         )
     weights = torch.stack([torch.zeros_like(known) if row is None else row for row in rows])
     if sites[0].rows == sites[0].columns and not everything:
@@ -235,7 +248,8 @@ def _end_of(word: str, text: str, name: str) -> int:
     words = list(dict.fromkeys(re.findall(r"\w+", text)))
     shown = ", ".join(words[:12]) + (", ..." if len(words) > 12 else "")
     raise ArgumentError(
-        f"{name} is {word[:100]!r}, which does not occur in the text; give a token index, or one of its words: {shown}"
+        f"{name} is {word[:100]!r}, which does not occur in the text; give a token index, or one "
+        f"of its words: {shown}"
     )
 
 

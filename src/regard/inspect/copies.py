@@ -1,4 +1,6 @@
-"""Masks and biases that a recording keeps: over copies of their tensors, and in the order of its columns."""
+"""Masks and biases that a recording keeps: over copies of their tensors, and in the order of its
+columns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from regard.span import as_tensor
 
 
 def copied(rule: Any) -> Any:
-    """A mask or bias over copies of its tensors, on the CPU: what the caller does with its own changes no recording."""
+    """A mask or bias over copies of its tensors, on the CPU: what the caller does with its own
+    changes no recording.
+    """
     if isinstance(rule, Bias):
         own = rule.tensors()
         return rule.with_tensors([x.detach().to("cpu", copy=True) for x in own]) if own else rule

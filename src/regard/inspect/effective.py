@@ -1,7 +1,9 @@
-"""The pattern of what has none: a row of the matrix that a recurrence applies to the values, and its state.
+"""The pattern of what has none: a row of the matrix that a recurrence applies to the values, and
+its state.
 
-Whatever a recurrence does with queries, keys, gates and decays, it is linear in the values: z_i = sum_j a_ij v_j. So the row
-a_i is what the module's own rule gives for values that are unit vectors, a block of keys at a time.
+Whatever a recurrence does with queries, keys, gates and decays, it is linear in the values: z_i =
+sum_j a_ij v_j. So the row a_i is what the module's own rule gives for values that are unit vectors,
+a block of keys at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def effective_row(
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """A recurrence as it was called: x, q, k, v, state, positions, form; and what it read, z [H,T,E]."""
+    """A recurrence as it was called: x, q, k, v, state, positions, form; and what it read, z
+    [H,T,E].
+    """
 
     mixer: Recurrent
     given: tuple[Any, ...]
@@ -61,14 +65,22 @@ class Rule:
         """The rule on other values, or on the first tokens only."""
         x, q, k, _, state, positions, _ = self.given
         if upto is not None:
-            x, q, k, v, positions = x[:, :upto], q[:, :, :upto], k[:, :, :upto], v[:, :, :upto], positions[:upto]  # fmt: skip
+            x, q, k, v, positions = (
+                x[:, :upto],
+                q[:, :, :upto],
+                k[:, :, :upto],
+                v[:, :, :upto],
+                positions[:upto],
+            )
         return self.mixer.rule(x, q, k, v, state, positions, "auto")
 
 
 def recurrent(
     mixer: Recurrent, called: tuple[tuple[Any, ...], Any] | None, head: int, i: int
 ) -> tuple[Fields, Checks]:
-    """The row of a recurrence: q . k, what is left of each value, and the state behind the query."""
+    """The row of a recurrence: q . k, what is left of each value, and the state behind the
+    query.
+    """
     if called is None:
         raise ArgumentError("the recurrence was not called; nothing was recorded")
     given, (read, _) = called
@@ -89,12 +101,23 @@ def recurrent(
     _, state = rule.run(v, upto=n)
     before = rule.run(v, upto=i)[1] if i else tuple(torch.zeros_like(part) for part in state)
     return {
-        "kind": "linear", "scale": scale, "sink": None, "scores": tuple(steps), "weights": np.where(visible, row, 0.0),
-        "row_max": float(row[:n].max()), "exps": np.full(len(row), np.nan), "total": float(row[:n].sum()),
-        "lse": float("nan"), "online": (), "state": state_of(state, before, group),
-        "q_row": array(q[0, head, i]), "k_rows": array(k[0, group]), "v": values, "visible": visible,
+        "kind": "linear",
+        "scale": scale,
+        "sink": None,
+        "scores": tuple(steps),
+        "weights": np.where(visible, row, 0.0),
+        "row_max": float(row[:n].max()),
+        "exps": np.full(len(row), np.nan),
+        "total": float(row[:n].sum()),
+        "lse": float("nan"),
+        "online": (),
+        "state": state_of(state, before, group),
+        "q_row": array(q[0, head, i]),
+        "k_rows": array(k[0, group]),
+        "v": values,
+        "visible": visible,
         "read": array(read[0, head, i]),
-    }, checks  # fmt: skip
+    }, checks
 
 
 def scale_of(mixer: Recurrent, D: int) -> float:
@@ -130,6 +153,11 @@ def state_of(parts: tuple[Tensor, ...], before: tuple[Tensor, ...], group: int) 
     rank = float(np.exp(-(share * np.log(np.maximum(share, 1e-300))).sum()))
     numbers = sum(int(part[0, group].numel()) for part in parts)
     return State(
-        tuple(S.shape), numbers, numbers * parts[0].element_size(), float(np.linalg.norm(S)),
-        float(np.linalg.norm(old)), rank, S,
-    )  # fmt: skip
+        tuple(S.shape),
+        numbers,
+        numbers * parts[0].element_size(),
+        float(np.linalg.norm(S)),
+        float(np.linalg.norm(old)),
+        rank,
+        S,
+    )

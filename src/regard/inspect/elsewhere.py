@@ -1,4 +1,6 @@
-"""The same q, k and v of a row under another mechanism: what changes in the weights and in what they mix."""
+"""The same q, k and v of a row under another mechanism: what changes in the weights and in what
+they mix.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ def elsewhere(row: Row, weights: Array, z: Array, key: int) -> tuple[Elsewhere, 
     weights [n], z [E]: of the row as it is. key: the one that is followed.
     """
     return tuple(
-        compared(name, equation, other, weights, np.where(row.chain.visible[:, None], row.v, 0.0), z, key)
+        compared(
+            name, equation, other, weights, np.where(row.chain.visible[:, None], row.v, 0.0), z, key
+        )
         for name, equation, other in _others(row)
         if other is not None
-    )  # fmt: skip
+    )
 
 
 def compared(
@@ -42,9 +46,16 @@ def compared(
     size = float(np.linalg.norm(z)) or 1.0
     top = int(other.argmax())
     return Elsewhere(
-        name, equation, float(other[key]), top, float(other[top]), float(np.exp(entropy)),
-        float(np.abs(other - weights).sum()) / 2, float(np.linalg.norm(other @ v - z)) / size, other,
-    )  # fmt: skip
+        name,
+        equation,
+        float(other[key]),
+        top,
+        float(other[top]),
+        float(np.exp(entropy)),
+        float(np.abs(other - weights).sum()) / 2,
+        float(np.linalg.norm(other @ v - z)) / size,
+        other,
+    )
 
 
 def small_window(keys: int) -> int:

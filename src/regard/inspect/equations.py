@@ -1,4 +1,6 @@
-"""The equations of the walk, one per step. `_i` is the query, `_j` a key; pages draw what follows `_` as a subscript."""
+"""The equations of the walk, one per step. `_i` is the query, `_j` a key; pages draw what follows
+`_` as a subscript.
+"""
 
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",

@@ -1,4 +1,6 @@
-"""What an audit looks at: some rows of a step, as recorded, in fp64, and in plain math of the recorded dtype."""
+"""What an audit looks at: some rows of a step, as recorded, in fp64, and in plain math of the
+recorded dtype.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ PLAINS = 4
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Some rows of a step. first: the number of their first row in the place; own: which of the step's they are.
+    """Some rows of a step. first: the number of their first row in the place; own: which of the
+    step's they are.
 
     made: what the scores are made of, fp64. values: [B,h,s,E] or None.
     """
@@ -42,7 +45,9 @@ class Evidence:
 
     @property
     def out(self) -> Tensor | None:
-        """As recorded [B,h,t,E]; None if it was not kept, or cannot be told from the weights, because of dropout."""
+        """As recorded [B,h,t,E]; None if it was not kept, or cannot be told from the weights,
+        because of dropout.
+        """
         if self.step.out is None or self.values is None or self.step.dropout:
             return None
         return self.step.out[:, :, self.own]
@@ -56,7 +61,9 @@ class Evidence:
 
     @cached_property
     def true_out(self) -> Tensor | None:
-        """sum_j p_ij v_j, fp64; NaN where a visible value is not finite: nothing is asked of such a row."""
+        """sum_j p_ij v_j, fp64; NaN where a visible value is not finite: nothing is asked of such a
+        row.
+        """
         if self.step.edited:
             return _mixed(self, torch.float64)
         return self.output(self.made.scores(self.step.scale, self.step.softcap), self.step.sink)
@@ -85,7 +92,9 @@ class Evidence:
 
     @cached_property
     def rounding(self) -> float:
-        """Two roundings, in the precision of a score, at the size of the terms that scores add up, or of the lse."""
+        """Two roundings, in the precision of a score, at the size of the terms that scores add up,
+        or of the lse.
+        """
         pool, kind = self.place.pools[self.step.pool], self.lse.dtype
         k = self.place.keys(self.step)[:, [pool.at(h, self.place.H) for h in self.place.heads]]
         q = self.step.q[:, :, self.own]
@@ -138,7 +147,9 @@ def lse_of(s: Tensor) -> Tensor:
 
 
 def _mixed(e: Evidence, dtype: torch.dtype) -> Tensor | None:
-    """sum_j p_ij v_j with the weights that an edit left, in a dtype; NaN where a value that has weight is not finite."""
+    """sum_j p_ij v_j with the weights that an edit left, in a dtype; NaN where a value that has
+    weight is not finite.
+    """
     if e.values is None:
         return None
     p = e.place.part(e.step, e.own, slice(0, len(e.step.columns)), e.place.heads).weights.to(dtype)
@@ -148,7 +159,9 @@ def _mixed(e: Evidence, dtype: torch.dtype) -> Tensor | None:
 
 
 def _plain(e: Evidence, order: int) -> tuple[Tensor, Tensor | None]:
-    """(lse, out) by matmul and exp in the dtype of q, over keys and dimensions in another order each time."""
+    """(lse, out) by matmul and exp in the dtype of q, over keys and dimensions in another order
+    each time.
+    """
     step, place = e.step, e.place
     if step.edited:
         lse = e.true_lse.to(step.lse.dtype)

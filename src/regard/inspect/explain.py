@@ -1,4 +1,6 @@
-"""One query token and one key, step by step, in the numbers that the kernel that ran really computed."""
+"""One query token and one key, step by step, in the numbers that the kernel that ran really
+computed.
+"""
 
 from __future__ import annotations
 
@@ -70,24 +72,31 @@ def explain(
 
     embedding -> norm -> q, k, v -> q_i . k_j -> scaled -> masked -> softmax -> sum_j p_ij v_j -> heads joined -> W_O -> + h
 
-    The model runs on the kernels that it uses anyway, observed: queries, keys, values and the lse are those that the kernel
-    got and gave. What is in between is computed again from them, in float64, by the definition; what is in front (a query
-    before its rotation, say) by the model's own modules. Each recomputed step is compared with what the model went on with:
-    `Explanation.checks`. The model runs once more without an observer, and the outputs are compared.
+    The model runs on the kernels that it uses anyway, observed: queries, keys, values and the lse
+    are those that the kernel got and gave. What is in between is computed again from them, in
+    float64, by the definition; what is in front (a query before its rotation, say) by the model's
+    own modules. Each recomputed step is compared with what the model went on with:
+    `Explanation.checks`. The model runs once more without an observer, and the outputs are
+    compared.
 
     Args:
-        model: from `regard.load`: a decoder, a text encoder or an encoder-decoder; a `regard.inspect.reading.Words`; or a
-            reading of one of these, such as `regard.inspect.specimen.specimen`, a mechanism with random weights.
+        model: from `regard.load`: a decoder, a text encoder or an encoder-decoder; a
+            `regard.inspect.reading.Words`; or a reading of one of these, such as
+            `regard.inspect.specimen.specimen`, a mechanism with random weights.
         text: at least one token; None for what has its own.
-        layer, head: where to look; negative counts from the end. Layers of an encoder-decoder are those that read the source.
-        query, key: the index of a token (negative counts from the end), or a word of the text: its last token. The key that is
-            not given is the strongest one that is neither the query nor the first token.
+        layer, head: where to look; negative counts from the end. Layers of an encoder-decoder are
+            those that read the source.
+        query, key: the index of a token (negative counts from the end), or a word of the text: its
+            last token. The key that is not given is the strongest one that is neither the query nor
+            the first token.
         place: the attention by its name instead of `layer`: "decoder.layers.0.attention", say.
-        call: of several calls at a place, which: a number or its name; None is the one with the largest weight.
+        call: of several calls at a place, which: a number or its name; None is the one with the
+            largest weight.
         target: what an encoder-decoder is to have said; None is its own answer.
 
     Raises:
-        ArgumentError: the text is empty, or the layer, place, head, call, query or key does not exist.
+        ArgumentError: the text is empty, or the layer, place, head, call, query or key does not
+            exist.
         ArgumentTypeError: an argument has a wrong type.
 
     >>> import regard
@@ -123,10 +132,12 @@ _INNER = ("visible",)
 
 
 def _noted(read: Reading, site: Site) -> Reading:
-    """A reading that says what open traces edit at the site: steps that are computed again in front of an edit differ.
+    """A reading that says what open traces edit at the site: steps that are computed again in front
+    of an edit differ.
 
     Raises:
-        ArgumentError: scores or patterns are edited, which the chain from q and k to the weights cannot show.
+        ArgumentError: scores or patterns are edited, which the chain from q and k to the weights
+            cannot show.
     """
     changed = [name for name in NAMES if edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
@@ -135,7 +146,8 @@ def _noted(read: Reading, site: Site) -> Reading:
     if not changed:
         return read
     note = (
-        f"an open trace edits {', '.join(changed)} at {site.place}: what the kernel was given is edited, what is computed again "
+        f"an open trace edits {', '.join(changed)} at {site.place}: what the kernel was given is "
+        "edited, what is computed again "
         "in front of it is not"
     )
     return replace(read, notes=(*read.notes, note))
@@ -144,8 +156,10 @@ def _noted(read: Reading, site: Site) -> Reading:
 def _cannot_show(edited_names: Collection[str], site: Site) -> str:
     """Why scores or patterns that were edited are not explained, and what to do."""
     return (
-        f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation computes both from q and k, and would "
-        "show others; explain another place, edit q, k, v, z or out, or record(...) the run, which keeps what was edited"
+        f"an open trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
+        "computes both from q and k, and would "
+        "show others; explain another place, edit q, k, v, z or out, or record(...) the run, "
+        "which keeps what was edited"
     )
 
 
@@ -155,7 +169,8 @@ def _softmax(
     calls = calls_at(found, at.site, at.i)
     if not calls:
         raise ArgumentError(
-            f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for query {at.i}; "
+            f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for "
+            f"query {at.i}; "
             "choose another layer or place"
         )
     # a branch of the place has a name of its own, under which it may be edited
@@ -192,13 +207,19 @@ def _told(at: At, found: Capture, row: Row, key: int, fields: Fields) -> Fields:
     """What a row says beside its numbers: sizes, reasons, costs, and other mechanisms."""
     step, chain, sizes = row.call.step, row.chain, sizes_of(at, found, row.call, row)
     return {
-        "group": row.group, "sizes": sizes, "kernel": step.kernel, "dtype": str(step.q.dtype)[6:],
-        "keys_are": row.call.place.held, "products": chain.q * chain.k[key],
-        "masked": why_masked(step.mask, step.q_positions, row.call.row, chain.visible, row.head, step.k_positions),
+        "group": row.group,
+        "sizes": sizes,
+        "kernel": step.kernel,
+        "dtype": str(step.q.dtype)[6:],
+        "keys_are": row.call.place.held,
+        "products": chain.q * chain.k[key],
+        "masked": why_masked(
+            step.mask, step.q_positions, row.call.row, chain.visible, row.head, step.k_positions
+        ),
         "elsewhere": elsewhere(row, fields["weights"], fields["mixed"], key),
         "cost": price(at.site.attention, sizes, int(chain.visible.sum()), step.q.element_size()),
         "row_pieces": row_pieces(at, row.call),
-    }  # fmt: skip
+    }
 
 
 def _ask_of(at: At, found: Capture, row: Row, branch: int) -> Ask:
@@ -224,7 +245,9 @@ def _additive(at: At, found: Capture, head: int, key: int | str | None) -> tuple
 def _plain(
     at: At, found: Capture, head: int, key: int | str | None, fields: Fields, checks: Checks
 ) -> tuple[Fields, Checks]:
-    """What mechanisms without a recorded call have: one head, keys in the order of their tokens, and no other mechanism beside."""
+    """What mechanisms without a recorded call have: one head, keys in the order of their tokens,
+    and no other mechanism beside.
+    """
     q, k, v, visible, read = (fields.pop(n) for n in ("q_row", "k_rows", "v", "visible", "read"))
     H, G, S = found.taps["q"].shape[0], found.taps["k"].shape[0], len(k)
     group, positions = head // (H // G), list(range(S))
@@ -245,28 +268,59 @@ def _plain(
         "M": len(after["out"]),
     }
     fields.setdefault("products", q * k[j])
-    fields |= keys_of(at, positions) | made | after | {
-        "head": head, "group": group, "key": j, "key_chosen_by": rule, "sizes": sizes,
-        "kernel": "the module's own", "dtype": str(found.taps["q"].dtype)[6:],
-        "masked": tuple("" if seen else "future" for seen in visible),
-        "pattern": np.zeros((0, 0)), "pool": 0, "patterns": np.zeros((0, 0, 0)), "elsewhere": (),
-        "cost": price(at.site.attention, sizes, int(visible.sum()), found.taps["q"].element_size()),
-        "row_pieces": at.read.sides[at.site.rows].pieces,
-    }  # fmt: skip
+    fields |= (
+        keys_of(at, positions)
+        | made
+        | after
+        | {
+            "head": head,
+            "group": group,
+            "key": j,
+            "key_chosen_by": rule,
+            "sizes": sizes,
+            "kernel": "the module's own",
+            "dtype": str(found.taps["q"].dtype)[6:],
+            "masked": tuple("" if seen else "future" for seen in visible),
+            "pattern": np.zeros((0, 0)),
+            "pool": 0,
+            "patterns": np.zeros((0, 0, 0)),
+            "elsewhere": (),
+            "cost": price(
+                at.site.attention, sizes, int(visible.sum()), found.taps["q"].element_size()
+            ),
+            "row_pieces": at.read.sides[at.site.rows].pieces,
+        }
+    )
     if callable(fields["products"]):
         fields["products"] = fields["products"](j)
     return fields, {**made_checks, **checks, **after_checks}
 
 
 def _ask(
-    at: At, found: Capture, q: Positions, k: Positions, head: int, group: int, branch: int, width: int
-) -> Ask:  # fmt: skip
+    at: At,
+    found: Capture,
+    q: Positions,
+    k: Positions,
+    head: int,
+    group: int,
+    branch: int,
+    width: int,
+) -> Ask:
     x = found.hidden["x"]
     memory = x if at.own else found.hidden.get("memory")
     if memory is None:  # a cache gave it: states of an encoder, which are the values
         memory = found.taps["v"].transpose(0, 1).flatten(1)
     T = Span(0, x.shape[0])  # a call of some rows only was made of them
     return Ask(
-        at.site.attention, x, T if at.own else q, at.i, memory, Span(0, memory.shape[0]), head,
-        group, branch, width, as_tensor(k)[0],
-    )  # fmt: skip
+        at.site.attention,
+        x,
+        T if at.own else q,
+        at.i,
+        memory,
+        Span(0, memory.shape[0]),
+        head,
+        group,
+        branch,
+        width,
+        as_tensor(k)[0],
+    )

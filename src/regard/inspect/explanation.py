@@ -1,4 +1,6 @@
-"""What `explain` found, as plain arrays and strings: nothing here needs torch, and `as_dict` is what pages and files hold."""
+"""What `explain` found, as plain arrays and strings: nothing here needs torch, and `as_dict` is
+what pages and files hold.
+"""
 
 from __future__ import annotations
 
@@ -26,36 +28,53 @@ SCHEMA = 2
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """One query and one key, in one head of one layer: every number from the embedding to the prediction.
+    """One query and one key, in one head of one layer: every number from the embedding to the
+    prediction.
 
-    Letters as everywhere: T queries, n keys of the call, M model dim, H query heads, G key/value heads, D and E dims of one head.
-    Recorded arrays have the model's own values; recomputed ones are float64, and `checks` says how far they are apart.
+    Letters as everywhere: T queries, n keys of the call, M model dim, H query heads, G key/value
+    heads, D and E dims of one head. Recorded arrays have the model's own values; recomputed ones
+    are float64, and `checks` says how far they are apart.
 
     Attributes:
-        model, text: what was run. `notes`: what a reader should know. `chosen_by`, `key_chosen_by`: the rules that chose.
-        kind: "softmax", "additive" (another score), or "linear" (no softmax: `weights` are what a recurrence applies).
-        place, mechanism, kernel, dtype, keys_are: where, by what module, on which kernel, and what its keys are.
-        layer, head, group, query, key, call: where; head h reads key/value head `group` = h // (H/G); `query` is a token of the
-            row side, `key` an index of the call's keys, `call` which of `calls` (branches, passes).
+        model, text: what was run. `notes`: what a reader should know. `chosen_by`, `key_chosen_by`:
+            the rules that chose.
+        kind: "softmax", "additive" (another score), or "linear" (no softmax: `weights` are what a
+            recurrence applies).
+        place, mechanism, kernel, dtype, keys_are: where, by what module, on which kernel, and what
+            its keys are.
+        layer, head, group, query, key, call: where; head h reads key/value head `group` = h //
+            (H/G); `query` is a token of the row side, `key` an index of the call's keys, `call`
+            which of `calls` (branches, passes).
         sizes: {"layers", "H", "G", "T", "S", "D", "E", "M"}.
-        ids, pieces, positions: of the n keys. query_piece, query_position: of the query. row_pieces: of all queries.
-        embedding, entering, normed: [M] of the query token: embedded, entering the layer, and what attention was given.
-        q: steps of the query [D]; k: steps of all keys [n, D]; values: steps of the values; v: the values [n, E].
-        layout, angles, angle: pairs of the rotary embedding and their angles of keys [n, pairs] and of the query, in radians.
+        ids, pieces, positions: of the n keys. query_piece, query_position: of the query.
+            row_pieces: of all queries.
+        embedding, entering, normed: [M] of the query token: embedded, entering the layer, and what
+            attention was given.
+        q: steps of the query [D]; k: steps of all keys [n, D]; values: steps of the values; v: the
+            values [n, E].
+        layout, angles, angle: pairs of the rotary embedding and their angles of keys [n, pairs] and
+            of the query, in radians.
         pairs: for each dim the pair that it belongs to, -1 where it is not turned.
         scale, scores: steps from q . k to the masked score, each [n], -inf where masked.
-        products: [D], the terms of q . k of the key. masked: for each key, why the query may not see it; "" where it may.
-        row_max, exps, total, lse, weights: softmax of the row: m, exp(s - m) [n], their sum, ln sum exp(s), and p [n].
-        sink: the head's sink logit, one more term of the weights' denominator, or None. online: the same, block by block.
-        contributions, mixed, z: p_j v_j [n, E], their sum [E], and the head behind what finishes it [E'].
-        joined: z of all heads; head_out, shares: what this head writes [M], and each head's share of `out`,
-            (out_h . out) / (out . out): together 1, less the share of a bias.
+        products: [D], the terms of q . k of the key. masked: for each key, why the query may not
+            see it; "" where it may.
+        row_max, exps, total, lse, weights: softmax of the row: m, exp(s - m) [n], their sum, ln sum
+            exp(s), and p [n].
+        sink: the head's sink logit, one more term of the weights' denominator, or None. online: the
+            same, block by block.
+        contributions, mixed, z: p_j v_j [n, E], their sum [E], and the head behind what finishes it
+            [E'].
+        joined: z of all heads; head_out, shares: what this head writes [M], and each head's share
+            of `out`, (out_h . out) / (out . out): together 1, less the share of a bias.
         out, residual: what attention writes [M], and the hidden state behind its path [M].
         pattern, visible: weights of the whole head [T, n], NaN where masked; [0, 0] for long texts.
-        pool, patterns: heads of the layer [H, t, s], each cell the largest weight of pool x pool, NaN where masked.
-        mixture, state, cost, elsewhere: of mixed heads; of recurrences; what it costs; the same under other mechanisms.
+        pool, patterns: heads of the layer [H, t, s], each cell the largest weight of pool x pool,
+            NaN where masked.
+        mixture, state, cost, elsewhere: of mixed heads; of recurrences; what it costs; the same
+            under other mechanisms.
         predictions: the likeliest tokens: (piece, id, probability).
-        tensors: of the whole layer: each stage's name, equation, shape, mean, std and seconds; None where nobody timed it.
+        tensors: of the whole layer: each stage's name, equation, shape, mean, std and seconds; None
+            where nobody timed it.
         checks: what was compared -> largest absolute difference. equations: step -> equation.
     """
 
@@ -144,7 +163,9 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values: arrays as lists, numbers to 9 digits, null where masked or not finite."""
+        """All of it as JSON-ready values: arrays as lists, numbers to 9 digits, null where masked
+        or not finite.
+        """
         found: dict[str, Any] = {"schema": SCHEMA, "check": plain(self.check)}
         for each in fields(self):
             found[each.name] = plain(getattr(self, each.name))

@@ -1,4 +1,6 @@
-"""Recordings on disk: one safetensors file each, with the rules as text and numbers in its header."""
+"""Recordings on disk: one safetensors file each, with the rules as text and numbers in its
+header.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from regard.inspect.rules import bias_data, bias_from, mask_data, mask_from
 from regard.span import Positions, Span, as_tensor, count
 
 _KEY, _FORMAT, _READ = "regard.recording", 2, (1, 2)
-"""Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute others."""
+"""Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute
+others.
+"""
 _LARGEST = 1 << 53
 
 LONGEST = 1 << 26
@@ -30,10 +34,11 @@ LONGEST = 1 << 26
 
 
 def save(recording: Recording, path: str | Path) -> None:
-    """Write a recording to a file, whole or not at all: to a temporary file, then renamed over `path`.
+    """Write a recording to a file, whole or not at all: to a temporary file, then renamed over
+    `path`.
 
-    Masks and biases are written as what they say, or as their tensors; one that is a function of the caller's is written
-    out, for the calls that were recorded.
+    Masks and biases are written as what they say, or as their tensors; one that is a function of
+    the caller's is written out, for the calls that were recorded.
 
     Args:
         recording: what `record` gave.
@@ -51,17 +56,21 @@ def save(recording: Recording, path: str | Path) -> None:
     """
     path, tensors = Path(path), _Tensors()
     data = {
-        "format": _FORMAT, "about": dict(recording.about), "pieces": list(recording.pieces),
-        "source_pieces": list(recording.source_pieces), "ids": tensors.optional(recording.ids),
+        "format": _FORMAT,
+        "about": dict(recording.about),
+        "pieces": list(recording.pieces),
+        "source_pieces": list(recording.source_pieces),
+        "ids": tensors.optional(recording.ids),
         "source_ids": tensors.optional(recording.source_ids),
         "places": [_place_data(place, tensors) for place in recording.places.values()],
-    }  # fmt: skip
+    }
     try:
         with written(path) as place:
             save_file(tensors.named, place, metadata={_KEY: json.dumps(data)})
     except (OSError, SafetensorError) as error:
         raise FileError(
-            f"{path}: cannot write the recording: {error}; choose another folder, or free some space"
+            f"{path}: cannot write the recording: {error}; choose another folder, or free some "
+            "space"
         ) from error
 
 
@@ -79,13 +88,15 @@ def load(path: str | Path) -> Recording:
     tensors, metadata = read_tensors(path)
     if _KEY not in metadata:
         raise FileError(
-            f"{path} holds no recording: its header has no {_KEY!r}; regard.inspect.save(recording, path) writes one"
+            f"{path} holds no recording: its header has no {_KEY!r}; "
+            "regard.inspect.save(recording, path) writes one"
         )
     try:
         data = parse(metadata[_KEY].encode())
         if data["format"] not in _READ:
             raise FileError(
-                f"{path} has format {shown(data['format'])}; this version reads {' and '.join(map(str, _READ))}"
+                f"{path} has format {shown(data['format'])}; this version reads "
+                f"{' and '.join(map(str, _READ))}"
             )
         return _recording(data, tensors)
     except _UNFIT as error:
@@ -95,8 +106,16 @@ def load(path: str | Path) -> Recording:
 
 
 _UNFIT = (
-    ArgumentError, KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError, MemoryError,
-)  # fmt: skip
+    ArgumentError,
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+)
 """What a part of a recording raises that is not what recording made."""
 
 
@@ -127,27 +146,50 @@ class _Tensors:
 def _place_data(place: Place, keep: _Tensors) -> dict[str, Any]:
     pools = [
         {
-            "k": keep(p.k), "v": keep.optional(p.v), "columns": keep(p.columns), "groups": list(p.groups), "G": p.G,
+            "k": keep(p.k),
+            "v": keep.optional(p.v),
+            "columns": keep(p.columns),
+            "groups": list(p.groups),
+            "G": p.G,
             "held": p.held,
         }
         for p in place.pools
-    ]  # fmt: skip
+    ]
     return {
-        "name": place.name, "H": place.H, "heads": list(place.heads), "N": place.N, "pools": pools,
+        "name": place.name,
+        "H": place.H,
+        "heads": list(place.heads),
+        "N": place.N,
+        "pools": pools,
         "steps": [_step_data(step, keep) for step in place.steps],
-    }  # fmt: skip
+    }
 
 
 def _step_data(step: Step, keep: _Tensors) -> dict[str, Any]:
-    columns: list[int] | str = keep(step.columns) if step.run is None else [step.run, len(step.columns)]  # fmt: skip
+    columns: list[int] | str = (
+        keep(step.columns) if step.run is None else [step.run, len(step.columns)]
+    )
     return {
-        "q": keep(step.q), "lse": keep(step.lse), "out": keep.optional(step.out), "columns": columns,
-        "q_positions": keep.positions(step.q_positions), "k_positions": keep.positions(step.k_positions),
-        "mask": mask_data(step.mask, step, keep), "bias": bias_data(step.bias, step, keep), "scale": step.scale,
-        "softcap": step.softcap, "sink": keep.optional(step.sink), "kernel": step.kernel, "first": step.first,
-        "token": step.token, "dropout": step.dropout, "pool": step.pool, "keys": keep.optional(step.keys),
-        "scores": keep.optional(step.scores), "pattern": keep.optional(step.pattern),
-    }  # fmt: skip
+        "q": keep(step.q),
+        "lse": keep(step.lse),
+        "out": keep.optional(step.out),
+        "columns": columns,
+        "q_positions": keep.positions(step.q_positions),
+        "k_positions": keep.positions(step.k_positions),
+        "mask": mask_data(step.mask, step, keep),
+        "bias": bias_data(step.bias, step, keep),
+        "scale": step.scale,
+        "softcap": step.softcap,
+        "sink": keep.optional(step.sink),
+        "kernel": step.kernel,
+        "first": step.first,
+        "token": step.token,
+        "dropout": step.dropout,
+        "pool": step.pool,
+        "keys": keep.optional(step.keys),
+        "scores": keep.optional(step.scores),
+        "pattern": keep.optional(step.pattern),
+    }
 
 
 def _recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
@@ -168,11 +210,15 @@ def _place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
 
     pools = tuple(
         Pool(
-            tensors[p["k"]], None if p["v"] is None else tensors[p["v"]], tensors[p["columns"]],
-            tuple(map(_whole, p["groups"])), _whole(p["G"]), _name(p["held"]),
+            tensors[p["k"]],
+            None if p["v"] is None else tensors[p["v"]],
+            tensors[p["columns"]],
+            tuple(map(_whole, p["groups"])),
+            _whole(p["G"]),
+            _name(p["held"]),
         )
         for p in data["pools"]
-    )  # fmt: skip
+    )
     held = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
     steps = tuple(_step(x, tensors, held) for x in data["steps"])
     H, heads, N = _whole(data["H"]), tuple(map(_whole, data["heads"])), _whole(data["N"])
@@ -194,12 +240,26 @@ def _step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> Step:
     else:
         columns = tensors[columns]
     return Step(
-        tensors[data["q"]], tensors[data["lse"]], named("out"), columns,
-        _positions(data["q_positions"], tensors), _positions(data["k_positions"], tensors),
-        mask_from(data["mask"], tensors), bias_from(data["bias"], tensors), float(data["scale"]),
-        None if data["softcap"] is None else float(data["softcap"]), named("sink"), _name(data["kernel"]),
-        _whole(data["first"]), _whole(data["token"]), float(data["dropout"]), _whole(data["pool"]), named("keys"), named("scores"), named("pattern"),
-    )  # fmt: skip
+        tensors[data["q"]],
+        tensors[data["lse"]],
+        named("out"),
+        columns,
+        _positions(data["q_positions"], tensors),
+        _positions(data["k_positions"], tensors),
+        mask_from(data["mask"], tensors),
+        bias_from(data["bias"], tensors),
+        float(data["scale"]),
+        None if data["softcap"] is None else float(data["softcap"]),
+        named("sink"),
+        _name(data["kernel"]),
+        _whole(data["first"]),
+        _whole(data["token"]),
+        float(data["dropout"]),
+        _whole(data["pool"]),
+        named("keys"),
+        named("scores"),
+        named("pattern"),
+    )
 
 
 def _positions(data: Any, tensors: dict[str, Tensor]) -> Positions:

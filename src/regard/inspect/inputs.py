@@ -1,4 +1,6 @@
-"""How queries, keys and values came about: the steps of their projections, run again by the model's own modules."""
+"""How queries, keys and values came about: the steps of their projections, run again by the model's
+own modules.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ Steps = tuple[Step, ...]
 
 
 class Ask(NamedTuple):
-    """What is looked at: query row i of x [T,M], head and group, and all keys, of memory [S,M3] where that is another.
+    """What is looked at: query row i of x [T,M], head and group, and all keys, of memory [S,M3]
+    where that is another.
 
-    branch: which of several calls at a site. width: the dims of the recorded key, which tell the form of a latent.
+    branch: which of several calls at a site. width: the dims of the recorded key, which tell the
+        form of a latent.
     held: the rows of the keys that the call had.
     """
 
@@ -43,7 +47,8 @@ class Ask(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Steps of the query [D] and of the keys [n,D] and values [n,E]; () where the projection is of no known kind.
+    """Steps of the query [D] and of the keys [n,D] and values [n,E]; () where the projection is of
+    no known kind.
 
     rotary: the rotation of query and keys, and its first dim; or None.
     """
@@ -56,7 +61,9 @@ class Inputs(NamedTuple):
 
 
 def inputs(ask: Ask) -> Inputs:
-    """The steps, where the projection is one that is known; the last of each is what attention was given."""
+    """The steps, where the projection is one that is known; the last of each is what attention was
+    given.
+    """
     attention: Any = ask.attention
     if isinstance(attention, NSA):
         return _nsa(attention, ask)
@@ -110,7 +117,9 @@ def run_steps(
 
 
 def _separate(project: Separate, ask: Ask, extra: nn.Module | None) -> Inputs:
-    """Queries, keys and values from heads of their own; `extra` turns both behind them (Infini-attention)."""
+    """Queries, keys and values from heads of their own; `extra` turns both behind them
+    (Infini-attention).
+    """
     q = heads_steps(project.q, ask.x, ask.positions, "q")
     k = heads_steps(project.k, ask.memory, ask.k_positions, "k")
     v = heads_steps(project.v, ask.memory, ask.k_positions, "v")
@@ -123,13 +132,17 @@ def _separate(project: Separate, ask: Ask, extra: nn.Module | None) -> Inputs:
         k += run_steps([extra], k[-1][2], ask.k_positions, "k")
     steps = [*project.q.steps, *late, *([extra] if extra is not None else [])]
     return Inputs(
-        _of(q, ask.head, ask.i), _of(k, ask.group % k[-1][2].shape[1]), _of(v, ask.group % v[-1][2].shape[1]),
+        _of(q, ask.head, ask.i),
+        _of(k, ask.group % k[-1][2].shape[1]),
+        _of(v, ask.group % v[-1][2].shape[1]),
         _rotary(steps),
-    )  # fmt: skip
+    )
 
 
 def _evicted(attention: StreamingAttention, found: Inputs, ask: Ask) -> Inputs:
-    """The call that sees the sinks: its query is turned back by what was evicted, so that they stand where the cache has them."""
+    """The call that sees the sinks: its query is turned back by what was evicted, so that they
+    stand where the cache has them.
+    """
     rotary = found.rotary
     assert rotary is not None, "the constructor has looked"
     evicted = max(
@@ -151,9 +164,11 @@ def _fused(project: Fused, ask: Ask) -> Inputs:
     queries = [(*names[0], q), *run_steps(project.steps, q, ask.positions, "q")]
     keys = [(*names[1], k), *run_steps(project.steps, k, ask.k_positions, "k")]
     return Inputs(
-        _of(queries, ask.head, ask.i), _of(keys, ask.group), _of([(*names[2], v)], ask.group),
+        _of(queries, ask.head, ask.i),
+        _of(keys, ask.group),
+        _of([(*names[2], v)], ask.group),
         _rotary(project.steps),
-    )  # fmt: skip
+    )
 
 
 def _states(project: States, ask: Ask) -> Inputs:
@@ -161,13 +176,17 @@ def _states(project: States, ask: Ask) -> Inputs:
     memory = project.remember(ask.memory[None], None)
     k, v = project.recall(memory, None)
     return Inputs(
-        _of([q], ask.head, ask.i), _of([("projected", "k_j = W_K h_j", k)], ask.group),
-        _of([("state", "v_j = h_j", v)], ask.group), None,
-    )  # fmt: skip
+        _of([q], ask.head, ask.i),
+        _of([("projected", "k_j = W_K h_j", k)], ask.group),
+        _of([("state", "v_j = h_j", v)], ask.group),
+        None,
+    )
 
 
 def _latent(project: Latent, ask: Ask) -> Inputs:
-    """Queries and keys through latents: expanded, or the queries absorbed, as the recorded dims say."""
+    """Queries and keys through latents: expanded, or the queries absorbed, as the recorded dims
+    say.
+    """
     x, memory, r, n = ask.x[None], ask.memory[None], project.kv_rank, project.nope_dim
     q, h = project.q(x, ask.positions)[0, ask.head, ask.i], ask.head
     nope, turned = (part[0, h, ask.i] for part in project.parts(x, ask.positions))
@@ -179,8 +198,12 @@ def _latent(project: Latent, ask: Ask) -> Inputs:
     up = project.kv_up(latent[None], ask.k_positions)[0, h]
     ks = [
         Step("latent", "c_j = W_DKV x_j, and k_R", array(torch.cat((c, k_r), -1)[0])),
-        Step("remembered", "m_j = [norm(c_j); R(p) k_R]: what a cache keeps", array(torch.cat((latent, rotated), -1))),
-    ]  # fmt: skip
+        Step(
+            "remembered",
+            "m_j = [norm(c_j); R(p) k_R]: what a cache keeps",
+            array(torch.cat((latent, rotated), -1)),
+        ),
+    ]
     if ask.width == r + project.rotary.dim and ask.width != n + project.rotary.dim:
         w_k, _ = project.up()
         absorbed = torch.cat((torch.einsum("d,dr->r", nope, w_k[h]), turned))

@@ -17,14 +17,20 @@ ALL = slice(None)
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call: t queries against s keys, which are `columns` of the pattern, and what the kernel answered.
+    """One call: t queries against s keys, which are `columns` of the pattern, and what the kernel
+    answered.
 
-    q: [B,h,t,D] of the recorded heads, as the kernel got it. lse: [B,h,t], natural, without the sink. out: [B,h,t,E] or None.
-    columns: [s], the keys' columns; k_positions are theirs, -1 = a slot that held nothing in that row of the batch.
-    first: how many queries of the call stand before those kept; `q_positions`, `mask` and `bias` are the whole call's.
+    q: [B,h,t,D] of the recorded heads, as the kernel got it. lse: [B,h,t], natural, without the
+        sink. out: [B,h,t,E] or None.
+    columns: [s], the keys' columns; k_positions are theirs, -1 = a slot that held nothing in that
+        row of the batch.
+    first: how many queries of the call stand before those kept; `q_positions`, `mask` and `bias`
+        are the whole call's.
     token: the number of the first kept query among all queries that came to the place.
-    pool: which pool of the place its keys are in; keys: [s], their numbers there, or None where they are the columns.
-    scores, pattern: [B,h,t,s], what the run went on with where an edit replaced them; None where they follow from q and k.
+    pool: which pool of the place its keys are in; keys: [s], their numbers there, or None where
+        they are the columns.
+    scores, pattern: [B,h,t,s], what the run went on with where an edit replaced them; None where
+        they follow from q and k.
     """
 
     q: Tensor
@@ -101,11 +107,12 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """Keys k [B,g,n,D] and values v [B,g,n,E] (None: not kept), each once; several steps read the same ones.
+    """Keys k [B,g,n,D] and values v [B,g,n,E] (None: not kept), each once; several steps read the
+    same ones.
 
     columns: [n], the column of each. groups: which of the G key/value heads these g are.
-    held: what they are, in words: "keys"; "latents" where they are MLA's latents with the rotary key; "keys from a
-    quantised cache" where they are what its codes say.
+    held: what they are, in words: "keys"; "latents" where they are MLA's latents with the rotary
+        key; "keys from a quantised cache" where they are what its codes say.
     """
 
     k: Tensor

@@ -1,4 +1,6 @@
-"""One layer of attention on random tokens, and everything that it computes: what `regard layer` prints and draws."""
+"""One layer of attention on random tokens, and everything that it computes: what `regard layer`
+prints and draws.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from regard.process import seeded
 from regard.span import Span
 
 DROPOUT = 0.1
-"""Of the residual path, as in the notes' run; in evaluation mode, which is what is shown, it does nothing."""
+"""Of the residual path, as in the notes' run; in evaluation mode, which is what is shown, it does
+nothing.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,20 @@ class Layer:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: every tensor with its numbers, minus infinity as None."""
         return {
-            "name": self.name, "mask": str(self.mask), "input": list(self.x.shape), "blocked": self.blocked.tolist(),
-            "stages": [plain(stage.told()) | {"values": plain(stage.values.numpy())} for stage in self.stages],
-        }  # fmt: skip
+            "name": self.name,
+            "mask": str(self.mask),
+            "input": list(self.x.shape),
+            "blocked": self.blocked.tolist(),
+            "stages": [
+                plain(stage.told()) | {"values": plain(stage.values.numpy())}
+                for stage in self.stages
+            ],
+        }
 
 
 def options_of(name: str, dim: int, heads: int) -> dict[str, Any]:
-    """The options of a mechanism at a size: those that `regard compare` gives it, or else those of its small example.
+    """The options of a mechanism at a size: those that `regard compare` gives it, or else those of
+    its small example.
 
     >>> options_of("mla", 512, 8)
     {'kv_rank': 128, 'nope_dim': 64, 'rope_dim': 32, 'value_dim': 64}
@@ -79,20 +90,29 @@ def options_of(name: str, dim: int, heads: int) -> dict[str, Any]:
 
 
 def layers(
-    names: Sequence[str], *, dim: int = 512, heads: int = 8, batch: int = 2, tokens: int = 4, mask: Mask | None = None,
-    seed: int = 0, options: Mapping[str, Any] | None = None,
-) -> list[Layer]:  # fmt: skip
+    names: Sequence[str],
+    *,
+    dim: int = 512,
+    heads: int = 8,
+    batch: int = 2,
+    tokens: int = 4,
+    mask: Mask | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> list[Layer]:
     """Run one layer of each mechanism on the same random tokens, in evaluation mode.
 
     Args:
         names: of the catalogue: softmax attention over its own input.
         dim, heads, batch, tokens: M, H, B and T.
         mask: what every mechanism sees by; None is every key.
-        seed: of the tokens and of the weights; the weights of each mechanism are drawn anew from it.
+        seed: of the tokens and of the weights; the weights of each mechanism are drawn anew from
+            it.
         options: of the mechanisms; None is `options_of` each.
 
     Raises:
-        ArgumentError: a name is not in the catalogue, or is no softmax attention over its own input, or a size does not fit.
+        ArgumentError: a name is not in the catalogue, or is no softmax attention over its own
+            input, or a size does not fit.
 
     >>> from regard.masks import Causal
     >>> (one,) = layers(["mha"], mask=Causal())
@@ -104,8 +124,13 @@ def layers(
 
 
 def layer(
-    name: str, x: Tensor, heads: int, mask: Mask | None, seed: int, options: Mapping[str, Any] | None = None
-) -> Layer:  # fmt: skip
+    name: str,
+    x: Tensor,
+    heads: int,
+    mask: Mask | None,
+    seed: int,
+    options: Mapping[str, Any] | None = None,
+) -> Layer:
     """Run one layer of a mechanism on tokens x [B, T, M]: as `layers`, which says what it raises.
 
     >>> layer("gqa", torch.zeros(1, 3, 8), 4, None, 0, {"groups": 2}).stage("k").values.shape
@@ -117,15 +142,18 @@ def layer(
         module = entry.build(dim, heads, **own)
     if type(module) is not Attention:
         raise ArgumentError(
-            f"{name} is a {type(module).__name__}, which has no pattern of one softmax over its own input to show; "
-            f"give one that has, such as mha, gpt, gqa or mla, or look at it with regard explain TEXT --attention {name}"
+            f"{name} is a {type(module).__name__}, which has no pattern of one softmax over its "
+            "own input to show; "
+            "give one that has, such as mha, gpt, gqa or mla, or look at it with regard explain "
+            f"TEXT --attention {name}"
         )
     module.mask = mask
     return Layer(name, x, mask, with_block(module, x))
 
 
 def with_block(module: Attention, x: Tensor) -> tuple[Stage, ...]:
-    """The stages of a layer, and behind them what a block of the first Transformers makes of its output.
+    """The stages of a layer, and behind them what a block of the first Transformers makes of its
+    output.
 
     >>> from regard.nn.variants import mha
     >>> with_block(mha(8, 2), torch.zeros(1, 3, 8))[-1].name

@@ -47,16 +47,21 @@ def _difference(project: Differential, call: Call, head: int, n: int) -> Mixture
     first, second, share = head % H, head % H + H, float(project.share)
     rows = call.by_key(n).numpy()
     return Mixture(
-        f"the pattern of output head {first} is a difference of two softmaxes, λ = {share:.4f}: a weight may be "
+        f"the pattern of output head {first} is a difference of two softmaxes, λ = {share:.4f}: a "
+        "weight may be "
         "negative, and the row sums to 1 - λ; then a norm, times 1 - λ₀",
-        (Term(f"head {first}", 1.0, float(rows[first].sum()), head == first),
-         Term(f"head {second}", -share, float(rows[second].sum()), head == second)),
+        (
+            Term(f"head {first}", 1.0, float(rows[first].sum()), head == first),
+            Term(f"head {second}", -share, float(rows[second].sum()), head == second),
+        ),
         rows[first] - share * rows[second],
-    )  # fmt: skip
+    )
 
 
 def _several(found: Capture, calls: list[Call], call: Call, head: int, i: int, n: int) -> Mixture:
-    """Several calls for one query: the last may replace the others, or all are joined by their lse. Measured, not assumed."""
+    """Several calls for one query: the last may replace the others, or all are joined by their lse.
+    Measured, not assumed.
+    """
     outs = [row_of(one, head).out for one in calls]
     z = array(found.taps["z"][head, i]) if "z" in found.taps else None
     lses = np.array([row_of(one, head).lse for one in calls])
@@ -70,10 +75,18 @@ def _several(found: Capture, calls: list[Call], call: Call, head: int, i: int, n
     if any(same) and not (
         z is not None and float(np.abs(joined - z).max()) <= 1e-5 * scale and not same[-1]
     ):
-        shares = np.array([float(k == len(same) - 1 - same[::-1].index(True)) for k in range(len(same))])  # fmt: skip
-        text = f"{len(calls)} calls for this query; the kernel's answer that goes on is that of one: the others are replaced"
+        shares = np.array(
+            [float(k == len(same) - 1 - same[::-1].index(True)) for k in range(len(same))]
+        )
+        text = (
+            f"{len(calls)} calls for this query; the kernel's answer that goes on is that of "
+            "one: the others are replaced"
+        )
     else:
-        text = f"{len(calls)} calls for this query, joined exactly by their lse: one softmax over all their keys"
+        text = (
+            f"{len(calls)} calls for this query, joined exactly by their lse: one softmax over "
+            "all their keys"
+        )
     rows = [one.by_key(n).numpy()[head] for one in calls]
     terms = tuple(
         Term(f"call {k}", float(share), float(row.sum()), one is call)
@@ -93,9 +106,11 @@ def _gated(
         for name, one in zip(names, calls, strict=True)
     )
     return Mixture(
-        "three branches with keys and values of their own, each times its gate; a weight of one is no share of the whole",
-        terms, None,
-    )  # fmt: skip
+        "three branches with keys and values of their own, each times its gate; a weight of one "
+        "is no share of the whole",
+        terms,
+        None,
+    )
 
 
 def _infini(attention: InfiniAttention, found: Capture, call: Call, head: int, i: int) -> Mixture:
@@ -105,10 +120,17 @@ def _infini(attention: InfiniAttention, found: Capture, call: Call, head: int, i
 
     def run(unit: Tensor, gate: Tensor) -> Tensor:
         return infini_attention(
-            q, k, unit, gate=gate, segment=attention.segment, update=attention.update, empty=attention.empty,
-            q_rotated=None if rotary is None else rotary(q, at), k_rotated=None if rotary is None else rotary(k, at),
+            q,
+            k,
+            unit,
+            gate=gate,
+            segment=attention.segment,
+            update=attention.update,
+            empty=attention.empty,
+            q_rotated=None if rotary is None else rotary(q, at),
+            k_rotated=None if rotary is None else rotary(k, at),
             positions=at,
-        )[0]  # fmt: skip
+        )[0]
 
     gate = attention.gate
     whole = effective_row(lambda unit: run(unit, gate), v, head, i)
@@ -116,7 +138,11 @@ def _infini(attention: InfiniAttention, found: Capture, call: Call, head: int, i
     share = float(gate[head].sigmoid())
     local = call.by_key(len(whole)).numpy()[head]
     return Mixture(
-        f"σ(gate) = {share:.4f} of a memory that all segments before wrote, the rest of the softmax in this segment",
-        (Term("memory", share, float(memory.sum()), False), Term("softmax", 1 - share, float(local.sum()), True)),
+        f"σ(gate) = {share:.4f} of a memory that all segments before wrote, the rest of the "
+        "softmax in this segment",
+        (
+            Term("memory", share, float(memory.sum()), False),
+            Term("softmax", 1 - share, float(local.sum()), True),
+        ),
         whole,
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""The data of a page as it grows: places of one or two recordings, thumbnails of all heads, some heads exactly."""
+"""The data of a page as it grows: places of one or two recordings, thumbnails of all heads, some
+heads exactly.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from regard.inspect.row_sums import row_sums
 OVERHEAD = 450_000
 """Bytes of the page besides its arrays, roughly."""
 PACKED = 1.25
-"""Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then base64."""
+"""Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then
+base64.
+"""
 AUDITED = 1 << 15
 """Scores of each place that the page's audit looks at: sampled rows, and it says how many."""
 
@@ -51,8 +55,10 @@ class PageData:
                 )
             if changed := sorted({x for step in whole.steps for x in step.edited}):
                 raise ArgumentError(
-                    f"{' and '.join(changed)} of {name} were edited while it was recorded: a page computes its cells from q "
-                    f"and k, and would show others; record without that edit, leave {name} out (places=...), or read "
+                    f"{' and '.join(changed)} of {name} were edited while it was recorded: a page "
+                    "computes its cells from q "
+                    f"and k, and would show others; record without that edit, leave {name} out "
+                    "(places=...), or read "
                     "recording.weights"
                 )
             found = row_sums(whole, cells=AUDITED)
@@ -60,8 +66,10 @@ class PageData:
             for place in parted(whole):
                 self._place(place, recording)
                 self.plain[-1] |= {
-                    "source": source, "audit": audit, "rotary": page_facts.rotary(model, place.name),
-                }  # fmt: skip
+                    "source": source,
+                    "audit": audit,
+                    "rotary": page_facts.rotary(model, place.name),
+                }
         self.sources.append(page_facts.source(recording))
 
     def _place(self, place: Place, recording: Recording) -> None:
@@ -83,14 +91,26 @@ class PageData:
         pool = place.pools[0]
         self.plain.append(
             {
-                "name": place.name, "label": page_facts.label(place.name), "H": place.H, "G": place.G,
-                "heads": list(place.heads), "T": place.T, "N": place.N, "D": pool.k.shape[-1],
-                "E": 0 if pool.v is None else pool.v.shape[-1], "q_text": self._text(texts[0]), "q_first": 0,
-                "k_text": self._text(texts[1]), "dtype": str(pool.k.dtype).removeprefix("torch."), "keys": place.held,
-                "held": rules.held(), "visible": rules.keep("visible", _shared(seen.blocks.visible)), "steps": [step.T for step in place.steps],
+                "name": place.name,
+                "label": page_facts.label(place.name),
+                "H": place.H,
+                "G": place.G,
+                "heads": list(place.heads),
+                "T": place.T,
+                "N": place.N,
+                "D": pool.k.shape[-1],
+                "E": 0 if pool.v is None else pool.v.shape[-1],
+                "q_text": self._text(texts[0]),
+                "q_first": 0,
+                "k_text": self._text(texts[1]),
+                "dtype": str(pool.k.dtype).removeprefix("torch."),
+                "keys": place.held,
+                "held": rules.held(),
+                "visible": rules.keep("visible", _shared(seen.blocks.visible)),
+                "steps": [step.T for step in place.steps],
                 "cost": page_facts.cost(place, int(seen.blocks.visible.sum())),
             }
-        )  # fmt: skip
+        )
 
     def _text(self, pieces: tuple[str, ...]) -> int:
         """The number of a list of tokens."""
@@ -135,7 +155,9 @@ class PageData:
         return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
 
     def _ranked(self) -> Iterator[tuple[int, int]]:
-        """Heads in the order in which they deserve room: the leaders of each metric in turn, then their followers."""
+        """Heads in the order in which they deserve room: the leaders of each metric in turn, then
+        their followers.
+        """
         every = [(p, h) for p, place in enumerate(self.places) for h in place.heads]
         orders = [self._leaders(name, every) for name in LEADERS]
         seen = set()
@@ -146,7 +168,9 @@ class PageData:
                     yield at
 
     def _leaders(self, name: str, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Heads from the one that has most of a metric, or least, down; without those that it says nothing of."""
+        """Heads from the one that has most of a metric, or least, down; without those that it says
+        nothing of.
+        """
         least, metric = name.startswith("-"), name.removeprefix("-")
         known = {(p, h): x for p, h in every if (x := self._metric(metric, p, h)) is not None}
         return sorted(known, key=lambda at: known[at] if least else -known[at])
@@ -158,7 +182,14 @@ class PageData:
         )
         order = [(place, head)]
         if len(self.sources) > 1:  # the same head of the other recording, to compare
-            other = next((n for n, x in enumerate(self.plain) if x["source"] == 1 and x["name"] == self.plain[place]["name"]), None)  # fmt: skip
+            other = next(
+                (
+                    n
+                    for n, x in enumerate(self.plain)
+                    if x["source"] == 1 and x["name"] == self.plain[place]["name"]
+                ),
+                None,
+            )
             if other is not None and head in self.places[other].heads:
                 order.append((other, head))
         heads: dict[int, list[int]] = {}

@@ -1,4 +1,6 @@
-"""What a page says of a place and of a run besides their numbers: names, rotary frequencies, costs."""
+"""What a page says of a place and of a run besides their numbers: names, rotary frequencies,
+costs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from regard.positions import Rotary
 
 
 def source(recording: Recording) -> dict[str, Any]:
-    """What a run was, in words: what its recorder said of it, then its kernels, places and tokens."""
+    """What a run was, in words: what its recorder said of it, then its kernels, places and
+    tokens.
+    """
     places = list(recording.places.values())
     kernels = sorted({step.kernel for place in places for step in place.steps})
     about = {name: str(value) for name, value in recording.about.items()}
@@ -38,7 +42,8 @@ def label(name: str) -> str:
 
 
 def cost(place: Place, pairs: int) -> dict[str, Any]:
-    """FLOPs and bytes of one batch row of a place by the formulas of `regard.cost`, and what caches keep of its keys.
+    """FLOPs and bytes of one batch row of a place by the formulas of `regard.cost`, and what caches
+    keep of its keys.
 
     Args:
         place: of a recording.
@@ -50,16 +55,23 @@ def cost(place: Place, pairs: int) -> dict[str, Any]:
     kinds = {"MHA": place.H, "GQA": place.G, "MQA": 1}
     return {
         "flops": attention_flops(pairs, D, E),
-        "bytes": attention_bytes(B=1, H=len(place.heads), G=place.G, T=place.T, S=place.N, D=D, E=E, itemsize=size),
-        "kv_bytes": {name: n * place.N * (D + E) * size for name, n in kinds.items() if name != "GQA" or 1 < n < place.H},
-    }  # fmt: skip
+        "bytes": attention_bytes(
+            B=1, H=len(place.heads), G=place.G, T=place.T, S=place.N, D=D, E=E, itemsize=size
+        ),
+        "kv_bytes": {
+            name: n * place.N * (D + E) * size
+            for name, n in kinds.items()
+            if name != "GQA" or 1 < n < place.H
+        },
+    }
 
 
 def rotary(model: Any, place: str) -> dict[str, Any] | None:
-    """What turns a place's queries and keys last, if that is one rotary step whose frequencies stay the same; else None.
+    """What turns a place's queries and keys last, if that is one rotary step whose frequencies stay
+    the same; else None.
 
-    Only then are the first dims of the recorded q and k pairs that can be turned back. MLA's are not: its rotary dims are
-    the last ones, and its keys one for all heads.
+    Only then are the first dims of the recorded q and k pairs that can be turned back. MLA's are
+    not: its rotary dims are the last ones, and its keys one for all heads.
     """
     modules = dict(model.decoder.named_modules()) if hasattr(model, "decoder") else {}
     layer = modules.get(place)
@@ -72,9 +84,11 @@ def rotary(model: Any, place: str) -> dict[str, Any] | None:
     if not all(isinstance(x, Rotary) and torch.equal(x.inv_freq, first.inv_freq) for x in last):
         return None
     return {
-        "layout": first.layout, "inv_freq": first.inv_freq.tolist(), "factor": float(first.rotary_factor),
+        "layout": first.layout,
+        "inv_freq": first.inv_freq.tolist(),
+        "factor": float(first.rotary_factor),
         "dims": 2 * first.inv_freq.numel(),
-    }  # fmt: skip
+    }
 
 
 def stored(x: Tensor) -> NDArray[Any]:

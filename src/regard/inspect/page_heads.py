@@ -18,13 +18,25 @@ from regard.inspect.pooled import Pooled, pooled
 SIDE = 64
 """The most blocks of a thumbnail a side."""
 OCTAVES = 24
-"""What a thumbnail's byte spans: 1..255 is 2^-24..1 in equal steps of the logarithm, 0 is nothing."""
+"""What a thumbnail's byte spans: 1..255 is 2^-24..1 in equal steps of the logarithm, 0 is
+nothing.
+"""
 
 METRICS = {
-    "entropy": "share", "effective_keys": "count", "sink": "share", "learned_sink": "share", "previous_token": "share",
-    "induction": "share", "duplicate": "share", "distance": "count", "local": "share", "max_logit": "score",
-    "missing": "error", "future": "error", "empty": "error",
-}  # fmt: skip
+    "entropy": "share",
+    "effective_keys": "count",
+    "sink": "share",
+    "learned_sink": "share",
+    "previous_token": "share",
+    "induction": "share",
+    "duplicate": "share",
+    "distance": "count",
+    "local": "share",
+    "max_logit": "score",
+    "missing": "error",
+    "future": "error",
+    "empty": "error",
+}
 """What `measure` gives and a page shows: name -> unit."""
 
 LEADERS = (
@@ -37,11 +49,15 @@ LEADERS = (
     "-sink",
     "-distance",
 )
-"""The heads that lead in these deserve room on a page, in turns; with a minus: those that have least."""
+"""The heads that lead in these deserve room on a page, in turns; with a minus: those that have
+least.
+"""
 
 
 class Glance(NamedTuple):
-    """All recorded heads of a place: thumbnails, and a number for each by metric (None: not finite)."""
+    """All recorded heads of a place: thumbnails, and a number for each by metric (None: not
+    finite).
+    """
 
     blocks: Pooled
     metrics: dict[str, list[float | None]]
@@ -71,7 +87,8 @@ def glance(place: Place, ids: Tensor | None = None, row: int = 0) -> Glance:
 
 
 def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
-    """Weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0; NaN is 255.
+    """Weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0; NaN is
+    255.
 
     >>> as_bytes(torch.tensor([0.0, 1e-30, 0.5, 1.0])).tolist()
     [0, 1, 244, 255]

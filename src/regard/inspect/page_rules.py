@@ -1,7 +1,9 @@
-"""What a recording's rules are to a page: masks as trees of evaluated bits, biases as tables; nothing is written twice.
+"""What a recording's rules are to a page: masks as trees of evaluated bits, biases as tables;
+nothing is written twice.
 
-A page knows no mask and no bias by name. Each term of a mask's `&` and `|` is evaluated here, by its own rule, for every
-row and column, and travels as bits, so that the page can say which term keeps a query from a key.
+A page knows no mask and no bias by name. Each term of a mask's `&` and `|` is evaluated here, by
+its own rule, for every row and column, and travels as bits, so that the page can say which term
+keeps a query from a key.
 """
 
 from __future__ import annotations
@@ -22,17 +24,26 @@ from regard.span import as_tensor
 
 Arrays = dict[str, NDArray[Any]]
 WORDS: dict[type, str] = {
-    masks.Causal: "future", masks.Padding: "padding", masks.Document: "document", masks.Chunk: "chunk",
-    masks.Selected: "selected", masks.Dense: "given", masks.Fn: "given",
-}  # fmt: skip
-"""Masks whose "no" has words of its own; of every other one the page says that the key lies outside it."""
+    masks.Causal: "future",
+    masks.Padding: "padding",
+    masks.Document: "document",
+    masks.Chunk: "chunk",
+    masks.Selected: "selected",
+    masks.Dense: "given",
+    masks.Fn: "given",
+}
+"""Masks whose "no" has words of its own; of every other one the page says that the key lies outside
+it.
+"""
 CELLS = 1 << 22
 """How many cells of a bias are evaluated together."""
 
 
 @dataclass
 class Rows:
-    """Rows of a place under one rule: steps of equal mask, bias, scale, softcap and sink, and where their rows begin."""
+    """Rows of a place under one rule: steps of equal mask, bias, scale, softcap and sink, and where
+    their rows begin.
+    """
 
     step: Step
     steps: list[tuple[Step, int]] = field(default_factory=list)
@@ -55,7 +66,9 @@ def sides(step: Step, row: int) -> tuple[Tensor, Tensor]:
 
 
 class Rules:
-    """The rules of a place as plain data; arrays that two rules share are kept once, under the name of their content."""
+    """The rules of a place as plain data; arrays that two rules share are kept once, under the name
+    of their content.
+    """
 
     def __init__(self, place: Place, row: int, arrays: Arrays) -> None:
         self.place, self.row, self.arrays = place, row, arrays
@@ -84,7 +97,7 @@ class Rules:
                 "bias": self._bias(rows, heads),
             }
             for rows in self.groups
-        ]  # fmt: skip
+        ]
 
     def _sink(self, step: Step) -> list[float | None] | None:
         """The sink's logit of each of the model's heads; None for one that was not recorded."""
@@ -94,7 +107,9 @@ class Rules:
         return [known.get(h) for h in range(self.place.H)]
 
     def held(self) -> str | None:
-        """The bits of the keys that each row's step held, or None where every step held them all."""
+        """The bits of the keys that each row's step held, or None where every step held them
+        all.
+        """
         seen = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
         for rows in self.groups:
             for step, first in rows.steps:
@@ -136,7 +151,9 @@ class Rules:
         return name
 
     def _bias(self, rows: Rows, heads: list[int]) -> dict[str, Any] | None:
-        """The bias as a table over the difference of positions where it is one, else cell by cell for the heads."""
+        """The bias as a table over the difference of positions where it is one, else cell by cell
+        for the heads.
+        """
         bias = rows.step.bias
         if bias is None:
             return None
@@ -144,7 +161,14 @@ class Rules:
         if table is not None:
             low, values = table
             name = self.keep("offsets", values)
-            return {"kind": "offset", "text": str(bias), "array": name, "low": low, "heads": len(values), "count": values.shape[1]}  # fmt: skip
+            return {
+                "kind": "offset",
+                "text": str(bias),
+                "array": name,
+                "low": low,
+                "heads": len(values),
+                "count": values.shape[1],
+            }
         T, N = self.place.T, self.place.N
         names = {}
         for h in heads:
@@ -159,7 +183,8 @@ class Rules:
 
 
 def parted(place: Place) -> list[Place]:
-    """A place as several, each with one key for a column: where prompt and decoding read other keys, or a step has its own.
+    """A place as several, each with one key for a column: where prompt and decoding read other
+    keys, or a step has its own.
 
     >>> import torch, regard
     >>> with regard.inspect.Recorder() as recorder:
@@ -191,7 +216,9 @@ def parted(place: Place) -> list[Place]:
 
 
 def _alike(a: Step, b: Step) -> bool:
-    """Whether two steps follow one rule; a mask that speaks of slots is each step's own, of the same form."""
+    """Whether two steps follow one rule; a mask that speaks of slots is each step's own, of the
+    same form.
+    """
     sink = a.sink is b.sink or (
         a.sink is not None and b.sink is not None and torch.equal(a.sink, b.sink)
     )
@@ -220,7 +247,9 @@ def _blocks(step: Step, row: int) -> Any:
 
 
 def _by_offset(rows: Rows, row: int) -> tuple[int, NDArray[np.float64]] | None:
-    """(lowest q - k, values [H or 1, offsets]) if the bias depends on q - k only, checked at every cell; else None."""
+    """(lowest q - k, values [H or 1, offsets]) if the bias depends on q - k only, checked at every
+    cell; else None.
+    """
     both = [sides(step, row) for step, _ in rows.steps]
     offsets = [q[:, None] - k for q, k in both]
     low, high = min(int(x.min()) for x in offsets), max(int(x.max()) for x in offsets)

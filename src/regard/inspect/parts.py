@@ -22,7 +22,9 @@ class Step(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """A tensor in numbers: what it is, its shape, mean and deviation, and the seconds that it took, None where nobody knows."""
+    """A tensor in numbers: what it is, its shape, mean and deviation, and the seconds that it took,
+    None where nobody knows.
+    """
 
     name: str
     equation: str
@@ -33,7 +35,9 @@ class Tensors(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The online softmax behind keys start to stop: the maximum m, what the older sums were multiplied by, l and o."""
+    """The online softmax behind keys start to stop: the maximum m, what the older sums were
+    multiplied by, l and o.
+    """
 
     start: int
     stop: int
@@ -44,7 +48,9 @@ class Block(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a recurrence keeps of one head: the matrix S behind the query, and its norm in front of and behind it."""
+    """What a recurrence keeps of one head: the matrix S behind the query, and its norm in front of
+    and behind it.
+    """
 
     shape: tuple[int, ...]
     numbers: int
@@ -56,7 +62,9 @@ class State(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One pattern of a mix: its factor, the sum of its row, and whether it is the one that is explained."""
+    """One pattern of a mix: its factor, the sum of its row, and whether it is the one that is
+    explained.
+    """
 
     name: str
     factor: float
@@ -65,7 +73,9 @@ class Term(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Several patterns that make one head: in words, in terms, and the row [S] that comes out, if there is one."""
+    """Several patterns that make one head: in words, in terms, and the row [S] that comes out, if
+    there is one.
+    """
 
     text: str
     terms: tuple[Term, ...]
@@ -75,8 +85,9 @@ class Mixture(NamedTuple):
 class Elsewhere(NamedTuple):
     """The same q, k and v under another mechanism.
 
-    p: of the key. top, p_top: the strongest key and its weight. effective: exp(entropy), how many keys it amounts to. moved:
-    half the sum of |p' - p|, the share of the weight that moves. apart: |z' - z| / |z|. row: all weights [n].
+    p: of the key. top, p_top: the strongest key and its weight. effective: exp(entropy), how many
+        keys it amounts to. moved: half the sum of |p' - p|, the share of the weight that moves.
+        apart: |z' - z| / |z|. row: all weights [n].
     """
 
     name: str
@@ -91,7 +102,9 @@ class Elsewhere(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a cache would keep for this layer: numbers for a token, tokens, and bytes; `here` is what it does keep."""
+    """What a cache would keep for this layer: numbers for a token, tokens, and bytes; `here` is
+    what it does keep.
+    """
 
     name: str
     numbers: int
@@ -101,7 +114,9 @@ class Held(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What the row costs: FLOPs of scores and mix of this head, of the layer for one token, bytes read, and caches."""
+    """What the row costs: FLOPs of scores and mix of this head, of the layer for one token, bytes
+    read, and caches.
+    """
 
     keys: int
     flops: int

@@ -1,4 +1,6 @@
-"""What one place computed, call by call, and any block of its scores and weights, computed again: p_ij = exp(s_ij - lse_i)."""
+"""What one place computed, call by call, and any block of its scores and weights, computed again:
+p_ij = exp(s_ij - lse_i).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,18 @@ from regard.span import as_tensor
 
 
 class Block(NamedTuple):
-    """Part of a pattern: scores (-inf where masked, or where the step did not hold the key) and weights."""
+    """Part of a pattern: scores (-inf where masked, or where the step did not hold the key) and
+    weights.
+    """
 
     scores: Tensor
     weights: Tensor
 
 
 class Ingredients(NamedTuple):
-    """What scores are made of: q_i . k_j and the bias (None without one), and which keys are visible; [B,h,t,n] or broadcast."""
+    """What scores are made of: q_i . k_j and the bias (None without one), and which keys are
+    visible; [B,h,t,n] or broadcast.
+    """
 
     dot: Tensor
     bias: Tensor | None
@@ -44,7 +50,8 @@ class Ingredients(NamedTuple):
 class Place:
     """What one place computed: its steps, and the keys and values that they read.
 
-    H: the query heads of the model; heads: which are recorded. N: the columns of the pattern, one for each token.
+    H: the query heads of the model; heads: which are recorded. N: the columns of the pattern, one
+        for each token.
     """
 
     name: str
@@ -110,7 +117,9 @@ class Place:
         return self._starts[number]
 
     def parts(self, rows: slice) -> Iterator[tuple[Step, slice, slice]]:
-        """The steps that some rows belong to: (step, its own rows, where they stand among the rows asked for)."""
+        """The steps that some rows belong to: (step, its own rows, where they stand among the rows
+        asked for).
+        """
         start, stop = rows.start, rows.stop
         for n in range(max(bisect_right(self._starts, start) - 1, 0), len(self.steps)):
             step, first = self.steps[n], self._starts[n]
@@ -128,7 +137,8 @@ class Place:
         """
         if head not in self.heads:
             raise ArgumentError(
-                f"head {head} of {self.name} was not recorded; recorded: {', '.join(map(str, self.heads))} of {self.H}"
+                f"head {head} of {self.name} was not recorded; recorded: "
+                f"{', '.join(map(str, self.heads))} of {self.H}"
             )
         return self.heads.index(head)
 
@@ -141,7 +151,9 @@ class Place:
         batch: slice = ALL,
         dtype: torch.dtype = torch.float64,
     ) -> Block:
-        """The exact scores and weights of rows x columns: [batch, heads, rows, columns]; heads as the model numbers them."""
+        """The exact scores and weights of rows x columns: [batch, heads, rows, columns]; heads as
+        the model numbers them.
+        """
         chosen = self.heads if heads == ALL else tuple(range(self.H)[heads])
         local = [self.at(head) for head in chosen]
         b = len(range(self.B)[batch])
@@ -169,8 +181,8 @@ class Place:
     ) -> Block:
         """Scores and weights of a step's own rows with some of its keys, in the order of the keys.
 
-        They are computed from q, k and the lse; what an edit replaced is what it put there. A weight on a masked key is 0,
-        whatever an edit put there: the kernel leaves it out, too.
+        They are computed from q, k and the lse; what an edit replaced is what it put there. A
+        weight on a masked key is 0, whatever an edit put there: the kernel leaves it out, too.
         """
         made, local = (
             self.ingredients(step, own, slots, heads, batch=batch, dtype=dtype),
@@ -235,7 +247,8 @@ class Place:
         if self.plain:
             return self.pools[0]
         raise ArgumentError(
-            f"{self.name} read several keys for one token ({self.held}); ask place.keys(step) for those of a step"
+            f"{self.name} read several keys for one token ({self.held}); ask place.keys(step) for "
+            "those of a step"
         )
 
 

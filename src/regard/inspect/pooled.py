@@ -1,8 +1,10 @@
-"""A pattern at a distance: mass and max of its blocks, exactly, in memory that does not grow with T x N.
+"""A pattern at a distance: mass and max of its blocks, exactly, in memory that does not grow with T
+x N.
 
     mass_IJ = mean over i in I of sum over j in J of p_ij        max_IJ = max over i in I, j in J of p_ij
 
-I are the rows of a block that are tokens and see any key: so each row of blocks sums to 1 at every size, less the share of a sink. Both
+I are the rows of a block that are tokens and see any key: so each row of blocks sums to 1 at every
+size, less the share of a sink. Both
 compose: what `coarser` makes of blocks is what the pattern itself gives.
 """
 
@@ -25,8 +27,10 @@ from regard.inspect.tiles import SIZE, walk
 class Pooled:
     """Blocks of `size` rows and columns; the last ones may be smaller.
 
-    mass, max: [..., R, C], of h heads or of one. seeing: [..., R], how many rows of a block see any key.
-    visible: [..., R, C], how many pairs of a block the mask lets through; of the `pairs` [R, C] that there are.
+    mass, max: [..., R, C], of h heads or of one. seeing: [..., R], how many rows of a block see any
+        key.
+    visible: [..., R, C], how many pairs of a block the mask lets through; of the `pairs` [R, C]
+        that there are.
     """
 
     size: tuple[int, int]
@@ -69,10 +73,13 @@ class Pooled:
         total = _sums(self.mass * self.seeing[..., None], down, across)
         seeing = _sums(self.seeing[..., None], down, 1)[..., 0]
         return Pooled(
-            (self.size[0] * down, self.size[1] * across), self.shape,
-            total / seeing.clamp(min=1)[..., None], _highest(self.max, down, across), seeing,
+            (self.size[0] * down, self.size[1] * across),
+            self.shape,
+            total / seeing.clamp(min=1)[..., None],
+            _highest(self.max, down, across),
+            seeing,
             _sums(self.visible, down, across),
-        )  # fmt: skip
+        )
 
 
 def pooled(
@@ -122,8 +129,13 @@ def pooled(
         sees[:, tile.rows] |= seen.any(2)
     seeing = _sums(sees.long()[..., None], tall, 1)[..., 0]
     return Pooled(
-        (tall, wide), (place.T, place.N), mass / seeing.clamp(min=1)[..., None], most, seeing, visible
-    )  # fmt: skip
+        (tall, wide),
+        (place.T, place.N),
+        mass / seeing.clamp(min=1)[..., None],
+        most,
+        seeing,
+        visible,
+    )
 
 
 def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:

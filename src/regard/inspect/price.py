@@ -1,4 +1,6 @@
-"""What a row costs, by the formulas of `regard.cost`: the head's FLOPs and bytes, and what caches would keep instead."""
+"""What a row costs, by the formulas of `regard.cost`: the head's FLOPs and bytes, and what caches
+would keep instead.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,13 @@ def price(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: int)
         kept.append(Held("this layer", numbers, tokens, whole, here=True))
     flops = described.flops_per_token if described is not None else None
     return Cost(
-        keys, attention_flops(keys, D, E), 0 if flops is None else flops.value,
+        keys,
+        attention_flops(keys, D, E),
+        0 if flops is None else flops.value,
         "" if flops is None else flops.formula,
-        attention_bytes(B=1, H=1, G=1, T=1, S=keys, D=D, E=E, itemsize=itemsize), tuple(kept),
-    )  # fmt: skip
+        attention_bytes(B=1, H=1, G=1, T=1, S=keys, D=D, E=E, itemsize=itemsize),
+        tuple(kept),
+    )
 
 
 def _kept(name: str, numbers: int, tokens: int, itemsize: int) -> Held:

@@ -23,8 +23,8 @@ def reading(model: Source, text: str | None = None, target: str | None = None) -
     """What to run for a model and a text.
 
     Args:
-        model: a decoder, a text encoder, an encoder-decoder (of which `target` is read too: its own answer if None), or
-            `Words`, which are their own text.
+        model: a decoder, a text encoder, an encoder-decoder (of which `target` is read too: its own
+            answer if None), or `Words`, which are their own text.
         text, target: as a person writes them.
 
     Raises:
@@ -52,11 +52,19 @@ def _decoder(model: Model, text: str) -> Reading:
     head, run = decoder.head, decoder if model.has_head else decoder.hidden
     predict = None if head is None else lambda x: head(decoder.norm(x))
     return Reading(
-        _family(model), text, decoder, {"text": tokens(model, ids, text)},
-        tuple(_own(decoder.layers, "", "text")), lambda: run(ids, last=1),
-        decoder.embed, decoder.layers[-1], predict, "text", model.tokenizer.pieces,
+        _family(model),
+        text,
+        decoder,
+        {"text": tokens(model, ids, text)},
+        tuple(_own(decoder.layers, "", "text")),
+        lambda: run(ids, last=1),
+        decoder.embed,
+        decoder.layers[-1],
+        predict,
+        "text",
+        model.tokenizer.pieces,
         getattr(model.config, "max_position_embeddings", None),
-    )  # fmt: skip
+    )
 
 
 def _encoder(model: TextEncoder, text: str) -> Reading:
@@ -65,10 +73,19 @@ def _encoder(model: TextEncoder, text: str) -> Reading:
     head = network.head
     predict = None if head is None else lambda x: head(encoder.norm(x))
     return Reading(
-        _family(model), text, network, {"text": tokens(model, ids)},
-        tuple(_own(encoder.layers, "", "text")), lambda: network(ids, positions, segments),
-        encoder.embed, encoder.layers[-1], predict, "text", model.tokenizer.pieces, model.longest,
-    )  # fmt: skip
+        _family(model),
+        text,
+        network,
+        {"text": tokens(model, ids)},
+        tuple(_own(encoder.layers, "", "text")),
+        lambda: network(ids, positions, segments),
+        encoder.embed,
+        encoder.layers[-1],
+        predict,
+        "text",
+        model.tokenizer.pieces,
+        model.longest,
+    )
 
 
 def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> Reading:
@@ -82,10 +99,18 @@ def _seq2seq(model: Seq2Seq, text: str, target: str | None) -> Reading:
     network = model.network
     sides = {"source": tokens(model, ids), "target": tokens(model, given)}
     return Reading(
-        _family(model), text, network, sides, tuple(_sites(network)),
-        lambda: network(ids, given, positions), network.embed, network.layers[-1],
-        lambda x: network.head(network.norm(x)), "target", model.tokenizer.pieces,
-    )  # fmt: skip
+        _family(model),
+        text,
+        network,
+        sides,
+        tuple(_sites(network)),
+        lambda: network(ids, given, positions),
+        network.embed,
+        network.layers[-1],
+        lambda x: network.head(network.norm(x)),
+        "target",
+        model.tokenizer.pieces,
+    )
 
 
 def _row(row: Words) -> Reading:
@@ -96,9 +121,18 @@ def _row(row: Words) -> Reading:
     if not sites:
         raise ArgumentError(f"{row.name} has no attention; there is nothing to explain")
     return Reading(
-        row.name, tokens.text, network, {"text": tokens}, sites, lambda: network(ids), network.embed,
-        network.layers[-1], lambda x: network.head(network.norm(x)), "text", row.names,
-    )  # fmt: skip
+        row.name,
+        tokens.text,
+        network,
+        {"text": tokens},
+        sites,
+        lambda: network(ids),
+        network.embed,
+        network.layers[-1],
+        lambda x: network.head(network.norm(x)),
+        "text",
+        row.names,
+    )
 
 
 def _pair(pair: Words, said: tuple[Sequence[int], Sequence[str]]) -> Reading:
@@ -123,9 +157,18 @@ def _pair(pair: Words, said: tuple[Sequence[int], Sequence[str]]) -> Reading:
             raise ArgumentError(f"{pair.name} has no attention; there is nothing to explain")
         sites = (Site("decoder", 0, attention, None, "target", "source"),)
     return Reading(
-        pair.name, sides["source"].text, network, sides, sites, lambda: network(source, target),
-        embed, last, predict, "target", pair.names,
-    )  # fmt: skip
+        pair.name,
+        sides["source"].text,
+        network,
+        sides,
+        sites,
+        lambda: network(source, target),
+        embed,
+        last,
+        predict,
+        "target",
+        pair.names,
+    )
 
 
 def _ids(network: nn.Module, ids: Sequence[int]) -> Tensor:
@@ -147,7 +190,9 @@ def _sites(network: EncoderDecoder) -> Iterator[Site]:
     for i, module in enumerate(network.layers):
         block: Any = module
         place = f"decoder.layers.{i}"
-        yield Site(f"{place}.attention", i, block.attention, block.around_attention, "target", "target")  # fmt: skip
+        yield Site(
+            f"{place}.attention", i, block.attention, block.around_attention, "target", "target"
+        )
         yield Site(f"{place}.cross", i, block.cross, block.around_cross, "target", "source")
 
 

@@ -13,7 +13,9 @@ from regard.foreign import shown
 
 
 class Tokens(NamedTuple):
-    """One sequence. text: as a person wrote it, or as its tokens decode; ends: for each token, where it ends in the text."""
+    """One sequence. text: as a person wrote it, or as its tokens decode; ends: for each token,
+    where it ends in the text.
+    """
 
     ids: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -24,7 +26,8 @@ class Tokens(NamedTuple):
 class Site(NamedTuple):
     """One attention of a network.
 
-    place: where its taps stand. rows, columns: the names of the sequences of its queries and of its keys.
+    place: where its taps stand. rows, columns: the names of the sequences of its queries and of its
+        keys.
     around: its residual path, or None.
     """
 
@@ -38,10 +41,12 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """Words as tokens, for a network without a tokenizer, such as `regard train --task` makes: a row, or a source and a target.
+    """Words as tokens, for a network without a tokenizer, such as `regard train --task` makes: a
+    row, or a source and a target.
 
     network: a `Decoder` of a row; or an `EncoderDecoder` or a `RecurrentEncoderDecoder`.
-    source: ids and words; target: the same of what is said, beginning with the token that starts every target; None of a row.
+    source: ids and words; target: the same of what is said, beginning with the token that starts
+        every target; None of a row.
     names: ids -> words, for predictions.
 
     >>> from regard.inspect.readers import reading
@@ -69,7 +74,8 @@ class Reading:
         sites: its attentions, in the order of the run.
         run: runs it once; gives states or logits, for a comparison of two runs.
         embed: the module whose output is the embedded tokens, or None.
-        last: the module behind whose output `predict` makes logits of a row [M], of the side `predicts`.
+        last: the module behind whose output `predict` makes logits of a row [M], of the side
+            `predicts`.
         names: ids -> what each is called.
         trained: the most tokens that it was trained on, or None. notes: what a reader should know.
     """
@@ -89,7 +95,8 @@ class Reading:
     notes: tuple[str, ...] = ()
 
     def site(self, layer: int | None = None, place: str | None = None) -> Site:
-        """An attention by its place, or by its layer: of an encoder-decoder the one that reads the source.
+        """An attention by its place, or by its layer: of an encoder-decoder the one that reads the
+        source.
 
         Raises:
             ArgumentError: there is none such.
@@ -116,7 +123,9 @@ class Reading:
 
 
 class Ends(Sequence[int]):
-    """Where each token ends in the decoded text; decoded when asked for, since each costs a decoding of all before it."""
+    """Where each token ends in the decoded text; decoded when asked for, since each costs a
+    decoding of all before it.
+    """
 
     def __init__(self, ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> None:
         self._ids, self._decode = ids, decode

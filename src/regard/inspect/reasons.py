@@ -17,10 +17,15 @@ EMPTY = "padding"
 
 
 def why_masked(
-    mask: masks.Mask | None, positions: Positions, i: int, visible: Bools, head: int = 0,
+    mask: masks.Mask | None,
+    positions: Positions,
+    i: int,
+    visible: Bools,
+    head: int = 0,
     k_positions: Positions | None = None,
-) -> tuple[str, ...]:  # fmt: skip
-    """For each key, the terms of the mask that keep query i from it; "" where the kernel let it see the key.
+) -> tuple[str, ...]:
+    """For each key, the terms of the mask that keep query i from it; "" where the kernel let it see
+    the key.
 
     Args:
         mask: of the call; None is none.
@@ -74,9 +79,14 @@ def word(mask: masks.Mask) -> str:
     if isinstance(mask, masks.Sinks):
         return f"behind the first {getattr(mask, fields(mask)[0].name)}"
     known = {
-        "Causal": "future", "Padding": "padding", "Document": "other document", "Selected": "not selected",
-        "Global": "not global", "Dense": "the given matrix says no", "Fn": "the given function says no",
-    }  # fmt: skip
+        "Causal": "future",
+        "Padding": "padding",
+        "Document": "other document",
+        "Selected": "not selected",
+        "Global": "not global",
+        "Dense": "the given matrix says no",
+        "Fn": "the given function says no",
+    }
     name = type(mask).__name__
     if name == "Chunk":
         return f"other chunk of {getattr(mask, fields(mask)[0].name)}"

@@ -47,26 +47,30 @@ def record(
     max_context: int | None = None,
     **select: Unpack[Selection],
 ) -> Recording:
-    """Run a model on its own kernels, and record its attention: q, k, lse, positions and rules, out of which any block of any
-    pattern is computed again. Edits of open traces are part of the run (see `Recorder`).
+    """Run a model on its own kernels, and record its attention: q, k, lse, positions and rules, out
+    of which any block of any pattern is computed again. Edits of open traces are part of the run
+    (see `Recorder`).
 
     Args:
-        model: a `Model`, `TextEncoder`, `Seq2Seq`, or a transformers model under attn_implementation="regard". For any
-            other code there is `Recorder`.
-        text: a text, or several (padded on the left, at position -1), or ids [B,T]; for a transformers model its ids, or
-            a mapping of its arguments.
-        target: what a `Seq2Seq` is made to say; None: what it says by itself, at most `tokens` (64) tokens of it.
+        model: a `Model`, `TextEncoder`, `Seq2Seq`, or a transformers model under
+            attn_implementation="regard". For any other code there is `Recorder`.
+        text: a text, or several (padded on the left, at position -1), or ids [B,T]; for a
+            transformers model its ids, or a mapping of its arguments.
+        target: what a `Seq2Seq` is made to say; None: what it says by itself, at most `tokens` (64)
+            tokens of it.
         positions: of ids, -1 = padding; by default 0..T-1.
         tokens: go on by so many tokens, each with the caches: every one is a step of each place.
         chunk: the prompt in pieces of so many tokens, with the caches.
-        cache, max_context: the kind of cache for `tokens` ("quantised", "ring", ...), and the most that it holds, as in
-            `Model.generate`.
+        cache, max_context: the kind of cache for `tokens` ("quantised", "ring", ...), and the most
+            that it holds, as in `Model.generate`.
         **select: what is kept: see `Selection`.
 
     Raises:
-        ArgumentError: the run called no softmax attention that was selected, a selected place or head does not exist, an
-            argument does not go with the model, or a transformers model does not compute its attention here.
-        ArgumentTypeError: the model or the text is of no such kind, or there is no argument of a name.
+        ArgumentError: the run called no softmax attention that was selected, a selected place or
+            head does not exist, an argument does not go with the model, or a transformers model
+            does not compute its attention here.
+        ArgumentTypeError: the model or the text is of no such kind, or there is no argument of a
+            name.
 
     >>> import regard
     >>> found = record(regard.load("tiny"), "to be or not to be", tokens=3, heads=[0, 2], keep=())
@@ -74,9 +78,13 @@ def record(
     (True, [1, 1])
     """
     how = {
-        "target": target, "positions": positions, "tokens": tokens, "chunk": chunk, "cache": cache,
+        "target": target,
+        "positions": positions,
+        "tokens": tokens,
+        "chunk": chunk,
+        "cache": cache,
         "max_context": max_context,
-    }  # fmt: skip
+    }
     check_names("record", select, (*how, *Selection.__annotations__))
     run, allowed = _run_of(model)
     for name, value in how.items():
@@ -90,7 +98,8 @@ def record(
     found = replace(recorder.recording(), about=_about(model), **said)
     if not found.places:
         raise ArgumentError(
-            f"no attention was recorded: the run of {type(model).__name__} called no softmax attention "
+            f"no attention was recorded: the run of {type(model).__name__} called no softmax "
+            "attention "
             f"that was selected ({', '.join(f'{k}={v}' for k, v in select.items()) or 'all'})"
             f"; {recorder.lacking() if recorder.met else 'no module of it calls that of regard'}"
         )
@@ -115,7 +124,10 @@ def _about(model: Any) -> dict[str, str]:
     family = getattr(config, "model_type", None) or type(config).__module__.rpartition(".")[2]
     about = {"model": family or type(model).__name__}
     if parameter is not None:
-        about |= {"dtype": str(parameter.dtype).removeprefix("torch."), "device": parameter.device.type}  # fmt: skip
+        about |= {
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "device": parameter.device.type,
+        }
     return about | {"training": str(inner.training)} if isinstance(inner, nn.Module) else about
 
 
@@ -164,7 +176,8 @@ def _generated(
 ) -> dict[str, Any]:
     if not isinstance(text, str) or positions is not None:
         raise ArgumentError(
-            "tokens are to follow: give one text; for several, use `with Recorder()` around model.generate"
+            "tokens are to follow: give one text; for several, use `with Recorder()` around "
+            "model.generate"
         )
     begun = model.encode(text)[0].tolist()
     if cache in ("fixed", "paged") and max_context is None:
@@ -208,7 +221,8 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
     config: Any = getattr(model, "config", None)
     if isinstance(text, str) or not isinstance(text, (Tensor, Mapping)):
         raise ArgumentTypeError(
-            "text must be ids [B,T], or a mapping of the model's arguments, for a transformers model"
+            "text must be ids [B,T], or a mapping of the model's arguments, for a transformers "
+            "model"
         )
     layered = any(getattr(m, "layer_idx", None) is not None for m in model.modules())
     if getattr(config, "is_encoder_decoder", False) or not layered:
@@ -224,7 +238,9 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
 
 
 def _check_runs_through_us(model: nn.Module) -> None:
-    """See that the attention of a transformers model is computed here; warn of parts that compute theirs elsewhere."""
+    """See that the attention of a transformers model is computed here; warn of parts that compute
+    theirs elsewhere.
+    """
     # by config: the first module that has it, and how it computes attention
     used: dict[int, tuple[str, str]] = {}
     for name, module in model.named_modules():
@@ -238,15 +254,18 @@ def _check_runs_through_us(model: nn.Module) -> None:
     if len(others) == len(used):
         found = " and ".join(dict.fromkeys(map(repr, others.values())))
         raise ArgumentError(
-            f"{type(model).__name__} computes its attention by {found}, not by regard, so that nothing would be recorded; "
-            'load it with attn_implementation="regard", or call model.set_attn_implementation("regard"), after '
+            f"{type(model).__name__} computes its attention by {found}, not by regard, so that "
+            "nothing would be recorded; "
+            'load it with attn_implementation="regard", or call '
+            'model.set_attn_implementation("regard"), after '
             "import regard.integrations.transformers"
         )
     parts = {name: how for name, how in others.items() if name != type(model).__name__}
     if parts:
         told = ", ".join(f"{name} ({how!r})" for name, how in parts.items())
         warnings.warn(
-            f"parts of {type(model).__name__} compute their attention elsewhere, and are not recorded: {told}; "
+            f"parts of {type(model).__name__} compute their attention elsewhere, and are not "
+            f"recorded: {told}; "
             'model.set_attn_implementation("regard") sets all parts',
             stacklevel=4,
         )

@@ -24,7 +24,8 @@ class Selection(TypedDict, total=False):
     """What of a run is recorded; all of it by default.
 
     places: names ("layers.3"), or numbers of layers; None: all.
-    heads: numbers of query heads, for every place, or by place or layer; None: all. Keys are kept for their groups only.
+    heads: numbers of query heads, for every place, or by place or layer; None: all. Keys are kept
+        for their groups only.
     rows: the last so many queries of each call; None: all. Keys are kept all the same.
     keep: of "v" and "out".
     """
@@ -36,12 +37,14 @@ class Selection(TypedDict, total=False):
 
 
 class Recorder(Trace):
-    """Records every softmax attention call of this thread while the `with` block runs; the kernel's choice stays its own.
+    """Records every softmax attention call of this thread while the `with` block runs; the kernel's
+    choice stays its own.
 
-    Several calls at one place are steps of it, as long as each one's queries stand behind those before. A call that asks
-    again (a second part of one layer's attention, a second run, another batch) is recorded as `<place>.part2`, and so on.
-    Edits of other open traces are part of the run: what is recorded is what the edited network computed. Where scores or
-    patterns are edited, they are kept themselves, since they no longer follow from q and k.
+    Several calls at one place are steps of it, as long as each one's queries stand behind those
+    before. A call that asks again (a second part of one layer's attention, a second run, another
+    batch) is recorded as `<place>.part2`, and so on. Edits of other open traces are part of the
+    run: what is recorded is what the edited network computed. Where scores or patterns are edited,
+    they are kept themselves, since they no longer follow from q and k.
 
     Args:
         **select: see `Selection`.
@@ -102,7 +105,10 @@ class Recorder(Trace):
         unknown = [x for x in asked if not any(names(here, (x,)) for here in places)]
         if unknown:
             met = ", ".join(here or "(no name)" for here in places) or "none"
-            return f"places {unknown} were not met; the places that called regard's softmax attention: {met}"
+            return (
+                f"places {unknown} were not met; the places that called regard's softmax "
+                f"attention: {met}"
+            )
         wanted = {head for heads in (flat, *by_place.values()) for head in heads}
         gone = sorted(wanted - recorded)
         return f"heads {gone} were not recorded: no selected place has them" if gone else ""
@@ -114,7 +120,8 @@ class Recorder(Trace):
             return
         if not self.met:
             warnings.warn(
-                "nothing was recorded: regard's softmax attention was never called; other code must call regard.attend, and a "
+                "nothing was recorded: regard's softmax attention was never called; other code "
+                "must call regard.attend, and a "
                 'transformers model must have attn_implementation="regard"',
                 stacklevel=3,
             )

@@ -1,11 +1,14 @@
-"""What attention computed, kept so that any block of any pattern can be computed again: p_ij = exp(s_ij - lse_i).
+"""What attention computed, kept so that any block of any pattern can be computed again: p_ij =
+exp(s_ij - lse_i).
 
-A place (a layer, or the cross-attention of one) is called once for a prompt and once more for every decoded token. Each
-call is a `Step`; keys that a step shares with the one before are kept once, in a pool of the place. Columns are tokens, in
-the order in which they came; rows are the queries that were kept, of all steps, in order.
+A place (a layer, or the cross-attention of one) is called once for a prompt and once more for every
+decoded token. Each call is a `Step`; keys that a step shares with the one before are kept once, in
+a pool of the place. Columns are tokens, in the order in which they came; rows are the queries that
+were kept, of all steps, in order.
 
-Scores are computed in fp64; the lse is the kernel's own, in fp32 mostly. A weight is as exact as that: of an lse around 10
-about 1e-6 of itself, of one around 1000 about 1e-4. The audit (`row_sums`) says how far it was.
+Scores are computed in fp64; the lse is the kernel's own, in fp32 mostly. A weight is as exact as
+that: of an lse around 10 about 1e-6 of itself, of one around 1000 about 1e-4. The audit
+(`row_sums`) says how far it was.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ __all__ = ["Block", "Place", "Pool", "Recording", "Step", "Top"]
 
 
 class Top(NamedTuple):
-    """The keys that a query attends to most, and what is left: columns [n], weights [n], the others' sum and number."""
+    """The keys that a query attends to most, and what is left: columns [n], weights [n], the
+    others' sum and number.
+    """
 
     columns: Tensor
     weights: Tensor
@@ -44,11 +49,12 @@ class Top(NamedTuple):
 class Recording:
     """What was recorded: places by name, and what the run was.
 
-    ids: [B,T] tokens of the run, or None; pieces: their texts, or (). source_ids, source_pieces: those that an encoder
-    read, where there are two texts. about: model, dtype, ... in words.
+    ids: [B,T] tokens of the run, or None; pieces: their texts, or (). source_ids, source_pieces:
+        those that an encoder read, where there are two texts. about: model, dtype, ... in words.
 
-    `layer` below is a place's number in the order of the run (negative counts from the end), or its name; `head` the
-    model's number of a query head; `batch` a row of the batch. All numbers are fp64, from the recorded q, k and lse.
+    `layer` below is a place's number in the order of the run (negative counts from the end), or its
+    name; `head` the model's number of a query head; `batch` a row of the batch. All numbers are
+    fp64, from the recorded q, k and lse.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -80,22 +86,35 @@ class Recording:
         return len(self.places)
 
     def weights(
-        self, layer: int | str, head: int, rows: slice | int | None = None,
-        columns: slice | int | None = None, *, batch: int = 0,
-    ) -> Float[Tensor, "t s"]:  # fmt: skip
+        self,
+        layer: int | str,
+        head: int,
+        rows: slice | int | None = None,
+        columns: slice | int | None = None,
+        *,
+        batch: int = 0,
+    ) -> Float[Tensor, "t s"]:
         """Any block of the exact pattern of one head: p_ij = exp(s_ij - lse_i), 0 where masked.
 
         Raises:
-            ArgumentError: the place, head or batch row was not recorded, or a row or column does not exist.
+            ArgumentError: the place, head or batch row was not recorded, or a row or column does
+                not exist.
             ArgumentTypeError: rows or columns is no slice of step 1, index or None.
         """
         return self._block(layer, head, rows, columns, batch).weights[batch, 0]
 
     def scores(
-        self, layer: int | str, head: int, rows: slice | int | None = None,
-        columns: slice | int | None = None, *, batch: int = 0,
-    ) -> Float[Tensor, "t s"]:  # fmt: skip
-        """Any block of the scores: s_ij = softcap(scale q_i . k_j) + bias_ij, -inf where masked or not held; raises as `weights`."""
+        self,
+        layer: int | str,
+        head: int,
+        rows: slice | int | None = None,
+        columns: slice | int | None = None,
+        *,
+        batch: int = 0,
+    ) -> Float[Tensor, "t s"]:
+        """Any block of the scores: s_ij = softcap(scale q_i . k_j) + bias_ij, -inf where masked or
+        not held; raises as `weights`.
+        """
         return self._block(layer, head, rows, columns, batch).scores[batch, 0]
 
     def row(
@@ -111,7 +130,9 @@ class Recording:
         return self.weights(layer, head, None, key, batch=batch)[:, 0]
 
     def sums(self, layer: int | str, head: int, *, batch: int = 0) -> Float[Tensor, " T"]:
-        """The sum of each row: 1, less the share of a sink, 0 for a row that sees nothing; a block of rows at a time."""
+        """The sum of each row: 1, less the share of a sink, 0 for a row that sees nothing; a block
+        of rows at a time.
+        """
         place = self[layer]
         return torch.cat(
             [
@@ -138,7 +159,9 @@ class Recording:
     def pooled(
         self, layer: int | str, head: int, size: int | tuple[int, int], *, batch: int = 0
     ) -> Pooled:
-        """Mass and max of each block of `size` rows and columns: see `regard.inspect.pooled`; raises as `weights`."""
+        """Mass and max of each block of `size` rows and columns: see `regard.inspect.pooled`;
+        raises as `weights`.
+        """
         from regard.inspect.pooled import pooled
 
         place = self[layer]
@@ -153,7 +176,9 @@ class Recording:
         return torch.cat([step.row_positions(batch) for step in place.steps])
 
     def labels(self, layer: int | str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The texts of a place's rows and columns, if the run's are known and are as many; else ()."""
+        """The texts of a place's rows and columns, if the run's are known and are as many; else
+        ().
+        """
         place = self[layer]
         crosses, encodes = ".cross" in place.name, place.name.startswith("encoder.")
         rows = self.source_pieces if encodes else self.pieces
@@ -164,7 +189,9 @@ class Recording:
 
     @cached_property
     def row_sums(self) -> Mapping[str, RowSums]:
-        """The audit of each place: row sums against 1, outputs against the kernel's; see `regard.inspect.row_sums`."""
+        """The audit of each place: row sums against 1, outputs against the kernel's; see
+        `regard.inspect.row_sums`.
+        """
         from regard.inspect.row_sums import row_sums
 
         return {name: row_sums(place) for name, place in self.places.items()}
@@ -186,8 +213,13 @@ class Recording:
         return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
 
     def _block(
-        self, layer: int | str, head: int, rows: slice | int | None, columns: slice | int | None, batch: int
-    ) -> Block:  # fmt: skip
+        self,
+        layer: int | str,
+        head: int,
+        rows: slice | int | None,
+        columns: slice | int | None,
+        batch: int,
+    ) -> Block:
         place = self[layer]
         place.at(head)
         _check_batch(place, batch)
@@ -216,5 +248,6 @@ def _part(name: str, which: slice | int | None, length: int) -> slice:
     if isinstance(which, int):
         raise ArgumentError(f"{name} is {which}; there are {length}: -{length} to {length - 1}")
     raise ArgumentTypeError(
-        f"{name} is {which!r}; it must be a slice of step 1, an index from -{length} to {length - 1}, or None"
+        f"{name} is {which!r}; it must be a slice of step 1, an index from -{length} to "
+        f"{length - 1}, or None"
     )

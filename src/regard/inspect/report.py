@@ -1,4 +1,6 @@
-"""A recording as the plain data of a page: rules, thumbnails and numbers of every head, and some heads exactly."""
+"""A recording as the plain data of a page: rules, thumbnails and numbers of every head, and some
+heads exactly.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,15 @@ def report(
     Args:
         recording: what the page is of.
         b: another one to compare it with: of another prompt, model or kernel.
-        model: the model that was recorded, for what a recording does not hold, such as rotary frequencies.
-        choice: an object with `layer` and `head`, or that pair: where the page opens, and what is embedded first.
+        model: the model that was recorded, for what a recording does not hold, such as rotary
+            frequencies.
+        choice: an object with `layer` and `head`, or that pair: where the page opens, and what is
+            embedded first.
         query, key: the row and column where it opens; the key is the strongest by default.
         title: of the page; by default the text.
         row: the row of the batch.
-        budget: bytes of the page; heads that it has no room for are thumbnails only, and the page says so.
+        budget: bytes of the page; heads that it has no room for are thumbnails only, and the page
+            says so.
         explanation: of the chosen query, to travel with the page.
 
     Raises:

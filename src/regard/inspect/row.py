@@ -1,4 +1,6 @@
-"""The softmax of one query and head, link by link, from what was recorded: dot, scale, softcap, bias, mask, softmax."""
+"""The softmax of one query and head, link by link, from what was recorded: dot, scale, softcap,
+bias, mask, softmax.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Checks: TypeAlias = dict[str, float]
 """What was compared -> the largest difference."""
 
 LEAST_BLOCK, BLOCKS = 4, 8
-"""Keys that the online softmax takes together, at least; and into how many blocks it cuts a row, at most."""
+"""Keys that the online softmax takes together, at least; and into how many blocks it cuts a row, at
+most.
+"""
 
 
 class Chain(NamedTuple):
@@ -55,7 +59,9 @@ class Chain(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One head of a call: `chain`, values v [n,E], the sink's logit, and what the kernel answered: lse and out [E]."""
+    """One head of a call: `chain`, values v [n,E], the sink's logit, and what the kernel answered:
+    lse and out [E].
+    """
 
     call: Call
     head: int
@@ -80,17 +86,26 @@ def row_of(call: Call, head: int) -> Row:
         bias = array(_head(step.bias.block(*where, dtype=torch.float64), head))
     visible = _head(step.mask.block(*where), head).numpy()
     chain = Chain(
-        array(step.q[0, head, i]), array(place.keys(step)[0, group]), step.scale, step.softcap,
-        bias, visible,
-    )  # fmt: skip
+        array(step.q[0, head, i]),
+        array(place.keys(step)[0, group]),
+        step.scale,
+        step.softcap,
+        bias,
+        visible,
+    )
     values = place.values(step)
     assert values is not None, "a watch keeps values"
     assert step.out is not None, "and outputs"
     sink = None if step.sink is None else float(step.sink[head])
     return Row(
-        call, head, chain, array(values[0, group]), sink,
-        float(step.lse[0, head, i]), array(step.out[0, head, i]),
-    )  # fmt: skip
+        call,
+        head,
+        chain,
+        array(values[0, group]),
+        sink,
+        float(step.lse[0, head, i]),
+        array(step.out[0, head, i]),
+    )
 
 
 def scored(row: Row) -> tuple[Fields, Checks]:
@@ -105,10 +120,12 @@ def scored(row: Row) -> tuple[Fields, Checks]:
     seen = bool(row.chain.visible.any())
     checks = {
         "weights against exp(s - lse) of the kernel": apart(ours, theirs),
-        "row sum of exp(s - lse) of the kernel against 1": abs(float(theirs.sum()) + rest - 1) if seen else 0.0,
+        "row sum of exp(s - lse) of the kernel against 1": abs(float(theirs.sum()) + rest - 1)
+        if seen
+        else 0.0,
         "lse of the kernel": apart(np.array(found["lse"]), np.array(row.lse)),
         "output of the kernel": apart(ours @ values_seen(row), row.out),
-    }  # fmt: skip
+    }
     fields = {
         "scale": row.chain.scale,
         "sink": row.sink,
@@ -125,9 +142,11 @@ def values_seen(row: Row) -> Array:
 
 
 def softmax(s: Array, sink: float | None = None) -> Fields:
-    """Each part of the softmax of a row of scores: m, exp(s - m), their sum, ln sum exp(s), and the weights.
+    """Each part of the softmax of a row of scores: m, exp(s - m), their sum, ln sum exp(s), and the
+    weights.
 
-    The sink is one more term of the denominator of the weights; it is not in the sum, nor in the lse.
+    The sink is one more term of the denominator of the weights; it is not in the sum, nor in the
+    lse.
 
     >>> found = softmax(np.array([0.0, 0.0, -np.inf]))
     >>> found["row_max"], found["total"], found["weights"].tolist()
@@ -145,7 +164,8 @@ def softmax(s: Array, sink: float | None = None) -> Fields:
 
 
 def online(s: Array, v: Array, size: int | None = None) -> tuple[Block, ...]:
-    """Scores [n] and values [n,E] as a fused kernel goes through them: block by block, with a running maximum, sum and output.
+    """Scores [n] and values [n,E] as a fused kernel goes through them: block by block, with a
+    running maximum, sum and output.
 
     m' = max(m, max s);  l' = l exp(m - m') + sum exp(s - m');  o' = o exp(m - m') + sum exp(s - m') v
 

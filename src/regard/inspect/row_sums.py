@@ -1,11 +1,12 @@
-"""The audit of a recording: do the recorded q, k, lse and rule belong together, and do they give the kernel's output?
+"""The audit of a recording: do the recorded q, k, lse and rule belong together, and do they give
+the kernel's output?
 
     sum_j exp(s_ij - lse_i) = 1        sum_j p_ij v_j = out_i        of a row that sees nothing: lse = -inf, out = 0
 
-s in fp64, from the recorded q, k and rule. The error rule of CONTRIBUTING.md judges: the kernel may err twice as much as
-plain math in its dtype (several orders of the same sums), and two roundings; and two more at the size of the terms that a
-score sums, since of a few rows plain math may be right by luck. What is wrong is named where a known mistake explains
-every row.
+s in fp64, from the recorded q, k and rule. The error rule of CONTRIBUTING.md judges: the kernel may
+err twice as much as plain math in its dtype (several orders of the same sums), and two roundings;
+and two more at the size of the terms that a score sums, since of a few rows plain math may be right
+by luck. What is wrong is named where a known mistake explains every row.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ PIECES = 64
 class RowSums:
     """What the audit of one place found.
 
-    rows, of: rows that were looked at (in every recorded head and batch row), and how many there are.
-    residual, allowed: the largest |ln sum_j exp(s_ij - lse_i)|, which is |row sum - 1| where it is small; and its bound.
-    output, output_allowed: the largest |sum_j p_ij v_j - out_i|, and its bound; None if v or out was not kept, or dropped.
+    rows, of: rows that were looked at (in every recorded head and batch row), and how many there
+        are.
+    residual, allowed: the largest |ln sum_j exp(s_ij - lse_i)|, which is |row sum - 1| where it is
+        small; and its bound.
+    output, output_allowed: the largest |sum_j p_ij v_j - out_i|, and its bound; None if v or out
+        was not kept, or dropped.
     findings: what is wrong, in words; empty if nothing is.
     """
 
@@ -60,7 +64,10 @@ class RowSums:
         )
         said = "; ".join(self.findings) or "sound"
         rows = f"{self.rows} of {self.of} rows"
-        return f"{self.place}: row sums within {self.residual:.2g} of {self.allowed:.2g} allowed{out} ({rows}): {said}"
+        return (
+            f"{self.place}: row sums within {self.residual:.2g} of {self.allowed:.2g} "
+            f"allowed{out} ({rows}): {said}"
+        )
 
 
 class Judged(NamedTuple):
@@ -80,7 +87,8 @@ def row_sums(place: Place, *, cells: int = CELLS) -> RowSums:
 
     Args:
         place: from a recording.
-        cells: about so many scores are looked at; of more, evenly spread rows, the first and the last among them.
+        cells: about so many scores are looked at; of more, evenly spread rows, the first and the
+            last among them.
 
     >>> import regard
     >>> from regard.inspect import Recorder
@@ -100,7 +108,8 @@ def row_sums(place: Place, *, cells: int = CELLS) -> RowSums:
     if not lse.fits:
         wrong, words = explain_lse(every, lse.allowed)
         found.append(
-            f"{words}: row sums are off by up to a factor e^{lse.error:.2g}, e^{lse.allowed:.2g} allowed"
+            f"{words}: row sums are off by up to a factor e^{lse.error:.2g}, e^{lse.allowed:.2g} "
+            "allowed"
         )
     out = _output(every)
     if out is not None and not out.fits:
@@ -132,7 +141,9 @@ def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
 
 
 def _judged(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> Judged:
-    """The error rule, and `more`, over all pieces together: (x, plains, ref64) of each, where ref64 is finite."""
+    """The error rule, and `more`, over all pieces together: (x, plains, ref64) of each, where ref64
+    is finite.
+    """
     error = plain = rounding = 0.0
     for x, plains, ref in found:
         seen = ref.isfinite()
@@ -167,7 +178,10 @@ def _odd_rows(every: list[Evidence]) -> Iterator[str]:
         wrong = blind & ~e.lse.isneginf()
         if bool(wrong.any()):
             value = float(e.lse[wrong][0])
-            yield f"a row that sees nothing has the lse {value:g} (row {e.row(wrong)}); it must be -inf"
+            yield (
+                f"a row that sees nothing has the lse {value:g} (row {e.row(wrong)}); it must "
+                "be -inf"
+            )
             break
     for e in every:
         blind = e.true_lse.isneginf()

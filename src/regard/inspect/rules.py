@@ -1,4 +1,6 @@
-"""Masks and biases as plain data with tensors beside it, and back: nothing in the data is executed."""
+"""Masks and biases as plain data with tensors beside it, and back: nothing in the data is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _DEEPEST = 50
 
 
 def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
-    """A mask as data: its text where `masks.parse` reads that back; tensors under names; any other one written out."""
+    """A mask as data: its text where `masks.parse` reads that back; tensors under names; any other
+    one written out.
+    """
     try:
         if masks.parse(str(mask)) == mask:
             return {"text": str(mask)}
@@ -78,8 +82,10 @@ def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | Non
         return {"alibi": keep(slopes.detach()), "symmetric": bias.symmetric}
     if isinstance(bias, biases.T5Relative):
         return {
-            "t5": keep(bias.table), "bidirectional": bias.bidirectional, "max_distance": bias.max_distance,
-        }  # fmt: skip
+            "t5": keep(bias.table),
+            "bidirectional": bias.bidirectional,
+            "max_distance": bias.max_distance,
+        }
     if isinstance(bias, biases.Dense):
         return {"dense": keep(bias.tensor)}
     table = bias.block(step.q_positions, step.k_positions, dtype=torch.float64)
@@ -115,5 +121,9 @@ def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias 
 
 
 _KINDS = {
-    masks.All: "all", masks.Any: "any", masks.Heads: "heads", masks.Selected: "selected", masks.Blocks: "blocks",
-}  # fmt: skip
+    masks.All: "all",
+    masks.Any: "any",
+    masks.Heads: "heads",
+    masks.Selected: "selected",
+    masks.Blocks: "blocks",
+}

@@ -1,4 +1,6 @@
-"""Any mechanism of the catalogue in a small network with random weights, so that it can be looked at."""
+"""Any mechanism of the catalogue in a small network with random weights, so that it can be looked
+at.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ DIM, HEADS, LAYERS = 32, 4, 2
 """Sizes of the network: those of the catalogue's examples."""
 
 SHARP = 1.5
-"""Times 1/sqrt(inputs): the deviation of the mechanism's weights, so that its patterns are not uniform."""
+"""Times 1/sqrt(inputs): the deviation of the mechanism's weights, so that its patterns are not
+uniform.
+"""
 
 
 def specimen(
@@ -42,13 +46,16 @@ def specimen(
     seed: int = 0,
     target: str | None = None,
 ) -> Reading:
-    """A reading of a text by a network of this mechanism: a decoder where it can be one, else an encoder or a pair.
+    """A reading of a text by a network of this mechanism: a decoder where it can be one, else an
+    encoder or a pair.
 
-    The tokens are those of "tiny". The weights are random, drawn from the seed; the global random state stays as it is.
+    The tokens are those of "tiny". The weights are random, drawn from the seed; the global random
+    state stays as it is.
 
     Args:
         name: of a mechanism in the catalogue.
-        text: at least one token. target: of mechanisms that read a second sequence: what is said; None is the text again.
+        text: at least one token. target: of mechanisms that read a second sequence: what is said;
+            None is the text again.
         options: its constructor's; those of its small example where they are not given.
         seed: of the weights.
 
@@ -64,7 +71,10 @@ def specimen(
         made = _made(entry, chosen, text, target)
         _sharpen(made)
     read = reading(made) if isinstance(made, Words) else reading(made, text, target)
-    note = f"the weights are random, from seed {seed}: the arithmetic is real, what it looks at means nothing"
+    note = (
+        f"the weights are random, from seed {seed}: the arithmetic is real, what it looks at "
+        "means nothing"
+    )
     return replace(read, name=f"{name} (random)", notes=(*read.notes, note), trained=None)
 
 
@@ -113,9 +123,11 @@ def _recurrent(
     decoder.attention = entry.build(DIM, 1, **{"memory_dim": states, **checked(entry, options)})
     said = [0, *target]
     return Words(
-        _frozen(network), (source, tokenizer.pieces(source)), (said, tokenizer.pieces(said)),
+        _frozen(network),
+        (source, tokenizer.pieces(source)),
+        (said, tokenizer.pieces(said)),
         names=tokenizer.pieces,
-    )  # fmt: skip
+    )
 
 
 def _again(model: Seq2Seq, text: str) -> Words:

@@ -1,4 +1,6 @@
-"""One layer of attention stage by stage: the tensor that each makes, its shape, mean and deviation, and the time that it takes."""
+"""One layer of attention stage by stage: the tensor that each makes, its shape, mean and deviation,
+and the time that it takes.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Stage(NamedTuple):
     seconds: float
 
     def told(self) -> Tensors:
-        """The stage in numbers: mean and deviation of what is finite, since masked scores are minus infinity."""
+        """The stage in numbers: mean and deviation of what is finite, since masked scores are minus
+        infinity.
+        """
         return told(self.name, self.equation, self.values, self.seconds)
 
 
@@ -51,18 +55,24 @@ def told(name: str, equation: str, values: Tensor, seconds: float | None) -> Ten
     ((3,), 2.0, 1.0, None)
     """
     finite = values[values.isfinite()].double()
-    mean, std = (float(finite.mean()), float(finite.std(correction=0))) if len(finite) else (0.0, 0.0)  # fmt: skip
+    mean, std = (
+        (float(finite.mean()), float(finite.std(correction=0))) if len(finite) else (0.0, 0.0)
+    )
     return Tensors(name, equation, tuple(values.shape), mean, std, seconds)
 
 
 @torch.no_grad()
-def stages(attention: Attention, x: Float[Tensor, "B T M"], *, scores: bool = True) -> tuple[Stage, ...]:  # fmt: skip
-    """Run one layer of self-attention in evaluation mode, a stage at a time, and keep what each of them makes.
+def stages(
+    attention: Attention, x: Float[Tensor, "B T M"], *, scores: bool = True
+) -> tuple[Stage, ...]:
+    """Run one layer of self-attention in evaluation mode, a stage at a time, and keep what each of
+    them makes.
 
-    q, k, v -> scores = scale q k^T (softcap, bias) -> masked -> weights = softmax(masked) -> z -> out = W_O [z_1 .. z_H]
+    q, k, v -> scores = scale q k^T (softcap, bias) -> masked -> weights = softmax(masked) -> z ->
+    out = W_O [z_1 .. z_H]
 
-    The middle is computed from the definition so that it can be shown; z comes from the kernel that the layer uses anyway,
-    which makes no scores or weights of its own.
+    The middle is computed from the definition so that it can be shown; z comes from the kernel that
+    the layer uses anyway, which makes no scores or weights of its own.
 
     Args:
         attention: an assembled softmax attention.
@@ -80,7 +90,8 @@ def stages(attention: Attention, x: Float[Tensor, "B T M"], *, scores: bool = Tr
     """
     if type(attention) is not Attention:
         raise ArgumentTypeError(
-            f"attention is a {type(attention).__name__}; its stages are known of regard.nn.Attention, "
+            f"attention is a {type(attention).__name__}; its stages are known of "
+            "regard.nn.Attention, "
             "softmax attention over its own input: give one, such as regard.nn.variants.mha(512, 8)"
         )
     was_training = attention.training
@@ -158,10 +169,12 @@ MOST_PAIRS = 2**22
 
 def tensors_of(
     attention: Any, hidden: Mapping[str, Tensor], taps: Mapping[str, Tensor], *, own: bool
-) -> tuple[Tensors, ...]:  # fmt: skip
-    """The tensors of a layer that ran, in numbers: of a softmax attention over its own input all stages, with their times.
+) -> tuple[Tensors, ...]:
+    """The tensors of a layer that ran, in numbers: of a softmax attention over its own input all
+    stages, with their times.
 
-    Of other mechanisms those that were listened to, without times; of long texts no stage of size H T^2.
+    Of other mechanisms those that were listened to, without times; of long texts no stage of size H
+    T^2.
 
     Args:
         attention: the module.

@@ -1,4 +1,6 @@
-"""From weights to what the layer writes: values mixed, the head finished, its slice of the output, and whole patterns."""
+"""From weights to what the layer writes: values mixed, the head finished, its slice of the output,
+and whole patterns.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ MOST_PAIRS = 2**25
 
 
 def projected(ask: Ask, q: Array, k: Array, v: Array) -> tuple[Fields, Checks]:
-    """The steps of q, k and v, the last of each compared with what attention was given, q [D], k [n,D], v [n,E]."""
+    """The steps of q, k and v, the last of each compared with what attention was given, q [D], k
+    [n,D], v [n,E].
+    """
     found = inputs(ask)
     given = {"q": q, "k": k, "v": v}
     steps, checks = {}, {}
@@ -80,7 +84,9 @@ def _angles(found: Inputs, ask: Ask, D: int) -> tuple[Fields, float]:
 
 
 def _turned(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]:
-    """What the module does to the pairs (1, 0) of query i: the angles by which they turn, and the factor."""
+    """What the module does to the pairs (1, 0) of query i: the angles by which they turn, and the
+    factor.
+    """
     n, T = rotary.inv_freq.shape[0], as_tensor(positions).shape[1]
     unit = torch.zeros(1, 1, T, rotary.dim, dtype=torch.float32, device=rotary.inv_freq.device)
     first = slice(0, n) if rotary.layout == "half" else slice(0, 2 * n, 2)
@@ -94,17 +100,23 @@ def _turned(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]
 def mixed(
     weights: Array, v: Array, found: Capture, site: Site, head: int, i: int
 ) -> tuple[Fields, Checks]:
-    """The weighted values, their sum, the finished head, and what it writes through its slice of the output projection."""
+    """The weighted values, their sum, the finished head, and what it writes through its slice of
+    the output projection.
+    """
     contributions = np.where(weights[:, None] != 0, weights[:, None] * v, 0.0)
     joined, taps = found.taps["z"][:, i], found.taps
     slot = head % joined.shape[0]
     out = array(taps["out"][i])
     written, bias = _written(site.attention, joined)
     fields: Fields = {
-        "contributions": contributions, "mixed": contributions.sum(0), "z": array(joined[slot]),
-        "joined": array(joined).reshape(-1), "head_out": written[slot],
-        "shares": written @ out / max(float(out @ out), np.finfo(float).tiny), "out": out,
-    }  # fmt: skip
+        "contributions": contributions,
+        "mixed": contributions.sum(0),
+        "z": array(joined[slot]),
+        "joined": array(joined).reshape(-1),
+        "head_out": written[slot],
+        "shares": written @ out / max(float(out @ out), np.finfo(float).tiny),
+        "out": out,
+    }
     checks = {"out": apart(written.sum(0) + bias, out)}
     if site.around is not None and "entering" in found.hidden:
         entering, residual = (found.hidden[name][i] for name in ("entering", "residual"))
@@ -118,7 +130,9 @@ def mixed(
 
 
 def _written(attention: Any, joined: Tensor) -> tuple[Array, Array]:
-    """What each head alone writes [H,M], through the output module, and what it writes for nothing (its bias) [M]."""
+    """What each head alone writes [H,M], through the output module, and what it writes for nothing
+    (its bias) [M].
+    """
     output: nn.Module = attention.output
     alone = (
         torch.diag_embed(joined.T).permute(1, 2, 0).flatten(1)
@@ -129,9 +143,11 @@ def _written(attention: Any, joined: Tensor) -> tuple[Array, Array]:
 
 
 def patterns(call: Call, head: int, whole: int) -> Fields:
-    """The pattern of the head, if it has at most `whole` queries and keys, and small ones of every head.
+    """The pattern of the head, if it has at most `whole` queries and keys, and small ones of every
+    head.
 
-    Of a long text only the small one of the head is made, some rows at a time; of a very long one none.
+    Of a long text only the small one of the head is made, some rows at a time; of a very long one
+    none.
     """
     step = call.step
     H, T, S = len(call.weights), step.T, len(call.keys)
@@ -153,7 +169,8 @@ def patterns(call: Call, head: int, whole: int) -> Fields:
 
 
 def pool_largest(blocks: Array, n: int) -> Array:
-    """Patterns [H,T,S] with NaN where masked -> [H,t,s]: each cell the largest of n x n; NaN where all are masked.
+    """Patterns [H,T,S] with NaN where masked -> [H,t,s]: each cell the largest of n x n; NaN where
+    all are masked.
 
     >>> pool_largest(np.eye(4)[None], 2).tolist()
     [[[1.0, 0.0], [0.0, 1.0]]]

@@ -1,4 +1,6 @@
-"""The keys and values of a place while it is recorded: each is kept once, however many calls read it."""
+"""The keys and values of a place while it is recorded: each is kept once, however many calls read
+it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Store:
-    """Keys of one form, in memory that doubles when it is full. A column's newest key is known, older ones stay.
+    """Keys of one form, in memory that doubles when it is full. A column's newest key is known,
+    older ones stay.
 
     Args:
         like: a pair (k [B,g,s,D], v [B,g,s,E] or None) of the form that is kept.
@@ -32,7 +35,8 @@ class Store:
     def numbers(
         self, columns: Tensor, given: tuple[Tensor, Tensor | None], there: Tensor | None = None
     ) -> Tensor:
-        """The numbers [s] of keys at these columns; one that is not bit for bit the newest of its column is kept anew.
+        """The numbers [s] of keys at these columns; one that is not bit for bit the newest of its
+        column is kept anew.
 
         there: [B,s], which rows of the batch hold the key at all; None: all.
         """
@@ -62,7 +66,9 @@ class Store:
         given: tuple[Tensor, Tensor | None],
         there: Tensor | None,
     ) -> Tensor:
-        """Which of the known keys are the newest of their columns, bit for bit, in every row that holds them."""
+        """Which of the known keys are the newest of their columns, bit for bit, in every row that
+        holds them.
+        """
         same = torch.ones(len(known), dtype=torch.bool)
         old, new = _run(found[known]), _run(known)
         for held, x in zip(self._parts, given, strict=True):
@@ -81,7 +87,9 @@ class Store:
         if start + n > len(self._columns):
             size = max(2 * len(self._columns), start + n)
             self._parts = [None if x is None else _grown(x, start, size) for x in self._parts]
-            self._columns = torch.cat([self._columns, torch.zeros(size - len(self._columns), dtype=torch.int64)])  # fmt: skip
+            self._columns = torch.cat(
+                [self._columns, torch.zeros(size - len(self._columns), dtype=torch.int64)]
+            )
         for held, x in zip(self._parts, given, strict=True):
             if held is not None and x is not None:
                 held[:, :, start : start + n] = x[:, :, _run(which)]

@@ -1,4 +1,6 @@
-"""Known mistakes of attention kernels: which one would give exactly the numbers that were recorded?"""
+"""Known mistakes of attention kernels: which one would give exactly the numbers that were
+recorded?
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from regard.span import as_tensor
 
 
 class Suspect(NamedTuple):
-    """A mistake in words, and the scores that it would have made; a sink takes part in outputs as it should."""
+    """A mistake in words, and the scores that it would have made; a sink takes part in outputs as
+    it should.
+    """
 
     words: str
     scores: Callable[[Evidence], Tensor]
@@ -37,7 +41,9 @@ def explain_lse(every: list[Evidence], allowed: float) -> tuple[Suspect | None, 
 def explain_output(
     every: list[Evidence], allowed: float, wrong: Suspect | None
 ) -> tuple[bool, str]:
-    """Whether the mistake of the lse explains the outputs as well; else, in words, one that does."""
+    """Whether the mistake of the lse explains the outputs as well; else, in words, one that
+    does.
+    """
     kept = [e for e in every if e.out is not None]
 
     def fits(suspect: Suspect) -> bool:
@@ -140,7 +146,9 @@ def _scaled(scale: float) -> Callable[[Evidence], Tensor]:
 
 
 def _with_sink(e: Evidence) -> Tensor:
-    """The scores, and the sink's as one key more, which an output would not have: it is for the lse."""
+    """The scores, and the sink's as one key more, which an output would not have: it is for the
+    lse.
+    """
     s = _right(e)
     sink = e.step.sink
     assert sink is not None, "asked where there is one"
@@ -167,16 +175,19 @@ def _older(e: Evidence) -> Tensor:
 
 
 def _fitted_scale(every: list[Evidence]) -> float | None:
-    """The scale that makes the lse of the row with the most to say right, by bisection; None where there is none."""
+    """The scale that makes the lse of the row with the most to say right, by bisection; None where
+    there is none.
+    """
     e = every[-1]  # of several steps the one with the most keys
     apart = (e.true_lse - e.lse.double()).abs()
     at = apart.masked_fill(~apart.isfinite(), -1).argmax()
     row = torch.unravel_index(at, apart.shape)
     target = float(e.lse[row])
     made = e.made._replace(
-        dot=e.made.dot[row], visible=e.made.visible[row],
+        dot=e.made.dot[row],
+        visible=e.made.visible[row],
         bias=None if e.made.bias is None else e.made.bias.expand(e.made.dot.shape)[row],
-    )  # fmt: skip
+    )
     low, high = 0.0, 64 * abs(e.step.scale)
 
     def miss(c: float) -> float:
@@ -220,7 +231,8 @@ def _first_wrong(every: list[Evidence], allowed: float) -> str:
         wrong = (e.true_lse - e.lse.double()).abs() > allowed
         if bool(wrong.any()):
             return (
-                f"q, k and the rule recorded are not what the kernel used, first in row {e.row(wrong)}: "
+                "q, k and the rule recorded are not what the kernel used, first in row "
+                f"{e.row(wrong)}: "
                 "stale or other keys, or another rule"
             )
     return "the lse is not that of the scores"

@@ -1,4 +1,6 @@
-"""Walking over a whole pattern in tiles, without ever holding it; tiles that a mask leaves empty are not computed."""
+"""Walking over a whole pattern in tiles, without ever holding it; tiles that a mask leaves empty
+are not computed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SIZE = 256
 """Rows and columns of a tile."""
 
 FEW = 4
-"""Steps in a block of rows, up to which their masks are asked what is empty; of decoded tokens all is computed."""
+"""Steps in a block of rows, up to which their masks are asked what is empty; of decoded tokens all
+is computed.
+"""
 
 
 class Tile(NamedTuple):
@@ -46,7 +50,8 @@ def walk(
     rows: slice = ALL,
     dtype: torch.dtype = torch.float64,
 ) -> Iterator[Tile]:
-    """The tiles of a pattern, row block by row block, those left out in which no query of the heads sees a key.
+    """The tiles of a pattern, row block by row block, those left out in which no query of the heads
+    sees a key.
 
     Args:
         place: from a recording.

@@ -1,4 +1,6 @@
-"""The calls of one place while it is recorded: which tokens their keys are, and which calls go on from which."""
+"""The calls of one place while it is recorded: which tokens their keys are, and which calls go on
+from which.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from regard.span import Positions, Span, as_tensor
 
 
 class Kept(NamedTuple):
-    """What is kept of a call: "v" and "out" or not; these heads, or all; the last so many rows of a call, or all."""
+    """What is kept of a call: "v" and "out" or not; these heads, or all; the last so many rows of a
+    call, or all.
+    """
 
     names: Collection[str]
     heads: Collection[int] | None = None
@@ -28,7 +32,9 @@ class Kept(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Keys of a call in the order of the columns that they are: which slots, whose positions, under which rule."""
+    """Keys of a call in the order of the columns that they are: which slots, whose positions, under
+    which rule.
+    """
 
     columns: Tensor
     k: Tensor
@@ -107,15 +113,31 @@ class Track:
         given = slots.k[:, groups], (slots.v[:, groups] if "v" in self._kept.names else None)
         keys = store.numbers(slots.columns, given, slots.there)
         return Step(
-            own(call.q), own(result.lse), own(result.out) if "out" in self._kept.names else None,
-            slots.columns, _kept(call.q_positions), _kept(slots.positions), slots.mask, slots.bias,
-            call.scale, call.softcap, None if call.sink is None else call.sink.detach()[heads].to("cpu", copy=True),
-            kernel, first, self._queries + first, call.dropout, pool,
-            None if torch.equal(keys, slots.columns) else keys, replaced(result.scores), replaced(result.pattern),
-        )  # fmt: skip
+            own(call.q),
+            own(result.lse),
+            own(result.out) if "out" in self._kept.names else None,
+            slots.columns,
+            _kept(call.q_positions),
+            _kept(slots.positions),
+            slots.mask,
+            slots.bias,
+            call.scale,
+            call.softcap,
+            None if call.sink is None else call.sink.detach()[heads].to("cpu", copy=True),
+            kernel,
+            first,
+            self._queries + first,
+            call.dropout,
+            pool,
+            None if torch.equal(keys, slots.columns) else keys,
+            replaced(result.scores),
+            replaced(result.pattern),
+        )
 
     def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, Store]:
-        """The store of keys of this form: a projection may answer a prompt in one, and a token in another."""
+        """The store of keys of this form: a projection may answer a prompt in one, and a token in
+        another.
+        """
         coded = isinstance(call.k, Packed)
         form = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
         if form not in self._stores:
@@ -142,7 +164,9 @@ class Track:
         return self._by_position(call, at, mask, bias)
 
     def _by_position(self, call: Call, at: Tensor, mask: Mask, bias: Bias | None) -> Slots:
-        """Slots in any order, as of a ring: a key is the column that had its position; empty slots are left out."""
+        """Slots in any order, as of a ring: a key is the column that had its position; empty slots
+        are left out.
+        """
         asked = as_tensor(call.q_positions).cpu()
         column = self._columns_of(at, asked)  # [b,s], -1 = empty
         k, v = call.k.detach(), call.v.detach()
@@ -177,9 +201,11 @@ class Track:
         return Slots(columns, k, v, positions, mask, bias, there, slot)
 
     def _columns_of(self, at: Tensor, asked: Tensor) -> Tensor:
-        """The columns [b,s] of keys at positions [b,s], -1 for -1; new positions get new columns at the end.
+        """The columns [b,s] of keys at positions [b,s], -1 for -1; new positions get new columns at
+        the end.
 
-        Where the new keys are those of the queries, their columns stand as the queries do; else they end together.
+        Where the new keys are those of the queries, their columns stand as the queries do; else
+        they end together.
         """
         rows = max(at.shape[0], self._at.shape[0], asked.shape[0])
         known, at, asked = (x.expand(rows, -1) for x in (self._at, at, asked))
@@ -218,7 +244,9 @@ def _slots_of(positions: Tensor, asked: Tensor) -> Tensor | None:
 
 
 def _moved(at: Tensor, asked: Tensor) -> bool:
-    """Whether the keys of a first call are its queries' tokens, but in other slots: a cache that leaves padding out."""
+    """Whether the keys of a first call are its queries' tokens, but in other slots: a cache that
+    leaves padding out.
+    """
     rows = max(at.shape[0], asked.shape[0])
     at, asked = at.expand(rows, -1), asked.expand(rows, -1)
     if torch.equal(at, asked):

@@ -1,1 +1,3 @@
-"""Other libraries that can use regard's attention: one package for each, imported by whoever wants it."""
+"""Other libraries that can use regard's attention: one package for each, imported by whoever wants
+it.
+"""

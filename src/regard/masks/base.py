@@ -1,4 +1,6 @@
-"""What a mask is: a rule on positions, its structure, its drawing, and the checks that masks share."""
+"""What a mask is: a rule on positions, its structure, its drawing, and the checks that masks
+share.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Part(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One pair of slots of a call, scalars: its batch row, head and places, and the positions stored there."""
+    """One pair of slots of a call, scalars: its batch row, head and places, and the positions
+    stored there.
+    """
 
     b: Tensor
     h: Tensor
@@ -79,7 +83,9 @@ LARGEST = (1 << 62) - 1
 
 
 def whole(name: str, x: object, least: int, advice: str = "") -> int:
-    """x as an int of at least `least`, with room for a sum of two in 64 bits; `name` is "Window size" or the like."""
+    """x as an int of at least `least`, with room for a sum of two in 64 bits; `name` is "Window
+    size" or the like.
+    """
     if isinstance(x, bool) or not isinstance(x, int):
         raise ArgumentTypeError(f"{name} is {_say(x)}; it must be an int, {least} or more")
     if x < least:
@@ -111,7 +117,9 @@ def row(values: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
-    """Lists of different lengths as one tensor [B, n], filled up with `fill` (None: each one's last number)."""
+    """Lists of different lengths as one tensor [B, n], filled up with `fill` (None: each one's last
+    number).
+    """
     n = max(map(len, rows))
     filled = [[*x, *[x[-1] if fill is None else fill] * (n - len(x))] for x in rows]
     return torch.tensor(filled, dtype=torch.int64, device=like.device).reshape(len(rows), n)
@@ -123,7 +131,9 @@ def four(x: Tensor) -> Tensor:
 
 
 def locate(bounds: Tensor, x: Tensor) -> Tensor:
-    """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch first of 4."""
+    """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch
+    first of 4.
+    """
     if x.numel() == 1:  # also what a mask_mod sees, under vmap, which searchsorted does not like
         return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
     if bounds.shape[0] == 1:
@@ -154,12 +164,14 @@ ROWS = 128
 
 @dataclass(frozen=True, eq=False)
 class Mask(ABC):
-    """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks of masks.
+    """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks
+    of masks.
 
-    Masks of equal fields are equal and hash alike; tensors in fields count by identity. A slot at position -1 holds
-    nothing, whatever the rule says: as a key it is never visible, as a query it sees nothing. The public methods see to
-    that once, for the mask as a whole, so that `~` cannot turn it round. A subclass writes `allows`, and `_intervals` where
-    it has a closed form; both speak of tokens only.
+    Masks of equal fields are equal and hash alike; tensors in fields count by identity. A slot at
+    position -1 holds nothing, whatever the rule says: as a key it is never visible, as a query it
+    sees nothing. The public methods see to that once, for the mask as a whole, so that `~` cannot
+    turn it round. A subclass writes `allows`, and `_intervals` where it has a closed form; both
+    speak of tokens only.
 
     >>> from regard import masks
     >>> mask = masks.Causal() & masks.Window(4) | masks.Sinks(1)
@@ -171,7 +183,9 @@ class Mask(ABC):
 
     @abstractmethod
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The rule: positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] -> bool, broadcastable to [B, H, T, S]."""
+        """The rule: positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] -> bool, broadcastable to
+        [B, H, T, S].
+        """
 
     def block(
         self,
@@ -182,7 +196,8 @@ class Mask(ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Bool[Tensor, "B H t s"]:
-        """The dense mask [B or 1, H or 1, t, s] of a slice of the call; a slot at position -1 sees nothing and is not seen.
+        """The dense mask [B or 1, H or 1, t, s] of a slice of the call; a slot at position -1 sees
+        nothing and is not seen.
 
         >>> from regard import masks
         >>> masks.Causal().block(Span(0, 3), Span(0, 3)).int().tolist()
@@ -204,10 +219,11 @@ class Mask(ABC):
     def intervals(
         self, q: Positions, *, device: torch.device | str | None = None
     ) -> Intervals | None:
-        """The key positions that each query sees, as n half-open ranges, disjoint and sorted; None without structure.
+        """The key positions that each query sees, as n half-open ranges, disjoint and sorted; None
+        without structure.
 
-        q: positions of the queries, t of them; the ranges are int64 [B or 1, H or 1, t, n] and may end at 2^62: without an
-        end. A query at position -1 has none.
+        q: positions of the queries, t of them; the ranges are int64 [B or 1, H or 1, t, n] and may
+            end at 2^62: without an end. A query at position -1 has none.
 
         >>> from regard import masks
         >>> found = (masks.Causal() & masks.Window(2)).intervals(torch.tensor([[0, 5]]))
@@ -237,7 +253,8 @@ class Mask(ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Int8[Tensor, "B H nQ nK"]:
-        """EMPTY = 0, PARTIAL = 1 or FULL = 2 for each block of queries and keys, exactly; never a T x S mask at once.
+        """EMPTY = 0, PARTIAL = 1 or FULL = 2 for each block of queries and keys, exactly; never a T
+        x S mask at once.
 
         Raises:
             ArgumentError: a block size below 1.
@@ -269,7 +286,9 @@ class Mask(ABC):
         *,
         device: torch.device | str | None = None,
     ) -> Int8[Tensor, "B H nK"]:
-        """The tiles of one block of queries, [B or 1, H or 1, nK]: what a kernel asks for when it comes to the block."""
+        """The tiles of one block of queries, [B or 1, H or 1, nK]: what a kernel asks for when it
+        comes to the block.
+        """
         S, device = count(k_positions), device_of(q_positions, k_positions, device)
         queries = part(q_positions, rows)
         if S == 0 or count(queries) == 0:
@@ -286,7 +305,9 @@ class Mask(ABC):
         return settle(states, held(k_positions, bk).to(device), S, bk, evaluate)
 
     def _states(self, where: Part, bk: int) -> Tensor:
-        """The states [B,H,nK] by the rule alone, over the keys that blocks hold, UNKNOWN where it must be evaluated."""
+        """The states [B,H,nK] by the rule alone, over the keys that blocks hold, UNKNOWN where it
+        must be evaluated.
+        """
         found = self._ranges(where.q)
         return (
             self._undecided(where, bk) if found is None else from_intervals(found, where.keys, bk)
@@ -323,7 +344,8 @@ class Mask(ABC):
         return torch.cat(lines, -1)
 
     def count(self, q_positions: Positions, k_positions: Positions) -> int:
-        """The query-key pairs that are visible, over every batch row and head that the mask tells apart.
+        """The query-key pairs that are visible, over every batch row and head that the mask tells
+        apart.
 
         >>> from regard import masks
         >>> masks.Causal().count(Span(0, 64), Span(0, 64))
@@ -335,13 +357,16 @@ class Mask(ABC):
         """Check that the mask can serve a call of this shape.
 
         Raises:
-            ArgumentError: the mask holds something per batch row, head, query or key, for another number of them.
+            ArgumentError: the mask holds something per batch row, head, query or key, for another
+                number of them.
         """
 
     def mask_mod(
         self, q_positions: Positions, k_positions: Positions
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The rule as a `mask_mod(b, h, q_idx, kv_idx)` of `torch.nn.attention.flex_attention`, for slots of this call."""
+        """The rule as a `mask_mod(b, h, q_idx, kv_idx)` of `torch.nn.attention.flex_attention`, for
+        slots of this call.
+        """
         device = device_of(q_positions, k_positions, None)
         q_all, k_all = (as_tensor(x, device).to(device) for x in (q_positions, k_positions))
         empty = vacant(q_positions, device)
@@ -399,7 +424,9 @@ class Mask(ABC):
 
 @lru_cache(maxsize=64)
 def is_static(mask: Mask) -> bool:
-    """Whether a mask is one of this package's, and no field of it can change: no tensor, no function."""
+    """Whether a mask is one of this package's, and no field of it can change: no tensor, no
+    function.
+    """
     ours = type(mask).__module__.startswith(f"{__package__}.")
     return ours and all(_is_number(getattr(mask, x.name)) for x in fields(mask))
 

@@ -17,12 +17,14 @@ from regard.masks.tiling import FAR, Intervals
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
-    """Everybody sees the first `length` positions: k < length. `causal | prefix(n)` is a prefix language model.
+    """Everybody sees the first `length` positions: k < length. `causal | prefix(n)` is a prefix
+    language model.
 
     length: an int, or one per batch row.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a length below 0 or not an int; at a call, another number of batch rows.
+        ArgumentError, ArgumentTypeError: a length below 0 or not an int; at a call, another number
+            of batch rows.
 
     >>> from regard.masks import Causal
     >>> from regard.span import Span
@@ -62,11 +64,13 @@ class Prefix(Mask):
 class Document(Mask):
     """A query sees the keys of its own document; documents are packed one behind the other.
 
-    bounds: where each document starts, and the end of the last: document i is bounds[i] <= position < bounds[i + 1].
-        One tuple, or one per batch row. Outside the bounds nothing sees and nothing is seen.
+    bounds: where each document starts, and the end of the last: document i is bounds[i] <= position
+        < bounds[i + 1]. One tuple, or one per batch row. Outside the bounds nothing sees and
+        nothing is seen.
 
     Raises:
-        ArgumentError, ArgumentTypeError: fewer than two bounds, or bounds that fall; at a call, another number of rows.
+        ArgumentError, ArgumentTypeError: fewer than two bounds, or bounds that fall; at a call,
+            another number of rows.
 
     >>> from regard.masks import Causal
     >>> from regard.span import Span
@@ -87,7 +91,8 @@ class Document(Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Lengths | Sequence[Lengths]) -> Document:
-        """Documents of these lengths, the first at position 0; or one list of lengths per batch row.
+        """Documents of these lengths, the first at position 0; or one list of lengths per batch
+        row.
 
         >>> Document.from_lengths([3, 2])
         Document(bounds=(0, 3, 5))
@@ -137,7 +142,8 @@ def _rising(bounds: object) -> tuple[int, ...]:
     found = wholes("Document bounds", bounds, 0)
     if len(found) < 2 or list(found) != sorted(found):
         raise ArgumentError(
-            f"Document bounds is {found}; it must be the rising starts of the documents and the end: "
+            f"Document bounds is {found}; it must be the rising starts of the documents and the "
+            "end: "
             "(0, 3, 5) is documents of 3 and 2; Document.from_lengths([3, 2]) makes it"
         )
     return found
@@ -147,11 +153,13 @@ def _rising(bounds: object) -> tuple[int, ...]:
 class Padding(Mask):
     """Only real keys are seen: per batch row, the runs of positions (start, stop) that hold tokens.
 
-    runs: one tuple of (start, stop) per batch row, rising and disjoint. Keys outside the runs are padding, also later
-    ones; give padded slots position -1 instead where a sequence goes on growing.
+    runs: one tuple of (start, stop) per batch row, rising and disjoint. Keys outside the runs are
+        padding, also later ones; give padded slots position -1 instead where a sequence goes on
+        growing.
 
     Raises:
-        ArgumentError, ArgumentTypeError: runs that fall or overlap; at a call, another number of batch rows.
+        ArgumentError, ArgumentTypeError: runs that fall or overlap; at a call, another number of
+            batch rows.
 
     >>> from regard.span import Span
     >>> Padding.left([2, 3], total=3).block(Span(0, 1), Span(0, 3)).int().tolist()
@@ -166,7 +174,8 @@ class Padding(Mask):
             rows = tuple(tuple(tuple(run) for run in runs) for runs in self.runs)
         except TypeError:
             raise ArgumentTypeError(
-                f"Padding runs is {type(given).__name__} {given!r}; it must be one tuple of (start, stop) pairs "
+                f"Padding runs is {type(given).__name__} {given!r}; it must be one tuple of "
+                "(start, stop) pairs "
                 "per batch row"
             ) from None
         for i, runs in enumerate(some(rows, "Padding")):
@@ -188,7 +197,8 @@ class Padding(Mask):
 
     @classmethod
     def left(cls, lengths: Lengths, total: int) -> Padding:
-        """Rows of these lengths, padded on the left to `total`: positions total - length to total - 1 are real.
+        """Rows of these lengths, padded on the left to `total`: positions total - length to total -
+        1 are real.
 
         >>> Padding.left([2, 3], total=3)
         Padding(runs=(((1, 3),), ((0, 3),)))
@@ -197,7 +207,8 @@ class Padding(Mask):
         sizes = wholes("Padding lengths", lengths, 0)
         if sizes and max(sizes) > total:
             raise ArgumentError(
-                f"Padding lengths has {max(sizes)}; none may exceed total {total}: give the padded length"
+                f"Padding lengths has {max(sizes)}; none may exceed total {total}: give the "
+                "padded length"
             )
         return cls(tuple(((total - n, total),) for n in sizes))
 
@@ -210,7 +221,8 @@ class Padding(Mask):
         """
         if keep.dtype != torch.bool:
             raise ArgumentTypeError(
-                f"keep is {str(keep.dtype).removeprefix('torch.')}; it must be bool, True = a real key: use keep.bool()"
+                f"keep is {str(keep.dtype).removeprefix('torch.')}; it must be bool, True = a "
+                "real key: use keep.bool()"
             )
         if keep.ndim != 2:
             raise ArgumentError(f"keep is {tuple(keep.shape)}; it must be [batch, keys]")

@@ -15,7 +15,9 @@ from regard.masks.tiling import FAR, Intervals, intersect, tidy
 
 
 def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
-    """table[b, h, q // size, k // size], False outside the table; table [B or 1, H or 1, nQ, nK]."""
+    """table[b, h, q // size, k // size], False outside the table; table [B or 1, H or 1, nQ,
+    nK].
+    """
     q, k = (four(x) // size for x in (q, k))
     B, H, nQ, nK = table.shape
     table = table.to(q.device)
@@ -49,8 +51,8 @@ class Blocks(Mask):
     table: bool [B or 1, H or 1, nQ, nK], or [nQ, nK]. Outside the table nothing is seen.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a table of another shape or dtype, or a size below 1; at a call, a table for
-            other batch rows or heads, or for fewer positions than there are keys.
+        ArgumentError, ArgumentTypeError: a table of another shape or dtype, or a size below 1; at a
+            call, a table for other batch rows or heads, or for fewer positions than there are keys.
 
     >>> from regard.span import Span
     >>> mask = Blocks(torch.tensor([[True, False], [True, True]]), 2)
@@ -70,7 +72,8 @@ class Blocks(Mask):
             )
         if self.table.ndim not in (2, 4) or self.table.numel() == 0:
             raise ArgumentError(
-                f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key blocks] or "
+                f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key "
+                "blocks] or "
                 "[batch or 1, heads or 1, query blocks, key blocks], and not empty"
             )
 
@@ -91,7 +94,8 @@ class Blocks(Mask):
         check_rows("Blocks", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
-                f"Blocks holds {heads} heads, but the call has {H}; give one table per head, or one for all"
+                f"Blocks holds {heads} heads, but the call has {H}; give one table per head, or "
+                "one for all"
             )
         covers("Blocks", nK, self.size, S)
 
@@ -101,15 +105,18 @@ class Blocks(Mask):
 
 @dataclass(frozen=True, eq=False)
 class BigBird(Mask):
-    """Blocks that see a window of blocks, the first and the last block, and a few random ones (arXiv 2007.14062).
+    """Blocks that see a window of blocks, the first and the last block, and a few random ones
+    (arXiv 2007.14062).
 
-    block: positions per block. blocks: how many there are. window: blocks seen around the own one, an odd number.
-    random: random blocks per block, outside window and globals (all that are left, where fewer are); drawn from `seed`
-    alone. The first and the last block see everything. causal=True: k <= q as well, and blocks are drawn from the past.
+    block: positions per block. blocks: how many there are. window: blocks seen around the own one,
+        an odd number.
+    random: random blocks per block, outside window and globals (all that are left, where fewer
+        are); drawn from `seed` alone. The first and the last block see everything. causal=True: k
+        <= q as well, and blocks are drawn from the past.
 
     Raises:
-        ArgumentError, ArgumentTypeError: block or blocks below 1, an even window, random below 0, or not ints; at a
-            call, more keys than block * blocks.
+        ArgumentError, ArgumentTypeError: block or blocks below 1, an even window, random below 0,
+            or not ints; at a call, more keys than block * blocks.
 
     >>> from regard.span import Span
     >>> int(BigBird(64, 32).visible(Span(64 * 16, 1), Span(0, 64 * 32)))
@@ -162,7 +169,8 @@ def covers(name: str, blocks: int, size: int, S: int) -> None:
     """The blocks reach as far as S keys."""
     if blocks * size < S:
         raise ArgumentError(
-            f"{name} covers {blocks} blocks of {size} = {blocks * size} positions, but there are {S} keys; "
+            f"{name} covers {blocks} blocks of {size} = {blocks * size} positions, but there are "
+            f"{S} keys; "
             f"give {-(-S // size)} blocks"
         )
 

@@ -14,7 +14,8 @@ from regard.masks.local import Causal, Window
 
 
 def from_drop(drop: Bool[Tensor, "*shape"]) -> Dense:
-    """A bool mask with True = drop, as `nn.MultiheadAttention` takes it: [T, S] or [B or 1, H or 1, T or 1, S].
+    """A bool mask with True = drop, as `nn.MultiheadAttention` takes it: [T, S] or [B or 1, H or 1,
+    T or 1, S].
 
     Raises:
         ArgumentTypeError: not a bool tensor.
@@ -42,7 +43,8 @@ def to_drop(keep: Bool[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
 def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
     """A float mask of zeros where a query may attend, and -inf or `finfo.min` where not.
 
-    Entries <= finfo.min / 2 are masked. (Added to a score, `finfo.min` in a whole row would be uniform attention.)
+    Entries <= finfo.min / 2 are masked. (Added to a score, `finfo.min` in a whole row would be
+    uniform attention.)
 
     Raises:
         ArgumentTypeError: not a float tensor.
@@ -65,7 +67,8 @@ def from_additive(mask: Float[Tensor, "*shape"]) -> Dense:
     if bool(other.any()):
         at = other.nonzero()[0].tolist()
         raise ArgumentError(
-            f"additive mask has {float(mask[tuple(at)])} at {at}; it must be 0 or at most finfo.min / 2: "
+            f"additive mask has {float(mask[tuple(at)])} at {at}; it must be 0 or at most "
+            "finfo.min / 2: "
             "numbers in between are a bias, pass them as bias="
         )
     return Dense(~dropped)
@@ -103,7 +106,8 @@ def from_lengths(lengths: Lengths) -> Padding:
 
 
 def from_window_size(left: int, right: int = 0) -> Mask | None:
-    """FlashAttention's `window_size=(left, right)`: left keys before the query *beside* its own, -1 is no limit.
+    """FlashAttention's `window_size=(left, right)`: left keys before the query *beside* its own, -1
+    is no limit.
 
     None is no mask at all.
 
@@ -123,7 +127,8 @@ def from_window_size(left: int, right: int = 0) -> Mask | None:
 
 
 def from_sliding_window(size: int | None) -> Mask:
-    """The `sliding_window` of a transformers configuration: that many keys, the own one included; None is no limit.
+    """The `sliding_window` of a transformers configuration: that many keys, the own one included;
+    None is no limit.
 
     Raises:
         ArgumentError, ArgumentTypeError: a size below 1 or not an int.

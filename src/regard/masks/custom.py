@@ -20,7 +20,8 @@ class Heads(Mask):
     """One mask per query head.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no masks, or something else than masks; at a call, another number of heads.
+        ArgumentError, ArgumentTypeError: no masks, or something else than masks; at a call, another
+            number of heads.
 
     >>> from regard.masks import Causal, Window
     >>> from regard.span import Span
@@ -73,7 +74,8 @@ class Heads(Mask):
         """One mask per query head."""
         if len(self.masks) != H:
             raise ArgumentError(
-                f"Heads holds {len(self.masks)} masks, but the call has {H} query heads; give one mask per head"
+                f"Heads holds {len(self.masks)} masks, but the call has {H} query heads; give one "
+                "mask per head"
             )
         for mask in self.masks:
             mask.require(B, H, T, S)
@@ -100,8 +102,8 @@ class Dense(Mask):
     table: [T, S], or [B or 1, H or 1, T or 1, S].
 
     Raises:
-        ArgumentError, ArgumentTypeError: another dtype or number of dimensions; at a call, another shape; from
-            `allows`, which asks about positions.
+        ArgumentError, ArgumentTypeError: another dtype or number of dimensions; at a call, another
+            shape; from `allows`, which asks about positions.
 
     >>> from regard.span import Span
     >>> Dense(torch.ones(3, 3).tril().bool()).visible(Span(0, 3), Span(0, 3)).tolist()
@@ -125,14 +127,15 @@ class Dense(Mask):
         if x.ndim not in (2, 4):
             hint = "mask[:, None] if the first is the batch, mask[None] if it is the heads"
             raise ArgumentError(
-                f"mask is {tuple(x.shape)}; it must be [queries, keys] or [batch or 1, heads or 1, queries or 1, keys]"
-                + (f": use {hint}" if x.ndim == 3 else "")
+                f"mask is {tuple(x.shape)}; it must be [queries, keys] or [batch or 1, heads or "
+                "1, queries or 1, keys]" + (f": use {hint}" if x.ndim == 3 else "")
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Refused: slots are not positions."""
         raise ArgumentError(
-            "a Dense mask speaks of the slots of one call, not of positions: ask mask.block(q_positions, k_positions), "
+            "a Dense mask speaks of the slots of one call, not of positions: ask "
+            "mask.block(q_positions, k_positions), "
             "or write the rule as Fn(rule, name)"
         )
 
@@ -170,7 +173,8 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Fn(Mask):
-    """Any rule: a function of positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] that gives a bool tensor.
+    """Any rule: a function of positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] that gives a
+    bool tensor.
 
     Raises:
         ArgumentTypeError: the rule is not a function, or what it gives is not a bool tensor.
@@ -203,7 +207,8 @@ class Fn(Mask):
             n not in (1, of) for n, of in zip(out.shape[:-3:-1], pair[::-1], strict=False)
         ):
             raise ArgumentError(
-                f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and {tuple(k.shape)}; it must give "
+                f"Fn {self.name} gave {tuple(out.shape)} for positions {tuple(q.shape)} and "
+                f"{tuple(k.shape)}; it must give "
                 "a shape that broadcasts to [batch, heads, queries, keys]"
             )
         return out

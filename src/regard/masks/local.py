@@ -33,7 +33,8 @@ class Full(Mask):
 class Causal(Mask):
     """A query sees itself and what came before: k <= q.
 
-    Positions are absolute, so it is the bottom-right triangle wherever queries are the last ones: prefill, chunks, decode.
+    Positions are absolute, so it is the bottom-right triangle wherever queries are the last ones:
+    prefill, chunks, decode.
 
     >>> from regard.span import Span
     >>> Causal().visible(Span(2, 2), Span(0, 4)).tolist()
@@ -50,9 +51,11 @@ class Causal(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Window(Mask):
-    """A query sees `size` keys looking back, its own included: q - k < size. What lies ahead is not its business.
+    """A query sees `size` keys looking back, its own included: q - k < size. What lies ahead is not
+    its business.
 
-    `causal & window(4)` is the sliding window of Mistral. With `ahead`, at most that many keys after the query are
+    `causal & window(4)` is the sliding window of Mistral. With `ahead`, at most that many keys
+    after the query are
     visible: k - q <= ahead. `Window(9, ahead=8)` is Longformer's window of 16 (arXiv 2004.05150).
 
     Raises:
@@ -114,9 +117,11 @@ class Chunk(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Dilated(Mask):
-    """A window with gaps: looking back, every `step`-th key, `size` of them, the query's own included.
+    """A window with gaps: looking back, every `step`-th key, `size` of them, the query's own
+    included.
 
-    q - k < size * step and (q - k) % step == 0: the dilated sliding window of Longformer (arXiv 2004.05150).
+    q - k < size * step and (q - k) % step == 0: the dilated sliding window of Longformer (arXiv
+    2004.05150).
 
     Raises:
         ArgumentError, ArgumentTypeError: size or step below 1 or not ints.

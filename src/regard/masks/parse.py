@@ -19,9 +19,21 @@ from regard.masks.sparse import Global, Sinks, Strided
 KNOWN: dict[str, Callable[..., Mask]] = {
     mask.__name__.lower(): mask
     for mask in (
-        Full, Causal, Window, Chunk, Prefix, Document, Padding, Sinks, Global, Dilated, Strided, BigBird, Heads,
+        Full,
+        Causal,
+        Window,
+        Chunk,
+        Prefix,
+        Document,
+        Padding,
+        Sinks,
+        Global,
+        Dilated,
+        Strided,
+        BigBird,
+        Heads,
     )
-}  # fmt: skip
+}
 """The masks that text can name; a bare name is a call without arguments."""
 
 LARGEST = 1 << 53
@@ -36,12 +48,15 @@ DEEPEST = 50
 
 
 def parse(text: str) -> Mask:
-    """A mask from an expression of known masks, numbers, tuples, `&`, `|`, `~` and parentheses; nothing is executed.
+    """A mask from an expression of known masks, numbers, tuples, `&`, `|`, `~` and parentheses;
+    nothing is executed.
 
-    `~` binds most tightly, then `&`, then `|`, as in Python; small and capital letters are the same.
+    `~` binds most tightly, then `&`, then `|`, as in Python; small and capital letters are the
+    same.
 
     Raises:
-        ArgumentError: the text is not such an expression; the message shows the place and lists the known names.
+        ArgumentError: the text is not such an expression; the message shows the place and lists the
+            known names.
 
     >>> parse("causal & window(4) | sinks(1)")
     Any(masks=(All(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
@@ -152,7 +167,9 @@ class _Reader:
 
 
 def _column(problem: Exception, text: str) -> int | None:
-    """Where Python stumbled, if it says so; an expression that stops too early is wrong at its end."""
+    """Where Python stumbled, if it says so; an expression that stops too early is wrong at its
+    end.
+    """
     at, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
     return None if at is None or line != 1 or "\n" in text else len(text) if at < 1 else at - 1
 

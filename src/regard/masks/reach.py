@@ -1,4 +1,6 @@
-"""How far a mask looks: which old keys a later query may still see. A cache may forget the others."""
+"""How far a mask looks: which old keys a later query may still see. A cache may forget the
+others.
+"""
 
 from __future__ import annotations
 

@@ -15,17 +15,20 @@ from regard.masks.tiling import PARTIAL, held, state_of
 
 @dataclass(frozen=True, eq=False)
 class Selected(Mask):
-    """Query row i of the call sees key position p if table[b, h, i, p // size - first[b]]; outside the table nothing.
+    """Query row i of the call sees key position p if table[b, h, i, p // size - first[b]]; outside
+    the table nothing.
 
-    A row of the table belongs to a query slot, as in `Dense`; a column to a block of key positions, as in `Blocks`.
+    A row of the table belongs to a query slot, as in `Dense`; a column to a block of key positions,
+    as in `Blocks`.
 
     table: bool [B or 1, H or 1, T, N].
     size: positions per block.
     first: the number of the block that column 0 stands for, int64 [B or 1]; None is 0.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a table or first of another shape or dtype, or a size below 1; at a call,
-            another number of rows, heads or queries; from `allows`, which knows no query slots.
+        ArgumentError, ArgumentTypeError: a table or first of another shape or dtype, or a size
+            below 1; at a call, another number of rows, heads or queries; from `allows`, which knows
+            no query slots.
 
     >>> from regard.span import Span
     >>> table = torch.tensor([[True, False], [False, True]])[None, None]
@@ -46,7 +49,8 @@ class Selected(Mask):
             )
         if self.table.ndim != 4 or 0 in (*self.table.shape[:2], self.table.shape[3]):
             raise ArgumentError(
-                f"Selected table is {tuple(self.table.shape)}; it must be [batch or 1, heads or 1, queries, key blocks], "
+                f"Selected table is {tuple(self.table.shape)}; it must be [batch or 1, heads or "
+                "1, queries, key blocks], "
                 "with at least one row, head and block"
             )
         first = self.first
@@ -54,14 +58,16 @@ class Selected(Mask):
             first.dtype != torch.int64 or first.shape not in ((1,), self.table.shape[:1])
         ):
             raise ArgumentError(
-                f"Selected first is {first.dtype} {tuple(first.shape)}; it must be int64 ({self.table.shape[0]},) or (1,): "
+                f"Selected first is {first.dtype} {tuple(first.shape)}; it must be int64 "
+                f"({self.table.shape[0]},) or (1,): "
                 "the number of the first block of each row"
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Refused: its rows are slots of one call, not positions."""
         raise ArgumentError(
-            "a Selected mask has a row for each query slot of one call: ask mask.block(q_positions, k_positions), "
+            "a Selected mask has a row for each query slot of one call: ask "
+            "mask.block(q_positions, k_positions), "
             "or give Blocks for a rule on positions"
         )
 
@@ -100,11 +106,13 @@ class Selected(Mask):
         check_rows("Selected", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
-                f"Selected holds {heads} heads, but the call has {H}; give one table per head, or one for all"
+                f"Selected holds {heads} heads, but the call has {H}; give one table per head, or "
+                "one for all"
             )
         if queries != T:
             raise ArgumentError(
-                f"Selected holds {queries} queries, but the call has {T}; a selection serves the call it was made for"
+                f"Selected holds {queries} queries, but the call has {T}; a selection serves the "
+                "call it was made for"
             )
 
     def _at(self, slot: Slot) -> Tensor:

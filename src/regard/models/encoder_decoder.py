@@ -72,12 +72,17 @@ class EncoderDecoder(nn.Module):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of target_ids [B,T], given the source [B,S]; -1 marks padding in both."""
+        """Logits [B,T,V] for the token after each of target_ids [B,T], given the source [B,S]; -1
+        marks padding in both.
+        """
         memory = self.encode(source_ids, source_positions, backend=backend)
         return self.decode(
-            target_ids, positions=target_positions, memory=memory,
-            memory_positions=source_positions, backend=backend,
-        )  # fmt: skip
+            target_ids,
+            positions=target_positions,
+            memory=memory,
+            memory_positions=source_positions,
+            backend=backend,
+        )
 
     def encode(
         self,
@@ -100,13 +105,15 @@ class EncoderDecoder(nn.Module):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
-        """Logits for the token after each of ids [B,T]. With caches, ids go on from them, and only the first call gives memory.
+        """Logits for the token after each of ids [B,T]. With caches, ids go on from them, and only
+        the first call gives memory.
 
         A call that is refused leaves the caches as they were.
         """
         if caches is not None and len(caches) != len(self.layers):
             raise ArgumentError(
-                f"{len(caches)} caches for {len(self.layers)} layers; new_caches() gives one pair per layer"
+                f"{len(caches)} caches for {len(self.layers)} layers; new_caches() gives one pair "
+                "per layer"
             )
         if positions is None:
             positions = caches[0].own.next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
@@ -129,9 +136,13 @@ class EncoderDecoder(nn.Module):
             pair = caches[i] if caches is not None else None
             with place(f"decoder.layers.{i}"):
                 x = layer(
-                    x, positions, pair,
-                    memory=memory, memory_positions=memory_positions, backend=backend,
-                )  # fmt: skip
+                    x,
+                    positions,
+                    pair,
+                    memory=memory,
+                    memory_positions=memory_positions,
+                    backend=backend,
+                )
         return self.head(self.norm(x))
 
     def new_caches(self) -> list[BlockCaches]:
@@ -150,7 +161,8 @@ def transformer(
     activation: nn.Module | None = None,
     dropout: float = 0.0,
 ) -> EncoderDecoder:
-    """The first Transformer: post-norm blocks, sinusoids, and one matrix for both embeddings and the output.
+    """The first Transformer: post-norm blocks, sinusoids, and one matrix for both embeddings and
+    the output.
 
     Args:
         vocabulary: V, shared by source and target.
@@ -169,7 +181,8 @@ def transformer(
     >>> model.head.weight is model.embed.embedding.weight is model.encoder.embed.embedding.weight
     True
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.1 to 3.5; pre-norm: Xiong et al. 2020 (arXiv 2002.04745).
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.1 to 3.5; pre-norm: Xiong et al. 2020
+    (arXiv 2002.04745).
     """
     wide = 4 * dim if hidden is None else hidden
     sizes = {"vocabulary": vocabulary, "dim": dim, "layers": layers, "hidden": wide}

@@ -1,7 +1,9 @@
-"""Repositories of the Hugging Face hub: what a user names is downloaded, through `huggingface_hub` (the extra `hub`).
+"""Repositories of the Hugging Face hub: what a user names is downloaded, through `huggingface_hub`
+(the extra `hub`).
 
-Only safetensors, JSON and the files of a tokenizer are asked for, each by its name; code and pickles never are. The files lie
-in the cache that all of Hugging Face's libraries share, and are read from there as those of any other folder.
+Only safetensors, JSON and the files of a tokenizer are asked for, each by its name; code and
+pickles never are. The files lie in the cache that all of Hugging Face's libraries share, and are
+read from there as those of any other folder.
 """
 
 from __future__ import annotations
@@ -20,17 +22,30 @@ from regard.models.checkpoint.shards import INDEX, SINGLE, read_index
 PREFIX = "hub:"
 INSTALL = "python -m pip install 'regard[hub]'"
 ABOUT = (
-    'A repository of the Hugging Face hub is named as "org/name" or "hub:org/name" and downloaded where the extra hub is '
+    'A repository of the Hugging Face hub is named as "org/name" or "hub:org/name" and downloaded '
+    "where the extra hub is "
     f"installed: {INSTALL}"
 )
 """What the extra does, for whoever named something that is not there."""
 
 SMALL = (
-    "config.json", "generation_config.json", "adapter_config.json", "modules.json", "sentence_bert_config.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "vocab.txt", "merges.txt",
-)  # fmt: skip
-"""Files that are asked for where a repository has them: what is read here, and what `regard convert` hands on."""
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "modules.json",
+    "sentence_bert_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+"""Files that are asked for where a repository has them: what is read here, and what `regard
+convert` hands on.
+"""
 _FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors")
 """Ends of names that are meant as files, not as repositories."""
 _POOLING = re.compile(r"[0-9]+_Pooling/config\.json")
@@ -55,7 +70,8 @@ def repository_of(source: str | Path) -> str | None:
         name = source.removeprefix(PREFIX)
         if not _is_id(name):
             raise FileError(
-                f"{shown(source)} names no repository of the hub; write hub:org/name, of letters, digits, '-', '_' and '.'"
+                f"{shown(source)} names no repository of the hub; write hub:org/name, of letters, "
+                "digits, '-', '_' and '.'"
             )
         return name
     path = Path(source)
@@ -63,8 +79,10 @@ def repository_of(source: str | Path) -> str | None:
         return None
     if path.parent.exists():
         raise FileError(
-            f"no model {shown(source)}: there is no such folder, and because there is a folder {shown(str(path.parent))} here it "
-            f"is not taken for a repository of the hub; nothing is downloaded. If that is meant, write {PREFIX}{source}"
+            f"no model {shown(source)}: there is no such folder, and because there is a folder "
+            f"{shown(str(path.parent))} here it "
+            "is not taken for a repository of the hub; nothing is downloaded. If that is meant, "
+            f"write {PREFIX}{source}"
         )
     return source
 
@@ -80,19 +98,22 @@ def download(
     *,
     weights: bool = True,
 ) -> Path:
-    """The folder of a repository in Hugging Face's cache; what is missing there is downloaded, with a progress bar.
+    """The folder of a repository in Hugging Face's cache; what is missing there is downloaded, with
+    a progress bar.
 
-    With HF_HUB_OFFLINE=1 nobody is asked, and what the cache holds is taken. The server is that of HF_ENDPOINT.
+    With HF_HUB_OFFLINE=1 nobody is asked, and what the cache holds is taken. The server is that of
+    HF_ENDPOINT.
 
     Args:
         repository: "org/name".
         revision: a branch, a tag or a commit; None is the main branch.
-        check: is called with the folder when all but the weights is there; what it raises ends the download.
+        check: is called with the folder when all but the weights is there; what it raises ends the
+            download.
         weights: whether the safetensors are wanted.
 
     Raises:
-        FileError: the extra is not installed; there is no such repository or revision, or it may not be read; it holds no
-            safetensors; or the download does not arrive whole.
+        FileError: the extra is not installed; there is no such repository or revision, or it may
+            not be read; it holds no safetensors; or the download does not arrive whole.
         ArgumentError: the revision is empty.
     """
     if revision == "":
@@ -111,7 +132,9 @@ def download(
 
 
 def _small(names: Collection[str] | None) -> list[str]:
-    """What is asked for beside the weights, of the files that there are; all of it where the list is not known."""
+    """What is asked for beside the weights, of the files that there are; all of it where the list
+    is not known.
+    """
     if names is None:
         return [*SMALL, INDEX]
     index = [] if SINGLE in names else [INDEX]
@@ -120,13 +143,16 @@ def _small(names: Collection[str] | None) -> list[str]:
 
 
 def _shards(folder: Path) -> list[str]:
-    """The shards that an index names; what leads out of the folder or is no safetensors is never asked for."""
+    """The shards that an index names; what leads out of the folder or is no safetensors is never
+    asked for.
+    """
     found = sorted(set(read_index(folder).values()))
     for name in found:
         check_name(folder, name)
         if not name.endswith(".safetensors"):
             raise FileError(
-                f"{folder / INDEX} names {shown(name)}, which is no safetensors file; nothing else is downloaded"
+                f"{folder / INDEX} names {shown(name)}, which is no safetensors file; nothing "
+                "else is downloaded"
             )
     return found
 
@@ -152,7 +178,8 @@ class _Repository:
             from huggingface_hub import HfApi, errors, snapshot_download
         except ImportError as error:
             raise FileError(
-                f"no model {shown(name)}: it is no folder here, and nothing is downloaded, because the extra hub is not "
+                f"no model {shown(name)}: it is no folder here, and nothing is downloaded, "
+                "because the extra hub is not "
                 f"installed. With it the repository of this name is: {INSTALL}"
             ) from error
         self._api, self._errors, self._download = HfApi(), errors, snapshot_download
@@ -198,18 +225,25 @@ class _Repository:
         status = getattr(getattr(error, "response", None), "status_code", None)
         reason = shown(str(error).strip().split("\n")[0])
         if isinstance(error, known.GatedRepoError):
-            said = "may be read only by those who have accepted its conditions; accept them there and log in with `hf auth login`"
+            said = (
+                "may be read only by those who have accepted its conditions; accept them there "
+                "and log in with `hf auth login`"
+            )
         elif isinstance(error, known.RevisionNotFoundError):
             said = f"has no {at}; name a branch, a tag or a commit that it has"
         elif isinstance(error, known.RepositoryNotFoundError):
             said = "is not there, or is private: check the name, or log in with `hf auth login`"
         elif self._offline or isinstance(error, known.OfflineModeIsEnabled):
-            said = f"is not whole in the cache at {at}, and HF_HUB_OFFLINE forbids to ask for it; unset it to download"
+            said = (
+                f"is not whole in the cache at {at}, and HF_HUB_OFFLINE forbids to ask for it; "
+                "unset it to download"
+            )
         elif isinstance(error, known.HfHubHTTPError) and status is not None:
             said = f"is not given: the server answered {status} ({reason}); try again later"
         else:
             said = (
-                f"did not arrive whole: {type(error).__name__}: {reason}. What did arrive is kept: load it again; with "
+                f"did not arrive whole: {type(error).__name__}: {reason}. What did arrive is "
+                "kept: load it again; with "
                 "HF_HUB_OFFLINE=1 only the cache is read"
             )
         return FileError(f"{self._name} on the hub {said}")

@@ -29,8 +29,10 @@ class Model:
         decoder: ids [B,T] -> logits [B,T,V].
         config: the frozen config of its family.
         ends: the ids that end a text.
-        fresh: names of weights that the folder lacked and was allowed to lack: they are not trained.
-        ignored: what the folder holds and nobody looked at: keys of config.json, tensors, files; see `regard.load`.
+        fresh: names of weights that the folder lacked and was allowed to lack: they are not
+            trained.
+        ignored: what the folder holds and nobody looked at: keys of config.json, tensors, files;
+            see `regard.load`.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Model:
 
     @property
     def has_head(self) -> bool:
-        """Whether there are logits: a base model that was saved alone, without a tied head, gives states only."""
+        """Whether there are logits: a base model that was saved alone, without a tied head, gives
+        states only.
+        """
         return self.decoder.head is not None
 
     @property
@@ -68,8 +72,10 @@ class Model:
         """
         if self._tokenizer is None:
             raise FileError(
-                "this model has no tokenizer: its folder holds no tokenizer.json; give ids to forward, or add the file "
-                "(a tokenizer.model or vocab.txt alone is converted by transformers: save_pretrained of a fast tokenizer)"
+                "this model has no tokenizer: its folder holds no tokenizer.json; give ids to "
+                "forward, or add the file "
+                "(a tokenizer.model or vocab.txt alone is converted by transformers: "
+                "save_pretrained of a fast tokenizer)"
             )
         return self._tokenizer
 
@@ -90,7 +96,8 @@ class Model:
             backend: the attention kernel, or "auto".
 
         Raises:
-            ArgumentError: an id lies outside the vocabulary, the caches are not one per layer, or the model has no head.
+            ArgumentError: an id lies outside the vocabulary, the caches are not one per layer, or
+                the model has no head.
 
         >>> import regard, torch
         >>> regard.load("tiny").forward(torch.tensor([[1, 2, 3]])).shape
@@ -129,7 +136,9 @@ class Model:
         return self.decoder.new_caches()
 
     def encode(self, text: str) -> Int[Tensor, "1 T"]:
-        """The ids of a text, [1,T], with what the tokenizer puts around it; a text that gives none is refused."""
+        """The ids of a text, [1,T], with what the tokenizer puts around it; a text that gives none
+        is refused.
+        """
         ids = self.tokenizer.encode(text, template=True)
         if not ids:
             raise ArgumentError(f"the text {text!r} has no tokens; give at least one character")
@@ -175,24 +184,31 @@ class Model:
         cache: str | None = None,
         **choices: Unpack[Choices],
     ) -> Generation | Batch:
-        """Continue a prompt, or several at once: an iterator of pieces of text, each as soon as it is known.
+        """Continue a prompt, or several at once: an iterator of pieces of text, each as soon as it
+        is known.
 
-        The likeliest token is taken unless `temperature` is above 0. What is written does not depend on `chunk`, nor on a
-        cache that keeps everything exactly: it is what passes without a cache would give.
+        The likeliest token is taken unless `temperature` is above 0. What is written does not
+        depend on `chunk`, nor on a cache that keeps everything exactly: it is what passes without a
+        cache would give.
 
         Args:
-            prompt: a text, or several, which are continued as one batch: see `Batch`. Not empty, unless with `after`.
-            max_tokens: stop after as many; it stops earlier at a token that ends a text (`ends`), or a stop string.
+            prompt: a text, or several, which are continued as one batch: see `Batch`. Not empty,
+                unless with `after`.
+            max_tokens: stop after as many; it stops earlier at a token that ends a text (`ends`),
+                or a stop string.
             stop: strings that end the text, which they are left out of.
             after: what `read` has read, which the prompt goes on from; its caches are forked.
             chunk: the prompt is read in pieces of so many tokens.
-            max_context: the most tokens of prompt and continuation; what is behind it depends on the cache.
-            cache: "growing" (the default), "fixed", "paged", "quantised", "ring" or "streaming": see `generation.Room`.
-            **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in `Sampling`. The seed is of
-                generators of its own; the global one is not touched.
+            max_context: the most tokens of prompt and continuation; what is behind it depends on
+                the cache.
+            cache: "growing" (the default), "fixed", "paged", "quantised", "ring" or "streaming":
+                see `generation.Room`.
+            **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in
+                `Sampling`. The seed is of generators of its own; the global one is not touched.
 
         Raises:
-            ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, or there is no room.
+            ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, or there
+                is no room.
 
         >>> import regard
         >>> model = regard.load("tiny")
@@ -245,13 +261,15 @@ class Model:
         max_context: int | None = None,
         cache: str | None = None,
     ) -> list[Found]:
-        """The continuations that are likeliest as a whole, best first, by beam search: see `beam_search`.
+        """The continuations that are likeliest as a whole, best first, by beam search: see
+        `beam_search`.
 
         Args:
             prompt: not empty.
             beams: how many beginnings are kept at every step, and how many texts are found.
             max_tokens: the most new tokens, at least 1.
-            length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability, more favours long texts.
+            length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability, more
+                favours long texts.
             chunk, max_context, cache: as in `generate`.
 
         Raises:

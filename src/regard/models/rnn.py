@@ -45,24 +45,28 @@ class Encoded(NamedTuple):
 class RecurrentEncoderDecoder(nn.Module):
     """source ids -> encoder -> states;  target ids, what the decoder does with the states -> logits.
 
-    The decoder starts where the encoder ended: behind the last token, or, for a bidirectional encoder, behind the first,
-    where its backward direction ends.
+    The decoder starts where the encoder ended: behind the last token, or, for a bidirectional
+    encoder, behind the first, where its backward direction ends.
 
     Args:
         embedding: an `nn.Embedding` [V, M] for source and target.
         encoder: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
-        decoder: `PlainDecoder`, `BahdanauDecoder` or `LuongDecoder`, over a network of the encoder's layers and size.
+        decoder: `PlainDecoder`, `BahdanauDecoder` or `LuongDecoder`, over a network of the
+            encoder's layers and size.
         head: a module [B,T,F] -> [B,T,V].
-        bridge: a linear map in s_0 = tanh(bridge(h)), or None: s_0 = h. An LSTM's cell goes over as it is.
+        bridge: a linear map in s_0 = tanh(bridge(h)), or None: s_0 = h. An LSTM's cell goes over as
+            it is.
 
     Raises:
-        ArgumentError: encoder and decoder do not fit one another; when called, ids or positions do not fit.
+        ArgumentError: encoder and decoder do not fit one another; when called, ids or positions do
+            not fit.
 
     >>> model = recurrent(11, 8, 16, attention="luong")
     >>> model(torch.tensor([[3, 4, 5]]), torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 11])
 
-    Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473), appendix A.2.
+    Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473),
+    appendix A.2.
     """
 
     def __init__(
@@ -79,7 +83,8 @@ class RecurrentEncoderDecoder(nn.Module):
             ours, theirs = getattr(encoder, name), getattr(decoder.rnn, name)
             if ours != theirs:
                 raise ArgumentError(
-                    f"the encoder's {name} is {ours} and the decoder's {theirs}; they must be equal, because the "
+                    f"the encoder's {name} is {ours} and the decoder's {theirs}; they must be "
+                    "equal, because the "
                     "decoder starts from the encoder's last state"
                 )
         self.embedding, self.encoder, self.decoder = embedding, encoder, decoder
@@ -92,12 +97,16 @@ class RecurrentEncoderDecoder(nn.Module):
         source_positions: Positions | None = None,
         target_positions: Positions | None = None,
     ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of target_ids [B,T], which are given, not guessed (teacher forcing)."""
+        """Logits [B,T,V] for the token after each of target_ids [B,T], which are given, not guessed
+        (teacher forcing).
+        """
         carried = self.begin(self.encode(source_ids, source_positions))
         return self.step(target_ids, carried, target_positions)[0]
 
     def encode(self, ids: Int[Tensor, "B S"], positions: Positions | None = None) -> Encoded:
-        """The states of a source [B,S]; slots at position -1 are padding, wherever they stand, and change nothing."""
+        """The states of a source [B,S]; slots at position -1 are padding, wherever they stand, and
+        change nothing.
+        """
         x, positions = self._embed(ids, positions)
         states, hidden = scan(self.encoder, x, positions)
         ways = 2 if self.encoder.bidirectional else 1
@@ -112,7 +121,9 @@ class RecurrentEncoderDecoder(nn.Module):
     def step(
         self, ids: Int[Tensor, "B T"], carried: Carried, positions: Positions | None = None
     ) -> tuple[Float[Tensor, "B T V"], Carried]:
-        """Logits for the token after each of the next ids [B,T], any number of them, and what is carried behind them."""
+        """Logits for the token after each of the next ids [B,T], any number of them, and what is
+        carried behind them.
+        """
         y, positions = self._embed(ids, positions)
         with place("decoder"):
             features, carried = self.decoder(y, carried, positions)
@@ -127,7 +138,9 @@ class RecurrentEncoderDecoder(nn.Module):
         end: int,
         limit: int,
     ) -> Int[Tensor, "B n"]:
-        """The likeliest token at each step, from `start` until each row has said `end`, or `limit` tokens are there."""
+        """The likeliest token at each step, from `start` until each row has said `end`, or `limit`
+        tokens are there.
+        """
         with torch.no_grad():
             carried = self.begin(self.encode(source_ids, source_positions))
 
@@ -140,7 +153,9 @@ class RecurrentEncoderDecoder(nn.Module):
         return greedy(step, first, end=end, limit=limit)
 
     def _embed(self, ids: Tensor, positions: Positions | None) -> tuple[Tensor, Positions]:
-        """Vectors [B,L,M] and positions; the id of an empty slot means nothing, and is not looked up."""
+        """Vectors [B,L,M] and positions; the id of an empty slot means nothing, and is not looked
+        up.
+        """
         if ids.ndim != 2:
             raise ArgumentError(
                 f"ids are {tuple(ids.shape)}; they must be [batch, length]: use ids[None]"
@@ -165,8 +180,9 @@ def recurrent(
 ) -> RecurrentEncoderDecoder:
     """A recurrent encoder-decoder as in the papers.
 
-    None: both directions are one, and the decoder has the encoder's last state only. "bahdanau": the encoder reads in both
-    directions, and s_0 = tanh(W h) of the backward one. "luong": one direction, attention from the present state.
+    None: both directions are one, and the decoder has the encoder's last state only. "bahdanau":
+        the encoder reads in both directions, and s_0 = tanh(W h) of the backward one. "luong": one
+        direction, attention from the present state.
 
     Args:
         vocabulary: V, shared by source and target.
@@ -183,7 +199,8 @@ def recurrent(
     >>> recurrent(11, 8, 16, cell="lstm", attention="bahdanau").decoder.attention.project.shape.memory
     (16, 32)
 
-    Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473); Luong et al. 2015 (arXiv 1508.04025).
+    Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473); Luong
+    et al. 2015 (arXiv 1508.04025).
     """
     for name, size in (
         ("vocabulary", vocabulary),
@@ -194,8 +211,9 @@ def recurrent(
         if size < 1:
             raise ArgumentError(f"{name} is {size}; it must be at least 1")
     for name, given, known in (
-        ("cell", cell, (*CELLS,)), ("attention", attention, (None, "bahdanau", "luong")),
-    ):  # fmt: skip
+        ("cell", cell, (*CELLS,)),
+        ("attention", attention, (None, "bahdanau", "luong")),
+    ):
         if given not in known:
             raise ArgumentError(
                 f"{name} is {given!r}; it must be one of {', '.join(map(str, known))}"

@@ -60,7 +60,8 @@ class Seq2Seq(Tokenized):
         self.network, self.start, self.ends = network, start, frozenset(ends)
 
     def encode(self, texts: str | Sequence[str]) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
-        """The ids [B,S] of texts, with what the tokenizer puts around them, and their positions, -1 behind a shorter one.
+        """The ids [B,S] of texts, with what the tokenizer puts around them, and their positions, -1
+        behind a shorter one.
 
         Raises:
             ArgumentError: there is no text, or one has no tokens.
@@ -81,7 +82,8 @@ class Seq2Seq(Tokenized):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T V"]:
-        """Logits [B,T,V] for the token after each of target_ids [B,T], the first of which is `start`; -1 marks padding.
+        """Logits [B,T,V] for the token after each of target_ids [B,T], the first of which is
+        `start`; -1 marks padding.
 
         Raises:
             ArgumentError: an id lies outside of the vocabulary.
@@ -144,7 +146,8 @@ class Seq2Seq(Tokenized):
         beams: int = 1,
         length_penalty: float = 1.0,
     ) -> list[list[Hypothesis]]:
-        """The best answers to each source, best first: `beam_search` over cached steps, which with one beam is greedy.
+        """The best answers to each source, best first: `beam_search` over cached steps, which with
+        one beam is greedy.
 
         Args:
             ids, positions: as `encode` gives them; padding may stand on either side.
@@ -157,9 +160,14 @@ class Seq2Seq(Tokenized):
         step, reorder = self._steps(ids, positions)
         first = torch.full((ids.shape[0],), self.start, dtype=torch.int64, device=ids.device)
         return beam_search(
-            step, first, end=self.ends, limit=max_tokens, reorder=reorder, beams=beams,
+            step,
+            first,
+            end=self.ends,
+            limit=max_tokens,
+            reorder=reorder,
+            beams=beams,
             length_penalty=length_penalty,
-        )  # fmt: skip
+        )
 
     def _steps(
         self, ids: Tensor, positions: Positions | None

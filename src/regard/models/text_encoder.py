@@ -24,7 +24,9 @@ from regard.models.tokenizer import Tokenizer
 from regard.span import Positions, as_tensor
 
 Mode: TypeAlias = Literal["cls", "max", "mean", "mean_sqrt_len"]
-"""The first token; the largest number of each dimension; the mean; the sum divided by the square root of the length."""
+"""The first token; the largest number of each dimension; the mean; the sum divided by the square
+root of the length.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Pooling:
 
     Attributes:
         mode: a `Mode`.
-        normalise: whether the vector is divided by its length, so that a product of two is their cosine.
+        normalise: whether the vector is divided by its length, so that a product of two is their
+            cosine.
 
     Raises:
         ArgumentError: the mode is unknown.
@@ -97,17 +100,21 @@ MODES: dict[str, Mode] = {
 }
 """Key of 1_Pooling/config.json -> mode."""
 KINDS = ("Transformer", "Pooling", "Normalize")
-"""The modules of a sentence-transformers folder that are understood, in their order; the last may be absent."""
+"""The modules of a sentence-transformers folder that are understood, in their order; the last may
+be absent.
+"""
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """What modules.json of a sentence-transformers folder says; None where there is no such file. It is read as data.
+    """What modules.json of a sentence-transformers folder says; None where there is no such file.
+    It is read as data.
 
     >>> read_pooling(Path("no/such/folder")) is None
     True
 
     Raises:
-        FileError: it asks for something else than the mean, the maximum, or the first token, normalised or not.
+        FileError: it asks for something else than the mean, the maximum, or the first token,
+            normalised or not.
     """
     modules = _modules(folder)
     if modules is None:
@@ -115,7 +122,8 @@ def read_pooling(folder: Path) -> Pooling | None:
     kinds = [kind for kind, _ in modules]
     if kinds not in ([*KINDS[:2]], [*KINDS]):
         raise FileError(
-            f"{folder / 'modules.json'} has the modules {inert(', '.join(kinds)[:200])}; only {', '.join(KINDS)} are supported, the last "
+            f"{folder / 'modules.json'} has the modules {inert(', '.join(kinds)[:200])}; only "
+            f"{', '.join(KINDS)} are supported, the last "
             "may be absent; without the file, the model loads and its states can be pooled"
         )
     where = folder / modules[1][1]
@@ -183,7 +191,8 @@ class TextEncoder(Tokenized):
         network: ids -> states.
         tokenizer: None: `encode` and `embed` are refused.
         config: the frozen config of its family, with vocab_size.
-        pooling: how `embed` makes one vector of a text; None is the mean over its tokens, normalised.
+        pooling: how `embed` makes one vector of a text; None is the mean over its tokens,
+            normalised.
         longest: the most tokens of a text.
         fresh: stored names that were missing, and allowed to be.
         ignored: what the folder holds and nobody looked at.
@@ -226,15 +235,18 @@ class TextEncoder(Tokenized):
         *,
         truncate: bool = False,
     ) -> Tokens:
-        """The ids of texts with what the tokenizer puts around them, [CLS] and [SEP] in BERT; shorter ones are padded behind.
+        """The ids of texts with what the tokenizer puts around them, [CLS] and [SEP] in BERT;
+        shorter ones are padded behind.
 
         Args:
             texts: one, or several.
             seconds: the second text of each pair, if the model is to read pairs.
-            truncate: whether the end of a text that is too long is left out, and not refused; not for pairs.
+            truncate: whether the end of a text that is too long is left out, and not refused; not
+                for pairs.
 
         Raises:
-            ArgumentError: there is no text, seconds are not as many, or a text is longer than the model reads.
+            ArgumentError: there is no text, seconds are not as many, or a text is longer than the
+                model reads.
             ArgumentTypeError: a text is no str.
         """
         firsts = several(texts)
@@ -283,7 +295,8 @@ class TextEncoder(Tokenized):
         """The states of the last block, [B,S,M]: `model.hidden(*model.encode(texts))`.
 
         Args:
-            ids, positions, segments: as `encode` gives them; a slot at position -1 is padding, and its state means nothing.
+            ids, positions, segments: as `encode` gives them; a slot at position -1 is padding, and
+                its state means nothing.
             backend: the attention kernel, or "auto".
 
         Raises:
@@ -322,7 +335,8 @@ class TextEncoder(Tokenized):
     def embed(
         self, texts: str | Sequence[str], *, batch: int = 32, truncate: bool = False
     ) -> Float[Tensor, "N M"]:
-        """A vector for each text, pooled as the model was trained to be; texts of like length are read together.
+        """A vector for each text, pooled as the model was trained to be; texts of like length are
+        read together.
 
         Args:
             texts: one, or several.

@@ -1,4 +1,6 @@
-"""What the models that read whole texts share: a tokenizer that may be absent, and rows of ids of different length."""
+"""What the models that read whole texts share: a tokenizer that may be absent, and rows of ids of
+different length.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class Tokenized:
     Attributes:
         config: the frozen config of its family.
         fresh: stored names that were missing, and allowed to be: such weights are not trained.
-        ignored: what the folder holds and nobody looked at: keys of config.json, tensors, files; see `regard.load`.
+        ignored: what the folder holds and nobody looked at: keys of config.json, tensors, files;
+            see `regard.load`.
 
     >>> Tokenized(nn.Identity(), None, config=None).tokenizer
     Traceback (most recent call last):
@@ -52,7 +55,8 @@ class Tokenized:
         """
         if self._tokenizer is None:
             raise FileError(
-                "this model has no tokenizer: its folder holds no tokenizer.json; give ids instead of texts"
+                "this model has no tokenizer: its folder holds no tokenizer.json; give ids "
+                "instead of texts"
             )
         return self._tokenizer
 
@@ -79,7 +83,8 @@ def several(texts: str | Sequence[str], what: str = "texts") -> list[str]:
 def beside(
     rows: Sequence[Sequence[int]], device: torch.device | None = None
 ) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
-    """Rows of numbers as one tensor, 0 behind the shorter ones; and the positions, which are -1 there.
+    """Rows of numbers as one tensor, 0 behind the shorter ones; and the positions, which are -1
+    there.
 
     >>> beside([[5, 6, 7], [8]])[0].tolist(), beside([[5, 6, 7], [8]])[1].tolist()
     ([[5, 6, 7], [8, 0, 0]], [[0, 1, 2], [0, -1, -1]])

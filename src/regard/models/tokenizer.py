@@ -97,8 +97,9 @@ def cut(text: str, names: Iterable[str]) -> list[str]:
 class StreamDecoder:
     """Text as ids arrive: `push(id)` gives the characters now complete, `flush()` what is left.
 
-    The parts joined equal `Tokenizer.decode` of all ids; half a character is never given out. The one exception are byte
-    tokens beside words (sentencepiece's byte fallback) that spell no UTF-8: they make U+FFFD of letters before them, too.
+    The parts joined equal `Tokenizer.decode` of all ids; half a character is never given out. The
+    one exception are byte tokens beside words (sentencepiece's byte fallback) that spell no UTF-8:
+    they make U+FFFD of letters before them, too.
 
     >>> from regard.models.tokenizer import Tokenizer
     >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
@@ -110,7 +111,8 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        # not of one byte-level alphabet: the ids given out last, and those that make no whole text yet
+        # not of one byte-level alphabet: the ids given out last, and those that make no whole text
+        # yet
         self._ids: list[int] = []
         self._given, self._shown = 0, ""
 
@@ -129,7 +131,9 @@ class StreamDecoder:
         return rest + (self._emit(self._tokenizer.decode(self._ids)) if self._ids else "")
 
     def _emit(self, text: str) -> str:
-        """What is new in the text of the ids; how a token reads depends on the one in front of it, and on no earlier one."""
+        """What is new in the text of the ids; how a token reads depends on the one in front of it,
+        and on no earlier one.
+        """
         new = text[len(self._shown) :]
         self._ids = self._ids[self._given :]
         self._given, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
@@ -162,7 +166,8 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.encode_special_tokens = True  # never matched in user text
-        # a file may say so, and then texts would lose their ends, or have ends that are not theirs, unseen
+        # a file may say so, and then texts would lose their ends, or have ends that are not theirs,
+        # unseen
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -200,7 +205,8 @@ class Tokenizer:
         """Read a tokenizer.json (any kind the `tokenizers` package knows), or the one in a folder.
 
         Raises:
-            FileError: missing, no regular file, not JSON (with line and column), or not a tokenizer this version can read.
+            FileError: missing, no regular file, not JSON (with line and column), or not a tokenizer
+                this version can read.
         """
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
@@ -237,7 +243,8 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Token ids of `text`; `special=True` also turns names of special tokens into their ids.
 
-        `template=True` adds what the tokenizer's file puts around a text, such as a token for its beginning.
+        `template=True` adds what the tokenizer's file puts around a text, such as a token for its
+        beginning.
 
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
@@ -253,7 +260,8 @@ class Tokenizer:
         return ids
 
     def encode_pair(self, first: str, second: str | None = None) -> tuple[list[int], list[int]]:
-        """Ids of a text, or of two, with what the tokenizer's file puts around them; and which text each belongs to, 0 or 1.
+        """Ids of a text, or of two, with what the tokenizer's file puts around them; and which text
+        each belongs to, 0 or 1.
 
         >>> Tokenizer.train(["x"], vocab_size=257).encode_pair("a", "bc")[1]
         [0, 1, 1]
@@ -330,7 +338,9 @@ class Tokenizer:
 
 
 def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
-    """The tokenizer of a file, whose parts are looked at before the `tokenizers` package gets it."""
+    """The tokenizer of a file, whose parts are looked at before the `tokenizers` package gets
+    it.
+    """
     raw = whole(file, LONGEST)
     try:
         content = parse(raw)
@@ -344,7 +354,8 @@ def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:
         return kind(_asked(tokenizers.Tokenizer.from_str, raw.decode("utf-8")))
     except _BackendError as error:
         raise FileError(
-            f"{file}: the tokenizers package {tokenizers.__version__} cannot read it ({told(error, 300)}); "
+            f"{file}: the tokenizers package {tokenizers.__version__} cannot read it "
+            f"({told(error, 300)}); "
             "damaged, or written by a newer version?"
         ) from error
 
@@ -354,7 +365,9 @@ class _BackendError(Exception):
 
 
 def _asked(question: Callable[..., Any], *given: Any, **more: Any) -> Any:
-    """An answer of the backend; a failed check inside it is no `Exception`, and is an error like its others."""
+    """An answer of the backend; a failed check inside it is no `Exception`, and is an error like
+    its others.
+    """
     try:
         return question(*given, **more)
     except Exception as error:
@@ -366,7 +379,9 @@ def _asked(question: Callable[..., Any], *given: Any, **more: Any) -> Any:
 
 
 def _check_ids(content: dict[str, Any], file: Path) -> None:
-    """No id is beyond what a vocabulary can have: the backend fills every gap below the largest one."""
+    """No id is beyond what a vocabulary can have: the backend fills every gap below the largest
+    one.
+    """
     model, added = content["model"], content.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
@@ -375,5 +390,6 @@ def _check_ids(content: dict[str, Any], file: Path) -> None:
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < LARGEST_ID), None)
     if wrong is not None:
         raise FileError(
-            f"{file}: a token has the id {shown(wrong)}; ids are from 0 to {LARGEST_ID - 1}, without large gaps"
+            f"{file}: a token has the id {shown(wrong)}; ids are from 0 to {LARGEST_ID - 1}, "
+            "without large gaps"
         )

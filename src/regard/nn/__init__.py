@@ -1,4 +1,6 @@
-"""Parts of models: projections, norms, attention, feed-forward and blocks; `variants` is the catalogue of mechanisms."""
+"""Parts of models: projections, norms, attention, feed-forward and blocks; `variants` is the
+catalogue of mechanisms.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Transformer blocks: residual paths with their norms, encoder and decoder blocks, and parallel blocks."""
+"""Transformer blocks: residual paths with their norms, encoder and decoder blocks, and parallel
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,8 @@ class NormedPath(Residual):
     >>> NormedPath(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
 
-    Source: Shoeybi et al. 2019 (arXiv 1909.08053), whose released code has it as an option; so have checkpoints of BLOOM.
+    Source: Shoeybi et al. 2019 (arXiv 1909.08053), whose released code has it as an option; so have
+    checkpoints of BLOOM.
     """
 
     def forward(
@@ -130,7 +133,8 @@ class Sandwich(Residual):
     >>> path(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[1., 5.]]], grad_fn=<RoundBackward0>)
 
-    Source: Ding et al. 2021 (arXiv 2105.13290), section 2.4; as in Gemma 2 (arXiv 2408.00118), section 2.
+    Source: Ding et al. 2021 (arXiv 2105.13290), section 2.4; as in Gemma 2 (arXiv 2408.00118),
+    section 2.
     """
 
     def __init__(self, norm: nn.Module, after: nn.Module, dropout: float = 0.0) -> None:
@@ -145,14 +149,16 @@ class Sandwich(Residual):
 
 
 class Block(nn.Module):
-    """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of an encoder without a mask.
+    """A mixer and a feed-forward layer, one behind the other: of a decoder with a causal mask, of
+    an encoder without a mask.
 
     x = around_attention(x, attention);  x = around_feed_forward(x, feed_forward)
 
     Args:
         attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        around_attention, around_feed_forward: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`, `Sandwich`.
+        around_attention, around_feed_forward: residual paths: `PreNorm`, `PostNorm`, `OutputNorm`,
+            `Sandwich`.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
@@ -161,7 +167,8 @@ class Block(nn.Module):
     >>> block(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1; pre-norm: Xiong et al. 2020 (arXiv 2002.04745), figure 1b.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1; pre-norm: Xiong et al. 2020 (arXiv
+    2002.04745), figure 1b.
     """
 
     def __init__(
@@ -197,7 +204,8 @@ class Block(nn.Module):
 class ParallelBlock(Block):
     """Both sublayers read the same x, and what they give is added to it at once.
 
-    x + attention(norm_1(x)) + feed_forward(norm_2(x)): of each `PreNorm` path only the norm and the dropout are used.
+    x + attention(norm_1(x)) + feed_forward(norm_2(x)): of each `PreNorm` path only the norm and the
+    dropout are used.
 
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
@@ -206,7 +214,8 @@ class ParallelBlock(Block):
     >>> ParallelBlock(mha(8, 2), nn.Linear(8, 8), *paths)(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
-    Source: Wang and Komatsuzaki 2021 (GPT-J); Black et al. 2022 (arXiv 2204.06745), section 2.1, equation 2.
+    Source: Wang and Komatsuzaki 2021 (GPT-J); Black et al. 2022 (arXiv 2204.06745), section 2.1,
+    equation 2.
     """
 
     def forward(
@@ -237,7 +246,8 @@ class BlockCaches(NamedTuple):
 
 
 class DecoderBlock(nn.Module):
-    """Self-attention, attention to an encoder's memory, then feed-forward, each with its residual path.
+    """Self-attention, attention to an encoder's memory, then feed-forward, each with its residual
+    path.
 
     Taps of the two attentions stand at the places `attention` and `cross`.
 
@@ -285,7 +295,9 @@ class DecoderBlock(nn.Module):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """x [B,T,M] -> [B,T,M]; memory [B,S,M3] is given once where there are caches, and else every time."""
+        """x [B,T,M] -> [B,T,M]; memory [B,S,M3] is given once where there are caches, and else
+        every time.
+        """
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
         with kept(*caches):  # both: the second may refuse what the first has stored
@@ -311,10 +323,14 @@ class DecoderBlock(nn.Module):
             x = self.around_cross(
                 x,
                 lambda x: self.cross(
-                    x, positions, other,
-                    memory=memory, memory_positions=memory_positions, backend=backend,
+                    x,
+                    positions,
+                    other,
+                    memory=memory,
+                    memory_positions=memory_positions,
+                    backend=backend,
                 ),
-            )  # fmt: skip
+            )
         return self.around_feed_forward(x, self.feed_forward)
 
     def new_caches(self) -> BlockCaches:

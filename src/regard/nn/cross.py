@@ -1,4 +1,6 @@
-"""Attention between two sequences: cross-attention, and the additive attention of recurrent decoders."""
+"""Attention between two sequences: cross-attention, and the additive attention of recurrent
+decoders.
+"""
 
 from __future__ import annotations
 

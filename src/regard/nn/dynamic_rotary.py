@@ -1,4 +1,6 @@
-"""Rotary embeddings whose frequencies depend on the length of the text, used together with a cache."""
+"""Rotary embeddings whose frequencies depend on the length of the text, used together with a
+cache.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def by_row(lengths: Lengths, rows: int) -> Lengths:
 
 
 def changes(module: nn.Module, old: Lengths, new: Lengths) -> bool:
-    """Whether a rotary of the module has other frequencies for the new lengths of the rows than for the old.
+    """Whether a rotary of the module has other frequencies for the new lengths of the rows than for
+    the old.
 
     >>> from regard.positions import LongRoPE
     >>> rotary = RowRotary(Rotary(4, scaling=LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0), length="current"))
@@ -162,19 +165,21 @@ def rotary_heads(
     value_dim: int | None = None,
     bias: bool = False,
 ) -> Separate:
-    """Rotary queries, keys and values under a policy for a cache; all policies have the same parameters.
+    """Rotary queries, keys and values under a policy for a cache; all policies have the same
+    parameters.
 
     Args:
         dim, heads, groups, head_dim: M, H, G and D.
-        rotary: with length="current" where its scaling depends on the length; with a number for "frozen".
+        rotary: with length="current" where its scaling depends on the length; with a number for
+            "frozen".
         policy: above.
         q_steps, k_steps: steps on queries and keys in front of the rotation, such as norms.
         value_dim: E; None is D.
         bias: whether the linear maps have one.
 
     Raises:
-        ArgumentError: the policy is unknown, the rotary is for another head dim, or its length is not one for the policy;
-            or what `Separate` refuses.
+        ArgumentError: the policy is unknown, the rotary is for another head dim, or its length is
+            not one for the policy; or what `Separate` refuses.
 
     >>> from regard.positions import DynamicNTK
     >>> rotary = Rotary(8, scaling=DynamicNTK(2.0, 16), length="current")
@@ -205,9 +210,11 @@ def rotary_heads(
 
 
 class PreRope(Separate):
-    """Keys are remembered before rotation, and rotated on recall with the frequencies of the length of that moment.
+    """Keys are remembered before rotation, and rotated on recall with the frequencies of the length
+    of that moment.
 
-    For one layer with given keys and values, what the last query finds equals one pass at its length. See the module.
+    For one layer with given keys and values, what the last query finds equals one pass at its
+    length. See the module.
 
     Args:
         q, k, v: `Heads` without a rotary.
@@ -231,7 +238,9 @@ class PreRope(Separate):
         return self.late(self.q(x, positions), _given(positions))
 
     def aim(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
-        """Queries rotated with the frequencies of the largest key position, where that is another length than their own."""
+        """Queries rotated with the frequencies of the largest key position, where that is another
+        length than their own.
+        """
         old, new = lengths(positions), lengths(seen)
         rows = max(len(old), len(new))
         if by_row(old, rows) == by_row(new, rows):
@@ -240,10 +249,11 @@ class PreRope(Separate):
 
 
 class ReRotate(PreRope):
-    """Keys are remembered rotated, with the length that they were rotated for; recall turns them by R(new - old).
+    """Keys are remembered rotated, with the length that they were rotated for; recall turns them by
+    R(new - old).
 
-    Equal to `PreRope` in real arithmetic. While the frequencies stay (up to the trained length), recall costs nothing.
-    What is remembered is never replaced, so that roundings do not add up.
+    Equal to `PreRope` in real arithmetic. While the frequencies stay (up to the trained length),
+    recall costs nothing. What is remembered is never replaced, so that roundings do not add up.
 
     Args:
         q, k, v, rotary: as `PreRope`.
@@ -275,13 +285,15 @@ class ReRotate(PreRope):
 
 
 class Recomputed(ReRotate):
-    """Keys are remembered rotated, and refused once the frequencies have changed: the prefix has to be run again (`regard.nn.Prefix`).
+    """Keys are remembered rotated, and refused once the frequencies have changed: the prefix has to
+    be run again (`regard.nn.Prefix`).
 
     Args:
         q, k, v, rotary: as `PreRope`.
 
     Raises:
-        ArgumentError: from `recall`, when a key was rotated with other frequencies than those of the length now.
+        ArgumentError: from `recall`, when a key was rotated with other frequencies than those of
+            the length now.
 
     >>> from regard.span import Span
     >>> project = Recomputed(Heads(8, 4, 4), Heads(8, 2, 4), Heads(8, 2, 4), RowRotary(Rotary(4)))
@@ -301,7 +313,8 @@ class Recomputed(ReRotate):
                 for old in set(row) - {-1}:
                     if not self.late.same(old, n):
                         raise ArgumentError(
-                            f"a key was rotated for length {old}, and the frequencies of length {n} are others; run the whole "
+                            f"a key was rotated for length {old}, and the frequencies of length "
+                            f"{n} are others; run the whole "
                             "prefix again (regard.nn.Prefix), or choose another policy"
                         )
         return k, v
@@ -314,11 +327,13 @@ def _given(positions: Positions | None) -> Positions:
 
 
 class Prefix:
-    """A model and its caches under the policy "recompute" (`regard.nn.dynamic_rotary`): the whole prefix is run again whenever the frequencies change.
+    """A model and its caches under the policy "recompute" (`regard.nn.dynamic_rotary`): the whole
+    prefix is run again whenever the frequencies change.
 
-    For every call, the logits of its tokens equal those of one pass over the prefix. A call whose length changes the
-    frequencies costs a pass over all n tokens: with `LongRoPE` once, at L -> L + 1; with `DynamicNTK` at every token behind
-    L, so that N tokens cost about N^2 / 2 tokens of work. A call that raises changes nothing.
+    For every call, the logits of its tokens equal those of one pass over the prefix. A call whose
+    length changes the frequencies costs a pass over all n tokens: with `LongRoPE` once, at L -> L +
+    1; with `DynamicNTK` at every token behind L, so that N tokens cost about N^2 / 2 tokens of
+    work. A call that raises changes nothing.
 
     Args:
         model: a `Decoder`, or what has its `forward` and `new_caches`.
@@ -333,7 +348,8 @@ class Prefix:
     >>> prefix(torch.tensor([[1, 2]]), Span(0, 2)).shape, prefix.reruns
     (torch.Size([1, 2, 7]), 0)
 
-    Source: the code released with Phi-3 (arXiv 2404.14219) drops its cache when LongRoPE changes lists.
+    Source: the code released with Phi-3 (arXiv 2404.14219) drops its cache when LongRoPE changes
+    lists.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -345,7 +361,9 @@ class Prefix:
     def __call__(
         self, ids: Int[Tensor, "B T"], positions: Positions | None = None, **options: Any
     ) -> Tensor:
-        """Logits [B,T,V] for the token after each of ids [B,T], which continue the prefix; options are the model's."""
+        """Logits [B,T,V] for the token after each of ids [B,T], which continue the prefix; options
+        are the model's.
+        """
         T = ids.shape[1]
         positions = after(self._positions, T) if positions is None else positions
         if self._ids is None:

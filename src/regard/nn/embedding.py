@@ -1,4 +1,6 @@
-"""The two ends of a model: token embeddings with positions, and the map from hidden states to logits."""
+"""The two ends of a model: token embeddings with positions, and the map from hidden states to
+logits.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,17 @@ class Sinusoidal(nn.Module):
 
 
 class Embed(nn.Module):
-    """ids -> scale * embedding + positions + segments, then a norm, then dropout: each part but the first may be absent.
+    """ids -> scale * embedding + positions + segments, then a norm, then dropout: each part but the
+    first may be absent.
 
     x_t = norm(scale * E[id_t] + P[position_t] + S[segment_t])
 
     Args:
         embedding: an `nn.Embedding` [V, M]; several models may share one.
-        positional: a module from positions [B,L] to vectors [B or 1, L, M]: `Sinusoidal`, or `positions.Learned`.
-        scale: the factor on the embedding, sqrt(M) in the first Transformer; in half precision it is rounded, too.
+        positional: a module from positions [B,L] to vectors [B or 1, L, M]: `Sinusoidal`, or
+            `positions.Learned`.
+        scale: the factor on the embedding, sqrt(M) in the first Transformer; in half precision it
+            is rounded, too.
         segments: an `nn.Embedding` [n, M]: which of the texts of the input a token belongs to.
         norm: a module [B,T,M] -> [B,T,M].
         dropout: in training only.
@@ -56,7 +61,8 @@ class Embed(nn.Module):
     >>> Embed(nn.Embedding(7, 4), Sinusoidal(4))(torch.tensor([[1, 2]])).shape
     torch.Size([1, 2, 4])
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4; segments: Devlin et al. 2018 (arXiv 1810.04805), figure 2.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), sections 3.4, 3.5 and 5.4; segments: Devlin et
+    al. 2018 (arXiv 1810.04805), figure 2.
     """
 
     def __init__(
@@ -82,7 +88,9 @@ class Embed(nn.Module):
         positions: Positions | None = None,
         segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
-        """ids [B,T] at positions, 0..T-1 by default, of segment 0 by default -> [B,T,M]; the id of a slot at position -1 means nothing."""
+        """ids [B,T] at positions, 0..T-1 by default, of segment 0 by default -> [B,T,M]; the id of
+        a slot at position -1 means nothing.
+        """
         self._check_ids("ids", ids)
         if ids.ndim != 2:
             raise ArgumentError(
@@ -154,7 +162,8 @@ class CappedLogits(Linear):
 
 
 class ScaledLogits(Linear):
-    """A linear head that scales what it is given, as a head does that shares its weight with an embedding of size 1.
+    """A linear head that scales what it is given, as a head does that shares its weight with an
+    embedding of size 1.
 
     logits = W (scale x)
 

@@ -16,7 +16,8 @@ class FeedForward(nn.Module):
     Args:
         dim: the model dim M.
         hidden: the width between, 4 M in the first Transformer.
-        activation: f, a module; None is ReLU, as in the first Transformer. BERT and GPT-2 have `nn.GELU()`.
+        activation: f, a module; None is ReLU, as in the first Transformer. BERT and GPT-2 have
+            `nn.GELU()`.
         bias: whether the two linear maps have one.
 
     >>> import torch
@@ -48,7 +49,8 @@ class GatedFeedForward(nn.Module):
     Args:
         dim: the model dim M.
         hidden: the width between; 8/3 M keeps the parameters of a plain layer of width 4 M.
-        activation: f, a module: `nn.GELU("tanh")` gives the GeGLU of Gemma, `nn.SiLU()` is `SwiGLU`.
+        activation: f, a module: `nn.GELU("tanh")` gives the GeGLU of Gemma, `nn.SiLU()` is
+            `SwiGLU`.
         bias: whether the three linear maps have one.
 
     >>> import torch

@@ -1,4 +1,6 @@
-"""Gated and differential attention: projections that change the output of attention before the output map."""
+"""Gated and differential attention: projections that change the output of attention before the
+output map.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Infini-attention: softmax attention inside a segment, and a compressive memory of all earlier segments."""
+"""Infini-attention: softmax attention inside a segment, and a compressive memory of all earlier
+segments.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,14 @@ def check_unrotated(project: Projection, why: str) -> None:
     for name, part in project.named_modules():
         if isinstance(part, Rotary):
             raise ArgumentError(
-                f"project.{name} is {part}, but {why}; make the heads without it and give rotary= to the module"
+                f"project.{name} is {part}, but {why}; make the heads without it and give rotary= "
+                "to the module"
             )
 
 
 def check_rotary(rotary: nn.Module | None, D: int) -> None:
-    """A rotary is for heads of this size, and its frequencies do not follow the length of each call.
+    """A rotary is for heads of this size, and its frequencies do not follow the length of each
+    call.
 
     Raises:
         ArgumentError: it is for others, or they do.
@@ -45,7 +49,8 @@ def check_rotary(rotary: nn.Module | None, D: int) -> None:
         raise ArgumentError(f"rotary is for heads of {rotary.dim}, and queries have {D}")
     if rotary.follows:
         raise ArgumentError(
-            f"{rotary} follows the length of each call, and queries and keys are rotated apart; freeze its length: "
+            f"{rotary} follows the length of each call, and queries and keys are rotated apart; "
+            "freeze its length: "
             "length=<number>"
         )
 

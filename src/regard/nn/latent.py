@@ -1,4 +1,6 @@
-"""Multi-head latent attention (MLA): one latent and one rotary key per token, from which every head makes its keys and values."""
+"""Multi-head latent attention (MLA): one latent and one rotary key per token, from which every head
+makes its keys and values.
+"""
 
 from __future__ import annotations
 

@@ -20,9 +20,10 @@ def linear(
 ) -> Float[Tensor, "*L N"]:
     """y = W x + b.
 
-    A few rows on a CPU are `regard.ops.gemv`, which reads weights at the memory's speed in every dtype. Torch's product of an
-    fp16 matrix with many rows is three times slower than in fp32 (LOG.md): from `FEW` rows on the weight is converted block by
-    block, and the result is rounded once.
+    A few rows on a CPU are `regard.ops.gemv`, which reads weights at the memory's speed in every
+    dtype. Torch's product of an fp16 matrix with many rows is three times slower than in fp32
+    (LOG.md): from `FEW` rows on the weight is converted block by block, and the result is rounded
+    once.
 
     Raises:
         ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.

@@ -23,7 +23,8 @@ class Routing(NamedTuple):
 
     Attributes:
         weights: what each chosen expert counts, fp32 or better, [N, k].
-        experts: which experts those are, the best first, each at most once for a token, int64 [N, k].
+        experts: which experts those are, the best first, each at most once for a token, int64 [N,
+            k].
 
     >>> Routing(torch.tensor([[0.75, 0.25]]), torch.tensor([[3, 1]])).experts.tolist()
     [[3, 1]]
@@ -37,8 +38,8 @@ class Routing(NamedTuple):
 class Groups:
     """Experts in groups of equal size, of which a token may use the best few.
 
-    A group's score is the sum of its `best` highest expert scores; experts of the `kept` groups with the highest are
-    allowed. Of equal groups the first are kept.
+    A group's score is the sum of its `best` highest expert scores; experts of the `kept` groups
+    with the highest are allowed. Of equal groups the first are kept.
 
     Args:
         count: how many groups there are; expert e is in group e // (experts / count).
@@ -52,7 +53,8 @@ class Groups:
     >>> Groups(2, 1).allowed(scores).tolist(), Groups(2, 1, best=2).allowed(scores).tolist()
     ([[True, True, False, False]], [[False, False, True, True]])
 
-    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.2.2; DeepSeek-AI 2024 (arXiv 2412.19437), section 2.1.2.
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.2.2; DeepSeek-AI 2024 (arXiv 2412.19437),
+    section 2.1.2.
     """
 
     count: int
@@ -76,8 +78,9 @@ class Groups:
 class Router(nn.Module, ABC):
     """A linear map gives each of n experts a logit; the k with the highest scores serve the token.
 
-    Logits are computed in fp32 or better whatever the model's dtype and under autocast too, since rounding one may
-    change who is chosen. Of equal scores the first experts are chosen, so that a choice never depends on the kernel.
+    Logits are computed in fp32 or better whatever the model's dtype and under autocast too, since
+    rounding one may change who is chosen. Of equal scores the first experts are chosen, so that a
+    choice never depends on the kernel.
 
     Args:
         dim: the model dim M.
@@ -89,8 +92,9 @@ class Router(nn.Module, ABC):
         scale: a factor on the weights.
 
     Raises:
-        ArgumentError: a size is less than 1; k is more than the experts there are, or than the kept groups have; the
-            groups are not of one size, or smaller than `best`; scale is not a positive number.
+        ArgumentError: a size is less than 1; k is more than the experts there are, or than the kept
+            groups have; the groups are not of one size, or smaller than `best`; scale is not a
+            positive number.
     """
 
     def __init__(
@@ -107,7 +111,8 @@ class Router(nn.Module, ABC):
         super().__init__()
         if min(dim, experts, k) < 1:
             raise ArgumentError(
-                f"{type(self).__name__}(dim={dim}, experts={experts}, k={k}): each must be at least 1"
+                f"{type(self).__name__}(dim={dim}, experts={experts}, k={k}): each must be at "
+                "least 1"
             )
         _check_choice(experts, k, groups)
         check_number("scale", scale, 0, float("inf"), "a finite number above 0")
@@ -131,7 +136,9 @@ class Router(nn.Module, ABC):
             return F.linear(x.to(wide), weight, bias)
 
     def choose(self, scores: Float[Tensor, "N n"], groups_by: Float[Tensor, "N n"]) -> Tensor:
-        """The k highest scores [N,n] in the groups that the scores `groups_by` allow -> experts, int64 [N,k]."""
+        """The k highest scores [N,n] in the groups that the scores `groups_by` allow -> experts,
+        int64 [N,k].
+        """
         if self.groups is not None:
             scores = scores.masked_fill(~self.groups.allowed(groups_by), -torch.inf)
         return _first(scores, self.k)
@@ -150,8 +157,9 @@ class SoftmaxRouter(Router):
     l = W x + b;  C = the k experts with the highest l
     w_e = scale exp(l_e) / sum_{j in all} exp(l_j),  or with `normalise`  scale exp(l_e) / sum_{j in C} exp(l_j)
 
-    The second is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then softmax" (gpt-oss): the same
-    numbers. The first is Switch's, DeepSeek-V2's, and Qwen-MoE's with norm_topk_prob false.
+    The second is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then softmax"
+    (gpt-oss): the same numbers. The first is Switch's, DeepSeek-V2's, and Qwen-MoE's with
+    norm_topk_prob false.
 
     Groups are compared by the softmax over all experts. The arguments are those of `Router`.
 
@@ -161,7 +169,8 @@ class SoftmaxRouter(Router):
     >>> experts.tolist(), weights.tolist()
     ([[1, 2]], [[0.5, 0.5]])
 
-    Source: Shazeer et al. 2017 (arXiv 1701.06538), equations 3 to 5; Jiang et al. 2024 (arXiv 2401.04088), section 2.1.
+    Source: Shazeer et al. 2017 (arXiv 1701.06538), equations 3 to 5; Jiang et al. 2024 (arXiv
+    2401.04088), section 2.1.
     """
 
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
@@ -183,8 +192,8 @@ class SigmoidRouter(Router):
     s = sigmoid(W x);  C = the k experts with the highest s + correction
     w_e = scale s_e,  or with `normalise`  scale s_e / (sum_{j in C} s_j + 1e-20)
 
-    The correction is not trained by gradient: it is raised for experts that are used too little, and so is a parameter
-    without a gradient. Loaders and optimisers should keep it in fp32.
+    The correction is not trained by gradient: it is raised for experts that are used too little,
+    and so is a parameter without a gradient. Loaders and optimisers should keep it in fp32.
 
     Groups are compared by their corrected scores. The arguments are those of `Router`.
 
@@ -233,7 +242,8 @@ def _check_choice(experts: int, k: int, groups: Groups | None) -> None:
     size, rest = divmod(experts, groups.count)
     if rest or groups.best > size:
         raise ArgumentError(
-            f"{experts} experts cannot be in {groups}: groups are of one size, and that is at least best"
+            f"{experts} experts cannot be in {groups}: groups are of one size, and that is at "
+            "least best"
         )
     if k > groups.kept * size:
         raise ArgumentError(
@@ -242,18 +252,22 @@ def _check_choice(experts: int, k: int, groups: Groups | None) -> None:
 
 
 def _first(scores: Tensor, k: int) -> Tensor:
-    """The places of the k largest, of equal ones the first (`topk` gives any); a NaN counts as the largest."""
+    """The places of the k largest, of equal ones the first (`topk` gives any); a NaN counts as the
+    largest.
+    """
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
 class MoE(nn.Module):
-    """The experts that a router chose for a token, weighted and summed, beside an expert that serves all.
+    """The experts that a router chose for a token, weighted and summed, beside an expert that
+    serves all.
 
     y = sum_{e in C(x)} w_e(x) expert_e(x)  (+ shared(x))
 
-    Tokens are gathered per expert: an expert computes its own tokens alone, and one that nobody chose computes nothing.
-    A token's sum runs over its experts in ascending order, in fp32 or better, whatever the batch and the device. Which
-    experts are used is read from the device once a call, so that a compiled graph breaks there.
+    Tokens are gathered per expert: an expert computes its own tokens alone, and one that nobody
+    chose computes nothing. A token's sum runs over its experts in ascending order, in fp32 or
+    better, whatever the batch and the device. Which experts are used is read from the device once a
+    call, so that a compiled graph breaks there.
 
     Args:
         router: a `Router` over as many experts as there are.
@@ -269,7 +283,8 @@ class MoE(nn.Module):
     >>> moe(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
-    Source: Shazeer et al. 2017 (arXiv 1701.06538), equation 1; shared: DeepSeek-AI 2024 (arXiv 2401.06066), equation 9.
+    Source: Shazeer et al. 2017 (arXiv 1701.06538), equation 1; shared: DeepSeek-AI 2024 (arXiv
+    2401.06066), equation 9.
     """
 
     def __init__(
@@ -298,7 +313,9 @@ class MoE(nn.Module):
 
 
 def _assigned(weights: Tensor, experts: Tensor) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-    """Of a routing, the experts that are used in ascending order, their tokens [n], None for all, and weights [n,1]."""
+    """Of a routing, the experts that are used in ascending order, their tokens [n], None for all,
+    and weights [n,1].
+    """
     k = experts.shape[1]
     if len(experts) == 1:  # decoding: there is nothing to gather
         for expert, slot in sorted(zip(experts[0].tolist(), range(k), strict=True)):

@@ -40,7 +40,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim]; positions are ignored: a norm may stand among the steps of a head."""
+        """Normalise x [..., dim]; positions are ignored: a norm may stand among the steps of a
+        head.
+        """
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
@@ -75,7 +77,8 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class HeadNorm(nn.Module):
-    """Group norm with a group per head: each head's mean becomes 0 and its variance 1, then a weight and a bias per channel.
+    """Group norm with a group per head: each head's mean becomes 0 and its variance 1, then a
+    weight and a bias per channel.
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, over the last dimension, in fp32 or better
 
@@ -90,14 +93,16 @@ class HeadNorm(nn.Module):
     >>> HeadNorm(1, 2, eps=0.0)(torch.tensor([3.0, 7.0])[None, None, None]).flatten().tolist()
     [-1.0, 1.0]
 
-    Source: Wu and He 2018 (arXiv 1803.08494), equation 7; on heads: Sun et al. 2023 (arXiv 2307.08621), equation 8.
+    Source: Wu and He 2018 (arXiv 1803.08494), equation 7; on heads: Sun et al. 2023 (arXiv
+    2307.08621), equation 8.
     """
 
     def __init__(self, heads: int, dim: int, *, eps: float = 1e-5) -> None:
         super().__init__()
         if heads < 1 or dim < 1 or not eps >= 0:
             raise ArgumentError(
-                f"HeadNorm({heads}, {dim}, eps={eps}): heads and dim must be at least 1 and eps at least 0"
+                f"HeadNorm({heads}, {dim}, eps={eps}): heads and dim must be at least 1 and eps "
+                "at least 0"
             )
         self.weight = nn.Parameter(torch.ones(heads, dim))
         self.bias = nn.Parameter(torch.zeros(heads, dim))
@@ -107,14 +112,16 @@ class HeadNorm(nn.Module):
         """Normalise each head of each token by itself.
 
         Raises:
-            ArgumentError, ArgumentTypeError: x is no floating tensor [batch, heads, length, dim] of these heads and this dim.
+            ArgumentError, ArgumentTypeError: x is no floating tensor [batch, heads, length, dim] of
+                these heads and this dim.
         """
         check_tensor("x", x)
         check_device("x", x, self.weight, "weight")
         heads, dim = self.weight.shape
         if x.ndim != 4 or (x.shape[1], x.shape[3]) != (heads, dim):
             raise ArgumentError(
-                f"x is {tuple(x.shape)}; it must be [batch, {heads}, length, {dim}], as the norm of {heads} heads of {dim} takes it"
+                f"x is {tuple(x.shape)}; it must be [batch, {heads}, length, {dim}], as the norm "
+                f"of {heads} heads of {dim} takes it"
             )
         wide = torch.promote_types(x.dtype, torch.float32)
         y = F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps)

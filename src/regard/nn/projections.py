@@ -1,4 +1,6 @@
-"""Projections: how hidden states become queries, what a cache stores, and how stored memory becomes keys and values."""
+"""Projections: how hidden states become queries, what a cache stores, and how stored memory becomes
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,8 @@ class Heads(nn.Module):
         """Project, split, and run the steps.
 
         Raises:
-            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] of the dim and dtype of the map.
+            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] of the dim and dtype of
+                the map.
         """
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
@@ -261,12 +264,14 @@ def stale(heads: nn.Module) -> str | None:
 
 
 Order: TypeAlias = Literal["parts", "heads", "groups"]
-"""How the rows of a fused matrix are laid out: [all q | all k | all v] as in GPT-2 and Phi-3, [q k v] head by head as in
-GPT-NeoX and BLOOM, or [its queries, k, v] group by group as in Falcon-40B. The shapes are equal: only the order tells."""
+"""How the rows of a fused matrix are laid out: [all q | all k | all v] as in GPT-2 and Phi-3, [q k
+v] head by head as in GPT-NeoX and BLOOM, or [its queries, k, v] group by group as in Falcon-40B.
+The shapes are equal: only the order tells."""
 
 
 class Unprojected(nn.Module):
-    """Queries, keys and values are the tokens themselves, one head as wide as the model: attention without weights.
+    """Queries, keys and values are the tokens themselves, one head as wide as the model: attention
+    without weights.
 
     q = k = v = x
 
@@ -315,7 +320,8 @@ class Unprojected(nn.Module):
 
 
 class PerHead(Heads):
-    """Heads with a linear map each, side by side: the same function as `Heads`, which stacks their matrices.
+    """Heads with a linear map each, side by side: the same function as `Heads`, which stacks their
+    matrices.
 
     x [B,L,M] -> [W_1 x; ...; W_n x] as [B,n,L,d], then the steps
 
@@ -343,7 +349,9 @@ class PerHead(Heads):
         self.linear = SideBySide(Linear(dim, head_dim, bias=bias) for _ in range(heads))
 
     def stack(self) -> Heads:
-        """The same heads from one matrix, the heads' rows below one another; the steps are shared."""
+        """The same heads from one matrix, the heads' rows below one another; the steps are
+        shared.
+        """
         maps = self.linear.maps()
         weight, bias = maps[0].weight, maps[0].bias is not None
         heads = Heads(weight.shape[1], self.heads, self.head_dim, *self.steps, bias=bias).to(weight)
@@ -384,7 +392,8 @@ class Fused(nn.Module):
         bias: whether the linear map has one.
 
     Raises:
-        ArgumentError: a size is less than 1, G does not divide H, the order is unknown, or is "heads" with G != H.
+        ArgumentError: a size is less than 1, G does not divide H, the order is unknown, or is
+            "heads" with G != H.
 
     >>> fused = Fused(8, 4, 2, 2)
     >>> fused.linear.weight.shape
@@ -412,7 +421,8 @@ class Fused(nn.Module):
             raise ArgumentError(f"order is {order!r}; it is one of {', '.join(get_args(Order))}")
         if order == "heads" and heads != groups:
             raise ArgumentError(
-                f'order "heads" has one key and value per query head, not {groups} for {heads}; use "groups"'
+                f'order "heads" has one key and value per query head, not {groups} for {heads}; '
+                'use "groups"'
             )
         self.heads, self.groups, self.head_dim, self.order = heads, groups, head_dim, order
         self.linear = Linear(dim, (heads + 2 * groups) * head_dim, bias=bias)
@@ -466,7 +476,9 @@ class Fused(nn.Module):
 
 
 def _rows(heads: int, groups: int, order: Order) -> tuple[list[int], list[int], list[int]]:
-    """Which heads of the fused matrix are queries, keys and values, in the order of their own heads."""
+    """Which heads of the fused matrix are queries, keys and values, in the order of their own
+    heads.
+    """
     if order == "parts":
         marks = [0] * heads + [1] * groups + [2] * groups
     else:
@@ -520,7 +532,8 @@ class Clipped(Fused):
 
 
 class States(nn.Module):
-    """Values are the remembered states themselves; keys are too, unless they have a map of their own.
+    """Values are the remembered states themselves; keys are too, unless they have a map of their
+    own.
 
     q = query map(x);  k = key map(h), or h;  v = h; each split into heads.
 
@@ -538,7 +551,8 @@ class States(nn.Module):
     >>> states.query(torch.ones(1, 2, 6), None).shape, states.shape.memory
     (torch.Size([1, 1, 2, 8]), (8,))
 
-    Source: Bahdanau et al. 2015 (arXiv 1409.0473), section 3.1; Luong et al. 2015 (arXiv 1508.04025), equation 8.
+    Source: Bahdanau et al. 2015 (arXiv 1409.0473), section 3.1; Luong et al. 2015 (arXiv
+    1508.04025), equation 8.
     """
 
     stale: str | None = None
@@ -551,11 +565,13 @@ class States(nn.Module):
         keys = states if key is None else key.out_features
         if made != keys:
             raise ArgumentError(
-                f"queries have {made} numbers and keys {keys}; give a linear map to {keys} for the query, or a key map"
+                f"queries have {made} numbers and keys {keys}; give a linear map to {keys} for "
+                "the query, or a key map"
             )
         if heads < 1 or made < 1 or made % heads or states % heads:
             raise ArgumentError(
-                f"{heads} heads for keys of {keys} and states of {states}; both must be multiples of heads, at least 1"
+                f"{heads} heads for keys of {keys} and states of {states}; both must be multiples "
+                "of heads, at least 1"
             )
         if key is not None and key.in_features != states:
             raise ArgumentError(
@@ -585,7 +601,9 @@ class States(nn.Module):
 
     @property
     def shape(self) -> ProjectionShape:
-        """H heads of keys and of states; a token takes one state, and its keys where they have a map."""
+        """H heads of keys and of states; a token takes one state, and its keys where they have a
+        map.
+        """
         memory = (self.states,) if self.k is None else (self.made, self.states)
         H = self.heads
         return ProjectionShape(H, H, self.made // H, self.states // H, memory)

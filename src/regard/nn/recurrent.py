@@ -1,4 +1,6 @@
-"""Recurrent mechanisms as modules: linear attention, retention, gated linear attention and the delta rules."""
+"""Recurrent mechanisms as modules: linear attention, retention, gated linear attention and the
+delta rules.
+"""
 
 from __future__ import annotations
 
@@ -444,7 +446,8 @@ class Swish(nn.Module):
 
 
 class UnitLength(nn.Module):
-    """Divide by the length of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or better.
+    """Divide by the length of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or
+    better.
 
     Args:
         eps: added to the square of the length, so that 0 stays 0.

@@ -1,4 +1,6 @@
-"""Recurrent encoders, and recurrent decoders without attention, with Bahdanau's and with Luong's attention."""
+"""Recurrent encoders, and recurrent decoders without attention, with Bahdanau's and with Luong's
+attention.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from regard.span import Positions, Span, as_tensor, part
 X = TypeVar("X", Tensor, PackedSequence)
 
 Hidden: TypeAlias = tuple[Tensor, ...]
-"""What a recurrent network carries, each part [layers * directions, B, R]: h, and the cell c of an LSTM."""
+"""What a recurrent network carries, each part [layers * directions, B, R]: h, and the cell c of an
+LSTM.
+"""
 
 
 def scan(
@@ -34,11 +38,13 @@ def scan(
     Args:
         rnn: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
         x: [B,L,M].
-        positions: a `Span`, or [B or 1, L] with -1 where a slot holds nothing; None: every slot holds a token.
+        positions: a `Span`, or [B or 1, L] with -1 where a slot holds nothing; None: every slot
+            holds a token.
         hidden: to start from; None is zeros.
 
     Returns:
-        The states at each slot [B,L,R], R counting both directions, and what is carried behind the last token.
+        The states at each slot [B,L,R], R counting both directions, and what is carried behind the
+        last token.
 
     >>> rnn = nn.GRU(2, 3, batch_first=True)
     >>> x = torch.randn(1, 2, 2)
@@ -46,8 +52,8 @@ def scan(
     >>> torch.allclose(scan(rnn, padded, torch.tensor([[-1, 0, 1]]))[0][:, 1:], rnn(x)[0])
     True
 
-    Source: Elman 1990, "Finding structure in time"; Hochreiter and Schmidhuber 1997, "Long short-term memory"; Cho et al.
-    2014 (arXiv 1406.1078), section 2.3.
+    Source: Elman 1990, "Finding structure in time"; Hochreiter and Schmidhuber 1997, "Long
+    short-term memory"; Cho et al. 2014 (arXiv 1406.1078), section 2.3.
     """
     B, L, _ = x.shape
     before = _zeros(rnn, x) if hidden is None else hidden
@@ -58,7 +64,8 @@ def scan(
         return _run(rnn, x, before)
     where = as_tensor(positions, x.device).expand(B, L)
     used = where >= 0
-    # tokens to the front in the order of their positions; a stable sort leaves empty slots behind them
+    # tokens to the front in the order of their positions; a stable sort leaves empty slots behind
+    # them
     order = where.masked_fill(~used, torch.iinfo(where.dtype).max).argsort(dim=1, stable=True)
     lengths = used.sum(1)
     x = x.masked_fill(~used[..., None], 0).gather(1, order[..., None].expand_as(x))
@@ -111,7 +118,8 @@ class Source(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What a recurrent decoder carries from one step to the next; the step makes a new one, and changes nothing in it.
+    """What a recurrent decoder carries from one step to the next; the step makes a new one, and
+    changes nothing in it.
 
     hidden: of the network.
     cross: the source as its attention remembers it, or None where there is no attention.
@@ -122,7 +130,8 @@ class Carried(NamedTuple):
 
 
 class RecurrentDecoder(nn.Module, ABC):
-    """From embedded target tokens to features, one per token; what it does with the source is the kind's matter.
+    """From embedded target tokens to features, one per token; what it does with the source is the
+    kind's matter.
 
     Args:
         rnn: the network, batch_first=True, one direction.
@@ -140,7 +149,9 @@ class RecurrentDecoder(nn.Module, ABC):
         self.rnn, self.attention = rnn, attention
 
     def begin(self, hidden: Hidden, source: Source) -> Carried:
-        """In front of the first token: the state in which the encoder ended, and its states as attention remembers them."""
+        """In front of the first token: the state in which the encoder ended, and its states as
+        attention remembers them.
+        """
         if self.attention is None:
             return Carried(hidden, None)
         cache = self.attention.new_cache()  # keys are computed once for all steps
@@ -161,7 +172,8 @@ class RecurrentDecoder(nn.Module, ABC):
 
 
 class PlainDecoder(RecurrentDecoder):
-    """Without attention: all that the decoder knows of the source is the state in which the encoder ended.
+    """Without attention: all that the decoder knows of the source is the state in which the encoder
+    ended.
 
     s_0 = encoder's last state;  s_t = f(s_{t-1}, y_{t-1});  features s_t
 
@@ -190,11 +202,13 @@ class PlainDecoder(RecurrentDecoder):
 
 
 class LuongDecoder(RecurrentDecoder):
-    """Attention from the present state, behind the network: all steps of a given target are one call.
+    """Attention from the present state, behind the network: all steps of a given target are one
+    call.
 
     s_t = f(s_{t-1}, y_{t-1});  c_t = attention(s_t, h);  features tanh(W_c [c_t; s_t])
 
-    Without input feeding (section 3.3 of the paper), which would make each step wait for the one before.
+    Without input feeding (section 3.3 of the paper), which would make each step wait for the one
+    before.
 
     Args:
         rnn: the network, batch_first=True, one direction.
@@ -237,7 +251,8 @@ class LuongDecoder(RecurrentDecoder):
 
 
 class BahdanauDecoder(RecurrentDecoder):
-    """Attention from the previous state, in front of the network: what was found takes part in the next state.
+    """Attention from the previous state, in front of the network: what was found takes part in the
+    next state.
 
     c_t = attention(s_{t-1}, h);  s_t = f(s_{t-1}, [y_{t-1}; c_t]);  features maxout(U s_t + V y_{t-1} + C c_t + b)
 

@@ -19,14 +19,17 @@ from regard.tap import needed
 
 
 class StreamingAttention(Attention):
-    """Attention to s first tokens and the R last ones, numbered as if nothing had stood between them.
+    """Attention to s first tokens and the R last ones, numbered as if nothing had stood between
+    them.
 
-    A query at position p sees the keys p - R < j <= p at their distance p - j, and the sinks j < s at the distance
-    min(p, s + R - 1) - j: that is where they stand in a cache of s + R tokens whose slots are numbered from 0.
+    A query at position p sees the keys p - R < j <= p at their distance p - j, and the sinks j < s
+    at the distance min(p, s + R - 1) - j: that is where they stand in a cache of s + R tokens whose
+    slots are numbered from 0.
 
-    The paper keeps keys without rotation and rotates all of them by their slots at every step. A rotary score depends on
-    the distance only; so keys are kept rotated, where they stand, and a query that looks at sinks is turned back by the
-    number of tokens that were evicted. Scores are the same in any chunks, and no key is rotated twice.
+    The paper keeps keys without rotation and rotates all of them by their slots at every step. A
+    rotary score depends on the distance only; so keys are kept rotated, where they stand, and a
+    query that looks at sinks is turned back by the number of tokens that were evicted. Scores are
+    the same in any chunks, and no key is rotated twice.
 
     It lets a model run on without end and stay fluent; it does not extend what the model remembers.
 
@@ -38,8 +41,9 @@ class StreamingAttention(Attention):
         scale, softcap, sink: as in `Attention`; `sink` is a learned logit per head, and no token.
 
     Raises:
-        ArgumentError, ArgumentTypeError: sinks is not an int of at least 0, or recent of at least 1; the rotary is not
-            the last step on queries and keys, or follows the length; scale or softcap is out of range.
+        ArgumentError, ArgumentTypeError: sinks is not an int of at least 0, or recent of at least
+            1; the rotary is not the last step on queries and keys, or follows the length; scale or
+            softcap is out of range.
 
     >>> from regard.nn import Heads
     >>> rotary = Rotary(2)
@@ -77,7 +81,9 @@ class StreamingAttention(Attention):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, seen: Positions, backend: str
     ) -> Tensor:
-        """One softmax while nothing is evicted; else one over the sinks and one over the rest, joined exactly."""
+        """One softmax while nothing is evicted; else one over the sinks and one over the rest,
+        joined exactly.
+        """
         evicted = self._evicted(q, positions)
         if evicted is None:
             return super()._attend(q, k, v, positions, seen, backend)
@@ -86,15 +92,21 @@ class StreamingAttention(Attention):
             q, k = side_by_side(q, far, k, seen, self.sinks)
             return super()._attend(q, k, v, positions, seen, backend)
         over = partial(
-            attend_partial, scale=self.scale, softcap=self.softcap, q_positions=positions, backend=backend
-        )  # fmt: skip
+            attend_partial,
+            scale=self.scale,
+            softcap=self.softcap,
+            q_positions=positions,
+            backend=backend,
+        )
         rest = over(q, k, v, mask=self._recent, k_positions=seen)
         k, v, seen = first(k, v, seen, self.sinks)
         pinned = over(far, k, v, mask=self._pinned, k_positions=seen)
         return merge([rest, pinned], sink=self.sink).out
 
     def _evicted(self, q: Tensor, positions: Positions) -> Tensor | None:
-        """How many tokens in front of each query are gone, [B or 1, T]; None where it is known to be none."""
+        """How many tokens in front of each query are gone, [B or 1, T]; None where it is known to
+        be none.
+        """
         kept = self.sinks + self.recent
         if self.sinks == 0 or (isinstance(positions, Span) and positions.stop <= kept):
             return None
@@ -127,7 +139,8 @@ def first(k: Tensor, v: Tensor, seen: Positions, n: int) -> tuple[Tensor, Tensor
 def side_by_side(
     q: Tensor, far: Tensor, k: Tensor, seen: Positions, n: int
 ) -> tuple[Tensor, Tensor]:
-    """Both queries in one of twice the dims, and every key in the half that its query is for: one pattern, for a trace.
+    """Both queries in one of twice the dims, and every key in the half that its query is for: one
+    pattern, for a trace.
 
     q . k for a key at n or later and far . k for a sink, for the cost of twice the dims.
     """
@@ -148,7 +161,8 @@ def check_rotary(project: Separate) -> None:
     ends = [heads.steps[-1] if len(heads.steps) else None for heads in (project.q, project.k)]
     if not isinstance(ends[0], Rotary) or ends[0] is not ends[1]:
         raise ArgumentError(
-            f"the last step on queries is {ends[0]}, and on keys {ends[1]}; both must be one and the same Rotary: "
+            f"the last step on queries is {ends[0]}, and on keys {ends[1]}; both must be one and "
+            "the same Rotary: "
             "a query that looks at sinks is turned back"
         )
     if project.late is not None:

@@ -1,4 +1,6 @@
-"""A linear map of a few vectors on a CPU, at the memory's speed: what a decoded token spends its time on."""
+"""A linear map of a few vectors on a CPU, at the memory's speed: what a decoded token spends its
+time on.
+"""
 
 from __future__ import annotations
 
@@ -62,12 +64,14 @@ def _complain_of_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     N, M = weight.shape
     if x.ndim == 0 or x.shape[-1] != M:
         raise ArgumentError(
-            f"x is {tuple(x.shape)}; its last dimension must be {M}, as the weight ({N}, {M}) takes it: "
+            f"x is {tuple(x.shape)}; its last dimension must be {M}, as the weight ({N}, {M}) "
+            "takes it: "
             "give it what the layer was built for, or build the layer for this size"
         )
     if bias is not None and tuple(bias.shape) != (N,):
         raise ArgumentError(
-            f"bias is {tuple(bias.shape)}; it must be ({N},), one number for each row of the weight ({N}, {M})"
+            f"bias is {tuple(bias.shape)}; it must be ({N},), one number for each row of the "
+            f"weight ({N}, {M})"
         )
     for name, y in (("weight", weight), ("bias", bias)):
         if y is None:
@@ -76,7 +80,8 @@ def _complain_of_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ArgumentError(f"x is on {x.device} and {name} on {y.device}; move one with .to()")
         if x.dtype != y.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ArgumentTypeError(
-                f"x is {_dtype(x)} and {name} is {_dtype(y)}; all must have one dtype: convert one with .to()"
+                f"x is {_dtype(x)} and {name} is {_dtype(y)}; all must have one dtype: convert "
+                "one with .to()"
             )
 
 
@@ -102,7 +107,9 @@ def _readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def at_hand(x: Tensor, weight: Tensor) -> bool:
-    """Whether compiled code may read both: one dtype on a CPU, no graph, no gradient, no autocast; and Numba is there."""
+    """Whether compiled code may read both: one dtype on a CPU, no graph, no gradient, no autocast;
+    and Numba is there.
+    """
     return (
         x.dtype == weight.dtype
         and x.dtype in ROWS
@@ -122,10 +129,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = W x + b for a few vectors x [..., M], W [N,M] and b [N] -> [..., N]: summed in fp32, rounded once.
+    """y = W x + b for a few vectors x [..., M], W [N,M] and b [N] -> [..., N]: summed in fp32,
+    rounded once.
 
     Raises:
-        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree; or compiled code cannot read the tensors.
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree; or compiled code
+            cannot read the tensors.
 
     >>> gemv(torch.ones(2, 3), torch.eye(3)).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
@@ -133,8 +142,10 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_map(x, weight, bias)
     if 0 in (x.numel(), weight.numel()) or not _readable(x, weight, bias):
         raise ArgumentError(
-            f"gemv was given x {_dtype(x)} {tuple(x.shape)} and weight {_dtype(weight)} {tuple(weight.shape)}; it reads "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in ROWS)} on a CPU, contiguous, not empty, without "
+            f"gemv was given x {_dtype(x)} {tuple(x.shape)} and weight {_dtype(weight)} "
+            f"{tuple(weight.shape)}; it reads "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in ROWS)} on a CPU, "
+            "contiguous, not empty, without "
             "gradients, autocast or a compiled graph, and needs Numba: use regard.nn.linear.linear"
         )
     return multiply(x, weight, bias)

@@ -19,13 +19,15 @@ FEW = 1 << 14
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) for x [..., M] and weight [M] -> [..., M], rounded once.
+    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) for x [..., M] and weight [M] -> [..., M],
+    rounded once.
 
     >>> rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), 0.0).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
 
     Raises:
-        ArgumentError, ArgumentTypeError: x is no floating tensor, or the weight is not of the size of its last dimension.
+        ArgumentError, ArgumentTypeError: x is no floating tensor, or the weight is not of the size
+            of its last dimension.
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
@@ -38,7 +40,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def _check(x: Tensor, weight: Tensor) -> None:
-    """x [...,M] is a floating tensor, and weight [M] has a number for each feature of it, on the same device."""
+    """x [...,M] is a floating tensor, and weight [M] has a number for each feature of it, on the
+    same device.
+    """
     fits = (
         isinstance(x, Tensor)
         and weight.ndim == 1
@@ -53,7 +57,8 @@ def _check(x: Tensor, weight: Tensor) -> None:
     check_tensor("weight", weight)
     if x.shape[-1:] != weight.shape:
         raise ArgumentError(
-            f"x is {tuple(x.shape)} and the norm's weight {tuple(weight.shape)}; the last dimension of x must have one "
+            f"x is {tuple(x.shape)} and the norm's weight {tuple(weight.shape)}; the last "
+            "dimension of x must have one "
             "number of the weight for each feature: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")

@@ -1,4 +1,6 @@
-"""Positions: sinusoids, learned tables, rotary with its scalings, XPos, and how far rotary reaches."""
+"""Positions: sinusoids, learned tables, rotary with its scalings, XPos, and how far rotary
+reaches.
+"""
 
 from regard.positions.extrapolation import (
     base_reaches,

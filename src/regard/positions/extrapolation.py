@@ -16,7 +16,8 @@ from regard.positions.scalings import pair_index, plain, positive
 
 
 def critical_dimension(dim: int, base: float, length: int) -> int:
-    """How many dims made at least one full turn within the trained length: 2 ceil((d/2) log_b(T / (2 pi))).
+    """How many dims made at least one full turn within the trained length: 2 ceil((d/2) log_b(T /
+    (2 pi))).
 
     The others met only part of a period, so that longer sequences show them angles they never saw.
 
@@ -35,7 +36,8 @@ def critical_dimension(dim: int, base: float, length: int) -> int:
 
 
 def extrapolation_length(dim: int, base: float, critical: int) -> float:
-    """How far a model reads that was tuned with a new, larger base: T_extra = 2 pi b^(d_extra / d) positions.
+    """How far a model reads that was tuned with a new, larger base: T_extra = 2 pi b^(d_extra / d)
+    positions.
 
     Args:
         dim: d.
@@ -56,7 +58,8 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
 
 
 def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
-    """The base above which tuning on a longer length reaches beyond it: b0 = b^(log_{T/2pi}(T_tune/2pi)).
+    """The base above which tuning on a longer length reaches beyond it: b0 =
+    b^(log_{T/2pi}(T_tune/2pi)).
 
     Args:
         length: the trained length T.
@@ -78,7 +81,8 @@ def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
 
 
 def small_bases(length: int) -> tuple[float, float, float]:
-    """The bases 2T/pi, T/pi and T/(2 pi), below which every dim meets a quarter, half and whole turn of cos.
+    """The bases 2T/pi, T/pi and T/(2 pi), below which every dim meets a quarter, half and whole
+    turn of cos.
 
     Raises:
         ArgumentError: length is not above 0.
@@ -95,7 +99,8 @@ def small_bases(length: int) -> tuple[float, float, float]:
 def long_term_decay(
     dim: int, base: float, distances: Float64[Tensor, " m"] | range
 ) -> Float64[Tensor, " m"]:
-    """How much better a like key scores than a random one at each distance: B(m) = sum_i cos(m theta_i).
+    """How much better a like key scores than a random one at each distance: B(m) = sum_i cos(m
+    theta_i).
 
     Where B is negative, the model prefers an unrelated token to a similar one.
 
@@ -120,7 +125,8 @@ def long_term_decay(
 
 
 def base_reaches(dim: int, base: float, length: int) -> bool:
-    """Whether B(m) >= 0 for every distance m <= length. The bases for which it holds are not an interval.
+    """Whether B(m) >= 0 for every distance m <= length. The bases for which it holds are not an
+    interval.
 
     Raises:
         ArgumentError: as `long_term_decay`.

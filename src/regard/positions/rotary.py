@@ -1,4 +1,6 @@
-"""Rotary position embeddings: the frequency of each pair of dims, and the rotation of queries and keys."""
+"""Rotary position embeddings: the frequency of each pair of dims, and the rotation of queries and
+keys.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def rope_frequencies(
     proportional: bool = False,
     length: int | None = None,
 ) -> RopeFrequencies:
-    """Radians per position of each rotary pair, fp64, and the factors on cos and sin and on the softmax scale.
+    """Radians per position of each rotary pair, fp64, and the factors on cos and sin and on the
+    softmax scale.
 
     theta_i = base^(-2i/d), i < rotary_dim / 2, with d = rotary_dim; if proportional, d = dim and the pairs beyond
     rotary_dim / 2 stand still (frequency 0). Then the scaling.
@@ -36,12 +39,14 @@ def rope_frequencies(
         base: b.
         scaling: one of `Linear`, `NTK`, `DynamicNTK`, `YaRN`, `DynamicYaRN`, `Llama3`, `LongRoPE`.
         rotary_dim: how many dims turn, all by default.
-        proportional: whether to divide exponents by the head dim: p-RoPE, as in Gemma 4. The result then has D/2 pairs,
-            so that with layout "half" other dims turn than under partial rotary.
+        proportional: whether to divide exponents by the head dim: p-RoPE, as in Gemma 4. The result
+            then has D/2 pairs, so that with layout "half" other dims turn than under partial
+            rotary.
         length: how long the sequence is; for the scalings that depend on it.
 
     Raises:
-        ArgumentError: dim or rotary_dim is odd or out of range, base is not above 1, or the scaling does not fit.
+        ArgumentError: dim or rotary_dim is odd or out of range, base is not above 1, or the scaling
+            does not fit.
         ArgumentTypeError: scaling is not a scaling.
 
     >>> rope_frequencies(4).inv_freq.tolist()
@@ -51,7 +56,8 @@ def rope_frequencies(
     >>> rope_frequencies(8, rotary_dim=4, proportional=True).inv_freq.tolist()
     [1.0, 0.1, 0.0, 0.0]
 
-    Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; proportional: Barbero et al. 2024 (arXiv 2410.06205).
+    Source: Su et al. 2021 (arXiv 2104.09864), section 3.2; proportional: Barbero et al. 2024 (arXiv
+    2410.06205).
     """
     turning = dim if rotary_dim is None else rotary_dim
     _check_frequencies(dim, base, turning, scaling, length, proportional=proportional)
@@ -87,16 +93,20 @@ def _check_frequencies(
         raise ArgumentError(f"length is {length}; it must be 0 or more")
     if scaling is not None and not isinstance(scaling, Scaling):
         raise ArgumentTypeError(
-            f"scaling is {type(scaling).__name__}; it must be a scaling of regard.positions, such as YaRN(...), or None"
+            f"scaling is {type(scaling).__name__}; it must be a scaling of regard.positions, such "
+            "as YaRN(...), or None"
         )
     if proportional and not isinstance(scaling, Linear | None):
         raise ArgumentError(
-            f"scaling {type(scaling).__name__} with proportional=True is not defined anywhere; use Linear or None"
+            f"scaling {type(scaling).__name__} with proportional=True is not defined anywhere; "
+            "use Linear or None"
         )
 
 
 Layout: TypeAlias = Literal["half", "interleaved"]
-"""Which dims make pair i: (i, i + d/2), as in Hugging Face's Llama and GPT-NeoX, or (2i, 2i + 1), as in GPT-J and Meta's."""
+"""Which dims make pair i: (i, i + d/2), as in Hugging Face's Llama and GPT-NeoX, or (2i, 2i + 1),
+as in GPT-J and Meta's.
+"""
 
 
 def rotate(
@@ -111,9 +121,10 @@ def rotate(
 
     (a, b) -> factor (a cos - b sin, b cos + a sin), angle = position * inv_freq_i for pair i
 
-    The angle, its cos and its sin are computed in fp64 whatever the dtype of x, and cos and sin are then cast to it: positions
-    stay distinct at any length. Scores of rotated queries and keys depend on the
-    difference of positions only. The angle of an empty slot (-1) is finite, and means nothing.
+    The angle, its cos and its sin are computed in fp64 whatever the dtype of x, and cos and sin are
+    then cast to it: positions stay distinct at any length. Scores of rotated queries and keys
+    depend on the difference of positions only. The angle of an empty slot (-1) is finite, and means
+    nothing.
 
     Args:
         x: queries or keys.
@@ -123,7 +134,8 @@ def rotate(
         factor: the rotary factor.
 
     Raises:
-        ArgumentError: x is not 4-D, inv_freq not 1-D or too long, positions do not fit, or layout is unknown.
+        ArgumentError: x is not 4-D, inv_freq not 1-D or too long, positions do not fit, or layout
+            is unknown.
         ArgumentTypeError: x, inv_freq or positions have a wrong type.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)[None, None, None]
@@ -165,14 +177,18 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """`rotate` as a step of a head. Its frequencies are no parameter and no buffer: no cast and no checkpoint touches them.
+    """`rotate` as a step of a head. Its frequencies are no parameter and no buffer: no cast and no
+    checkpoint touches them.
 
-    **Length.** A scaling that depends on the length (`DynamicNTK`, `DynamicYaRN`, `LongRoPE`) must be told which:
+    **Length.** A scaling that depends on the length (`DynamicNTK`, `DynamicYaRN`, `LongRoPE`) must
+    be told which:
 
-    - a number, "frozen": the frequencies of that length for every position and call. Whatever is cached stays valid.
-    - "current": the largest position of the call, plus 1, over the whole batch. Keys that an earlier call rotated under a
-      shorter length are then stale: right for a single pass, wrong with a cache of rotated keys. With positions in a
-      tensor it reads them, which breaks a compiled graph; with a `Span` it does not.
+    - a number, "frozen": the frequencies of that length for every position and call. Whatever is
+        cached stays valid.
+    - "current": the largest position of the call, plus 1, over the whole batch. Keys that an
+      earlier call rotated under a shorter length are then stale: right for a single pass, wrong
+      with a cache of rotated keys. With positions in a tensor it reads them, which breaks a
+      compiled graph; with a `Span` it does not.
 
     Args:
         dim: the head dim D.
@@ -181,13 +197,16 @@ class Rotary(nn.Module):
         length: above; ignored by scalings that do not depend on it.
 
     Attributes:
-        inv_freq: fp64, on the device of the module. With "current", those of the trained length, as the factors.
+        inv_freq: fp64, on the device of the module. With "current", those of the trained length, as
+            the factors.
         rotary_factor: multiplies cos and sin; applied here.
         softmax_factor: the attention's scale has to be multiplied by it; not applied here.
-        follows: whether the frequencies follow the length of each call, so that rotated keys must not be cached.
+        follows: whether the frequencies follow the length of each call, so that rotated keys must
+            not be cached.
 
     Raises:
-        ArgumentError: as `rope_frequencies`; layout is unknown; or the scaling needs a length and has none.
+        ArgumentError: as `rope_frequencies`; layout is unknown; or the scaling needs a length and
+            has none.
 
     >>> rotary = Rotary(8)
     >>> rotary(torch.ones(1, 2, 3, 8), Span(0, 3)).shape
@@ -218,7 +237,8 @@ class Rotary(nn.Module):
         self.follows = length == "current" and isinstance(scaling, Scaling) and scaling.needs_length
         if length is None and isinstance(scaling, Scaling) and scaling.needs_length:
             raise ArgumentError(
-                f"length is None, and {type(scaling).__name__} depends on it; pass a number to freeze the frequencies at "
+                f"length is None, and {type(scaling).__name__} depends on it; pass a number to "
+                "freeze the frequencies at "
                 '(a cache stays valid), or "current" (no cache of rotated keys)'
             )
         known = length if isinstance(length, int) else getattr(scaling, "original_length", None)
@@ -241,8 +261,8 @@ class Rotary(nn.Module):
         return turn(x, *self._cos_sin(x, positions), self.layout)
 
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        # Every layer asks for the same table, for queries and for keys: the last one is kept. It is read once, because
-        # another thread may put another one there at any time.
+        # Every layer asks for the same table, for queries and for keys: the last one is kept. It is
+        # read once, because another thread may put another one there at any time.
         key, last = _key(x, positions), self._last
         if key is not None and last is not None and last[0] == key:
             return last[2:]
@@ -256,9 +276,13 @@ class Rotary(nn.Module):
 
     def _frequencies(self, length: int | None) -> RopeFrequencies:
         return rope_frequencies(
-            self.dim, self.base, scaling=self.scaling, rotary_dim=self.rotary_dim,
-            proportional=self.proportional, length=length,
-        )  # fmt: skip
+            self.dim,
+            self.base,
+            scaling=self.scaling,
+            rotary_dim=self.rotary_dim,
+            proportional=self.proportional,
+            length=length,
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:  # noqa: FBT001, FBT002  (torch's)
         # Follow the module to its device, in fp64; "meta" has no numbers, and "mps" no fp64.
@@ -309,7 +333,8 @@ def check_layout(layout: str) -> None:
     """The layout is one of the two."""
     if layout not in ("half", "interleaved"):
         raise ArgumentError(
-            f'layout is {layout!r}; it must be "half" (Hugging Face Llama, GPT-NeoX) or "interleaved" (GPT-J, Meta Llama)'
+            f'layout is {layout!r}; it must be "half" (Hugging Face Llama, GPT-NeoX) or '
+            '"interleaved" (GPT-J, Meta Llama)'
         )
 
 
@@ -323,7 +348,8 @@ def _check(x: Tensor, positions: Positions, layout: str, inv_freq: Tensor) -> No
         )
     if inv_freq.ndim != 1 or 2 * inv_freq.shape[0] > x.shape[3]:
         raise ArgumentError(
-            f"inv_freq is {tuple(inv_freq.shape)}; it must be 1-D, of at most {x.shape[3] // 2} pairs for the "
+            f"inv_freq is {tuple(inv_freq.shape)}; it must be 1-D, of at most {x.shape[3] // 2} "
+            "pairs for the "
             f"head dim {x.shape[3]}"
         )
     check_positions("positions", positions, x.shape[0], x.shape[2])

@@ -1,4 +1,6 @@
-"""Scalings of rotary frequencies for contexts longer than those trained: linear, NTK, YaRN, Llama 3 and LongRoPE."""
+"""Scalings of rotary frequencies for contexts longer than those trained: linear, NTK, YaRN, Llama 3
+and LongRoPE.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class RopeFrequencies(NamedTuple):
 
     inv_freq: radians per position of each pair, fp64 [rotary_dim / 2].
     rotary_factor: multiplies cos and sin, hence each rotated query and key.
-    softmax_factor: multiplies the softmax scale, hence the rotated and the other dims alike. Never folded into
+    softmax_factor: multiplies the softmax scale, hence the rotated and the other dims alike. Never
+        folded into
         rotary_factor: the two are equal only where the whole head is rotary.
     """
 
@@ -30,7 +33,9 @@ class RopeFrequencies(NamedTuple):
 
 
 class Unscaled(NamedTuple):
-    """What a scaling starts from: theta_i = base^(-2i/dim), fp64 [n], and the length of the sequence where it is known."""
+    """What a scaling starts from: theta_i = base^(-2i/dim), fp64 [n], and the length of the
+    sequence where it is known.
+    """
 
     theta: Float64[Tensor, " n"]
     base: float
@@ -42,8 +47,9 @@ class Unscaled(NamedTuple):
 class Scaling:
     """Base of the scalings: frequencies become others.
 
-    `needs_length` says that the result depends on how long the sequence is now. Keys that were rotated under one length
-    and are scored under another are no longer a function of distance: see `Rotary`.
+    `needs_length` says that the result depends on how long the sequence is now. Keys that were
+    rotated under one length and are scored under another are no longer a function of distance: see
+    `Rotary`.
     """
 
     needs_length: ClassVar[bool] = False
@@ -88,7 +94,8 @@ class Linear(Scaling):
 
 @dataclass(frozen=True)
 class NTK(Scaling):
-    """NTK-aware, static: b' = b s^(d/(d-2)). The lowest frequency is that of `Linear`, the highest is unchanged.
+    """NTK-aware, static: b' = b s^(d/(d-2)). The lowest frequency is that of `Linear`, the highest
+    is unchanged.
 
     Args:
         factor: s.
@@ -120,14 +127,17 @@ class NTK(Scaling):
 
 @dataclass(frozen=True)
 class DynamicNTK(Scaling):
-    """NTK that follows the length l: b' = b (a l / L - (a - 1))^(d/(d-2)) for l > L, unchanged up to L.
+    """NTK that follows the length l: b' = b (a l / L - (a - 1))^(d/(d-2)) for l > L, unchanged up
+    to L.
 
     Args:
-        factor: a. Hugging Face's "dynamic" has its factor here; a = 1 is the dynamic scaling of the YaRN paper.
+        factor: a. Hugging Face's "dynamic" has its factor here; a = 1 is the dynamic scaling of the
+            YaRN paper.
         original_length: L. Hugging Face reads it from max_position_embeddings.
 
     Raises:
-        ArgumentError: factor or original_length is not above 0; when used, no length, or a rotary dim below 4.
+        ArgumentError: factor or original_length is not above 0; when used, no length, or a rotary
+            dim below 4.
 
     >>> round(DynamicNTK(2.0, 4096).base(10000.0, 128, length=8192), 4)
     30527.7367
@@ -156,7 +166,8 @@ class DynamicNTK(Scaling):
 
 @dataclass(frozen=True)
 class Llama3(Scaling):
-    """Llama 3.1: keep the pairs with r > high, divide by s those with r < low, blend linearly in r between.
+    """Llama 3.1: keep the pairs with r > high, divide by s those with r < low, blend linearly in r
+    between.
 
     theta' = (1 - m) theta / s + m theta,  m = clamp((r - low) / (high - low), 0, 1),  r = L theta / (2 pi)
 
@@ -197,7 +208,8 @@ def ntk_exponent(dim: int) -> float:
     """d / (d - 2)."""
     if dim < 4:
         raise ArgumentError(
-            f"NTK scaling of a rotary dim of {dim}: its exponent d/(d-2) needs at least 4; use Linear"
+            f"NTK scaling of a rotary dim of {dim}: its exponent d/(d-2) needs at least 4; use "
+            "Linear"
         )
     return dim / (dim - 2)
 
@@ -206,7 +218,8 @@ def needed(scaling: Scaling, length: int | None) -> int:
     """The length, which a scaling cannot do without."""
     if length is None:
         raise ArgumentError(
-            f"length is None, and {type(scaling).__name__} depends on it; pass the length of the sequence, "
+            f"length is None, and {type(scaling).__name__} depends on it; pass the length of the "
+            "sequence, "
             "or the length to freeze the frequencies at"
         )
     return length
@@ -228,7 +241,8 @@ def ordered(low_name: str, low: float, high_name: str, high: float) -> None:
 
 
 def pair_index(rotations: float, dim: int, base: float, length: int) -> float:
-    """The (fractional) pair that makes so many rotations within a length: d ln(L / (2 pi r)) / (2 ln b).
+    """The (fractional) pair that makes so many rotations within a length: d ln(L / (2 pi r)) / (2
+    ln b).
 
     >>> round(pair_index(1, 128, 10000.0, 4096), 6)
     45.026881
@@ -251,23 +265,24 @@ class YaRN(Scaling):
 
     low = floor(index(beta_fast)), high = ceil(index(beta_slow)), clamped to 0 and d - 1;  index: see `pair_index`
     ramp_i = clamp((i - low) / (high - low), 0, 1);  theta'_i = (1 - ramp_i) theta_i + ramp_i theta_i / s
-    rotary factor f(1) = 0.1 ln s + 1, or DeepSeek's f(mscale) / f(mscale_all_dim), f(m) = 0.1 m ln s + 1;
-    softmax factor f(mscale_all_dim)^2
+    rotary factor f(1) = 0.1 ln s + 1, or DeepSeek's f(mscale) / f(mscale_all_dim), f(m) = 0.1 m ln
+    s + 1; softmax factor f(mscale_all_dim)^2
 
     Args:
         factor: s.
         original_length: L.
-        beta_fast, beta_slow: pairs with more rotations within L than beta_fast are kept, with fewer than beta_slow
-            divided.
+        beta_fast, beta_slow: pairs with more rotations within L than beta_fast are kept, with fewer
+            than beta_slow divided.
         truncate: whether low and high are rounded to whole pairs (gpt-oss does not).
-        ramp: "index", as in the released code and every released checkpoint, or "rotations", the paper's definition:
+        ramp: "index", as in the released code and every released checkpoint, or "rotations", the
+            paper's definition:
             theta' = (1 - g) theta / s + g theta, g = clamp((r - beta_slow) / (beta_fast - beta_slow), 0, 1).
         attention_factor: the rotary factor, if not the one above.
         mscale, mscale_all_dim: as in a DeepSeek config, where they count as 1 and 0 when absent.
 
     Raises:
-        ArgumentError: a number is not above 0, beta_slow is not below beta_fast, or ramp is unknown; when used, the
-            ramp has no pairs to run over.
+        ArgumentError: a number is not above 0, beta_slow is not below beta_fast, or ramp is
+            unknown; when used, the ramp has no pairs to run over.
 
     >>> from regard.positions import rope_frequencies
     >>> inv_freq, rotary_factor, softmax_factor = rope_frequencies(128, scaling=YaRN(16.0, 4096))
@@ -320,7 +335,8 @@ class YaRN(Scaling):
         low, high = max(low, 0), min(high, dim - 1)
         if low > high:
             raise ArgumentError(
-                f"YaRN's ramp would run from pair {low:.6g} down to {high:.6g} (dim {dim}, base {base}, original_length "
+                f"YaRN's ramp would run from pair {low:.6g} down to {high:.6g} (dim {dim}, base "
+                f"{base}, original_length "
                 f'{self.original_length}); check original_length and base, or use ramp="rotations"'
             )
         return low, high + 0.001 if low == high else high
@@ -394,8 +410,8 @@ class LongRoPE(Scaling):
         attention_factor: the rotary factor, if not the one above.
 
     Raises:
-        ArgumentError: a number is not above 0, or the lists differ in length; when used, no length, or lists that are
-            not as long as there are pairs.
+        ArgumentError: a number is not above 0, or the lists differ in length; when used, no length,
+            or lists that are not as long as there are pairs.
 
     >>> from regard.positions import rope_frequencies
     >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 4096, 32.0)
@@ -429,7 +445,8 @@ class LongRoPE(Scaling):
         )
         if len(ext) != len(rope.theta):
             raise ArgumentError(
-                f"{name} has {len(ext)} numbers and there are {len(rope.theta)} rotary pairs; give one number per pair"
+                f"{name} has {len(ext)} numbers and there are {len(rope.theta)} rotary pairs; "
+                "give one number per pair"
             )
         ratio = torch.tensor(ext, dtype=torch.float64, device="cpu")
         return RopeFrequencies(rope.theta / ratio, self.rotary_factor, 1.0)

@@ -75,19 +75,21 @@ def sinusoidal(
 
 
 class Learned(nn.Module):
-    """A learned vector for each position below a maximum; an empty slot (any negative position) has zeros.
+    """A learned vector for each position below a maximum; an empty slot (any negative position) has
+    zeros.
 
     y = weight[position + offset]
 
     Args:
-        max_len: how many positions have a vector. There is none beyond it: such a position is refused, never clamped
-            or wrapped.
+        max_len: how many positions have a vector. There is none beyond it: such a position is
+            refused, never clamped or wrapped.
         dim: the model dim M.
         offset: rows at the start of the table that no position uses (2 in OPT).
 
     Raises:
-        ArgumentError: a size is out of range; when called, a position is max_len or more (not checked while compiling
-            with positions in a tensor, where torch's own index check remains).
+        ArgumentError: a size is out of range; when called, a position is max_len or more (not
+            checked while compiling with positions in a tensor, where torch's own index check
+            remains).
         ArgumentTypeError: when called, positions are not integers.
 
     >>> Learned(16, 4)(Span(0, 3)).shape
@@ -100,7 +102,8 @@ class Learned(nn.Module):
         super().__init__()
         if min(max_len, dim) < 1 or offset < 0:
             raise ArgumentError(
-                f"Learned({max_len}, {dim}, offset={offset}): max_len and dim must be at least 1, offset at least 0"
+                f"Learned({max_len}, {dim}, offset={offset}): max_len and dim must be at least 1, "
+                "offset at least 0"
             )
         self.max_len, self.offset = max_len, offset
         self.weight = nn.Parameter(torch.empty(max_len + offset, dim))
@@ -117,7 +120,8 @@ class Learned(nn.Module):
             last = int(positions.max())
         if last >= self.max_len:
             raise ArgumentError(
-                f"position {last} has no vector: this table was learned for positions 0 to {self.max_len - 1}; "
+                f"position {last} has no vector: this table was learned for positions 0 to "
+                f"{self.max_len - 1}; "
                 "shorten the input, or use rotary positions"
             )
         p = as_tensor(positions, self.weight.device)

@@ -17,7 +17,8 @@ from regard.span import Positions, Span, as_tensor
 
 
 def xpos_zeta(dim: int, gamma: float = 0.4) -> list[float]:
-    """zeta_i = (2i + gamma d) / ((1 + gamma) d), one per pair; it decays one pair's score per position.
+    """zeta_i = (2i + gamma d) / ((1 + gamma) d), one per pair; it decays one pair's score per
+    position.
 
     >>> [round(zeta, 6) for zeta in xpos_zeta(4)]
     [0.285714, 0.642857]
@@ -28,7 +29,8 @@ def xpos_zeta(dim: int, gamma: float = 0.4) -> list[float]:
 def xpos_reach(
     dim: int, dtype: torch.dtype, *, gamma: float = 0.4, scale_base: float = 512.0
 ) -> int:
-    """The largest |position - center| whose scale zeta_0^((p - c) / scale_base) does not overflow the dtype.
+    """The largest |position - center| whose scale zeta_0^((p - c) / scale_base) does not overflow
+    the dtype.
 
     >>> xpos_reach(64, torch.float16), xpos_reach(64, torch.float32)
     (4532, 36260)
@@ -41,7 +43,8 @@ class XPos(nn.Module):
     """Rotary, times a scale that grows with the position on one side and shrinks on the other.
 
     q' = R(p) q * zeta^((p - c) / scale_base),  k' = R(p) k * zeta^(-(p - c) / scale_base), so that a score holds
-    zeta_i^((p_q - p_k) / scale_base): it decays with distance to the past, and **grows** towards the future: causal only.
+    zeta_i^((p_q - p_k) / scale_base): it decays with distance to the past, and **grows** towards
+    the future: causal only.
 
     Args:
         dim: the head dim D, even.
@@ -51,9 +54,9 @@ class XPos(nn.Module):
         scale_base, gamma: above, and `xpos_zeta`.
 
     Raises:
-        ArgumentError: an argument is out of range; when called, a position is too far from the center for the dtype
-            (`xpos_reach`: 4532 in fp16, 36260 in fp32 and bf16 for D = 64). Positions in a tensor are read for it; they
-            are not checked while compiling.
+        ArgumentError: an argument is out of range; when called, a position is too far from the
+            center for the dtype (`xpos_reach`: 4532 in fp16, 36260 in fp32 and bf16 for D = 64).
+            Positions in a tensor are read for it; they are not checked while compiling.
 
     >>> q = XPos(4, "query")(torch.ones(1, 1, 1, 4), Span(100, 1))
     >>> k = XPos(4, "key")(torch.ones(1, 1, 1, 4), Span(100, 1))
@@ -118,7 +121,8 @@ class XPos(nn.Module):
             if p >= 0 and abs(p - self.center) > reach:
                 name = str(dtype).removeprefix("torch.")
                 raise ArgumentError(
-                    f"position {p} is {abs(p - self.center)} from the center {self.center}; XPos reaches {reach} in "
+                    f"position {p} is {abs(p - self.center)} from the center {self.center}; XPos "
+                    f"reaches {reach} in "
                     f"{name} before its scale overflows: move the center, or use Rotary"
                 )
 

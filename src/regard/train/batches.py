@@ -22,7 +22,9 @@ FEWEST = 16
 """The fewest kinds of random tokens in a row."""
 
 LESSON_KINDS, LESSON_PERIODS = 64, (4, 24)
-"""The rows of the first batches: how many kinds of tokens they are made of, and their shortest and longest period."""
+"""The rows of the first batches: how many kinds of tokens they are made of, and their shortest and
+longest period.
+"""
 
 
 class Batches:
@@ -37,9 +39,10 @@ class Batches:
     what followed: an induction head (Olsson et al. 2022, arXiv:2209.11895), which forms at small
     scale when the data pays for it.
 
-    `repeat_first` batches come before all others and are easier: every row is random tokens of the 64 most frequent
-    kinds, said again and again with a period of 4 to 24, short ones more often. The step from no induction head to one is
-    sudden and comes only if nothing easier is to be learnt meanwhile; what was learnt on 64 kinds then carries over.
+    `repeat_first` batches come before all others and are easier: every row is random tokens of the
+    64 most frequent kinds, said again and again with a period of 4 to 24, short ones more often.
+    The step from no induction head to one is sudden and comes only if nothing easier is to be
+    learnt meanwhile; what was learnt on 64 kinds then carries over.
 
     The global random state is neither read nor changed.
 
@@ -64,8 +67,10 @@ class Batches:
         repeat_first: int = 0,
     ) -> None:
         for name, count, least in (
-            ("batch", batch, 1), ("context", context, 1), ("repeat_first", repeat_first, 0),
-        ):  # fmt: skip
+            ("batch", batch, 1),
+            ("context", context, 1),
+            ("repeat_first", repeat_first, 0),
+        ):
             if count < least:
                 raise ArgumentError(f"{name} is {count}; it must be {least} or more")
         for name, share in (("repeat", repeat), ("repeat_random", repeat_random)):
@@ -183,7 +188,9 @@ def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[
 
 
 class Rows(Protocol):
-    """Some examples: a tensor [N, row] is one, and so is anything that moves, splits and counts like it."""
+    """Some examples: a tensor [N, row] is one, and so is anything that moves, splits and counts
+    like it.
+    """
 
     def __len__(self) -> int: ...
 

@@ -32,7 +32,9 @@ from regard.train.settings import Settings
 
 _NAME = re.compile(r"step-(\d{8,})")
 MARGIN = 1 << 20
-"""Bytes that a run needs beside its tensors: for its other files and the file system's own books."""
+"""Bytes that a run needs beside its tensors: for its other files and the file system's own
+books.
+"""
 
 note = logging.getLogger("regard.train").warning
 
@@ -88,7 +90,8 @@ def prepare(folder: str | Path, needed: int) -> None:
     """See that `needed` bytes fit, and make the folder: to be called before hours of work, too.
 
     Raises:
-        FileError: there is too little space, of which it says how much; or the folder cannot be made.
+        FileError: there is too little space, of which it says how much; or the folder cannot be
+            made.
 
     >>> import tempfile
     >>> prepare(tempfile.gettempdir(), needed=0)
@@ -172,7 +175,8 @@ def latest(folder: str | Path) -> Checkpoint | None:
 
 
 def sweep(folder: str | Path) -> int:
-    """Delete what killed writers left behind, and nothing that a living one is writing; gives how many folders.
+    """Delete what killed writers left behind, and nothing that a living one is writing; gives how
+    many folders.
 
     >>> sweep("no/such/folder")
     0
@@ -305,7 +309,8 @@ def unpack(
 
 
 def check_about(checkpoint: Checkpoint, about: Mapping[str, Any] | None) -> None:
-    """What is said of the model is what was said of the saved one; a checkpoint that says nothing passes.
+    """What is said of the model is what was said of the saved one; a checkpoint that says nothing
+    passes.
 
     Raises:
         ArgumentError: it differs; names the first key, and both values.
@@ -327,7 +332,8 @@ def _check_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
         theirs = tuple(saved[name].shape) if name in saved else None
         if own.get(name) != theirs:
             raise ArgumentError(
-                f"weight {shown(name)} is {own.get(name)} in the model and {theirs} in the checkpoint; "
+                f"weight {shown(name)} is {own.get(name)} in the model and {theirs} in the "
+                "checkpoint; "
                 "resume with the first run's model"
             )
 

@@ -29,9 +29,11 @@ def heal(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Healing:
-    """Train a network in place on rows of ids, and say what it brought on them and on a last tenth that was held back.
+    """Train a network in place on rows of ids, and say what it brought on them and on a last tenth
+    that was held back.
 
-    AdamW on every weight, no LoRA; a tenth of the steps, at most 50, to warm up; then a cosine to a tenth of the rate.
+    AdamW on every weight, no LoRA; a tenth of the steps, at most 50, to warm up; then a cosine to a
+    tenth of the rate.
 
     Args:
         network: ids [B,T] -> logits; its weights must ask for gradients, in float32 or float64.
@@ -55,7 +57,8 @@ def heal(
     narrow = {str(p.dtype) for p in network.parameters() if p.dtype.itemsize < 4}
     if narrow:
         raise ArgumentError(
-            f"the weights are {', '.join(sorted(narrow))}, in which a small step is lost; heal in float32 "
+            f"the weights are {', '.join(sorted(narrow))}, in which a small step is lost; heal in "
+            "float32 "
             "(--dtype float32) and convert the dtype afterwards"
         )
     held = len(ids) // HELD
@@ -66,9 +69,18 @@ def heal(
     fit(network, batches, settings, progress=progress)
     after = _losses(network, trained, rest)
     return Healing(
-        steps, lr, batch, ids.shape[1] - 1, seed, trained.numel(), before[0], after[0],
-        len(rest) * (ids.shape[1] - 1), before[1], after[1],
-    )  # fmt: skip
+        steps,
+        lr,
+        batch,
+        ids.shape[1] - 1,
+        seed,
+        trained.numel(),
+        before[0],
+        after[0],
+        len(rest) * (ids.shape[1] - 1),
+        before[1],
+        after[1],
+    )
 
 
 def _losses(network: nn.Module, trained: Tensor, held: Tensor) -> tuple[float, float]:

@@ -19,7 +19,9 @@ from regard.foreign import shown
 
 MANIFEST = "manifest.json"
 LONGEST = 64 << 20
-"""Bytes of the manifest and of the state, at most: a state holds the random state and the data's order."""
+"""Bytes of the manifest and of the state, at most: a state holds the random state and the data's
+order.
+"""
 
 
 def damage(path: Path) -> str:

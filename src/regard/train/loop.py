@@ -97,10 +97,10 @@ def fit(
     Raises:
         NonFiniteLoss: before the optimiser's step; the last checkpoint stays, the log shows the
             step.
-        ArgumentError: the checkpoint in `folder` belongs to a run with other settings, weights, data or
-            `about`.
-        FileError: a checkpoint or the log cannot be written; another run writes in `folder`; or the checkpoint there is not
-            what a run saves.
+        ArgumentError: the checkpoint in `folder` belongs to a run with other settings, weights,
+            data or `about`.
+        FileError: a checkpoint or the log cannot be written; another run writes in `folder`; or the
+            checkpoint there is not what a run saves.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     >>> from regard.train.batches import Batches
@@ -280,7 +280,8 @@ class _Run:
             raise
         except _UNFIT as error:
             raise FileError(
-                f"{self.folder}: the checkpoint of step {found.step} is not what a run saves: {told(repr(error))}; "
+                f"{self.folder}: the checkpoint of step {found.step} is not what a run saves: "
+                f"{told(repr(error))}; "
                 "remove its folder to go on from an older one"
             ) from error
         self.saved = self.step

@@ -37,7 +37,8 @@ def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tenso
 def evaluate(
     model: nn.Module, rows: Rows, *, batch: int = 16, loss: Loss = next_token_loss
 ) -> float:
-    """The mean loss over fixed rows, such as ids [N, T + 1], the model in evaluation mode for as long.
+    """The mean loss over fixed rows, such as ids [N, T + 1], the model in evaluation mode for as
+    long.
 
     >>> import math
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
@@ -78,7 +79,8 @@ def smoothed_cross_entropy(
     >>> round(loss.item() / math.log(4), 5)
     1.0
 
-    Source: Szegedy et al. 2015 (arXiv 1512.00567), section 7; Vaswani et al. 2017 (arXiv 1706.03762), section 5.4.
+    Source: Szegedy et al. 2015 (arXiv 1512.00567), section 7; Vaswani et al. 2017 (arXiv
+    1706.03762), section 5.4.
     """
     _check(smoothing)
     counted = labels != ignored
@@ -92,10 +94,11 @@ def smoothed_cross_entropy(
 
 @dataclass(frozen=True)
 class PairLoss:
-    """The loss of a model that reads a source and says a target, each token given the ones before (teacher forcing).
+    """The loss of a model that reads a source and says a target, each token given the ones before
+    (teacher forcing).
 
-    Slots that hold `PAD` are empty: no other sees them, and they count for nothing. Smoothing is for training; in
-    evaluation mode the loss is the plain cross entropy.
+    Slots that hold `PAD` are empty: no other sees them, and they count for nothing. Smoothing is
+    for training; in evaluation mode the loss is the plain cross entropy.
 
     Raises:
         ArgumentError: smoothing is out of range.
@@ -114,7 +117,8 @@ class PairLoss:
     def __call__(self, model: nn.Module, rows: Padded) -> Float[Tensor, ""]:
         """The mean over the target's tokens."""
         given, labels = rows.target[:, :-1], rows.target[:, 1:]
-        # padding of a target stands behind its tokens, which do not look there: it needs no positions of its own
+        # padding of a target stands behind its tokens, which do not look there: it needs no
+        # positions of its own
         logits = model(rows.source, given, where(rows.source))
         eps = self.smoothing if model.training else 0.0
         return smoothed_cross_entropy(logits, labels, eps, ignored=PAD)

@@ -43,8 +43,8 @@ COLUMNS = [f.name for f in fields(Row)]
 class CsvLog:
     """train.csv, opened at a step: rows after it, of a run that died later, are cut off.
 
-    The columns are those of `Row`, so that a run in several parts has every row once. Any table reader shows it; TensorBoard
-    event files are not written.
+    The columns are those of `Row`, so that a run in several parts has every row once. Any table
+    reader shows it; TensorBoard event files are not written.
 
     Raises:
         FileError: the file cannot be written.

@@ -42,11 +42,13 @@ _ONLY = {"position": "--position", "window": "--window", "set": "--set"}
 def config_of(options: Mapping[str, Any], vocab_size: int) -> Any:
     """The config of a family, from the command's options by name.
 
-    Without `attention`, a Llama. With it, a decoder of our own: `kv_heads` is the mechanism's option `groups`, `window`
-    is its own option where it has one, and `set` has the others as name=value.
+    Without `attention`, a Llama. With it, a decoder of our own: `kv_heads` is the mechanism's
+    option `groups`, `window` is its own option where it has one, and `set` has the others as
+    name=value.
 
     Raises:
-        ArgumentError: a flag that the mechanism cannot take, by its name; or what the family's config refuses.
+        ArgumentError: a flag that the mechanism cannot take, by its name; or what the family's
+            config refuses.
 
     >>> options = dict(dim=32, layers=2, heads=4, hidden=None, context=16, tie=False)
     >>> config_of({**options, "attention": "gqa", "kv_heads": 1, "window": 8}, 257).attention_options
@@ -95,9 +97,11 @@ def model_of(config: Any, seed: int) -> nn.Module:
 
 
 def unreached(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]:
-    """The parameters that the loss on the next token has no gradient for: they stay as they were drawn.
+    """The parameters that the loss on the next token has no gradient for: they stay as they were
+    drawn.
 
-    They choose what others read, such as the indexer of "dsa", which its paper trains by another loss.
+    They choose what others read, such as the indexer of "dsa", which its paper trains by another
+    loss.
 
     >>> config = config_of(dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False), 257)
     >>> unreached(model_of(config, 0), 257, 8)
@@ -118,8 +122,9 @@ def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
     entry = entry_of(name)
     own, chosen = names(entry), parse(o.get("set") or (), entry)
     for key, flag, value in (
-        ("groups", "--kv-heads", o.get("kv_heads")), ("window", "--window", o.get("window")),
-    ):  # fmt: skip
+        ("groups", "--kv-heads", o.get("kv_heads")),
+        ("window", "--window", o.get("window")),
+    ):
         if value is not None and key in chosen and chosen[key] != value:
             raise ArgumentError(f"{flag} is {value} and --set {key}={chosen[key]}; keep one")
         if value is not None and key in own:
@@ -127,7 +132,8 @@ def _options(o: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         elif value is not None and key == "groups":
             able = [n for n in decoders() if key in names(VARIANTS[n])]
             raise ArgumentError(
-                f"{flag} does not go with {name}, whose key/value heads are fixed; it goes with {', '.join(able)}"
+                f"{flag} does not go with {name}, whose key/value heads are fixed; it goes with "
+                f"{', '.join(able)}"
             )
     if "groups" in required(entry):
         chosen.setdefault("groups", KV_HEADS)
@@ -164,7 +170,8 @@ class Run:
         say(f"model: {type_of(config)}, {parameters:,} parameters")
         if missed := unreached(model, config.vocab_size, self.options["context"]):
             say(
-                f"note: the loss has no gradient for {', '.join(missed)}: they stay as they were drawn"
+                f"note: the loss has no gradient for {', '.join(missed)}: they stay as they were "
+                "drawn"
             )
         result = fit(
             model,
@@ -184,8 +191,15 @@ class Run:
         """The settings of the loop."""
         o = self.options
         names = (
-            "steps", "lr", "warmup", "accumulate", "clip", "weight_decay", "bf16", "save_every",
-        )  # fmt: skip
+            "steps",
+            "lr",
+            "warmup",
+            "accumulate",
+            "clip",
+            "weight_decay",
+            "bf16",
+            "save_every",
+        )
         return Settings(**{name: o[name] for name in names})
 
     def data(self) -> tuple[Tokenizer, Tensor, Tensor]:
@@ -230,7 +244,8 @@ class Run:
                 sync(self.out)
         except (OSError, SafetensorError) as error:
             raise FileError(
-                f"{self.out}: cannot write the weights: {told(error)}; the checkpoints are intact: free some space, "
+                f"{self.out}: cannot write the weights: {told(error)}; the checkpoints are "
+                "intact: free some space, "
                 "and go on with --resume"
             ) from error
 

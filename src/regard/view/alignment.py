@@ -1,4 +1,6 @@
-"""An alignment, drawn: which words of the source each word that was said looked at. Rows are queries, columns are keys."""
+"""An alignment, drawn: which words of the source each word that was said looked at. Rows are
+queries, columns are keys.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def svg(
     *,
     alone: bool = True,
 ) -> str:
-    """An SVG of the weights [T,S]: the colour of a cell is how much its row's word looked at its column's word.
+    """An SVG of the weights [T,S]: the colour of a cell is how much its row's word looked at its
+    column's word.
 
     Args:
         weights: each row a distribution.
@@ -54,7 +57,10 @@ def svg(
     wide, high = max(wide, left + 290), top + T * CELL + LEGEND + EDGE
     box = f'viewBox="0 0 {wide} {high}" width="{wide}" height="{high}" role="img"'
     parts = [
-        f'<svg class="alignment" xmlns="{SVG}" {box} aria-label="alignment: {T} rows said, {S} columns of the source">'
+        (
+            f'<svg class="alignment" xmlns="{SVG}" {box} aria-label="alignment: {T} rows said, {S} '
+            'columns of the source">'
+        )
     ]
     if alone:
         parts.append(f"<style>{palette.css()}{css()}</style>")
@@ -62,17 +68,20 @@ def svg(
     for j, word in enumerate(source):
         x, y = left + j * CELL + CELL * 0.62, top - EDGE * 0.8
         parts.append(
-            f'<text class="k" transform="translate({x:.1f} {y:.1f}) rotate(-{TURN})">{_safe(word)}</text>'
+            f'<text class="k" transform="translate({x:.1f} {y:.1f}) '
+            f'rotate(-{TURN})">{_safe(word)}</text>'
         )
     for i, word in enumerate(said):
         y = top + i * CELL
         parts.append(
-            f'<text class="q" x="{left - EDGE}" y="{y + CELL * 0.7:.1f}" text-anchor="end">{_safe(word)}</text>'
+            f'<text class="q" x="{left - EDGE}" y="{y + CELL * 0.7:.1f}" '
+            f'text-anchor="end">{_safe(word)}</text>'
         )
         for j, other in enumerate(source):
             p = float(weights[i, j])
             parts.append(
-                f'<rect class="w{_step(p)}" x="{left + j * CELL}" y="{y}" width="{CELL - GAP}" height="{CELL - GAP}" '
+                f'<rect class="w{_step(p)}" x="{left + j * CELL}" y="{y}" width="{CELL - GAP}" '
+                f'height="{CELL - GAP}" '
                 f'rx="3"><title>{_safe(f"{word} ← {other}: {text.weight(p)}")}</title></rect>'
             )
     parts += [*_scale(left, top + T * CELL + 12), "</svg>"]
@@ -92,7 +101,8 @@ def css() -> str:
         return "".join(f".w{i}{{fill:rgb{rgb}}}" for i, rgb in enumerate(colours)).replace(" ", "")
 
     return (
-        f".alignment text{{font:{FONT}px system-ui,'Noto Sans CJK SC','Noto Sans',sans-serif;fill:var(--ink)}}"
+        f".alignment text{{font:{FONT}px system-ui,'Noto Sans CJK SC','Noto "
+        f"Sans',sans-serif;fill:var(--ink)}}"
         f".alignment text.q{{fill:var(--q)}}.alignment text.k{{fill:var(--k)}}"
         f".alignment text.soft{{fill:var(--soft);font-size:{SMALL}px}}.paper{{fill:var(--card)}}"
         f"{shades('light')}@media (prefers-color-scheme:dark){{{shades('dark')}}}\n"
@@ -102,7 +112,8 @@ def css() -> str:
 def lines(
     weights: Float[np.ndarray, "T S"], said: Sequence[str], source: Sequence[str], most: int = 33
 ) -> Iterator[Text]:
-    """The alignment for a terminal: two characters a cell, the source by number, as far as there is room.
+    """The alignment for a terminal: two characters a cell, the source by number, as far as there is
+    room.
 
     >>> for line in lines(np.eye(2), ["一", "二"], ["one", "two"]): print(line.plain.rstrip())
       rows were said, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+

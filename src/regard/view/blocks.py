@@ -1,4 +1,6 @@
-"""The block diagram of attention: one head, with its steps, beside several heads that are joined and projected."""
+"""The block diagram of attention: one head, with its steps, beside several heads that are joined
+and projected.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ def svg(heads: int = 3) -> str:
     rows = HIGH - 96
     parts = [
         (
-            f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" width="{WIDE}" '
-            f'height="{HIGH}" role="img" aria-label="Scaled dot-product attention, and several heads of it">'
+            f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" '
+            f'width="{WIDE}" '
+            f'height="{HIGH}" role="img" aria-label="Scaled dot-product attention, and several '
+            'heads of it">'
         ),
-        f"<style>{palette.css()}{_css()}</style>", f'<rect class="paper" width="{WIDE}" height="{HIGH}" rx="8"/>',
-        _text(116, 28, "one head", "ink"), _text(470, 28, f"{heads} heads, each with maps of its own", "ink"),
+        f"<style>{palette.css()}{_css()}</style>",
+        f'<rect class="paper" width="{WIDE}" height="{HIGH}" rx="8"/>',
+        _text(116, 28, "one head", "ink"),
+        _text(470, 28, f"{heads} heads, each with maps of its own", "ink"),
         *_column(32, rows, HEAD, BOX),
         *_inputs(32, rows + 44, BOX),
-    ]  # fmt: skip
+    ]
     width = (WIDE - 300) // heads - 12
     lefts = [280 + i * (width + 12) for i in range(heads)]
     for left in lefts:
@@ -44,7 +50,10 @@ def svg(heads: int = 3) -> str:
     middle = (lefts[0] + lefts[-1] + width) / 2
     top = rows - len(HEAD) * STEP
     parts += [_arrow(left + width / 2, top + 26, middle, top - 6) for left in lefts]
-    parts += [*_box(middle - 110, top - 38, 220, "joined, output map", "z"), _arrow(middle, top - 38, middle, top - 56)]  # fmt: skip
+    parts += [
+        *_box(middle - 110, top - 38, 220, "joined, output map", "z"),
+        _arrow(middle, top - 38, middle, top - 56),
+    ]
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -72,7 +81,10 @@ def _inputs(left: float, y: float, width: float) -> Iterator[str]:
 
 
 def _box(left: float, top: float, width: float, name: str, role: str) -> Iterator[str]:
-    yield f'<rect class="{role}" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="32" rx="6"/>'
+    yield (
+        f'<rect class="{role}" x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="32" '
+        'rx="6"/>'
+    )
     yield _text(left + width / 2, top + 21, name, "ink")
 
 
@@ -84,13 +96,19 @@ def _arrow(x: float, y: float, to_x: float, to_y: float) -> str:
 
 
 def _text(x: float, y: float, text: str, tone: str) -> str:
-    return f'<text class="{tone}" x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{html.escape(text)}</text>'
+    return (
+        f'<text class="{tone}" x="{x:.1f}" y="{y:.1f}" '
+        f'text-anchor="middle">{html.escape(text)}</text>'
+    )
 
 
 def _css() -> str:
     roles = "".join(f".blocks rect.{r}{{stroke:var(--{r})}}" for r in "qkvsz")
     return (
-        ".blocks text{font:13px system-ui,'Noto Sans',sans-serif;fill:var(--ink)}.blocks text.soft{fill:var(--soft)}"
-        ".blocks rect{fill:var(--hint);stroke-width:1.5}.blocks rect.paper{fill:var(--card);stroke:none}"
-        f".blocks .arrow{{stroke:var(--soft);stroke-width:1.5;fill:none}}.blocks .tip{{fill:var(--soft)}}{roles}\n"
+        ".blocks text{font:13px system-ui,'Noto Sans',sans-serif;fill:var(--ink)}.blocks "
+        "text.soft{fill:var(--soft)}"
+        ".blocks rect{fill:var(--hint);stroke-width:1.5}.blocks "
+        "rect.paper{fill:var(--card);stroke:none}"
+        f".blocks .arrow{{stroke:var(--soft);stroke-width:1.5;fill:none}}.blocks "
+        f".tip{{fill:var(--soft)}}{roles}\n"
     )

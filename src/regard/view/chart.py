@@ -24,7 +24,8 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True)
 class Point:
-    """The share right among sources of `low` to `high` tokens, and the interval in which the true share lies.
+    """The share right among sources of `low` to `high` tokens, and the interval in which the true
+    share lies.
 
     >>> Point(1, 4, 0.5, (0.4, 0.6), 100).middle
     2.5
@@ -93,9 +94,11 @@ def css() -> str:
     )
     return (
         ".chart text{font:13px system-ui,'Noto Sans',sans-serif;fill:var(--soft)}"
-        ".chart text.ink{fill:var(--ink);font-weight:600;font-size:14px}.chart .grid{stroke:var(--line)}"
+        ".chart text.ink{fill:var(--ink);font-weight:600;font-size:14px}.chart "
+        ".grid{stroke:var(--line)}"
         ".chart .beyond{fill:var(--hint)}.chart .limit{stroke:var(--soft);stroke-dasharray:4 4}"
-        ".chart polyline{stroke-width:2.5;stroke-linejoin:round}.chart .whisker{stroke-width:1.5;opacity:.55}"
+        ".chart polyline{stroke-width:2.5;stroke-linejoin:round}.chart "
+        ".whisker{stroke-width:1.5;opacity:.55}"
         f".paper{{fill:var(--card)}}{roles}\n"
     )
 
@@ -125,9 +128,15 @@ def lines(series: Series, trained: int, width: int = 36) -> Iterator[Text]:
 def _ground(x: float) -> Iterator[str]:
     """What is longer than trained."""
     high = HIGH - TOP - BOTTOM
-    yield f'<rect class="beyond" x="{x:.1f}" y="{TOP}" width="{WIDE - RIGHT - x:.1f}" height="{high}"/>'
+    yield (
+        f'<rect class="beyond" x="{x:.1f}" y="{TOP}" width="{WIDE - RIGHT - x:.1f}" '
+        f'height="{high}"/>'
+    )
     yield f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HIGH - BOTTOM}"/>'
-    yield f'<text x="{(x + WIDE - RIGHT) / 2:.1f}" y="{HIGH - 10}" text-anchor="middle">longer than trained</text>'
+    yield (
+        f'<text x="{(x + WIDE - RIGHT) / 2:.1f}" y="{HIGH - 10}" text-anchor="middle">longer '
+        "than trained</text>"
+    )
 
 
 def _axes(end: int, trained: int, x: Scale, title: str) -> Iterator[str]:
@@ -137,7 +146,10 @@ def _axes(end: int, trained: int, x: Scale, title: str) -> Iterator[str]:
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{percent} %</text>'
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200) if end / s <= 12)
     for length in range(step, end + 1, step):
-        yield f'<text x="{x(length):.1f}" y="{HIGH - BOTTOM + 20}" text-anchor="middle">{length}</text>'
+        yield (
+            f'<text x="{x(length):.1f}" y="{HIGH - BOTTOM + 20}" '
+            f'text-anchor="middle">{length}</text>'
+        )
     middle = (LEFT + x(trained + 0.5)) / 2
     yield f'<text x="{middle:.1f}" y="{HIGH - 10}" text-anchor="middle">tokens of the source</text>'
     yield f'<text class="ink" x="{LEFT}" y="20">{html.escape(inert(title))}</text>'
@@ -147,7 +159,10 @@ def _line(series: Series, role: str, mark: str, x: Scale) -> Iterator[str]:
     places = [(x(p.middle), _y(p.share), p) for p in series.points]
     for left, _, p in places:
         low, high = (_y(share) for share in p.interval)
-        yield f'<line class="whisker {role}" x1="{left:.1f}" x2="{left:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
+        yield (
+            f'<line class="whisker {role}" x1="{left:.1f}" x2="{left:.1f}" y1="{low:.1f}" '
+            f'y2="{high:.1f}"/>'
+        )
     joined = " ".join(f"{left:.1f},{y:.1f}" for left, y, _ in places)
     yield f'<polyline class="{role}" points="{joined}"/>'
     for left, y, p in places:

@@ -1,4 +1,6 @@
-"""The page of a comparison: what mechanisms cost, how well they learn, and which no other beats. One file, no script."""
+"""The page of a comparison: what mechanisms cost, how well they learn, and which no other beats.
+One file, no script.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,9 @@ class Grid:
 class ComparedPage:
     """What the page shows.
 
-    facts: name -> value, beside the title. command: makes the page again. notes: what a reader must know. charts: quality
-    against cost. costs: costs against one another. pictures: costs over the context.
+    facts: name -> value, beside the title. command: makes the page again. notes: what a reader must
+        know. charts: quality against cost. costs: costs against one another. pictures: costs over
+        the context.
 
     >>> page = ComparedPage("Mechanisms", "Side by side.", {"seeds": "0"}, "regard compare", (), ())
     >>> "<h1>Mechanisms</h1>" in page.html(), "regard compare" in page.html()
@@ -67,17 +70,34 @@ class ComparedPage:
     pictures: Sequence[curves.Picture] = field(default=())
 
     def html(self) -> str:
-        """The whole page; texts reach it escaped, and a content policy lets no script run and loads nothing."""
+        """The whole page; texts reach it escaped, and a content policy lets no script run and loads
+        nothing.
+        """
         style = palette.css() + _STYLE + scatter.css() + chart.css()
-        policy = f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; form-action 'none'"
+        policy = (
+            f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
+            "form-action 'none'"
+        )
         facts = "".join(f"<li>{_safe(k)} <b>{_safe(v)}</b></li>" for k, v in self.facts.items())
         notes = "".join(f"<li>{_safe(note)}</li>" for note in self.notes)
-        body = "\n".join([
-            f"<h1>{_safe(self.title)}</h1><p>{_safe(self.sentence)}</p><ul class='facts'>{facts}</ul>",
-            f"<pre>{_safe(self.command)}</pre>", f"<ul class='notes'>{notes}</ul>" if notes else "",
-            _charts("Quality against cost", f"{_FRONT} Bars through marks span the seeds.", self.charts),
-            _charts("Costs against one another", _FRONT, self.costs), self._pictures(), *map(_grid, self.grids),
-        ])  # fmt: skip
+        body = "\n".join(
+            [
+                (
+                    f"<h1>{_safe(self.title)}</h1><p>{_safe(self.sentence)}</p><ul "
+                    f"class='facts'>{facts}</ul>"
+                ),
+                f"<pre>{_safe(self.command)}</pre>",
+                f"<ul class='notes'>{notes}</ul>" if notes else "",
+                _charts(
+                    "Quality against cost",
+                    f"{_FRONT} Bars through marks span the seeds.",
+                    self.charts,
+                ),
+                _charts("Costs against one another", _FRONT, self.costs),
+                self._pictures(),
+                *map(_grid, self.grids),
+            ]
+        )
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -93,7 +113,8 @@ class ComparedPage:
         if not figures:
             return ""
         return (
-            "<section><h2>Costs over the context</h2><p class='soft'>Both axes are logarithmic; marks are medians.</p>"
+            "<section><h2>Costs over the context</h2><p class='soft'>Both axes are logarithmic; "
+            "marks are medians.</p>"
             f"<div class='figures'>{figures}</div></section>"
         )
 
@@ -105,8 +126,9 @@ def _charts(title: str, sentence: str, charts: Sequence[Chart]) -> str:
     """A section of scatters; nothing where none has a mark."""
     figures = "".join(
         f"<figure>{chart.svg()}<figcaption>{_safe(chart.caption)}</figcaption></figure>"
-        for chart in charts if chart.marks
-    )  # fmt: skip
+        for chart in charts
+        if chart.marks
+    )
     if not figures:
         return ""
     return (
@@ -139,7 +161,8 @@ def _grid(grid: Grid) -> str:
         f"<tr>{''.join(f'<td>{_safe(cell)}</td>' for cell in row)}</tr>" for row in grid.rows
     )
     return (
-        f"<section><h2>{_safe(grid.title)}</h2><p class='soft'>{_safe(grid.caption)}</p><div class='wide'><table>"
+        f"<section><h2>{_safe(grid.title)}</h2><p class='soft'>{_safe(grid.caption)}</p><div "
+        "class='wide'><table>"
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
     )
 

@@ -73,8 +73,17 @@ class Picture:
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
-        lines = [{"name": line.name, "points": [list(p) for p in line.points]} for line in self.lines]  # fmt: skip
-        return {"title": self.title, "x": self.x, "y": self.y, "log": self.log, "edge": self.edge, "lines": lines}  # fmt: skip
+        lines = [
+            {"name": line.name, "points": [list(p) for p in line.points]} for line in self.lines
+        ]
+        return {
+            "title": self.title,
+            "x": self.x,
+            "y": self.y,
+            "log": self.log,
+            "edge": self.edge,
+            "lines": lines,
+        }
 
 
 def svg(picture: Picture, *, alone: bool = True) -> str:
@@ -99,7 +108,9 @@ def svg(picture: Picture, *, alone: bool = True) -> str:
     parts += [*_edge(picture, across), *_ticks(across, up), *_words(picture)]
     for i, line in enumerate(picture.lines):
         places = [(across.place(x), up.place(y), x, y) for x, y in picture.shown(line)]
-        parts += _line(line.name, places, ROLES[i % len(ROLES)], MARKS[i % len(MARKS)], dashed=i >= len(ROLES))  # fmt: skip
+        parts += _line(
+            line.name, places, ROLES[i % len(ROLES)], MARKS[i % len(MARKS)], dashed=i >= len(ROLES)
+        )
     return "\n".join([*parts, "</svg>"])
 
 
@@ -144,11 +155,16 @@ def _ticks(across: _Scale, up: _Scale) -> Iterator[str]:
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_number(tick)}</text>'
     for tick in across.ticks:
         x = across.place(tick)
-        yield f'<text x="{x:.1f}" y="{HIGH - BOTTOM + 20}" text-anchor="middle">{_number(tick)}</text>'
+        yield (
+            f'<text x="{x:.1f}" y="{HIGH - BOTTOM + 20}" '
+            f'text-anchor="middle">{_number(tick)}</text>'
+        )
 
 
 def _top(picture: Picture) -> int:
-    """Where the plane begins: below the names of all lines, of which two rows have room in any case."""
+    """Where the plane begins: below the names of all lines, of which two rows have room in any
+    case.
+    """
     return TOP + 14 * max(0, -(-len(picture.lines) // KEYS) - 2)
 
 
@@ -158,7 +174,10 @@ def _edge(picture: Picture, across: _Scale) -> Iterator[str]:
     x = min(max(across.place(picture.edge), LEFT), WIDE - RIGHT)
     top = _top(picture)
     high = HIGH - top - BOTTOM
-    yield f'<rect class="beyond" x="{x:.1f}" y="{top}" width="{WIDE - RIGHT - x:.1f}" height="{high}"/>'
+    yield (
+        f'<rect class="beyond" x="{x:.1f}" y="{top}" width="{WIDE - RIGHT - x:.1f}" '
+        f'height="{high}"/>'
+    )
     yield f'<line class="limit" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{HIGH - BOTTOM}"/>'
 
 
@@ -175,8 +194,13 @@ def _words(picture: Picture) -> Iterator[str]:
 
 
 def _line(
-    name: str, places: Sequence[tuple[float, float, float, float]], role: str, mark: str, *, dashed: bool
-) -> Iterator[str]:  # fmt: skip
+    name: str,
+    places: Sequence[tuple[float, float, float, float]],
+    role: str,
+    mark: str,
+    *,
+    dashed: bool,
+) -> Iterator[str]:
     joined = " ".join(f"{x:.1f},{y:.1f}" for x, y, *_ in places)
     dash = ' stroke-dasharray="6 4"' if dashed else ""
     yield f'<polyline class="{role}" points="{joined}"{dash}/>'

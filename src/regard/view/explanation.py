@@ -55,10 +55,12 @@ def state(data: Data) -> Lines:
         f"{sum(p < 0 for p in row)} of {len(row)} weights are negative"
     )
     yield Text(
-        f"{INDENT}state S of the head: {shape}, {s['numbers']} numbers kept, {s['bytes']} bytes, whatever the length"
+        f"{INDENT}state S of the head: {shape}, {s['numbers']} numbers kept, {s['bytes']} bytes, "
+        "whatever the length"
     )
     yield Text(
-        f"{INDENT}|S| {number(s['norm_before'])} → {number(s['norm'])} with this token;  effective rank "
+        f"{INDENT}|S| {number(s['norm_before'])} → {number(s['norm'])} with this token;  "
+        "effective rank "
         f"{number(s['rank'])} of {min(s['shape'])}"
     )
     for n, values in enumerate(s["matrix"][:3]):
@@ -66,21 +68,30 @@ def state(data: Data) -> Lines:
 
 
 def tensors(data: Data) -> Lines:
-    """Each stage of the whole layer, all heads: its shape, mean and deviation, and the time of that stage alone."""
+    """Each stage of the whole layer, all heads: its shape, mean and deviation, and the time of that
+    stage alone.
+    """
     yield Text(f"{INDENT}{'stage':<8}  {'shape':<18}{'mean':>10}{'std':>10}{'ms':>10}", "dim")
     for one in data["tensors"]:
         shape = " x ".join(map(str, one["shape"]))
         ms = "" if one["seconds"] is None else number(1e3 * one["seconds"], 10)
-        yield Text(f"{INDENT}{one['name']:<8}  {shape:<18}{number(one['mean'], 10)}{number(one['std'], 10)}{ms}")  # fmt: skip
+        yield Text(
+            f"{INDENT}{one['name']:<8}  "
+            f"{shape:<18}{number(one['mean'], 10)}{number(one['std'], 10)}{ms}"
+        )
     if any(one["seconds"] is not None for one in data["tensors"]):
-        yield from wrapped("masked scores are left out of their mean; a time is the fastest of five runs of that stage alone, scores by the definition")  # fmt: skip
+        yield from wrapped(
+            "masked scores are left out of their mean; a time is the fastest of five runs of that "
+            "stage alone, scores by the definition"
+        )
 
 
 def cost(data: Data) -> Lines:
     """FLOPs and bytes of the row, and what caches keep of the layer."""
     c = data["cost"]
     yield from wrapped(
-        f"this row: {c['keys']} keys, {c['flops']:,} FLOPs of scores and mix, {c['bytes']:,} bytes read and written"
+        f"this row: {c['keys']} keys, {c['flops']:,} FLOPs of scores and mix, {c['bytes']:,} "
+        "bytes read and written"
     )
     if c["layer_flops"]:
         yield from wrapped(
@@ -93,8 +104,10 @@ def cost(data: Data) -> Lines:
         figures = f"{kept['numbers']:>7,} x {kept['tokens']:<7,}{kept['bytes']:>13,} B "
         room = WIDTH - len(name) - len(figures) - 1
         yield Text.assemble(
-            name, figures, (text.bar(kept["bytes"] / largest, room).rstrip(), style("k", bold=kept["here"]))
-        )  # fmt: skip
+            name,
+            figures,
+            (text.bar(kept["bytes"] / largest, room).rstrip(), style("k", bold=kept["here"])),
+        )
 
 
 def elsewhere(data: Data) -> Lines:
@@ -102,7 +115,8 @@ def elsewhere(data: Data) -> Lines:
     j = data["key"]
     key = f"p of {j}"
     yield Text(
-        f"{INDENT}{'':<14}{key:>10}  {'strongest key':<22}{'effective':>10}{'moved':>8}{'|Δz|/|z|':>10}",
+        f"{INDENT}{'':<14}{key:>10}  "
+        f"{'strongest key':<22}{'effective':>10}{'moved':>8}{'|Δz|/|z|':>10}",
         "dim",
     )
     weights = data["weights"]
@@ -110,9 +124,15 @@ def elsewhere(data: Data) -> Lines:
     yield _row("as it is", weights[j], best, weights[best], data, "", "", "")
     for other in data["elsewhere"]:
         yield _row(
-            other["name"], other["p"], other["top"], other["p_top"], data, number(other["effective"]),
-            f"{other['moved']:.1%}", number(other["apart"]),
-        )  # fmt: skip
+            other["name"],
+            other["p"],
+            other["top"],
+            other["p_top"],
+            data,
+            number(other["effective"]),
+            f"{other['moved']:.1%}",
+            number(other["apart"]),
+        )
     yield Text(f"{INDENT}effective keys: exp(entropy); moved: half of Σ |p´ - p|", "dim")
 
 
@@ -121,8 +141,10 @@ def _row(
 ) -> Text:
     shown = f"{top} {text.cell(data['pieces'][top], 8).rstrip()} {text.weight(p_top)}"
     return Text.assemble(
-        f"{INDENT}{name:<14}{text.weight(p):>10}  ", text.cell(shown, 22), f"{effective:>10}{moved:>8}{apart:>10}"
-    )  # fmt: skip
+        f"{INDENT}{name:<14}{text.weight(p):>10}  ",
+        text.cell(shown, 22),
+        f"{effective:>10}{moved:>8}{apart:>10}",
+    )
 
 
 TOP = 8  # keys that are named; the others are counted
@@ -143,7 +165,9 @@ BLOCKS = 10  # rows of the online softmax
 
 
 def scores(data: Data) -> Lines:
-    """How the score of the key comes about; a row per key, the largest weights first; the others counted."""
+    """How the score of the key comes about; a row per key, the largest weights first; the others
+    counted.
+    """
     order = ordered(data)
     yield equation(data["equations"]["additive" if data["kind"] == "additive" else "dot"])
     yield from _products(data)
@@ -160,10 +184,14 @@ def scores(data: Data) -> Lines:
         here = j == data["key"]
         shown = number(p, 8) if linear else text.weight(p)
         yield Text.assemble(
-            ("◆" if here else " ", style("k")), f"{j:>5} ", text.cell(data["pieces"][j], 10), (values, style("s")),
-            "" if linear else number(data["exps"][j], 9), (f"  {shown} ", "bold"),
+            ("◆" if here else " ", style("k")),
+            f"{j:>5} ",
+            text.cell(data["pieces"][j], 10),
+            (values, style("s")),
+            "" if linear else number(data["exps"][j], 9),
+            (f"  {shown} ", "bold"),
             (text.bar(abs(p) / max(_largest(data), 1.0), max(room, 0)).rstrip(), style("s")),
-        )  # fmt: skip
+        )
     if order[TOP:]:
         rest = sum(data["weights"][j] for j in order[TOP:])
         shown = number(rest) if linear else text.weight(rest)
@@ -184,7 +212,9 @@ def _chain(data: Data) -> Text:
 
 
 def _products(data: Data) -> Lines:
-    """The products of the key by dim: a bar each, the running sum behind them, and the largest by name."""
+    """The products of the key by dim: a bar each, the running sum behind them, and the largest by
+    name.
+    """
     products, j = data["products"], data["key"]
     running, total = [], 0.0
     for x in products:
@@ -224,7 +254,8 @@ def softmax(data: Data) -> Lines:
     )
     if data["sink"] is not None:
         yield Text(
-            f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only: it takes {text.weight(1 - shared)}"
+            f"{INDENT}sink: logit {number(data['sink'])}, in the denominator only: it takes "
+            f"{text.weight(1 - shared)}"
         )
     j = data["key"]
     s, p = data["scores"][-1]["values"][j], text.weight(data["weights"][j])
@@ -235,7 +266,8 @@ def softmax(data: Data) -> Lines:
         )
     elif s is not None:
         yield Text(
-            f"{INDENT}key {j}: exp({number(s)} - {number(data['row_max'])}) / ({total} + exp({number(data['sink'])} - m)) = {p}"
+            f"{INDENT}key {j}: exp({number(s)} - {number(data['row_max'])}) / ({total} + "
+            f"exp({number(data['sink'])} - m)) = {p}"
         )
     yield from _online(data)
 
@@ -265,7 +297,9 @@ MOST_HEADS = 16  # bars of shares
 
 
 def tokens(data: Data) -> Lines:
-    """Every key with its index, and before it its weight; the query and the key in their colours; of many those near them."""
+    """Every key with its index, and before it its weight; the query and the key in their colours;
+    of many those near them.
+    """
     line, before = Text(INDENT), -1
     own = data["query"] if data["row_pieces"] == data["pieces"] else -1
     for j in _shown(data, own):
@@ -281,9 +315,12 @@ def tokens(data: Data) -> Lines:
             else ""
         )
         token = Text.assemble(
-            (f"… {j - before - 1} more …  " if j > before + 1 else "", "dim"), (f"{j}", "dim"),
-            (mark, style("q" if here else "k" if key else "s")), (piece_of(data, j), role), "  ",
-        )  # fmt: skip
+            (f"… {j - before - 1} more …  " if j > before + 1 else "", "dim"),
+            (f"{j}", "dim"),
+            (mark, style("q" if here else "k" if key else "s")),
+            (piece_of(data, j), role),
+            "  ",
+        )
         if line.cell_len + token.cell_len > WIDTH:
             yield line
             line = Text(INDENT)
@@ -303,7 +340,9 @@ def tokens(data: Data) -> Lines:
 
 
 def _shown(data: Data, query: int) -> Sequence[int]:
-    """The keys that are listed: all of a short text, else the first, those near query and key, and the heaviest."""
+    """The keys that are listed: all of a short text, else the first, those near query and key, and
+    the heaviest.
+    """
     n = len(data["pieces"])
     if n <= MOST_LISTED:
         return range(n)
@@ -315,9 +354,10 @@ def _shown(data: Data, query: int) -> Sequence[int]:
 def hidden(data: Data) -> Lines:
     """The hidden state of the query, embedded, entering the layer, and normed."""
     for name, title in (
-        ("embedding", "embedding of the token"), ("entering", f"h: entering layer {data['layer']}"),
+        ("embedding", "embedding of the token"),
+        ("entering", f"h: entering layer {data['layer']}"),
         ("normed", "x: what attention is given"),
-    ):  # fmt: skip
+    ):
         if data[name]:
             yield from strip(title, data[name], "")
 
@@ -340,7 +380,8 @@ def projected(data: Data) -> Lines:
         position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])
         yield equation(data["equations"]["rotate"])
         yield Text(
-            f"{INDENT}{len(angles)} pairs, layout {data['layout']}; of the query, position {position}:"
+            f"{INDENT}{len(angles)} pairs, layout {data['layout']}; of the query, position "
+            f"{position}:"
         )
         yield Text(f"{INDENT}φ = {shown} ... {number(angles[-1])} rad")
 
@@ -477,7 +518,8 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
 def show_heads(
     query: str, rows: Sequence[Mapping[str, Any]], chosen: tuple[int, int], console: Console
 ) -> None:
-    """Print a row per head: the key that it looks at hardest, and with what weight; the chosen head marked.
+    """Print a row per head: the key that it looks at hardest, and with what weight; the chosen head
+    marked.
 
     Args:
         query: what the query is called.
@@ -491,7 +533,8 @@ def show_heads(
     """
     lines = [
         Text(
-            f"The hardest look of query {text.cell(query, 20).rstrip()} at another token than the first, in each head"
+            f"The hardest look of query {text.cell(query, 20).rstrip()} at another token than the "
+            "first, in each head"
         ),
         Text("  layer head  weight                           key token", "dim"),
     ]
@@ -516,19 +559,27 @@ def _title(data: Data) -> Lines:
     n, i = data["sizes"], data["query"]
     yield Text.assemble(
         ("regard explain", "bold"),
-        f"  {text.cell(data['model'], 24).rstrip()}: {n['layers']} layers, H {n['H']}, G {n['G']}, D {n['D']}",
+        f"  {text.cell(data['model'], 24).rstrip()}: {n['layers']} layers, H {n['H']}, G "
+        f"{n['G']}, D {n['D']}",
     )
     yield Text.assemble(
-        "layer ", (f"{data['layer']}", "bold"), ", head ", (f"{data['head']}", "bold"),
-        f" (reads key/value head {data['group']}), query token ", (f"{i} ", "bold"),
-        (text.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)), f", position {data['query_position']}",
-    )  # fmt: skip
+        "layer ",
+        (f"{data['layer']}", "bold"),
+        ", head ",
+        (f"{data['head']}", "bold"),
+        f" (reads key/value head {data['group']}), query token ",
+        (f"{i} ", "bold"),
+        (text.cell(data["query_piece"], 12).rstrip(), style("q", bold=True)),
+        f", position {data['query_position']}",
+    )
     j = data["key"]
     yield Text.assemble(
-        "key ", (f"{j} ", "bold"), (text.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
+        "key ",
+        (f"{j} ", "bold"),
+        (text.cell(data["pieces"][j], 12).rstrip(), style("k", bold=True)),
         f", position {data['positions'][j]}; {text.cell(data['place'], 28).rstrip()}: "
         f"{text.cell(data['mechanism'], 18).rstrip()}",
-    )  # fmt: skip
+    )
     yield from wrapped(_ran(data))
     for name in ("chosen_by", "key_chosen_by"):
         if data[name]:
@@ -541,7 +592,10 @@ def _ran(data: Data) -> str:
     """What ran, in words."""
     n, calls = data["sizes"], data["calls"]
     own = f"kernel {data['kernel']}" if data["kind"] == "softmax" else "no softmax kernel"
-    text = f"one pass (prefill), {own}, {data['dtype']}, {n['T']} queries, {n['S']} {data['keys_are']}; rows are queries, columns are keys"
+    text = (
+        f"one pass (prefill), {own}, {data['dtype']}, {n['T']} queries, {n['S']} "
+        f"{data['keys_are']}; rows are queries, columns are keys"
+    )
     if len(calls) > 1:
         text += f"; call {calls[data['call']]!r} of {', '.join(calls)}"
     return text

@@ -1,4 +1,6 @@
-"""A figure of an explanation, with matplotlib: the head's pattern and the query's row, their recipe as the caption."""
+"""A figure of an explanation, with matplotlib: the head's pattern and the query's row, their recipe
+as the caption.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,12 @@ def recipe(data: Mapping[str, Any]) -> str:
     n, T, S = data["pool"], data["sizes"]["T"], data["sizes"]["S"]
     reduction = "every weight" if n == 1 else f"each cell the largest weight of {n} x {n}"
     return inert(
-        f"{data['model']}, {data['place']}, head {data['head']}, query {data['query']} {data['query_piece']}, "
-        f"key {data['key']} {data['pieces'][data['key']]}; rows are queries ({T}), columns are keys ({S}); {reduction}; "
-        f"colour linear from 0 to 1, hatched where masked; scale {data['scale']:.6g}; kernel {data['kernel']}, "
+        f"{data['model']}, {data['place']}, head {data['head']}, query {data['query']} "
+        f"{data['query_piece']}, "
+        f"key {data['key']} {data['pieces'][data['key']]}; rows are queries ({T}), columns are "
+        f"keys ({S}); {reduction}; "
+        f"colour linear from 0 to 1, hatched where masked; scale {data['scale']:.6g}; kernel "
+        f"{data['kernel']}, "
         f"{data['dtype']}; check {data['check']:.1e}"
     )
 
@@ -84,7 +89,8 @@ def draw(data: Mapping[str, Any], path: Path) -> int:
 
 
 def heat(weights: Sequence[Sequence[float]], title: str, path: Path) -> int:
-    """Draw the weights of one head, rows queries and columns keys, with a title and a colour bar; gives the bytes written.
+    """Draw the weights of one head, rows queries and columns keys, with a title and a colour bar;
+    gives the bytes written.
 
     Args:
         weights: [T, S], each from 0 to 1.
@@ -112,7 +118,15 @@ def heat(weights: Sequence[Sequence[float]], title: str, path: Path) -> int:
             axes.set_yticks(range(len(weights)))
             axes.set_xticks(range(len(row)))
             for j, x in enumerate(row):
-                axes.text(j, i, f"{x:.2f}", ha="center", va="center", fontsize=8, color="white" if x > 0.6 else "black")  # fmt: skip
+                axes.text(
+                    j,
+                    i,
+                    f"{x:.2f}",
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if x > 0.6 else "black",
+                )
     with replacing(path) as place:
         figure.savefig(place, dpi=150)
     return path.stat().st_size
@@ -125,8 +139,13 @@ def _pattern(axes: Any, data: Mapping[str, Any], colours: Any, figure: Any) -> N
     axes.patch.set_hatch("///")
     axes.patch.set_edgecolor("#b5b5b5")
     image = axes.imshow(
-        np.ma.masked_invalid(cells), cmap=colours, vmin=0, vmax=1, interpolation="nearest", aspect="auto"
-    )  # fmt: skip
+        np.ma.masked_invalid(cells),
+        cmap=colours,
+        vmin=0,
+        vmax=1,
+        interpolation="nearest",
+        aspect="auto",
+    )
     figure.colorbar(image, ax=axes, label="weight")
     n = data["pool"]
     axes.set_title(f"{cell(data['place'], 40).rstrip()}, head {data['head']}", fontsize=10)

@@ -1,4 +1,6 @@
-"""A page of findings: sections with a verdict, sentences, a table of numbers and pictures. One file, no script."""
+"""A page of findings: sections with a verdict, sentences, a table of numbers and pictures. One
+file, no script.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,14 @@ class Section:
         tone = {True: "good", False: "bad", None: "soft"}[self.good]
         badge = f" <span class='badge {tone}'>{_safe(self.badge)}</span>" if self.badge else ""
         texts = "".join(f"<p><b>{_safe(k)}</b> {_safe(v)}</p>" for k, v in self.texts.items())
-        tables = _table(self.heads, self.rows) + (_table(self.more[0], self.more[1:]) if self.more else "")  # fmt: skip
-        drawn = "".join(f"<div class='wide'>{curves.svg(p, alone=False)}</div>" for p in self.pictures if p.drawable)  # fmt: skip
+        tables = _table(self.heads, self.rows) + (
+            _table(self.more[0], self.more[1:]) if self.more else ""
+        )
+        drawn = "".join(
+            f"<div class='wide'>{curves.svg(p, alone=False)}</div>"
+            for p in self.pictures
+            if p.drawable
+        )
         return f"<section><h2>{_safe(self.title)}{badge}</h2>{texts}{tables}{drawn}</section>"
 
 
@@ -53,7 +61,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return ""
     head = "".join(f"<th>{_safe(cell)}</th>" for cell in heads)
     body = "".join(f"<tr>{''.join(f'<td>{_safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    return (
+        "<div "
+        f"class='wide'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 def page(
@@ -71,12 +82,20 @@ def page(
     True
     """
     style = palette.css() + _STYLE + chart.css()
-    policy = f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
     told = "".join(f"<li>{_safe(k)} <b>{_safe(v)}</b></li>" for k, v in facts.items())
-    body = "\n".join([
-        f"<h1>{_safe(title)}</h1><p>{_safe(sentence)}</p><ul class='facts'>{told}</ul><pre>{_safe(command)}</pre>",
-        *(section.html() for section in sections),
-    ])  # fmt: skip
+    body = "\n".join(
+        [
+            (
+                f"<h1>{_safe(title)}</h1><p>{_safe(sentence)}</p><ul "
+                f"class='facts'>{told}</ul><pre>{_safe(command)}</pre>"
+            ),
+            *(section.html() for section in sections),
+        ]
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

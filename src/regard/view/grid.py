@@ -1,4 +1,6 @@
-"""A mask as lines of a terminal: which key each query may see. Rows are queries, columns are keys."""
+"""A mask as lines of a terminal: which key each query may see. Rows are queries, columns are
+keys.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from regard.view.palette import TERMINAL
 
 WIDTH = 80
 WIDE = 32
-"""Columns that get two characters each; more get one, up to `NARROW`, and more than that are pooled to `WIDE`."""
+"""Columns that get two characters each; more get one, up to `NARROW`, and more than that are pooled
+to `WIDE`.
+"""
 NARROW = 56
 TALL = 64
 """Rows that are drawn one by one; more are pooled to `WIDE`."""
@@ -43,7 +47,8 @@ ASCII = {
 class Grid:
     """What is drawn: states [rows, columns], 0 = no key is visible, 1 = some, 2 = every one.
 
-    q_start, k_start: positions of the first query and key. cell: queries and keys that one state stands for.
+    q_start, k_start: positions of the first query and key. cell: queries and keys that one state
+        stands for.
     counts: how many keys each query sees, [T].
     """
 
@@ -60,7 +65,8 @@ class Grid:
 
 
 def pool(T: int, S: int) -> tuple[int, int]:
-    """How many queries and keys a cell must stand for, so that the drawing fits 80 columns: powers of two.
+    """How many queries and keys a cell must stand for, so that the drawing fits 80 columns: powers
+    of two.
 
     >>> pool(16, 16), pool(100, 40), pool(4096, 4096)
     ((1, 1), (4, 1), (128, 128))
@@ -73,7 +79,8 @@ def pool(T: int, S: int) -> tuple[int, int]:
 
 
 def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
-    """The lines of a grid: what the glyphs mean, a ruler of keys, and a row per query with its count and its keys.
+    """The lines of a grid: what the glyphs mean, a ruler of keys, and a row per query with its
+    count and its keys.
 
     >>> grid = Grid(np.tril(np.full((3, 3), 2, np.int8)), np.array([1, 2, 3]))
     >>> for line in draw(grid, ascii_only=True): print(line.plain)
@@ -111,7 +118,8 @@ def draw_tiles(
     cut = f"; the first {WIDE} a side" if shown.shape != states.shape else ""
     full, partial = glyphs["full"] * 2, glyphs["partial"] * 2
     yield Text(
-        f"  tiles of {size[0]} queries x {size[1]} keys: {full} full, {partial} partial, {glyphs['empty']} empty{cut}",
+        f"  tiles of {size[0]} queries x {size[1]} keys: {full} full, {partial} partial, "
+        f"{glyphs['empty']} empty{cut}",
         "dim",
     )
     for row in shown:
@@ -141,9 +149,13 @@ def style(role: str) -> Style:
 def _legend(grid: Grid, glyphs: dict[str, str], wide: int) -> str:
     full, own, partial = (glyphs[name] * wide for name in ("full", "own", "partial"))
     if not grid.pooled:
-        return f"rows are queries, columns are keys: {full} visible, {own} its own, {glyphs['empty']} not"
+        return (
+            f"rows are queries, columns are keys: {full} visible, {own} its own, "
+            f"{glyphs['empty']} not"
+        )
     return (
-        f"each cell {grid.cell[0]} queries x {grid.cell[1]} keys: {full} all, {partial} some, {glyphs['empty']} none; "
+        f"each cell {grid.cell[0]} queries x {grid.cell[1]} keys: {full} all, {partial} some, "
+        f"{glyphs['empty']} none; "
         "right: most seen"
     )
 
@@ -174,7 +186,9 @@ def _glyph(state: int, wide: int, glyphs: dict[str, str]) -> tuple[str, Style | 
 
 
 def _append_count(line: Text, grid: Grid, i: int, glyphs: dict[str, str]) -> None:
-    """How many keys the query sees, and which, as far as there is room; of pooled queries the most that one sees."""
+    """How many keys the query sees, and which, as far as there is room; of pooled queries the most
+    that one sees.
+    """
     seen = grid.counts[i * grid.cell[0] : (i + 1) * grid.cell[0]]
     line.append(f"{seen.max():>6}" if grid.pooled else f"{seen.max():>5}", "bold")
     if grid.pooled:

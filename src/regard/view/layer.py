@@ -1,4 +1,6 @@
-"""A layer's stages as text for a terminal, and as sections of a page: arrays and numbers in, words out."""
+"""A layer's stages as text for a terminal, and as sections of a page: arrays and numbers in, words
+out.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,16 @@ def rows(told: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """
     return [
         [
-            layer["name"], one["name"], " x ".join(map(str, one["shape"])), f"{one['mean']:.4f}", f"{one['std']:.4f}",
+            layer["name"],
+            one["name"],
+            " x ".join(map(str, one["shape"])),
+            f"{one['mean']:.4f}",
+            f"{one['std']:.4f}",
             "" if one["seconds"] is None else f"{1e3 * one['seconds']:.3f}",
         ]
         for layer in told
         for one in layer["stages"]
-    ]  # fmt: skip
+    ]
 
 
 def table(told: Sequence[Mapping[str, Any]]) -> str:
@@ -61,18 +67,26 @@ def table(told: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text(told: Mapping[str, Any]) -> str:
-    """One layer in full, in the order of the notes: shapes, mask, scores, masked scores, weights, outputs.
+    """One layer in full, in the order of the notes: shapes, mask, scores, masked scores, weights,
+    outputs.
 
     Args:
         told: `Layer.as_dict()`.
     """
     made = {stage["name"]: stage for stage in told["stages"]}
     lines = [
-        f"Input x: {tuple(told['input'])}; q {_shape(made['q'])}, k {_shape(made['k'])}, v {_shape(made['v'])}",
-        f"Output: {_shape(made['out'])}", "",
-        f"Mask ({told['mask']}; 1 = blocked: the query of the row may not see the key of the column)",
+        (
+            f"Input x: {tuple(told['input'])}; q {_shape(made['q'])}, k {_shape(made['k'])}, v "
+            f"{_shape(made['v'])}"
+        ),
+        f"Output: {_shape(made['out'])}",
+        "",
+        (
+            f"Mask ({told['mask']}; 1 = blocked: the query of the row may not see the key of the "
+            "column)"
+        ),
         _matrix(np.array(told["blocked"])),
-    ]  # fmt: skip
+    ]
     for name, title in TITLES.items():
         lines += ["", f"{title}, {_shape(made[name])}", _matrix(_array(made[name]["values"]))]
     return "\n".join(lines)
@@ -86,7 +100,9 @@ def sections(told: Sequence[Mapping[str, Any]]) -> list[Section]:
     if len(keys) > MOST_TOKENS:
         return found
     blocked = [[f"query {i}", *map(str, row)] for i, row in enumerate(layer["blocked"])]
-    found.append(Section(f"Mask: {layer['mask']}", texts={"1": "blocked"}, heads=("", *keys), rows=blocked))  # fmt: skip
+    found.append(
+        Section(f"Mask: {layer['mask']}", texts={"1": "blocked"}, heads=("", *keys), rows=blocked)
+    )
     made = {stage["name"]: stage for stage in layer["stages"]}
     for name in ("scores", "masked", "weights"):
         cells = [
@@ -95,7 +111,13 @@ def sections(told: Sequence[Mapping[str, Any]]) -> list[Section]:
             for h, head in enumerate(heads)
             for i, row in enumerate(head)
         ]
-        found.append(Section(f"{TITLES[name]}: {layer['name']}", heads=("sequence", "head", "query", *keys), rows=cells))  # fmt: skip
+        found.append(
+            Section(
+                f"{TITLES[name]}: {layer['name']}",
+                heads=("sequence", "head", "query", *keys),
+                rows=cells,
+            )
+        )
     return found
 
 
@@ -110,4 +132,6 @@ def _array(values: Any) -> np.ndarray[Any, Any]:
 
 
 def _matrix(x: np.ndarray[Any, Any]) -> str:
-    return np.array2string(x, precision=4, suppress_small=True, threshold=MOST_NUMBERS, max_line_width=120)  # fmt: skip
+    return np.array2string(
+        x, precision=4, suppress_small=True, threshold=MOST_NUMBERS, max_line_width=120
+    )

@@ -1,7 +1,8 @@
-"""Colours: one per role, the same on every page; told apart with any colour vision, and never the only carrier of a number.
+"""Colours: one per role, the same on every page; told apart with any colour vision, and never the
+only carrier of a number.
 
-Roles: q queries, k keys, v values, s scores and weights, z what heads give. Hues after Okabe and Ito 2008; ramps change their
-lightness all the way, so that they read in grey as well.
+Roles: q queries, k keys, v values, s scores and weights, z what heads give. Hues after Okabe and
+    Ito 2008; ramps change their lightness all the way, so that they read in grey as well.
 """
 
 from __future__ import annotations
@@ -14,15 +15,35 @@ TERMINAL = {"q": "#3a8fdc", "k": "#dd6b20", "v": "#1b9e77", "s": "#a96bd8", "z":
 """Of middle lightness: readable on a dark and on a light terminal."""
 
 LIGHT = {
-    "page": "#fbfbf9", "card": "#ffffff", "ink": "#1b1d23", "soft": "#5c6270", "line": "#dfe1e6",
-    "hint": "#f1f2f5", "q": "#0063a8", "k": "#b44600", "v": "#00745a", "s": "#7a3ea6", "z": "#806000",
-    "good": "#00745a", "bad": "#b3261e",
-}  # fmt: skip
+    "page": "#fbfbf9",
+    "card": "#ffffff",
+    "ink": "#1b1d23",
+    "soft": "#5c6270",
+    "line": "#dfe1e6",
+    "hint": "#f1f2f5",
+    "q": "#0063a8",
+    "k": "#b44600",
+    "v": "#00745a",
+    "s": "#7a3ea6",
+    "z": "#806000",
+    "good": "#00745a",
+    "bad": "#b3261e",
+}
 DARK = {
-    "page": "#14161b", "card": "#1b1e25", "ink": "#e8eaef", "soft": "#a0a7b5", "line": "#333846",
-    "hint": "#242833", "q": "#74b9f5", "k": "#ffa06b", "v": "#56d3ab", "s": "#cda4f6", "z": "#e5c662",
-    "good": "#56d3ab", "bad": "#ff8f87",
-}  # fmt: skip
+    "page": "#14161b",
+    "card": "#1b1e25",
+    "ink": "#e8eaef",
+    "soft": "#a0a7b5",
+    "line": "#333846",
+    "hint": "#242833",
+    "q": "#74b9f5",
+    "k": "#ffa06b",
+    "v": "#56d3ab",
+    "s": "#cda4f6",
+    "z": "#e5c662",
+    "good": "#56d3ab",
+    "bad": "#ff8f87",
+}
 """CSS colours of the page, by name."""
 
 WEIGHTS: dict[str, tuple[Rgb, ...]] = {
@@ -55,7 +76,8 @@ def css(*, switch: bool = False) -> str:
     """The page's colours as CSS variables, light, and dark where the reader prefers it.
 
     Args:
-        switch: the page says which by `data-theme` on its root; until it does, the reader's preference counts.
+        switch: the page says which by `data-theme` on its root; until it does, the reader's
+            preference counts.
 
     >>> "--q:#0063a8" in css()
     True

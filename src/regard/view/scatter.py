@@ -1,4 +1,6 @@
-"""Costs against quality as an SVG: a mark for each mechanism, and the line of those that no other beats."""
+"""Costs against quality as an SVG: a mark for each mechanism, and the line of those that no other
+beats.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Mark:
 class Axis:
     """A title, a scale, and the words of its numbers.
 
-    unit: "bytes" (powers of two, KiB), "seconds" (1, 2, 5 on a logarithmic scale), "bits" or "share" (linear).
+    unit: "bytes" (powers of two, KiB), "seconds" (1, 2, 5 on a logarithmic scale), "bits" or
+        "share" (linear).
 
     >>> Axis("cache", "bytes").words(2048.0)
     '2 KiB'
@@ -121,10 +124,13 @@ def css() -> str:
     """
     return (
         ".scatter text{font:12px system-ui,'Noto Sans',sans-serif;fill:var(--soft)}"
-        ".scatter text.ink{fill:var(--ink);font-weight:600;font-size:14px}.scatter text.name{fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width:3px}"
+        ".scatter text.ink{fill:var(--ink);font-weight:600;font-size:14px}.scatter "
+        "text.name{fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width:3px}"
         ".scatter .grid{stroke:var(--line)}.scatter .front{stroke:var(--q);fill:var(--q)}"
-        ".scatter .rest{stroke:var(--soft);fill:var(--card)}.scatter polyline{stroke:var(--q);stroke-width:2;"
-        "stroke-dasharray:5 4;fill:none;opacity:.7}.scatter .span{stroke-width:1.5;opacity:.6}.paper{fill:var(--card)}\n"
+        ".scatter .rest{stroke:var(--soft);fill:var(--card)}.scatter "
+        "polyline{stroke:var(--q);stroke-width:2;"
+        "stroke-dasharray:5 4;fill:none;opacity:.7}.scatter "
+        ".span{stroke-width:1.5;opacity:.6}.paper{fill:var(--card)}\n"
     )
 
 
@@ -181,13 +187,15 @@ def _mark(mark: Mark, x: Axis, y: Axis, at_x: _Scale, at_y: _Scale) -> Iterator[
     low, high = mark.span
     if low < high:
         yield (
-            f'<line class="span {kind}" x1="{left:.1f}" x2="{left:.1f}" y1="{at_y(low):.1f}" y2="{at_y(high):.1f}"/>'
+            f'<line class="span {kind}" x1="{left:.1f}" x2="{left:.1f}" y1="{at_y(low):.1f}" '
+            f'y2="{at_y(high):.1f}"/>'
         )
     said = f"{mark.name}: {x.words(mark.x)}, {y.words(mark.y)}" + (
         ", on the front" if mark.front else ""
     )
     yield (
-        f'<circle class="{kind}" cx="{left:.1f}" cy="{at_y(mark.y):.1f}" r="5"><title>{_safe(said)}</title></circle>'
+        f'<circle class="{kind}" cx="{left:.1f}" cy="{at_y(mark.y):.1f}" '
+        f'r="5"><title>{_safe(said)}</title></circle>'
     )
 
 

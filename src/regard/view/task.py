@@ -1,4 +1,6 @@
-"""The page of a task that was trained: how often it is right, where it looks, what it gets wrong. One file, no script."""
+"""The page of a task that was trained: how often it is right, where it looks, what it gets wrong.
+One file, no script.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,26 @@ class TaskPage:
     wrong: Sequence[Told] = field(default=())
 
     def html(self) -> str:
-        """The whole page; words are untrusted and reach it escaped, and a content policy lets no script run."""
+        """The whole page; words are untrusted and reach it escaped, and a content policy lets no
+        script run.
+        """
         style = palette.css() + _STYLE + chart.css() + alignment.css()
-        policy = f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; form-action 'none'"
+        policy = (
+            f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
+            "form-action 'none'"
+        )
         facts = "".join(f"<li>{_safe(k)} <b>{_safe(v)}</b></li>" for k, v in self.facts.items())
-        body = "\n".join([
-            f"<h1>{_safe(self.title)}</h1><p>{_safe(self.sentence)}</p><ul class='facts'>{facts}</ul>",
-            *self._accuracy(), *self._alignments(), *self._mistakes(),
-        ])  # fmt: skip
+        body = "\n".join(
+            [
+                (
+                    f"<h1>{_safe(self.title)}</h1><p>{_safe(self.sentence)}</p><ul "
+                    f"class='facts'>{facts}</ul>"
+                ),
+                *self._accuracy(),
+                *self._alignments(),
+                *self._mistakes(),
+            ]
+        )
         return (
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -89,8 +103,10 @@ class TaskPage:
             return
         drawn = chart.svg(self.series, self.trained, "right, every word of it", alone=False)
         yield (
-            "<section><h2>Right, by the length of the source</h2><p class='soft'>An answer is right when every word of it "
-            "is. The bars through the marks are 95 % intervals. No source was trained on; shaded are those longer than "
+            "<section><h2>Right, by the length of the source</h2><p class='soft'>An answer is "
+            "right when every word of it "
+            "is. The bars through the marks are 95 % intervals. No source was trained on; shaded "
+            "are those longer than "
             f"any that was.</p><div class='wide'>{drawn}</div></section>"
         )
 
@@ -98,8 +114,10 @@ class TaskPage:
         if not self.aligned:
             return
         yield (
-            "<section><h2>Where it looks</h2><p class='soft'>Rows are the words that were said, columns the words of the "
-            "source; the colour of a cell is its weight. Nobody taught the model which word belongs to which.</p>"
+            "<section><h2>Where it looks</h2><p class='soft'>Rows are the words that were said, "
+            "columns the words of the "
+            "source; the colour of a cell is its weight. Nobody taught the model which word "
+            "belongs to which.</p>"
         )
         yield "<div class='figures'>"
         for one in self.aligned:
@@ -118,12 +136,14 @@ class TaskPage:
         if not self.wrong:
             return
         rows = "".join(
-            f"<tr><td>{_safe(told.source)}</td><td class='bad'>{_safe(told.said) or '(nothing)'}</td>"
+            f"<tr><td>{_safe(told.source)}</td><td "
+            f"class='bad'>{_safe(told.said) or '(nothing)'}</td>"
             f"<td class='good'>{_safe(told.wanted)}</td></tr>"
             for told in self.wrong
         )
         yield (
-            "<section><h2>What it gets wrong</h2><div class='wide'><table><thead><tr><th>source</th><th>said</th>"
+            "<section><h2>What it gets wrong</h2><div "
+            "class='wide'><table><thead><tr><th>source</th><th>said</th>"
             f"<th>right</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
         )
 

@@ -1,4 +1,6 @@
-"""Building blocks of terminal pages: headings, equations, strips of numbers, and characters for values."""
+"""Building blocks of terminal pages: headings, equations, strips of numbers, and characters for
+values.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def bar(share: float, width: int) -> str:
 
 
 def columns(values: Sequence[float], top: float) -> tuple[str, str]:
-    """Two rows of one character a value: positive ones stand on the middle line, negative ones hang from it.
+    """Two rows of one character a value: positive ones stand on the middle line, negative ones hang
+    from it.
 
     >>> columns([1.0, -1.0, 0.5], top=1.0)
     ('█ ▄', ' █ ')
@@ -180,7 +183,9 @@ def norm(values: Sequence[float]) -> float:
 
 
 def large_pattern(data: Data) -> Lines:
-    """The pattern of the head, at most 32 cells a side: two characters a cell, a name before each row."""
+    """The pattern of the head, at most 32 cells a side: two characters a cell, a name before each
+    row.
+    """
     n, cells = data["pool"], data["patterns"][data["head"]]
     yield Text.assemble(
         f"{INDENT}rows are queries, columns are keys 0 .. {len(data['pieces']) - 1}",
@@ -194,10 +199,13 @@ def large_pattern(data: Data) -> Lines:
         here = i <= data["query"] < i + n
         name = cell(data["row_pieces"][i], 7)
         yield Text.assemble(
-            ("▶" if here else " ", style("q")), (f"{i:>3} ", "dim"),
-            (name, style("q", bold=True) if here else ""), (" │", "dim"),
-            _cells(values), ("│", "dim"),
-        )  # fmt: skip
+            ("▶" if here else " ", style("q")),
+            (f"{i:>3} ", "dim"),
+            (name, style("q", bold=True) if here else ""),
+            (" │", "dim"),
+            _cells(values),
+            ("│", "dim"),
+        )
 
 
 def small_patterns(data: Data) -> Lines:

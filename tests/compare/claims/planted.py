@@ -1,4 +1,6 @@
-"""For every claim, numbers under which its sentence is true, and changes that contradict it: what a rule must tell apart."""
+"""For every claim, numbers under which its sentence is true, and changes that contradict it: what a
+rule must tell apart.
+"""
 
 from __future__ import annotations
 
@@ -38,43 +40,88 @@ def _lengths(lengths: tuple[int, ...], **powers: float) -> list[Numbers]:
 
 def scale() -> Numbers:
     rows = [
-        {"dim": d, "spread": d**0.5, "scaled": {"entropy": 3.7, "largest": 0.1}, "unscaled": {"entropy": 0.1, "largest": 0.99}}
+        {
+            "dim": d,
+            "spread": d**0.5,
+            "scaled": {"entropy": 3.7, "largest": 0.1},
+            "unscaled": {"entropy": 0.1, "largest": 0.99},
+        }
         for d in (4, 64, 4096)
-    ]  # fmt: skip
+    ]
     return {"rows": 256, "keys": 64, "by_dim": rows}
 
 
 def gradients(weights: float, largest: float, steepest: float) -> Numbers:
-    """Most queries get nothing; what W_q and the largest query get is given, by what they get with the scale."""
+    """Most queries get nothing; what W_q and the largest query get is given, by what they get with
+    the scale.
+    """
     rows = []
     for dim, share in ((16, 0.1), (1024, 1.0)):
-        unscaled = {"weights": weights * share, "per_query_median": 0.01, "per_query_largest": largest, "slope": 0.001, "steepest": steepest}  # fmt: skip
-        scaled = {"weights": 1.0, "per_query_median": 1.0, "per_query_largest": 1.0, "slope": 0.1, "steepest": 0.2}  # fmt: skip
-        rows.append({"dim": dim, "unscaled": {k: _rounds(v) for k, v in unscaled.items()}, "scaled": {k: [v] * 5 for k, v in scaled.items()}})  # fmt: skip
+        unscaled = {
+            "weights": weights * share,
+            "per_query_median": 0.01,
+            "per_query_largest": largest,
+            "slope": 0.001,
+            "steepest": steepest,
+        }
+        scaled = {
+            "weights": 1.0,
+            "per_query_median": 1.0,
+            "per_query_largest": 1.0,
+            "slope": 0.1,
+            "steepest": 0.2,
+        }
+        rows.append(
+            {
+                "dim": dim,
+                "unscaled": {k: _rounds(v) for k, v in unscaled.items()},
+                "scaled": {k: [v] * 5 for k, v in scaled.items()},
+            }
+        )
     return {"tokens": 64, "draws": 5, "by_dim": rows}
 
 
 def training_of_scale() -> Numbers:
     def way(loss: float, largest: float) -> Numbers:
-        return {"loss": [loss, loss + 0.01], "largest": [largest, largest + 1], "median": [0.6, 0.6]}  # fmt: skip
+        return {
+            "loss": [loss, loss + 0.01],
+            "largest": [largest, largest + 1],
+            "median": [0.6, 0.6],
+        }
 
     rows = [{"dim": d, "unscaled": way(2.9, 9.0), "scaled": way(2.6, 2.0)} for d in (16, 256)]
     return {"steps": 9, "seeds": 2, "by_dim": rows}
 
 
 def minus_infinity() -> Numbers:
-    leaks = [{"scale": s, "fills": [{"fill": -10.0, "weight": 0.04}, {"fill": -1e9, "weight": 0.0}]} for s in (1.0, 10.0, 100.0)]  # fmt: skip
+    leaks = [
+        {"scale": s, "fills": [{"fill": -10.0, "weight": 0.04}, {"fill": -1e9, "weight": 0.0}]}
+        for s in (1.0, 10.0, 100.0)
+    ]
     return {
-        "leaks": leaks, "ours": 0.0, "empty_row": 0.0, "filled_row": 0.0, "bare_softmax_is_nan": 0.0,
-        "fill_is_finite_in_fp16": 1.0, "nan_after_multiplying": 0.0, "nan_after_masking": 0.0,
-    }  # fmt: skip
+        "leaks": leaks,
+        "ours": 0.0,
+        "empty_row": 0.0,
+        "filled_row": 0.0,
+        "bare_softmax_is_nan": 0.0,
+        "fill_is_finite_in_fp16": 1.0,
+        "nan_after_multiplying": 0.0,
+        "nan_after_masking": 0.0,
+    }
 
 
 def dropout() -> Numbers:
     rows = [
-        {"rate": p, "row_sum_std": 0.0, "row_sum_std_expected": 1e-9, "mean_off_in_deviations": 2.0, "dropped_share": p, "exactly_half": 1.0}
+        {
+            "rate": p,
+            "row_sum_std": 0.0,
+            "row_sum_std_expected": 1e-9,
+            "mean_off_in_deviations": 2.0,
+            "dropped_share": p,
+            "exactly_half": 1.0,
+        }
         for p in (0.1, 0.5)
-    ]  # fmt: skip
+    ]
     return {"draws": 2000, "weights": 16, "by_rate": rows, "eval_change": 0.0, "train_change": 0.5}
 
 
@@ -92,30 +139,52 @@ def forgetting() -> Numbers:
             {"low": low, "high": low + 5, "right": right, "examples": 100}
             for low, right in zip((1, 7, 13, 19), shares, strict=True)
         ]
-        return {"model": model, "bins": bins, "longer": longer, "thirds": [[10, 100], [40, 100], [70, 100]]}  # fmt: skip
+        return {
+            "model": model,
+            "bins": bins,
+            "longer": longer,
+            "thirds": [[10, 100], [40, 100], [70, 100]],
+        }
 
-    return {"trained": 24, "models": [row("lstm", (99, 90, 40, 10), 0.0), row("lstm+bahdanau", (99, 98, 97, 95), 0.8)]}  # fmt: skip
+    return {
+        "trained": 24,
+        "models": [row("lstm", (99, 90, 40, 10), 0.0), row("lstm+bahdanau", (99, 98, 97, 95), 0.8)],
+    }
 
 
 def order() -> Numbers:
-    return {"by_length": [{"length": n, "steps": {"attention": 12, "lstm": 6 * n}} for n in (16, 256)]}  # fmt: skip
+    return {
+        "by_length": [{"length": n, "steps": {"attention": 12, "lstm": 6 * n}} for n in (16, 256)]
+    }
 
 
 def places() -> Numbers:
-    rows = [{"heads": n, "places": shares} for n, shares in ((1, [0.12, 0.13]), (2, [0.9, 0.2]), (8, [0.8, 0.9]))]  # fmt: skip
+    rows = [
+        {"heads": n, "places": shares}
+        for n, shares in ((1, [0.12, 0.13]), (2, [0.9, 0.2]), (8, [0.8, 0.9]))
+    ]
     return {"chance": 0.125, "by_heads": rows}
 
 
 def text_of_heads() -> Numbers:
-    return {"by_heads": [{"heads": n, "text": [loss, loss + 0.005]} for n, loss in ((1, 2.3), (2, 2.25), (8, 2.2))]}  # fmt: skip
+    return {
+        "by_heads": [
+            {"heads": n, "text": [loss, loss + 0.005]}
+            for n, loss in ((1, 2.3), (2, 2.25), (8, 2.2))
+        ]
+    }
 
 
 def cost_of_heads(wide: int) -> Numbers:
     """What one wide head costs, where several that share its width cost 100."""
     rows = [
-        {"heads": n, "list": {"parameters": 100 * n, "flops": 100 * n}, "split": {"parameters": cost, "flops": cost}}
+        {
+            "heads": n,
+            "list": {"parameters": 100 * n, "flops": 100 * n},
+            "split": {"parameters": cost, "flops": cost},
+        }
         for n, cost in ((1, wide), (8, 100))
-    ]  # fmt: skip
+    ]
     return {"by_heads": rows}
 
 
@@ -124,7 +193,11 @@ def side_by_side() -> Numbers:
     times = {name: _rounds(value) for name, value in names.items()}
     # every round of the others is as slow as that round of MHA, so that ratios do not scatter
     out = [{"name": name, "shape": [4, 128, 512], "mean": 0.0, "std": 0.2} for name in names]
-    return {"by_mode": [{"mode": mode, "times": dict(times), "out": out} for mode in ("training", "evaluation")]}  # fmt: skip
+    return {
+        "by_mode": [
+            {"mode": mode, "times": dict(times), "out": out} for mode in ("training", "evaluation")
+        ]
+    }
 
 
 def work() -> Numbers:
@@ -133,7 +206,10 @@ def work() -> Numbers:
 
 
 def latent_counts() -> Numbers:
-    return {"kept": {"MHA": 1024, "MLA": 160}, "pair_flops": {"MHA": 256, "MLA, expanded": 240, "MLA, absorbed": 200}}  # fmt: skip
+    return {
+        "kept": {"MHA": 1024, "MLA": 160},
+        "pair_flops": {"MHA": 256, "MLA, expanded": 240, "MLA, absorbed": 200},
+    }
 
 
 def latent_steps() -> Numbers:
@@ -143,35 +219,56 @@ def latent_steps() -> Numbers:
 
 def kv_cache() -> Numbers:
     rows = [
-        {"length": n, "times": {"cache": [1e-3] * 5, "no cache": [1e-4 * n] * 5}, "bytes": 64 * n, "error": 0.0}
+        {
+            "length": n,
+            "times": {"cache": [1e-3] * 5, "no cache": [1e-4 * n] * 5},
+            "bytes": 64 * n,
+            "error": 0.0,
+        }
         for n in (32, 128, 1024)
-    ]  # fmt: skip
+    ]
     return {"by_length": rows}
 
 
 def groups_counts() -> Numbers:
     rows = [
         {"name": name, "bytes": size, "score_flops": [n, 10 * n]}
-        for name, size, n in (("mha", 640, 64), ("gqa", 320, 64), ("mqa", 160, 64), ("mla", 200, 80))
-    ]  # fmt: skip
+        for name, size, n in (
+            ("mha", 640, 64),
+            ("gqa", 320, 64),
+            ("mqa", 160, 64),
+            ("mla", 200, 80),
+        )
+    ]
     return {"heads": 4, "tokens": 64, "lengths": [64, 640], "by_name": rows}
 
 
 def quality() -> Numbers:
-    rows = [{"name": name, "text": [loss, loss + 0.1], "recall": [0.9]} for name, loss in (("mha", 2.0), ("gqa", 2.01), ("mqa", 2.03), ("mla", 2.0))]  # fmt: skip
+    rows = [
+        {"name": name, "text": [loss, loss + 0.1], "recall": [0.9]}
+        for name, loss in (("mha", 2.0), ("gqa", 2.01), ("mqa", 2.03), ("mla", 2.0))
+    ]
     return {"by_name": rows}
 
 
 def pairs() -> Numbers:
     def row(n: int) -> Numbers:
         log = n.bit_length() - 1  # lengths are powers of two
-        return {"length": n, "pairs": {"full": n * n, "window": n * log, "strided": 3 * n * log}, "linear": 7 * n}  # fmt: skip
+        return {
+            "length": n,
+            "pairs": {"full": n * n, "window": n * log, "strided": 3 * n * log},
+            "linear": 7 * n,
+        }
 
     return {"by_length": [row(n) for n in (1024, 2048, 4096, 8192)]}
 
 
 def sparse_times() -> Numbers:
-    return {"by_length": _lengths((1024, 2048, 4096, 8192), full=2.0, window=1.0, strided=1.5, linear=0.99)}  # fmt: skip
+    return {
+        "by_length": _lengths(
+            (1024, 2048, 4096, 8192), full=2.0, window=1.0, strided=1.5, linear=0.99
+        )
+    }
 
 
 def loops() -> Numbers:
@@ -181,44 +278,85 @@ def loops() -> Numbers:
 
 def positions() -> Numbers:
     falling = [1 - i / 256 for i in range(256)]
-    moved = dict.fromkeys(("sinusoidal alone", "sinusoidal, with content", "rotary, with content"), 0.0)  # fmt: skip
-    return {"sinusoidal": falling, "rotary": list(falling), "alibi": [list(falling)] * 2, "moved": moved, "formula": 0.0}  # fmt: skip
+    moved = dict.fromkeys(
+        ("sinusoidal alone", "sinusoidal, with content", "rotary, with content"), 0.0
+    )
+    return {
+        "sinusoidal": falling,
+        "rotary": list(falling),
+        "alibi": [list(falling)] * 2,
+        "moved": moved,
+        "formula": 0.0,
+    }
 
 
 def longer() -> Numbers:
     methods = ("linear", "ntk", "dynamic", "yarn", "llama3")
-    toy = {"1": {"nats": 0.5, "passkey": 0.9}, "2": {"nats": 0.7, "passkey": 0.1}, "4": {"nats": 0.9, "passkey": 0.0}}  # fmt: skip
+    toy = {
+        "1": {"nats": 0.5, "passkey": 0.9},
+        "2": {"nats": 0.7, "passkey": 0.1},
+        "4": {"nats": 0.9, "passkey": 0.0},
+    }
     by: Numbers = {"unscaled": toy, "alibi": {t: {"nats": 0.5, "passkey": 0.9} for t in "124"}}
     by |= {m: {t: {"nats": 0.6, "passkey": 0.5} for t in "24"} for m in methods}
     by |= {f"{m}, tuned": {"2": {"nats": 0.5, "passkey": 0.8}} for m in ("linear", "yarn")}
     nats = {"unscaled": [2.7, 4.9], **{m: [2.75, 2.9] for m in methods}}
-    return {"trained": 56, "by_method": by, "tiny": {"trained": 256, "lengths": [256, 1024], "nats": nats}}  # fmt: skip
+    return {
+        "trained": 56,
+        "by_method": by,
+        "tiny": {"trained": 256, "lengths": [256, 1024], "nats": nats},
+    }
 
 
 def values() -> Numbers:
-    ways = (("q, k", 2.2, 1e-14), ("q, k, v turned back", 2.2, 1e-14), ("q, k, v not turned back", 2.3, 0.5))  # fmt: skip
+    ways = (
+        ("q, k", 2.2, 1e-14),
+        ("q, k, v turned back", 2.2, 1e-14),
+        ("q, k, v not turned back", 2.3, 0.5),
+    )
     return {"by_way": [{"way": w, "losses": [x, x + 0.01, x], "moved": m} for w, x, m in ways]}
 
 
 def decode_mask(error: float = 0.0) -> Numbers:
-    steps = [{"step": name, "error": error, "needs": needs} for name, needs in (("one token", False), ("three tokens", True))]  # fmt: skip
+    steps = [
+        {"step": name, "error": error, "needs": needs}
+        for name, needs in (("one token", False), ("three tokens", True))
+    ]
     layers = [{"layers": n, "error": 2.0 * (n > 1)} for n in (1, 2)]
     return {"steps": steps, "no_cache": layers, "padded": 0.0, "padded_without_positions": error}
 
 
 def training_of_mask() -> Numbers:
-    return {"by_mask": [{"trained": name, "last": 2.5, "as_trained": 2.5, "in_use": 2.5} for name in ("causal", "none")]}  # fmt: skip
+    return {
+        "by_mask": [
+            {"trained": name, "last": 2.5, "as_trained": 2.5, "in_use": 2.5}
+            for name in ("causal", "none")
+        ]
+    }
 
 
 def infini() -> Numbers:
     rows = []
-    for name, share, added in (("window", 0.12, 0.8), ("infini", 0.8, 0.0), ("all keys", 0.82, 0.82)):  # fmt: skip
-        rows.append({"name": name, "right": share, "tried": [{"rate": 3e-3, "right": share, "with_memory": added}]})  # fmt: skip
+    for name, share, added in (
+        ("window", 0.12, 0.8),
+        ("infini", 0.8, 0.0),
+        ("all keys", 0.82, 0.82),
+    ):
+        rows.append(
+            {
+                "name": name,
+                "right": share,
+                "tried": [{"rate": 3e-3, "right": share, "with_memory": added}],
+            }
+        )
     return {"chance": 0.125, "by_name": rows}
 
 
 def features() -> Numbers:
-    rows = [{"name": n, "direction": 0.95, "best_dim": 0.93, "shuffled": 0.5} for n in ("begins a word", "has letters")]  # fmt: skip
+    rows = [
+        {"name": n, "direction": 0.95, "best_dim": 0.93, "shuffled": 0.5}
+        for n in ("begins a word", "has letters")
+    ]
     return {"by_feature": rows}
 
 
@@ -240,24 +378,68 @@ def times_of_order() -> Numbers:
 
 PLANTED: dict[str, Callable[[], Numbers]] = {
     "scale": scale,
-    "scale-vanish": lambda: gradients(0.01, 0.01, 0.2), "scale-explode": lambda: gradients(20.0, 50.0, 3.0), "scale-training": training_of_scale,
-    "minus-infinity": minus_infinity, "minus-infinity-hides": minus_infinity, "large-negative": minus_infinity,
-    "dropout": scattered_dropout, "dropout-rows": dropout, "dropout-half": dropout,
-    "forgetting": forgetting, "forgetting-beginning": forgetting, "looking-back": forgetting,
-    "order": order, "order-time": times_of_order, "order-generation": generation, "loops": loops,
-    "heads": places, "heads-text": text_of_heads, "heads-wide": lambda: cost_of_heads(800), "heads-more": lambda: cost_of_heads(10),
-    "fused": side_by_side, "mla-time": side_by_side, "fused-work": work, "mask-work": work,
-    "mla-cache": latent_counts, "mla-work": latent_counts, "mla-absorbed": latent_steps, "mla-step": latent_steps,
-    "kv-cache": kv_cache, "groups-cache": groups_counts, "mqa-linear": groups_counts, "groups-quality": quality,
-    "full-work": pairs, "sparse-work": pairs, "linear-work": pairs, "sparse-time": sparse_times,
-    "order-information": swapped, "positions": positions, "positions-distance": positions,
+    "scale-vanish": lambda: gradients(0.01, 0.01, 0.2),
+    "scale-explode": lambda: gradients(20.0, 50.0, 3.0),
+    "scale-training": training_of_scale,
+    "minus-infinity": minus_infinity,
+    "minus-infinity-hides": minus_infinity,
+    "large-negative": minus_infinity,
+    "dropout": scattered_dropout,
+    "dropout-rows": dropout,
+    "dropout-half": dropout,
+    "forgetting": forgetting,
+    "forgetting-beginning": forgetting,
+    "looking-back": forgetting,
+    "order": order,
+    "order-time": times_of_order,
+    "order-generation": generation,
+    "loops": loops,
+    "heads": places,
+    "heads-text": text_of_heads,
+    "heads-wide": lambda: cost_of_heads(800),
+    "heads-more": lambda: cost_of_heads(10),
+    "fused": side_by_side,
+    "mla-time": side_by_side,
+    "fused-work": work,
+    "mask-work": work,
+    "mla-cache": latent_counts,
+    "mla-work": latent_counts,
+    "mla-absorbed": latent_steps,
+    "mla-step": latent_steps,
+    "kv-cache": kv_cache,
+    "groups-cache": groups_counts,
+    "mqa-linear": groups_counts,
+    "groups-quality": quality,
+    "full-work": pairs,
+    "sparse-work": pairs,
+    "linear-work": pairs,
+    "sparse-time": sparse_times,
+    "order-information": swapped,
+    "positions": positions,
+    "positions-distance": positions,
     "longer": lambda: changed(longer(), ("tiny", "nats", "unscaled"), [2.7, 2.8]),
-    **dict.fromkeys(("longer-linear", "longer-ntk", "longer-dynamic", "longer-yarn", "longer-llama3", "longer-alibi"), longer),
+    **dict.fromkeys(
+        (
+            "longer-linear",
+            "longer-ntk",
+            "longer-dynamic",
+            "longer-yarn",
+            "longer-llama3",
+            "longer-alibi",
+        ),
+        longer,
+    ),
     "yarn-tuning": lambda: changed(longer(), ("tiny", "nats", "yarn"), [2.75, 4.0]),
-    "values": values, "values-inverse": values,
-    "decode-mask": decode_mask, "decode-mask-always": lambda: decode_mask(0.5), "training-mask": training_of_mask,
-    "infini": infini, "infini-free": infini, "features": features, "image-text": image_text,
-}  # fmt: skip
+    "values": values,
+    "values-inverse": values,
+    "decode-mask": decode_mask,
+    "decode-mask-always": lambda: decode_mask(0.5),
+    "training-mask": training_of_mask,
+    "infini": infini,
+    "infini-free": infini,
+    "features": features,
+    "image-text": image_text,
+}
 """Claim -> numbers under which its sentence is true, whether or not numbers like these can be."""
 
 NO, LIMITS, OPEN = "does not hold", "holds with limits", "undecided"
@@ -346,7 +528,10 @@ CONTRARY: list[tuple[str, Path, Any, str]] = [
     ("positions-distance", ("moved", "sinusoidal, with content"), 0.4, NO),
     ("positions-distance", ("formula",), 1.0, OPEN),
     ("longer", ("tiny", "nats", "unscaled"), [2.7, 4.9], NO),
-    *((f"longer-{m}", ("tiny", "nats", m), [2.7, 4.9], NO) for m in ("linear", "ntk", "dynamic", "yarn", "llama3")),
+    *(
+        (f"longer-{m}", ("tiny", "nats", m), [2.7, 4.9], NO)
+        for m in ("linear", "ntk", "dynamic", "yarn", "llama3")
+    ),
     ("longer-yarn", ("by_method", "yarn", "2", "passkey"), 0.0, LIMITS),
     ("longer-yarn", ("tiny", "nats", "unscaled"), [2.7, 2.8], OPEN),
     ("longer-alibi", ("by_method", "alibi", "4", "nats"), 1.0, NO),
@@ -369,7 +554,7 @@ CONTRARY: list[tuple[str, Path, Any, str]] = [
     ("features", ("by_feature", 0, "shuffled"), 0.7, OPEN),
     ("image-text", ("rows", "text"), 3, NO),
     ("image-text", ("image",), 64, LIMITS),
-]  # fmt: skip
+]
 """Claim, where its numbers change, to what, and the verdict then."""
 
 ONE_DIM = [{"name": "begins a word", "direction": 0.95, "best_dim": 0.6, "shuffled": 0.5}]

@@ -1,4 +1,6 @@
-"""What claims measure: exact ones give their verdict, trained ones run at a tiny budget, parts equal their definition."""
+"""What claims measure: exact ones give their verdict, trained ones run at a tiny budget, parts
+equal their definition.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from regard import attend, attention_weights
 from regard.compare import Session, Store
-from regard.compare.claims import (  # fmt: skip
+from regard.compare.claims import (
     CLAIMS,
     VERDICTS,
     Outcome,
@@ -42,16 +44,36 @@ from regard.view.curves import svg
 
 TINY = 0.004
 EXACT = {
-    "scale": "holds", "scale-vanish": "holds with limits", "scale-explode": "holds with limits",
-    "minus-infinity": "holds with limits", "minus-infinity-hides": "does not hold", "large-negative": "holds with limits",
-    "dropout": "holds", "dropout-rows": "does not hold", "dropout-half": "does not hold",
-    "order": "holds", "order-generation": "holds with limits", "order-information": "does not hold",
-    "heads-wide": "does not hold", "heads-more": "holds with limits", "fused-work": "does not hold", "mask-work": "holds with limits",
-    "mla-cache": "holds", "mla-work": "does not hold", "groups-cache": "holds", "mqa-linear": "does not hold",
-    "positions": "holds with limits", "positions-distance": "does not hold", "image-text": "holds with limits",
-    "decode-mask": "holds with limits", "decode-mask-always": "does not hold", "features": "does not hold",
-}  # fmt: skip
-"""Claims that neither train nor are timed, and their verdict whatever the seed. Pairs are counted in one test below."""
+    "scale": "holds",
+    "scale-vanish": "holds with limits",
+    "scale-explode": "holds with limits",
+    "minus-infinity": "holds with limits",
+    "minus-infinity-hides": "does not hold",
+    "large-negative": "holds with limits",
+    "dropout": "holds",
+    "dropout-rows": "does not hold",
+    "dropout-half": "does not hold",
+    "order": "holds",
+    "order-generation": "holds with limits",
+    "order-information": "does not hold",
+    "heads-wide": "does not hold",
+    "heads-more": "holds with limits",
+    "fused-work": "does not hold",
+    "mask-work": "holds with limits",
+    "mla-cache": "holds",
+    "mla-work": "does not hold",
+    "groups-cache": "holds",
+    "mqa-linear": "does not hold",
+    "positions": "holds with limits",
+    "positions-distance": "does not hold",
+    "image-text": "holds with limits",
+    "decode-mask": "holds with limits",
+    "decode-mask-always": "does not hold",
+    "features": "does not hold",
+}
+"""Claims that neither train nor are timed, and their verdict whatever the seed. Pairs are counted
+in one test below.
+"""
 COUNTED = {"full-work": "holds", "sparse-work": "does not hold", "linear-work": "holds"}
 TRAINED = ("values", "groups-quality", "infini", "scale-training", "training-mask")
 
@@ -71,7 +93,9 @@ def exact(seed: int) -> dict[str, Outcome]:
 @pytest.mark.full(keep=5)
 @pytest.mark.parametrize(("name", "wanted"), EXACT.items())
 @pytest.mark.parametrize("seed", [0, 1])
-def test_exact_claims_have_their_verdict_whatever_the_seed(name: str, wanted: str, seed: int) -> None:  # fmt: skip
+def test_exact_claims_have_their_verdict_whatever_the_seed(
+    name: str, wanted: str, seed: int
+) -> None:
     found = exact(seed)[name]
     assert found.verdict == wanted, [check for check in found.checks if check.answer != "yes"]
     assert svg(found.picture).count("<polyline") == len(found.picture.lines)
@@ -91,7 +115,16 @@ def test_pairs_are_counted() -> None:
 
 def test_every_claim_is_exact_counted_trained_or_timed() -> None:
     """So that none is left out of these tests because nobody thought of it."""
-    learned = {"forgetting", "forgetting-beginning", "looking-back", "heads", "heads-text", "values-inverse", "infini-free", *TRAINED}  # fmt: skip
+    learned = {
+        "forgetting",
+        "forgetting-beginning",
+        "looking-back",
+        "heads",
+        "heads-text",
+        "values-inverse",
+        "infini-free",
+        *TRAINED,
+    }
     longer = {name for name in CLAIMS if CLAIMS[name].shares == "longer"}
     timed = {name for name, claim in CLAIMS.items() if claim.timed}
     groups = [set(EXACT), set(COUNTED), learned, longer, timed]
@@ -152,7 +185,12 @@ def test_no_positions_are_needed_under_a_causal_mask_of_two_layers() -> None:
 
 
 def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
-    _, window = decoder(len(infini.TASK.vocabulary), layers=1, attention="sliding_window", options={"groups": 4, "window": 8})  # fmt: skip
+    _, window = decoder(
+        len(infini.TASK.vocabulary),
+        layers=1,
+        attention="sliding_window",
+        options={"groups": 4, "window": 8},
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(infini, "LAYERS", 1)
         added = infini._added_to(window, 3)
@@ -177,7 +215,9 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
     """The verdict when a part does the wrong thing."""
     if name == "minus-infinity":  # a mask that leaks a little
         real = attention_weights
-        monkeypatch.setattr(minus_infinity, "attention_weights", lambda *a, **k: real(*a, **k) + 1e-9)  # fmt: skip
+        monkeypatch.setattr(
+            minus_infinity, "attention_weights", lambda *a, **k: real(*a, **k) + 1e-9
+        )
     elif name == "dropout":  # survivors are not scaled
         plain = attend
 
@@ -186,7 +226,11 @@ def broken(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
 
         monkeypatch.setattr(dropout, "attend", unscaled)
     else:  # the cache forgets a token
-        monkeypatch.setitem(decode_mask.STEPS, "one token, all keys kept", (decode_mask.Growing, (6, 1), decode_mask.WINDOW, False))  # fmt: skip
+        monkeypatch.setitem(
+            decode_mask.STEPS,
+            "one token, all keys kept",
+            (decode_mask.Growing, (6, 1), decode_mask.WINDOW, False),
+        )
     return measured(name, 0.1).verdict
 
 
@@ -208,7 +252,9 @@ def test_what_is_kept_is_not_measured_again(tmp_path: Any) -> None:
 
 def test_a_budget_must_be_a_positive_number() -> None:
     for budget in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ArgumentError, match=r"budget is .*; it must be above 0, and 1 is the default"):  # fmt: skip
+        with pytest.raises(
+            ArgumentError, match=r"budget is .*; it must be above 0, and 1 is the default"
+        ):
             experiments([find_claim("scale")], budget)
 
 
@@ -283,10 +329,16 @@ def test_text_is_held_out_and_losses_are_counted() -> None:
 
 def test_learning_is_what_makes_it_right() -> None:
     task = Task(
-        name="repeat", sentence="Say it again.", origin="here", kind="rows",
-        vocabulary=heads.PLACES.vocabulary, lengths=(4, 6, 8),
-        draw=lambda random, n: (lambda words: Example(words, words))(tuple(random.choices(heads.SYMBOLS, k=n))),
-    )  # fmt: skip
+        name="repeat",
+        sentence="Say it again.",
+        origin="here",
+        kind="rows",
+        vocabulary=heads.PLACES.vocabulary,
+        lengths=(4, 6, 8),
+        draw=lambda random, n: (lambda words: Example(words, words))(
+            tuple(random.choices(heads.SYMBOLS, k=n))
+        ),
+    )
     _, model = decoder(len(task.vocabulary), dim=16, heads=2, layers=1)
     before = right(model, task, "validation", 32)
     learn(model, task, 40, lr=1e-2, batch=8)

@@ -1,4 +1,6 @@
-"""The rules that decide on claims: numbers as predicted hold, contrary ones do not, and every claim has both."""
+"""The rules that decide on claims: numbers as predicted hold, contrary ones do not, and every claim
+has both.
+"""
 
 from __future__ import annotations
 
@@ -88,21 +90,30 @@ def test_every_timed_claim_has_numbers_that_leave_it_open() -> None:
 )
 def test_the_verdict_by_the_answers(answers: dict[Role, str], wanted: str) -> None:
     value: dict[str, tuple[float, tuple[float, float] | None]] = {
-        "yes": (1.0, None), "no": (0.0, None), "undecided": (1.0, (0.2, 1.4)),
-    }  # fmt: skip
+        "yes": (1.0, None),
+        "no": (0.0, None),
+        "undecided": (1.0, (0.2, 1.4)),
+    }
     checks = [Check("told", -5.0, low=0.5, role="told")]
     for role in get_args(Role):
         number, spread = value[answers.get(role, "yes")]
-        checks.append(Check(role, number, low=0.5, role="told" if role == "told" else role, spread=spread))  # fmt: skip
+        checks.append(
+            Check(role, number, low=0.5, role="told" if role == "told" else role, spread=spread)
+        )
     assert verdict(checks) == wanted
 
 
 @pytest.mark.parametrize(
     ("value", "answer"),
     [
-        (1.0, "yes"), (2.0, "yes"), (0.999, "no"), (2.001, "no"), (math.nan, "no"), (math.inf, "no"),
+        (1.0, "yes"),
+        (2.0, "yes"),
+        (0.999, "no"),
+        (2.001, "no"),
+        (math.nan, "no"),
+        (math.inf, "no"),
     ],
-)  # fmt: skip
+)
 def test_bounds_are_inside_and_nan_is_not(value: float, answer: str) -> None:
     check = Check("x", value, 1.0, 2.0)
     assert check.answer == answer
@@ -113,10 +124,15 @@ def test_bounds_are_inside_and_nan_is_not(value: float, answer: str) -> None:
 @pytest.mark.parametrize(
     ("spread", "answer"),
     [
-        ((1.0, 2.0), "yes"), ((0.9, 1.5), "undecided"), ((1.5, 2.1), "undecided"), ((0.5, 3.0), "undecided"),
-        ((0.1, 0.9), "no"), ((2.1, 9.0), "no"), ((math.nan, math.nan), "no"),
+        ((1.0, 2.0), "yes"),
+        ((0.9, 1.5), "undecided"),
+        ((1.5, 2.1), "undecided"),
+        ((0.5, 3.0), "undecided"),
+        ((0.1, 0.9), "no"),
+        ((2.1, 9.0), "no"),
+        ((math.nan, math.nan), "no"),
     ],
-)  # fmt: skip
+)
 def test_a_bound_inside_the_spread_is_not_decided(spread: tuple[float, float], answer: str) -> None:
     assert Check("x", 1.5, 1.0, 2.0, spread=spread).answer == answer
 
@@ -130,9 +146,16 @@ def test_what_scatters_is_told_with_its_spread() -> None:
 
 def test_what_is_told() -> None:
     good = Outcome(CLAIMS["fused"], PLANTED["fused"]())
-    bad = Outcome(CLAIMS["scale"], changed(PLANTED["scale"](), ("by_dim", 2, "spread"), 4096.0), reused=True)  # fmt: skip
-    open_ = Outcome(CLAIMS["fused"], changed(PLANTED["fused"](), ("by_mode", 0, "times", "GPT"), WIDE))  # fmt: skip
-    assert summary([good, bad, open_]) == "3 claims: 1 hold, 0 hold with limits, 1 undecided, 1 do not hold"  # fmt: skip
+    bad = Outcome(
+        CLAIMS["scale"], changed(PLANTED["scale"](), ("by_dim", 2, "spread"), 4096.0), reused=True
+    )
+    open_ = Outcome(
+        CLAIMS["fused"], changed(PLANTED["fused"](), ("by_mode", 0, "times", "GPT"), WIDE)
+    )
+    assert (
+        summary([good, bad, open_])
+        == "3 claims: 1 hold, 0 hold with limits, 1 undecided, 1 do not hold"
+    )
     lines = text(bad).splitlines()
     assert lines[0] == "scale: does not hold (kept from an earlier run)"
     assert lines[3].split()[0] == "no"
@@ -154,7 +177,11 @@ def test_mha_gpt_and_mla_stand_side_by_side_in_text_and_page() -> None:
     outcome = Outcome(CLAIMS["fused"], PLANTED["fused"]())
     lines, page = text(outcome), section(outcome).html()
     for name in ("MHA", "GPT", "MLA", "MLA, dropout 0.0"):
-        assert re.search(rf"^    {name} +training +4 x 128 x 512 +0\.0000 +0\.2000 +\d+\.\d\d$", lines, re.MULTILINE)  # fmt: skip
+        assert re.search(
+            rf"^    {name} +training +4 x 128 x 512 +0\.0000 +0\.2000 +\d+\.\d\d$",
+            lines,
+            re.MULTILINE,
+        )
         assert f"<td>{name}</td><td>training</td><td>4 x 128 x 512</td><td>0.0000</td>" in page
     assert "<th>mean</th><th>std</th><th>ms</th>" in page
     assert outcome.as_dict()["table"][0] == ["", "mode", "shape", "mean", "std", "ms"]
@@ -162,7 +189,16 @@ def test_mha_gpt_and_mla_stand_side_by_side_in_text_and_page() -> None:
 
 def test_a_timed_claim_says_how_it_was_timed() -> None:
     timed = {name for name, claim in CLAIMS.items() if claim.timed}
-    assert timed == {"fused", "mla-time", "mla-absorbed", "mla-step", "kv-cache", "sparse-time", "order-time", "loops"}  # fmt: skip
+    assert timed == {
+        "fused",
+        "mla-time",
+        "mla-absorbed",
+        "mla-step",
+        "kv-cache",
+        "sparse-time",
+        "order-time",
+        "loops",
+    }
     threads = torch.get_num_threads()
     (found,) = run(Session(Store(None)), [CLAIMS["loops"]], 0.004)
     assert found.numbers["dropout"] == 0.0
@@ -194,7 +230,10 @@ def test_claims_of_one_experiment_measure_it_once() -> None:
 
 
 def test_an_unknown_claim_names_its_neighbour() -> None:
-    with pytest.raises(ArgumentError, match=r"there is no claim 'dropot'; did you mean dropout or dropout-rows\? --list"):  # fmt: skip
+    with pytest.raises(
+        ArgumentError,
+        match=r"there is no claim 'dropot'; did you mean dropout or dropout-rows\? --list",
+    ):
         find_claim("dropot")
 
 
@@ -202,4 +241,6 @@ def test_exponent_is_the_slope() -> None:
     lengths, noise = [100.0, 200.0, 400.0, 800.0], [1.1, 0.9, 0.9, 1.1]
     assert exponent(lengths, [7 * n**1.5 for n in lengths]) == pytest.approx(1.5, abs=1e-12)
     # symmetric noise moves the level and leaves the slope
-    assert exponent(lengths, [n * e for n, e in zip(lengths, noise, strict=True)]) == pytest.approx(1.0, abs=1e-12)  # fmt: skip
+    assert exponent(lengths, [n * e for n, e in zip(lengths, noise, strict=True)]) == pytest.approx(
+        1.0, abs=1e-12
+    )

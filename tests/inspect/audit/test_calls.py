@@ -1,4 +1,6 @@
-"""How code is called: conventions that are found out, the user's adapter, and errors that say what to do."""
+"""How code is called: conventions that are found out, the user's adapter, and errors that say what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -201,9 +203,13 @@ def test_transformers_attention_behind_an_adapter() -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
     config = transformers.LlamaConfig(
-        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=4, attn_implementation="eager",
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        attn_implementation="eager",
         num_hidden_layers=1,
-    )  # fmt: skip
+    )
     rotary = LlamaRotaryEmbedding(config)
 
     def call(module: Any, x: Tensor, keep: Tensor | None = None) -> Any:
@@ -304,7 +310,10 @@ def test_chunks_that_a_cache_refuses_are_told() -> None:
 
     found = audit(Single, **SIZES)
     assert found.clean
-    assert re.search(r"\d of 8 chunkings raised ValueError: one token at a time, and the other \d agree", reasons(found)["cache"])  # fmt: skip
+    assert re.search(
+        r"\d of 8 chunkings raised ValueError: one token at a time, and the other \d agree",
+        reasons(found)["cache"],
+    )
 
 
 def test_masks_in_no_form_that_is_known() -> None:
@@ -325,26 +334,50 @@ def test_masks_in_no_form_that_is_known() -> None:
     "target, options, message",
     [
         ("torch.nn", {}, r"must be package\.module:name, such as torch\.nn:MultiheadAttention"),
-        ("no_such_module_here:F", {}, "no_such_module_here cannot be imported: ModuleNotFoundError"),
+        (
+            "no_such_module_here:F",
+            {},
+            "no_such_module_here cannot be imported: ModuleNotFoundError",
+        ),
         ("torch.nn:Attention", {}, "torch.nn has no Attention; it has"),
         (nn.MultiheadAttention, {}, "needs embed_dim, num_heads: say --dim N --heads N"),
-        (nn.MultiheadAttention, {"dim": 10, "heads": 4}, r"MultiheadAttention\(.*\) raised AssertionError: embed_dim must be divisible"),
-        (nn.MultiheadAttention(8, 2), {"options": {"bias": False}}, "options bias are of a constructor"),
+        (
+            nn.MultiheadAttention,
+            {"dim": 10, "heads": 4},
+            r"MultiheadAttention\(.*\) raised AssertionError: embed_dim must be divisible",
+        ),
+        (
+            nn.MultiheadAttention(8, 2),
+            {"options": {"bias": False}},
+            "options bias are of a constructor",
+        ),
         (torch.softmax, {}, "is no attend"),
         (3, {}, "int is int; it must be a module, a class or a function"),
         (base.attend, {"heads": 4, "kv_heads": 3}, "4 query heads are not divisible by 3"),
         (base.attend, {"heads": 0}, "heads is 0; it must be an integer of at least 1"),
-        (base.attend, {"mask": "no"}, "mask is 'no'; it must be one of None, keep, block, additive"),
+        (
+            base.attend,
+            {"mask": "no"},
+            "mask is 'no'; it must be one of None, keep, block, additive",
+        ),
         (base.attend, {"layout": "HTD"}, "layout is 'HTD'; it must be one of BHTD, BTHD"),
         (base.attend, {"dtype": torch.int64}, "dtype is torch.int64; it must be floating"),
         (base.attend, {"accept": ["no-such"]}, "'no-such' is no fault; there are"),
-        (nn.Linear(4, 4, bias=False), {"dim": 4, "adapter": lambda t, x: x[0]}, r"gives \[5, 4\]; it must give one vector"),
+        (
+            nn.Linear(4, 4, bias=False),
+            {"dim": 4, "adapter": lambda t, x: x[0]},
+            r"gives \[5, 4\]; it must give one vector",
+        ),
         (nn.Linear(4, 4), {"dim": 4, "adapter": lambda t, x: "text"}, "the code returned str"),
-        (nn.ReLU(), {"adapter": lambda t, x: x}, "the model dim of ReLU is not known; say it with --dim"),
+        (
+            nn.ReLU(),
+            {"adapter": lambda t, x: x},
+            "the model dim of ReLU is not known; say it with --dim",
+        ),
         (lambda x: x[:, :1], {"adapter": "rotary"}, "must give a tensor of its input's shape"),
         (lambda x: x.nope, {"adapter": "rotary"}, "raised AttributeError"),
     ],
-)  # fmt: skip
+)
 def test_errors_say_what_to_do(target: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
         audit(target, **options)

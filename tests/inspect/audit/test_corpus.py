@@ -1,4 +1,6 @@
-"""Attention as people write it: each fault under its name alone, and no right implementation flagged or left open."""
+"""Attention as people write it: each fault under its name alone, and no right implementation
+flagged or left open.
+"""
 
 from __future__ import annotations
 
@@ -41,5 +43,7 @@ def test_the_corpus_is_as_large_as_it_says() -> None:
 
 
 def test_the_table_of_the_documentation_is_that_of_the_corpus() -> None:
-    """Each entry is audited above; `python -m tests.inspect.audit.corpus.write` writes the table."""
+    """Each entry is audited above; `python -m tests.inspect.audit.corpus.write` writes the
+    table.
+    """
     assert between((Path(__file__).parents[3] / DOCUMENT).read_text()) == rows()

@@ -150,7 +150,9 @@ def test_candidates_begin_with_the_fewest_faults() -> None:
 
 
 def test_slopes_are_those_of_the_paper() -> None:
-    """Press, Smith and Lewis, section 3: 2^-1 to 2^-8 for 8 heads; 12 heads take every second one of 16 besides."""
+    """Press, Smith and Lewis, section 3: 2^-1 to 2^-8 for 8 heads; 12 heads take every second one
+    of 16 besides.
+    """
     assert slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
     assert slopes(12).tolist() == [2.0**-n for n in range(1, 9)] + [
         2.0**-0.5,

@@ -1,4 +1,6 @@
-"""The battery over models that `regard.load` reads, and over the same models with something broken in them."""
+"""The battery over models that `regard.load` reads, and over the same models with something broken
+in them.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ def held(found: Any) -> set[str]:
 
 
 LLAMA = {
-    "vocab_size": 96, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 GPT2 = {"vocab_size": 96, "n_embd": 16, "n_head": 4, "n_layer": 1, "n_positions": 40}

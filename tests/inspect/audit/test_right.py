@@ -20,27 +20,63 @@ GROUPED = {**SIZES, "kv_heads": 2}
 WINDOW = {**SIZES, "causal": True, "window": 4}
 # what it is -> the code, how it is audited, and checks that must have been made
 RIGHT: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "sdpa": (F.scaled_dot_product_attention, {}, "future, definition, left padding, mask rows, cache"),
+    "sdpa": (
+        F.scaled_dot_product_attention,
+        {},
+        "future, definition, left padding, mask rows, cache",
+    ),
     "sdpa, grouped": (F.scaled_dot_product_attention, {"heads": 4, "kv_heads": 2}, "definition"),
     "sdpa, bidirectional": (F.scaled_dot_product_attention, {"causal": False}, "definition, batch"),
-    "sdpa, float16": (F.scaled_dot_product_attention, {"dtype": torch.float16, "heads": 2, "head_dim": 16}, "large scores, cache"),
-    "sdpa, bfloat16": (F.scaled_dot_product_attention, {"dtype": torch.bfloat16}, "definition, cache"),
-    "attend": (regard.attend, {"heads": 4, "kv_heads": 2, "strict": True}, "garbage, empty rows, definition, cache"),
-    "nn.MultiheadAttention": (nn.MultiheadAttention(16, 4), {}, "masks, weights, definition, left padding, empty rows"),
-    "nn.MultiheadAttention, dropout": (nn.MultiheadAttention, {**SIZES, "options": {"dropout": 0.1}}, "weights, definition"),
+    "sdpa, float16": (
+        F.scaled_dot_product_attention,
+        {"dtype": torch.float16, "heads": 2, "head_dim": 16},
+        "large scores, cache",
+    ),
+    "sdpa, bfloat16": (
+        F.scaled_dot_product_attention,
+        {"dtype": torch.bfloat16},
+        "definition, cache",
+    ),
+    "attend": (
+        regard.attend,
+        {"heads": 4, "kv_heads": 2, "strict": True},
+        "garbage, empty rows, definition, cache",
+    ),
+    "nn.MultiheadAttention": (
+        nn.MultiheadAttention(16, 4),
+        {},
+        "masks, weights, definition, left padding, empty rows",
+    ),
+    "nn.MultiheadAttention, dropout": (
+        nn.MultiheadAttention,
+        {**SIZES, "options": {"dropout": 0.1}},
+        "weights, definition",
+    ),
     "by hand": (base.Right, {**GROUPED, "causal": True}, "future, definition"),
     "by hand, window": (base.Right, {**GROUPED, "causal": True, "window": 3}, "window, definition"),
     "by hand, rotary": (base.RightRotary, GROUPED, "definition"),
     "by hand, cache": (base.RightCached, GROUPED, "cache, definition"),
-    "by hand, window and cache": (base.RightCached, WINDOW, "window, cache, cache size, definition"),
-    "by hand, padding": (base.RightPadded, GROUPED, "masks, padding, left padding, empty rows, mask rows, definition"),
+    "by hand, window and cache": (
+        base.RightCached,
+        WINDOW,
+        "window, cache, cache size, definition",
+    ),
+    "by hand, padding": (
+        base.RightPadded,
+        GROUPED,
+        "masks, padding, left padding, empty rows, mask rows, definition",
+    ),
     "by hand, cache inside": (calls.RightInside, SIZES, "cache, definition"),
-    "by hand, function": (base.attend, {"heads": 4, "kv_heads": 2}, "weights, mask rows, empty rows, definition"),
+    "by hand, function": (
+        base.attend,
+        {"heads": 4, "kv_heads": 2},
+        "weights, mask rows, empty rows, definition",
+    ),
     "GPT-2's": (base.RightGPT, SIZES, "definition, future, state dict"),
     "rotary": (base.halves, {"adapter": "rotary"}, "relative"),
     "rotary with positions": (steps.rotated, {"adapter": "rotary"}, "relative, precision"),
     "tiny": (lambda: regard.load("tiny"), {}, "future, padding, left padding, cache, parameters"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.full(keep=5)
@@ -54,7 +90,9 @@ def test_right_code_has_no_fault(name: str) -> None:
 
 
 def test_rows_that_nothing_claims_are_told_and_are_no_fault() -> None:
-    """With batch_first, inference takes a fused path that gives NaN there (pytorch #41508); all else is right."""
+    """With batch_first, inference takes a fused path that gives NaN there (pytorch #41508); all
+    else is right.
+    """
     found = audit(nn.MultiheadAttention(16, 4, batch_first=True))
     assert found.exit_code == 0, str(found)
     assert {"definition", "left padding", "masks", "weights"} <= {c.name for c in found.held}
@@ -64,7 +102,17 @@ def test_rows_that_nothing_claims_are_told_and_are_no_fault() -> None:
     assert claimed.names == ("empty-row", "garbage-leak")
 
 
-OURS = ("gqa", "mqa", "mla", "sliding_window", "prefix_lm", "alibi", "retention", "gated_delta_net", "longformer")  # fmt: skip
+OURS = (
+    "gqa",
+    "mqa",
+    "mla",
+    "sliding_window",
+    "prefix_lm",
+    "alibi",
+    "retention",
+    "gated_delta_net",
+    "longformer",
+)
 
 
 @pytest.mark.full(keep=3)
@@ -89,7 +137,9 @@ def test_what_shows_some_later_tokens_is_not_judged_without_a_claim() -> None:
 
 
 @pytest.mark.parametrize("seed", (1,))
-@pytest.mark.parametrize("name", ["sdpa", "nn.MultiheadAttention", "by hand, window and cache", "sdpa, float16"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["sdpa", "nn.MultiheadAttention", "by hand, window and cache", "sdpa, float16"]
+)
 def test_no_seed_finds_what_is_not_there(name: str, seed: int) -> None:
     target, options, _ = RIGHT[name]
     assert audit(target, **options, seed=seed).names == ()

@@ -1,4 +1,6 @@
-"""Every wrong implementation of the zoo gets its own name, no other, and an example that shows it."""
+"""Every wrong implementation of the zoo gets its own name, no other, and an example that shows
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Try every architecture of transformers: `python -m tests.integrations.matrix`, and then once more with `--page`.
+"""Try every architecture of transformers: `python -m tests.integrations.matrix`, and then once more
+with `--page`.
 
-Each architecture runs in a process of its own, under a limit of time and of memory. Each row is kept as soon as it is made
-(docs/transformers.jsonl), so that a run that was stopped goes on where it was; `--page` writes the table of the kept rows
-into docs/transformers.md. `--only llama gemma2` tries some anew, `--again WRONG CRASH unbuilt` those with such cells.
+Each architecture runs in a process of its own, under a limit of time and of memory. Each row is
+kept as soon as it is made (docs/transformers.jsonl), so that a run that was stopped goes on where
+it was; `--page` writes the table of the kept rows into docs/transformers.md. `--only llama gemma2`
+tries some anew, `--again WRONG CRASH unbuilt` those with such cells.
 """
 
 from __future__ import annotations

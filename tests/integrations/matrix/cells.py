@@ -3,9 +3,11 @@
 A cell is a word and a reason. The word is one of:
 
 exact: regard's result keeps the error rule of `tests/rules.py` against eager attention in float64.
-own: the same, and regard was never called: the architecture computes its attention itself, or has none.
+own: the same, and regard was never called: the architecture computes its attention itself, or has
+    none.
 refused: regard raised its own error; the reason is its message.
-skip: transformers' eager attention cannot do it either, or it does not apply; the reason says which.
+skip: transformers' eager attention cannot do it either, or it does not apply; the reason says
+    which.
 WRONG, CRASH: what must never be: another result, or somebody else's exception.
 """
 
@@ -190,7 +192,9 @@ def settled(model: Any) -> Any:
 
 
 def louder(model: nn.Module) -> None:
-    """Weights so large that scores differ by more than rounding, and decays and steps that stay in their range."""
+    """Weights so large that scores differ by more than rounding, and decays and steps that stay in
+    their range.
+    """
     loud(model)
     for module in model.modules():
         for name, x in module.named_parameters(recurse=False):
@@ -216,7 +220,9 @@ def first(found: Any) -> Tensor:
 
 
 def run(model_type: str, columns: tuple[str, ...] = COLUMNS) -> dict[str, Any]:
-    """The row of one architecture: its model_type, kind of use, class, why it was not built if so, and a cell a column."""
+    """The row of one architecture: its model_type, kind of use, class, why it was not built if so,
+    and a cell a column.
+    """
     table = transformers.AttentionInterface._global_mapping
     before = table["regard"]
     counter = table["regard"] = Counter(before)
@@ -271,9 +277,9 @@ Run: TypeAlias = Callable[[str, torch.dtype], tuple[Tensor, ...]]
 def assert_like_eager(run: Run, factor: float = 2.0) -> None:
     """Hold regard against eager attention by the error rule.
 
-    The reference is eager attention in float64, the plain math eager attention in float32. Where the code of a model needs
-    float32, the reference is eager attention in float32, and the plain math sdpa in float32 and a hundred roundings.
-    Integers, such as tokens, must be equal.
+    The reference is eager attention in float64, the plain math eager attention in float32. Where
+    the code of a model needs float32, the reference is eager attention in float32, and the plain
+    math sdpa in float32 and a hundred roundings. Integers, such as tokens, must be equal.
     """
     try:
         plain = run("eager", torch.float32)
@@ -319,7 +325,9 @@ def _rounded(x: Tensor) -> Tensor:
 
 @contextmanager
 def bounded_masks() -> Iterator[None]:
-    """Eager attention's masks hold -1e30 for the lowest float64, which its softmax in float32 would take for -inf."""
+    """Eager attention's masks hold -1e30 for the lowest float64, which its softmax in float32 would
+    take for -inf.
+    """
     table = transformers.AttentionMaskInterface._global_mapping
     own = table["eager"]
 
@@ -387,9 +395,16 @@ def _generated(subject: Subject, **how: Any) -> None:
         torch.manual_seed(5)
         with torch.no_grad():
             found = subject.model(attention, dtype).generate(
-                ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
-                output_logits=True, return_dict_in_generate=True, pad_token_id=0, **how,
-            )  # fmt: skip
+                ids,
+                attention_mask=mask,
+                max_new_tokens=NEW,
+                min_new_tokens=NEW,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+                pad_token_id=0,
+                **how,
+            )
         if "num_beams" in how:  # the logits of beams that were given up may stand in any order
             return (found.sequences,)
         return found.sequences, torch.stack(found.logits)

@@ -38,8 +38,10 @@ def read(path: Path = KEPT) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
 def write(rows: dict[str, dict[str, Any]], path: Path = KEPT) -> None:
     """Keep the rows, one line each, behind a line with the versions."""
     first = {
-        "transformers": transformers.__version__, "torch": torch.__version__, "machine": platform.machine(),
-    }  # fmt: skip
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+    }
     lines = [first, *(rows[name] for name in sorted(rows))]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
 
@@ -53,9 +55,12 @@ def markdown() -> str:
     refused = [row for row in built if row not in served and row not in own]
     left = [row for row in rows.values() if row["built"]]
     summary = (
-        f"transformers {about['transformers']} and torch {about['torch']}: {len(rows)} architectures, of which "
-        f"{len(built)} could be built small and run by transformers itself. {len(served)} of these run through regard, "
-        f"{len(own)} never call an attention function, and {len(refused)} are refused. Cells: {counts(built)}."
+        f"transformers {about['transformers']} and torch {about['torch']}: {len(rows)} "
+        "architectures, of which "
+        f"{len(built)} could be built small and run by transformers itself. {len(served)} of "
+        "these run through regard, "
+        f"{len(own)} never call an attention function, and {len(refused)} are refused. Cells: "
+        f"{counts(built)}."
     )
     return "\n".join(
         [

@@ -1,4 +1,6 @@
-"""A tiny configuration of every architecture of transformers: its own defaults, with every size that is known made small."""
+"""A tiny configuration of every architecture of transformers: its own defaults, with every size
+that is known made small.
+"""
 
 from __future__ import annotations
 
@@ -12,63 +14,234 @@ VOCAB, WIDTH, HEADS, WINDOW, CHUNK = 128, 32, 4, 4, 5
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
-        ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "hidden_dim", "emb_dim", "projection_dim", "embedding_dim",
-         "out_hidden_size", "word_embed_proj_dim", "output_dim", "encoder_hidden_size", "decoder_hidden_size", "embedding_size",
-         "encoder_hidden_dim", "decoder_hidden_dim", "text_hidden_size", "vision_hidden_size", "output_hidden_size",
-         "projection_size", "width", "lstm_dim", "lru_width", "attention_dim", "backbone_hidden_size", "audio_hidden_size",
-         "pooler_hidden_size", "pooler_output_size", "d_embed", "n_embed", "mem_dim", "hidden_size_global", "cross_attention_hidden_size",
-         "conv_dim_out", "decoder_embed_dim", "encoder_embed_dim", "attention_hidden_size", "dense_hidden_size"),
+        (
+            "hidden_size",
+            "d_model",
+            "n_embd",
+            "dim",
+            "embed_dim",
+            "hidden_dim",
+            "emb_dim",
+            "projection_dim",
+            "embedding_dim",
+            "out_hidden_size",
+            "word_embed_proj_dim",
+            "output_dim",
+            "encoder_hidden_size",
+            "decoder_hidden_size",
+            "embedding_size",
+            "encoder_hidden_dim",
+            "decoder_hidden_dim",
+            "text_hidden_size",
+            "vision_hidden_size",
+            "output_hidden_size",
+            "projection_size",
+            "width",
+            "lstm_dim",
+            "lru_width",
+            "attention_dim",
+            "backbone_hidden_size",
+            "audio_hidden_size",
+            "pooler_hidden_size",
+            "pooler_output_size",
+            "d_embed",
+            "n_embed",
+            "mem_dim",
+            "hidden_size_global",
+            "cross_attention_hidden_size",
+            "conv_dim_out",
+            "decoder_embed_dim",
+            "encoder_embed_dim",
+            "attention_hidden_size",
+            "dense_hidden_size",
+        ),
         WIDTH,
     ),
     **dict.fromkeys(
-        ("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_ff", "n_inner", "mlp_dim", "d_inner",
-         "ffn_hidden_size", "decoder_intermediate_size", "encoder_intermediate_size", "intermediate_size_mlp", "dense_intermediate_size",
-         "prefix_dim", "inner_dim", "ff_dim", "dim_ff", "feed_forward_size", "mlp_hidden_size", "feedforward_dim", "dim_feedforward",
-         "encoder_linear_units", "decoder_linear_units", "block_ff_dim", "shared_intermediate_size", "hidden_size_mlp", "fc_dim",
-         "adapter_hidden_size", "classifier_proj_size", "shared_expert_intermediate_size", "moe_intermediate_size", "expert_ffn_size",
-         "moe_shared_expert_intermediate_size", "expert_ffn_hidden_size", "expert_hidden_size", "expert_dim"),
+        (
+            "intermediate_size",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "ffn_dim",
+            "d_ff",
+            "n_inner",
+            "mlp_dim",
+            "d_inner",
+            "ffn_hidden_size",
+            "decoder_intermediate_size",
+            "encoder_intermediate_size",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "prefix_dim",
+            "inner_dim",
+            "ff_dim",
+            "dim_ff",
+            "feed_forward_size",
+            "mlp_hidden_size",
+            "feedforward_dim",
+            "dim_feedforward",
+            "encoder_linear_units",
+            "decoder_linear_units",
+            "block_ff_dim",
+            "shared_intermediate_size",
+            "hidden_size_mlp",
+            "fc_dim",
+            "adapter_hidden_size",
+            "classifier_proj_size",
+            "shared_expert_intermediate_size",
+            "moe_intermediate_size",
+            "expert_ffn_size",
+            "moe_shared_expert_intermediate_size",
+            "expert_ffn_hidden_size",
+            "expert_hidden_size",
+            "expert_dim",
+        ),
         48,
     ),
     **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads",
-         "attention_heads", "nhead", "num_key_value_heads_per_layer", "n_attention_heads", "num_heads_per_layer",
-         "swa_num_attention_heads", "decoder_num_attention_heads", "encoder_num_attention_heads", "num_encoder_attention_heads"),
+        (
+            "num_attention_heads",
+            "n_head",
+            "n_heads",
+            "num_heads",
+            "encoder_attention_heads",
+            "decoder_attention_heads",
+            "attention_heads",
+            "nhead",
+            "num_key_value_heads_per_layer",
+            "n_attention_heads",
+            "num_heads_per_layer",
+            "swa_num_attention_heads",
+            "decoder_num_attention_heads",
+            "encoder_num_attention_heads",
+            "num_encoder_attention_heads",
+        ),
         HEADS,
     ),
     **dict.fromkeys(
-        ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "attention_head_dim", "d_kv", "attention_head_size",
-         "kv_channels", "global_head_dim", "swa_head_dim", "swa_v_head_dim", "d_head", "dim_head", "linear_head_dim", "linear_key_head_dim",
-         "linear_value_head_dim", "head_size", "rotary_dim", "rope_head_dim", "d_rel", "mamba_head_dim", "sparse_head_dim"),
+        (
+            "head_dim",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "attention_head_dim",
+            "d_kv",
+            "attention_head_size",
+            "kv_channels",
+            "global_head_dim",
+            "swa_head_dim",
+            "swa_v_head_dim",
+            "d_head",
+            "dim_head",
+            "linear_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "head_size",
+            "rotary_dim",
+            "rope_head_dim",
+            "d_rel",
+            "mamba_head_dim",
+            "sparse_head_dim",
+        ),
         8,
     ),
     **dict.fromkeys(("qk_head_dim", "index_head_dim", "indexer_head_dim", "mamba_d_head"), 16),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank", "bottleneck_size", "d_conv", "rank"), 16),
     **dict.fromkeys(
-        ("vocab_size", "text_vocab_size", "codebook_size", "entity_vocab_size", "vocab_size_per_layer_input", "n_vocab",
-         "char_vocab_size", "input_vocab_size", "output_vocab_size", "audio_vocab_size", "encoder_vocab_size", "decoder_vocab_size",
-         "src_vocab_size", "tgt_vocab_size", "num_embeddings", "unit_vocab_size", "t2u_vocab_size", "speech_vocab_size"),
+        ("kv_lora_rank", "q_lora_rank", "o_lora_rank", "bottleneck_size", "d_conv", "rank"), 16
+    ),
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "text_vocab_size",
+            "codebook_size",
+            "entity_vocab_size",
+            "vocab_size_per_layer_input",
+            "n_vocab",
+            "char_vocab_size",
+            "input_vocab_size",
+            "output_vocab_size",
+            "audio_vocab_size",
+            "encoder_vocab_size",
+            "decoder_vocab_size",
+            "src_vocab_size",
+            "tgt_vocab_size",
+            "num_embeddings",
+            "unit_vocab_size",
+            "t2u_vocab_size",
+            "speech_vocab_size",
+        ),
         VOCAB,
     ),
     **dict.fromkeys(
-        ("max_position_embeddings", "n_positions", "max_seq_len", "max_source_positions", "max_target_positions", "n_ctx",
-         "context_length", "max_sequence_length", "max_seq_length", "model_max_length", "seq_length", "max_2d_position_embeddings",
-         "num_position_embeddings", "original_max_position_embeddings", "rel_extent", "max_encoder_position_embeddings",
-         "max_decoder_position_embeddings", "max_context_length", "position_embedding_size", "n_position"),
+        (
+            "max_position_embeddings",
+            "n_positions",
+            "max_seq_len",
+            "max_source_positions",
+            "max_target_positions",
+            "n_ctx",
+            "context_length",
+            "max_sequence_length",
+            "max_seq_length",
+            "model_max_length",
+            "seq_length",
+            "max_2d_position_embeddings",
+            "num_position_embeddings",
+            "original_max_position_embeddings",
+            "rel_extent",
+            "max_encoder_position_embeddings",
+            "max_decoder_position_embeddings",
+            "max_context_length",
+            "position_embedding_size",
+            "n_position",
+        ),
         128,
     ),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "local_window_size", "window_length"), WINDOW),
+    **dict.fromkeys(
+        ("sliding_window", "sliding_window_size", "local_window_size", "window_length"), WINDOW
+    ),
     **dict.fromkeys(("attention_chunk_size",), CHUNK),
     **dict.fromkeys(
-        ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "n_experts", "routed_num_experts",
-         "num_routed_experts"), 4,
+        (
+            "num_experts",
+            "n_routed_experts",
+            "num_local_experts",
+            "moe_num_experts",
+            "n_experts",
+            "routed_num_experts",
+            "num_routed_experts",
+        ),
+        4,
     ),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token", "moe_k", "moe_top_k"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"), 1),
+    **dict.fromkeys(
+        (
+            "num_experts_per_tok",
+            "moe_topk",
+            "top_k_experts",
+            "num_experts_per_token",
+            "moe_k",
+            "moe_top_k",
+        ),
+        2,
+    ),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "num_expert_group", "first_k_dense_replace", "num_dense_layers"),
+        1,
+    ),
     **dict.fromkeys(("index_topk", "indexer_topk"), 3),
     **dict.fromkeys(("index_n_heads", "indexer_n_heads", "index_num_heads"), HEADS),
     **dict.fromkeys(("index_topk_blocks",), 2),
     **dict.fromkeys(("index_block_size",), 3),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "mamba_n_heads", "mamba_num_heads"), HEADS),
+    **dict.fromkeys(
+        (
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_num_heads",
+            "mamba_n_heads",
+            "mamba_num_heads",
+        ),
+        HEADS,
+    ),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
     **dict.fromkeys(("mamba_d_ssm",), 64),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16),
@@ -83,30 +256,59 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("attn_logit_softcapping",), 2.0),
     **dict.fromkeys(("local_attention",), 4),
     **dict.fromkeys(("block_size",), 8),
-    **dict.fromkeys(("num_queries", "num_query_tokens", "num_latents", "latent_dim", "d_latents"), 8),
+    **dict.fromkeys(
+        ("num_queries", "num_query_tokens", "num_latents", "latent_dim", "d_latents"), 8
+    ),
     **dict.fromkeys(("max_window_layers",), 1),
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 12,
     "num_frames": 4,
-}  # fmt: skip
+}
 PREFIXES = ("swa_", "sliding_", "global_", "local_", "compress_")
 """A size of one kind of layer, which is as small as that of all."""
 
 LAYERS = {
-    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",
-    "num_decoder_layers", "depth", "num_blocks", "encoder_num_hidden_layers", "decoder_num_hidden_layers",
-    "num_layers_per_block", "num_encoder_blocks_", "num_temporal_layers", "num_self_attends_per_block", "t2u_encoder_layers",
-    "t2u_decoder_layers", "speech_encoder_layers", "text_encoder_layers", "text_decoder_layers",
-}  # fmt: skip
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "depth",
+    "num_blocks",
+    "encoder_num_hidden_layers",
+    "decoder_num_hidden_layers",
+    "num_layers_per_block",
+    "num_encoder_blocks_",
+    "num_temporal_layers",
+    "num_self_attends_per_block",
+    "t2u_encoder_layers",
+    "t2u_decoder_layers",
+    "speech_encoder_layers",
+    "text_encoder_layers",
+    "text_decoder_layers",
+}
 SECTIONS = re.compile(
     r"glm.*(4v|46v|image|ocr|ga)|qwen2.*vl|qwen2_5_omni|qwen3_omni|ernie4_5_vl|paddleocr|cosmos3_edge_text"
 )
-"""Architectures whose code has sections of a rotation by time, height and width, whether the configuration names them or not."""
+"""Architectures whose code has sections of a rotation by time, height and width, whether the
+configuration names them or not.
+"""
 
 PER_LAYER = (
-    "layer_types", "mlp_layer_types", "indexer_types", "layers_block_type", "layer_block_type", "block_types", "attention_types",
-    "attn_type_list", "layer_type_list", "attention_layers",
-)  # fmt: skip
+    "layer_types",
+    "mlp_layer_types",
+    "indexer_types",
+    "layers_block_type",
+    "layer_block_type",
+    "block_types",
+    "attention_types",
+    "attn_type_list",
+    "layer_type_list",
+    "attention_layers",
+)
 OWN: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
@@ -192,7 +394,8 @@ def _kv_heads(held: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         value = held.get(name)
         if isinstance(value, int) and not isinstance(value, bool):
             queries = held.get("num_attention_heads", held.get("num_heads", value))
-            # multi-query stays so, latent attention keeps its heads, and every other has half as many
+            # multi-query stays so, latent attention keeps its heads, and every other has half as
+            # many
             full = value == queries or "kv_lora_rank" in held
             yield name, 1 if value == 1 else HEADS if full else HEADS // 2
 
@@ -228,6 +431,7 @@ def _layers(held: dict[str, Any], settings: dict[str, Any]) -> Iterator[tuple[st
             yield name, count
     if "num_hidden_layers" in held:
         for name, found in kinds.items():
-            # where a number says which layers slide, they are counted again: one does, and one does not
+            # where a number says which layers slide, they are counted again: one does, and one does
+            # not
             if found and not (name == "layer_types" and "max_window_layers" in held):
                 yield name, [*found, *[found[-1]] * (count - len(found))]

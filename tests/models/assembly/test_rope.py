@@ -1,4 +1,6 @@
-"""Rotary positions of a config.json: both forms, transformers' own frequencies in float64, published configs, every error."""
+"""Rotary positions of a config.json: both forms, transformers' own frequencies in float64,
+published configs, every error.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ LISTS = {
 
 
 class Float64:
-    """A torch whose float is float64, so that their formulas can be compared without their rounding."""
+    """A torch whose float is float64, so that their formulas can be compared without their
+    rounding.
+    """
 
     float = float32 = torch.float64
 
@@ -51,9 +55,13 @@ def their_frequencies(
     """What transformers turns by; scaling has its rope_theta."""
     top = {} if original is None else {"original_max_position_embeddings": original}
     config = transformers.LlamaConfig(
-        hidden_size=head_dim * 2, num_attention_heads=2, head_dim=head_dim,
-        max_position_embeddings=max_positions, rope_parameters=dict(scaling), **top,
-    )  # fmt: skip
+        hidden_size=head_dim * 2,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rope_parameters=dict(scaling),
+        **top,
+    )
     monkeypatch.setattr(theirs, "torch", Float64())
     kind = config.rope_parameters["rope_type"]
     found, factor = theirs.ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
@@ -61,7 +69,9 @@ def their_frequencies(
 
 
 def turned(made: Rotary, positions: list[int]) -> Tensor:
-    """What the rotary does to the first unit vector of each pair: cos and sin of every pair at every position."""
+    """What the rotary does to the first unit vector of each pair: cos and sin of every pair at
+    every position.
+    """
     n = made.rotary_dim if not made.proportional else made.dim
     assert n is not None
     one = torch.zeros(1, 1, len(positions), made.dim, dtype=torch.float64)
@@ -86,21 +96,40 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "dynamic, partial": {"rope_type": "dynamic", "factor": 4.0, "partial_rotary_factor": 0.5},
     "yarn": YARN,
     "yarn from L": YARN | {"original_max_position_embeddings": 32},
-    "yarn, its factor from the lengths": YARN | {"factor": None, "original_max_position_embeddings": 8},
-    "yarn, betas": YARN | {"original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2},
+    "yarn, its factor from the lengths": YARN
+    | {"factor": None, "original_max_position_embeddings": 8},
+    "yarn, betas": YARN
+    | {"original_max_position_embeddings": 32, "beta_fast": 16.0, "beta_slow": 2},
     "yarn, betas null": YARN | {"beta_fast": None, "beta_slow": None},
     "yarn untruncated": YARN | {"original_max_position_embeddings": 32, "truncate": False},
     "yarn, factor of attention": YARN | {"attention_factor": 0.5},
     "yarn, two mscales": YARN | {"mscale": 1.0, "mscale_all_dim": 0.707},
     "yarn, equal mscales": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-    "yarn, all against mscale": YARN | {"mscale": 0.5, "mscale_all_dim": 2.0, "attention_factor": 1.25},
+    "yarn, all against mscale": YARN
+    | {"mscale": 0.5, "mscale_all_dim": 2.0, "attention_factor": 1.25},
     "yarn, partial": YARN | {"partial_rotary_factor": 0.5},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 48},
-    "llama3, other bounds": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 48,
+    },
+    "llama3, other bounds": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 2.0,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 64,
+    },
     "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
-    "proportional, a factor": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 8.0},
+    "proportional, a factor": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.3,
+        "factor": 8.0,
+    },
     "proportional, whole": {"rope_type": "proportional"},
-}  # fmt: skip
+}
 MAX = 64
 
 
@@ -118,7 +147,9 @@ def make(scaling: dict[str, Any], head_dim: int, theta: float, **more: Any) -> R
 def test_every_type_turns_as_transformers_has_it(
     name: str, theta: float, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beyond the trained length. Both sides compute in fp64, from other orders of the same formulas."""
+    """Also beyond the trained length. Both sides compute in fp64, from other orders of the same
+    formulas.
+    """
     scaling = SETTINGS[name] | {"rope_theta": theta}
     made = make(SETTINGS[name], head_dim, theta)
     for length in (MAX // 2, MAX, MAX + 1, 3 * MAX):
@@ -158,7 +189,8 @@ def test_longrope(case: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None
         exact = torch.tensor(
             [1 / x / 1e4 ** (2 * i / 96) for i, x in enumerate(lists)], dtype=torch.float64
         )
-        # they compute exponents in fp32: an error of ln(base) * 2^-24 each, and as much for the power
+        # they compute exponents in fp32: an error of ln(base) * 2^-24 each, and as much for the
+        # power
         assert (want / exact - 1).abs().max() <= 2 * math.log(1e4) * 2**-24
         positions = [0, 1, length - 1]
         worst = (turned(made, positions) - by_hand(exact, factor, positions)).abs().max()
@@ -169,7 +201,9 @@ def test_longrope(case: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_another_setting_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the bound: no scaling at all, and a base that is off by one in ten thousand."""
+    """The negative control of the bound: no scaling at all, and a base that is off by one in ten
+    thousand.
+    """
     scaling = SETTINGS[name] | {"rope_theta": 1e4}
     want, factor = their_frequencies(monkeypatch, scaling, 64, MAX, 3 * MAX)
     positions = [0, 1, 3 * MAX - 1]
@@ -182,31 +216,78 @@ def test_another_setting_is_told_apart(name: str, monkeypatch: pytest.MonkeyPatc
         assert other.shape != right.shape or (other - right).abs().max() > 1e-9 * 3 * MAX
 
 
-# Published configs: the facts of their config.json, and numbers computed from the formulas (float64).
+# Published configs: the facts of their config.json, and numbers computed from the formulas
+# (float64).
 
 LLAMA_31 = {
-    "rope_theta": 500000.0, "max_position_embeddings": 131072,
-    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-}  # fmt: skip
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
 QWEN_25 = {
-    "rope_theta": 1000000.0, "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
     "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
-}  # fmt: skip
+}
 GPT_OSS = {
-    "rope_theta": 150000, "max_position_embeddings": 131072,
-    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
-}  # fmt: skip
+    "rope_theta": 150000,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+}
 DEEPSEEK_V3 = {
-    "rope_theta": 10000, "max_position_embeddings": 163840,
-    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096, "type": "yarn"},
-}  # fmt: skip
+    "rope_theta": 10000,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+}
 PUBLISHED: list[tuple[dict[str, Any], int, dict[int, float], float, float, float]] = [
     # config, rotary dim, frequencies of some pairs, their sum, the rotary and the softmax factor
-    (LLAMA_31, 128, {28: 0.00321144599475, 29: 0.0021665707635, 34: 1.78507812768e-4, 63: 3.06892598891e-7}, 5.386058200729, 1, 1),
-    (QWEN_25, 128, {30: 0.00106436098125, 33: 4.50323575514e-4, 63: 3.10234440188e-7}, 5.14403472174, 1.138629436111989, 1),
+    (
+        LLAMA_31,
+        128,
+        {28: 0.00321144599475, 29: 0.0021665707635, 34: 1.78507812768e-4, 63: 3.06892598891e-7},
+        5.386058200729,
+        1,
+        1,
+    ),
+    (
+        QWEN_25,
+        128,
+        {30: 0.00106436098125, 33: 4.50323575514e-4, 63: 3.10234440188e-7},
+        5.14403472174,
+        1.138629436111989,
+        1,
+    ),
     (GPT_OSS, 64, {8: 0.0508132748155, 31: 3.02351142812e-7}, 3.18043827693, 1.346573590279973, 1),
-    (DEEPSEEK_V3, 64, {10: 0.056234132519, 21: 4.14990398491e-4, 31: 3.33380358041e-6}, 3.948936274079, 1, 1.8738542070926265),
-]  # fmt: skip
+    (
+        DEEPSEEK_V3,
+        64,
+        {10: 0.056234132519, 21: 4.14990398491e-4, 31: 3.33380358041e-6},
+        3.948936274079,
+        1,
+        1.8738542070926265,
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -225,11 +306,15 @@ def test_published_configs(case: Any) -> None:
 
 
 def test_phi_3_mini_128k() -> None:
-    """The structure of the file, with invented lists: `su`, and the trained length at the top level."""
+    """The structure of the file, with invented lists: `su`, and the trained length at the top
+    level.
+    """
     raw = {
-        "rope_theta": 10000.0, "max_position_embeddings": 131072,
-        "original_max_position_embeddings": 4096, "rope_scaling": {**LISTS, "type": "su"},
-    }  # fmt: skip
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {**LISTS, "type": "su"},
+    }
     found = plain(raw)
     assert found["rope_scaling"]["rope_type"] == "longrope"
     original = found["original_max_position_embeddings"]
@@ -242,18 +327,23 @@ def test_phi_3_mini_128k() -> None:
 
 def test_gemma_3_in_both_forms() -> None:
     hub = {
-        "rope_theta": 1000000, "rope_local_base_freq": 10000, "vocab_size": 7,
+        "rope_theta": 1000000,
+        "rope_local_base_freq": 10000,
+        "vocab_size": 7,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }  # fmt: skip
+    }
     inside = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
     }
     new = {"vocab_size": 7, "rope_parameters": inside}
     want = {
-        "full_attention": {"rope_theta": 1000000, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "full_attention": {
+            "rope_theta": 1000000,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
         "sliding_attention": {"rope_theta": 10000, "rope_scaling": None},
-    }  # fmt: skip
+    }
     for raw in (hub, new, hub | new):
         assert plain(raw, layered=True) == {"vocab_size": 7, "rope_parameters": want}
     bare = plain({"partial_rotary_factor": 0.5}, layered=True)["rope_parameters"]
@@ -271,19 +361,28 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"rope_theta": 1e4, "rope_scaling": None}, {"rope_theta": 1e4, "rope_scaling": None}),
     ({"rope_scaling": {}, "rope_parameters": {}}, {"rope_scaling": None}),
     ({"rope_parameters": None, "x": 1}, {"x": 1, "rope_scaling": None}),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": None}),
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": None},
+    ),
     ({"rope_parameters": {"rope_theta": 5e5}}, {"rope_theta": 5e5, "rope_scaling": None}),
     (ONE, ONE),
     ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, ONE),
-    ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2}}, ONE),
+    (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2}},
+        ONE,
+    ),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 5e5}}, ONE),
     ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}, ONE),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, ONE),
     ({**ONE, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}, ONE),
     ({**ONE, "rope_parameters": {"rope_theta": 5e5}}, ONE),
-    ({**ONE, "rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, {**ONE, "partial_rotary_factor": 0.5}),
+    (
+        {**ONE, "rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}},
+        {**ONE, "partial_rotary_factor": 0.5},
+    ),
     ({**ONE, "partial_rotary_factor": 0.5}, {**ONE, "partial_rotary_factor": 0.5}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("raw, want", FORMS)
@@ -322,39 +421,135 @@ def test_one_mscale_alone_is_read_as_deepseek_reads_it(monkeypatch: pytest.Monke
 LLAMA3 = LLAMA_31["rope_scaling"]
 assert isinstance(LLAMA3, dict)
 FLAWS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "rope_scaling.rope_type is 'yarm'; did you mean 'yarn'?; supported: default, dynamic, linear, llama3, longrope, proportional, yarn"),
+    (
+        {"rope_scaling": {"rope_type": "yarm", "factor": 2.0}},
+        (
+            "rope_scaling.rope_type is 'yarm'; did you mean 'yarn'?; supported: default, dynamic, "
+            "linear, llama3, longrope, proportional, yarn"
+        ),
+    ),
     ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_parameters.rope_type is ['yarn']"),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [16]}}, "rope_scaling.type is 'mrope'"),
-    ({"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type is 'dynamic' and rope_scaling.type is 'linear'; remove the wrong one"),
+    (
+        {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+        (
+            "rope_scaling.rope_type is 'dynamic' and rope_scaling.type is 'linear'; remove the wrong "
+            "one"
+        ),
+    ),
     ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has 'factor' and no rope_type; say which of"),
     ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of rope_type 'linear' lacks factor"),
     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling of rope_type 'yarn' lacks factor"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": None}}, "rope_scaling of rope_type 'dynamic' lacks factor"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters of rope_type 'llama3' lacks low_freq_factor, high_freq_factor"),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_scaling of rope_type 'longrope' lacks long_factor"),
-    ({"rope_scaling": {**YARN, "beta_fasst": 32}}, "rope_scaling of rope_type 'yarn' has the unknown key 'beta_fasst'; did you mean 'beta_fast'?; its keys are factor, "),
-    ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling of rope_type 'default' has the unknown key 'factor'; its keys are none"),
-    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32}}, "rope_scaling of rope_type 'dynamic' has the unknown key 'original_max_position_embeddings'"),
-    ({"rope_scaling": {**YARN, "truncate": "no"}}, "rope_scaling.truncate is 'no'; it must be true or false"),
-    ({"rope_scaling": {**YARN, "factor": "4"}}, "rope_scaling.factor is '4'; it must be a finite number"),
-    ({"rope_scaling": {**YARN, "factor": True}}, "rope_scaling.factor is True; it must be a finite number"),
-    ({"rope_scaling": {**YARN, "factor": math.nan}}, "rope_scaling.factor is nan; it must be a finite number"),
+    (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": None}},
+        "rope_scaling of rope_type 'dynamic' lacks factor",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_parameters of rope_type 'llama3' lacks low_freq_factor, high_freq_factor",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
+        "rope_scaling of rope_type 'longrope' lacks long_factor",
+    ),
+    (
+        {"rope_scaling": {**YARN, "beta_fasst": 32}},
+        (
+            "rope_scaling of rope_type 'yarn' has the unknown key 'beta_fasst'; did you mean "
+            "'beta_fast'?; its keys are factor, "
+        ),
+    ),
+    (
+        {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
+        "rope_scaling of rope_type 'default' has the unknown key 'factor'; its keys are none",
+    ),
+    (
+        {
+            "rope_scaling": {
+                "rope_type": "dynamic",
+                "factor": 2.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        (
+            "rope_scaling of rope_type 'dynamic' has the unknown key "
+            "'original_max_position_embeddings'"
+        ),
+    ),
+    (
+        {"rope_scaling": {**YARN, "truncate": "no"}},
+        "rope_scaling.truncate is 'no'; it must be true or false",
+    ),
+    (
+        {"rope_scaling": {**YARN, "factor": "4"}},
+        "rope_scaling.factor is '4'; it must be a finite number",
+    ),
+    (
+        {"rope_scaling": {**YARN, "factor": True}},
+        "rope_scaling.factor is True; it must be a finite number",
+    ),
+    (
+        {"rope_scaling": {**YARN, "factor": math.nan}},
+        "rope_scaling.factor is nan; it must be a finite number",
+    ),
     ({"rope_scaling": {**YARN, "beta_slow": 10**400}}, "rope_scaling.beta_slow is 1000"),
-    ({"rope_scaling": {**YARN, "original_max_position_embeddings": 32.0}}, "rope_scaling.original_max_position_embeddings is 32.0; it must be an integer of at least 1"),
-    ({"rope_scaling": {**YARN, "original_max_position_embeddings": 0}}, "rope_scaling.original_max_position_embeddings is 0; it must be an integer of at least 1"),
-    ({"rope_scaling": {"rope_type": "longrope", **LISTS, "long_factor": 4.0}}, "rope_scaling.long_factor is 4.0; it must be a list of numbers"),
-    ({"rope_scaling": {"rope_type": "longrope", **LISTS, "long_factor": [1.0, "2"]}}, "rope_scaling.long_factor[1] is '2'; it must be a finite number"),
+    (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 32.0}},
+        (
+            "rope_scaling.original_max_position_embeddings is 32.0; it must be an integer of at least "
+            "1"
+        ),
+    ),
+    (
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 0}},
+        "rope_scaling.original_max_position_embeddings is 0; it must be an integer of at least 1",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "longrope", **LISTS, "long_factor": 4.0}},
+        "rope_scaling.long_factor is 4.0; it must be a list of numbers",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "longrope", **LISTS, "long_factor": [1.0, "2"]}},
+        "rope_scaling.long_factor[1] is '2'; it must be a finite number",
+    ),
     ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; it must be an object"),
     ({"rope_parameters": ["yarn"]}, "rope_parameters is ['yarn']; it must be an object"),
     ({"rope_theta": "1e4"}, "rope_theta is '1e4'; it must be a finite number"),
-    ({"rope_parameters": {"rope_theta": math.inf}}, "rope_parameters.rope_theta is inf; it must be a finite number"),
-    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000.0; remove the wrong one"),
-    ({"rope_theta": 1e4, "rope_scaling": {**YARN, "rope_theta": 5e5}}, "rope_theta is 10000.0 and rope_scaling.rope_theta is 500000.0; remove the wrong one"),
-    ({"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.5 and rope_parameters.partial_rotary_factor is 0.25"),
-    ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0} and rope_parameters says {'rope_type': 'yarn', 'factor': 2.0}; remove the wrong one"),
-    ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "and rope_parameters says None; remove the wrong one"),
-    ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "rope_parameters are given per layer type (full_attention, sliding_attention); this family has one for all layers"),
-]  # fmt: skip
+    (
+        {"rope_parameters": {"rope_theta": math.inf}},
+        "rope_parameters.rope_theta is inf; it must be a finite number",
+    ),
+    (
+        {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+        "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000.0; remove the wrong one",
+    ),
+    (
+        {"rope_theta": 1e4, "rope_scaling": {**YARN, "rope_theta": 5e5}},
+        "rope_theta is 10000.0 and rope_scaling.rope_theta is 500000.0; remove the wrong one",
+    ),
+    (
+        {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+        "partial_rotary_factor is 0.5 and rope_parameters.partial_rotary_factor is 0.25",
+    ),
+    (
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        (
+            "rope_scaling is {'rope_type': 'yarn', 'factor': 4.0} and rope_parameters says "
+            "{'rope_type': 'yarn', 'factor': 2.0}; remove the wrong one"
+        ),
+    ),
+    (
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}},
+        "and rope_parameters says None; remove the wrong one",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}},
+        (
+            "rope_parameters are given per layer type (full_attention, sliding_attention); this "
+            "family has one for all layers"
+        ),
+    ),
+]
 
 
 @pytest.mark.parametrize("raw, message", FLAWS)
@@ -364,13 +559,43 @@ def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
 
 
 LAYERED_FLAWS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "rope_parameters has rope_type, rope_theta for all layers; this family has them per layer type, full_attention and sliding_attention"),
-    ({"rope_parameters": {"full_attention": {}, "sliding_atention": {}}}, "rope_parameters has the unknown layer type 'sliding_atention'; did you mean 'sliding_attention'?"),
-    ({"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, "rope_parameters.sliding_attention is 3; it must be an object"),
-    ({"rope_theta": 1e6, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_theta is 1000000.0 and rope_parameters.full_attention.rope_theta is 10000.0"),
-    ({"rope_local_base_freq": 1e4, "rope_parameters": {"sliding_attention": {"rope_theta": 1e6}}}, "rope_local_base_freq is 10000.0 and rope_parameters.sliding_attention.rope_theta is 1000000.0"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters.full_attention of rope_type 'yarn' lacks factor"),
-]  # fmt: skip
+    (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        (
+            "rope_parameters has rope_type, rope_theta for all layers; this family has them per layer "
+            "type, full_attention and sliding_attention"
+        ),
+    ),
+    (
+        {"rope_parameters": {"full_attention": {}, "sliding_atention": {}}},
+        (
+            "rope_parameters has the unknown layer type 'sliding_atention'; did you mean "
+            "'sliding_attention'?"
+        ),
+    ),
+    (
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": 3}},
+        "rope_parameters.sliding_attention is 3; it must be an object",
+    ),
+    (
+        {"rope_theta": 1e6, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_theta is 1000000.0 and rope_parameters.full_attention.rope_theta is 10000.0",
+    ),
+    (
+        {
+            "rope_local_base_freq": 1e4,
+            "rope_parameters": {"sliding_attention": {"rope_theta": 1e6}},
+        },
+        (
+            "rope_local_base_freq is 10000.0 and rope_parameters.sliding_attention.rope_theta is "
+            "1000000.0"
+        ),
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+        "rope_parameters.full_attention of rope_type 'yarn' lacks factor",
+    ),
+]
 
 
 @pytest.mark.parametrize("raw, message", LAYERED_FLAWS)
@@ -380,12 +605,38 @@ def test_what_is_wrong_in_a_layer_type_is_named(raw: dict[str, Any], message: st
 
 
 BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
-    ({k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"}, {}, "rope_scaling of rope_type 'llama3' lacks original_max_position_embeddings"),
-    ({"rope_type": "longrope", **LISTS}, {}, "rope_scaling.short_factor has 48 numbers and a head has 32 rotary pairs; give one number per pair"),
-    ({"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0] * 31}, {}, "rope_scaling.long_factor has 31 numbers and a head has 32 rotary pairs"),
-    (YARN | {"original_max_position_embeddings": 32}, {"original": 64}, "original_max_position_embeddings is 64 at the top level and 32 in rope_scaling; remove the wrong one"),
+    (
+        {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
+        {},
+        "rope_scaling of rope_type 'llama3' lacks original_max_position_embeddings",
+    ),
+    (
+        {"rope_type": "longrope", **LISTS},
+        {},
+        (
+            "rope_scaling.short_factor has 48 numbers and a head has 32 rotary pairs; give one number "
+            "per pair"
+        ),
+    ),
+    (
+        {"rope_type": "longrope", "short_factor": [1.0] * 32, "long_factor": [1.0] * 31},
+        {},
+        "rope_scaling.long_factor has 31 numbers and a head has 32 rotary pairs",
+    ),
+    (
+        YARN | {"original_max_position_embeddings": 32},
+        {"original": 64},
+        (
+            "original_max_position_embeddings is 64 at the top level and 32 in rope_scaling; remove "
+            "the wrong one"
+        ),
+    ),
     ({"rope_type": "linear", "factor": -1.0}, {}, "factor is -1.0; it must be above 0"),
-    (LLAMA3 | {"low_freq_factor": 8.0}, {}, "low_freq_factor is 8.0 and high_freq_factor is 4.0; the first must be below the second"),
+    (
+        LLAMA3 | {"low_freq_factor": 8.0},
+        {},
+        "low_freq_factor is 8.0 and high_freq_factor is 4.0; the first must be below the second",
+    ),
     ({"rope_type": "yam"}, {}, "rope_scaling.rope_type is 'yam'"),
     (None, {"partial": 0.0}, "partial_rotary_factor is 0.0; it must be above 0 and at most 1"),
     (None, {"partial": 1.5}, "partial_rotary_factor is 1.5; it must be above 0 and at most 1"),
@@ -393,7 +644,7 @@ BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
     (None, {"layout": "halves"}, "layout is 'halves'"),
     (None, {"theta": 1.0}, "base is 1.0; it must be above 1"),
     (None, {"theta": "1e4"}, "rope_theta is '1e4'; it must be a finite number"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("scaling, change, message", BUILT)
@@ -410,10 +661,12 @@ def test_what_cannot_be_built_is_named(
 FOLLOWING = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "longrope": {
-        "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 2.0], "long_factor": [1.2, 2.0, 3.0, 9.0],
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 2.0],
+        "long_factor": [1.2, 2.0, 3.0, 9.0],
         "original_max_position_embeddings": 8,
     },
-}  # fmt: skip
+}
 STILL = {"none": None, "yarn": YARN | {"original_max_position_embeddings": 8}}
 
 
@@ -423,9 +676,17 @@ def decoder(scaling: dict[str, Any] | None) -> Decoder:
     layers = []
     for _ in range(2):
         project = heads(
-            24, 4, 2, 8, made, q_steps=[RMSNorm(8)], k_steps=[RMSNorm(8)],
-            q_flat=RMSNorm(32), k_flat=RMSNorm(16), bias=True,
-        )  # fmt: skip
+            24,
+            4,
+            2,
+            8,
+            made,
+            q_steps=[RMSNorm(8)],
+            k_steps=[RMSNorm(8)],
+            q_flat=RMSNorm(32),
+            k_flat=RMSNorm(16),
+            bias=True,
+        )
         attention = Attention(project, nn.Linear(32, 24, bias=False), mask=masks.Causal())
         layers.append(Block(attention, SwiGLU(24, 16), PreNorm(RMSNorm(24)), PreNorm(RMSNorm(24))))
     built = Decoder(Embed(nn.Embedding(11, 24)), layers, RMSNorm(24), nn.Linear(24, 11, bias=False))

@@ -35,7 +35,9 @@ def assert_refused(folder: Path, message: str) -> None:
 
 
 def test_older_and_newer_configs(folder: Path) -> None:
-    """rope_theta beside the rest or nested; head_dim and num_key_value_heads left out where they are the usual ones."""
+    """rope_theta beside the rest or nested; head_dim and num_key_value_heads left out where they
+    are the usual ones.
+    """
     change_config(
         folder, rope_theta=None, rope_parameters={"rope_theta": 777.0, "rope_type": "default"}
     )
@@ -53,12 +55,24 @@ def test_older_and_newer_configs(folder: Path) -> None:
     "content, message",
     [
         (b"", "{}/config.json is no JSON: Expecting value: line 1 column 1 (char 0)"),
-        (b'{"a": 1,', "{}/config.json is no JSON: Expecting property name enclosed in double quotes: line 1 column 9 (char 8)"),
-        (b"\xff\xfe", "{}/config.json is no JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (
+            b'{"a": 1,',
+            (
+                "{}/config.json is no JSON: Expecting property name enclosed in double quotes: line 1 "
+                "column 9 (char 8)"
+            ),
+        ),
+        (
+            b"\xff\xfe",
+            (
+                "{}/config.json is no JSON: 'utf-8' codec can't decode byte 0xff in position 0: "
+                "invalid start byte"
+            ),
+        ),
         (b"[1]", "{}/config.json is a JSON list; it must be an object"),
         (b'{"a": 1, "a": 2}', "{}/config.json has the key 'a' twice"),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_no_config(folder: Path, content: bytes, message: str) -> None:
     (folder / "config.json").write_bytes(content)
     assert_refused(folder, message)
@@ -70,9 +84,12 @@ def test_files_that_are_no_config(folder: Path, content: bytes, message: str) ->
         ({}, "model_type None is not supported; supported: bert, bloom, "),
         ({"model_type": ["llama"]}, "model_type ['llama'] is not supported; supported: "),
         ({"model_type": "../x"}, "model_type '../x' is not supported; supported: "),
-        ({"model_type": "lama"}, "model_type 'lama' is not supported; did you mean llama?; supported: "),
+        (
+            {"model_type": "lama"},
+            "model_type 'lama' is not supported; did you mean llama?; supported: ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says: str) -> None:
     (folder / "config.json").write_text(json.dumps(content))
     with pytest.raises(FileError, match=re.escape(f"{folder}/config.json: {says}")):
@@ -84,40 +101,72 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
     [
         (
             {"num_hiden_layers": 2},
-            ("unknown key 'num_hiden_layers'; did you mean num_hidden_layers? If it changes nothing that is computed, pass it "
-            "over: regard.load(folder, ignore=('num_hiden_layers',)), or --ignore 'num_hiden_layers'"),
+            (
+                "unknown key 'num_hiden_layers'; did you mean num_hidden_layers? If it changes "
+                "nothing that is computed, pass it "
+                "over: regard.load(folder, ignore=('num_hiden_layers',)), or --ignore "
+                "'num_hiden_layers'"
+            ),
         ),
         (
             {"auto_map": {"AutoModel": "evil.py"}},
-            ("auto_map asks for code that comes with the checkpoint, which is never run and may compute something else; use a "
-            "checkpoint of the family's own code. If it changes nothing that is computed, pass it over: "
-            "regard.load(folder, ignore=('auto_map',)), or --ignore 'auto_map'"),
+            (
+                "auto_map asks for code that comes with the checkpoint, which is never run and "
+                "may compute something else; use a "
+                "checkpoint of the family's own code. If it changes nothing that is computed, "
+                "pass it over: "
+                "regard.load(folder, ignore=('auto_map',)), or --ignore 'auto_map'"
+            ),
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported for llama"),
-        ({"is_encoder_decoder": True}, "is_encoder_decoder is True; only False is supported for llama"),
-        ({"pruned_heads": {"0": [1]}}, "pruned_heads is {'0': [1]}; only {} or None is supported for llama"),
+        (
+            {"is_encoder_decoder": True},
+            "is_encoder_decoder is True; only False is supported for llama",
+        ),
+        (
+            {"pruned_heads": {"0": [1]}},
+            "pruned_heads is {'0': [1]}; only {} or None is supported for llama",
+        ),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'; it must be int"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be int"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0; it must be int"),
         ({"tie_word_embeddings": 0}, "tie_word_embeddings is 0; it must be bool"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be float"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be at least 1"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the folder holds 21 tensors"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000, and the folder holds 21 tensors",
+        ),
         ({"head_dim": 10**9}, "head_dim is 1000000000; at most 1048576 is believed"),
-        ({"hidden_size": 10**19}, "hidden_size is 10000000000000000000; at most 1048576 is believed"),
+        (
+            {"hidden_size": 10**19},
+            "hidden_size is 10000000000000000000; at most 1048576 is believed",
+        ),
         ({"vocab_size": 2**63}, "vocab_size is 9223372036854775808; at most 16777216 is believed"),
-        ({"max_position_embeddings": 2**62}, "max_position_embeddings is 4611686018427387904; at most 2147483648 is believed"),
-        ({"num_attention_heads": 10**6}, "num_attention_heads is 1000000; at most 65536 is believed"),
+        (
+            {"max_position_embeddings": 2**62},
+            "max_position_embeddings is 4611686018427387904; at most 2147483648 is believed",
+        ),
+        (
+            {"num_attention_heads": 10**6},
+            "num_attention_heads is 1000000; at most 65536 is believed",
+        ),
         ({"num_hidden_layers": 300}, "num_hidden_layers is 300, and the folder holds 21 tensors"),
         ({"hidden_act": "\x1b[2J"}, "hidden_act is '\\x1b[2J'; only 'silu' is supported for llama"),
         ({"rope_scaling": [2]}, "rope_scaling is [2]; it must be an object"),
-        ({"dtype": "float16"}, "dtype is 'float16' and torch_dtype is 'float32'; they mean the same: keep one"),
+        (
+            {"dtype": "float16"},
+            "dtype is 'float16' and torch_dtype is 'float32'; they mean the same: keep one",
+        ),
         (
             {"num_key_value_heads": 3},
-            "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, 4",
+            (
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
+                "4"
+            ),
         ),
     ],
-)  # fmt: skip
+)
 def test_configs_that_say_something_wrong(
     folder: Path, change: dict[str, Any], message: str
 ) -> None:
@@ -146,8 +195,13 @@ def test_a_config_longer_than_configs_are(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "named, wanted", [({}, "float32"), ({"torch_dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "torch.float16"}, "float16")]
-)  # fmt: skip
+    "named, wanted",
+    [
+        ({}, "float32"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float16"}, "float16"),
+    ],
+)
 def test_the_dtype_that_the_config_names(folder: Path, named: dict[str, Any], wanted: str) -> None:
     import torch
 

@@ -1,4 +1,6 @@
-"""Keys, tensors and files that may be passed over: harmless ones always, others where the caller says so, never in silence."""
+"""Keys, tensors and files that may be passed over: harmless ones always, others where the caller
+says so, never in silence.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,35 @@ from tests.models import small
 from tests.models.families.test_published_gemma_gpt_bloom_mpt import MPT_7B
 
 HARMLESS: dict[str, Any] = {
-    "_attn_implementation": "flash_attention_2", "_attn_implementation_autoset": True, "_attn_implementation_internal": None,
-    "_flash_attn_2_enabled": True, "transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True,
-    "unsloth_version": "2026.3.3", "use_flash_attention_2": False,
-    "auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None], "AutoProcessor": "processing_mine.Mine"},
-}  # fmt: skip
+    "_attn_implementation": "flash_attention_2",
+    "_attn_implementation_autoset": True,
+    "_attn_implementation_internal": None,
+    "_flash_attn_2_enabled": True,
+    "transformers.js_config": {"dtype": "q4"},
+    "unsloth_fixed": True,
+    "unsloth_version": "2026.3.3",
+    "use_flash_attention_2": False,
+    "auto_map": {
+        "AutoTokenizer": ["tokenization_mine.Mine", None],
+        "AutoProcessor": "processing_mine.Mine",
+    },
+}
 """What other tools leave in any folder, which is told."""
 QUIET: dict[str, Any] = {
-    "_num_labels": 2, "output_past": True, "num_labels": 3, "summary_type": "cls_index", "summary_use_proj": True,
-    "gradient_checkpointing": True, "finetuning_task": "squad", "task_specific_params": {"a": 1}, "cls_token_id": 1,
-    "max_new_tokens": 7, "classifier_dropout": 0.1, "_commit_hash": "0" * 40, "language": "english",
-}  # fmt: skip
+    "_num_labels": 2,
+    "output_past": True,
+    "num_labels": 3,
+    "summary_type": "cls_index",
+    "summary_use_proj": True,
+    "gradient_checkpointing": True,
+    "finetuning_task": "squad",
+    "task_specific_params": {"a": 1},
+    "cls_token_id": 1,
+    "max_new_tokens": 7,
+    "classifier_dropout": 0.1,
+    "_commit_hash": "0" * 40,
+    "language": "english",
+}
 """Keys of transformers itself that shape no network."""
 
 
@@ -97,7 +117,8 @@ def test_an_unknown_key_says_how_to_go_on(folder: Path) -> None:
     with pytest.raises(FileError) as error:
         regard.load(folder)
     assert str(error.value) == (
-        f"{folder}/config.json: unknown key 'quality'. If it changes nothing that is computed, pass it over: "
+        f"{folder}/config.json: unknown key 'quality'. If it changes nothing that is computed, "
+        "pass it over: "
         "regard.load(folder, ignore=('quality',)), or --ignore 'quality'"
     )
     with pytest.raises(FileError, match=r"unknown key 'a\\x1b\[2Jb'"):
@@ -181,8 +202,10 @@ def test_a_model_beside_an_adapter(name: str, folder: Path) -> None:
     with pytest.raises(FileError) as error:
         regard.load(folder)
     assert str(error.value) == (
-        f"{folder} holds an adapter ({name}) beside the model, and adapters are not applied: the model would answer without "
-        "it. Merge it into the weights first (peft: merge_and_unload), or load the model without it: "
+        f"{folder} holds an adapter ({name}) beside the model, and adapters are not applied: the "
+        "model would answer without "
+        "it. Merge it into the weights first (peft: merge_and_unload), or load the model without "
+        "it: "
         f"regard.load(folder, ignore=('{name}',)), or --ignore {name}"
     )
     assert regard.load(folder, ignore=[name]).ignored == (name,)

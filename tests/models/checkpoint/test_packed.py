@@ -34,7 +34,13 @@ def assert_same(mine: Tensor, rows: Any) -> None:
 def test_mxfp4_is_exact(dtype: torch.dtype) -> None:
     """Every byte, and scales from end to end of what the dtype holds."""
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16).repeat(3, 1, 1)
-    scales = torch.stack([bytes_(16, seed=2, low=1, high=253), bytes_(16, seed=3, low=1, high=253), torch.tensor([255, 252, 1, 2, *[127] * 12], dtype=torch.uint8)])  # fmt: skip
+    scales = torch.stack(
+        [
+            bytes_(16, seed=2, low=1, high=253),
+            bytes_(16, seed=3, low=1, high=253),
+            torch.tensor([255, 252, 1, 2, *[127] * 12], dtype=torch.uint8),
+        ]
+    )
     mine = unpack_mxfp4(blocks, scales, dtype)
     assert mine.shape == (3, 16 * 32)
     assert mine.dtype == dtype
@@ -124,19 +130,51 @@ B, S, F8 = bytes_(2, 3, 16), bytes_(2, 3), torch.ones(4, 4).to(torch.float8_e4m3
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: unpack_mxfp4(B[..., :8], S), ArgumentError, r"blocks are \(2, 3, 8\) and scales \(2, 3\)"),
-        (lambda: unpack_mxfp4(B, S[:, :2]), ArgumentError, r"must be \[..., G, 16\] and \[..., G\]"),
+        (
+            lambda: unpack_mxfp4(B[..., :8], S),
+            ArgumentError,
+            r"blocks are \(2, 3, 8\) and scales \(2, 3\)",
+        ),
+        (
+            lambda: unpack_mxfp4(B, S[:, :2]),
+            ArgumentError,
+            r"must be \[..., G, 16\] and \[..., G\]",
+        ),
         (lambda: unpack_mxfp4(B[0, 0], S[0, 0]), ArgumentError, r"blocks are \(16,\)"),
-        (lambda: unpack_mxfp4(B.int(), S), ArgumentTypeError, "blocks are torch.int32; they must be uint8"),
+        (
+            lambda: unpack_mxfp4(B.int(), S),
+            ArgumentTypeError,
+            "blocks are torch.int32; they must be uint8",
+        ),
         (lambda: unpack_mxfp4(B, S.float()), ArgumentTypeError, "scales are torch.float32"),
-        (lambda: unpack_mxfp4(B, S, torch.float16), ArgumentTypeError, "dtype is torch.float16; it must be float32, float64 or bfloat16"),
+        (
+            lambda: unpack_mxfp4(B, S, torch.float16),
+            ArgumentTypeError,
+            "dtype is torch.float16; it must be float32, float64 or bfloat16",
+        ),
         (lambda: unpack_fp8(F8, torch.ones(1, 1), block=0), ArgumentError, "block is 0"),
-        (lambda: unpack_fp8(F8, torch.ones(2, 1), block=4), ArgumentError, r"scale_inv is \(2, 1\); a weight of \(4, 4\) in blocks of 4 x 4 has \(1, 1\)"),
-        (lambda: unpack_fp8(F8.float(), torch.ones(1, 1)), ArgumentTypeError, "weight is torch.float32"),
-        (lambda: unpack_fp8(F8, torch.ones(1, 1).half()), ArgumentTypeError, "scale_inv torch.float16"),
-        (lambda: unpack_fp8(F8, torch.ones(1, 1), torch.int32), ArgumentTypeError, "dtype is torch.int32"),
+        (
+            lambda: unpack_fp8(F8, torch.ones(2, 1), block=4),
+            ArgumentError,
+            r"scale_inv is \(2, 1\); a weight of \(4, 4\) in blocks of 4 x 4 has \(1, 1\)",
+        ),
+        (
+            lambda: unpack_fp8(F8.float(), torch.ones(1, 1)),
+            ArgumentTypeError,
+            "weight is torch.float32",
+        ),
+        (
+            lambda: unpack_fp8(F8, torch.ones(1, 1).half()),
+            ArgumentTypeError,
+            "scale_inv torch.float16",
+        ),
+        (
+            lambda: unpack_fp8(F8, torch.ones(1, 1), torch.int32),
+            ArgumentTypeError,
+            "dtype is torch.int32",
+        ),
     ],
-)  # fmt: skip
+)
 def test_it_refuses(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -1,4 +1,6 @@
-"""Names with a prefix too many or too few: exactly one mapping fits; and base models that were saved alone."""
+"""Names with a prefix too many or too few: exactly one mapping fits; and base models that were
+saved alone.
+"""
 
 from __future__ import annotations
 
@@ -217,10 +219,19 @@ def test_commands_on_a_base_model(
 def test_what_transformers_saves_of_a_base_model(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(
-        kind, vocab_size=99, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=10, tie_word_embeddings=False, pad_token_id=None, bos_token_id=None,
+        kind,
+        vocab_size=99,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=10,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
         eos_token_id=None,
-    )  # fmt: skip
+    )
     theirs = transformers.AutoModel.from_config(config).eval()
     small.randomise(theirs)
     theirs.save_pretrained(tmp_path)

@@ -1,4 +1,6 @@
-"""Folders of weights: which files are read, what may stand in them, and that tensors are what was stored."""
+"""Folders of weights: which files are read, what may stand in them, and that tensors are what was
+stored.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def sharded(folder: Path, **change: Any) -> dict[str, Tensor]:
 def test_what_is_read_is_what_was_written(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every dtype; with pieces so small that most tensors have several, and a window that most fill."""
+    """Every dtype; with pieces so small that most tensors have several, and a window that most
+    fill.
+    """
     monkeypatch.setattr(reading, "PIECE", 64)
     monkeypatch.setattr(reading, "AHEAD", 500)
     with_threads(monkeypatch, threads)
@@ -134,26 +138,43 @@ A_B = {"a": ONE, "b": ONE}
 INDICES = {
     "a list": ("[]", f"{INDEX} is a JSON list; it must be an object"),
     "no JSON": ("{", f"{INDEX} is no JSON: Expecting property name"),
-    "a web page": ("<html>", f"{INDEX} is no JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not"),
+    "a web page": (
+        "<html>",
+        f"{INDEX} is no JSON: Expecting value: line 1 column 1 (char 0); it is a web page, not",
+    ),
     "a tensor twice": ('{"weight_map": {"a": "x", "a": "y"}}', f"{INDEX} has the key 'a' twice"),
-    "nothing": ({"weight_map": {}}, f"{INDEX}: weight_map is {{}}; it must name a shard for every tensor"),
-    "no map": ({"weight_map": [1]}, f"{INDEX}: weight_map is [1]; it must name a shard for every tensor"),
-    "no file": ({"weight_map": {"a": 1}}, f"{INDEX}: weight_map gives 'a' 1; it must be a file name"),
+    "nothing": (
+        {"weight_map": {}},
+        f"{INDEX}: weight_map is {{}}; it must name a shard for every tensor",
+    ),
+    "no map": (
+        {"weight_map": [1]},
+        f"{INDEX}: weight_map is [1]; it must name a shard for every tensor",
+    ),
+    "no file": (
+        {"weight_map": {"a": 1}},
+        f"{INDEX}: weight_map gives 'a' 1; it must be a file name",
+    ),
     "a shard that is not there": (
-        {"weight_map": {**A_B, "c": "x.safetensors"}}, f"x.safetensors is missing ({INDEX} names it)",
+        {"weight_map": {**A_B, "c": "x.safetensors"}},
+        f"x.safetensors is missing ({INDEX} names it)",
     ),
     "a tensor that is not there": (
         {"weight_map": {**A_B, "c": TWO, "d": TWO, "x\n": ONE}},
-        f"{ONE}: 1 tensors that the index places there and it lacks: 'x\\n'; are {INDEX} and the shards of one download?",
+        (
+            f"{ONE}: 1 tensors that the index places there and it lacks: 'x\\n'; are {INDEX} and the "
+            "shards of one download?"
+        ),
     ),
     "a tensor in another shard": (
         {"weight_map": {"a": ONE, "b": TWO, "c": TWO, "d": TWO}},
         f"{ONE}: 1 tensors that the index does not place there: 'b'; are {INDEX} and",
     ),
     "tensors that are not named": (
-        {"weight_map": {**A_B, "c": TWO}}, f"{TWO}: 1 tensors that the index does not place there: 'd'; are",
+        {"weight_map": {**A_B, "c": TWO}},
+        f"{TWO}: 1 tensors that the index does not place there: 'd'; are",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", INDICES)
@@ -179,9 +200,21 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
 
 
 NAMES = [
-    "../secret.safetensors", "/etc/passwd", "..", ".", "", "sub/x.safetensors", "..\\x.safetensors", "C:x.safetensors",
-    "\\\\host\\x", "a\0b", "a\nb", "\u202ex", "\ud800", "n" * 256,
-]  # fmt: skip
+    "../secret.safetensors",
+    "/etc/passwd",
+    "..",
+    ".",
+    "",
+    "sub/x.safetensors",
+    "..\\x.safetensors",
+    "C:x.safetensors",
+    "\\\\host\\x",
+    "a\0b",
+    "a\nb",
+    "\u202ex",
+    "\ud800",
+    "n" * 256,
+]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
@@ -203,7 +236,9 @@ def test_a_shard_lies_in_the_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_links(tmp_path: Path) -> None:
-    """Inside the folder, yes; out of it, no, by whatever way; a folder that is a link itself is the user's choice."""
+    """Inside the folder, yes; out of it, no, by whatever way; a folder that is a link itself is the
+    user's choice.
+    """
     folder, secret = tmp_path / "model", tmp_path / "secret"
     (folder / "sub").mkdir(parents=True)
     secret.mkdir()
@@ -331,18 +366,48 @@ FOLDERS = {
     "nothing": ([], "a model folder holds it, or model.safetensors.index.json and its shards"),
     "a pickle": (
         ["pytorch_model.bin", "config.json"],
-        "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; convert it",
+        (
+            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
+            "convert it"
+        ),
     ),
-    "pickles": (["b.pt", "a.pt"], "the folder holds 'a.pt' and 1 more, PyTorch weights, a pickle, which is never"),
-    "an index of pickles": (["pytorch_model.bin.index.json"], "the folder holds 'pytorch_model.bin.index.json', an index"),
-    "GGUF": (["M.Q4.GGUF"], "the folder holds 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model"),
-    "Keras": (["tf_model.h5"], "the folder holds 'tf_model.h5', TensorFlow weights; convert them to"),
-    "Flax": (["flax_model.msgpack"], "the folder holds 'flax_model.msgpack', Flax weights; convert"),
-    "an adapter": (["adapter_model.safetensors"], "the folder holds 'adapter_model.safetensors', an adapter, which is nothing without its base model; merge it"),
-    "a shard alone": ([ONE], f"the folder holds '{ONE}', a shard; download model.safetensors.index.json, which"),
-    "another name": (["consolidated.safetensors"], "the folder holds 'consolidated.safetensors', a safetensors file of another name; "),
+    "pickles": (
+        ["b.pt", "a.pt"],
+        "the folder holds 'a.pt' and 1 more, PyTorch weights, a pickle, which is never",
+    ),
+    "an index of pickles": (
+        ["pytorch_model.bin.index.json"],
+        "the folder holds 'pytorch_model.bin.index.json', an index",
+    ),
+    "GGUF": (
+        ["M.Q4.GGUF"],
+        "the folder holds 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model",
+    ),
+    "Keras": (
+        ["tf_model.h5"],
+        "the folder holds 'tf_model.h5', TensorFlow weights; convert them to",
+    ),
+    "Flax": (
+        ["flax_model.msgpack"],
+        "the folder holds 'flax_model.msgpack', Flax weights; convert",
+    ),
+    "an adapter": (
+        ["adapter_model.safetensors"],
+        (
+            "the folder holds 'adapter_model.safetensors', an adapter, which is nothing without its "
+            "base model; merge it"
+        ),
+    ),
+    "a shard alone": (
+        [ONE],
+        f"the folder holds '{ONE}', a shard; download model.safetensors.index.json, which",
+    ),
+    "another name": (
+        ["consolidated.safetensors"],
+        "the folder holds 'consolidated.safetensors', a safetensors file of another name; ",
+    ),
     "a name that plays": (["a\x1b[2J.pt"], "the folder holds 'a\\x1b[2J.pt', PyTorch weights"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -514,7 +579,9 @@ def test_a_device_of_the_caller_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_sparse_file_costs_nothing_to_look_at(tmp_path: Path) -> None:
-    """A terabyte that the disk does not hold: the header is right, and nothing is allocated for looking at it."""
+    """A terabyte that the disk does not hold: the header is right, and nothing is allocated for
+    looking at it.
+    """
     size = 2**40
     header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
     path = tmp_path / SINGLE
@@ -524,10 +591,21 @@ def test_a_sparse_file_costs_nothing_to_look_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
-              torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex64],
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.complex64,
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_finite(dtype: torch.dtype) -> None:
     """NaN and infinity are found wherever they are; the largest and smallest numbers are none."""
     real = torch.float32 if dtype.is_complex else dtype

@@ -1,4 +1,6 @@
-"""Folders with packed matrices: read as what they stand for, and refused where the pieces do not fit."""
+"""Folders with packed matrices: read as what they stand for, and refused where the pieces do not
+fit.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,11 @@ from tests.oracles import moe as oracle
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 MXFP4: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 FP8: dict[str, Any] = {
-    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [4, 4],
-}  # fmt: skip
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [4, 4],
+}
 
 
 def bytes_(*shape: int, seed: int = 0, low: int = 0, high: int = 256) -> Tensor:
@@ -65,8 +70,10 @@ def test_mxfp4_is_one_matrix_turned(tmp_path: Path) -> None:
     found = dict(store.read())
     rows = [
         [oracle.mxfp4_row(b, s) for b, s in zip(blocks, scales, strict=True)]
-        for blocks, scales in zip(packed["w_blocks"].tolist(), packed["w_scales"].tolist(), strict=True)
-    ]  # fmt: skip
+        for blocks, scales in zip(
+            packed["w_blocks"].tolist(), packed["w_scales"].tolist(), strict=True
+        )
+    ]
     assert torch.equal(found["w"].mT.double(), torch.tensor(rows, dtype=torch.float64))
     assert torch.equal(found["b"], torch.ones(3))
     assert set(dict(store.read(["b"]))) == {"b"}
@@ -76,7 +83,10 @@ def test_mxfp4_is_one_matrix_turned(tmp_path: Path) -> None:
 def test_fp8_is_one_matrix(tmp_path: Path) -> None:
     packed = eighths()
     store = opened(tmp_path, packed | {"b": torch.ones(3)}, FP8)
-    assert (store.tensors["a.weight"].shape, store.tensors["a.weight"].dtype) == ((6, 9), torch.float32)  # fmt: skip
+    assert (store.tensors["a.weight"].shape, store.tensors["a.weight"].dtype) == (
+        (6, 9),
+        torch.float32,
+    )
     assert "a.weight_scale_inv" not in store.tensors
     raw, scale = packed["a.weight"].view(torch.uint8).tolist(), packed["a.weight_scale_inv"]
     want = torch.tensor(oracle.fp8(raw, scale.double().tolist(), 4), dtype=torch.float64)
@@ -89,7 +99,10 @@ def test_pairs_may_lie_in_different_shards(tmp_path: Path) -> None:
     rest = {name: packed[name] for name in ("w_scales", "b")}
     save_file(rest, tmp_path / "model-00002-of-00002.safetensors")
     where = {"w_blocks": 1, "w_scales": 2, "b": 2}
-    index = {"metadata": {}, "weight_map": {n: f"model-0000{i}-of-00002.safetensors" for n, i in where.items()}}  # fmt: skip
+    index = {
+        "metadata": {},
+        "weight_map": {n: f"model-0000{i}-of-00002.safetensors" for n, i in where.items()},
+    }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     store = unpacked(Store.open(tmp_path), MXFP4)
     (tmp_path / "whole").mkdir()
@@ -108,24 +121,40 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, said, message",
     [
-        ({}, {"quant_method": "gptq"}, r"config.json: quantization_config has the quant_method 'gptq'; supported"),
+        (
+            {},
+            {"quant_method": "gptq"},
+            r"config.json: quantization_config has the quant_method 'gptq'; supported",
+        ),
         ({}, ["mxfp4"], "the quant_method None"),
         ({"w_scales": None}, MXFP4, "'w_blocks' is packed, and its scales 'w_scales' are missing"),
-        ({"w_scales": bytes_(2, 6, 2)}, MXFP4, r"'w_scales' is torch.uint8 \(2, 6, 2\); they must be uint8"),
+        (
+            {"w_scales": bytes_(2, 6, 2)},
+            MXFP4,
+            r"'w_scales' is torch.uint8 \(2, 6, 2\); they must be uint8",
+        ),
         ({"w_scales": torch.ones(2, 6, 3)}, MXFP4, "'w_scales' is torch.float32"),
         ({"w_blocks": bytes_(2, 6, 3, 8)}, MXFP4, r"'w_blocks' is torch.uint8 \(2, 6, 3, 8\)"),
         ({"w_blocks": bytes_(3, 16), "w_scales": bytes_(3)}, MXFP4, r"\(3, 16\)"),
         ({"w": torch.ones(2)}, MXFP4, "'w' is stored plain, and packed too"),
         (eighths(), FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; supported is 'e4m3'"),
-        (eighths(), FP8 | {"weight_block_size": [4, 8]}, r"weight_block_size \[4, 8\]; supported are square"),
+        (
+            eighths(),
+            FP8 | {"weight_block_size": [4, 8]},
+            r"weight_block_size \[4, 8\]; supported are square",
+        ),
         (eighths(), FP8 | {"weight_block_size": None}, "weight_block_size None"),
         (eighths(), FP8 | {"weight_block_size": [0, 0]}, "weight_block_size"),
         (eighths(), FP8 | {"weight_block_size": [4.0, 4.0]}, "weight_block_size"),
         ({"a.weight": eighths()["a.weight"]}, FP8, "'a.weight_scale_inv' are missing"),
-        (eighths() | {"a.weight_scale_inv": torch.ones(2, 2)}, FP8, r"they must be a matrix and float32 \(2, 3\)"),
+        (
+            eighths() | {"a.weight_scale_inv": torch.ones(2, 2)},
+            FP8,
+            r"they must be a matrix and float32 \(2, 3\)",
+        ),
         (eighths() | {"a.weight_scale_inv": torch.ones(2, 3).half()}, FP8, "torch.float16"),
     ],
-)  # fmt: skip
+)
 def test_it_refuses(change: dict[str, Any], said: Any, message: str, tmp_path: Path) -> None:
     tensors = {name: x for name, x in (blocks_and_scales() | change).items() if x is not None}
     with pytest.raises(FileError, match=message):
@@ -152,12 +181,24 @@ def pack(folder: Path, change: dict[str, Tensor | None], said: Any) -> None:
 
 
 def test_a_packed_gpt_oss(tmp_path: Path) -> None:
-    """Experts of random bits: what transformers takes apart and what is loaded here computes the same."""
-    model = drawn("GptOss", {
-        "vocab_size": 40, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 3, "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    })  # fmt: skip
+    """Experts of random bits: what transformers takes apart and what is loaded here computes the
+    same.
+    """
+    model = drawn(
+        "GptOss",
+        {
+            "vocab_size": 40,
+            "hidden_size": 64,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
     from transformers.integrations.mxfp4 import _convert_moe_packed_tensors
 
     experts, change = model.model.layers[0].mlp.experts, {}
@@ -173,7 +214,9 @@ def test_a_packed_gpt_oss(tmp_path: Path) -> None:
     plain = regard.load(tmp_path)
     pack(tmp_path, change, MXFP4)
     mine = regard.load(tmp_path)
-    for (name, one), two in zip(plain.decoder.named_parameters(), mine.decoder.parameters(), strict=True):  # fmt: skip
+    for (name, one), two in zip(
+        plain.decoder.named_parameters(), mine.decoder.parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
     ids = torch.arange(3, 20)[None]
     exact = model(input_ids=ids, use_cache=False).logits
@@ -183,12 +226,28 @@ def test_a_packed_gpt_oss(tmp_path: Path) -> None:
 
 
 def test_a_packed_deepseek(tmp_path: Path) -> None:
-    model = drawn("DeepseekV3", {
-        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "moe_intermediate_size": 8, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-        "num_experts_per_tok": 2, "first_k_dense_replace": 1,
-    })  # fmt: skip
+    model = drawn(
+        "DeepseekV3",
+        {
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "moe_intermediate_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+        },
+    )
     model.save_pretrained(tmp_path)
     change: dict[str, Tensor | None] = {}
     plain: dict[str, Tensor] = {}
@@ -207,19 +266,32 @@ def test_a_packed_deepseek(tmp_path: Path) -> None:
     save_file(stored | plain, whole / "model.safetensors")
     pack(tmp_path, change, FP8)
     mine, want = regard.load(tmp_path), regard.load(whole)
-    for (name, one), two in zip(mine.decoder.named_parameters(), want.decoder.parameters(), strict=True):  # fmt: skip
+    for (name, one), two in zip(
+        mine.decoder.named_parameters(), want.decoder.parameters(), strict=True
+    ):
         assert torch.equal(one, two), name
 
 
 def test_packed_tensors_that_config_json_does_not_speak_of(tmp_path: Path) -> None:
     """Eight-bit numbers without their factors are no weights."""
-    model = drawn("Llama", {
-        "vocab_size": 40, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
-    })  # fmt: skip
+    model = drawn(
+        "Llama",
+        {
+            "vocab_size": 40,
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    )
     model.save_pretrained(tmp_path)
     name = "model.layers.0.mlp.up_proj.weight"
     packed = eighths(20, 16)
-    pack(tmp_path, {name: packed["a.weight"], name + "_scale_inv": packed["a.weight_scale_inv"]}, None)  # fmt: skip
+    pack(
+        tmp_path,
+        {name: packed["a.weight"], name + "_scale_inv": packed["a.weight_scale_inv"]},
+        None,
+    )
     with pytest.raises(FileError, match=r"unexpected.*up_proj\.weight_scale_inv"):
         regard.load(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())

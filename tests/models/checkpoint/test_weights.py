@@ -1,4 +1,6 @@
-"""Filling a model: each stored tensor is used, each parameter is filled, or the folder is refused."""
+"""Filling a model: each stored tensor is used, each parameter is filled, or the folder is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,8 @@ def test_shapes_and_types(folder: Path) -> None:
 
     change_weights(folder, cut)
     assert refusal(folder) == (
-        "{}/model.safetensors: model.layers.1.mlp.up_proj.weight is (39, 24); the config says (40, 24)"
+        "{}/model.safetensors: model.layers.1.mlp.up_proj.weight is (39, 24); the config says "
+        "(40, 24)"
     )
     change_weights(folder, lambda t: t.update({name: torch.zeros(40, 24, dtype=torch.int8)}))
     assert refusal(folder) == (
@@ -162,7 +165,8 @@ def test_a_tied_tensor_that_is_stored_twice(tmp_path: Path) -> None:
     assert decoder.head.weight is decoder.embed.embedding.weight
     change_weights(tmp_path, lambda t: t["lm_head.weight"][0, 0].add_(1))
     assert refusal(tmp_path) == (
-        "{}/model.safetensors: lm_head.weight and model.embed_tokens.weight are tied by the config, and their values "
+        "{}/model.safetensors: lm_head.weight and model.embed_tokens.weight are tied by the "
+        "config, and their values "
         "differ; set tie_word_embeddings to false if that is meant"
     )
     change_weights(tmp_path, lambda t: t.pop("model.embed_tokens.weight"))
@@ -181,7 +185,10 @@ def test_a_folder_without_a_tokenizer(folder: Path) -> None:
 
 
 def test_sources_that_are_none(tmp_path: Path) -> None:
-    message = "no model '{}/x': it is neither an embedded one (tiny) nor a folder, and nothing is downloaded for such a name. "
+    message = (
+        "no model '{}/x': it is neither an embedded one (tiny) nor a folder, and nothing is "
+        "downloaded for such a name. "
+    )
     with pytest.raises(FileError) as error:
         regard.load(tmp_path / "x")
     assert str(error.value).startswith(message.replace("{}", str(tmp_path)))
@@ -195,7 +202,9 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({n: nn.Linear(3, w) for n, w in SIZES.items()}) for _ in range(2))  # fmt: skip
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(3, w) for n, w in SIZES.items()}) for _ in range(2)
+        )
         self.experts = nn.ModuleList(nn.Linear(2, 5, bias=False) for _ in range(3))
 
 
@@ -224,9 +233,14 @@ def test_rules_take_what_they_give(tmp_path: Path) -> None:
     model = Pair()
     tensors = stored(model)
     assert {n: tuple(t.shape) for n, t in tensors.items()} == {
-        "model.h.0.both.weight": (6, 3), "model.h.1.both.weight": (6, 3), "model.h.0.up.bias": (4,),
-        "model.h.1.up.bias": (4,), "model.h.0.gate.bias": (2,), "model.h.1.gate.bias": (2,), "model.experts": (3, 5, 2),
-    }  # fmt: skip
+        "model.h.0.both.weight": (6, 3),
+        "model.h.1.both.weight": (6, 3),
+        "model.h.0.up.bias": (4,),
+        "model.h.1.up.bias": (4,),
+        "model.h.0.gate.bias": (2,),
+        "model.h.1.gate.bias": (2,),
+        "model.experts": (3, 5, 2),
+    }
     renamed = {n.removeprefix("model."): t.contiguous() for n, t in tensors.items()}
     save_file(renamed | {"h.0.cache": torch.zeros(2)}, tmp_path / "model.safetensors")
     with torch.device("meta"):
@@ -293,8 +307,11 @@ def test_memory_is_that_of_the_checkpoint(tmp_path: Path) -> None:
         save(small.llama.build(config), config, folder, torch.float16)
     run = subprocess.run(
         [sys.executable, "-c", MEMORY, str(made), str(other)],
-        capture_output=True, text=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     grown, held = map(int, run.stdout.split())
     assert held > 100 << 20
     assert held * 0.9 < grown <= held * 1.1

@@ -1,4 +1,6 @@
-"""One attention layer of a checkpoint, from the definition, by loops over heads and positions in fp64 numpy."""
+"""One attention layer of a checkpoint, from the definition, by loops over heads and positions in
+fp64 numpy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Array = NDArray[np.float64]
 
 
 def maps(block: Any) -> dict[str, Array]:
-    """q [H,D,M], k [G,D,M], v [G,E,M], o [M,H,E], as the parameters have them; biases are left out."""
+    """q [H,D,M], k [G,D,M], v [G,E,M], o [M,H,E], as the parameters have them; biases are left
+    out.
+    """
     project, found = block.attention.project, {}
     for name in "qkv":
         heads = getattr(project, name)
@@ -38,8 +42,16 @@ def turned(x: Array, position: int, freq: Array, layout: str) -> Array:
 
 
 def attention(
-    x: Array, q: Array, k: Array, v: Array, o: Array, *, freq: Array, layout: str = "half", scale: float | None = None
-) -> Array:  # fmt: skip
+    x: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    o: Array,
+    *,
+    freq: Array,
+    layout: str = "half",
+    scale: float | None = None,
+) -> Array:
     """x [T,M] -> [T,M]: causal, query head h reads key/value head h // (H/G)."""
     T, H, D = len(x), len(q), q.shape[1]
     scale = D**-0.5 if scale is None else scale

@@ -35,8 +35,12 @@ def of(name: str, seed: int = 0, **change: Any) -> Checkpoint:
 def own(seed: int = 0, *, position: str = "none", **options: Any) -> Checkpoint:
     """regard's grouped queries, without positions unless they are asked for."""
     return of(
-        "regard", seed, attention="gqa", attention_options={"groups": 2, "head_dim": 10} | options, position=position
-    )  # fmt: skip
+        "regard",
+        seed,
+        attention="gqa",
+        attention_options={"groups": 2, "head_dim": 10} | options,
+        position=position,
+    )
 
 
 def ids(held: Checkpoint, length: int = LENGTH) -> Tensor:

@@ -1,4 +1,6 @@
-"""Longer context: the keys that transformers reads, and the same logits there beyond the trained length."""
+"""Longer context: the keys that transformers reads, and the same logits there beyond the trained
+length.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +22,35 @@ from tests.models.convert import some
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 TRAINED, LONG = 16, 64
 KEYS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "max_position_embeddings": LONG},
-    # b s^(d/(d-2)) = 10000 * 4^(10/8)
-    "ntk": {"rope_theta": 56568.54249492381, "max_position_embeddings": LONG},
-    "dynamic": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": TRAINED},
-    "yarn": {
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED},
+    "linear": {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         "max_position_embeddings": LONG,
     },
-    "llama3": {
+    # b s^(d/(d-2)) = 10000 * 4^(10/8)
+    "ntk": {"rope_theta": 56568.54249492381, "max_position_embeddings": LONG},
+    "dynamic": {
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+        "max_position_embeddings": TRAINED,
+    },
+    "yarn": {
         "rope_scaling": {
-            "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_type": "yarn",
+            "factor": 4.0,
             "original_max_position_embeddings": TRAINED,
         },
         "max_position_embeddings": LONG,
     },
-}  # fmt: skip
+    "llama3": {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": TRAINED,
+        },
+        "max_position_embeddings": LONG,
+    },
+}
 
 
 @pytest.mark.parametrize("extension", KEYS)
@@ -70,13 +85,43 @@ def test_latents_have_a_context_too() -> None:
 @pytest.mark.parametrize(
     "name, change, length, extension, message",
     [
-        ("llama", {}, 64, "ntkk", "the scaling is 'ntkk'; it is one of linear, ntk, dynamic, yarn, llama3"),
-        ("llama", {}, 2048, "yarn", "the context is 2048, and max_position_embeddings is 2048 already"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 4096, "yarn", "rope_scaling is {'rope_type': 'linear', 'factor': 2.0} already"),
-        ("gpt2", {"n_positions": 32, "n_embd": 24, "n_layer": 1, "n_head": 4}, 64, "yarn", "the context of a gpt2 cannot be extended"),
-        ("bloom", {"n_layer": 1, "n_head": 4}, 64, "yarn", "the context of a bloom cannot be extended"),
+        (
+            "llama",
+            {},
+            64,
+            "ntkk",
+            "the scaling is 'ntkk'; it is one of linear, ntk, dynamic, yarn, llama3",
+        ),
+        (
+            "llama",
+            {},
+            2048,
+            "yarn",
+            "the context is 2048, and max_position_embeddings is 2048 already",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            4096,
+            "yarn",
+            "rope_scaling is {'rope_type': 'linear', 'factor': 2.0} already",
+        ),
+        (
+            "gpt2",
+            {"n_positions": 32, "n_embd": 24, "n_layer": 1, "n_head": 4},
+            64,
+            "yarn",
+            "the context of a gpt2 cannot be extended",
+        ),
+        (
+            "bloom",
+            {"n_layer": 1, "n_head": 4},
+            64,
+            "yarn",
+            "the context of a bloom cannot be extended",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be(name: str, change: Any, length: int, extension: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         to_context(some.of(name, **change), length, extension)

@@ -1,4 +1,6 @@
-"""Other numbers of key/value heads: exact where they can be, optimal where they are not, never strided."""
+"""Other numbers of key/value heads: exact where they can be, optimal where they are not, never
+strided.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,17 @@ from tests.models.convert import oracle, some
 from tests.models.convert.some import FAR, ROUNDING, distance
 
 WITH_HEADS: dict[str, dict[str, Any]] = {
-    "llama": {}, "mistral": {"sliding_window": 7}, "qwen2": {}, "qwen3": {},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2}, "olmo2": {}, "phi3": {}, "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 10}, "gemma3_text": {"query_pre_attn_scalar": 10},
-}  # fmt: skip
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {},
+    "qwen3": {},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": {},
+    "phi3": {},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 10},
+    "gemma3_text": {"query_pre_attn_scalar": 10},
+}
 
 
 @pytest.mark.parametrize("name", WITH_HEADS)
@@ -43,7 +52,9 @@ def test_more_heads_give_the_same_bits_in_float32() -> None:
 
 
 def test_a_layer_is_what_the_definition_says() -> None:
-    """Three of six key/value heads against loops: the mean of neighbours, read by the right queries."""
+    """Three of six key/value heads against loops: the mean of neighbours, read by the right
+    queries.
+    """
     before = some.llama(num_attention_heads=6, num_key_value_heads=6)
     after, _ = to_groups(before, 3)
     block, old = after.network.layers[1], oracle.maps(before.network.layers[1])
@@ -86,7 +97,9 @@ def test_equal_heads_lose_nothing(pooling: Any) -> None:
 
 
 def related(held: Checkpoint, *, rotary: bool) -> Checkpoint:
-    """Neighbours of one key up to a factor that commutes with the rotation, and of one value up to a matrix."""
+    """Neighbours of one key up to a factor that commutes with the rotation, and of one value up to
+    a matrix.
+    """
     make = np.random.default_rng(3)
     for block in held.network.layers:
         maps = oracle.maps(block)
@@ -122,7 +135,9 @@ def biased(name: str = "qwen2") -> Checkpoint:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_svd_is_as_good_as_can_be(groups: int) -> None:
-    """Eckart and Young from the whole matrices: values [n M, M] of each group; keys one complex row for each pair."""
+    """Eckart and Young from the whole matrices: values [n M, M] of each group; keys one complex row
+    for each pair.
+    """
     before = biased()
     _, step = to_groups(before, groups, "svd")
     for block, errors in zip(before.network.layers, step.layers, strict=True):
@@ -158,7 +173,9 @@ def test_svd_loses_less_than_the_mean() -> None:
 
 
 def test_queries_take_the_factor_of_their_own_head() -> None:
-    """A layer pooled by svd against loops, in which each head has its own key again: the row and the best factor."""
+    """A layer pooled by svd against loops, in which each head has its own key again: the row and
+    the best factor.
+    """
     before = some.llama(num_key_value_heads=4)
     after, _ = to_groups(before, 2, "svd")
     block, new, old = (
@@ -213,10 +230,14 @@ def test_a_scaling_that_follows_the_length() -> None:
     [
         (3, "mean", "2 key/value heads cannot become 3 for 4 query heads; possible are 1, 4"),
         (8, "mean", "2 key/value heads cannot become 8"),
-        (2, "mean", "the model has 2 key/value heads for 4 query heads already; nothing is to be converted"),
+        (
+            2,
+            "mean",
+            "the model has 2 key/value heads for 4 query heads already; nothing is to be converted",
+        ),
         (1, "first", "groups are pooled by 'first'; it is mean or svd"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_do_not_fit(groups: int, pooling: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         to_groups(some.llama(), groups, pooling)

@@ -1,4 +1,6 @@
-"""Latents of grouped queries: exact where nothing turns and at one head, optimal at a rank, and what transformers computes."""
+"""Latents of grouped queries: exact where nothing turns and at one head, optimal at a rank, and
+what transformers computes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def undone(held: Checkpoint) -> float:
-    """How far the norm on latents may be off, of each number: |c|^2 / 2 C^2 with |c|^2 at most M + 1 and C at least 2^14."""
+    """How far the norm on latents may be off, of each number: |c|^2 / 2 C^2 with |c|^2 at most M +
+    1 and C at least 2^14.
+    """
     return (held.config.hidden_size + 1) / 2 / 2.0**28
 
 
@@ -36,7 +40,8 @@ def test_without_rotary_the_full_rank_is_exact(groups: int) -> None:
     before = some.own(groups=groups)
     after, step = to_latent(before)
     assert after.model_type == "deepseek_v2"
-    # what an error of a latent does behind two layers and three more norms: some tens of times as much
+    # what an error of a latent does behind two layers and three more norms: some tens of times as
+    # much
     assert distance(before, after) < 50 * undone(before)
     assert max(max(errors) for errors in step.layers) < 1e-12
     project = after.network.layers[0].attention.project
@@ -67,7 +72,9 @@ def test_heads_whose_keys_differ_by_a_factor_are_exact() -> None:
 
 @pytest.mark.parametrize("wrong", ["factor", "turn", "interleaved", "scale", "constant"])
 def test_wrong_conversions_are_far(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The factor on the wrong side, a rotary key left in halves, a scale of other dims, a constant that counts."""
+    """The factor on the wrong side, a rotary key left in halves, a scale of other dims, a constant
+    that counts.
+    """
     before = related(some.llama(num_key_value_heads=4), rotary=True)
     if wrong == "factor":
         split = subject.split_rotary
@@ -94,7 +101,9 @@ def test_wrong_conversions_are_far(wrong: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_error_is_that_of_eckart_and_young() -> None:
-    """Whole matrices in numpy: score forms [H M, M] and value-output maps [H M, M], each over its norm."""
+    """Whole matrices in numpy: score forms [H M, M] and value-output maps [H M, M], each over its
+    norm.
+    """
     before = some.own(groups=2)
     for rank in (4, 9, 16):
         _, step = to_latent(before, rank)
@@ -128,7 +137,9 @@ def test_the_curve_falls_and_is_what_ranks_lose() -> None:
 
 
 def test_a_layer_at_a_rank_is_what_the_definition_says() -> None:
-    """Loops in which each head has its own key and value again, projected on the subspace that numpy finds."""
+    """Loops in which each head has its own key and value again, projected on the subspace that
+    numpy finds.
+    """
     before, rank = some.own(groups=2), 12
     after, _ = to_latent(before, rank)
     block = before.network.layers[0]
@@ -148,7 +159,9 @@ def test_a_layer_at_a_rank_is_what_the_definition_says() -> None:
 
 
 def test_what_turns_is_lost_as_its_mean_turn_says() -> None:
-    """At full rank, with rotary: keys differ by rows of which 1 - |mean turn|^2 is lost; pair by pair, in numpy."""
+    """At full rank, with rotary: keys differ by rows of which 1 - |mean turn|^2 is lost; pair by
+    pair, in numpy.
+    """
     before = some.llama(num_key_value_heads=4, max_position_embeddings=64)
     _, step = to_latent(before)
     freq = before.config.rotary().inv_freq.numpy()
@@ -168,7 +181,9 @@ def test_what_turns_is_lost_as_its_mean_turn_says() -> None:
 
 
 def test_the_mean_turn_is_the_best_constant() -> None:
-    """Against a direct search around it: no other constant is nearer to the turns, with the weights 1 / (d + 1)."""
+    """Against a direct search around it: no other constant is nearer to the turns, with the weights
+    1 / (d + 1).
+    """
     freq = torch.tensor([1.0, 0.1, 1e-3, 0.0], dtype=torch.float64)
     for theta, turn in zip(freq.tolist(), mean_turn(freq, 300).tolist(), strict=True):
         d = np.arange(300)
@@ -223,7 +238,9 @@ def test_a_cache_keeps_latents_and_a_rotary_key(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype, near", [("float16", 2e-2), ("bfloat16", 2e-1)])
 def test_the_constant_survives_a_narrow_dtype(dtype: str, near: float) -> None:
-    """C and its weight are numbers of both; a weight's rounding is all that is left: a hundred times less than a wrong constant."""
+    """C and its weight are numbers of both; a weight's rounding is all that is left: a hundred
+    times less than a wrong constant.
+    """
     before, _ = to_groups(some.llama(), 1)
     plain, _ = to_dtype(before, dtype)
     latent, _ = to_latent(before)
@@ -247,11 +264,19 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ("olmo2", {}, "norms or other steps on heads and norms of another kind"),
     ("mistral", {"sliding_window": 8}, "a mask of causal & window(8)"),
     ("phi3", {"partial_rotary_factor": 0.4}, "a rotary that turns a part of each head"),
-    ("gemma2", {"query_pre_attn_scalar": 10}, "and a softcap and norms of another kind and another feed-forward layer"),
+    (
+        "gemma2",
+        {"query_pre_attn_scalar": 10},
+        "and a softcap and norms of another kind and another feed-forward layer",
+    ),
     ("gemma", {}, "this model has a scaled embedding"),
     ("llama", {"mlp_bias": True}, "another feed-forward layer"),
-    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary positions that follow the length"),
-]  # fmt: skip
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rotary positions that follow the length",
+    ),
+]
 
 
 @pytest.mark.parametrize("name, change, message", REFUSED)

@@ -22,10 +22,20 @@ from tests.models.convert.some import FAR, ROUNDING, distance
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 DEEPSEEK: dict[str, Any] = {
-    "moe_intermediate_size": 8, "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 9, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 6, "v_head_dim": 10, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
-}  # fmt: skip
+    "moe_intermediate_size": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -81,7 +91,9 @@ def test_deepseek_v3_has_a_key_for_it(q_rank: int | None, bias: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "olmo2", "phi3"])
 def test_weights_in_another_layout_than_the_config_says(name: str) -> None:
-    """Rows as Meta's files have them, put there by loops: the conversion finds the model that they are of."""
+    """Rows as Meta's files have them, put there by loops: the conversion finds the model that they
+    are of.
+    """
     partial = {"partial_rotary_factor": 0.6} if name == "phi3" else {}
     right = some.of(name, **partial)
     wrong = some.of(name, **partial)
@@ -131,15 +143,45 @@ def test_heads_of_interleaved_pairs() -> None:
 @pytest.mark.parametrize(
     "name, change, layout, stored, message",
     [
-        ("llama", {}, "half", None, "the rotary layout is half already; nothing is to be converted"),
+        (
+            "llama",
+            {},
+            "half",
+            None,
+            "the rotary layout is half already; nothing is to be converted",
+        ),
         ("llama", {}, "neox", None, "the rotary layout is 'neox'; it is half or interleaved"),
-        ("llama", {}, "interleaved", "half", "weights stored as half cannot become interleaved where the config says half"),
-        ("qwen2", {}, "interleaved", None, "the model has config keys of qwen2, and no family here can say that"),
-        ("llama", {"attention_bias": True}, "interleaved", None, "the model has biases, and no family here"),
-        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "interleaved", None, "the model has other rotary frequencies"),
+        (
+            "llama",
+            {},
+            "interleaved",
+            "half",
+            "weights stored as half cannot become interleaved where the config says half",
+        ),
+        (
+            "qwen2",
+            {},
+            "interleaved",
+            None,
+            "the model has config keys of qwen2, and no family here can say that",
+        ),
+        (
+            "llama",
+            {"attention_bias": True},
+            "interleaved",
+            None,
+            "the model has biases, and no family here",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "interleaved",
+            None,
+            "the model has other rotary frequencies",
+        ),
         ("mistral", {"sliding_window": 8}, "interleaved", None, "the model has a window"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_said(
     name: str, change: Any, layout: Any, stored: Any, message: str
 ) -> None:

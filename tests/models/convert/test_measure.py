@@ -109,7 +109,9 @@ def test_a_python_without_topics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loss_of_a_latent_is_seen() -> None:
-    """MLA of half the cache looked free on 891 characters (3.27 to 3.29 nats); on several thousand tokens it costs half a nat."""
+    """MLA of half the cache looked free on 891 characters (3.27 to 3.29 nats); on several thousand
+    tokens it costs half a nat.
+    """
     tiny = regard.load("tiny")
     after, _ = to_latent(Checkpoint(tiny.decoder, tiny.config), 96)
     ids, told = windows(tiny, None, 256, 2560)

@@ -1,4 +1,6 @@
-"""A folder into a folder: whole or not there, never over anything, loadable, with what belongs to it."""
+"""A folder into a folder: whole or not there, never over anything, loadable, with what belongs to
+it.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,13 @@ EVERY: dict[str, tuple[Wanted, str]] = {
     "mla": (Wanted(to="mla", rank=20), "deepseek_v2"),
     "mla, narrow, long": (Wanted(to="mla", context=8192, dtype="float16"), "deepseek_v2"),
     "layout and heads": (Wanted(rotary_layout="interleaved", kv_heads=2), "regard"),
-    "stored layout into latents": (Wanted(to="mla", rotary_layout="half", stored_layout="interleaved"), "deepseek_v2"),
+    "stored layout into latents": (
+        Wanted(to="mla", rotary_layout="half", stored_layout="interleaved"),
+        "deepseek_v2",
+    ),
     "context": (Wanted(context=4096, scaling="linear"), "llama"),
     "dtype": (Wanted(dtype="bfloat16"), "llama"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.full(keep=4)
@@ -78,8 +83,11 @@ def test_what_comes_out_loads_and_is_what_was_measured(
     assert report.after.model_type == model_type
     assert [p.name for p in out.parent.iterdir()] == ["out"]
     assert {p.name for p in out.iterdir()} == {
-        "config.json", "model.safetensors", "tokenizer.json", "generation_config.json",
-    }  # fmt: skip
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "generation_config.json",
+    }
     raw = json.loads((out / "config.json").read_text())
     assert (raw["eos_token_id"], raw["bos_token_id"]) == ([2, 3], 1)
     first, again = regard.load(source, kind=Model), regard.load(out, kind=Model)
@@ -116,7 +124,9 @@ def test_an_exact_conversion_is_told_as_exact(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path) -> None:
-    """`tiny`, 128 numbers per token and layer in place of 256: the latent is nearer than pooled heads, by svd or by mean."""
+    """`tiny`, 128 numbers per token and layer in place of 256: the latent is nearer than pooled
+    heads, by svd or by mean.
+    """
     tries = {
         "mla": Wanted(to="mla", rank=96),
         "svd": Wanted(kv_heads=2, pooling="svd"),
@@ -163,8 +173,12 @@ def test_healing_holds_a_part_back(source: Path, tmp_path: Path) -> None:
         source, tmp_path / "a", wanted, text=TEXT, length=16, heal=how, tell=told.append
     ).healing
     assert [line.split()[0] for line in told] == [
-        "reading", "converting", "healing", "writing", "measuring",
-    ]  # fmt: skip
+        "reading",
+        "converting",
+        "healing",
+        "writing",
+        "measuring",
+    ]
     assert done is not None
     assert done.held_tokens == len(ids) // 10 * (ids.shape[1] - 1)
     assert done.tokens == (len(ids) - len(ids) // 10) * ids.shape[1]
@@ -270,12 +284,15 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
         ({"to": "mha", "kv_heads": 2}, "kv_heads is given, and mha has as many as queries"),
         ({"to": "mqa", "kv_heads": 2}, "kv_heads is 2, and mqa has 1: leave it out"),
         ({"to": "gqa"}, "gqa is asked for, and kv_heads is missing"),
-        ({"to": "mla", "pooling": "svd"}, "groups by svd are for fewer key/value heads: give kv_heads"),
+        (
+            {"to": "mla", "pooling": "svd"},
+            "groups by svd are for fewer key/value heads: give kv_heads",
+        ),
         ({"to": "mqa", "scaling": "ntk"}, "scaling ntk is given without a context"),
         ({"to": "mqa", "stored_layout": "half"}, "stored_layout is given without rotary_layout"),
         ({"to": "mla", "rotary_layout": "half"}, "the rotary key of mla is always interleaved"),
     ],
-)  # fmt: skip
+)
 def test_wishes_that_contradict(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         Wanted(**change)

@@ -50,13 +50,17 @@ def together(
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"chunk": 2}, {"temperature": 1.3, "top_p": 0.95, "seed": 7},
+        {},
+        {"chunk": 2},
+        {"temperature": 1.3, "top_p": 0.95, "seed": 7},
         {"temperature": 1.0, "repetition_penalty": 1.5, "top_k": 30, "seed": 1},
-        {"cache": "fixed"}, {"cache": "paged"}, {"cache": "ring", "max_context": 9},
+        {"cache": "fixed"},
+        {"cache": "paged"},
+        {"cache": "ring", "max_context": 9},
         {"cache": "streaming", "max_context": 9},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_row_is_its_prompt_alone(model: Model, options: dict[str, Any]) -> None:
     given = {"max_tokens": 7, **options}
     assert together(model, PROMPTS, **given) == alone(model, PROMPTS, **given)
@@ -65,9 +69,11 @@ def test_a_row_is_its_prompt_alone(model: Model, options: dict[str, Any]) -> Non
 def test_rows_that_finish_leave_the_others_alone() -> None:
     """Ends and stop strings at different lengths, for every kind of layer."""
     mixed = stack(
-        build("gqa", M, H, groups=G), build("sliding_window", M, H, groups=G, window=5),
-        build("retention", M, H), build("mla", M, H, kv_rank=12, nope_dim=6, rope_dim=4, value_dim=6),
-    )  # fmt: skip
+        build("gqa", M, H, groups=G),
+        build("sliding_window", M, H, groups=G, window=5),
+        build("retention", M, H),
+        build("mla", M, H, kv_rank=12, nope_dim=6, rope_dim=4, value_dim=6),
+    )
     for decoder in (mixed, following(DynamicNTK(2.0, 8), layers=1)):
         first = held(decoder)
         free = alone(first, PROMPTS[:4], max_tokens=7, temperature=1.0)
@@ -123,7 +129,9 @@ def test_no_tokens_asked_for(model: Model) -> None:
 
 
 def test_two_speeds_are_of_two_clocks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that takes 100 s and steps of 1 s: one speed over both would say nothing of either."""
+    """A prompt that takes 100 s and steps of 1 s: one speed over both would say nothing of
+    either.
+    """
     from regard.models.generation import generate as module
 
     now = [0.0]

@@ -1,4 +1,6 @@
-"""Beam search against all texts there are, against transformers, against greedy, and over every kind of model."""
+"""Beam search against all texts there are, against transformers, against greedy, and over every
+kind of model.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.models import small
 
 
 class Book:
-    """A made-up model: the logits behind a text are a row of a table; what it keeps is the text of each row."""
+    """A made-up model: the logits behind a text are a row of a table; what it keeps is the text of
+    each row.
+    """
 
     def __init__(self, vocabulary: int, first: Sequence[int], *, seed: int = 0) -> None:
         make = torch.Generator().manual_seed(seed)
@@ -128,7 +132,9 @@ def test_equal_scores_go_to_the_lower_ids() -> None:
     def flat(ids: Tensor) -> Tensor:
         return torch.zeros(*ids.shape, 5)
 
-    (found,) = beam_search(flat, torch.tensor([0]), end=4, limit=2, beams=3, reorder=lambda rows: None)  # fmt: skip
+    (found,) = beam_search(
+        flat, torch.tensor([0]), end=4, limit=2, beams=3, reorder=lambda rows: None
+    )
     assert [x.ids for x in found] == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -152,10 +158,19 @@ def test_transformers_finds_the_same(model: Model, theirs: Any) -> None:
         likely = endless.beam("the quick brown", beams=beams, max_tokens=7)
         ends = [x.ids[2] for x in likely[:several]]  # which do come
         right = theirs.generate(
-            prompt, attention_mask=torch.ones_like(prompt), num_beams=beams, num_return_sequences=beams,
-            max_new_tokens=7, do_sample=False, early_stopping="never", length_penalty=penalty,
-            eos_token_id=ends, pad_token_id=ends[0], output_scores=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            num_beams=beams,
+            num_return_sequences=beams,
+            max_new_tokens=7,
+            do_sample=False,
+            early_stopping="never",
+            length_penalty=penalty,
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
         made = Model(model.decoder, model.tokenizer, model.config, ends=ends)
         found = made.beam("the quick brown", beams=beams, max_tokens=7, length_penalty=penalty)
         for x, row in zip(found, right.sequences, strict=True):
@@ -197,7 +212,9 @@ def test_one_beam_of_a_model_is_its_greedy_text(model: Model) -> None:
     assert list(found.ids) == generation.ids
     one = model.tokenizer.encode("t")
     assert len(one) == 1, "a prompt of one token has nothing to read in front of the search"
-    assert model.beam("t", beams=1, max_tokens=3)[0].text == "".join(model.generate("t", max_tokens=3))  # fmt: skip
+    assert model.beam("t", beams=1, max_tokens=3)[0].text == "".join(
+        model.generate("t", max_tokens=3)
+    )
 
 
 Keeps = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], None]]
@@ -240,7 +257,9 @@ def of_recurrent(model: RecurrentEncoderDecoder, source: Tensor, where: Tensor) 
 
 @pytest.mark.parametrize("kind", ["transformer", "none", "bahdanau", "luong"])
 def test_models_that_read_a_source(kind: str) -> None:
-    """Every beam's score is that of its text in one pass that is taught it, and the best beats the greedy text."""
+    """Every beam's score is that of its text in one pass that is taught it, and the best beats the
+    greedy text.
+    """
     torch.manual_seed(2)
     if kind == "transformer":
         model: Any = transformer(9, 16, 4, 2).eval().double()
@@ -287,9 +306,10 @@ def test_errors(model: Model) -> None:
         with pytest.raises(regard.ArgumentError, match=message):
             beam_search(step, ids, **given | change)
     for options in (
-        Options(stop="x"), Options(sampling=Sampling(temperature=1.0)),
+        Options(stop="x"),
+        Options(sampling=Sampling(temperature=1.0)),
         Options(sampling=Sampling(repetition_penalty=2.0)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(regard.ArgumentError, match="beam search takes no sampler and no stop"):
             search(model, "the", options)
     with pytest.raises(regard.ArgumentError, match="limit is 0; it must be at least 1"):

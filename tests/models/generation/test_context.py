@@ -1,4 +1,6 @@
-"""Every kind of cache under a whole model: what it gives equals one pass, what it holds is bounded, what it refuses."""
+"""Every kind of cache under a whole model: what it gives equals one pass, what it holds is bounded,
+what it refuses.
+"""
 
 from __future__ import annotations
 
@@ -224,7 +226,12 @@ def test_a_fork_is_a_context_of_its_own(model: Model) -> None:
         more = torch.randint(0, 300, (3, 19))
         for part in more.split([7, 1, 11], 1):
             logits = fork.read(part)
-        assert_equal(logits[:, None], model.decoder, torch.cat([ids.expand(3, -1), more], 1), torch.tensor([-1]))  # fmt: skip
+        assert_equal(
+            logits[:, None],
+            model.decoder,
+            torch.cat([ids.expand(3, -1), more], 1),
+            torch.tensor([-1]),
+        )
         assert context.bytes == size
         again = context.read(more[:1])
         assert_close_rule(
@@ -260,16 +267,26 @@ def test_rooms_that_a_model_cannot_have() -> None:
 
 def test_errors_of_rooms() -> None:
     cases = [
-        (("rings", 8), "cache is 'rings'; it must be growing, fixed, paged, quantised, ring, streaming; did you mean 'ring'?"),
+        (
+            ("rings", 8),
+            (
+                "cache is 'rings'; it must be growing, fixed, paged, quantised, ring, streaming; did "
+                "you mean 'ring'?"
+            ),
+        ),
         (("ring", None), "cache='ring' needs max_context: how many tokens it keeps"),
         (("growing", 0), "max_context is 0; it must be at least 1 for cache='growing'"),
         (("streaming", 4), "max_context is 4; it must be at least 5 for cache='streaming'"),
-    ]  # fmt: skip
+    ]
     for given, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             Room(*given)
         assert str(error.value) == message
-    with pytest.raises(regard.ArgumentError, match=r"has 3 tokens and max_tokens is 6: 9 are more than max_context 8; ask for at most 5, raise max_context, or let the model forget"):  # fmt: skip
+    with pytest.raises(
+        regard.ArgumentError,
+        match=r"has 3 tokens and max_tokens is 6: 9 are more than max_context 8; ask for at most "
+        r"5, raise max_context, or let the model forget",
+    ):
         Room("fixed", 8).check(3, 6)
     with pytest.raises(
         regard.ArgumentError, match="are more than max_context 8; shorten the prompt, raise"

@@ -1,4 +1,6 @@
-"""Decoder, model and generation: cached = uncached, seeds, streaming, what stays untouched, errors."""
+"""Decoder, model and generation: cached = uncached, seeds, streaming, what stays untouched,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -146,12 +148,19 @@ def test_stop_strings_end_the_text_wherever_tokens_are_cut(model: Model) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"chunk": 3}, {"chunk": None}, {"cache": "fixed"}, {"cache": "paged", "chunk": 2},
-        {"cache": "fixed", "max_context": 99}, {"cache": "quantised"}, {"max_context": 40},
-        {"cache": "ring", "max_context": 40}, {"cache": "streaming", "max_context": 40},
+        {},
+        {"chunk": 3},
+        {"chunk": None},
+        {"cache": "fixed"},
+        {"cache": "paged", "chunk": 2},
+        {"cache": "fixed", "max_context": 99},
+        {"cache": "quantised"},
+        {"max_context": 40},
+        {"cache": "ring", "max_context": 40},
+        {"cache": "streaming", "max_context": 40},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_caches_and_chunks_write_what_passes_without_a_cache_write(
     model: Model, options: dict[str, Any]
 ) -> None:
@@ -179,8 +188,9 @@ def test_it_goes_on_without_end(model: Model) -> None:
 def test_frequencies_that_follow_the_length(model: Model) -> None:
     """LongRoPE and dynamic NTK: greedy across the switch is the argmax of whole passes."""
     for scaling in (
-        DynamicNTK(2.0, 12), LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), 12, 4.0)
-    ):  # fmt: skip
+        DynamicNTK(2.0, 12),
+        LongRoPE((1.0, 1.1, 1.3, 1.7), (2.0, 3.0, 5.0, 9.0), 12, 4.0),
+    ):
         made = held(following(scaling))
         ids = made.encode("the quick")
         assert ids.shape[1] < 9
@@ -231,8 +241,10 @@ def test_errors(model: Model) -> None:
         (
             lambda: model.generate(["the", "the quick brown"], max_tokens=9, max_context=10),
             (
-                f"the prompt has {most} tokens and max_tokens is 9: {most + 9} are more than max_context 10; "
-                f'ask for at most {10 - most}, raise max_context, or let the model forget: cache="ring" or "streaming"'
+                f"the prompt has {most} tokens and max_tokens is 9: {most + 9} are more than "
+                "max_context 10; "
+                f"ask for at most {10 - most}, raise max_context, or let the model forget: "
+                'cache="ring" or "streaming"'
             ),
         ),
         (

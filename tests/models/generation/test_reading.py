@@ -31,9 +31,13 @@ def whole(model: Model, ids: tuple[int, ...], n: int) -> list[int]:
 
 
 ROOMS = [
-    {}, {"max_context": 60}, {"cache": "fixed", "max_context": 60}, {"cache": "paged", "max_context": 60},
-    {"cache": "ring", "max_context": 60}, {"cache": "quantised", "chunk": 4},
-]  # fmt: skip
+    {},
+    {"max_context": 60},
+    {"cache": "fixed", "max_context": 60},
+    {"cache": "paged", "max_context": 60},
+    {"cache": "ring", "max_context": 60},
+    {"cache": "quantised", "chunk": 4},
+]
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=str)
@@ -90,7 +94,9 @@ def test_the_penalty_sees_what_was_read(model: Model) -> None:
     if tuple(model.tokenizer.encode(PROMPT + MORE)) == ids:
         right = "".join(model.generate(PROMPT + MORE, **options))
         assert "".join(model.generate(MORE, after=read, **options)) == right
-    assert "".join(model.generate("", after=read, **options)) == "".join(model.generate(PROMPT, **options))  # fmt: skip
+    assert "".join(model.generate("", after=read, **options)) == "".join(
+        model.generate(PROMPT, **options)
+    )
 
 
 def test_frequencies_that_follow_the_length() -> None:
@@ -117,14 +123,29 @@ def test_errors(model: Model) -> None:
     read = model.read(PROMPT, max_context=20)
     cases = [
         (lambda: model.read(""), "the text '' has no tokens; give at least one character"),
-        (lambda: model.read("", after=read), "the text '' has no tokens; give at least one character"),
-        (lambda: model.read(PROMPT, cache="paged"), "cache='paged' needs max_context here: how many tokens"),
-        (lambda: model.read(PROMPT, max_context=2), "are more than max_context 2; shorten the prompt"),
-        (lambda: model.generate("a", after=read, max_tokens=20), "are more than max_context 20; ask for at most"),
+        (
+            lambda: model.read("", after=read),
+            "the text '' has no tokens; give at least one character",
+        ),
+        (
+            lambda: model.read(PROMPT, cache="paged"),
+            "cache='paged' needs max_context here: how many tokens",
+        ),
+        (
+            lambda: model.read(PROMPT, max_context=2),
+            "are more than max_context 2; shorten the prompt",
+        ),
+        (
+            lambda: model.generate("a", after=read, max_tokens=20),
+            "are more than max_context 20; ask for at most",
+        ),
         (lambda: model.generate("a", after=read, cache="fixed"), "after brings its caches, Room"),
         (lambda: model.read("a", after=read, max_context=99), "after brings its caches, Room"),
-        (lambda: small.model().generate("a", after=read), "after was read by another model; read it with this one"),
-    ]  # fmt: skip
+        (
+            lambda: small.model().generate("a", after=read),
+            "after was read by another model; read it with this one",
+        ),
+    ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             call()

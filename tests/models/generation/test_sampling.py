@@ -1,4 +1,6 @@
-"""Samplers against their definition in Python loops, against transformers' processors, and at their limits."""
+"""Samplers against their definition in Python loops, against transformers' processors, and at their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -140,14 +142,20 @@ def test_ties_at_the_border_keep_exactly_k_where_transformers_keeps_all() -> Non
     right = warped(logits, theirs.TopKLogitsWarper(4))
     assert (right > 0).tolist() == [[False, True, True, True, True, True]]
     flat = torch.zeros(1, 8)
-    assert distribution(flat, Sampling(temperature=1.0, top_k=3))[0].nonzero().flatten().tolist() == [0, 1, 2]  # fmt: skip
-    assert distribution(flat, Sampling(temperature=1.0, top_p=0.3))[0].nonzero().flatten().tolist() == [0, 1, 2]  # fmt: skip
+    assert distribution(flat, Sampling(temperature=1.0, top_k=3))[
+        0
+    ].nonzero().flatten().tolist() == [0, 1, 2]
+    assert distribution(flat, Sampling(temperature=1.0, top_p=0.3))[
+        0
+    ].nonzero().flatten().tolist() == [0, 1, 2]
     assert distribution(flat, Sampling())[0].tolist() == [1.0] + [0.0] * 7
 
 
 @pytest.mark.parametrize("tokens", [4, 8, 1024, 2048])
 def test_a_nucleus_ends_where_its_sum_is_reached_exactly(tokens: int) -> None:
-    """Equal chances of a power of two are exact: the token that makes the sum top_p is the last, also among equals."""
+    """Equal chances of a power of two are exact: the token that makes the sum top_p is the last,
+    also among equals.
+    """
     flat = torch.zeros(1, tokens)
     for share in (0.25, 0.5, 0.75):
         kept = distribution(flat, Sampling(temperature=1.0, top_p=share))[0].nonzero().flatten()
@@ -155,7 +163,9 @@ def test_a_nucleus_ends_where_its_sum_is_reached_exactly(tokens: int) -> None:
 
 
 def test_limits_that_leave_everything() -> None:
-    """A tail that rounding loses beside 1 is not cut off by top_p=1, nor by min_p=0 or as many as there are."""
+    """A tail that rounding loses beside 1 is not cut off by top_p=1, nor by min_p=0 or as many as
+    there are.
+    """
     logits = torch.tensor([[0.0, -40.0, -80.0]])
     for how in ({"top_p": 1.0}, {"min_p": 0.0}, {"top_k": 3}):
         found = distribution(logits, Sampling(temperature=1.0, **how))
@@ -188,8 +198,11 @@ def test_a_nucleus_of_more_than_a_thousand_tokens() -> None:
 
 @given(
     st.lists(st.floats(-50, 50), min_size=1, max_size=12),
-    st.floats(0.01, 9), st.integers(1, 12), st.floats(0.001, 1), st.floats(0, 1),
-)  # fmt: skip
+    st.floats(0.01, 9),
+    st.integers(1, 12),
+    st.floats(0.001, 1),
+    st.floats(0, 1),
+)
 def test_something_always_stays(
     row: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
@@ -264,7 +277,7 @@ def test_errors() -> None:
         ({"min_p": 2}, "min_p is 2; it must be 0 to 1, or None"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be above 0"),
         ({"repetition_penalty": math.inf}, "repetition_penalty is inf; it must be above 0"),
-    ]  # fmt: skip
+    ]
     for change, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             Sampling(**change)

@@ -1,4 +1,6 @@
-"""Text as ids arrive, for tokenizers that are not byte-level: the parts are the whole, and a step does not grow."""
+"""Text as ids arrive, for tokenizers that are not byte-level: the parts are the whole, and a step
+does not grow.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ WORDS = ["▁the", "▁", "he", "▁▁a", "x", "▁né", "你", "▁qu", "ick",
 
 
 def metaspace() -> Tokenizer:
-    """As the sentencepiece vocabularies of Llama 2 and Gemma: words, and bytes for what is no word."""
+    """As the sentencepiece vocabularies of Llama 2 and Gemma: words, and bytes for what is no
+    word.
+    """
     names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *WORDS]
     backend = tokenizers.Tokenizer(
         models.BPE(

@@ -70,7 +70,9 @@ def test_one_head_is_bahdanaus_step() -> None:
 
 
 def test_wrong_masks_and_wrong_scores_are_caught() -> None:
-    """Negative controls: padding that takes part, keys without the tanh, groups tiled instead of repeated."""
+    """Negative controls: padding that takes part, keys without the tanh, groups tiled instead of
+    repeated.
+    """
     q, k, v, w = given = make()
     exact = definition(*given, visible=lambda b, h, i, j: bool(PADDED[b, j] >= 0))[0]
     usual = [x[0] for x in plains(*given, seen=(PADDED >= 0)[:, None, None])]
@@ -86,7 +88,9 @@ def test_wrong_masks_and_wrong_scores_are_caught() -> None:
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38])
 def test_what_stands_in_padding_changes_nothing(garbage: float) -> None:
-    """Neither the result, bit by bit, nor any gradient: 0 times the slope at a NaN would be a NaN."""
+    """Neither the result, bit by bit, nor any gradient: 0 times the slope at a NaN would be a
+    NaN.
+    """
     given = make()
     results = []
     for fill in (0.0, garbage):
@@ -200,27 +204,57 @@ def test_compiles_without_a_break_and_keeps_padding_out() -> None:
 def test_refusals() -> None:
     q, k, v, w = make()
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: additive_attention(q, k, v, w[0][None]),
-         regard.ArgumentError, "weight is (1, 6); it must be (4, 6), one vector"),
-        (lambda: additive_attention(q, k, v, w.double()),
-         regard.ArgumentError, "weight is torch.float64 on cpu and query torch.float32 on cpu"),
-        (lambda: additive_attention(q[0], k, v, w),
-         regard.ArgumentError, "query has 3 dimensions, (4, 3, 6)"),
-        (lambda: additive_attention(q, k[:, :, :4], v, w),
-         regard.ArgumentError, "key length 4 != value length 5"),
-        (lambda: additive_attention(q, k[..., :4], v, w),
-         regard.ArgumentError, "query dim 6 and key dim 4 must be equal"),
-        (lambda: additive_attention(q[:, :3], k, v, w[:3]),
-         regard.ArgumentError, "3 query heads are not divisible by 2"),
-        (lambda: additive_attention(q, k, v, w, k_positions=PADDED[:, :4]),
-         regard.ArgumentError, "k_positions is (2, 4); it must be (2, 5) or (1, 5)"),
-        (lambda: additive_attention(q, k, v, w, q_positions=Span(0, 9)),
-         regard.ArgumentError, "q_positions is Span(start=0, length=9)"),
-        (lambda: additive_attention(q, k, v, w, mask=torch.ones(T, 4, dtype=torch.bool)),
-         regard.ArgumentError, "mask"),
-        (lambda: additive_attention(q, k, v, w, mask=torch.zeros(T, S)),
-         regard.ArgumentTypeError, "a mask is bool"),
-    ]  # fmt: skip
+        (
+            lambda: additive_attention(q, k, v, w[0][None]),
+            regard.ArgumentError,
+            "weight is (1, 6); it must be (4, 6), one vector",
+        ),
+        (
+            lambda: additive_attention(q, k, v, w.double()),
+            regard.ArgumentError,
+            "weight is torch.float64 on cpu and query torch.float32 on cpu",
+        ),
+        (
+            lambda: additive_attention(q[0], k, v, w),
+            regard.ArgumentError,
+            "query has 3 dimensions, (4, 3, 6)",
+        ),
+        (
+            lambda: additive_attention(q, k[:, :, :4], v, w),
+            regard.ArgumentError,
+            "key length 4 != value length 5",
+        ),
+        (
+            lambda: additive_attention(q, k[..., :4], v, w),
+            regard.ArgumentError,
+            "query dim 6 and key dim 4 must be equal",
+        ),
+        (
+            lambda: additive_attention(q[:, :3], k, v, w[:3]),
+            regard.ArgumentError,
+            "3 query heads are not divisible by 2",
+        ),
+        (
+            lambda: additive_attention(q, k, v, w, k_positions=PADDED[:, :4]),
+            regard.ArgumentError,
+            "k_positions is (2, 4); it must be (2, 5) or (1, 5)",
+        ),
+        (
+            lambda: additive_attention(q, k, v, w, q_positions=Span(0, 9)),
+            regard.ArgumentError,
+            "q_positions is Span(start=0, length=9)",
+        ),
+        (
+            lambda: additive_attention(q, k, v, w, mask=torch.ones(T, 4, dtype=torch.bool)),
+            regard.ArgumentError,
+            "mask",
+        ),
+        (
+            lambda: additive_attention(q, k, v, w, mask=torch.zeros(T, S)),
+            regard.ArgumentTypeError,
+            "a mask is bool",
+        ),
+    ]
     for call, kind, message in cases:
         with pytest.raises(kind) as error:
             call()

@@ -1,4 +1,6 @@
-"""The mechanisms under test, each with its definition: linear attention, retention, gated linear attention."""
+"""The mechanisms under test, each with its definition: linear attention, retention, gated linear
+attention.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ MECHANISMS = {
         lambda c, **o: linear(*c[:3], log_decay=c.g[..., :1].expand_as(c.g), scale=root(c), **o),
         gated="head",
     ),
-}  # fmt: skip
+}
 
 
 def states(answer: Answer, parts: int) -> tuple[Tensor, ...]:
@@ -100,7 +102,9 @@ def states(answer: Answer, parts: int) -> tuple[Tensor, ...]:
 
 
 def assert_same(x: Tensor, y: Tensor, bound: float = 1e-12) -> None:
-    """fp64 against fp64: sums of a few dozen products of order 1, a bound of thousands of roundings."""
+    """fp64 against fp64: sums of a few dozen products of order 1, a bound of thousands of
+    roundings.
+    """
     assert x.shape == y.shape
     assert x.dtype == y.dtype == torch.float64
     if x.numel():

@@ -1,4 +1,6 @@
-"""The delta rule, with and without decay: every form against Python loops, and against what it must and must not do."""
+"""The delta rule, with and without decay: every form against Python loops, and against what it must
+and must not do.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def run(c: Case, *, gated: bool = True, **options: Any) -> tuple[Tensor, Tensor]
 
 
 def assert_same(x: Tensor, y: Tensor, bound: float = 1e-12) -> None:
-    """fp64 against fp64: sums of a few dozen products of order 1, a bound of thousands of roundings."""
+    """fp64 against fp64: sums of a few dozen products of order 1, a bound of thousands of
+    roundings.
+    """
     assert x.shape == y.shape
     assert x.dtype == y.dtype == torch.float64
     assert float((x - y).detach().abs().max()) <= bound * (1 + float(y.detach().abs().max()))
@@ -309,11 +313,17 @@ def test_a_nan_reaches_what_it_must_and_nothing_in_front_of_it(name: str, form: 
 
 
 def test_wrong_variants_are_caught() -> None:
-    """Decay behind the writing, strength on the value alone, heads tiled instead of repeated, another scale."""
+    """Decay behind the writing, strength on the value alone, heads tiled instead of repeated,
+    another scale.
+    """
     c = case(B=1, H=4, G=2, T=12).to(torch.float32)
     exact = delta(*c)
-    wide = c._replace(k=c.k.repeat_interleave(2, 1), v=c.v.repeat_interleave(2, 1),
-                      beta=c.beta.repeat_interleave(2, 1), g=c.g.repeat_interleave(2, 1))  # fmt: skip
+    wide = c._replace(
+        k=c.k.repeat_interleave(2, 1),
+        v=c.v.repeat_interleave(2, 1),
+        beta=c.beta.repeat_interleave(2, 1),
+        g=c.g.repeat_interleave(2, 1),
+    )
     plains = [delta_plain(*wide, erase_first=erase)[0] for erase in (False, True)]
     right = [run(c, form=form, chunk=5)[0] for form in FORMS]
     late = F.pad(c.g, (1, 0))[..., :-1]
@@ -332,7 +342,9 @@ def test_wrong_variants_are_caught() -> None:
 
 
 def test_it_is_the_rule_of_qwen3_next_in_transformers() -> None:
-    """Theirs has [B, T, heads, dim], scales by 1/sqrt(D), and shares a query among value heads: so H = G here."""
+    """Theirs has [B, T, heads, dim], scales by 1/sqrt(D), and shares a query among value heads: so
+    H = G here.
+    """
     theirs = pytest.importorskip(
         "transformers.models.qwen3_next.modeling_qwen3_next", reason="transformers is not installed"
     )

@@ -18,26 +18,94 @@ ONE = "one number per key/value head and token"
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        ({"q": Q[:, :3]}, regard.ArgumentError, "3 query heads are not divisible by 2 key/value heads; allowed key/value heads: 1, 3"),
-        ({"q": Q[:, :, :4]}, regard.ArgumentError, "query length 4 != key length 5: a recurrence reads and writes token by token; pass what came before as state"),
-        ({"v": V[:, :, :4]}, regard.ArgumentError, "key length 5 != value length 4 (key (2, 2, 5, 3), value (2, 2, 4, 6))"),
-        ({"k": K.double()}, regard.ArgumentTypeError, "query is float32 and key is float64; all must have one dtype: convert one with .to()"),
-        ({"beta": BETA[:, :1]}, regard.ArgumentError, f"beta is (2, 1, 5); it must be (2, 2, 5) or (2, 2, 5, 1), {ONE}"),
-        ({"beta": BETA.long()}, regard.ArgumentTypeError, "beta is int64; it must be float64, float32, bfloat16 or float16: use beta.float()"),
+        (
+            {"q": Q[:, :3]},
+            regard.ArgumentError,
+            "3 query heads are not divisible by 2 key/value heads; allowed key/value heads: 1, 3",
+        ),
+        (
+            {"q": Q[:, :, :4]},
+            regard.ArgumentError,
+            (
+                "query length 4 != key length 5: a recurrence reads and writes token by token; pass "
+                "what came before as state"
+            ),
+        ),
+        (
+            {"v": V[:, :, :4]},
+            regard.ArgumentError,
+            "key length 5 != value length 4 (key (2, 2, 5, 3), value (2, 2, 4, 6))",
+        ),
+        (
+            {"k": K.double()},
+            regard.ArgumentTypeError,
+            "query is float32 and key is float64; all must have one dtype: convert one with .to()",
+        ),
+        (
+            {"beta": BETA[:, :1]},
+            regard.ArgumentError,
+            f"beta is (2, 1, 5); it must be (2, 2, 5) or (2, 2, 5, 1), {ONE}",
+        ),
+        (
+            {"beta": BETA.long()},
+            regard.ArgumentTypeError,
+            "beta is int64; it must be float64, float32, bfloat16 or float16: use beta.float()",
+        ),
         ({"beta": 0.5}, regard.ArgumentTypeError, "beta is float; it must be a torch tensor"),
-        ({"beta": torch.zeros(2, 2, 5, 3)}, regard.ArgumentError, f"beta is (2, 2, 5, 3); it must be (2, 2, 5) or (2, 2, 5, 1), {ONE}"),
-        ({"log_decay": BETA[..., None]}, regard.ArgumentError, f"log_decay is (2, 2, 5, 1); it must be (2, 2, 5) or (2, 2, 5, 3), {ONE}, or one per key channel as well"),
-        ({"log_decay": None}, regard.ArgumentTypeError, "log_decay is NoneType; it must be a torch tensor"),
+        (
+            {"beta": torch.zeros(2, 2, 5, 3)},
+            regard.ArgumentError,
+            f"beta is (2, 2, 5, 3); it must be (2, 2, 5) or (2, 2, 5, 1), {ONE}",
+        ),
+        (
+            {"log_decay": BETA[..., None]},
+            regard.ArgumentError,
+            (
+                f"log_decay is (2, 2, 5, 1); it must be (2, 2, 5) or (2, 2, 5, 3), {ONE}, or one per "
+                "key channel as well"
+            ),
+        ),
+        (
+            {"log_decay": None},
+            regard.ArgumentTypeError,
+            "log_decay is NoneType; it must be a torch tensor",
+        ),
         ({"scale": float("nan")}, regard.ArgumentError, "scale is nan; it must be finite"),
-        ({"state": torch.zeros(2, 2, 3, 6)}, regard.ArgumentTypeError, "state is Tensor; it must be (S,) as a call before this one returned it, or None"),
-        ({"state": (torch.zeros(2, 2, 6, 3),)}, regard.ArgumentError, "state is torch.float32 (2, 2, 6, 3); it must be torch.float32 (2, 2, 3, 6): pass on what a call with the same sizes returned"),
-        ({"state": (torch.zeros(2, 2, 3, 6).half(),)}, regard.ArgumentError, "state is torch.float16 (2, 2, 3, 6); it must be torch.float32 (2, 2, 3, 6): pass on what a call with the same sizes returned"),
-        ({"k_positions": torch.zeros(2, 4, dtype=torch.long)}, regard.ArgumentError, "k_positions is (2, 4); it must be (2, 5) or (1, 5)"),
-        ({"form": "chunked"}, regard.ArgumentError, "form is 'chunked'; it must be one of auto, recurrent, chunk, parallel"),
+        (
+            {"state": torch.zeros(2, 2, 3, 6)},
+            regard.ArgumentTypeError,
+            "state is Tensor; it must be (S,) as a call before this one returned it, or None",
+        ),
+        (
+            {"state": (torch.zeros(2, 2, 6, 3),)},
+            regard.ArgumentError,
+            (
+                "state is torch.float32 (2, 2, 6, 3); it must be torch.float32 (2, 2, 3, 6): pass on "
+                "what a call with the same sizes returned"
+            ),
+        ),
+        (
+            {"state": (torch.zeros(2, 2, 3, 6).half(),)},
+            regard.ArgumentError,
+            (
+                "state is torch.float16 (2, 2, 3, 6); it must be torch.float32 (2, 2, 3, 6): pass on "
+                "what a call with the same sizes returned"
+            ),
+        ),
+        (
+            {"k_positions": torch.zeros(2, 4, dtype=torch.long)},
+            regard.ArgumentError,
+            "k_positions is (2, 4); it must be (2, 5) or (1, 5)",
+        ),
+        (
+            {"form": "chunked"},
+            regard.ArgumentError,
+            "form is 'chunked'; it must be one of auto, recurrent, chunk, parallel",
+        ),
         ({"chunk": 0}, regard.ArgumentError, "chunk is 0; it must be at least 1"),
         ({"chunk": 2.0}, regard.ArgumentTypeError, "chunk is float; it must be an int, at least 1"),
     ],
-)  # fmt: skip
+)
 def test_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     given = {"q": Q, "k": K, "v": V, "beta": BETA, "log_decay": BETA, **changes}
     with pytest.raises(error) as raised:

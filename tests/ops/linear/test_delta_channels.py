@@ -1,4 +1,6 @@
-"""The gated delta rule with a decay per key channel: every form against the loops, and against ONNX's own equation."""
+"""The gated delta rule with a decay per key channel: every form against the loops, and against
+ONNX's own equation.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_gradcheck(form: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_strong_decays_and_a_channel_that_is_emptied(form: str) -> None:
-    """Some channels lose e^-2000 a token beside others that lose nothing: e^(c_i - c_j) does not split into two factors."""
+    """Some channels lose e^-2000 a token beside others that lose nothing: e^(c_i - c_j) does not
+    split into two factors.
+    """
     c = channels(B=1, T=130)
     c.g[..., 0], c.g[..., 1] = -2000.0, 0.0
     c.g[:, :, 60, 2] = -math.inf
@@ -110,7 +114,9 @@ def test_strong_decays_and_a_channel_that_is_emptied(form: str) -> None:
 
 
 def test_splitting_the_decay_into_two_factors_fails() -> None:
-    """Negative control: (x e^c) (k e^-c)^T, as it is often typed, overflows and loses digits where `reads` does not."""
+    """Negative control: (x e^c) (k e^-c)^T, as it is often typed, overflows and loses digits where
+    `reads` does not.
+    """
     c = channels(B=1, T=64).to(torch.float32)
     x, k, g = c.k, c.k, c.g
     exact = torch.zeros(1, 2, 64, 64, dtype=torch.float64)
@@ -122,7 +128,10 @@ def test_splitting_the_decay_into_two_factors_fails() -> None:
     total = g.cumsum(-2)
     split = ((x * total.exp()) @ (k * (-total).exp()).mT).tril()
     assert not float((split - exact).abs().max()) < 1e-3
-    assert torch.equal(reads(*(fold(y, 4) for y in (x, k, g)))[0, 0, 3], reads(*(y[0, 0, 12:16] for y in (x, k, g))))  # fmt: skip
+    assert torch.equal(
+        reads(*(fold(y, 4) for y in (x, k, g)))[0, 0, 3],
+        reads(*(y[0, 0, 12:16] for y in (x, k, g))),
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -161,7 +170,9 @@ def test_a_nan_in_one_channel_reaches_nothing_in_front_of_it(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_it_is_the_operator_of_onnx(per_channel: bool, form: str) -> None:
-    """LinearAttention, update rule gated_delta: packed [B,T,H*d], both shapes of its decay and of its beta."""
+    """LinearAttention, update rule gated_delta: packed [B,T,H*d], both shapes of its decay and of
+    its beta.
+    """
     c = (channels if per_channel else case)(T=11)
     start = torch.randn(2, 2, 4, 3, dtype=torch.float64)
 
@@ -171,7 +182,9 @@ def test_it_is_the_operator_of_onnx(per_channel: bool, form: str) -> None:
     heads = {"q_num_heads": 4, "kv_num_heads": 2}
     for beta in (c.beta, c.beta[:, :1].expand_as(c.beta)):  # one for each head, or one for all
         given = packed(beta) if beta is c.beta else packed(beta)[..., :1]
-        out, present = onnx_gated_delta(*(packed(x) for x in c[:3]), packed(c.g), given, start, **heads)  # fmt: skip
+        out, present = onnx_gated_delta(
+            *(packed(x) for x in c[:3]), packed(c.g), given, start, **heads
+        )
         got, S = run(c._replace(beta=beta[..., None]), form=form, chunk=4, state=(start,))
         assert_same(packed(got), out)
         assert_same(S, present)

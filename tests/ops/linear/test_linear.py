@@ -1,4 +1,6 @@
-"""Linear attention, retention, gated linear attention: every form against the sums over pairs that define them."""
+"""Linear attention, retention, gated linear attention: every form against the sums over pairs that
+define them.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def plains(name: str, c: Case) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-@pytest.mark.parametrize("name", ["elu+1", "elu+1, sums", "relu^2", "identity", "retention", "gated", "gated by head"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["elu+1", "elu+1, sums", "relu^2", "identity", "retention", "gated", "gated by head"]
+)
 def test_rounding_is_that_of_plain_math(name: str, scale: float) -> None:
     c = case(B=1, H=2, G=2, T=40, D=8, E=6, scale=scale).to(torch.float32)
     exact = MECHANISMS[name].exact(c.to(torch.float64)).out
@@ -124,7 +128,9 @@ def test_gradients_round_as_those_of_plain_math(name: str) -> None:
 
 @pytest.mark.full(keep=6)
 @pytest.mark.parametrize("form, chunk", [("recurrent", 1), ("chunk", 2), ("parallel", 1)])
-@pytest.mark.parametrize("name", ["elu+1", "exp", "softmax", "identity", "retention", "gated", "gated by head"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["elu+1", "exp", "softmax", "identity", "retention", "gated", "gated by head"]
+)
 def test_gradcheck(name: str, form: str, chunk: int) -> None:
     mechanism, c = MECHANISMS[name], leaf(case(B=1, H=2, G=1, T=5, D=3, E=2))
     first = (torch.randn(1, 1, 3, 2).double(), torch.randn(1, 1, 3).double().abs() + 1)
@@ -255,7 +261,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     for name in ("elu+1", "retention", "gated"):
         run = MECHANISMS[name].run
         alone = run(Case(*(x[1:2] for x in c)), chunk=8)
-        for x, y in zip((run(c, chunk=8)[0], *run(c, chunk=8)[1]), (alone[0], *alone[1]), strict=True):  # fmt: skip
+        for x, y in zip(
+            (run(c, chunk=8)[0], *run(c, chunk=8)[1]), (alone[0], *alone[1]), strict=True
+        ):
             assert_same(x[1:2], y, 1e-14)
 
 
@@ -263,7 +271,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 def test_wrong_variants_are_caught() -> None:
-    """Decay behind the writing, heads tiled instead of repeated, another scale or rate, no normaliser, a state without z."""
+    """Decay behind the writing, heads tiled instead of repeated, another scale or rate, no
+    normaliser, a state without z.
+    """
     c = case(B=1, H=4, G=2, T=12).to(torch.float32)
     wide = Case(c.q, *(x.repeat_interleave(2, 1) for x in c[1:]))
     tiled = Case(c.q, *(x.repeat(1, 2, 1, 1) for x in c[1:]))
@@ -276,17 +286,27 @@ def test_wrong_variants_are_caught() -> None:
     cases = {
         "gated": (
             [gated_linear(*c, form=form, chunk=5)[0] for form in FORMS],
-            [gated_linear(*c._replace(g=late))[0], gated_linear(*tiled)[0], gated_linear(*c, scale=1.0)[0]],
+            [
+                gated_linear(*c._replace(g=late))[0],
+                gated_linear(*tiled)[0],
+                gated_linear(*c, scale=1.0)[0],
+            ],
         ),
         "retention": (
             [retention(*c[:3], form=form, chunk=5)[0] for form in FORMS],
-            [retention(*c[:3], decay=1 - torch.tensor([2.0**-4, 2.0**-5]))[0], retention(*tiled[:3])[0]],
+            [
+                retention(*c[:3], decay=1 - torch.tensor([2.0**-4, 2.0**-5]))[0],
+                retention(*tiled[:3])[0],
+            ],
         ),
         "elu+1": (
-            [torch.cat([half, rest[0]], 2), *(linear_attention(*c[:3], form=form, chunk=5)[0] for form in FORMS)],
+            [
+                torch.cat([half, rest[0]], 2),
+                *(linear_attention(*c[:3], form=form, chunk=5)[0] for form in FORMS),
+            ],
             [torch.cat([half, rest[1]], 2), sums, sums / total, linear_attention(*tiled[:3])[0]],
         ),
-    }  # fmt: skip
+    }
     for name, (right, wrong) in cases.items():
         repeated = wide._replace(g=gammas(c).repeat_interleave(2, 1).float())
         usual = plains(

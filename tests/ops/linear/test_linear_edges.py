@@ -21,7 +21,9 @@ FEW = ["elu+1", "softmax", "identity", "retention", "gated", "gated by head"]
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 7.0])
 @pytest.mark.parametrize("name", FEW)
 def test_padding_changes_nothing_and_gives_0(name: str, garbage: float, form: str) -> None:
-    """Features of 0 are not 0, so that padding would count in the denominator if it were emptied in front of the map alone."""
+    """Features of 0 are not 0, so that padding would count in the denominator if it were emptied in
+    front of the map alone.
+    """
     T, mechanism = 13, MECHANISMS[name]
     positions = torch.stack([torch.arange(T), torch.arange(T)])
     positions[0, :4], positions[0, 4:] = -1, torch.arange(T - 4)  # left
@@ -122,7 +124,9 @@ def test_an_infinity_is_not_lost(form: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("by_head", [False, True])
 def test_strong_decay_and_full_reset(form: str, by_head: bool) -> None:
-    """-20 in each of 256 steps: e^-5120 in all, where a quotient of running products would be 0 / 0."""
+    """-20 in each of 256 steps: e^-5120 in all, where a quotient of running products would be 0 /
+    0.
+    """
     c = case(B=1, T=256)
     width = 1 if by_head else 4
     strong = c._replace(g=torch.full_like(c.g[..., :width], -20.0))
@@ -139,7 +143,9 @@ def test_strong_decay_and_full_reset(form: str, by_head: bool) -> None:
     reset[:, :, [100, 101]] = -math.inf
     leaves = Case(*(x.clone().requires_grad_() for x in c._replace(g=reset)))
     out, (S,) = gated_linear(*leaves, form=form)
-    after, before = (Case(*(x[:, :, part].detach() for x in leaves)) for part in (slice(101, None), slice(100)))  # fmt: skip
+    after, before = (
+        Case(*(x[:, :, part].detach() for x in leaves)) for part in (slice(101, None), slice(100))
+    )
     fresh, (end,) = gated_linear(*after, form=form)
     assert_same(out[:, :, 101:], fresh)
     assert_same(S, end)
@@ -160,7 +166,9 @@ def test_one_channel_may_be_reset_alone(form: str) -> None:
 
 
 def test_decays_near_1_are_not_rounded_to_1() -> None:
-    """Head 23 of fp32: 1 - 2^-28 is 1 in fp32, yet what it keeps of a token after 4096 steps is below 1."""
+    """Head 23 of fp32: 1 - 2^-28 is 1 in fp32, yet what it keeps of a token after 4096 steps is
+    below 1.
+    """
     logs = log_decays(24, dtype=torch.float32)
     assert bool((logs < 0).all())
     right = torch.tensor([math.log1p(-(2.0 ** (-5 - g))) for g in range(24)], dtype=torch.float64)
@@ -225,7 +233,9 @@ def test_nothing_seen_is_0_and_has_no_gradient(form: str) -> None:
 
 
 def gaussian_means(s: float) -> tuple[float, float]:
-    """E[sigma] and E[sigma^2] for a normal number of deviation s, by Simpson's rule over 12 deviations."""
+    """E[sigma] and E[sigma^2] for a normal number of deviation s, by Simpson's rule over 12
+    deviations.
+    """
     x = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     weight = torch.ones_like(x)
     weight[1:-1:2], weight[2:-1:2] = 4, 2
@@ -234,9 +244,20 @@ def gaussian_means(s: float) -> tuple[float, float]:
     return float((weight * phi).sum()), float((weight * phi**2).sum())
 
 
-@pytest.mark.parametrize("s, ratio", [(0.25, 1.0511956850), (0.5, 1.1680288159), (1, 1.4597378127), (2, 1.9497219289), (4, 2.4475581404)])  # fmt: skip
+@pytest.mark.parametrize(
+    "s, ratio",
+    [
+        (0.25, 1.0511956850),
+        (0.5, 1.1680288159),
+        (1, 1.4597378127),
+        (2, 1.9497219289),
+        (4, 2.4475581404),
+    ],
+)
 def test_the_selectivity_bound(s: float, ratio: float) -> None:
-    """The weight of the matching key over that of another, for Gaussian queries and keys: closed form and integral."""
+    """The weight of the matching key over that of another, for Gaussian queries and keys: closed
+    form and integral.
+    """
     mean, square = gaussian_means(s)
     assert square / mean**2 == pytest.approx(ratio, abs=2e-9)
     below = 0.5 * math.erfc(s / math.sqrt(2)), 0.5 * math.erfc(2 * s / math.sqrt(2))
@@ -247,7 +268,9 @@ def test_the_selectivity_bound(s: float, ratio: float) -> None:
 
 
 def test_a_needle_among_random_keys_is_hardly_seen() -> None:
-    """2048 keys of 1024 Gaussian channels, the query equal to one key: 0.0713 % of the weight, where 1/2048 is 0.0488 %."""
+    """2048 keys of 1024 Gaussian channels, the query equal to one key: 0.0713 % of the weight,
+    where 1/2048 is 0.0488 %.
+    """
     k = torch.randn(1, 1, 2048, 1024)
     v = torch.zeros(1, 1, 2048, 1)
     v[0, 0, 700] = 1

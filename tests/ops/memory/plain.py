@@ -1,4 +1,6 @@
-"""Infini-attention as somebody would type it: every step in the dtype of its inputs, segment after segment."""
+"""Infini-attention as somebody would type it: every step in the dtype of its inputs, segment after
+segment.
+"""
 
 from __future__ import annotations
 

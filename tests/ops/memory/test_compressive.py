@@ -1,4 +1,6 @@
-"""The rules of the memory: what is read, what is written, and what the literature found out about both."""
+"""The rules of the memory: what is read, what is written, and what the literature found out about
+both.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def test_sigma_keeps_what_is_small() -> None:
 
 
 def test_a_query_far_below_zero_reads_the_same_mean() -> None:
-    """sigma(q) is 0 in fp32 below -104: 0/0 in plain math; the weights of the dims stay what they are."""
+    """sigma(q) is 0 in fp32 below -104: 0/0 in plain math; the weights of the dims stay what they
+    are.
+    """
     q, k, v = drawn(1, 1, 2, 4), drawn(1, 1, 6, 4), drawn(1, 1, 6, 3)
     near = retrieve(q - 20, write(k, v, empty(k, v))).values
     low = [x.float() for x in (q, k, v)]
@@ -151,7 +155,9 @@ def test_what_is_not_written_is_not_looked_at() -> None:
 
 
 def test_the_same_binding_again() -> None:
-    """Linear reads v for ever; delta leaves M as it is, but z grows: v / 2 from the second write on."""
+    """Linear reads v for ever; delta leaves M as it is, but z grows: v / 2 from the second write
+    on.
+    """
     k, v = drawn(1, 1, 1, 8), drawn(1, 1, 1, 5)
     for update, factors in (("linear", [1, 1, 1, 1]), ("delta", [1, 0.5, 0.5, 0.5])):
         state, first = empty(k, v), None
@@ -221,7 +227,8 @@ def test_a_needle_among_random_keys_is_found_as_little_as_that() -> None:
     weights = retrieve(k[:, :, :8], write(k, v, empty(k, v))).values[0, 0]  # [8, S]
     own = weights.diagonal().mean().item()
     other = (weights.sum() - weights.diagonal().sum()).item() / (8 * (S - 1))
-    # one ratio's standard error is about 2 / sqrt(D); the mean over 8 needles lies well within 5 of them
+    # one ratio's standard error is about 2 / sqrt(D); the mean over 8 needles lies well within 5 of
+    # them
     assert own / other == pytest.approx(TABLE[1.0], abs=5 * 2 / math.sqrt(D))
 
 

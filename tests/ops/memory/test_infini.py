@@ -1,4 +1,6 @@
-"""Infini-attention against the segment-by-segment loop, and the mistakes of other implementations as controls."""
+"""Infini-attention against the segment-by-segment loop, and the mistakes of other implementations
+as controls.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_rounds_no_worse_than_plain_math(update: str, dtype: torch.dtype, scale:
 
 
 def test_known_mistakes_are_caught() -> None:
-    """Negative controls: written before read, gate reversed, heads tiled, positions in the memory, no memory."""
+    """Negative controls: written before read, gate reversed, heads tiled, positions in the memory,
+    no memory.
+    """
     q, k, v, gate = case()
     qr, kr = drawn(2, 4, 11, 6), drawn(2, 2, 11, 6)
     rotated: Any = {"q_rotated": qr, "k_rotated": kr}
@@ -109,7 +113,9 @@ def test_a_closed_gate_is_attention_inside_segments() -> None:
 
 
 def test_the_first_segment() -> None:
-    """Paper-literal: A_dot counts 1 - sigmoid(gate). Skip: a text of one segment is plain attention."""
+    """Paper-literal: A_dot counts 1 - sigmoid(gate). Skip: a text of one segment is plain
+    attention.
+    """
     q, k, v, gate = case(T=5)
     plain = regard.attend(q, k, v, mask=masks.Causal())
     zero, state = infini_attention(q, k, v, gate=gate, segment=8)
@@ -122,7 +128,9 @@ def test_the_first_segment() -> None:
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_the_state_carries_over(update: Any) -> None:
-    """Calls that end at borders go on from the state alone; others give the open segment's tokens again."""
+    """Calls that end at borders go on from the state alone; others give the open segment's tokens
+    again.
+    """
     q, k, v, gate = case(T=18)
     whole, end = infini_attention(q, k, v, gate=gate, segment=4, update=update)
     for cuts in ((0, 4, 8, 12, 16, 18), (0, 8, 18), (0, 1, 3, 4, 9, 16, 17, 18)):
@@ -130,9 +138,15 @@ def test_the_state_carries_over(update: Any) -> None:
         for a, b in itertools.pairwise(cuts):
             first = a // 4 * 4
             out, state = infini_attention(
-                q[:, :, a:b], k[:, :, first:b], v[:, :, first:b], gate=gate, segment=4,
-                update=update, state=state, positions=Span(first, b - first),
-            )  # fmt: skip
+                q[:, :, a:b],
+                k[:, :, first:b],
+                v[:, :, first:b],
+                gate=gate,
+                segment=4,
+                update=update,
+                state=state,
+                positions=Span(first, b - first),
+            )
             parts.append(out)
         assert near(torch.cat(parts, 2), whole)
         assert state is not None
@@ -140,15 +154,19 @@ def test_the_state_carries_over(update: Any) -> None:
 
 
 def rows() -> torch.Tensor:
-    """Left padding, right padding, padding in the middle, a text that begins late, gaps of whole segments."""
-    return torch.tensor([
-        [-1, -1, -1, 0, 1, 2, 3, 4, 5, 6, 7],
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1],
-        [0, 1, -1, 2, 3, 4, -1, -1, 5, 6, 7],
-        [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
-        [0, 3, 4, 50, 51, 52, 53, 54, 99, 1000, 1001],
-        [-1] * 11,
-    ])  # fmt: skip
+    """Left padding, right padding, padding in the middle, a text that begins late, gaps of whole
+    segments.
+    """
+    return torch.tensor(
+        [
+            [-1, -1, -1, 0, 1, 2, 3, 4, 5, 6, 7],
+            [0, 1, 2, 3, 4, 5, 6, 7, 8, -1, -1],
+            [0, 1, -1, 2, 3, 4, -1, -1, 5, 6, 7],
+            [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15],
+            [0, 3, 4, 50, 51, 52, 53, 54, 99, 1000, 1001],
+            [-1] * 11,
+        ]
+    )
 
 
 @pytest.mark.parametrize("empty", ["zero", "skip"])
@@ -226,7 +244,9 @@ def test_gradients_reach_the_tokens_of_closed_segments() -> None:
 @pytest.mark.parametrize("empty", ["zero", "skip"])
 @pytest.mark.parametrize("value", [-math.inf, -1e4, 0.0, 1e4, math.inf])
 def test_no_gate_makes_a_nan(value: float, empty: Any) -> None:
-    """Also not in the first segment, which is 0/0, nor for keys and queries so far below 0 that sigma is 0 in fp32."""
+    """Also not in the first segment, which is 0/0, nor for keys and queries so far below 0 that
+    sigma is 0 in fp32.
+    """
     for shift in (0.0, -300.0):
         q, k, v, _ = (x.float() for x in case())
         gate = torch.full((4,), value).requires_grad_()
@@ -297,32 +317,74 @@ def test_errors() -> None:
     M, z = torch.zeros(2, 2, 6, 5).double(), torch.zeros(2, 2, 6).double()
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"segment": 0}, regard.ArgumentError, "segment is 0; it must be 1 or more"),
-        ({"segment": 2.0}, regard.ArgumentTypeError, "segment is float 2.0; it must be an int, 1 or more"),
-        ({"update": "sum"}, regard.ArgumentError, "update is 'sum'; it must be 'linear' or 'delta'"),
+        (
+            {"segment": 2.0},
+            regard.ArgumentTypeError,
+            "segment is float 2.0; it must be an int, 1 or more",
+        ),
+        (
+            {"update": "sum"},
+            regard.ArgumentError,
+            "update is 'sum'; it must be 'linear' or 'delta'",
+        ),
         ({"empty": "one"}, regard.ArgumentError, "empty is 'one'; it must be 'zero' or 'skip'"),
-        ({"gate": gate[:2]}, regard.ArgumentError, "gate is (2,); it holds one logit per head, (4,)"),
-        ({"gate": gate.long()}, regard.ArgumentTypeError,
-         "gate is int64; it must be float64, float32, bfloat16 or float16: use gate.float()"),
-        ({"q_rotated": q}, regard.ArgumentError,
-         "k_rotated is missing; give both q_rotated and k_rotated, or neither"),
-        ({"k_rotated": k}, regard.ArgumentError,
-         "q_rotated is missing; give both q_rotated and k_rotated, or neither"),
-        ({"q_rotated": q[:1], "k_rotated": k}, regard.ArgumentError,
-         "q_rotated is (1, 4, 11, 6); it must be as q, (2, 4, 11, 6)"),
-        ({"q_rotated": q, "k_rotated": k[..., :3]}, regard.ArgumentError,
-         "k_rotated is (2, 2, 11, 3); it must be as k, (2, 2, 11, 6)"),
-        ({"state": (M[:, :, :, :4], z)}, regard.ArgumentError,
-         "state M is (2, 2, 6, 4); for these keys and values it must be (2, 2, 6, 5)"),
-        ({"state": (M, z[:1])}, regard.ArgumentError,
-         "state z is (1, 2, 6); for these keys and values it must be (2, 2, 6)"),
-        ({"state": (M, z.float())}, regard.ArgumentTypeError,
-         "state z is float32; it must be float64, as a call returned it"),
-        ({"positions": Span(-3, 11)}, regard.ArgumentError,
-         "positions are Span(start=-3, length=11); a segment begins at position 0 or later"),
-        ({"positions": Span(0, 9)}, regard.ArgumentError,
-         "positions is Span(start=0, length=9) but there are 11 slots; give Span(0, 11)"),
+        (
+            {"gate": gate[:2]},
+            regard.ArgumentError,
+            "gate is (2,); it holds one logit per head, (4,)",
+        ),
+        (
+            {"gate": gate.long()},
+            regard.ArgumentTypeError,
+            "gate is int64; it must be float64, float32, bfloat16 or float16: use gate.float()",
+        ),
+        (
+            {"q_rotated": q},
+            regard.ArgumentError,
+            "k_rotated is missing; give both q_rotated and k_rotated, or neither",
+        ),
+        (
+            {"k_rotated": k},
+            regard.ArgumentError,
+            "q_rotated is missing; give both q_rotated and k_rotated, or neither",
+        ),
+        (
+            {"q_rotated": q[:1], "k_rotated": k},
+            regard.ArgumentError,
+            "q_rotated is (1, 4, 11, 6); it must be as q, (2, 4, 11, 6)",
+        ),
+        (
+            {"q_rotated": q, "k_rotated": k[..., :3]},
+            regard.ArgumentError,
+            "k_rotated is (2, 2, 11, 3); it must be as k, (2, 2, 11, 6)",
+        ),
+        (
+            {"state": (M[:, :, :, :4], z)},
+            regard.ArgumentError,
+            "state M is (2, 2, 6, 4); for these keys and values it must be (2, 2, 6, 5)",
+        ),
+        (
+            {"state": (M, z[:1])},
+            regard.ArgumentError,
+            "state z is (1, 2, 6); for these keys and values it must be (2, 2, 6)",
+        ),
+        (
+            {"state": (M, z.float())},
+            regard.ArgumentTypeError,
+            "state z is float32; it must be float64, as a call returned it",
+        ),
+        (
+            {"positions": Span(-3, 11)},
+            regard.ArgumentError,
+            "positions are Span(start=-3, length=11); a segment begins at position 0 or later",
+        ),
+        (
+            {"positions": Span(0, 9)},
+            regard.ArgumentError,
+            "positions is Span(start=0, length=9) but there are 11 slots; give Span(0, 11)",
+        ),
         ({"backend": "none"}, regard.ArgumentError, "none"),
-    ]  # fmt: skip
+    ]
     for change, kind, message in cases:
         with pytest.raises(kind) as error:
             infini_attention(q, k, v, **{"gate": gate, "segment": 4, **change})

@@ -1,4 +1,6 @@
-"""The lightning indexer against its equations in plain loops, and against the published layer in transformers."""
+"""The lightning indexer against its equations in plain loops, and against the published layer in
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,12 @@ def inputs(call: str, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
 
 def dense(chosen: oracle.Chosen, k_positions: Positions) -> Tensor:
     keys = rows(k_positions)
-    return torch.tensor([
-        [[[p in seen for p in keys[b]] for seen in head] for head in heads]
-        for b, heads in enumerate(chosen)
-    ])  # fmt: skip
+    return torch.tensor(
+        [
+            [[[p in seen for p in keys[b]] for seen in head] for head in heads]
+            for b, heads in enumerate(chosen)
+        ]
+    )
 
 
 @pytest.mark.parametrize("topk", [1, 3, 100])
@@ -101,12 +105,19 @@ def test_equal_scores_go_to_the_earlier_position_wherever_it_is_stored() -> None
 def test_all_negative_scores_are_still_chosen_but_never_a_hidden_key() -> None:
     q = torch.ones(1, J, 4, d)
     found = index_mask(
-        q, q[:, :1] + torch.arange(4)[:, None], -torch.ones(1, 4, J), topk=2,
-        q_positions=Span(0, 4), k_positions=Span(0, 4),
-    )  # fmt: skip
+        q,
+        q[:, :1] + torch.arange(4)[:, None],
+        -torch.ones(1, 4, J),
+        topk=2,
+        q_positions=Span(0, 4),
+        k_positions=Span(0, 4),
+    )
     assert found.block(Span(0, 4), Span(0, 4))[0, 0].int().tolist() == [
-        [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0],
-    ]  # fmt: skip
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+        [1, 1, 0, 0],
+    ]
 
 
 def test_enough_keys_are_causal() -> None:
@@ -190,7 +201,10 @@ def test_errors() -> None:
     for wrong, message in (
         (
             (q, k[..., :2], w),
-            r"^k is \(2, 1, 11, 2\), which is \[B, 1, S, d\], but d is 4 in q \(2, 3, 11, 4\); all must agree$",
+            (
+                r"^k is \(2, 1, 11, 2\), which is \[B, 1, S, d\], but d is 4 in q \(2, 3, 11, 4\); "
+                r"all must agree$"
+            ),
         ),
         ((q, k, w[..., :2]), r"^w is \(2, 11, 2\), which is \[B, T, J\], but J is 3 in q"),
         (
@@ -208,6 +222,7 @@ def test_errors() -> None:
         index_mask(q, k, w, topk=0, q_positions=Span(0, 11), k_positions=Span(0, 11))
     with pytest.raises(
         regard.ArgumentError,
-        match=r"^pattern is \(1, 4, 2, 2\), which is \[B, H, T, S\], but S is 3 in scores \(1, 2, 3\); all must agree$",
+        match=r"^pattern is \(1, 4, 2, 2\), which is \[B, H, T, S\], but S is 3 in scores \(1, 2, "
+        r"3\); all must agree$",
     ):
         indexer_loss(torch.zeros(1, 2, 3), torch.zeros(1, 4, 2, 2), torch.ones(1, 2, 3).bool())

@@ -39,10 +39,12 @@ def rows(positions: Positions) -> list[list[int]]:
 
 def dense(chosen: oracle.Chosen, k_positions: Positions) -> Tensor:
     keys = rows(k_positions)
-    return torch.tensor([
-        [[[p in seen for p in keys[b]] for seen in head] for head in heads]
-        for b, heads in enumerate(chosen)
-    ])  # fmt: skip
+    return torch.tensor(
+        [
+            [[[p in seen for p in keys[b]] for seen in head] for head in heads]
+            for b, heads in enumerate(chosen)
+        ]
+    )
 
 
 def inputs(call: str, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Positions, Positions]:
@@ -163,7 +165,8 @@ def test_errors() -> None:
     for size, topk in ((0, 1), (3, 0)):
         with pytest.raises(
             regard.ArgumentError,
-            match=rf"^MoBA with blocks of {size} and topk {topk}: both must be 1 or more \(the own block counts among the topk\)$",
+            match=rf"^MoBA with blocks of {size} and topk {topk}: both must be 1 or more \(the "
+            rf"own block counts among the topk\)$",
         ):
             moba_mask(q, k, size=size, topk=topk)
     with pytest.raises(regard.ArgumentError, match="query dim 3 and key dim 4 must be equal"):

@@ -1,4 +1,6 @@
-"""NSA's compressed blocks, their importance and the choice, against the paper's equations in plain loops."""
+"""NSA's compressed blocks, their importance and the choice, against the paper's equations in plain
+loops.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
     ),
     "any order, with gaps": (
         torch.tensor([[19, E, 12], [18, 17, 3]]),
-        torch.tensor([
-            [19, 2, E, 9, 0, 8, 1, 3, 4, 5, 6, 7, 10, 12, 13],
-            [3, 14, E, 13, 6, 12, 18, 0, 1, 17, 16, 15, 2, 11, 10],
-        ]),
+        torch.tensor(
+            [
+                [19, 2, E, 9, 0, 8, 1, 3, 4, 5, 6, 7, 10, 12, 13],
+                [3, 14, E, 13, 6, 12, 18, 0, 1, 17, 16, 15, 2, 11, 10],
+            ]
+        ),
     ),
-}  # fmt: skip
+}
 
 
 def rows(positions: Positions) -> list[list[int]]:
@@ -163,7 +167,8 @@ def test_errors() -> None:
         (
             (0, 2, 4),
             (
-                "NSABlocks(compress=0, stride=2, select=4, count=16, window=512, initial=1, local=2): "
+                "NSABlocks(compress=0, stride=2, select=4, count=16, window=512, initial=1, "
+                "local=2): "
                 "each size must be at least 1, initial at least 0"
             ),
         ),

@@ -1,4 +1,6 @@
-"""Calls for tests: each mask with its rule written a second time, each option, at shapes that do not divide anything."""
+"""Calls for tests: each mask with its rule written a second time, each option, at shapes that do
+not divide anything.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ MASKS: dict[str, tuple[Callable[[], Any], Rule]] = {
 class Case:
     """One call and what it means.
 
-    Positions are "" (the defaults), "shift" (a later Span) or "rows" (a tensor with holes). A `fixed_bias` has no
-    gradient, whatever has one beside it.
+    Positions are "" (the defaults), "shift" (a later Span) or "rows" (a tensor with holes). A
+    `fixed_bias` has no gradient, whatever has one beside it.
     """
 
     mask: str = "none"
@@ -107,7 +109,9 @@ class Made:
 def make(
     case: Case, dtype: torch.dtype, *, like: torch.dtype | None = None, gradient: bool = False
 ) -> Made:
-    """The tensors of a case in a dtype, holding numbers that `like` can hold: the same ones in both."""
+    """The tensors of a case in a dtype, holding numbers that `like` can hold: the same ones in
+    both.
+    """
     B, H, G, T, S, D, E = case.shape
     draw = torch.Generator().manual_seed(case.seed)
 
@@ -140,10 +144,14 @@ def make(
         dense = _dense_bias(case.bias, table, torch.tensor(qp), torch.tensor(kp))
         bias = _bias(case.bias, table)
     options = {
-        "mask": made_mask(), "bias": bias, "scale": case.scale, "softcap": case.softcap, "sink": sink,
+        "mask": made_mask(),
+        "bias": bias,
+        "scale": case.scale,
+        "softcap": case.softcap,
+        "sink": sink,
         "q_positions": q_positions if case.positions else None,
         "k_positions": k_positions if case.positions else None,
-    }  # fmt: skip
+    }
     learned = None if case.fixed_bias else table
     leaves = [x for x in (q, k, v, sink, learned) if x is not None]
     return Made(q, k, v, sink, table, options, visible, dense, leaves)
@@ -199,29 +207,61 @@ def _dense_bias(kind: str, table: Tensor, q: Tensor, k: Tensor) -> Tensor:
 SMALL = (2, 4, 2, 7, 9, 4, 5)
 ORACLE = [
     *(Case(mask, SMALL, seed=i) for i, mask in enumerate(MASKS)),
-    *(Case("causal", SMALL, bias=bias, softcap=2.0, seed=20) for bias in ("t5", "dense", "key", "fn", "alibi")),
-    *(Case(mask, SMALL, sink=True, positions="rows", seed=21) for mask in ("none", "causal", "window")),
+    *(
+        Case("causal", SMALL, bias=bias, softcap=2.0, seed=20)
+        for bias in ("t5", "dense", "key", "fn", "alibi")
+    ),
+    *(
+        Case(mask, SMALL, sink=True, positions="rows", seed=21)
+        for mask in ("none", "causal", "window")
+    ),
     *(Case("window", SMALL, size=size, sink=True, seed=22) for size in (0.1, 8.0, 40.0)),
-    *(Case("causal", (1, 6, G, 5, 3, 4, 1), scale=-0.7, softcap=0.5, seed=23) for G in (1, 2, 3, 6)),
-    *(Case(mask, (2, 4, 2, T, S, 3, 2), seed=24) for mask in ("none", "causal") for T, S in ((1, 1), (1, 8), (8, 1))),
+    *(
+        Case("causal", (1, 6, G, 5, 3, 4, 1), scale=-0.7, softcap=0.5, seed=23)
+        for G in (1, 2, 3, 6)
+    ),
+    *(
+        Case(mask, (2, 4, 2, T, S, 3, 2), seed=24)
+        for mask in ("none", "causal")
+        for T, S in ((1, 1), (1, 8), (8, 1))
+    ),
     Case("sinks", SMALL, positions="shift", bias="t5", sink=True, seed=25),
-]  # fmt: skip
+]
 
 WIDE = (1, 4, 2, 19, 33, 8, 8)
 LONG = (1, 2, 1, 70, 300, 16, 16)
 CONTRACT = [
     *(Case(mask, seed=i) for i, mask in enumerate(MASKS)),
-    *(Case(mask, positions="rows", seed=i) for i, mask in enumerate(("none", "causal", "window", "prefix", "fn"))),
-    *(Case(mask, positions="shift", sink=True, seed=i) for i, mask in enumerate(("causal", "window", "chunk"))),
+    *(
+        Case(mask, positions="rows", seed=i)
+        for i, mask in enumerate(("none", "causal", "window", "prefix", "fn"))
+    ),
+    *(
+        Case(mask, positions="shift", sink=True, seed=i)
+        for i, mask in enumerate(("causal", "window", "chunk"))
+    ),
     *(Case("causal", WIDE, bias=bias, seed=30) for bias in ("t5", "dense", "fn", "alibi")),
-    *(Case("window", bias=bias, softcap=1.5, sink=True, seed=31) for bias in ("t5", "dense", "key", "fn", "alibi")),
+    *(
+        Case("window", bias=bias, softcap=1.5, sink=True, seed=31)
+        for bias in ("t5", "dense", "key", "fn", "alibi")
+    ),
     *(Case("causal", softcap=cap, seed=32) for cap in (0.5, 30.0)),
     *(Case("causal", (1, 6, G, 17, 17, 8, 8), sink=True, seed=33) for G in (1, 2, 3, 6)),
-    *(Case("causal", (1, 2, 1, 20, 20, D, E), seed=34) for D, E in ((8, 3), (3, 8), (1, 1), (17, 32))),
-    *(Case(mask, (1, 2, 2, T, S, 8, 8), seed=35) for mask in ("none", "causal", "window") for T, S in ((1, 40), (40, 16), (40, 40), (3, 17))),
-    *(Case(mask, LONG, sink=True, seed=36) for mask in ("causal", "window", "sinks", "prefix", "future")),
+    *(
+        Case("causal", (1, 2, 1, 20, 20, D, E), seed=34)
+        for D, E in ((8, 3), (3, 8), (1, 1), (17, 32))
+    ),
+    *(
+        Case(mask, (1, 2, 2, T, S, 8, 8), seed=35)
+        for mask in ("none", "causal", "window")
+        for T, S in ((1, 40), (40, 16), (40, 40), (3, 17))
+    ),
+    *(
+        Case(mask, LONG, sink=True, seed=36)
+        for mask in ("causal", "window", "sinks", "prefix", "future")
+    ),
     *(Case("causal", size=size, seed=37) for size in (0.1, 4.0, 8.0)),
     *(Case("causal", scale=scale, seed=38) for scale in (-0.5, 2.0)),
     Case("rows", (2, 2, 1, 40, 150, 8, 8), sink=True, softcap=3.0, seed=39),
     Case("heads", (1, 4, 1, 40, 150, 8, 8), sink=True, seed=40),
-]  # fmt: skip
+]

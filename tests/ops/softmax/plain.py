@@ -1,4 +1,6 @@
-"""What a mask lets a call see, written out, and how far off a kernel on torch's fused ops may be."""
+"""What a mask lets a call see, written out, and how far off a kernel on torch's fused ops may
+be.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from regard.ops.softmax.call import make_call
 
 
 def allowed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """What the mask of a call lets each query see, bool [B or 1, H or 1, T, S]: masks have tests of their own."""
+    """What the mask of a call lets each query see, bool [B or 1, H or 1, T, S]: masks have tests of
+    their own.
+    """
     keep = ("mask", "q_positions", "k_positions")
     call = make_call(q, k, v, **{name: x for name, x in options.items() if name in keep})
     return call.mask.block(call.q_positions, call.k_positions)
@@ -22,7 +26,9 @@ def allowed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def torch_dense(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None, bias: Tensor | None
 ) -> Tensor:
-    """torch's own fused call under one dense mask: no kernel made of it can be expected to be closer."""
+    """torch's own fused call under one dense mask: no kernel made of it can be expected to be
+    closer.
+    """
     most = max(q.shape[-1], v.shape[-1])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     padded = (F.pad(x, (0, most - x.shape[-1])) for x in (q, k, v))
@@ -35,10 +41,11 @@ def torch_dense(
 
 
 def assert_near(x: Tensor, exact: Tensor, others: list[Tensor], factor: float = 2) -> None:
-    """max|x - exact| <= factor * max|other - exact| + two roundings, others in the dtype of x; infinities agree.
+    """max|x - exact| <= factor * max|other - exact| + two roundings, others in the dtype of x;
+    infinities agree.
 
-    For fp64 there is no more exact result. There the others are fp32, and their error is scaled by the ratio of the
-    machine epsilons, 2^-29; twice, because `exact` is off as well.
+    For fp64 there is no more exact result. There the others are fp32, and their error is scaled by
+    the ratio of the machine epsilons, 2^-29; twice, because `exact` is off as well.
     """
     assert x.shape == exact.shape
     assert not x.isnan().any(), "NaN in the result"

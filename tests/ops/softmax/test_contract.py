@@ -1,4 +1,6 @@
-"""Every kernel, on every call that it does not refuse, is the definition: output, lse, and all gradients of both."""
+"""Every kernel, on every call that it does not refuse, is the definition: output, lse, and all
+gradients of both.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,26 @@ KERNELS = [*((kernel, False) for kernel in dispatch.KERNELS)] + [
 IDS = [kernel.name + "-small-tiles" * small for kernel, small in KERNELS]
 SLOW = {"flex": 8}  # torch traces each call anew on CPU: every eighth case there
 LEAST = {
-    "cpu": 100, "sdpa": 95, "sdpa-small-tiles": 95, "tiled": 105, "tiled-small-tiles": 105,
-    "flex": 15, "gemm": 85, "reference": 105,
-}  # fmt: skip
+    "cpu": 100,
+    "sdpa": 95,
+    "sdpa-small-tiles": 95,
+    "tiled": 105,
+    "tiled-small-tiles": 105,
+    "flex": 15,
+    "gemm": 85,
+    "reference": 105,
+}
 LEAST_GRADIENTS = {
-    "sdpa": 80, "sdpa-small-tiles": 80, "tiled": 105, "tiled-small-tiles": 105, "gemm": 85, "reference": 105,
-}  # fmt: skip
-"""How many cells each kernel must run: one that starts to refuse its calls fails here, where its cells would be skipped."""
+    "sdpa": 80,
+    "sdpa-small-tiles": 80,
+    "tiled": 105,
+    "tiled-small-tiles": 105,
+    "gemm": 85,
+    "reference": 105,
+}
+"""How many cells each kernel must run: one that starts to refuse its calls fails here, where its
+cells would be skipped.
+"""
 
 
 @pytest.fixture
@@ -52,7 +67,9 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 
 
 def fitting(name: str, case: Case, i: int, *, gradient: bool) -> Case:
-    """The case in the form that a kernel is made for, where it would refuse the case for its size or for what learns."""
+    """The case in the form that a kernel is made for, where it would refuse the case for its size
+    or for what learns.
+    """
     B, H, G, T, S, D, E = case.shape
     if name == "cpu":  # decoding: one query, or a few
         case = replace(case, shape=(B, H, G, min(T, 5 if i % 2 else 1), S, D, E))
@@ -85,7 +102,9 @@ def reasons(kernel: Kernel, case: Case, dtype: torch.dtype, *, gradient: bool = 
 
 
 def skip_refused(kernel: Kernel, call: Call) -> None:
-    """What a kernel refuses is skipped with its reasons, so that a cell that ran nothing does not pass."""
+    """What a kernel refuses is skipped with its reasons, so that a cell that ran nothing does not
+    pass.
+    """
     if refused := kernel.why_not(call):
         pytest.skip(f"{kernel.name}: {'; '.join(refused)}")
 

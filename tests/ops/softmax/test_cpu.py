@@ -1,4 +1,6 @@
-"""The compiled decode kernel: what the contract tests do not reach: tiles, parts, threads, forks, memory, its exponential."""
+"""The compiled decode kernel: what the contract tests do not reach: tiles, parts, threads, forks,
+memory, its exponential.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,17 @@ NAN, INF = float("nan"), float("inf")
 
 
 def inputs(
-    S: int, *, B: int = 2, H: int = 6, G: int = 2, T: int = 1, D: int = 40, E: int = 24,
-    dtype: torch.dtype = torch.float32, seed: int = 0,
-) -> list[Tensor]:  # fmt: skip
+    S: int,
+    *,
+    B: int = 2,
+    H: int = 6,
+    G: int = 2,
+    T: int = 1,
+    D: int = 40,
+    E: int = 24,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> list[Tensor]:
     make = torch.Generator().manual_seed(seed)
     shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
     return [torch.randn(shape, generator=make).to(dtype) for shape in shapes]
@@ -48,8 +58,11 @@ def assert_right(call: Call, what: str) -> None:
     q, k, v = call.q, call.k, call.v
     where = (call.q_positions, call.k_positions)
     options: dict[str, Any] = {
-        "visible": call.mask.block(*where), "scale": call.scale, "softcap": call.softcap, "sink": call.sink,
-    }  # fmt: skip
+        "visible": call.mask.block(*where),
+        "scale": call.scale,
+        "softcap": call.softcap,
+        "sink": call.sink,
+    }
     bias = None if call.bias is None else call.bias.block(*where, dtype=torch.float64)
     exact = plain_attention(q.double(), k.double(), v.double(), bias=bias, **options)
     outs, lses = zip(*several_plains(q, k, v, bias=bias, **options), strict=True)
@@ -99,9 +112,10 @@ def test_rows_of_a_batch_have_their_own_lengths_and_holes(dtype: torch.dtype) ->
     for x in (k, v):
         x.masked_fill_((where < 0)[:, None, :, None], NAN)
     options: dict[str, Any] = {
-        "mask": masks.Causal() & masks.Window(100), "k_positions": where,
+        "mask": masks.Causal() & masks.Window(100),
+        "k_positions": where,
         "q_positions": torch.tensor([[149], [162]]),
-    }  # fmt: skip
+    }
     found = regard.attend(q, k, v, **options, backend="cpu")
     clean = [x.nan_to_num(0.0) for x in (k, v)]
     assert torch.equal(found, regard.attend(q, *clean, **options, backend="cpu"))
@@ -113,7 +127,11 @@ def test_rows_of_a_batch_have_their_own_lengths_and_holes(dtype: torch.dtype) ->
 def test_what_is_masked_never_reaches_the_output_and_what_is_seen_does(bad: float) -> None:
     q, k, v = inputs(300, T=4)
     mask = masks.Causal()
-    options: dict[str, Any] = {"mask": mask, "q_positions": Span(200, 4), "k_positions": Span(0, 300)}  # fmt: skip
+    options: dict[str, Any] = {
+        "mask": mask,
+        "q_positions": Span(200, 4),
+        "k_positions": Span(0, 300),
+    }
     clean = regard.attend(q, k, v, **options, backend="cpu")
     for x in (k, v):
         hidden = x.clone()
@@ -137,8 +155,12 @@ def test_a_query_that_sees_nothing() -> None:
     first = v.repeat_interleave(3, 1)[:, :, 0]
     assert torch.allclose(found.out[:, :, 1], first, atol=1e-6), "one key: its value"
     nothing = regard.attend(
-        q.masked_fill(torch.tensor([True, False])[:, None], NAN), k, v, q_positions=where, backend="cpu"
-    )  # fmt: skip
+        q.masked_fill(torch.tensor([True, False])[:, None], NAN),
+        k,
+        v,
+        q_positions=where,
+        backend="cpu",
+    )
     assert nothing.isfinite().all(), "what a slot without a token holds is not looked at"
 
 
@@ -245,9 +267,12 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("has no gradient", {"q": q.clone().requires_grad_()}),
         ("no dropout", {"dropout": 0.5}),
         ("no torch.float64", {"q": q.double(), "k": k.double(), "v": v.double()}),
-        ("17 queries, 51 rows of a key/value head; made for 16 and 64", {"q": torch.randn(2, 6, 17, 40)}),
+        (
+            "17 queries, 51 rows of a key/value head; made for 16 and 64",
+            {"q": torch.randn(2, 6, 17, 40)},
+        ),
         ("nothing to do", {"k": k[:, :, :0], "v": v[:, :, :0]}),
-    ]  # fmt: skip
+    ]
     for reason, change in cases:
         call = make_call(**{"q": q, "k": k, "v": v, **change})
         assert KERNEL.why_not(call) == [reason]
@@ -262,7 +287,9 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_compiled_graph_leaves_it_out() -> None:
     q, k, v = inputs(100)
-    compiled = torch.compile(lambda *x: regard.attend(*x, mask=masks.Causal()), fullgraph=True, backend="eager")  # fmt: skip
+    compiled = torch.compile(
+        lambda *x: regard.attend(*x, mask=masks.Causal()), fullgraph=True, backend="eager"
+    )
     assert torch.allclose(compiled(q, k, v), regard.attend(q, k, v, mask=masks.Causal()), atol=1e-5)
 
 
@@ -290,7 +317,9 @@ assert "numba" in sys.modules
 
 
 def test_a_rule_of_numbers_is_asked_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer of a model asks for the same; a rule with a tensor or a function may change, and is asked each time."""
+    """Every layer of a model asks for the same; a rule with a tensor or a function may change, and
+    is asked each time.
+    """
     asked: list[masks.Mask] = []
     intervals = masks.Mask.intervals
 

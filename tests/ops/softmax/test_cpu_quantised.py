@@ -1,4 +1,6 @@
-"""The compiled decode kernel over codes: against numbers made from them by loops, and without a copy of them on the way."""
+"""The compiled decode kernel over codes: against numbers made from them by loops, and without a
+copy of them on the way.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,29 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tokens(
-    S: int, *, B: int = 2, G: int = 2, D: int = 40, E: int = 24, dtype: torch.dtype = torch.float32,
+    S: int,
+    *,
+    B: int = 2,
+    G: int = 2,
+    D: int = 40,
+    E: int = 24,
+    dtype: torch.dtype = torch.float32,
     scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     make = torch.Generator().manual_seed(S)
     return tuple((scale * torch.randn(B, G, S, d, generator=make)).to(dtype) for d in (D, E))  # type: ignore[return-value]
 
 
-def query(T: int, H: int = 6, B: int = 2, D: int = 40, dtype: torch.dtype = torch.float32) -> Tensor:  # fmt: skip
+def query(
+    T: int, H: int = 6, B: int = 2, D: int = 40, dtype: torch.dtype = torch.float32
+) -> Tensor:
     return torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 def filled(cache: Quantised, k: Tensor, v: Tensor, positions: Positions | None = None) -> list[Any]:
-    """All but the last token at once, then that one; keys, values and positions as the cache answers them."""
+    """All but the last token at once, then that one; keys, values and positions as the cache
+    answers them.
+    """
     S = k.shape[2]
     for at in (slice(0, S - 1), slice(S - 1, S)):
         where = Span(at.start, at.stop - at.start) if positions is None else positions[:, at]  # type: ignore[index]
@@ -68,7 +80,9 @@ def filled(cache: Quantised, k: Tensor, v: Tensor, positions: Positions | None =
 def numbers(cache: Quantised, part: int, axis: str) -> Tensor:
     """The memory that codes stand for, in fp64, number by number."""
     held = cache.contents()
-    codes, scale, zero, recent = (held[f"{name}.{part}"] for name in ("codes", "scale", "zero", "recent"))  # fmt: skip
+    codes, scale, zero, recent = (
+        held[f"{name}.{part}"] for name in ("codes", "scale", "zero", "recent")
+    )
     assert isinstance(codes, Tensor)
     assert isinstance(recent, Tensor)
     bits, per = cache.bits, 8 // cache.bits
@@ -82,10 +96,16 @@ def numbers(cache: Quantised, part: int, axis: str) -> Tensor:
         for h in range(n):
             for s in range(old):
                 for c in range(d):
-                    slot, row, line = (s % group, s // group, c) if axis == "channel" else (c % group, s, c // group)  # fmt: skip
+                    slot, row, line = (
+                        (s % group, s // group, c)
+                        if axis == "channel"
+                        else (c % group, s, c // group)
+                    )
                     byte = listed[b][h][row][line][slot // per]
                     code = byte // 2 ** (bits * (slot % per)) % 2**bits
-                    found[b, h, s, c] = zeros[b][h][row][line][0] + code * scales[b][h][row][line][0]  # fmt: skip
+                    found[b, h, s, c] = (
+                        zeros[b][h][row][line][0] + code * scales[b][h][row][line][0]
+                    )
     return found
 
 
@@ -95,7 +115,8 @@ def meant(cache: Quantised) -> list[Tensor]:
 
 
 def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> None:
-    """out and lse of codes against fp64 math over the numbers they stand for; plain math has them rounded to the dtype.
+    """out and lse of codes against fp64 math over the numbers they stand for; plain math has them
+    rounded to the dtype.
 
     Several calls are held to the rule together: of few numbers, plain math may be right by luck.
     """
@@ -103,8 +124,11 @@ def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> Non
     for call in calls if isinstance(calls, list) else [calls]:
         where = (call.q_positions, call.k_positions)
         options: dict[str, Any] = {
-            "visible": call.mask.block(*where), "scale": call.scale, "softcap": call.softcap, "sink": call.sink,
-        }  # fmt: skip
+            "visible": call.mask.block(*where),
+            "scale": call.scale,
+            "softcap": call.softcap,
+            "sink": call.sink,
+        }
         if call.bias is not None:
             options["bias"] = call.bias.block(*where, dtype=torch.float64)
         assert older(call.k, call.v) is not None
@@ -114,7 +138,9 @@ def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> Non
         plains.append(several_plains(call.q, *rounded, **options))
     for i, name in enumerate(("out", "lse")):
         got = torch.cat([x[i] for x in found if x[i] is not None], 1)
-        others = [torch.cat([x[i] for x in same], 1).to(got.dtype) for same in zip(*plains, strict=True)]  # fmt: skip
+        others = [
+            torch.cat([x[i] for x in same], 1).to(got.dtype) for same in zip(*plains, strict=True)
+        ]
         assert_close_rule(got, others, torch.cat([x[i] for x in exact], 1), what=f"{name}, {what}")
 
 
@@ -142,7 +168,9 @@ def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
     for bits, T, residual in ((8, 1, 10), (4, 3, 70), (2, 16, 0)):
         cache = Quantised(bits, residual=residual)
         keys, values, seen = filled(cache, *tokens(203, dtype=dtype))
-        given = make_call(query(T, dtype=dtype), keys, values, k_positions=seen, wants_lse=True, **RECIPES[recipe])  # fmt: skip
+        given = make_call(
+            query(T, dtype=dtype), keys, values, k_positions=seen, wants_lse=True, **RECIPES[recipe]
+        )
         assert_right(meant(cache), given, f"{recipe}, {bits} bits")
     assert opened == []
 
@@ -189,19 +217,31 @@ def test_another_number_is_noticed() -> None:
 
 
 def test_slots_that_hold_nothing(opened: list[str]) -> None:
-    """Left padding of another length in each row, holes, and a row that sees nothing; NaN and garbage there."""
+    """Left padding of another length in each row, holes, and a row that sees nothing; NaN and
+    garbage there.
+    """
     for garbage in (float("nan"), 1e30):
         k, v = tokens(203)
         positions = torch.arange(203).expand(2, -1) - torch.tensor([[0], [70]])
         positions = positions.where((positions >= 0) & (torch.arange(203) % 7 != 3), -1)
         empty = (positions < 0)[:, None, :, None]
         cache = Quantised(8, residual=10)
-        keys, values, seen = filled(cache, *(x.masked_fill(empty, garbage) for x in (k, v)), positions)  # type: ignore[arg-type] # fmt: skip
+        keys, values, seen = filled(
+            cache, *(x.masked_fill(empty, garbage) for x in (k, v)), positions
+        )  # type: ignore[arg-type]
         clean = [x.masked_fill(empty, 0.0) for x in (k, v)]
         right = Quantised(8, residual=10)
         filled(right, *clean, positions)  # type: ignore[arg-type]
         at = torch.tensor([[202, -1], [132, 133]])
-        given = make_call(query(2), keys, values, mask=masks.Causal(), q_positions=at, k_positions=seen, wants_lse=True)  # fmt: skip
+        given = make_call(
+            query(2),
+            keys,
+            values,
+            mask=masks.Causal(),
+            q_positions=at,
+            k_positions=seen,
+            wants_lse=True,
+        )
         assert_right(meant(right), given, "padded")
         assert not KERNEL.run(given).out[0, :, 1].any()
     assert opened == []
@@ -239,7 +279,9 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_decode_step_widens_nothing(opened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through a module: codes are read as codes, by every step, and what comes out is what the numbers give."""
+    """Through a module: codes are read as codes, by every step, and what comes out is what the
+    numbers give.
+    """
     monkeypatch.setattr(cpu, "MUCH", 0)
     torch.manual_seed(0)
     project = Separate(Heads(32, 4, 16), Heads(32, 2, 16), Heads(32, 2, 16))
@@ -270,10 +312,18 @@ def unusual() -> dict[str, Callable[[], tuple[Quantised, Tensor, Tensor]]]:
     odd[0, 1, 3, 5] = float("inf")
     return {
         "an infinity": lambda: (Quantised(8, residual=10), odd, v),
-        "keys per token": lambda: (Quantised(8, group=8, residual=10, axes=("token", "token")), k, v),
-        "values per channel": lambda: (Quantised(8, residual=10, axes=("channel", "channel")), k, v),
+        "keys per token": lambda: (
+            Quantised(8, group=8, residual=10, axes=("token", "token")),
+            k,
+            v,
+        ),
+        "values per channel": lambda: (
+            Quantised(8, residual=10, axes=("channel", "channel")),
+            k,
+            v,
+        ),
         "exact values": lambda: (Quantised(8, residual=10, axes=("channel", "exact")), k, v),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", unusual())
@@ -283,13 +333,17 @@ def test_what_is_not_read_as_codes_is_widened(name: str, opened: list[str]) -> N
     q = query(1)
     found = regard.attend(q, keys, values, mask=masks.Causal() & masks.Window(90), backend="cpu")
     assert opened
-    right = regard.attend(q, keys.clone(), values.clone(), mask=masks.Causal() & masks.Window(90), backend="cpu")  # fmt: skip
+    right = regard.attend(
+        q, keys.clone(), values.clone(), mask=masks.Causal() & masks.Window(90), backend="cpu"
+    )
     assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("rows, columns, bits", tile_quantised.VARIANTS)
 def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
-    """Each loop by itself, anew and added, against numpy in fp64; what stands beside the columns stays."""
+    """Each loop by itself, anew and added, against numpy in fp64; what stands beside the columns
+    stays.
+    """
     rng, n, per = np.random.default_rng(0), 37, 8 // bits
     codes = rng.integers(0, 256, (n, columns // per + 3)).astype(np.uint8)
     scales, zeros = (torch.randn(n, 3).bfloat16() for _ in range(2))
@@ -324,7 +378,9 @@ def scratch_of(rows: int, n: int, *, rounded: bool) -> tuple[Any, ...]:
 @pytest.mark.parametrize("rows, columns, n", [(4, 32, 2), (4, 64, 128), (8, 96, 38), (4, 128, 256)])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) -> None:
-    """Weights are off by half of what a whole number of 16 bits is worth, and no more; one that is not finite shows."""
+    """Weights are off by half of what a whole number of 16 bits is worth, and no more; one that is
+    not finite shows.
+    """
     rng = np.random.default_rng(1)
     codes = rng.integers(0, 256, (n, columns + 3)).astype(np.uint8)
     scales, zeros = (torch.randn(n).bfloat16() for _ in range(2))
@@ -356,7 +412,9 @@ def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) 
 
 @pytest.mark.parametrize("n", [510, 576])
 def test_the_largest_sums_of_whole_numbers_do_not_wrap(n: int) -> None:
-    """Every weight and every code at its end: 576 such lines would leave 32 bits, and are summed another way."""
+    """Every weight and every code at its end: 576 such lines would leave 32 bits, and are summed
+    another way.
+    """
     codes = np.zeros((n, 67), np.uint8)
     scales, zeros = (torch.full((n,), x).bfloat16() for x in (1.0, 0.0))
     flat = [y.view(torch.uint16).numpy() for y in (scales, zeros)]
@@ -364,7 +422,9 @@ def test_the_largest_sums_of_whole_numbers_do_not_wrap(n: int) -> None:
     memory = (codes.ravel(), codes.shape[1], (*flat, 1, BF16), 64, 8, n)
     for code in (0, 255):
         codes[:] = code
-        tile_quantised.sum_lines(4, memory, (2, 0, 2), w, scratch_of(4, n, rounded=True), (out, 0, True))  # fmt: skip
+        tile_quantised.sum_lines(
+            4, memory, (2, 0, 2), w, scratch_of(4, n, rounded=True), (out, 0, True)
+        )
         assert np.allclose(out, code * n, atol=0.02 * n)
 
 

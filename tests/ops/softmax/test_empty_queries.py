@@ -1,4 +1,6 @@
-"""A query at position -1 holds nothing: output 0, lse -inf, gradient 0, under every mask and on every kernel."""
+"""A query at position -1 holds nothing: output 0, lse -inf, gradient 0, under every mask and on
+every kernel.
+"""
 
 from __future__ import annotations
 
@@ -169,8 +171,10 @@ def test_gradients(name: str, backend: str) -> None:
     blind = EMPTY_ROWS[:, None].expand(lse.shape)
     # whatever is asked of the empty rows, they give nothing on
     only = torch.autograd.grad(
-        (out[blind].sum() + lse[blind].masked_fill(lse[blind].isneginf(), 0).sum()), (q, k, v), retain_graph=True
-    )  # fmt: skip
+        (out[blind].sum() + lse[blind].masked_fill(lse[blind].isneginf(), 0).sum()),
+        (q, k, v),
+        retain_graph=True,
+    )
     assert all(torch.equal(g, torch.zeros_like(g)) for g in only)
     (d_q,) = torch.autograd.grad(out.square().sum(), (q,))
     assert torch.equal(d_q[blind], torch.zeros_like(d_q[blind]))
@@ -203,7 +207,9 @@ def test_in_a_compiled_graph() -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "tiled", "gemm", "flex", "reference"])
 def test_more_queries_than_keys_are_tokens(backend: str) -> None:
-    """No position was given, and nobody said that a query is empty: a decoder's queries over a short source."""
+    """No position was given, and nobody said that a query is empty: a decoder's queries over a
+    short source.
+    """
     q, k, v = inputs()
     k, v = k[:, :, :17], v[:, :, :17]
     masked = torch.ones(T, 17, dtype=torch.bool)

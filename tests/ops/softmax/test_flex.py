@@ -146,7 +146,9 @@ def test_on_cuda_it_trains(mask: masks.Mask) -> None:
 
 
 def test_a_table_that_changed_is_read_again() -> None:
-    """The block masks of rules are kept; those of tensors are not, for nobody notices what is written into a tensor."""
+    """The block masks of rules are kept; those of tensors are not, for nobody notices what is
+    written into a tensor.
+    """
     q = torch.randn(1, 1, 8, 8)
     table = torch.eye(2, dtype=torch.bool)
     mask = masks.Blocks(table, 4)

@@ -27,22 +27,37 @@ DTYPES = (torch.float32, *HALVES)
 
 
 def qkv(
-    B: int = 1, H: int = 4, G: int = 2, T: int = 70, S: int = 70, D: int = 16, E: int = 16,
-    *, dtype: torch.dtype = torch.float32, seed: int = 0, size: float = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    B: int = 1,
+    H: int = 4,
+    G: int = 2,
+    T: int = 70,
+    S: int = 70,
+    D: int = 16,
+    E: int = 16,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    size: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
     q, k, v = (torch.randn(shape, generator=draw) for shape in shapes)
     return (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
 
 
-def assert_right(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dense: Tensor | None = None, **options: Any) -> None:  # fmt: skip
+def assert_right(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, dense: Tensor | None = None, **options: Any
+) -> None:
     """Out and lse of the kernel against the definition in float64, under the rule."""
     named = {name: options[name] for name in ("scale", "softcap", "sink") if name in options}
     right = plain_attention(
-        q.double(), k.double(), v.double(), visible=seen, bias=dense,
+        q.double(),
+        k.double(),
+        v.double(),
+        visible=seen,
+        bias=dense,
         **{n: x.double() if isinstance(x, Tensor) else x for n, x in named.items()},
-    )  # fmt: skip
+    )
     low = None if dense is None else dense.to(q.dtype)
     outs, lses = zip(*several_plains(q, k, v, visible=seen, bias=low, **named), strict=True)
     call = make_call(q, k, v, wants_lse=True, **options)
@@ -67,7 +82,13 @@ def test_several_tiles_and_blocks(dtype: torch.dtype, size: float) -> None:
     q, k, v = qkv(T=300, S=580, dtype=dtype, size=size)
     i, j = grid(300, 580)
     assert_right(q, k, v, j <= i, mask=masks.Causal())
-    assert_right(q, k, v, (j <= i) & ((i - j < 100) | (j < 3)), mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)))  # fmt: skip
+    assert_right(
+        q,
+        k,
+        v,
+        (j <= i) & ((i - j < 100) | (j < 3)),
+        mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)),
+    )
 
 
 @pytest.mark.parametrize("D, E", [(1, 1), (3, 70), (65, 64), (33, 130)])
@@ -86,7 +107,9 @@ def test_groups_larger_and_smaller_than_a_block(H: int, G: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_absorbed_latents(dtype: torch.dtype) -> None:
-    """One shared key of which the first dims are the value, one query, many heads: no copy of the value is needed."""
+    """One shared key of which the first dims are the value, one query, many heads: no copy of the
+    value is needed.
+    """
     q, k, _ = qkv(H=20, G=1, T=1, S=300, D=48, dtype=dtype)
     assert_right(q, k, k[..., :32], torch.ones(1, 300, dtype=torch.bool))
 
@@ -193,10 +216,14 @@ def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, workers: int) -
 
 
 def packed(x: Tensor, each: int, *, values: bool = False) -> Tensor:
-    """Panels of keys [panels,D,PANEL], or of values [panels,S,PANEL], from plain loops; S and D are not padded up."""
+    """Panels of keys [panels,D,PANEL], or of values [panels,S,PANEL], from plain loops; S and D are
+    not padded up.
+    """
     S, D = x.shape
     inner, across = (S, D) if values else (D, S)
-    out = torch.zeros(-(-across // product.PANEL), -(-inner // each), product.PANEL, each, dtype=x.dtype)  # fmt: skip
+    out = torch.zeros(
+        -(-across // product.PANEL), -(-inner // each), product.PANEL, each, dtype=x.dtype
+    )
     for s in range(S):
         for d in range(D):
             i, j = (s, d) if values else (d, s)
@@ -209,10 +236,25 @@ def test_packing(each: int) -> None:
     x = torch.randn(product.PANEL, product.PANEL + 3)
     D = x.shape[1] + x.shape[1] % each
     keys = torch.zeros(product.PANEL * D)
-    pack.pack_keys((x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)), (0, len(x)), x.shape[1], each, keys.numpy(), 0)  # fmt: skip
+    pack.pack_keys(
+        (x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)),
+        (0, len(x)),
+        x.shape[1],
+        each,
+        keys.numpy(),
+        0,
+    )
     assert torch.equal(keys, packed(x, each))
     values = torch.zeros(2 * len(x) * product.PANEL)
-    pack.pack_values((x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)), (0, len(x)), x.shape[1], each, values.numpy(), 0, len(x) * product.PANEL)  # fmt: skip
+    pack.pack_values(
+        (x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)),
+        (0, len(x)),
+        x.shape[1],
+        each,
+        values.numpy(),
+        0,
+        len(x) * product.PANEL,
+    )
     assert torch.equal(values, packed(x, each, values=True))
 
 
@@ -305,6 +347,8 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
     assert first(1, 16, 1024, 64, dtype=torch.float32) == "gemm"
     assert first(4, 8, 1024, 32, dtype=torch.float32) == "sdpa", "heads too narrow"
     assert first(4, 8, 1024, 80, dtype=torch.float32) == "sdpa", "half of a panel is empty"
-    assert first(4, 8, 1024, 32, dtype=torch.float32, mask=masks.Causal() & masks.Window(64)) == "gemm"  # fmt: skip
+    assert (
+        first(4, 8, 1024, 32, dtype=torch.float32, mask=masks.Causal() & masks.Window(64)) == "gemm"
+    )
     monkeypatch.setattr(gemm, "_suits", lambda: False)
     assert first(1, 8, 512, 64) == "sdpa"

@@ -1,4 +1,6 @@
-"""Training on the compiled products: gradients against the definition, what they may not touch, and what they cost."""
+"""Training on the compiled products: gradients against the definition, what they may not touch, and
+what they cost.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,18 @@ LEAKS = "a NaN or infinity behind a mask would leak through 0 x NaN"
 
 
 def qkv(
-    B: int = 1, H: int = 4, G: int = 2, T: int = 70, S: int = 70, D: int = 16, E: int = 16,
-    *, dtype: torch.dtype = torch.float32, seed: int = 0, size: float = 1.0,
-) -> list[Tensor]:  # fmt: skip
+    B: int = 1,
+    H: int = 4,
+    G: int = 2,
+    T: int = 70,
+    S: int = 70,
+    D: int = 16,
+    E: int = 16,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    size: float = 1.0,
+) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     shapes = ((B, H, T, D), (B, G, S, D), (B, G, S, E))
     q, k, v = (torch.randn(shape, generator=draw) for shape in shapes)
@@ -64,8 +75,13 @@ def found_by_kernel(
 
 
 def assert_right(
-    tensors: list[Tensor], seen: Tensor, dense: Tensor | None = None, *, with_lse: bool = True, **options: Any
-) -> None:  # fmt: skip
+    tensors: list[Tensor],
+    seen: Tensor,
+    dense: Tensor | None = None,
+    *,
+    with_lse: bool = True,
+    **options: Any,
+) -> None:
     """Every gradient of the kernel against that of the definition in float64, under the rule."""
     found = found_by_kernel(tensors, with_lse=with_lse, **options)
     named = {name: options[name] for name in ("scale", "softcap") if name in options}
@@ -81,7 +97,9 @@ def assert_right(
     usual, (right,) = plain(tensors[0].dtype, 4), plain(torch.float64, 0)
     for i, name in enumerate(["q", "k", "v", "sink"][: len(found)]):
         assert found[i].is_contiguous()
-        assert_close_rule(found[i], [g[i] for g in usual], right[i], GRADIENT, what=f"gradient of {name}")  # fmt: skip
+        assert_close_rule(
+            found[i], [g[i] for g in usual], right[i], GRADIENT, what=f"gradient of {name}"
+        )
     blind = ~seen.expand(*tensors[0].shape[:3], tensors[1].shape[2]).any(-1)
     assert torch.equal(found[0][blind], torch.zeros_like(found[0][blind]))
 
@@ -99,7 +117,12 @@ def test_several_tiles_and_blocks(dtype: torch.dtype, size: float) -> None:
     i, j = grid(300, 580)
     assert_right(tensors, j <= i, mask=masks.Causal())
     seen = (j <= i) & ((i - j < 100) | (j < 3))
-    assert_right(tensors, seen, mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)), sink=torch.randn(4).to(dtype))  # fmt: skip
+    assert_right(
+        tensors,
+        seen,
+        mask=masks.Causal() & (masks.Window(100) | masks.Sinks(3)),
+        sink=torch.randn(4).to(dtype),
+    )
 
 
 TABLE = torch.tensor([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
@@ -162,7 +185,13 @@ def test_left_padded_rows_and_holes(dtype: torch.dtype) -> None:
     positions[0, 70] = -1
     i, j = positions[:, None, :, None], positions[:, None, None, :]
     tensors = qkv(B=2, T=130, S=130, dtype=dtype)
-    assert_right(tensors, (j <= i) & (j >= 0), mask=masks.Causal(), q_positions=positions, k_positions=positions)  # fmt: skip
+    assert_right(
+        tensors,
+        (j <= i) & (j >= 0),
+        mask=masks.Causal(),
+        q_positions=positions,
+        k_positions=positions,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -223,7 +252,9 @@ def test_only_a_sink_learns() -> None:
 
 
 def test_central_differences() -> None:
-    """The slope along eight directions, from values of the definition alone: autograd has no part in it."""
+    """The slope along eight directions, from values of the definition alone: autograd has no part
+    in it.
+    """
     tensors = qkv(T=9, S=12, D=5, E=3)
     i, j = grid(9, 12)
     seen = (j <= i) & (i - j < 6)
@@ -260,7 +291,9 @@ def test_a_wrong_gradient_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("H, G", [(4, 1), (6, 3)])
-def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, workers: int, H: int, G: int) -> None:  # fmt: skip
+def test_threads_share_the_work(
+    monkeypatch: pytest.MonkeyPatch, workers: int, H: int, G: int
+) -> None:
     tensors, (i, j) = qkv(H=H, G=G, T=200, S=200), grid(200, 200)
     monkeypatch.setattr("regard.ops.jit.pool.threads", lambda: workers)
     assert_right(tensors, j <= i, mask=masks.Causal())
@@ -354,7 +387,9 @@ def test_it_is_left_alone_by_autocast() -> None:
 def cost(n: int, mask: masks.Mask) -> tuple[int, int]:
     """Pairs and bytes of a training call of n tokens."""
     q, k = (torch.empty(1, h, n, 64, device="meta", requires_grad=True) for h in (4, 1))
-    work = KERNEL.work(make_call(q, k, k, mask=mask, q_positions=Span(0, n), k_positions=Span(0, n)))  # fmt: skip
+    work = KERNEL.work(
+        make_call(q, k, k, mask=mask, q_positions=Span(0, n), k_positions=Span(0, n))
+    )
     return work.pairs, work.bytes
 
 

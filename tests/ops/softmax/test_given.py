@@ -45,7 +45,8 @@ def test_queries_are_not_put_into_empty_slots_behind_the_keys() -> None:
     q, kv = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 4, 8)
     with pytest.raises(
         regard.ArgumentError,
-        match=r"^k_positions of row 1 end in an empty slot \(-1\), and 3 queries for 4 keys would stand there by default, "
+        match=r"^k_positions of row 1 end in an empty slot \(-1\), and 3 queries for 4 keys would "
+        r"stand there by default, "
         r"where a query sees nothing: give q_positions as well$",
     ):
         regard.attend(q, kv, kv, k_positions=source)

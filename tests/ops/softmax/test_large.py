@@ -1,4 +1,6 @@
-"""Numbers so large that their products are infinite: behind a mask they change nothing, on every kernel, in either direction."""
+"""Numbers so large that their products are infinite: behind a mask they change nothing, on every
+kernel, in either direction.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ HUGE = [2e17, -2e17, 1e24, -1e24, 3e29, -3e29, 3e38, -3e38, math.inf, math.nan]
 
 
 def inputs(size: float, *, gradient: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Large queries over small keys: scores are as ever, but those of hidden keys of this size overflow."""
+    """Large queries over small keys: scores are as ever, but those of hidden keys of this size
+    overflow.
+    """
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, H, n, D, generator=draw) for n in (T, S, S))
     q, k = q * 1e16, k * 1e-16
@@ -81,10 +85,18 @@ def test_gradients_behind_a_mask(backend: str, size: float) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("where", [0, 5, -1])
 def test_what_counts_as_finite(name: str, where: int) -> None:
-    """Up to 1e17 in either direction: D products of two such numbers are still below the largest of fp32."""
+    """Up to 1e17 in either direction: D products of two such numbers are still below the largest of
+    fp32.
+    """
     for size, fits in (
-        (9e16, True), (-9e16, True), (2e17, False), (-2e17, False), (math.inf, False), (-math.inf, False), (math.nan, False),
-    ):  # fmt: skip
+        (9e16, True),
+        (-9e16, True),
+        (2e17, False),
+        (-2e17, False),
+        (math.inf, False),
+        (-math.inf, False),
+        (math.nan, False),
+    ):
         given = dict(zip("qkv", torch.randn(3, 1, 1, 20, 8), strict=True))
         given[name].view(-1)[where] = size
         call = make_call(**given)

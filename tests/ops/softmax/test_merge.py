@@ -1,4 +1,6 @@
-"""merge: exact on any split, associative, commutative, with an identity; the sink once; NaN stays; gradients; errors."""
+"""merge: exact on any split, associative, commutative, with an identity; the sink once; NaN stays;
+gradients; errors.
+"""
 
 from __future__ import annotations
 
@@ -115,11 +117,15 @@ def test_any_split_of_the_keys_is_the_whole(mask: masks.Mask | None) -> None:
     for cuts in ([0, 17, 40], [0, 1, 2, 39, 40], [0, 0, 20, 20, 40, 40]):
         parts = [
             regard.attend_partial(
-                q, k[:, :, a:b], v[:, :, a:b], mask=mask, q_positions=q_positions,
+                q,
+                k[:, :, a:b],
+                v[:, :, a:b],
+                mask=mask,
+                q_positions=q_positions,
                 k_positions=regard.Span(a, b - a),
             )
             for a, b in itertools.pairwise(cuts)
-        ]  # fmt: skip
+        ]
         for s in (None, sink):
             call = regard.attend_partial(q, k, v, mask=mask)
             seen = None if mask is None else mask.block(q_positions, q_positions)
@@ -212,12 +218,14 @@ def test_errors() -> None:
     with pytest.raises(regard.ArgumentError) as error:
         merge([first, Partial(second.out[:, :, :4], second.lse[:, :, :4])])
     assert str(error.value) == (
-        "partial 1 has out (2, 3, 4, 4) and lse (2, 3, 4); all must have out (2, 3, 5, 4) and lse (2, 3, 5)"
+        "partial 1 has out (2, 3, 4, 4) and lse (2, 3, 4); all must have out (2, 3, 5, 4) and lse "
+        "(2, 3, 5)"
     )
     with pytest.raises(regard.ArgumentError) as error:
         merge([Partial(first.out, first.lse[..., None])])
     assert str(error.value) == (
-        "partial 0 has out (2, 3, 5, 4) and lse (2, 3, 5, 1); all must have out (2, 3, 5, 4) and lse (2, 3, 5)"
+        "partial 0 has out (2, 3, 5, 4) and lse (2, 3, 5, 1); all must have out (2, 3, 5, 4) and "
+        "lse (2, 3, 5)"
     )
     with pytest.raises(regard.ArgumentError) as error:
         merge([first], sink=torch.zeros(2))

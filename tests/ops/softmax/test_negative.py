@@ -1,4 +1,6 @@
-"""Negative controls: attention that is wrong in the ways in which people get it wrong must fail the rule."""
+"""Negative controls: attention that is wrong in the ways in which people get it wrong must fail the
+rule.
+"""
 
 from __future__ import annotations
 

@@ -123,7 +123,10 @@ def test_an_explicit_backend_is_kept_or_refuses_with_reasons() -> None:
     assert regard.plan(q, k, v, backend="sdpa").kernel == "sdpa"
     with pytest.raises(regard.KernelRefusal) as refusal:
         regard.plan(q, k, v, softcap=30.0, dropout=0.1, backend="sdpa")
-    reasons = "this call cannot run on sdpa (no softcap, no dropout on the weights in its fused kernel); backends that can: "
+    reasons = (
+        "this call cannot run on sdpa (no softcap, no dropout on the weights in its fused "
+        "kernel); backends that can: "
+    )
     assert str(refusal.value).startswith(reasons)
     assert str(refusal.value).endswith("reference")
     assert isinstance(refusal.value, NotImplementedError)
@@ -149,8 +152,8 @@ def test_when_nobody_can_the_message_has_every_reason(monkeypatch: pytest.Monkey
     assert text.startswith("this call cannot run on ")
     assert "sdpa (does not expose ['pattern'])" in text
     assert (
-        "reference (would allocate 0.0 GiB for scores (1, 2, 64, 64); limit 0 GiB: regard.attention_weights"
-        in text
+        "reference (would allocate 0.0 GiB for scores (1, 2, 64, 64); limit 0 GiB: "
+        "regard.attention_weights" in text
     )
     assert text.endswith("; no other backend can")
 

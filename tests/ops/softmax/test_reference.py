@@ -39,11 +39,15 @@ def test_equals_the_loops(case: Case) -> None:
     wide = None if bias is None else bias.expand(visible.shape).tolist()
     at = visible.tolist()
     answer = softmax_attention(
-        made.q, made.k, made.v,
+        made.q,
+        made.k,
+        made.v,
         visible=lambda b, h, i, j: at[b][h][i][j],
         bias=lambda b, h, i, j: 0.0 if wide is None else wide[b][h][i][j],
-        scale=case.scale, softcap=case.softcap, sink=made.sink,
-    )  # fmt: skip
+        scale=case.scale,
+        softcap=case.softcap,
+        sink=made.sink,
+    )
     out, lse, *_ = Reference().run(made.call(wants_lse=True))
     assert lse is not None
     outs, lses = zip(*several_plains(made.q, made.k, made.v, **made.plain()), strict=True)
@@ -57,11 +61,15 @@ def test_pattern_equals_the_loops(case: Case) -> None:
     made = make(case, torch.float64)
     bias = None if made.bias is None else made.bias.expand(made.visible.shape)
     answer = softmax_attention(
-        made.q, made.k, made.v,
+        made.q,
+        made.k,
+        made.v,
         visible=lambda b, h, i, j: bool(made.visible[b, h, i, j]),
         bias=lambda b, h, i, j: 0.0 if bias is None else bias[b, h, i, j].item(),
-        scale=case.scale, softcap=case.softcap, sink=made.sink,
-    )  # fmt: skip
+        scale=case.scale,
+        softcap=case.softcap,
+        sink=made.sink,
+    )
     from regard import Trace
 
     with Trace("pattern") as trace:

@@ -1,4 +1,6 @@
-"""Scores of any size: output and gradients of every kernel under the error rule, for inputs from 1e-4 to 1e4."""
+"""Scores of any size: output and gradients of every kernel under the error rule, for inputs from
+1e-4 to 1e4.
+"""
 
 from __future__ import annotations
 
@@ -109,9 +111,13 @@ def test_every_scale(
 
 @pytest.mark.parametrize("scale", [8.0, 100.0, 1e4])
 def test_large_scores_have_their_gradients(scale: float) -> None:
-    """The gradient of a row with one weight of 1 is 0; torch's CPU backward pass gives up to 1e29, or NaN."""
+    """The gradient of a row with one weight of 1 is 0; torch's CPU backward pass gives up to 1e29,
+    or NaN.
+    """
     for seed in range(3):
-        assert assert_rule_if_served("auto", draw(seed, SHAPES[1], scale, torch.float32), causal=False, gradient=True)  # fmt: skip
+        assert assert_rule_if_served(
+            "auto", draw(seed, SHAPES[1], scale, torch.float32), causal=False, gradient=True
+        )
     q, k, v = draw(0, SHAPES[1], 1e4, torch.float32)
     leaves = leaves_of([q, k, v], torch.float32, gradient=True)
     regard.attend(*leaves).sum().backward()
@@ -134,7 +140,9 @@ def test_torchs_own_gradient_of_large_scores_fails_the_rule() -> None:
 
 
 def test_where_the_borders_lie() -> None:
-    """Small scores stay with torch's kernel; larger ones go to compiled products, the largest to tiles."""
+    """Small scores stay with torch's kernel; larger ones go to compiled products, the largest to
+    tiles.
+    """
 
     def chosen(largest: float, T: int = 256) -> str:
         q = torch.zeros(2, 8, T, 64)
@@ -199,7 +207,9 @@ def test_a_compiled_graph_cannot_look_and_takes_the_definition_for_gradients() -
 def test_tiles_give_exact_zeros_where_a_row_is_certain(
     options: dict[str, Any], pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One weight of 1: the terms of p (dp - sum p dp) are the same numbers, and cancel; one piece of keys or several."""
+    """One weight of 1: the terms of p (dp - sum p dp) are the same numbers, and cancel; one piece
+    of keys or several.
+    """
     if pieces > 1:
         monkeypatch.setattr(tiled, "KEYS", 4)
         monkeypatch.setattr(tiled, "TILE", 64)

@@ -1,4 +1,6 @@
-"""The sdpa kernel: every recipe, forward and backward, against plain math; what it refuses; what it holds at once."""
+"""The sdpa kernel: every recipe, forward and backward, against plain math; what it refuses; what it
+holds at once.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ NAN = float("nan")
 
 @dataclass
 class Case:
-    """A recipe: a call, and the pieces that it must be lowered to, as (rows, [(columns, causal, masked)])."""
+    """A recipe: a call, and the pieces that it must be lowered to, as (rows, [(columns, causal,
+    masked)]).
+    """
 
     mask: masks.Mask | None
     T: int
@@ -184,7 +188,9 @@ def described(call: Call) -> list[Any]:
 def with_gradients(
     run: Callable[..., tuple[Tensor, Tensor | None]], inputs: list[Tensor]
 ) -> list[Any]:
-    """out, lse, and the gradients of a random linear functional of both; of lse only where it is finite."""
+    """out, lse, and the gradients of a random linear functional of both; of lse only where it is
+    finite.
+    """
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out, lse = run(*inputs)
     make = torch.Generator().manual_seed(3)
@@ -198,7 +204,9 @@ def with_gradients(
 def assert_right(
     case: Case, dtype: torch.dtype, sink: bool = False, scale: float = 0.25, gradients: bool = True
 ) -> None:
-    """Out, lse (without a sink) and gradients by the rule; for those, torch's own dense call may be off as well."""
+    """Out, lse (without a sink) and gradients by the rule; for those, torch's own dense call may be
+    off as well.
+    """
     inputs = case.inputs(dtype, scale)
     inputs += [torch.linspace(-1, 2, case.H).to(dtype)] if sink else []
     seen = allowed(*inputs[:3], mask=case.mask, **case.options)
@@ -241,7 +249,8 @@ def assert_right(
 def assert_gradients_near(
     got: list[Tensor], exact: list[Tensor], same: list[Tensor], dense: list[Tensor]
 ) -> None:
-    """Each by the rule, where plain math may be off, relative to the largest number, as much as in its worst gradient.
+    """Each by the rule, where plain math may be off, relative to the largest number, as much as in
+    its worst gradient.
 
     One gradient alone may be hit by luck: that of a sink is one number a head.
     """
@@ -286,7 +295,9 @@ def test_half_types(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_one_call_without_lse(name: str) -> None:
-    """attend needs no lse: where one call does, it is torch's public function. Out and gradients in fp64."""
+    """attend needs no lse: where one call does, it is torch's public function. Out and gradients in
+    fp64.
+    """
     case = CASES[name]
     q, k, v = case.inputs(torch.float64)
     options = {"mask": case.mask, **case.options}
@@ -323,7 +334,9 @@ def test_a_wrong_window_is_caught() -> None:
 
 
 def test_a_stale_lse_in_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a piece's backward must be given the whole row's lse, not one that is off."""
+    """Negative control: a piece's backward must be given the whole row's lse, not one that is
+    off.
+    """
     right = sdpa.fused_backward
 
     def stale(row: Any, *rest: Any) -> Any:
@@ -343,8 +356,10 @@ GRADCHECKED = {
     "blind and beyond": Case(CAUSAL, 20, 16, at(-2, 20), B=1, H=1, G=1, D=1, E=1),
     "window by pieces": Case(CAUSAL & masks.Window(3), 18, 18, B=1, H=2, G=1, D=1, E=1),
     "padding": Case(CAUSAL & masks.Padding.right([5]), 16, 16, B=1, H=1, G=1, D=1, E=1),
-    "bias": Case(None, 2, 16, {"bias": biases.Dense(SMALL_BIAS[:, :2, :2, :16])}, B=1, H=2, G=1, D=2, E=2),
-}  # fmt: skip
+    "bias": Case(
+        None, 2, 16, {"bias": biases.Dense(SMALL_BIAS[:, :2, :2, :16])}, B=1, H=2, G=1, D=2, E=2
+    ),
+}
 
 
 @pytest.mark.parametrize("name", GRADCHECKED)
@@ -422,7 +437,9 @@ def test_inputs_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("mask", [None, CAUSAL], ids=str)
 def test_half_scores_do_not_overflow(mask: masks.Mask | None) -> None:
-    """q . k of 7.8e5 is far above fp16's 65504, and so is each term: the query is scaled first, in fp32."""
+    """q . k of 7.8e5 is far above fp16's 65504, and so is each term: the query is scaled first, in
+    fp32.
+    """
     make = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 64, generator=make) for _ in range(3))
     q, k = q.sign() * 250, k.sign() * 250
@@ -464,8 +481,9 @@ def test_refusals() -> None:
     assert reasons(q, k, v, dropout=0.5) == ["no dropout on the weights in its fused kernel"]
     assert reasons(q, k, v, bias=learned) == ["no gradient for a bias"]
     assert reasons(q, k, v, softcap=30.0, dropout=0.5) == [
-        "no softcap", "no dropout on the weights in its fused kernel",
-    ]  # fmt: skip
+        "no softcap",
+        "no dropout on the weights in its fused kernel",
+    ]
     short = "fewer than 16 keys, or nothing to do (B 2, T 16, S 15, E 8)"
     assert reasons(q, k[:, :, 1:], v[:, :, 1:]) == [short]
     assert reasons(q[:, :, :0], k, v) == [short.replace("T 16, S 15", "T 0, S 16")]
@@ -488,7 +506,9 @@ def test_refusals() -> None:
 
 
 def test_numbers_whose_products_overflow_count_as_infinite() -> None:
-    """Behind a mask that adds -inf they would become NaN; the refusal may cry wolf, and another kernel is right."""
+    """Behind a mask that adds -inf they would become NaN; the refusal may cry wolf, and another
+    kernel is right.
+    """
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
     v[:, :, -1, 0] = 3e38
     assert reasons(q, k, v, mask=CAUSAL) == [
@@ -518,9 +538,13 @@ def test_garbage_in_empty_slots_does_not_refuse() -> None:
     empty = (HOLES == -1)[:, None, :, None].expand_as(k)
     for garbage in (NAN, math.inf, -1e30):
         part = regard.attend_partial(
-            q, k.masked_fill(empty, garbage), v.masked_fill(empty, garbage),
-            mask=CAUSAL, k_positions=HOLES, backend="sdpa",
-        )  # fmt: skip
+            q,
+            k.masked_fill(empty, garbage),
+            v.masked_fill(empty, garbage),
+            mask=CAUSAL,
+            k_positions=HOLES,
+            backend="sdpa",
+        )
         assert torch.equal(part.out, right.out)
         assert torch.equal(part.lse, right.lse)
 
@@ -532,7 +556,9 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_launders_nan_on_short_inputs(dtype: torch.dtype) -> None:
-    """Control: why fewer than 16 keys are refused. If this fails, torch was mended, and LEAST_KEYS may go."""
+    """Control: why fewer than 16 keys are refused. If this fails, torch was mended, and LEAST_KEYS
+    may go.
+    """
     q, k, v = torch.randn(3, 1, 1, 4, 8).to(dtype)
     q[0, 0, 1] = NAN
     assert F.scaled_dot_product_attention(q, k, v)[0, 0, 1].eq(0).all()
@@ -632,7 +658,9 @@ def test_runs_by_brute_force(state: list[int], long: int) -> None:
 
 
 def test_values_that_begin_their_keys_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As absorbed MLA has them; the same bits as from a copy. Others, and those with a gradient, are padded."""
+    """As absorbed MLA has them; the same bits as from a copy. Others, and those with a gradient,
+    are padded.
+    """
     padded: list[Tensor] = []
     pad = sdpa.F.pad
     monkeypatch.setattr(sdpa.F, "pad", lambda x, by: padded.append(x) or pad(x, by))
@@ -640,11 +668,15 @@ def test_values_that_begin_their_keys_are_not_copied(monkeypatch: pytest.MonkeyP
     values = memory[..., :16]
     found = regard.attend(q, memory, values, mask=masks.Causal(), backend="sdpa")
     assert padded == []
-    assert torch.equal(found, regard.attend(q, memory, values.clone(), mask=masks.Causal(), backend="sdpa"))  # fmt: skip
+    assert torch.equal(
+        found, regard.attend(q, memory, values.clone(), mask=masks.Causal(), backend="sdpa")
+    )
     assert len(padded) == 1
     for others in (memory[..., 8:], memory.flip(2)[..., :16], memory[:, :, :, :16] + 0):
         right = regard.attend(q, memory, others, mask=masks.Causal(), backend="reference")
-        assert torch.allclose(regard.attend(q, memory, others, mask=masks.Causal(), backend="sdpa"), right, atol=1e-5)  # fmt: skip
+        assert torch.allclose(
+            regard.attend(q, memory, others, mask=masks.Causal(), backend="sdpa"), right, atol=1e-5
+        )
     assert len(padded) == 4
     q, memory, values = q / 2, memory / 2, values / 2  # scores that its gradient serves
     learned = memory.clone().requires_grad_()

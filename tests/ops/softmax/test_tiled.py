@@ -46,12 +46,16 @@ def visited(call: Call) -> Tensor:
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.Full(), masks.Causal(), masks.Causal() & masks.Window(5), masks.Chunk(8),
-        masks.Causal() & (masks.Window(3) | masks.Sinks(1)), ~masks.Full(),
+        masks.Full(),
+        masks.Causal(),
+        masks.Causal() & masks.Window(5),
+        masks.Chunk(8),
+        masks.Causal() & (masks.Window(3) | masks.Sinks(1)),
+        ~masks.Full(),
         masks.Heads((masks.Causal(), masks.Window(2))),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_visible_is_visited_once_and_empty_tiles_never(mask: masks.Mask) -> None:
     call = make_call(*qkv(), mask=mask)
     seen = visited(call)
@@ -122,9 +126,13 @@ def test_sums_of_biases_and_shared_tensors_get_their_gradients() -> None:
     frozen = torch.randn(1, 1, 40, 40, dtype=torch.float64)
     slope = torch.randn(2, dtype=torch.float64, requires_grad=True)
     bias = (
-        biases.T5Relative(table) + biases.Dense(dense) + biases.Dense(frozen) + biases.ALiBi(slopes=slope)
-        + biases.Dense(dense * 2) + biases.Fn(lambda q, k, w, unused: w[:, None, None] * (q + k), (slope, frozen))
-    )  # fmt: skip
+        biases.T5Relative(table)
+        + biases.Dense(dense)
+        + biases.Dense(frozen)
+        + biases.ALiBi(slopes=slope)
+        + biases.Dense(dense * 2)
+        + biases.Fn(lambda q, k, w, unused: w[:, None, None] * (q + k), (slope, frozen))
+    )
     found = []
     for kernel in (KERNEL, Reference()):
         out = kernel.run(make_call(q, k, v, bias=bias, mask=masks.Causal())).out

@@ -1,4 +1,6 @@
-"""attention_weights: any block is that block of the whole; sinks, masks, memory at length, errors."""
+"""attention_weights: any block is that block of the whole; sinks, masks, memory at length,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"mask": CAUSAL & masks.Window(3)},
     "everything": {
-        "mask": CAUSAL, "softcap": 2.0, "scale": 0.7, "sink": torch.tensor([0.5, -1.0, 2.0, 0.0]),
+        "mask": CAUSAL,
+        "softcap": 2.0,
+        "scale": 0.7,
+        "sink": torch.tensor([0.5, -1.0, 2.0, 0.0]),
         "bias": torch.randn(4, 7, 9, generator=torch.Generator().manual_seed(1))[None],
     },
-    "holes": {"k_positions": torch.tensor([[0, 1, -1, 2, 3, 4, 5, 6, -1]]), "q_positions": regard.Span(0, 7)},
+    "holes": {
+        "k_positions": torch.tensor([[0, 1, -1, 2, 3, 4, 5, 6, -1]]),
+        "q_positions": regard.Span(0, 7),
+    },
     "blind rows": {"mask": CAUSAL, "q_positions": regard.Span(-3, 7)},
-}  # fmt: skip
+}
 
 
 def qk(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -158,7 +166,8 @@ def test_errors() -> None:
         with pytest.raises(regard.ArgumentTypeError) as error:
             regard.attention_weights(q, k, **{name: wrong})  # type: ignore[arg-type]
         assert str(error.value) == (
-            f"{name} is {wrong!r}; it must be a slice of step 1, an index from {-length} to {length - 1}, or None"
+            f"{name} is {wrong!r}; it must be a slice of step 1, an index from {-length} to "
+            f"{length - 1}, or None"
         )
     with pytest.raises(regard.ArgumentError, match="query dim 4 and key dim 3 must be equal"):
         regard.attention_weights(q, k[..., :3])

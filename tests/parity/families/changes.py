@@ -98,9 +98,14 @@ def head_by_head(network: Any) -> None:
         old = attention.project
         order: Any = "parts" if old.order == "heads" else "heads"
         attention.project = Fused(
-            old.linear.in_features, old.heads, old.groups, old.head_dim,
-            order=order, steps=tuple(old.steps), bias=old.linear.bias is not None,
-        )  # fmt: skip
+            old.linear.in_features,
+            old.heads,
+            old.groups,
+            old.head_dim,
+            order=order,
+            steps=tuple(old.steps),
+            bias=old.linear.bias is not None,
+        )
         attention.project.linear = old.linear
 
 
@@ -133,7 +138,9 @@ def other_groups(network: Any) -> None:
 
 
 def assert_other_gelu(mine: Any, model: Any) -> None:
-    """The two forms of GELU differ by 5e-4 at most: more than the bound allows, though not a hundred times as much."""
+    """The two forms of GELU differ by 5e-4 at most: more than the bound allows, though not a
+    hundred times as much.
+    """
     ids = ids_of(model)
     exact = model(input_ids=ids, use_cache=False).logits
     network = copy.deepcopy(mine.decoder)

@@ -1,7 +1,8 @@
-"""A whole model of transformers beside ours with the same weights: the checks that every family has.
+"""A whole model of transformers beside ours with the same weights: the checks that every family
+has.
 
-The model is made small and random by transformers, saved by it as a folder, and loaded by `regard.load`: config, names,
-layouts and computation are compared at once, on logits.
+The model is made small and random by transformers, saved by it as a folder, and loaded by
+`regard.load`: config, names, layouts and computation are compared at once, on logits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ LENGTH = 40
 
 
 def theirs(name: str, config: dict[str, Any], *, seed: int = 3, head: str = "ForCausalLM") -> Any:
-    """A small random model: `<name>Config` and `<name><head>`, every parameter drawn, norms, biases and sinks, too."""
+    """A small random model: `<name>Config` and `<name><head>`, every parameter drawn, norms, biases
+    and sinks, too.
+    """
     made = getattr(transformers, f"{name}Config")(**config)
     made._attn_implementation = "eager"
     model = getattr(transformers, f"{name}{head}")(made).eval().requires_grad_(False)
@@ -37,7 +40,9 @@ def theirs(name: str, config: dict[str, Any], *, seed: int = 3, head: str = "For
 
 
 def draw(model: nn.Module, seed: int) -> None:
-    """Norm weights around 1 (and around 0 where 1 is added), matrices such that nothing saturates, biases that matter."""
+    """Norm weights around 1 (and around 0 where 1 is added), matrices such that nothing saturates,
+    biases that matter.
+    """
     make = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=make)
@@ -62,7 +67,8 @@ def ids_of(model: Any, batch: int = 2, length: int = LENGTH, seed: int = 5) -> T
 
 
 def assert_decoder(model: Any, folder: Path, *, start: int = 0, length: int = LENGTH) -> Model:
-    """Prefill, ragged chunks, decode token by token, left-padded rows with explicit positions, rows alone.
+    """Prefill, ragged chunks, decode token by token, left-padded rows with explicit positions, rows
+    alone.
 
     Args:
         model: of transformers; it is saved to the folder and loaded from there.
@@ -88,7 +94,9 @@ def assert_decoder(model: Any, folder: Path, *, start: int = 0, length: int = LE
 
 
 def _assert_padded(mine: Model, model: Any, ids: Tensor, length: int) -> None:
-    """Row 0 has 6 slots of padding in front: each row is what it is alone, whole and with a cache."""
+    """Row 0 has 6 slots of padding in front: each row is what it is alone, whole and with a
+    cache.
+    """
     pad = 6
     row = torch.cat([torch.full((1, pad), 2), ids[:1, :-pad]], 1)
     where = torch.cat([torch.full((1, pad), -1), torch.arange(length - pad)[None]], 1)

@@ -1,4 +1,6 @@
-"""Published config.json files without their weights, and folders that are saved and read again: what every family has."""
+"""Published config.json files without their weights, and folders that are saved and read again:
+what every family has.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def count(network: nn.Module) -> int:
 
 
 def layer(raw: dict[str, Any], network: nn.Module, number: int = 0) -> dict[str, tuple[int, ...]]:
-    """Stored names of a layer, without what stands in front of them, and the shapes that a file must have."""
+    """Stored names of a layer, without what stands in front of them, and the shapes that a file
+    must have.
+    """
     found = family(raw["model_type"])
     assert found is not None
     parameters = dict(network.named_parameters(remove_duplicate=False))
@@ -58,7 +62,9 @@ def placed(raw: dict[str, Any], network: nn.Module, *names: str) -> list[str | N
 
 
 def assert_saved(mine: Model, model: Any, folder: Path, *, start: int = 0) -> None:
-    """Saving, loading and saving again gives the same bytes, and transformers reads what was saved."""
+    """Saving, loading and saving again gives the same bytes, and transformers reads what was
+    saved.
+    """
     first, second = folder / "first", folder / "second"
     for network, config, where in ((mine.decoder, mine.config, first), (None, None, second)):
         where.mkdir()
@@ -69,9 +75,11 @@ def assert_saved(mine: Model, model: Any, folder: Path, *, start: int = 0) -> No
     for name in ("config.json", "model.safetensors"):
         assert (first / name).read_bytes() == (second / name).read_bytes(), name
     read = transformers.AutoModelForCausalLM.from_pretrained(
-        first, attn_implementation="eager", dtype=torch.float32,
+        first,
+        attn_implementation="eager",
+        dtype=torch.float32,
         pad_token_id=model.config.pad_token_id,  # Phi 3's default is beyond a small vocabulary
-    ).eval()  # fmt: skip
+    ).eval()
     ids = ids_of(model)
     where = torch.arange(start, start + ids.shape[1])[None].expand(len(ids), -1)
     with torch.no_grad():
@@ -82,7 +90,8 @@ def assert_saved(mine: Model, model: Any, folder: Path, *, start: int = 0) -> No
 
 
 def assert_following(model: Any, folder: Path, change_at: int) -> Model:
-    """Frequencies that follow the length: whole passes on both sides of the change, decoding across it, padded rows.
+    """Frequencies that follow the length: whole passes on both sides of the change, decoding across
+    it, padded rows.
 
     Each row has the frequencies of its own length here, and those of the longest in transformers.
     """

@@ -1,4 +1,6 @@
-"""BERT models of transformers, saved by it and loaded here: states, pooler, head for hidden words, padding, pairs."""
+"""BERT models of transformers, saved by it and loaded here: states, pooler, head for hidden words,
+padding, pairs.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,14 @@ from regard.models.text_encoder import TextEncoder
 from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 6, "max_position_embeddings": 48, "type_vocab_size": 3,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 48,
+    "type_vocab_size": 3,
+}
 LENGTH = 40
 
 
@@ -77,7 +84,9 @@ def test_every_layer_and_every_pattern(tmp_path: Path) -> None:
 
 
 def test_padding_on_either_side_changes_nothing(tmp_path: Path) -> None:
-    """Rows of 40, 17 and 1 tokens: each is what it is alone, wherever its padding stands, and whatever ids are there."""
+    """Rows of 40, 17 and 1 tokens: each is what it is alone, wherever its padding stands, and
+    whatever ids are there.
+    """
     pair = Pair(tmp_path, "Model")
     sizes = (LENGTH, 17, 1)
     alone = [
@@ -149,7 +158,9 @@ def test_what_is_not_stored_is_not_there(tmp_path: Path) -> None:
 
 
 def test_older_spellings(tmp_path: Path) -> None:
-    """gamma and beta, no prefix, stored positions, a tied matrix beside its twin; a twin that differs is refused."""
+    """gamma and beta, no prefix, stored positions, a tied matrix beside its twin; a twin that
+    differs is refused.
+    """
     pair = Pair(tmp_path)
     before = pair.mine.hidden(pair.ids)
     file = tmp_path / "model.safetensors"
@@ -208,7 +219,9 @@ def no_embedding_norm(network: nn.Module) -> None:
 
 
 def tanh_gelu(network: nn.Module) -> None:
-    """Here both forms of GELU agree to about 1e-3: far in the bound of a comparison, and invisible to the eye."""
+    """Here both forms of GELU agree to about 1e-3: far in the bound of a comparison, and invisible
+    to the eye.
+    """
     for layer in cast("Any", network).encoder.layers:
         layer.feed_forward.activation = nn.GELU("tanh")
 
@@ -230,8 +243,15 @@ def keys_for_values(network: nn.Module) -> None:
 
 
 WRONG: list[Callable[[nn.Module], None]] = [
-    pre_norm, norms_swapped, one_segment, no_positions, no_embedding_norm, unscaled, causal, keys_for_values,
-]  # fmt: skip
+    pre_norm,
+    norms_swapped,
+    one_segment,
+    no_positions,
+    no_embedding_norm,
+    unscaled,
+    causal,
+    keys_for_values,
+]
 
 
 @pytest.fixture(scope="module")

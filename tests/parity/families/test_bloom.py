@@ -21,8 +21,13 @@ from tests.parity.families.published import assert_saved
 
 H = 6
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "n_head": H, "n_layer": 2, "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "n_head": H,
+    "n_layer": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "normed path, three heads": {"apply_residual_connection_post_layernorm": True, "n_head": 3},
@@ -70,12 +75,16 @@ def other_paths(network: Any) -> None:
 
 
 WRONG = [
-    changes.head_by_head, without_the_norm_of_the_embedding, other_paths, changes.no_bias,
+    changes.head_by_head,
+    without_the_norm_of_the_embedding,
+    other_paths,
+    changes.no_bias,
     changes.slopes("slopes from 2^0", [2.0**-h for h in range(H)]),
     changes.slopes("slopes 2^(-8h/6)", [2.0 ** (-8 * (h + 1) / H) for h in range(H)]),
     changes.slopes("slopes sorted", sorted(alibi_slopes(H), reverse=True)),
-    changes.norms_swapped, changes.activation(nn.SiLU()),
-]  # fmt: skip
+    changes.norms_swapped,
+    changes.activation(nn.SiLU()),
+]
 
 
 def test_wrong_variants_are_far(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""DeepSeek-V3 of transformers, saved by it and loaded here; wrong ones must be far; the published files."""
+"""DeepSeek-V3 of transformers, saved by it and loaded here; wrong ones must be far; the published
+files.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +23,54 @@ from tests.parity.families.published import assert_saved, build, count, layer, p
 
 H, NOPE, ROPE, V, RANK = 5, 8, 6, 10, 12
 YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 64,
-    "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 40, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 3,
-    "num_attention_heads": H, "num_key_value_heads": H, "kv_lora_rank": RANK, "q_lora_rank": 9,
-    "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V, "n_routed_experts": 8, "n_shared_experts": 1,
-    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
-    "max_position_embeddings": 4096, "rope_parameters": YARN,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 40,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": H,
+    "num_key_value_heads": H,
+    "kv_lora_rank": RANK,
+    "q_lora_rank": 9,
+    "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROPE,
+    "v_head_dim": V,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 4096,
+    "rope_parameters": YARN,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "as V3": {},
     "halves, biases, tied, no scaling": {
-        "attention_bias": True, "tie_word_embeddings": True, "first_k_dense_replace": 0, "rope_interleave": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "first_k_dense_replace": 0,
+        "rope_interleave": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
     },
     "one group, no low rank, not normalised": {
-        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
     },
-}  # fmt: skip
+}
 
 
 def made(**change: Any) -> Any:
@@ -117,8 +147,15 @@ def not_scaled(network: Any) -> None:
 
 
 WRONG = (
-    halves, no_mscale, no_groups, groups_by_one, no_correction, corrected_weights, not_normalised, not_scaled,
-)  # fmt: skip
+    halves,
+    no_mscale,
+    no_groups,
+    groups_by_one,
+    no_correction,
+    corrected_weights,
+    not_normalised,
+    not_scaled,
+)
 
 
 @pytest.mark.full
@@ -132,29 +169,67 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
 # Published files.
 
 V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
     "auto_map": {
-        "AutoConfig": "configuration_deepseek.DeepseekV3Config", "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModel": "modeling_deepseek.DeepseekV3Model",
         "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
     },
-    "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu",
-    "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
-    "max_position_embeddings": 163840, "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
-    "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
-    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
     "quantization_config": {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
     },
     "rms_norm_eps": 1e-06,
     "rope_scaling": {
-        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096, "type": "yarn",
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
     },
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
-    "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 
 
 def test_published_config_and_names() -> None:
@@ -165,15 +240,21 @@ def test_published_config_and_names() -> None:
     assert count(network) + 57 * each == 671_026_419_200
     assert network.layers[3].attention.scale == pytest.approx(0.1352337788608801)
     attention = {
-        "input_layernorm.weight": (7168,), "post_attention_layernorm.weight": (7168,),
-        "self_attn.q_a_proj.weight": (1536, 7168), "self_attn.q_a_layernorm.weight": (1536,),
-        "self_attn.q_b_proj.weight": (24576, 1536), "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
-        "self_attn.kv_a_layernorm.weight": (512,), "self_attn.kv_b_proj.weight": (32768, 512),
+        "input_layernorm.weight": (7168,),
+        "post_attention_layernorm.weight": (7168,),
+        "self_attn.q_a_proj.weight": (1536, 7168),
+        "self_attn.q_a_layernorm.weight": (1536,),
+        "self_attn.q_b_proj.weight": (24576, 1536),
+        "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        "self_attn.kv_a_layernorm.weight": (512,),
+        "self_attn.kv_b_proj.weight": (32768, 512),
         "self_attn.o_proj.weight": (7168, 16384),
-    }  # fmt: skip
+    }
     assert layer(raw, network) == attention | {
-        "mlp.gate_proj.weight": (18432, 7168), "mlp.up_proj.weight": (18432, 7168), "mlp.down_proj.weight": (7168, 18432),
-    }  # fmt: skip
+        "mlp.gate_proj.weight": (18432, 7168),
+        "mlp.up_proj.weight": (18432, 7168),
+        "mlp.down_proj.weight": (7168, 18432),
+    }
     found = layer(raw, network, 3)
     assert len(found) == len(attention) + 2 + 3 * 257
     assert attention.items() <= found.items()
@@ -193,9 +274,12 @@ def test_published_config_and_names() -> None:
         ({"num_experts_per_tok": 129}, "allows 128 of the 256"),
         ({"num_key_value_heads": 8}, "num_key_value_heads is 8"),
         ({"qk_head_dim": 128}, "qk_head_dim is 128"),
-        ({"rope_interleaved": True}, "unknown key 'rope_interleaved'; did you mean rope_interleave"),
+        (
+            {"rope_interleaved": True},
+            "unknown key 'rope_interleaved'; did you mean rope_interleave",
+        ),
     ],
-)  # fmt: skip
+)
 def test_it_refuses(change: dict[str, Any], message: str) -> None:
     found = family("deepseek_v3")
     assert found is not None
@@ -204,7 +288,9 @@ def test_it_refuses(change: dict[str, Any], message: str) -> None:
 
 
 def test_what_a_narrower_dtype_would_spoil_stays(tmp_path: Path) -> None:
-    """Corrections decide who is chosen: in a file, in a loaded model and in one saved again they are fp32."""
+    """Corrections decide who is chosen: in a file, in a loaded model and in one saved again they
+    are fp32.
+    """
     model = made()
     model.save_pretrained(tmp_path)
     wide, narrow = regard.load(tmp_path), regard.load(tmp_path, dtype=torch.bfloat16)

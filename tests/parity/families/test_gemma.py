@@ -16,9 +16,15 @@ from tests.parity.families.published import assert_saved
 
 D = 10
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 44, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": D, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 44,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": D,
+    "max_position_embeddings": 64,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "one key for all, biases": {"num_key_value_heads": 1, "attention_bias": True},
@@ -67,10 +73,15 @@ def scaled_head(network: Any) -> None:
 
 
 WRONG = [
-    changes.without_the_one, changes.other_groups, changes.interleave, changes.norms_swapped,
-    changes.each("scale of the model", scale=SMALL["hidden_size"] ** -0.5), unscaled, scaled_head,
+    changes.without_the_one,
+    changes.other_groups,
+    changes.interleave,
+    changes.norms_swapped,
+    changes.each("scale of the model", scale=SMALL["hidden_size"] ** -0.5),
+    unscaled,
+    scaled_head,
     changes.activation(nn.SiLU()),
-]  # fmt: skip
+]
 
 
 def test_wrong_variants_are_far(tmp_path: Path) -> None:

@@ -16,19 +16,30 @@ from tests.parity.families.published import assert_saved
 W, CAP, FINAL = 6, 2.5, 3.0
 # frequencies 1, 1/4, 1/16 and 1/64, whose angles their fp32 holds exactly
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "sliding_window": W, "attn_logit_softcapping": CAP, "final_logit_softcapping": FINAL,
-    "query_pre_attn_scalar": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 256.0},
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": W,
+    "attn_logit_softcapping": CAP,
+    "final_logit_softcapping": FINAL,
+    "query_pre_attn_scalar": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 256.0},
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "no caps, layers named": {
-        "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "attention_bias": True,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
     "untied": {"tie_word_embeddings": False},
-}  # fmt: skip
+}
 
 
 @pytest.mark.full(keep=1)
@@ -73,13 +84,23 @@ def norm_behind_of_the_other(network: Any) -> None:
 
 
 WRONG = [
-    changes.windows(W + 1, None, W + 1), changes.windows(W - 1, None, W - 1),
-    changes.windows(None, W, None), changes.windows(None, None, None), changes.windows(W, W, W),
-    changes.each("no cap", softcap=None), changes.each("other cap", softcap=1.1 * CAP),
-    changes.each("scale of the head", scale=None), changes.each("inverse scale", scale=3**0.5),
-    final_cap(None), final_cap(1.1 * FINAL), norms_in_front_only, norm_behind_of_the_other,
-    changes.without_the_one, changes.other_groups, changes.interleave,
-]  # fmt: skip
+    changes.windows(W + 1, None, W + 1),
+    changes.windows(W - 1, None, W - 1),
+    changes.windows(None, W, None),
+    changes.windows(None, None, None),
+    changes.windows(W, W, W),
+    changes.each("no cap", softcap=None),
+    changes.each("other cap", softcap=1.1 * CAP),
+    changes.each("scale of the head", scale=None),
+    changes.each("inverse scale", scale=3**0.5),
+    final_cap(None),
+    final_cap(1.1 * FINAL),
+    norms_in_front_only,
+    norm_behind_of_the_other,
+    changes.without_the_one,
+    changes.other_groups,
+    changes.interleave,
+]
 
 
 def test_wrong_variants_are_far(tmp_path: Path) -> None:

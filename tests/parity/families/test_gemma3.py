@@ -1,4 +1,6 @@
-"""Gemma 3 models of transformers, its text and the language model of the one that sees pictures, loaded here."""
+"""Gemma 3 models of transformers, its text and the language model of the one that sees pictures,
+loaded here.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,18 @@ W, D = 6, 8
 # frequencies 4^-i / 8 and 2^-i, whose angles their fp32 holds exactly
 GLOBAL, LOCAL = 256.0, 16.0
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": D, "max_position_embeddings": 64,
-    "sliding_window": W, "query_pre_attn_scalar": 3,
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": D,
+    "max_position_embeddings": 64,
+    "sliding_window": W,
+    "query_pre_attn_scalar": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
+}
 ROPE: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": GLOBAL},
     "sliding_attention": {"rope_type": "default", "rope_theta": LOCAL},
@@ -50,11 +59,17 @@ def gemma3(change: dict[str, Any]) -> Any:
 
 CHANGES: dict[str, dict[str, Any]] = {
     "linear on global layers": {},
-    "every sixth layer sees all": {"layer_types": None, "num_hidden_layers": 7, "rope_parameters": None},
-    "capped logits, biases, untied": {
-        "final_logit_softcapping": 3.0, "attention_bias": True, "tie_word_embeddings": False,
+    "every sixth layer sees all": {
+        "layer_types": None,
+        "num_hidden_layers": 7,
+        "rope_parameters": None,
     },
-}  # fmt: skip
+    "capped logits, biases, untied": {
+        "final_logit_softcapping": 3.0,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+    },
+}
 
 
 @pytest.mark.full(keep=1)
@@ -67,7 +82,9 @@ def test_gemma3(name: str, tmp_path: Path) -> None:
 
 
 def test_the_older_form_of_the_config(tmp_path: Path) -> None:
-    """As files on the hub have it: the base of local layers at the top level, a number for the pattern."""
+    """As files on the hub have it: the base of local layers at the top level, a number for the
+    pattern.
+    """
     model = gemma3(
         {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
     )
@@ -76,9 +93,11 @@ def test_the_older_form_of_the_config(tmp_path: Path) -> None:
     for key in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
         del raw[key]
     raw |= {
-        "rope_theta": GLOBAL, "rope_local_base_freq": LOCAL, "sliding_window_pattern": 2,
+        "rope_theta": GLOBAL,
+        "rope_local_base_freq": LOCAL,
+        "sliding_window_pattern": 2,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    }  # fmt: skip
+    }
     path.write_text(json.dumps(raw))
     mine = regard.load(tmp_path)
     ids = ids_of(model)
@@ -89,9 +108,14 @@ def test_the_older_form_of_the_config(tmp_path: Path) -> None:
 def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
     """Its language model is read; what sees is left where it is."""
     vision = {
-        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
-    }  # fmt: skip
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     text = SMALL | {"rope_parameters": ROPE}
     config = transformers.Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4
@@ -120,13 +144,21 @@ REFUSED = {
     "rope_parameters.sliding_attention is scaled": {
         "rope_parameters": dict.fromkeys(ROPE, ROPE["full_attention"]),
     },
-    "use_bidirectional_attention is True; only None or False": {"use_bidirectional_attention": True},
-    "layer_types\\[1\\] is 'full_attention', and sliding_window_pattern 3": {"sliding_window_pattern": 3},
+    "use_bidirectional_attention is True; only None or False": {
+        "use_bidirectional_attention": True
+    },
+    "layer_types\\[1\\] is 'full_attention', and sliding_window_pattern 3": {
+        "sliding_window_pattern": 3
+    },
     "query_pre_attn_scalar is -1.0; it must be above 0": {"query_pre_attn_scalar": -1.0},
     "final_logit_softcapping is -2.0; it must be above 0": {"final_logit_softcapping": -2.0},
     "attn_logit_softcapping is 50.0; only None is supported": {"attn_logit_softcapping": 50.0},
-    "rope_local_base_freq is -2.0; it must be above 1": {"rope_theta": None, "rope_parameters": None, "rope_local_base_freq": -2.0},
-}  # fmt: skip
+    "rope_local_base_freq is -2.0; it must be above 1": {
+        "rope_theta": None,
+        "rope_parameters": None,
+        "rope_local_base_freq": -2.0,
+    },
+}
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -161,13 +193,21 @@ def head_norms_without_the_one(network: Any) -> None:
 
 LINEAR = regard.positions.Linear(8.0)
 WRONG = [
-    changes.rotate(slice(1, 2), D, LOCAL), changes.rotate(slice(0, 3, 2), D, GLOBAL, scaling=LINEAR),
-    changes.rotate(slice(1, 2), D, GLOBAL), changes.rotate(slice(0, 3, 2), D, LOCAL, scaling=LINEAR),
-    norm_behind_rotary, norms_of_queries_and_keys_swapped, head_norms_without_the_one,
-    changes.windows(W + 1, None, W + 1), changes.windows(None, W, None), changes.windows(W, W, W),
-    changes.each("scale of the head", scale=None), changes.without_the_one, changes.other_groups,
+    changes.rotate(slice(1, 2), D, LOCAL),
+    changes.rotate(slice(0, 3, 2), D, GLOBAL, scaling=LINEAR),
+    changes.rotate(slice(1, 2), D, GLOBAL),
+    changes.rotate(slice(0, 3, 2), D, LOCAL, scaling=LINEAR),
+    norm_behind_rotary,
+    norms_of_queries_and_keys_swapped,
+    head_norms_without_the_one,
+    changes.windows(W + 1, None, W + 1),
+    changes.windows(None, W, None),
+    changes.windows(W, W, W),
+    changes.each("scale of the head", scale=None),
+    changes.without_the_one,
+    changes.other_groups,
     changes.interleave,
-]  # fmt: skip
+]
 
 
 def test_wrong_variants_are_far(tmp_path: Path) -> None:

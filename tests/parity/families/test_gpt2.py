@@ -26,17 +26,24 @@ from tests.parity.families.published import assert_saved
 
 P = 48
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "n_embd": 36, "n_head": 3, "n_layer": 2, "n_positions": P,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 96,
+    "n_embd": 36,
+    "n_head": 3,
+    "n_layer": 2,
+    "n_positions": P,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale by layer, untied, wide": {
-        "scale_attn_by_inverse_layer_idx": True, "n_inner": 50, "tie_word_embeddings": False,
+        "scale_attn_by_inverse_layer_idx": True,
+        "n_inner": 50,
+        "tie_word_embeddings": False,
     },
     "no scale, relu": {"scale_attn_weights": False, "activation_function": "relu"},
     "erf": {"activation_function": "gelu", "n_head": 6},
-}  # fmt: skip
+}
 
 
 def gpt2(name: str = "plain") -> Any:
@@ -127,10 +134,16 @@ def layers_from_zero(network: Any) -> None:
 
 
 WRONG = [
-    untransposed, later_positions, backwards, changes.head_by_head, changes.keys_for_values,
-    changes.norms_swapped, changes.each("no scale", scale=1.0),
-    changes.each("scale of the model", scale=6.0**-1), changes.activation(nn.SiLU()),
-]  # fmt: skip
+    untransposed,
+    later_positions,
+    backwards,
+    changes.head_by_head,
+    changes.keys_for_values,
+    changes.norms_swapped,
+    changes.each("no scale", scale=1.0),
+    changes.each("scale of the model", scale=6.0**-1),
+    changes.activation(nn.SiLU()),
+]
 
 
 def test_wrong_variants_are_far(tmp_path: Path) -> None:

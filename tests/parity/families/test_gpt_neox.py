@@ -20,20 +20,30 @@ from tests.parity.families.published import assert_saved
 
 D = 16
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 48, "intermediate_size": 50, "num_hidden_layers": 2,
-    "num_attention_heads": 3, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
     "rotary_pct": 0.5,
-}  # fmt: skip
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "one after the other, no biases": {
-        "use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast",
+        "use_parallel_residual": False,
+        "attention_bias": False,
+        "hidden_act": "gelu_fast",
     },
     "tied, all of it turns, linear": {
-        "tie_word_embeddings": True, "rotary_pct": 1.0, "rotary_emb_base": 500,
+        "tie_word_embeddings": True,
+        "rotary_pct": 1.0,
+        "rotary_emb_base": 500,
         "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.full(keep=1)
@@ -112,11 +122,17 @@ def one_norm(network: Any) -> None:
 
 EVERY = slice(None)
 WRONG = [
-    changes.head_by_head, changes.rotate(EVERY, D), changes.rotate(EVERY, D, rotary_dim=4),
-    changes.rotate(EVERY, D, rotary_dim=8, layout="interleaved"), changes.rotate(EVERY, D, 500.0, rotary_dim=8),
-    one_after_the_other, one_norm, changes.norms_swapped, changes.activation(nn.SiLU()),
+    changes.head_by_head,
+    changes.rotate(EVERY, D),
+    changes.rotate(EVERY, D, rotary_dim=4),
+    changes.rotate(EVERY, D, rotary_dim=8, layout="interleaved"),
+    changes.rotate(EVERY, D, 500.0, rotary_dim=8),
+    one_after_the_other,
+    one_norm,
+    changes.norms_swapped,
+    changes.activation(nn.SiLU()),
     changes.each("scale of the model", scale=48**-0.5),
-]  # fmt: skip
+]
 
 
 def test_wrong_variants_are_far(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""gpt-oss of transformers, saved by it and loaded here; wrong ones must be far; the published files."""
+"""gpt-oss of transformers, saved by it and loaded here; wrong ones must be far; the published
+files.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,41 @@ from tests.parity.families.published import assert_saved, build, count, layer, p
 
 H, G, D, WINDOW = 6, 2, 10, 8
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 16, "num_hidden_layers": 3,
-    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "max_position_embeddings": 4096,
-    "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW, "swiglu_limit": 0.8,
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "head_dim": D,
+    "max_position_embeddings": 4096,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": WINDOW,
+    "swiglu_limit": 0.8,
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "original_max_position_embeddings": 128, "truncate": False,
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 128,
+        "truncate": False,
     },
-}  # fmt: skip
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "as published": {},
     "all experts, tied": {"num_experts_per_tok": 6, "tie_word_embeddings": True},
-    "one expert, no biases, all local": {"num_experts_per_tok": 1, "attention_bias": False, "layer_types": ["sliding_attention"] * 3},
-    "no scaling": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "swiglu_alpha": 1.2},
-}  # fmt: skip
+    "one expert, no biases, all local": {
+        "num_experts_per_tok": 1,
+        "attention_bias": False,
+        "layer_types": ["sliding_attention"] * 3,
+    },
+    "no scaling": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "swiglu_alpha": 1.2,
+    },
+}
 
 
 @pytest.mark.full(keep=1)
@@ -105,9 +128,17 @@ def no_router_bias(network: Any) -> None:
 
 
 WRONG = (
-    interleave, unscaled, no_sinks, window_of_one_more, local_and_full_swapped, halves_for_turns, not_clipped,
-    slope_one, softmax_over_all, no_router_bias,
-)  # fmt: skip
+    interleave,
+    unscaled,
+    no_sinks,
+    window_of_one_more,
+    local_and_full_swapped,
+    halves_for_turns,
+    not_clipped,
+    slope_one,
+    softmax_over_all,
+    no_router_bias,
+)
 
 
 @pytest.mark.full
@@ -121,29 +152,59 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
 # Published files.
 
 GPT_OSS_20B: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
-    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
-    "initializer_range": 0.02, "intermediate_size": 2880,
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
-    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "output_router_logits": False,
     "pad_token_id": 199999,
     "quantization_config": {
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
         "quant_method": "mxfp4",
     },
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-        "rope_type": "yarn", "truncate": False,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
     },
-    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
-}  # fmt: skip
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201088,
+}
 GPT_OSS_120B = GPT_OSS_20B | {
-    "num_hidden_layers": 36, "num_local_experts": 128,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 18,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -164,15 +225,24 @@ def test_published_names() -> None:
     raw = GPT_OSS_20B | {"num_hidden_layers": 2, "layer_types": GPT_OSS_20B["layer_types"][:2]}
     _, network = build(raw)
     assert layer(raw, network) == {
-        "input_layernorm.weight": (2880,), "post_attention_layernorm.weight": (2880,),
-        "self_attn.q_proj.weight": (4096, 2880), "self_attn.q_proj.bias": (4096,),
-        "self_attn.k_proj.weight": (512, 2880), "self_attn.k_proj.bias": (512,),
-        "self_attn.v_proj.weight": (512, 2880), "self_attn.v_proj.bias": (512,),
-        "self_attn.o_proj.weight": (2880, 4096), "self_attn.o_proj.bias": (2880,), "self_attn.sinks": (64,),
-        "mlp.router.weight": (32, 2880), "mlp.router.bias": (32,),
-        "mlp.experts.gate_up_proj": (32, 2880, 5760), "mlp.experts.gate_up_proj_bias": (32, 5760),
-        "mlp.experts.down_proj": (32, 2880, 2880), "mlp.experts.down_proj_bias": (32, 2880),
-    }  # fmt: skip
+        "input_layernorm.weight": (2880,),
+        "post_attention_layernorm.weight": (2880,),
+        "self_attn.q_proj.weight": (4096, 2880),
+        "self_attn.q_proj.bias": (4096,),
+        "self_attn.k_proj.weight": (512, 2880),
+        "self_attn.k_proj.bias": (512,),
+        "self_attn.v_proj.weight": (512, 2880),
+        "self_attn.v_proj.bias": (512,),
+        "self_attn.o_proj.weight": (2880, 4096),
+        "self_attn.o_proj.bias": (2880,),
+        "self_attn.sinks": (64,),
+        "mlp.router.weight": (32, 2880),
+        "mlp.router.bias": (32,),
+        "mlp.experts.gate_up_proj": (32, 2880, 5760),
+        "mlp.experts.gate_up_proj_bias": (32, 5760),
+        "mlp.experts.down_proj": (32, 2880, 2880),
+        "mlp.experts.down_proj_bias": (32, 2880),
+    }
     heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert placed(raw, network, *heads) == heads
 

@@ -23,21 +23,47 @@ from tests.parity.families.published import (
 
 H, G, D = 6, 2, 10
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "head_dim": D,
+    "max_position_embeddings": 64,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "llama3": {"rope_parameters": LLAMA3},
-    "yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}},
-    "yarn, two mscales": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}},
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "yarn, two mscales": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        }
+    },
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.full(keep=2)
@@ -116,36 +142,90 @@ def test_wrong_variants_are_far(tmp_path: Path) -> None:
 # Published files.
 
 LLAMA_2_7B: dict[str, Any] = {
-    "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
-    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
-    "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
-    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": True,
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
     "vocab_size": 32000,
-}  # fmt: skip
+}
 LLAMA_32_1B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-    "eos_token_id": 128001, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
-    "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
-    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True,
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
     "vocab_size": 128256,
-}  # fmt: skip
+}
 LLAMA_31_8B = LLAMA_32_1B | {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": None,
-    "tie_word_embeddings": False, "rope_scaling": LLAMA_32_1B["rope_scaling"] | {"factor": 8.0},
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": None,
+    "tie_word_embeddings": False,
+    "rope_scaling": LLAMA_32_1B["rope_scaling"] | {"factor": 8.0},
+}
 SMOL = LLAMA_2_7B | {
-    "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True, "max_position_embeddings": 8192,
-    "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "rope_interleaved": False,
-    "rope_theta": 100000, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 49152,
-}  # fmt: skip
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "rope_interleaved": False,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49152,
+}
 # as transformers 5 writes it
-NEW_1B = {k: v for k, v in LLAMA_32_1B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")} | {
-    "dtype": "bfloat16", "rope_parameters": LLAMA_32_1B["rope_scaling"] | {"rope_theta": 500000.0},
-}  # fmt: skip
+NEW_1B = {
+    k: v for k, v in LLAMA_32_1B.items() if k not in ("rope_theta", "rope_scaling", "torch_dtype")
+} | {
+    "dtype": "bfloat16",
+    "rope_parameters": LLAMA_32_1B["rope_scaling"] | {"rope_theta": 500000.0},
+}
 
 
 @pytest.mark.parametrize(
@@ -168,24 +248,37 @@ def test_published_configs(raw: dict[str, Any], parameters: int, base: float) ->
 def test_published_names() -> None:
     _, network = build(LLAMA_32_1B)
     assert layer(LLAMA_32_1B, network) == {
-        "input_layernorm.weight": (2048,), "post_attention_layernorm.weight": (2048,),
-        "self_attn.q_proj.weight": (2048, 2048), "self_attn.k_proj.weight": (512, 2048),
-        "self_attn.v_proj.weight": (512, 2048), "self_attn.o_proj.weight": (2048, 2048),
-        "mlp.gate_proj.weight": (8192, 2048), "mlp.up_proj.weight": (8192, 2048),
+        "input_layernorm.weight": (2048,),
+        "post_attention_layernorm.weight": (2048,),
+        "self_attn.q_proj.weight": (2048, 2048),
+        "self_attn.k_proj.weight": (512, 2048),
+        "self_attn.v_proj.weight": (512, 2048),
+        "self_attn.o_proj.weight": (2048, 2048),
+        "mlp.gate_proj.weight": (8192, 2048),
+        "mlp.up_proj.weight": (8192, 2048),
         "mlp.down_proj.weight": (2048, 8192),
-    }  # fmt: skip
+    }
     heads = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert placed(LLAMA_32_1B, network, *heads) == heads
 
 
 FLAWS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"type": "linaer", "factor": 2.0}}, "rope_scaling.type is 'linaer'; did you mean 'linear'?"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
-    ({"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4}, "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000.0"),
+    (
+        {"rope_scaling": {"type": "linaer", "factor": 2.0}},
+        "rope_scaling.type is 'linaer'; did you mean 'linear'?",
+    ),
+    (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "lacks low_freq_factor, high_freq_factor",
+    ),
+    (
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": 1e4},
+        "rope_theta is 10000.0 and rope_parameters.rope_theta is 500000.0",
+    ),
     ({"rope_interleaved": True}, "rope_interleaved is True; only False is supported for llama"),
     ({"num_key_value_heads": 5}, "32 query heads are not divisible by 5 key/value heads"),
     ({"sliding_window": 4096}, "unknown key 'sliding_window'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, message", FLAWS)

@@ -16,10 +16,16 @@ from tests.parity.families.published import assert_saved, build, count, layer
 
 W = 9
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "max_position_embeddings": 64,
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
     "sliding_window": W,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -69,12 +75,27 @@ def interleave(network: Any) -> None:
 # Published files.
 
 V01: dict[str, Any] = {
-    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
 V03 = V01 | {
     "rope_theta": 1000000.0,
     "sliding_window": None,
@@ -82,8 +103,12 @@ V03 = V01 | {
     "attention_dropout": 0.0,
 }
 NEMO = V03 | {
-    "hidden_size": 5120, "head_dim": 128, "num_hidden_layers": 40, "max_position_embeddings": 131072, "vocab_size": 131072,
-}  # fmt: skip
+    "hidden_size": 5120,
+    "head_dim": 128,
+    "num_hidden_layers": 40,
+    "max_position_embeddings": 131072,
+    "vocab_size": 131072,
+}
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,14 @@ from tests.parity.families.published import assert_saved
 
 H, CLIP = 6, 0.7
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "d_model": 48, "n_heads": H, "n_layers": 2, "max_seq_len": 64,
-    "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 96,
+    "d_model": 48,
+    "n_heads": H,
+    "n_layers": 2,
+    "max_seq_len": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped, own scale, flatter": {
@@ -39,7 +44,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def steepness_as_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes the slopes for any alibi_bias_max, and asks for 8: here it is asked for the config's."""
+    """transformers computes the slopes for any alibi_bias_max, and asks for 8: here it is asked for
+    the config's.
+    """
     model = transformers.models.mpt.modeling_mpt.MptModel
     right = model.build_mpt_alibi_tensor
 
@@ -59,7 +66,9 @@ def test_mpt(name: str, tmp_path: Path) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "attn_config.alibi is False; only True is supported": {"attn_config": {"alibi": False}},
-    "attn_config.attn_type is 'multiquery_attention'": {"attn_config": {"attn_type": "multiquery_attention"}},
+    "attn_config.attn_type is 'multiquery_attention'": {
+        "attn_config": {"attn_type": "multiquery_attention"}
+    },
     "attn_config.prefix_lm is True": {"attn_config": {"prefix_lm": True}},
     "attn_config.qk_ln is True": {"attn_config": {"qk_ln": True}},
     "attn_config has the unknown key 'clip_qvk'": {"attn_config": {"clip_qvk": 1.0}},
@@ -72,7 +81,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "norm_type is 'rmsnorm'": {"norm_type": "rmsnorm"},
     "dim 48 is not divisible by 5 heads": {"n_heads": 5},
     "hidden_size is 36 and d_model is 48; they mean the same": {"hidden_size": 36},
-}  # fmt: skip
+}
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -108,16 +117,22 @@ def biased_norms(network: Any) -> None:
 
 
 WRONG = [
-    changes.head_by_head, changes.keys_for_values, changes.no_bias, biased_norms, changes.norms_swapped,
+    changes.head_by_head,
+    changes.keys_for_values,
+    changes.no_bias,
+    biased_norms,
+    changes.norms_swapped,
     changes.slopes("slopes 2^(-8h/6)", [2.0 ** (-8 * (h + 1) / H) for h in range(H)]),
     changes.slopes("slopes from 2^0", [2.0**-h for h in range(H)]),
     changes.activation(nn.SiLU()),
-]  # fmt: skip
+]
 WRONG_CLIPPED = [
-    unclipped, clipped_values_only, changes.each("usual scale", scale=None),
+    unclipped,
+    clipped_values_only,
+    changes.each("usual scale", scale=None),
     changes.slopes("usual slopes", alibi_slopes(H)),
     changes.slopes("twice", [slope**2 for slope in alibi_slopes(H)]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,16 @@ from tests.parity.families.published import assert_following, assert_saved, buil
 
 H, G, D, M = 6, 2, 10, 36
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": M, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "max_position_embeddings": 64,
+    "vocab_size": 96,
+    "hidden_size": M,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "head_dim": D,
+    "max_position_embeddings": 64,
     "rms_norm_eps": 1e-2,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
@@ -75,16 +81,36 @@ def norms_swapped(network: Any) -> None:
 # Published files.
 
 SEVEN: dict[str, Any] = {
-    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
-    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
-    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0.dev0",
-    "use_cache": False, "vocab_size": 100352,
-}  # fmt: skip
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 100277,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "transformers_version": "4.47.0.dev0",
+    "use_cache": False,
+    "vocab_size": 100352,
+}
 ONE = SEVEN | {
-    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_hidden_layers": 16, "num_key_value_heads": 16,
-}  # fmt: skip
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +125,9 @@ def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
 def test_published_names() -> None:
     shapes = layer(SEVEN, build(SEVEN)[1])
     assert {name: shape for name, shape in shapes.items() if "norm" in name} == {
-        "self_attn.q_norm.weight": (4096,), "self_attn.k_norm.weight": (4096,),
-        "post_attention_layernorm.weight": (4096,), "post_feedforward_layernorm.weight": (4096,),
-    }  # fmt: skip
+        "self_attn.q_norm.weight": (4096,),
+        "self_attn.k_norm.weight": (4096,),
+        "post_attention_layernorm.weight": (4096,),
+        "post_feedforward_layernorm.weight": (4096,),
+    }
     assert len(shapes) == 11

@@ -20,19 +20,30 @@ from tests.parity.families.published import assert_following, assert_saved, buil
 H, G, D, W = 6, 2, 8, 9
 # transformers takes hidden_size / num_attention_heads for the head dim: no other is possible
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": H * D, "intermediate_size": 40, "num_hidden_layers": 2,
-    "num_attention_heads": H, "num_key_value_heads": G, "max_position_embeddings": 64,
-    "original_max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": H * D,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def longrope(partial: float, original: int) -> dict[str, Any]:
     pairs = int(D * partial) // 2
     rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": partial,
-        "short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [1.5 + 2.0 * i for i in range(pairs)],
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": partial,
+        "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+        "long_factor": [1.5 + 2.0 * i for i in range(pairs)],
         "original_max_position_embeddings": original,
-    }  # fmt: skip
+    }
     return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
 
@@ -127,26 +138,60 @@ def assert_long_list(network: Any) -> None:
 # Published files.
 
 MINI: dict[str, Any] = {
-    "_name_or_path": "Phi-3-mini-4k-instruct", "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
-    "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
-    "bos_token_id": 1, "embd_pdrop": 0.0, "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072,
-    "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-    "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
-    "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.40.2", "use_cache": True, "vocab_size": 32064,
-}  # fmt: skip
+    "_name_or_path": "Phi-3-mini-4k-instruct",
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.2",
+    "use_cache": True,
+    "vocab_size": 32064,
+}
 # the lists are invented; their lengths are those of the files
 LONG = MINI | {
-    "max_position_embeddings": 131072, "sliding_window": 262144,
+    "max_position_embeddings": 131072,
+    "sliding_window": 262144,
     "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.05] * 48, "type": "su"},
-}  # fmt: skip
+}
 FOUR = LONG | {
-    "full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False, "num_attention_heads": 24,
-    "num_key_value_heads": 8, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "vocab_size": 200064,
-    "bos_token_id": 199999, "eos_token_id": 199999, "pad_token_id": 199999,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+    "bos_token_id": 199999,
+    "eos_token_id": 199999,
+    "pad_token_id": 199999,
     "rope_scaling": {"long_factor": [1.5] * 48, "short_factor": [1.0] * 48, "type": "longrope"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -166,20 +211,35 @@ def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
 
 def test_published_names() -> None:
     assert layer(FOUR, build(FOUR)[1]) == {
-        "input_layernorm.weight": (3072,), "post_attention_layernorm.weight": (3072,),
-        "self_attn.qkv_proj.weight": (5120, 3072), "self_attn.o_proj.weight": (3072, 3072),
-        "mlp.gate_up_proj.weight": (16384, 3072), "mlp.down_proj.weight": (3072, 8192),
-    }  # fmt: skip
+        "input_layernorm.weight": (3072,),
+        "post_attention_layernorm.weight": (3072,),
+        "self_attn.qkv_proj.weight": (5120, 3072),
+        "self_attn.o_proj.weight": (3072, 3072),
+        "mlp.gate_up_proj.weight": (16384, 3072),
+        "mlp.down_proj.weight": (3072, 8192),
+    }
 
 
 FLAWS: list[tuple[dict[str, Any], str]] = [
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type is 'linear'; phi3 has longrope (once called su) or none"),
-    ({"rope_scaling": {"type": "su", "long_factor": [1.0] * 47, "short_factor": [1.0] * 48}}, "rope_scaling.long_factor has 47 numbers and a head has 48 rotary pairs"),
-    ({"partial_rotary_factor": 2.0}, "partial_rotary_factor is 2.0; it must be above 0 and at most 1"),
-    ({"auto_map": {"AutoModelForCausalLM": "modeling_evil.EvilForCausalLM"}}, "auto_map names 'modeling_evil.EvilForCausalLM', which is not the published code of phi3"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling.rope_type is 'linear'; phi3 has longrope (once called su) or none",
+    ),
+    (
+        {"rope_scaling": {"type": "su", "long_factor": [1.0] * 47, "short_factor": [1.0] * 48}},
+        "rope_scaling.long_factor has 47 numbers and a head has 48 rotary pairs",
+    ),
+    (
+        {"partial_rotary_factor": 2.0},
+        "partial_rotary_factor is 2.0; it must be above 0 and at most 1",
+    ),
+    (
+        {"auto_map": {"AutoModelForCausalLM": "modeling_evil.EvilForCausalLM"}},
+        "auto_map names 'modeling_evil.EvilForCausalLM', which is not the published code of phi3",
+    ),
     ({"auto_map": "evil"}, "auto_map names 'evil'"),
     ({"full_attn_mod": 2}, "full_attn_mod is 2; only 1 is supported for phi3"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change, message", FLAWS)
@@ -189,7 +249,9 @@ def test_what_is_wrong_is_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_code_beside_a_checkpoint_is_never_run(tmp_path: Path) -> None:
-    """The published files name the code that the family was made from; any other name is refused."""
+    """The published files name the code that the family was made from; any other name is
+    refused.
+    """
     theirs("Phi3", SMALL).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     raw = json.loads(path.read_text())

@@ -15,14 +15,22 @@ from tests.parity.families.published import assert_saved, build, count, layer, p
 
 W, LAYERS = 9, 3
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 64,
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": W, "max_window_layers": 1}
 NAMED = {
-    "use_sliding_window": True, "sliding_window": W, "max_window_layers": 2,
+    "use_sliding_window": True,
+    "sliding_window": W,
+    "max_window_layers": 2,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -66,7 +74,9 @@ def no_bias(network: Any) -> None:
 
 
 def no_key_bias(network: Any) -> None:
-    """Without rotary it would change nothing: a softmax does not see what all keys have in common."""
+    """Without rotary it would change nothing: a softmax does not see what all keys have in
+    common.
+    """
     for part in heads(network, "k"):
         part.linear.bias = None
 
@@ -99,18 +109,42 @@ def wider(network: Any) -> None:
 # Published files.
 
 HALF: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
-    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
-    "max_position_embeddings": 131072, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
-    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "sliding_window": 131072, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
-    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 24,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 SEVEN = HALF | {
-    "hidden_size": 3584, "intermediate_size": 18944, "max_window_layers": 28, "num_attention_heads": 28,
-    "num_hidden_layers": 28, "num_key_value_heads": 4, "tie_word_embeddings": False, "vocab_size": 152064,
-    "use_mrope": False, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-}  # fmt: skip
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+    "use_mrope": False,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+}
 
 
 @pytest.mark.parametrize(
@@ -128,11 +162,14 @@ def test_published_names() -> None:
     network = build(HALF)[1]
     shapes = layer(HALF, network)
     assert {name: shape for name, shape in shapes.items() if "attn" in name} == {
-        "self_attn.q_proj.weight": (896, 896), "self_attn.q_proj.bias": (896,),
-        "self_attn.k_proj.weight": (128, 896), "self_attn.k_proj.bias": (128,),
-        "self_attn.v_proj.weight": (128, 896), "self_attn.v_proj.bias": (128,),
+        "self_attn.q_proj.weight": (896, 896),
+        "self_attn.q_proj.bias": (896,),
+        "self_attn.k_proj.weight": (128, 896),
+        "self_attn.k_proj.bias": (128,),
+        "self_attn.v_proj.weight": (128, 896),
+        "self_attn.v_proj.bias": (128,),
         "self_attn.o_proj.weight": (896, 896),
-    }  # fmt: skip
+    }
     names = ["model.layers.0.self_attn.o_proj.bias", "model.embed_tokens.weight"]
     assert placed(HALF, network, *names) == [None, names[1]]
 

@@ -13,10 +13,16 @@ from tests.parity.families.published import assert_following, assert_saved, buil
 
 H, G, D = 6, 2, 10
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": H, "num_key_value_heads": G, "head_dim": D, "max_position_embeddings": 64,
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "head_dim": D,
+    "max_position_embeddings": 64,
     "rms_norm_eps": 1e-2,
-}  # fmt: skip
+}
 SLIDING = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
 
@@ -76,18 +82,41 @@ def interleave(network: Any) -> None:
 # Published files.
 
 SMALLEST: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
-    "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
-    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
     "vocab_size": 151936,
-}  # fmt: skip
+}
 EIGHT = SMALLEST | {
-    "hidden_size": 4096, "intermediate_size": 12288, "max_window_layers": 36, "num_attention_heads": 32,
-    "num_hidden_layers": 36, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_window_layers": 36,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +133,10 @@ def test_published_configs(raw: dict[str, Any], parameters: int) -> None:
 def test_published_names() -> None:
     shapes = layer(SMALLEST, build(SMALLEST)[1])
     assert {name: shape for name, shape in shapes.items() if "attn" in name} == {
-        "self_attn.q_proj.weight": (2048, 1024), "self_attn.k_proj.weight": (1024, 1024),
-        "self_attn.v_proj.weight": (1024, 1024), "self_attn.o_proj.weight": (1024, 2048),
-        "self_attn.q_norm.weight": (128,), "self_attn.k_norm.weight": (128,),
-    }  # fmt: skip
+        "self_attn.q_proj.weight": (2048, 1024),
+        "self_attn.k_proj.weight": (1024, 1024),
+        "self_attn.v_proj.weight": (1024, 1024),
+        "self_attn.o_proj.weight": (1024, 2048),
+        "self_attn.q_norm.weight": (128,),
+        "self_attn.k_norm.weight": (128,),
+    }

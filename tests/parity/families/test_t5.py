@@ -1,4 +1,6 @@
-"""T5 models of transformers, saved by it and loaded here: logits, caches, padding of both sides, the search for a text."""
+"""T5 models of transformers, saved by it and loaded here: logits, caches, padding of both sides,
+the search for a text.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,17 @@ from tests.parity.families.harness import assert_far, assert_near, saved, theirs
 
 # D = 36, H d_kv = 50; behind 12 everything is one bucket
 SMALL: dict[str, Any] = {
-    "vocab_size": 96, "d_model": 36, "d_kv": 10, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 5,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 96,
+    "d_model": 36,
+    "d_kv": 10,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 5,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 0,
+}
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 SOURCE, TARGET = 30, 40
 
@@ -124,7 +134,9 @@ def test_behind_the_longest_distance(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("beams", [1, 4])
 def test_the_search_is_theirs(beams: int, tmp_path: Path) -> None:
-    """A batch of padded sources, on our side; theirs row by row. With beams, their early_stopping="never"."""
+    """A batch of padded sources, on our side; theirs row by row. With beams, their
+    early_stopping="never".
+    """
     # as many layers on both sides: theirs makes a cache of num_layers for its decoder
     pair = Pair(tmp_path, num_decoder_layers=2)
     sizes = (SOURCE, 17, 5)
@@ -168,7 +180,9 @@ def test_saving_gives_the_same_file_again_and_transformers_reads_it(
 
 
 def test_older_files(tmp_path: Path) -> None:
-    """The embedding three times more, and a table of cross-attention that nobody uses; a twin that differs is refused."""
+    """The embedding three times more, and a table of cross-attention that nobody uses; a twin that
+    differs is refused.
+    """
     pair = Pair(tmp_path)
     before = pair.mine(pair.source, pair.target)
     file = tmp_path / "model.safetensors"
@@ -265,9 +279,17 @@ def gate_swapped(network: Any) -> None:
 
 
 WRONG: list[Callable[[Any], None]] = [
-    scaled, scaled_cross, bias_in_the_first_layer_only, encoder_in_one_direction, tables_swapped, output_not_scaled,
-    cross_with_bias, with_means, no_last_norm, sees_ahead,
-]  # fmt: skip
+    scaled,
+    scaled_cross,
+    bias_in_the_first_layer_only,
+    encoder_in_one_direction,
+    tables_swapped,
+    output_not_scaled,
+    cross_with_bias,
+    with_means,
+    no_last_norm,
+    sees_ahead,
+]
 
 
 @pytest.fixture(scope="module")
@@ -304,8 +326,9 @@ def test_a_layer_shares_the_table_of_its_stack(right: Pair) -> None:
     network = copy.deepcopy(right.mine.network)
     tables = [name for name, _ in network.named_parameters() if "bias_tensors" in name]
     assert tables == [
-        "encoder.layers.0.attention.bias_tensors.0", "layers.0.attention.bias_tensors.0",
-    ]  # fmt: skip
+        "encoder.layers.0.attention.bias_tensors.0",
+        "layers.0.attention.bias_tensors.0",
+    ]
     for stack in (network.encoder.layers, network.layers):
         held = {id(cast("Any", layer).attention.bias_tensors[0]) for layer in stack}
         assert len(held) == 1

@@ -1,4 +1,6 @@
-"""What a model says and how it is counted: against searches that recompute everything, and counts by hand."""
+"""What a model says and how it is counted: against searches that recompute everything, and counts
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ READERS = ("lstm", "gru+bahdanau", "rnn+luong", "transformer")
 
 @torch.no_grad()
 def recomputed(model: nn.Module, source: list[int]) -> list[int]:
-    """Greedy, the whole beginning anew for every token, one source at a time: no cache, no padding."""
+    """Greedy, the whole beginning anew for every token, one source at a time: no cache, no
+    padding.
+    """
     said = [BOS]
     while len(said) <= LIMIT and said[-1] != EOS:
         logits = model(torch.tensor([source]), torch.tensor([said]))
@@ -145,8 +149,10 @@ def test_bins_count_every_outcome_once() -> None:
     examples = [Example(("a",) * n, ("a",) * n) for n in (1, 2, 2, 3, 7, 20)]
     found = [Outcome(e, e.source if e.length != 2 else ("b",), e.target) for e in examples]
     assert by_length(COPY, "validation", found, 4) == [
-        Bin("validation", 1, 5, 4, 2), Bin("validation", 6, 10, 1, 1), Bin("validation", 16, 20, 1, 1),
-    ]  # fmt: skip
+        Bin("validation", 1, 5, 4, 2),
+        Bin("validation", 6, 10, 1, 1),
+        Bin("validation", 16, 20, 1, 1),
+    ]
     assert by_length(COPY, "longer", found) == []
     long = [Outcome(Example(("a",) * n, ()), (), ()) for n in (21, 40)]
     assert [(b.low, b.high) for b in by_length(COPY, "longer", long, 3)] == [(21, 27), (35, 40)]
@@ -154,7 +160,9 @@ def test_bins_count_every_outcome_once() -> None:
 
 @pytest.mark.parametrize(("n", "right"), [(10, 0), (10, 3), (40, 40), (400, 200)])
 def test_the_interval_is_where_the_share_is_no_surprise(n: int, right: int) -> None:
-    """Its ends are the shares p at which |right/n - p| is 1.96 standard deviations of a share: solved by bisection."""
+    """Its ends are the shares p at which |right/n - p| is 1.96 standard deviations of a share:
+    solved by bisection.
+    """
 
     def surprise(p: float) -> float:
         return abs(right / n - p) - 1.96 * math.sqrt(p * (1 - p) / n)
@@ -181,7 +189,8 @@ def test_an_alignment_is_what_the_model_computed(name: str) -> None:
     assert found.said == (*o.said, "⏎")
     assert found.weights.shape == (len(found.said), 5)
     torch.testing.assert_close(found.weights.sum(1), torch.ones(len(found.said)))
-    # turning what the heaviest column brings into nothing changes the answer: those weights are in use
+    # turning what the heaviest column brings into nothing changes the answer: those weights are in
+    # use
     source = torch.tensor([[*COPY.vocabulary.encode("cafe"), EOS]])
     target = torch.tensor([[BOS, *COPY.vocabulary.encode(o.said)]])
     with torch.no_grad():

@@ -56,7 +56,9 @@ def test_a_handful_of_rows_is_learned_by_heart(name: str) -> None:
 
 @pytest.mark.full
 def test_copying_aligns_each_letter_with_itself() -> None:
-    """Not by heart: words of four letters out of six, most of them never seen, so it must look at the letter it says."""
+    """Not by heart: words of four letters out of six, most of them never seen, so it must look at
+    the letter it says.
+    """
     pick = torch.Generator().manual_seed(3)
     words = [
         "".join(chr(97 + int(c)) for c in row)

@@ -1,4 +1,6 @@
-"""Batches of made examples: padding, order, resuming; and the losses on them against loops in float64."""
+"""Batches of made examples: padding, order, resuming; and the losses on them against loops in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +111,10 @@ def test_smoothed_cross_entropy_is_the_definition(eps: float, size: float) -> No
         logits.to(d).requires_grad_() for d in (torch.float32, torch.float32, torch.float64)
     )
     ours, plain, ref = (
-        smoothed_cross_entropy(x, labels, eps), oracle(x32, labels, eps, IGNORED), oracle(x64, labels, eps, IGNORED),
-    )  # fmt: skip
+        smoothed_cross_entropy(x, labels, eps),
+        oracle(x32, labels, eps, IGNORED),
+        oracle(x64, labels, eps, IGNORED),
+    )
     assert_close_rule(ours, plain, ref, what="loss")
     grads = [torch.autograd.grad(loss, at)[0] for loss, at in ((ours, x), (plain, x32), (ref, x64))]
     assert_close_rule(*grads, factor=GRADIENT, what="gradient")

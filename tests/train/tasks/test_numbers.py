@@ -1,4 +1,6 @@
-"""Numbers in words: tables checked by hand, and readers written from the grammar that must give the number back."""
+"""Numbers in words: tables checked by hand, and readers written from the grammar that must give the
+number back.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +50,12 @@ TABLE = {
     1_200_000_000: ("one billion two hundred million", "十二亿"),
     110_000_000_000: ("one hundred ten billion", "一千一百亿"),
     999_999_999_999: (
-        " ".join(f"nine hundred ninety nine {power}" for power in ("billion", "million", "thousand", "")).strip(),
+        " ".join(
+            f"nine hundred ninety nine {power}" for power in ("billion", "million", "thousand", "")
+        ).strip(),
         "九千九百九十九亿九千九百九十九万九千九百九十九",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("number", TABLE)
@@ -63,9 +67,39 @@ def test_the_table(number: int) -> None:
 
 def read_english(words: list[str]) -> int:
     """Small numbers add, hundred multiplies, thousand and its kin close a group."""
-    small = dict(zip(
-        ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"], range(20), strict=True,
-    )) | {w: 10 * i for i, w in enumerate(["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2)}  # fmt: skip
+    small = dict(
+        zip(
+            [
+                "zero",
+                "one",
+                "two",
+                "three",
+                "four",
+                "five",
+                "six",
+                "seven",
+                "eight",
+                "nine",
+                "ten",
+                "eleven",
+                "twelve",
+                "thirteen",
+                "fourteen",
+                "fifteen",
+                "sixteen",
+                "seventeen",
+                "eighteen",
+                "nineteen",
+            ],
+            range(20),
+            strict=True,
+        )
+    ) | {
+        w: 10 * i
+        for i, w in enumerate(
+            ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"], 2
+        )
+    }
     total, group = 0, 0
     for word in words:
         if word in small:

@@ -32,9 +32,27 @@ from regard.train.tasks.report import read_series
 from regard.train.tasks.run import TaskRun, load
 
 SMALL = [
-    "--task", "copy", "--model", "gru+luong", "--steps", "8", "--batch", "4", "--dim", "8", "--hidden", "8",
-    "--warmup", "2", "--save-every", "3", "--examples", "6", "--smoothing", "0.1",
-]  # fmt: skip
+    "--task",
+    "copy",
+    "--model",
+    "gru+luong",
+    "--steps",
+    "8",
+    "--batch",
+    "4",
+    "--dim",
+    "8",
+    "--hidden",
+    "8",
+    "--warmup",
+    "2",
+    "--save-every",
+    "3",
+    "--examples",
+    "6",
+    "--smoothing",
+    "0.1",
+]
 
 
 def train(out: Path, *more: str) -> int:
@@ -61,9 +79,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_writes_what_it_says(made: Path) -> None:
     assert sorted(path.name for path in made.iterdir()) == [
-        "accuracy.csv", "accuracy.svg", "alignment.svg", "checkpoints", "command.txt", "model.safetensors",
-        "report.html", "task.json", "train.csv",
-    ]  # fmt: skip
+        "accuracy.csv",
+        "accuracy.svg",
+        "alignment.svg",
+        "checkpoints",
+        "command.txt",
+        "model.safetensors",
+        "report.html",
+        "task.json",
+        "train.csv",
+    ]
     assert (made / "train.csv").read_text().splitlines()[-1].startswith("8,")
 
 

@@ -1,4 +1,6 @@
-"""Every task: its splits share nothing, its answers are right by another reckoning, its words are known."""
+"""Every task: its splits share nothing, its answers are right by another reckoning, its words are
+known.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +89,20 @@ def read_date(text: str) -> date:
         for digit in "0123456789":
             words = words.replace(f"{digit}{ending}", digit)
     for form in (
-        "%d %B %Y", "%B %d, %Y", "%d %B, %Y", "%b %d %Y", "%d-%b-%Y", "%a, %d %b %Y", "%A, %B %d, %Y", "%A, %d %B %Y",
-        "%m/%d/%Y", "%d.%m.%Y", "%Y/%m/%d", "%Y%m%d", "%Y %B %d",
-    ):  # fmt: skip
+        "%d %B %Y",
+        "%B %d, %Y",
+        "%d %B, %Y",
+        "%b %d %Y",
+        "%d-%b-%Y",
+        "%a, %d %b %Y",
+        "%A, %B %d, %Y",
+        "%A, %d %B %Y",
+        "%m/%d/%Y",
+        "%d.%m.%Y",
+        "%Y/%m/%d",
+        "%Y%m%d",
+        "%Y %B %d",
+    ):
         try:
             return datetime.strptime(words, form).date()
         except ValueError:
@@ -153,7 +166,10 @@ def test_recall_asks_for_the_value_of_the_key() -> None:
             assert all(pairs[key] == word for key, word in said)
             assert len(said) >= len(pairs)
             first, n = [key for key, _ in said], len(pairs)
-            assert all(len(set(part)) == len(part) for part in (first[i : i + n] for i in range(0, len(first), n)))  # fmt: skip
+            assert all(
+                len(set(part)) == len(part)
+                for part in (first[i : i + n] for i in range(0, len(first), n))
+            )
             assert e.target[-1], "a row ends with an answer"
 
 

@@ -22,8 +22,13 @@ WORDS = {
     **dict(zip(UNITS, DIGITS, strict=True)),
     **{word: f"一十{digit}" for word, digit in zip(TEENS, DIGITS, strict=True)},
     **{word: f"{digit}十" for word, digit in zip(TENS, DIGITS, strict=True)},
-    "zero": "零", "hundred": "百", "thousand": "千", "million": "百万", "billion": "十亿", ",": ",",
-}  # fmt: skip
+    "zero": "零",
+    "hundred": "百",
+    "thousand": "千",
+    "million": "百万",
+    "billion": "十亿",
+    ",": ",",
+}
 
 
 def word_by_word(source: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,4 +1,6 @@
-"""Recordings that a page must show rightly, each with the definition's own weights in fp64, from loops."""
+"""Recordings that a page must show rightly, each with the definition's own weights in fp64, from
+loops.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Adds = Callable[[int, int, int], float]
 
 
 class Case(NamedTuple):
-    """A call, and the rule in plain Python: does head h at position p see position r; what does it add?"""
+    """A call, and the rule in plain Python: does head h at position p see position r; what does it
+    add?
+    """
 
     name: str
     H: int
@@ -41,34 +45,83 @@ TABLE = torch.randn(3, 9, 9, generator=torch.Generator().manual_seed(7), dtype=t
 CASES = (
     Case("causal", 2, 2, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal()}),
     Case("everything", 2, 1, 6, 11, lambda h, p, r: True, {}),
-    Case("float32", 2, 2, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal()}, dtype=torch.float32),
-    Case("bfloat16", 2, 2, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal()}, dtype=torch.bfloat16),
     Case(
-        "groups, window, first keys, softcap, sinks", 4, 2, 11, 11,
+        "float32", 2, 2, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal()}, dtype=torch.float32
+    ),
+    Case(
+        "bfloat16",
+        2,
+        2,
+        9,
+        9,
+        lambda h, p, r: r <= p,
+        {"mask": masks.Causal()},
+        dtype=torch.bfloat16,
+    ),
+    Case(
+        "groups, window, first keys, softcap, sinks",
+        4,
+        2,
+        11,
+        11,
         lambda h, p, r: (r <= p and p - r < 3) or r < 1,
-        {"mask": masks.Causal() & masks.Window(3) | masks.Sinks(1)}, cap=1.5, sink=(0.5, -1.0, 3.0, 0.0), size=4.0,
+        {"mask": masks.Causal() & masks.Window(3) | masks.Sinks(1)},
+        cap=1.5,
+        sink=(0.5, -1.0, 3.0, 0.0),
+        size=4.0,
     ),
     Case(
-        "alibi behind left padding", 4, 4, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal(), "bias": biases.ALiBi(4)},
+        "alibi behind left padding",
+        4,
+        4,
+        9,
+        9,
+        lambda h, p, r: r <= p,
+        {"mask": masks.Causal(), "bias": biases.ALiBi(4)},
         lambda h, p, r: -(2.0 ** (-2 * (h + 1))) * (p - r),
-        q_positions=(-1, -1, -1, 0, 1, 2, 3, 4, 5), k_positions=(-1, -1, -1, 0, 1, 2, 3, 4, 5),
+        q_positions=(-1, -1, -1, 0, 1, 2, 3, 4, 5),
+        k_positions=(-1, -1, -1, 0, 1, 2, 3, 4, 5),
     ),
     Case(
-        "a dense bias", 3, 3, 9, 9, lambda h, p, r: r <= p, {"mask": masks.Causal(), "bias": biases.Dense(TABLE[None])},
+        "a dense bias",
+        3,
+        3,
+        9,
+        9,
+        lambda h, p, r: r <= p,
+        {"mask": masks.Causal(), "bias": biases.Dense(TABLE[None])},
         lambda h, p, r: TABLE[h, p, r].item(),
     ),
     Case(
-        "a mask for each head", 2, 2, 9, 9, lambda h, p, r: r <= p and (h == 0 or p - r < 2),
+        "a mask for each head",
+        2,
+        2,
+        9,
+        9,
+        lambda h, p, r: r <= p and (h == 0 or p - r < 2),
         {"mask": masks.Heads((masks.Causal(), masks.Causal() & masks.Window(2)))},
     ),
     Case(
-        "rows that see nothing", 2, 2, 7, 7, lambda h, p, r: r < p - 1, {"mask": ~masks.Window(2) & masks.Causal()},
+        "rows that see nothing",
+        2,
+        2,
+        7,
+        7,
+        lambda h, p, r: r < p - 1,
+        {"mask": ~masks.Window(2) & masks.Causal()},
     ),
     Case(
-        "later queries, keys out of order", 2, 1, 3, 8, lambda h, p, r: r <= p and p - r < 4, {"mask": masks.Causal() & masks.Window(4)},
-        q_positions=(7, 8, 9), k_positions=(8, 9, 2, 3, 4, 5, 6, 7),
+        "later queries, keys out of order",
+        2,
+        1,
+        3,
+        8,
+        lambda h, p, r: r <= p and p - r < 4,
+        {"mask": masks.Causal() & masks.Window(4)},
+        q_positions=(7, 8, 9),
+        k_positions=(8, 9, 2, 3, 4, 5, 6, 7),
     ),
-)  # fmt: skip
+)
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +133,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor]:
         torch.randn(1, *shape, generator=make, dtype=torch.float64).to(case.dtype)
         for shape in shapes
     )
-    return q * case.size, k, v  # fmt: skip
+    return q * case.size, k, v
 
 
 def recorded(case: Case) -> Recording:

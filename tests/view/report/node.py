@@ -20,7 +20,9 @@ WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def ask(data: dict[str, Any], questions: Sequence[Sequence[Any]]) -> list[Any]:
-    """The answers of math.js over a page's data: each question is a function's name and its arguments."""
+    """The answers of math.js over a page's data: each question is a function's name and its
+    arguments.
+    """
     packed = pack(data["arrays"])
     said = {
         "meta": shown(data["meta"]),
@@ -31,8 +33,12 @@ def ask(data: dict[str, Any], questions: Sequence[Sequence[Any]]) -> list[Any]:
     assert NODE is not None
     run = subprocess.run(
         [NODE, str(Path(__file__).with_name("run.js")), str(MATH)],
-        input=json.dumps(said), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        input=json.dumps(said),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert run.returncode == 0, run.stderr
     found: list[Any] = json.loads(run.stdout, object_hook=_numbers)
     return [_read(x) for x in found]

@@ -1,4 +1,6 @@
-"""The page's own arithmetic, under node, against the recording and against the definition in loops."""
+"""The page's own arithmetic, under node, against the recording and against the definition in
+loops.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytestmark = pytest.mark.skipif(NODE is None, reason=WHY_NOT)
 BAR = 1e-6
 """What the page may differ from the recording by, weights being at most 1."""
 LSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
-"""How far the kernel's own lse, in its dtype, may move a weight from the definition: the page shows what was computed."""
+"""How far the kernel's own lse, in its dtype, may move a weight from the definition: the page shows
+what was computed.
+"""
 
 
 def assert_same(found: Any, expected: Any, bar: float = BAR) -> None:
@@ -45,7 +49,9 @@ def test_every_row_is_the_recordings_and_the_definitions(case: Case) -> None:
             1.0 if seen or case.sink else 0.0, abs=LSE[case.dtype]
         )
         kept = [w for w in [*weights, *([1 - sum(weights)] if case.sink else [])] if w > 0]
-        assert row["entropy"] == pytest.approx(-sum(w * math.log(w) for w in kept), abs=4 * LSE[case.dtype])  # fmt: skip
+        assert row["entropy"] == pytest.approx(
+            -sum(w * math.log(w) for w in kept), abs=4 * LSE[case.dtype]
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -60,7 +66,9 @@ def test_a_cell_is_a_chain_whose_links_join(case: Case) -> None:
         assert cell["dot"] == pytest.approx(sum(products), abs=1e-12)
         assert cell["scaled"] == pytest.approx(sum(products) / math.sqrt(len(products)), abs=1e-12)
         cap = case.cap
-        assert cell["capped"] == pytest.approx(cap * math.tanh(cell["scaled"] / cap) if cap else cell["scaled"])  # fmt: skip
+        assert cell["capped"] == pytest.approx(
+            cap * math.tanh(cell["scaled"] / cap) if cap else cell["scaled"]
+        )
         assert cell["unmasked"] == cell["capped"] + cell["bias"]
         score = defined(case, h, i)[0][j]
         assert cell["visible"] is (score != -math.inf)
@@ -77,7 +85,9 @@ def test_the_reason_names_the_terms_that_say_no() -> None:
     padded = report(recorded(CASES[5]))
     assert ask(padded, [("why", 0, 0, 8, 0)]) == [[{"key": "why.padding", "values": {}}]]
     negated = report(recorded(CASES[8]))
-    assert ask(negated, [("why", 0, 0, 3, 3)])[0] == [{"key": "why.inside", "values": {"mask": "window(2)"}}]  # fmt: skip
+    assert ask(negated, [("why", 0, 0, 3, 3)])[0] == [
+        {"key": "why.inside", "values": {"mask": "window(2)"}}
+    ]
 
 
 def test_values_mix_to_what_the_kernel_gave() -> None:
@@ -118,13 +128,23 @@ def what_if(case: Case, h: int, i: int, spec: dict[str, Any]) -> list[float]:
             terms.append(math.exp(s - spec.get("alibi", 0.0) * abs(away)))
     sink = case.sink is not None and not spec.get("nosink") and not spec.get("linear")
     total = sum(terms) + (math.exp(case.sink[h]) if sink and case.sink else 0.0)
-    return [x / total if total else 0.0 for x in terms]  # fmt: skip
+    return [x / total if total else 0.0 for x in terms]
 
 
 SPECS: tuple[dict[str, Any], ...] = (
-    {}, {"window": 2}, {"alibi": 0.3}, {"softcap": 0.7}, {"softcap": None}, {"temperature": 3.0}, {"scale": 1.0},
-    {"linear": True}, {"nomask": True}, {"nobias": True}, {"nosink": True}, {"nosink": True, "window": 3, "temperature": 0.5},
-)  # fmt: skip
+    {},
+    {"window": 2},
+    {"alibi": 0.3},
+    {"softcap": 0.7},
+    {"softcap": None},
+    {"temperature": 3.0},
+    {"scale": 1.0},
+    {"linear": True},
+    {"nomask": True},
+    {"nobias": True},
+    {"nosink": True},
+    {"nosink": True, "window": 3, "temperature": 0.5},
+)
 
 
 @pytest.mark.parametrize("number", [0, 4, 5, 8])

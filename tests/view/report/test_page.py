@@ -1,4 +1,6 @@
-"""The page as text: one offline file, a policy that lets nothing else run, data that nothing obeys, a bounded size."""
+"""The page as text: one offline file, a policy that lets nothing else run, data that nothing obeys,
+a bounded size.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ from regard.view.report.data import pack
 from tests.inspect.test_report import run
 from tests.view.report.cases import CASES, recorded
 
-HOSTILE = ("</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\u202eRTL", "zero\u200bwidth", "nul\x00", "\u2028", "${data}", "]]><!--")  # fmt: skip
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\u202eRTL",
+    "zero\u200bwidth",
+    "nul\x00",
+    "\u2028",
+    "${data}",
+    "]]><!--",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +70,22 @@ def test_it_asks_no_network_for_anything(text: str) -> None:
     # names of namespaces are no addresses: nothing is fetched from them
     bare = script.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?://", bare)
-    assert not re.search(r"\bfetch\(|XMLHttpRequest|WebSocket|EventSource|import\(|sendBeacon|importScripts|Worker\(", script)  # fmt: skip
+    assert not re.search(
+        r"\bfetch\(|XMLHttpRequest|WebSocket|EventSource|import\(|sendBeacon|importScripts|Worker\(",
+        script,
+    )
     assert all("src" not in attributes and "href" not in attributes for _, attributes in page.tags)
-    assert {tag for tag, _ in page.tags} <= {"html", "head", "meta", "title", "style", "body", "div", "noscript", "script"}  # fmt: skip
+    assert {tag for tag, _ in page.tags} <= {
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "div",
+        "noscript",
+        "script",
+    }
     style = text.split("<style>")[1].split("</style>")[0]
     assert not re.search(r"@import|url\(", style)
 
@@ -77,7 +101,20 @@ def test_the_policy_lets_run_what_the_page_carries_and_nothing_else(text: str) -
         assert f"{kind}-src '{content_hash(content)}'" in policy
 
 
-@pytest.mark.parametrize("way", ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function(", "createContextualFragment", "srcdoc"])  # fmt: skip
+@pytest.mark.parametrize(
+    "way",
+    [
+        "innerHTML",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "DOMParser",
+        "eval(",
+        "Function(",
+        "createContextualFragment",
+        "srcdoc",
+    ],
+)
 def test_nothing_parses_markup(text: str, way: str) -> None:
     assert way not in text.split("<script>")[1]
 
@@ -137,7 +174,10 @@ def test_the_page_opens_in_the_language_asked_for_and_carries_both(data: dict[st
 def test_an_array_of_another_type_is_refused() -> None:
     with pytest.raises(ArgumentTypeError) as caught:
         pack({"x": np.zeros(2, np.int64)})
-    assert str(caught.value) == "the array x is int64; a page carries float32, float64, uint8, int32, uint16"  # fmt: skip
+    assert (
+        str(caught.value)
+        == "the array x is int64; a page carries float32, float64, uint8, int32, uint16"
+    )
 
 
 def test_numbers_that_json_lacks_become_null() -> None:

@@ -28,7 +28,9 @@ BAR = 1e-6
 
 def broken() -> Recording:
     """One head whose query 2 is NaN and whose key 4 is infinite."""
-    q, k, v = (torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(3)) for _ in range(3))  # fmt: skip
+    q, k, v = (
+        torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(3)) for _ in range(3)
+    )
     with torch.no_grad(), Recorder() as recorder:
         regard.attend(q, k, v, mask=masks.Causal())
     found = recorder.recording()
@@ -58,7 +60,9 @@ def folder(recording: Recording, tmp_path_factory: pytest.TempPathFactory) -> Pa
     at = tmp_path_factory.mktemp("pages")
     (at / "all.html").write_text(page(report(recording, choice=(1, 1))), "utf-8")
     (at / "few.html").write_text(page(report(recording, choice=(1, 1), budget=0)), "utf-8")
-    (at / "two.html").write_text(page(report(recording, run(layers=2, H=H, T=80, D=16, seed=5), choice=(0, 2))), "utf-8")  # fmt: skip
+    (at / "two.html").write_text(
+        page(report(recording, run(layers=2, H=H, T=80, D=16, seed=5), choice=(0, 2))), "utf-8"
+    )
     (at / "broken.html").write_text(page(report(broken())), "utf-8")
     return at
 
@@ -94,7 +98,11 @@ def settle(tab: Tab) -> None:
 def drawn(tab: Tab, plot: str) -> dict[str, Any]:
     """The numbers of a heatmap, once every row of it is computed."""
     tab.wait(f"{plot}.state().progress === 1")
-    found: dict[str, Any] = tab.js(f"(() => {{ const s = {plot}.state(); return {{ rows: s.found.rows, cols: s.found.cols, a: s.a, b: s.b, values: Array.from(s.found.values, v => Number.isFinite(v) ? v : String(v)) }}; }})()")  # fmt: skip
+    found: dict[str, Any] = tab.js(
+        f"(() => {{ const s = {plot}.state(); return {{ rows: s.found.rows, cols: s.found.cols, "
+        "a: s.a, b: s.b, values: Array.from(s.found.values, v => Number.isFinite(v) ? v : "
+        f"String(v)) }}; }})()"
+    )
     return found
 
 
@@ -102,7 +110,11 @@ def test_the_atlas_has_every_head_and_its_picture(tab: Tab, folder: Path) -> Non
     opened(tab, folder, "all")
     assert tab.js("document.querySelectorAll('.thumb').length") == 2 * H
     # below the diagonal something is painted, above it nothing: there the hatch shows through
-    alpha = tab.js("(() => { const c = document.querySelector('.thumb canvas'), x = c.getContext('2d').getImageData(0, 0, c.width, c.height).data; return [x[3 + 4 * (c.width - 1)], x[3 + 4 * c.width * (c.height - 1)]]; })()")  # fmt: skip
+    alpha = tab.js(
+        "(() => { const c = document.querySelector('.thumb canvas'), x = "
+        "c.getContext('2d').getImageData(0, 0, c.width, c.height).data; return [x[3 + 4 * "
+        "(c.width - 1)], x[3 + 4 * c.width * (c.height - 1)]]; })()"
+    )
     assert alpha == [0, 255]
     tab.click(".thumb[data-head='1 2']")
     settle(tab)
@@ -114,7 +126,10 @@ def test_the_atlas_sorts_filters_and_walks(tab: Tab, folder: Path) -> None:
     order = tab.js("[...document.querySelectorAll('.thumb')].map(x => x.dataset.head)")
     peaks = [tab.js(f"R.metric('max_logit', {x.replace(' ', ',')})") for x in order]
     assert peaks == sorted(peaks, reverse=True)
-    tab.js("(() => { const x = document.getElementById('atlas-top'); x.value = 2; x.dispatchEvent(new Event('input')); })()")  # fmt: skip
+    tab.js(
+        "(() => { const x = document.getElementById('atlas-top'); x.value = 2; "
+        "x.dispatchEvent(new Event('input')); })()"
+    )
     assert tab.js("[...document.querySelectorAll('.thumb')].map(x => x.dataset.head)") == order[:2]
     tab.js("R.set({ sort: 'layers', place: 0, head: 1 })")
     settle(tab)
@@ -188,7 +203,9 @@ def test_the_map_zooms_by_keys_and_the_address_restores_the_cell(tab: Tab, folde
     assert tab.js("R.state.view") == "cell"
 
 
-def test_hiding_the_first_positions_renormalises_and_says_so(tab: Tab, folder: Path, recording: Recording) -> None:  # fmt: skip
+def test_hiding_the_first_positions_renormalises_and_says_so(
+    tab: Tab, folder: Path, recording: Recording
+) -> None:
     opened(tab, folder, "all", "#L1H1&v=map&sinks=0")
     found, exact = drawn(tab, "R.plots.map"), recording.weights(1, 1)
     for i in range(8, T):
@@ -200,16 +217,26 @@ def test_hiding_the_first_positions_renormalises_and_says_so(tab: Tab, folder: P
     assert not tab.js("document.getElementById('map-sinks-note').hidden")
 
 
-def test_the_bars_beside_the_map_say_what_they_are(tab: Tab, folder: Path, recording: Recording) -> None:  # fmt: skip
+def test_the_bars_beside_the_map_say_what_they_are(
+    tab: Tab, folder: Path, recording: Recording
+) -> None:
     opened(tab, folder, "all", "#L1H1&v=map&scale=linear")
     drawn(tab, "R.plots.map")
-    x, y = tab.js("(() => { const b = R.plots.map.canvas.getBoundingClientRect(), s = R.plots.map.state().shape; return [b.left + s.left + 3.5 / 96 * s.width, b.top + s.top + s.height + 8]; })()")  # fmt: skip
+    x, y = tab.js(
+        "(() => { const b = R.plots.map.canvas.getBoundingClientRect(), s = "
+        "R.plots.map.state().shape; return [b.left + s.left + 3.5 / 96 * s.width, b.top + s.top + "
+        "s.height + 8]; })()"
+    )
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     said = tab.js("document.getElementById('tip').textContent")
     exact = recording.weights(1, 1)[3:, 3].mean().item()
     assert said.startswith("3 t3\n")
     assert float(said.split(": ")[1]) == pytest.approx(exact, rel=1e-3)
-    x, y = tab.js("(() => { const b = R.plots.map.canvas.getBoundingClientRect(), s = R.plots.map.state().shape; return [b.left + s.left + s.width + 8, b.top + s.top + 50.5 / 96 * s.height]; })()")  # fmt: skip
+    x, y = tab.js(
+        "(() => { const b = R.plots.map.canvas.getBoundingClientRect(), s = "
+        "R.plots.map.state().shape; return [b.left + s.left + s.width + 8, b.top + s.top + 50.5 / "
+        "96 * s.height]; })()"
+    )
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     said = tab.js("document.getElementById('tip').textContent")
     p = [w for w in recording.weights(1, 1)[50].tolist() if w > 0]
@@ -221,10 +248,18 @@ def test_the_scatter_is_walked_with_arrows(tab: Tab, folder: Path) -> None:
     opened(tab, folder, "all", "#L0H0")
     tab.js("document.getElementById('scatter').open = true")
     tab.wait("document.querySelectorAll('.dot').length === 6")
-    assert tab.js("[...document.querySelectorAll('.dot')].filter(x => x.getAttribute('tabindex') === '0').length") == 1  # fmt: skip
+    assert (
+        tab.js(
+            "[...document.querySelectorAll('.dot')].filter(x => x.getAttribute('tabindex') === "
+            "'0').length"
+        )
+        == 1
+    )
     tab.js("document.querySelector('.dot[tabindex=\"0\"]').focus()")
     before = tab.js("Number(document.activeElement.getAttribute('cx'))")
-    lowest = tab.js("Math.min(...[...document.querySelectorAll('.dot')].map(x => Number(x.getAttribute('cx'))))")  # fmt: skip
+    lowest = tab.js(
+        "Math.min(...[...document.querySelectorAll('.dot')].map(x => Number(x.getAttribute('cx'))))"
+    )
     key, sign = ("ArrowRight", 1) if before == lowest else ("ArrowLeft", -1)
     tab.key(key)
     assert (tab.js("Number(document.activeElement.getAttribute('cx'))") - before) * sign > 0
@@ -233,7 +268,9 @@ def test_the_scatter_is_walked_with_arrows(tab: Tab, folder: Path) -> None:
     assert tab.js("R.state.view") == "map"
 
 
-def test_a_head_that_is_not_embedded_is_blocks_and_says_what_embeds_it(tab: Tab, folder: Path, recording: Recording) -> None:  # fmt: skip
+def test_a_head_that_is_not_embedded_is_blocks_and_says_what_embeds_it(
+    tab: Tab, folder: Path, recording: Recording
+) -> None:
     opened(tab, folder, "few", "#L0H2&v=map")
     assert tab.js("document.getElementById('map-badge').textContent") == "thumbnail · pooled ×2 × 2"
     assert "regard explain TEXT --layer 0 --head 2 --html FILE" in tab.js("document.body.innerText")
@@ -244,7 +281,11 @@ def test_a_head_that_is_not_embedded_is_blocks_and_says_what_embeds_it(tab: Tab,
             i, j = I * size, J * size
             mass = exact[i - i % 2 : i - i % 2 + 2, j - j % 2 : j - j % 2 + 2].sum(1).mean().item()
             value = found["values"][I * found["cols"] + J]
-            assert value == -2 if j - j % 2 > i - i % 2 + 1 else value == pytest.approx(mass, rel=0.034, abs=2.0**-24)  # fmt: skip
+            assert (
+                value == -2
+                if j - j % 2 > i - i % 2 + 1
+                else value == pytest.approx(mass, rel=0.034, abs=2.0**-24)
+            )
 
 
 def test_numbers_that_are_not_finite_are_seen(tab: Tab, folder: Path) -> None:
@@ -252,7 +293,10 @@ def test_numbers_that_are_not_finite_are_seen(tab: Tab, folder: Path) -> None:
     found = drawn(tab, "R.plots.map")
     assert found["values"][2 * 6 : 2 * 6 + 3] == ["NaN"] * 3
     assert "NaN" in tab.js("document.getElementById('map-cell').textContent")
-    color = tab.js("(() => { const c = R.plots.map.state().picture; return [...c.getContext('2d').getImageData(1, 2, 1, 1).data.slice(0, 3)]; })()")  # fmt: skip
+    color = tab.js(
+        "(() => { const c = R.plots.map.state().picture; return "
+        "[...c.getContext('2d').getImageData(1, 2, 1, 1).data.slice(0, 3)]; })()"
+    )
     red = tab.js("R.css('--bad')")
     assert color == [int(red[n : n + 2], 16) for n in (1, 3, 5)]
 
@@ -273,7 +317,10 @@ def test_compare_two_heads(tab: Tab, folder: Path, recording: Recording) -> None
     for n, value in enumerate(found["values"]):
         i, j = divmod(n, T)
         assert value == -2 if j > i else abs(value - (a[i, j] - b[i, j]).item()) < BAR
-    tab.js("(() => { const x = document.getElementById('compare-how'); x.value = 'ratio'; x.dispatchEvent(new Event('change')); })()")  # fmt: skip
+    tab.js(
+        "(() => { const x = document.getElementById('compare-how'); x.value = 'ratio'; "
+        "x.dispatchEvent(new Event('change')); })()"
+    )
     settle(tab)
     ratio = drawn(tab, "R.plots.compare[2]")["values"]
     for i in range(1, T, 9):
@@ -291,7 +338,9 @@ def test_compare_zooms_in_step(tab: Tab, folder: Path) -> None:
     assert [tab.js(f"R.plots.compare[{n}].state().found.rows") for n in range(3)] == [T // 2] * 3
 
 
-def test_compare_one_head_with_itself_under_a_window(tab: Tab, folder: Path, recording: Recording) -> None:  # fmt: skip
+def test_compare_one_head_with_itself_under_a_window(
+    tab: Tab, folder: Path, recording: Recording
+) -> None:
     opened(tab, folder, "all", "#L1H1&v=compare&b=L1H1&m=window:5")
     scores = recording.scores(1, 1)
     found = drawn(tab, "R.plots.compare[1]")["values"]
@@ -303,7 +352,9 @@ def test_compare_one_head_with_itself_under_a_window(tab: Tab, folder: Path, rec
     assert "what-if" in tab.js("document.getElementById('compare-note').textContent")
 
 
-def test_compare_two_recordings_on_what_both_have(tab: Tab, folder: Path, recording: Recording) -> None:  # fmt: skip
+def test_compare_two_recordings_on_what_both_have(
+    tab: Tab, folder: Path, recording: Recording
+) -> None:
     opened(tab, folder, "two", "#L0H2&v=compare")
     assert tab.js("R.state.b") == {"place": 2, "head": 2}, "the same head of the other recording"
     other = run(layers=2, H=H, T=80, D=16, seed=5)
@@ -326,7 +377,9 @@ def test_a_figure_carries_its_recipe(tab: Tab, folder: Path, kind: str) -> None:
     if kind == "png":
         start = tab.js("R.saved.blob.slice(0, 8).arrayBuffer().then(x => [...new Uint8Array(x)])")
         assert bytes(start) == b"\x89PNG\r\n\x1a\n"
-        assert tab.js("createImageBitmap(R.saved.blob).then(x => x.height)") > tab.js("R.plots.map.canvas.height")  # fmt: skip
+        assert tab.js("createImageBitmap(R.saved.blob).then(x => x.height)") > tab.js(
+            "R.plots.map.canvas.height"
+        )
         return
     text = tab.js("R.saved.blob.text()")
     recipe = json.loads(re.sub("&quot;", '"', re.search(r"<desc>(.*?)</desc>", text)[1]))  # type: ignore[index]

@@ -1,4 +1,6 @@
-"""transformers: its attention functions, its latent attention, and a model of its own with the same parameters."""
+"""transformers: its attention functions, its latent attention, and a model of its own with the same
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,20 @@ class _Layer(nn.Module):
 
 
 def attention(problem: AttentionProblem, *, name: str) -> Way:
-    """An attention function as a Llama there would call it; its mask as transformers makes it: none where it may be left out."""
+    """An attention function as a Llama there would call it; its mask as transformers makes it: none
+    where it may be left out.
+    """
     function = _function(name)
     mask = _mask(problem, name)
     call = partial(
-        function, _Layer(problem).eval(), problem.q, problem.k, problem.v, mask,
+        function,
+        _Layer(problem).eval(),
+        problem.q,
+        problem.k,
+        problem.v,
+        mask,
         scaling=problem.sizes.D**-0.5,
-    )  # fmt: skip
+    )
     return way(problem, call, lambda found: found[0].transpose(1, 2))
 
 
@@ -62,7 +71,9 @@ def _mask(problem: AttentionProblem, name: str) -> Tensor | None:
 
 
 def scores_bytes(problem: AttentionProblem) -> int:
-    """The scores, with the mask added, their softmax in fp32, and the weights; keys and values repeated."""
+    """The scores, with the mask added, their softmax in fp32, and the weights; keys and values
+    repeated.
+    """
     s = problem.sizes
     scores = s.B * s.H * s.queries * s.S
     repeated = 2 * s.B * s.H * s.S * s.D * problem.dtype.itemsize
@@ -70,15 +81,23 @@ def scores_bytes(problem: AttentionProblem) -> int:
 
 
 def latent(problem: LatentProblem, *, name: str) -> Way:
-    """DeepSeek-V3's attention: keys and values of all heads expanded from the cached latents, at every step."""
+    """DeepSeek-V3's attention: keys and values of all heads expanded from the cached latents, at
+    every step.
+    """
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
     s = problem.sizes
     config = DeepseekV3Config(
-        hidden_size=8, num_attention_heads=s.H, num_key_value_heads=s.H, kv_lora_rank=s.rank,
-        qk_rope_head_dim=s.rope, qk_nope_head_dim=s.nope, v_head_dim=s.value, q_lora_rank=None,
-    )  # fmt: skip
+        hidden_size=8,
+        num_attention_heads=s.H,
+        num_key_value_heads=s.H,
+        kv_lora_rank=s.rank,
+        qk_rope_head_dim=s.rope,
+        qk_nope_head_dim=s.nope,
+        v_head_dim=s.value,
+        q_lora_rank=None,
+    )
     with torch.device("meta"):
         module = DeepseekV3Attention(config, 0).eval()
     module.kv_b_proj.weight = nn.Parameter(problem.weight, requires_grad=False)
@@ -110,7 +129,9 @@ def expanded_bytes(problem: LatentProblem) -> int:
 
 
 def model(problem: ModelProblem, *, name: str) -> Way:
-    """A Qwen2 there with the same parameters, one token behind a cache, which is cropped to where it was."""
+    """A Qwen2 there with the same parameters, one token behind a cache, which is cropped to where
+    it was.
+    """
     network = _qwen2(problem, name)
     cache = _cache(problem, name)
     for layer in range(problem.sizes.layers):
@@ -177,25 +198,32 @@ def model_bytes(problem: ModelProblem) -> int:
 
 ATTENTION = tuple(
     Peer(
-        f"transformers {name}", f"transformers' {name} attention function.",
-        partial(attention, name=name), needs=NEEDS,
+        f"transformers {name}",
+        f"transformers' {name} attention function.",
+        partial(attention, name=name),
+        needs=NEEDS,
         bytes=scores_bytes,
     )
     for name in ("sdpa", "eager")
-)  # fmt: skip
+)
 LATENT = tuple(
     Peer(
-        f"transformers {name}", f"transformers' DeepseekV3Attention, {name}, which expands all latents.",
-        partial(latent, name=name), needs=NEEDS, why_not=no_expansion,
+        f"transformers {name}",
+        f"transformers' DeepseekV3Attention, {name}, which expands all latents.",
+        partial(latent, name=name),
+        needs=NEEDS,
+        why_not=no_expansion,
         bytes=expanded_bytes,
     )
     for name in ("sdpa", "eager")
-)  # fmt: skip
+)
 MODEL = tuple(
     Peer(
-        f"transformers {name}", f"transformers' Qwen2ForCausalLM, attn_implementation={name!r}.",
-        partial(model, name=name), needs=NEEDS,
+        f"transformers {name}",
+        f"transformers' Qwen2ForCausalLM, attn_implementation={name!r}.",
+        partial(model, name=name),
+        needs=NEEDS,
         bytes=model_bytes,
     )
     for name in ("regard", "sdpa", "eager")
-)  # fmt: skip
+)

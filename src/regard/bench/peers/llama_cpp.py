@@ -1,6 +1,8 @@
-"""llama.cpp through llama-cpp-python: the same weights in a GGUF file, an fp16 or fp32 cache, flash attention for fp16.
+"""llama.cpp through llama-cpp-python: the same weights in a GGUF file, an fp16 or fp32 cache, flash
+attention for fp16.
 
-Its flash attention rounds to fp16 whatever the cache holds: fp32 logits were off by 1e-3 with it, and by 1e-6 without.
+Its flash attention rounds to fp16 whatever the cache holds: fp32 logits were off by 1e-3 with it,
+and by 1e-6 without.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ LAYER = {
 
 
 def model(problem: ModelProblem) -> Way:
-    """One token behind S others that it read itself: it is checked on the prompt, whose numbers are no cache's."""
+    """One token behind S others that it read itself: it is checked on the prompt, whose numbers are
+    no cache's.
+    """
     library = importlib.import_module("llama_cpp")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
@@ -50,10 +54,17 @@ def model(problem: ModelProblem) -> Way:
         kind = library.GGML_TYPE_F16 if short else library.GGML_TYPE_F32
         threads = torch.get_num_threads()
         network = library.Llama(
-            str(path), n_ctx=problem.sizes.S + BATCH, n_batch=BATCH, n_threads=threads,
-            n_threads_batch=threads, flash_attn=short, type_k=kind, type_v=kind, use_mmap=False,
+            str(path),
+            n_ctx=problem.sizes.S + BATCH,
+            n_batch=BATCH,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=short,
+            type_k=kind,
+            type_v=kind,
+            use_mmap=False,
             verbose=False,
-        )  # fmt: skip
+        )
     network.eval(problem.prompt[0].tolist())
     prompt = _logits(library, network, problem).clone()
     network.reset()
@@ -81,7 +92,9 @@ def why_not(problem: ModelProblem) -> str | None:
 
 
 def write(problem: ModelProblem, path: Path) -> None:
-    """The problem's weights as a GGUF file without a tokenizer; vectors are fp32, as llama.cpp wants them."""
+    """The problem's weights as a GGUF file without a tokenizer; vectors are fp32, as llama.cpp
+    wants them.
+    """
     gguf = importlib.import_module("gguf")
     config = problem.config
     writer = gguf.GGUFWriter(str(path), "qwen2")
@@ -104,7 +117,8 @@ def write(problem: ModelProblem, path: Path) -> None:
 
 
 def named(problem: ModelProblem) -> Iterator[tuple[str, Any]]:
-    """Each parameter under its name in a GGUF file, as an array; the head is the embedding and has no entry.
+    """Each parameter under its name in a GGUF file, as an array; the head is the embedding and has
+    no entry.
 
     >>> from regard.bench.problems import ModelSizes
     >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
@@ -135,7 +149,10 @@ def file_bytes(problem: ModelProblem) -> int:
 
 
 MODEL = Peer(
-    "llama.cpp", "llama-cpp-python, the same weights as GGUF, flash attention for fp16.", model,
-    needs=NEEDS, why_not=why_not,
+    "llama.cpp",
+    "llama-cpp-python, the same weights as GGUF, flash attention for fp16.",
+    model,
+    needs=NEEDS,
+    why_not=why_not,
     bytes=file_bytes,
-)  # fmt: skip
+)

@@ -1,7 +1,8 @@
 """ONNX Runtime's GroupQueryAttention (domain com.microsoft), on its CPU provider.
 
-Inputs: query [B,T,H D], key and value [B,T,G D] of the new tokens, past_key and past_value [B,G,P,D], seqlens_k [B] (the
-tokens in all less one) and total_sequence_length. Where the present is bound to the memory of the past, nothing is copied.
+Inputs: query [B,T,H D], key and value [B,T,G D] of the new tokens, past_key and past_value
+    [B,G,P,D], seqlens_k [B] (the tokens in all less one) and total_sequence_length. Where the
+    present is bound to the memory of the past, nothing is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 
 
 def attention(problem: AttentionProblem) -> Way:
-    """The last T of S tokens: the rest is in the cache, whose buffers the present shares; all tensors bound ahead."""
+    """The last T of S tokens: the rest is in the cache, whose buffers the present shares; all
+    tensors bound ahead.
+    """
     runtime = importlib.import_module("onnxruntime")
     s, T = problem.sizes, problem.sizes.queries
     options = runtime.SessionOptions()
@@ -31,11 +34,14 @@ def attention(problem: AttentionProblem) -> Way:
     past = s.S - T
     k, v = problem.k.detach(), problem.v.detach()
     feeds = {
-        "query": _rows(problem.q.detach()), "key": _rows(k[:, :, past:]), "value": _rows(v[:, :, past:]),
-        "past_key": _array(k), "past_value": _array(v),
+        "query": _rows(problem.q.detach()),
+        "key": _rows(k[:, :, past:]),
+        "value": _rows(v[:, :, past:]),
+        "past_key": _array(k),
+        "past_value": _array(v),
         "seqlens_k": np.full((s.B,), s.S - 1, np.int32),
         "total_sequence_length": np.array(s.S, np.int32),
-    }  # fmt: skip
+    }
     binding = session.io_binding()
     values = {name: runtime.OrtValue.ortvalue_from_numpy(x) for name, x in feeds.items()}
     for name, value in values.items():
@@ -75,8 +81,14 @@ def _graph(problem: AttentionProblem) -> bytes:
     onnx = importlib.import_module("onnx")
     helper, s = onnx.helper, problem.sizes
     names = (
-        "query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length",
-    )  # fmt: skip
+        "query",
+        "key",
+        "value",
+        "past_key",
+        "past_value",
+        "seqlens_k",
+        "total_sequence_length",
+    )
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(_NUMPY[problem.dtype]))
     ranks = (3, 3, 3, 4, 4, 1, 0)
     kinds = (*(kind,) * 5, onnx.TensorProto.INT32, onnx.TensorProto.INT32)
@@ -91,9 +103,15 @@ def _graph(problem: AttentionProblem) -> bytes:
     ]
     more = {} if s.window is None else {"local_window_size": s.window}
     node = helper.make_node(
-        "GroupQueryAttention", names, results, domain=DOMAIN, num_heads=s.H, kv_num_heads=s.G,
-        scale=s.D**-0.5, **more,
-    )  # fmt: skip
+        "GroupQueryAttention",
+        names,
+        results,
+        domain=DOMAIN,
+        num_heads=s.H,
+        kv_num_heads=s.G,
+        scale=s.D**-0.5,
+        **more,
+    )
     graph = helper.make_graph([node], "attention", inputs, outputs)
     imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=IR)
@@ -116,7 +134,10 @@ def copied_bytes(problem: AttentionProblem) -> int:
 
 
 ATTENTION = Peer(
-    "ONNX Runtime", "com.microsoft GroupQueryAttention, shared cache buffers.", attention,
-    needs=NEEDS, why_not=why_not,
+    "ONNX Runtime",
+    "com.microsoft GroupQueryAttention, shared cache buffers.",
+    attention,
+    needs=NEEDS,
+    why_not=why_not,
     bytes=copied_bytes,
-)  # fmt: skip
+)

@@ -50,7 +50,9 @@ def _positions(problem: AttentionProblem) -> Tensor:
 
 
 def latent(problem: LatentProblem) -> Way:
-    """The absorbed form, as `nn.Latent` has it: queries taken to the latents, `attend`, heads from the mean latents."""
+    """The absorbed form, as `nn.Latent` has it: queries taken to the latents, `attend`, heads from
+    the mean latents.
+    """
     s = problem.sizes
     w_k, w_v = problem.weight.unflatten(0, (s.H, -1)).split((s.nope, s.value), dim=1)
     memory, values = problem.memory, problem.latents

@@ -42,7 +42,8 @@ def attention(problem: AttentionProblem) -> Way:
 
 
 def _compiled() -> Callable[..., Any]:
-    # behind so many compilations torch runs the function as it stands, with a warning: each case begins anew
+    # behind so many compilations torch runs the function as it stands, with a warning: each case
+    # begins anew
     torch.compiler.reset()
     compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False)
     return compiled

@@ -1,4 +1,6 @@
-"""torch's scaled_dot_product_attention, called as well as it can be: its causal flag, a mask where there is no other way."""
+"""torch's scaled_dot_product_attention, called as well as it can be: its causal flag, a mask where
+there is no other way.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def no_fold(problem: AttentionProblem) -> str | None:
 
 
 def absorbed(problem: LatentProblem) -> Way:
-    """The absorbed form with the latents as keys and values, heads folded into queries, as torch's kernel likes it."""
+    """The absorbed form with the latents as keys and values, heads folded into queries, as torch's
+    kernel likes it.
+    """
     s = problem.sizes
     w_k, w_v = problem.weight.unflatten(0, (s.H, -1)).split((s.nope, s.value), dim=1)
     memory = problem.memory
@@ -47,7 +51,8 @@ def absorbed(problem: LatentProblem) -> Way:
         with torch.no_grad():
             q = torch.einsum("bhtd,hdr->bhtr", problem.q_nope, w_k)
             q = torch.cat((q, problem.q_rope), dim=-1).transpose(1, 2)
-            # keys as values, so that the fused kernel takes the call; what is behind the rank is cut off
+            # keys as values, so that the fused kernel takes the call; what is behind the rank is
+            # cut off
             z = F.scaled_dot_product_attention(q, memory, memory, scale=problem.scale)
             return torch.einsum("bthr,her->bhte", z[..., : s.rank], w_v)
 

@@ -14,7 +14,9 @@ from regard.bench.problems import AttentionProblem
 
 
 def attention(problem: AttentionProblem) -> Way:
-    """Its query head h reads key/value head h % G, where ours is h // (H/G): heads are put into its order ahead."""
+    """Its query head h reads key/value head h % G, where ours is h // (H/G): heads are put into its
+    order ahead.
+    """
     s = problem.sizes
     module = importlib.import_module("x_transformers.attend").Attend(causal=True, flash=True)
     order = torch.arange(s.H, device=problem.device).view(s.G, -1).T.flatten()
@@ -49,7 +51,9 @@ def repeated_bytes(problem: AttentionProblem) -> int:
 
 
 ATTENTION = Peer(
-    "x-transformers", "x_transformers.attend.Attend, flash.", attention,
+    "x-transformers",
+    "x_transformers.attend.Attend, flash.",
+    attention,
     needs=("x_transformers",),
     bytes=repeated_bytes,
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""The three kinds of problem: one softmax attention call, one latent decoding step, one step of a whole model."""
+"""The three kinds of problem: one softmax attention call, one latent decoding step, one step of a
+whole model.
+"""
 
 from regard.bench.problems.attention import AttentionProblem, AttentionSizes
 from regard.bench.problems.latent import LatentProblem, LatentSizes

@@ -29,7 +29,8 @@ BLOCK_BYTES = 1 << 27
 
 
 def straight(problem: AttentionProblem, dtype: torch.dtype, groups: list[int]) -> Outputs:
-    """softmax(q k^T / sqrt(D) + bias, -inf where not seen) v of some key/value heads; in training its gradients too.
+    """softmax(q k^T / sqrt(D) + bias, -inf where not seen) v of some key/value heads; in training
+    its gradients too.
 
     A block of queries at a time; gradients of keys and values are summed in fp32 or better.
     """
@@ -55,7 +56,9 @@ def _blocks(
     heads: slice,
     step: int,
 ) -> dict[str, Tensor]:
-    """All queries of some heads, which share one key/value head; gradients too if there is d_out."""
+    """All queries of some heads, which share one key/value head; gradients too if there is
+    d_out.
+    """
     outs, d_q = [], []
     sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v)]
     for start in range(0, q.shape[2], step):
@@ -92,7 +95,9 @@ def _attend(
 
 
 PAIRS = 1 << 29
-"""Query-key pairs that are computed in fp64 for a check: as many key/value heads as fit, one at least."""
+"""Query-key pairs that are computed in fp64 for a check: as many key/value heads as fit, one at
+least.
+"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,9 @@ class AttentionSizes(Sizes):
         return self.S if self.T is None else self.T
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Inputs, outputs and gradients, fp64 copies of what is checked, and the scores of a block of queries."""
+        """Inputs, outputs and gradients, fp64 copies of what is checked, and the scores of a block
+        of queries.
+        """
         tensors = self.B * (2 * self.queries * self.H + 2 * self.S * self.G) * self.D
         copies = 2 if self.train else 1
         return tensors * copies * (dtype.itemsize + 8) + 5 * BLOCK_BYTES
@@ -153,7 +160,8 @@ class AttentionSizes(Sizes):
 
 
 class AttentionProblem(Problem):
-    """q [B,H,T,D], k and v [B,G,S,D]; the answer is "out" [B,H,T,D] and in training "dq", "dk" and "dv".
+    """q [B,H,T,D], k and v [B,G,S,D]; the answer is "out" [B,H,T,D] and in training "dq", "dk" and
+    "dv".
 
     coded: keys and values as the cache holds them, where there is one.
     pads: how many slots hold nothing, for each row; queries in such slots have no right answer.

@@ -1,4 +1,6 @@
-"""One decoding step of multi-head latent attention: from the parts of a query and the cached latents to its heads."""
+"""One decoding step of multi-head latent attention: from the parts of a query and the cached
+latents to its heads.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,9 @@ class LatentSizes(Sizes):
 class LatentProblem(Problem):
     """The answer is "out" [B,H,1,E]; every latent is seen.
 
-    q_nope [B,H,1,d], q_rope [B,H,1,e], latents [B,1,S,r], rope [B,1,S,e] and the map W_ukv [H (d + E), r] with the rows of
-    a head side by side. `memory` [B,1,S,r+e] is latents and rope in one buffer, of which the two are views.
+    q_nope [B,H,1,d], q_rope [B,H,1,e], latents [B,1,S,r], rope [B,1,S,e] and the map W_ukv [H (d +
+    E), r] with the rows of a head side by side. `memory` [B,1,S,r+e] is latents and rope in one
+    buffer, of which the two are views.
 
     >>> problem = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4).problem(torch.float32, torch.device("cpu"))
     >>> problem.reference()["out"].shape

@@ -29,7 +29,8 @@ def last_logits(
     memory: list[tuple[Tensor, Tensor]] | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Logits [B,1,V] behind the last of ids [B,T], which follow the turned keys and values [B,G,S,D] of each layer.
+    """Logits [B,1,V] behind the last of ids [B,T], which follow the turned keys and values
+    [B,G,S,D] of each layer.
 
     Weights are converted one at a time.
     """
@@ -66,7 +67,9 @@ def _attention(
     start: int,
     old: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """The heads side by side [B,T,H D]: a bias on q, k and v, rotary halves, grouped heads, causal."""
+    """The heads side by side [B,T,H D]: a bias on q, k and v, rotary halves, grouped heads,
+    causal.
+    """
     made = {}
     for part in "qkv":
         linear = (weights[f"{name}project.{part}.linear.{w}"] for w in ("weight", "bias"))
@@ -168,10 +171,11 @@ class ModelSizes(Sizes):
 
 
 class ModelProblem(Problem):
-    """The answer is "logits" [B,1,V] of one token behind S others, and "prompt", the last logits of a short text.
+    """The answer is "logits" [B,1,V] of one token behind S others, and "prompt", the last logits of
+    a short text.
 
-    Keys and values of the S tokens are random, with a spread at which weights are uneven: then the logits depend on which
-    keys were seen. Peers share the decoder's parameters where they can.
+    Keys and values of the S tokens are random, with a spread at which weights are uneven: then the
+    logits depend on which keys were seen. Peers share the decoder's parameters where they can.
 
     >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
@@ -189,7 +193,9 @@ class ModelProblem(Problem):
         self.prompt = torch.randint(vocabulary, (1, PROMPT), generator=generator).to(device)
 
     def memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Turned keys and values [B,G,S,D] of a layer, made anew: each peer has them in its own cache only."""
+        """Turned keys and values [B,G,S,D] of a layer, made anew: each peer has them in its own
+        cache only.
+        """
         s = self.sizes
         generator = torch.Generator().manual_seed(1 + layer)
         made = 3 * torch.randn(2, s.B, s.G, s.S, s.head_dim, generator=generator)
@@ -236,7 +242,9 @@ class ModelProblem(Problem):
 
 
 def spread(decoder: Decoder, generator: torch.Generator) -> Decoder:
-    """Give every matrix random numbers of spread 1/sqrt(fan-in), and biases some too: no layer is silent."""
+    """Give every matrix random numbers of spread 1/sqrt(fan-in), and biases some too: no layer is
+    silent.
+    """
     for parameter in decoder.parameters():
         with torch.no_grad():
             if parameter.ndim > 1:

@@ -1,7 +1,9 @@
-"""What is said of attention, each as an experiment that anyone can run: a prediction, numbers, a plot, and a verdict.
+"""What is said of attention, each as an experiment that anyone can run: a prediction, numbers, a
+plot, and a verdict.
 
-A `Claim` says what the seed notes say, measures it, and holds the numbers against the bounds in its file: it holds, holds
-with limits, or does not hold. All run at toy scale, and each says what that can and cannot show.
+A `Claim` says what the seed notes say, measures it, and holds the numbers against the bounds in its
+file: it holds, holds with limits, or does not hold. All run at toy scale, and each says what that
+can and cannot show.
 """
 
 from regard.compare.claims.base import VERDICTS, Check, Claim, Outcome

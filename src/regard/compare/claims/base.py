@@ -26,10 +26,11 @@ class Check:
         says: what the number is, in words.
         value: what was measured.
         low, high: the bounds; a value on one of them is inside, NaN never is.
-        role: "claim" where the sentence falls with it; "limit" where it is a case in which a sentence that is true in
-            general may fail; "control" where it says whether the measurement can decide at all; "told" decides nothing.
-        spread: the range that the measurements scatter over (quartiles of rounds, least and largest of seeds), or None.
-            A bound that lies inside it cannot be decided.
+        role: "claim" where the sentence falls with it; "limit" where it is a case in which a
+            sentence that is true in general may fail; "control" where it says whether the
+            measurement can decide at all; "told" decides nothing.
+        spread: the range that the measurements scatter over (quartiles of rounds, least and largest
+            of seeds), or None. A bound that lies inside it cannot be decided.
 
     >>> Check("twice as fast", 2.4, low=2.0).answer, Check("no slower", 2.4, high=1.0).answer
     ('yes', 'no')
@@ -46,7 +47,9 @@ class Check:
 
     @property
     def answer(self) -> str:
-        """What it says: "yes" when all of the spread lies inside the bounds, "no" when none does, else "undecided"; or "told"."""
+        """What it says: "yes" when all of the spread lies inside the bounds, "no" when none does,
+        else "undecided"; or "told".
+        """
         if self.role == "told":
             return "told"
         least, most = self.spread or (self.value, self.value)
@@ -76,15 +79,27 @@ class Check:
             for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
         }
         spread = None if self.spread is None else list(self.spread)
-        return {"says": self.says, **finite, "spread": spread, "answer": self.answer, "role": self.role}  # fmt: skip
+        return {
+            "says": self.says,
+            **finite,
+            "spread": spread,
+            "answer": self.answer,
+            "role": self.role,
+        }
 
 
 def scattered(
-    says: str, values: Sequence[float], low: float = -math.inf, high: float = math.inf, role: Role = "claim"
-) -> Check:  # fmt: skip
-    """A check of the median of several measurements, whose spread runs from the first to the third quartile.
+    says: str,
+    values: Sequence[float],
+    low: float = -math.inf,
+    high: float = math.inf,
+    role: Role = "claim",
+) -> Check:
+    """A check of the median of several measurements, whose spread runs from the first to the third
+    quartile.
 
-    Up to three measurements (seeds, say) have no quartiles worth the name: their spread is all of them.
+    Up to three measurements (seeds, say) have no quartiles worth the name: their spread is all of
+    them.
 
     >>> scattered("seeds", [0.2, 0.4]).spread, scattered("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
     ((0.2, 0.4), (2.0, 4.0))
@@ -96,8 +111,9 @@ def scattered(
 def verdict(checks: Sequence[Check]) -> str:
     """A word of `VERDICTS`, by the answers to the checks.
 
-    A control that fails leaves the claim undecided; a check of the claim itself that fails makes it fall, and one that is
-    undecided leaves it so; else it holds, and with limits if a limit is not kept.
+    A control that fails leaves the claim undecided; a check of the claim itself that fails makes it
+    fall, and one that is undecided leaves it so; else it holds, and with limits if a limit is not
+    kept.
 
     >>> verdict([Check("a", 1.0, low=0.0), Check("b", 1.0, low=2.0, role="limit")])
     'holds with limits'
@@ -113,7 +129,9 @@ def verdict(checks: Sequence[Check]) -> str:
 
 
 Measure = Callable[[float, int], Numbers]
-"""From a budget (1 is the default, 2 is twice the training or the timing) and a seed to plain numbers."""
+"""From a budget (1 is the default, 2 is twice the training or the timing) and a seed to plain
+numbers.
+"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +149,8 @@ class Claim:
         picture: numbers -> what is drawn.
         timed: whether times decide it, which differ from machine to machine.
         lesson: what is right, in a sentence, whatever comes out.
-        shares: the claim whose numbers it is decided by, where several sentences are about one experiment; "" is its own.
+        shares: the claim whose numbers it is decided by, where several sentences are about one
+            experiment; "" is its own.
         table: numbers -> a table that is shown with it, heads first; None is none.
     """
 
@@ -191,12 +210,20 @@ class Outcome:
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
         claim = self.claim
-        said = {name: getattr(claim, name) for name in ("id", "says", "predicts", "scale", "lesson", "timed")}  # fmt: skip
+        said = {
+            name: getattr(claim, name)
+            for name in ("id", "says", "predicts", "scale", "lesson", "timed")
+        }
         return said | {
-            "seeds": list(claim.seeds), "verdict": self.verdict, "budget": self.budget, "seed": self.seed,
-            "checks": [check.as_dict() for check in self.checks], "numbers": self.numbers, "table": self.table,
+            "seeds": list(claim.seeds),
+            "verdict": self.verdict,
+            "budget": self.budget,
+            "seed": self.seed,
+            "checks": [check.as_dict() for check in self.checks],
+            "numbers": self.numbers,
+            "table": self.table,
             "picture": self.picture.as_dict(),
-        }  # fmt: skip
+        }
 
 
 def steps(budget: float, count: int, least: int = 2) -> int:

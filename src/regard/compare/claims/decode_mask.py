@@ -1,7 +1,7 @@
 """Is a mask needed when a model decodes? Every kind of step, with its mask and without any.
 
-A step is right without a mask exactly when its queries may see every key that it is given: one query, and no more keys
-than the mask shows it.
+A step is right without a mask exactly when its queries may see every key that it is given: one
+query, and no more keys than the mask shows it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ MOST = 24
 
 
 def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots: bool) -> float:
-    """How far the last call is from right when it has no mask: all keys that are stored count as seen."""
+    """How far the last call is from right when it has no mask: all keys that are stored count as
+    seen.
+    """
     module = mha(8, 2).double()
     at = 0
     for part in x[:, : sum(parts)].split(list(parts), 1):
@@ -89,9 +91,13 @@ def _measure(_budget: float, seed: int) -> Numbers:
     make = torch.Generator().manual_seed(seed)
     x = 2 * torch.randn(1, MOST, 8, generator=make, dtype=torch.float64)
     found = [
-        {"step": name, "error": _step(cache(), parts, mask, x, slots="empty slots" in name), "needs": needs}
+        {
+            "step": name,
+            "error": _step(cache(), parts, mask, x, slots="empty slots" in name),
+            "needs": needs,
+        }
         for name, (cache, parts, mask, needs) in STEPS.items()
-    ]  # fmt: skip
+    ]
     told, untold = _padded(x[:, :6])
     layers = [{"layers": n, "error": _without_cache(n, 2 * x)} for n in (1, 2, 3)]
     return {"steps": found, "no_cache": layers, "padded": told, "padded_without_positions": untold}
@@ -103,29 +109,55 @@ def _apart(x: Tensor, y: Tensor) -> float:
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     found = [
-        Check(f"{row['step']}: error without a mask", row["error"], high=1e-13, role="limit" if row["needs"] else "claim")
+        Check(
+            f"{row['step']}: error without a mask",
+            row["error"],
+            high=1e-13,
+            role="limit" if row["needs"] else "claim",
+        )
         for row in numbers["steps"]
-    ]  # fmt: skip
+    ]
     return [
         *found,
-        Check("one token, padding on the left whose positions are told: error", numbers["padded"], role="told"),
-        Check("... and not told: error", numbers["padded_without_positions"], high=1e-13, role="limit"),
-    ]  # fmt: skip
+        Check(
+            "one token, padding on the left whose positions are told: error",
+            numbers["padded"],
+            role="told",
+        ),
+        Check(
+            "... and not told: error", numbers["padded_without_positions"], high=1e-13, role="limit"
+        ),
+    ]
 
 
 def _checks_always(numbers: Mapping[str, Any]) -> list[Check]:
     plain = [row for row in numbers["steps"] if not row["needs"]]
     one, *more = numbers["no_cache"]
     return [
-        *(Check(f"{row['step']}: what goes wrong without a mask", row["error"], low=1e-6) for row in plain),
-        Check("no cache, the whole prefix again, one layer: error of the last row", one["error"], role="told"),
-        Check("... from two layers on: the least error", min(r["error"] for r in more), role="told"),
-    ]  # fmt: skip
+        *(
+            Check(f"{row['step']}: what goes wrong without a mask", row["error"], low=1e-6)
+            for row in plain
+        ),
+        Check(
+            "no cache, the whole prefix again, one layer: error of the last row",
+            one["error"],
+            role="told",
+        ),
+        Check(
+            "... from two layers on: the least error", min(r["error"] for r in more), role="told"
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
     points = tuple((float(r["layers"]), r["error"]) for r in numbers["no_cache"])
-    return Picture("Decoding without a cache and without a mask", "layers", "error of the last row", (Line("no mask", points),), "y")  # fmt: skip
+    return Picture(
+        "Decoding without a cache and without a mask",
+        "layers",
+        "error of the last row",
+        (Line("no mask", points),),
+        "y",
+    )
 
 
 _EXACT = "Exact statements; the sizes of the errors are those of random weights."
@@ -140,21 +172,24 @@ CLAIM = Claim(
     checks=_checks,
     picture=_picture,
     shares="decode-mask",
-    lesson="True of one query against exactly the keys that it may see; several tokens at once, a window over a longer cache, empty slots and padding need one (E1.6).",
+    lesson="True of one query against exactly the keys that it may see; several tokens at once, a "
+    "window over a longer cache, empty slots and padding need one (E1.6).",
 )
 """S1.12."""
 
 ALWAYS = Claim(
     id="decode-mask-always",
     seeds=("S4.27", "E4.5", "X2"),
-    says="At inference each step needs the causal mask, to hide the tokens that are not generated yet.",
+    says="At inference each step needs the causal mask, to hide the tokens that are not generated "
+    "yet.",
     predicts="Without the mask a step of one token goes wrong.",
     scale=_EXACT,
     measure=_measure,
     checks=_checks_always,
     picture=_picture,
     shares="decode-mask",
-    lesson="Such tokens do not exist: with a cache nothing is hidden. Without a cache the mask hides later tokens from earlier ones, which a second layer reads (E4.5).",
+    lesson="Such tokens do not exist: with a cache nothing is hidden. Without a cache the mask "
+    "hides later tokens from earlier ones, which a second layer reads (E4.5).",
 )
 """S4.27."""
 
@@ -174,27 +209,49 @@ def _measure_training(budget: float, seed: int) -> Numbers:
         as_trained = byte_loss(model, 48, rows=16)
         for layer, mask in zip(layers, right_masks, strict=True):
             layer.mask = mask
-        rows.append({
-            "trained": name, "last": found, "as_trained": as_trained, "in_use": byte_loss(model, 48, rows=16),
-        })  # fmt: skip
+        rows.append(
+            {
+                "trained": name,
+                "last": found,
+                "as_trained": as_trained,
+                "in_use": byte_loss(model, 48, rows=16),
+            }
+        )
     return {"steps": steps(budget, STEPS_OF_TRAINING), "by_mask": rows}
 
 
 def _checks_training(numbers: Mapping[str, Any]) -> list[Check]:
     causal, none = numbers["by_mask"]
     return [
-        Check("nats per byte lost in use, where each token sees what is before it: trained without the mask less trained with it", none["in_use"] - causal["in_use"], high=0.05),
-        Check("what it seemed to have learned, with the next byte in sight: nats per byte", none["as_trained"], role="told"),
+        Check(
+            "nats per byte lost in use, where each token sees what is before it: trained without "
+            "the mask less trained with it",
+            none["in_use"] - causal["in_use"],
+            high=0.05,
+        ),
+        Check(
+            "what it seemed to have learned, with the next byte in sight: nats per byte",
+            none["as_trained"],
+            role="told",
+        ),
         Check("what the other has learned: nats per byte", causal["in_use"], role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _picture_training(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
-        Line(f"trained {'without a mask' if r['trained'] == 'none' else 'with the causal mask'}", ((0.0, r["as_trained"]), (1.0, r["in_use"])))
+        Line(
+            f"trained {'without a mask' if r['trained'] == 'none' else 'with the causal mask'}",
+            ((0.0, r["as_trained"]), (1.0, r["in_use"])),
+        )
         for r in numbers["by_mask"]
-    )  # fmt: skip
-    return Picture("Loss on text that was not trained on", "0 masked as in training, 1 masked as in use", "nats per byte", lines)  # fmt: skip
+    )
+    return Picture(
+        "Loss on text that was not trained on",
+        "0 masked as in training, 1 masked as in use",
+        "nats per byte",
+        lines,
+    )
 
 
 TRAINING = Claim(
@@ -206,6 +263,7 @@ TRAINING = Claim(
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,
-    lesson="Training is where a causal language model needs it most: without it, it learns to copy the answer that it can see (E1.6).",
+    lesson="Training is where a causal language model needs it most: without it, it learns to "
+    "copy the answer that it can see (E1.6).",
 )
 """E1.6."""

@@ -1,4 +1,5 @@
-"""Dropout on weights: rows no longer sum to 1, the mean over draws is the undropped output, and in evaluation there is none.
+"""Dropout on weights: rows no longer sum to 1, the mean over draws is the undropped output, and in
+evaluation there is none.
 
 d_ij ~ Bernoulli(1 - p) / (1 - p):  E[sum_j d_ij w_ij v_j] = sum_j w_ij v_j,  Var[sum_j d_ij w_ij] = p / (1 - p) sum_j w_ij^2
 """
@@ -33,31 +34,52 @@ def _measure(budget: float, seed: int) -> Numbers:
         sums = dropped.sum(-1)
         expected = (rate / (1 - rate) * w.square().sum(-1)).sqrt()
         off = (dropped.mean(0) - w).abs() / (w * math.sqrt(rate / (1 - rate) / draws))
-        found.append({
-            "rate": rate,
-            "row_sum_std": float(sums.std(0).mean()),
-            "row_sum_std_expected": float(expected.mean()),
-            "mean_off_in_deviations": float(off.max()),
-            "dropped_share": float((dropped == 0).double().mean()),
-            "exactly_half": float(((dropped == 0).sum(-1) == T // 2).double().mean()),
-        })  # fmt: skip
+        found.append(
+            {
+                "rate": rate,
+                "row_sum_std": float(sums.std(0).mean()),
+                "row_sum_std_expected": float(expected.mean()),
+                "mean_off_in_deviations": float(off.max()),
+                "dropped_share": float((dropped == 0).double().mean()),
+                "exactly_half": float(((dropped == 0).sum(-1) == T // 2).double().mean()),
+            }
+        )
     module = mha(32, 4, dropout=0.5)
     x = torch.randn(2, 9, 32, generator=make)
     with torch.no_grad():
         eval_change = float((module.eval()(x) - module(x)).abs().max())
         train_change = float((module.train()(x) - module(x)).abs().max())
-    return {"draws": draws, "weights": T, "by_rate": found, "eval_change": eval_change, "train_change": train_change}  # fmt: skip
+    return {
+        "draws": draws,
+        "weights": T,
+        "by_rate": found,
+        "eval_change": eval_change,
+        "train_change": train_change,
+    }
 
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     rows, draws = numbers["by_rate"], numbers["draws"]
     return [
-        Check("the share that is dropped is p: largest distance, in standard errors", _share_off(numbers), high=5.0),
-        Check("the mean over draws is the weight without dropout: largest distance, in standard errors", max(r["mean_off_in_deviations"] for r in rows), high=6.0),
-        Check("row sums scatter as p / (1 - p) sum w^2 says: largest relative distance", max(abs(r["row_sum_std"] / r["row_sum_std_expected"] - 1) for r in rows), high=5 / math.sqrt(draws)),
+        Check(
+            "the share that is dropped is p: largest distance, in standard errors",
+            _share_off(numbers),
+            high=5.0,
+        ),
+        Check(
+            "the mean over draws is the weight without dropout: largest distance, in standard "
+            "errors",
+            max(r["mean_off_in_deviations"] for r in rows),
+            high=6.0,
+        ),
+        Check(
+            "row sums scatter as p / (1 - p) sum w^2 says: largest relative distance",
+            max(abs(r["row_sum_std"] / r["row_sum_std_expected"] - 1) for r in rows),
+            high=5 / math.sqrt(draws),
+        ),
         Check("in training two passes differ", numbers["train_change"], low=1e-3),
         Check("in evaluation they are the same to the last bit", numbers["eval_change"], high=0.0),
-    ]  # fmt: skip
+    ]
 
 
 def _share_off(numbers: Mapping[str, Any]) -> float:
@@ -74,34 +96,57 @@ def _half(numbers: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _checks_sums(numbers: Mapping[str, Any]) -> list[Check]:
     return [
-        Check("the weights of a row sum to 1: deviation of their sum at p = 0.5", _half(numbers)["row_sum_std"], high=1e-6),
+        Check(
+            "the weights of a row sum to 1: deviation of their sum at p = 0.5",
+            _half(numbers)["row_sum_std"],
+            high=1e-6,
+        ),
         Check("... at p = 0.1", numbers["by_rate"][0]["row_sum_std"], high=1e-6),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_half(numbers: Mapping[str, Any]) -> list[Check]:
     half = _half(numbers)
     return [
-        Check("the share that is dropped at p = 0.5, over all draws", half["dropped_share"], 0.49, 0.51),
-        Check("of one row it is half as well: share of rows that lose exactly half of their weights", half["exactly_half"], low=0.99),
-    ]  # fmt: skip
+        Check(
+            "the share that is dropped at p = 0.5, over all draws",
+            half["dropped_share"],
+            0.49,
+            0.51,
+        ),
+        Check(
+            "of one row it is half as well: share of rows that lose exactly half of their weights",
+            half["exactly_half"],
+            low=0.99,
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
         Line(name, tuple((r["rate"], r[key]) for r in numbers["by_rate"]))
-        for name, key in (("measured", "row_sum_std"), ("sqrt(p/(1-p) sum w^2)", "row_sum_std_expected"))
-    )  # fmt: skip
-    return Picture("How far row sums of dropped weights scatter around 1", "p", "standard deviation", lines)  # fmt: skip
+        for name, key in (
+            ("measured", "row_sum_std"),
+            ("sqrt(p/(1-p) sum w^2)", "row_sum_std_expected"),
+        )
+    )
+    return Picture(
+        "How far row sums of dropped weights scatter around 1", "p", "standard deviation", lines
+    )
 
 
-_SMALL = "Statistics of one small layer. Whether dropout on weights curbs over-fitting needs a large model that over-fits, and is not shown here."
+_SMALL = (
+    "Statistics of one small layer. Whether dropout on weights curbs over-fitting needs a "
+    "large model that over-fits, and is not shown here."
+)
 
 CLAIM = Claim(
     id="dropout",
     seeds=("S2.8", "S3.26", "S3.27"),
-    says="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), and does nothing in evaluation.",
-    predicts="A share of p is dropped, the mean over draws is kept, and two evaluations agree to the bit.",
+    says="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), and "
+    "does nothing in evaluation.",
+    predicts="A share of p is dropped, the mean over draws is kept, and two evaluations agree to "
+    "the bit.",
     scale=_SMALL,
     measure=_measure,
     checks=_checks,
@@ -120,7 +165,8 @@ SUMS = Claim(
     checks=_checks_sums,
     picture=_picture,
     shares="dropout",
-    lesson="They sum to 1 only on average (E2.3): a row that is printed in training is no distribution (E1.3).",
+    lesson="They sum to 1 only on average (E2.3): a row that is printed in training is no "
+    "distribution (E1.3).",
 )
 """E2.3."""
 
@@ -134,6 +180,7 @@ HALF = Claim(
     checks=_checks_half,
     picture=_picture,
     shares="dropout",
-    lesson="In expectation only: how many a row loses is binomial, and the printed draw took 15 of 36 (E3.2).",
+    lesson="In expectation only: how many a row loses is binomial, and the printed draw took 15 "
+    "of 36 (E3.2).",
 )
 """E3.2."""

@@ -1,6 +1,8 @@
-"""Do dims of an embedding stand for features of a token? One dim against a direction, on the embedding of tiny.
+"""Do dims of an embedding stand for features of a token? One dim against a direction, on the
+embedding of tiny.
 
-a direction is the difference of means, w = mean(E[has it]) - mean(E[has it not]), of one half of the tokens; the other half is asked
+a direction is the difference of means, w = mean(E[has it]) - mean(E[has it not]), of one half of
+the tokens; the other half is asked
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ FEATURES: dict[str, Callable[[str], bool]] = {
 
 
 def _sides(score: Tensor, has: Tensor, known: Tensor) -> float:
-    """Balanced accuracy on the unknown half, the threshold halfway between the means of the known half."""
+    """Balanced accuracy on the unknown half, the threshold halfway between the means of the known
+    half.
+    """
     middle = (score[known & has].mean() + score[known & ~has].mean()) / 2
     sign = score[known & has].mean() > score[known & ~has].mean()
     said = (score > middle) == sign
@@ -41,7 +45,9 @@ def _direction(x: Tensor, has: Tensor) -> Tensor:
 
 
 def _told(table: Tensor, shuffled: Tensor, has: Tensor, known: Tensor) -> dict[str, float]:
-    """The shares right on the unknown half: of a direction, of one made of other tokens' rows, of the best dim."""
+    """The shares right on the unknown half: of a direction, of one made of other tokens' rows, of
+    the best dim.
+    """
     found = {
         what: _sides(vectors @ _direction(vectors[known], has[known]), has, known)
         for what, vectors in (("direction", table), ("shuffled", shuffled))
@@ -73,17 +79,37 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_feature"]
     directions = sum(row["direction"] for row in rows) / len(rows)
     return [
-        Check("the best dim tells a feature of tokens that it was not chosen by: share right, the best of the features", max(row["best_dim"] for row in rows), low=0.75),
-        Check("the features are in the embedding: mean share right of a direction, on tokens that it was not made of", directions, low=0.6, role="control"),
-        Check("... and nothing is told by shuffled rows: largest distance from one half", max(abs(row["shuffled"] - 0.5) for row in rows), high=0.15, role="control"),
-    ]  # fmt: skip
+        Check(
+            "the best dim tells a feature of tokens that it was not chosen by: share right, the "
+            "best of the features",
+            max(row["best_dim"] for row in rows),
+            low=0.75,
+        ),
+        Check(
+            "the features are in the embedding: mean share right of a direction, on tokens that "
+            "it was not made of",
+            directions,
+            low=0.6,
+            role="control",
+        ),
+        Check(
+            "... and nothing is told by shuffled rows: largest distance from one half",
+            max(abs(row["shuffled"] - 0.5) for row in rows),
+            high=0.15,
+            role="control",
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
         Line(name, tuple((float(i), row[key]) for i, row in enumerate(numbers["by_feature"])))
-        for name, key in (("a direction", "direction"), ("the best dim", "best_dim"), ("shuffled rows", "shuffled"))
-    )  # fmt: skip
+        for name, key in (
+            ("a direction", "direction"),
+            ("the best dim", "best_dim"),
+            ("shuffled rows", "shuffled"),
+        )
+    )
     names = ", ".join(f"{i} {row['name']}" for i, row in enumerate(numbers["by_feature"]))
     return Picture("Told from the embedding of a token", names, "share right (balanced)", lines)
 
@@ -92,11 +118,14 @@ CLAIM = Claim(
     id="features",
     seeds=("S4.3",),
     says="Each dim of an embedding stands for a feature of the token.",
-    predicts="One dim tells three of four tokens that have a feature from those that have not; guessing tells half.",
-    scale="tiny has 256 dims and 1024 tokens: features of spelling are within its reach, those of meaning hardly.",
+    predicts="One dim tells three of four tokens that have a feature from those that have not; "
+    "guessing tells half.",
+    scale="tiny has 256 dims and 1024 tokens: features of spelling are within its reach, those of "
+    "meaning hardly.",
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="What stands for a feature is a direction; which dims carry it is an accident of training.",
+    lesson="What stands for a feature is a direction; which dims carry it is an accident of "
+    "training.",
 )
 """S4.3."""

@@ -1,7 +1,9 @@
-"""The notes' timing of MHA, GPT's attention and MLA side by side, warm and in turns; and what a fused matrix and a mask save.
+"""The notes' timing of MHA, GPT's attention and MLA side by side, warm and in turns; and what a
+fused matrix and a mask save.
 
-The note timed MHA and GPT with a dropout of 0.1 and MLA with 0.0, once each and cold, MHA first. Here every kind runs with
-dropout 0.1 in training mode, in evaluation mode, and MLA also in training mode without dropout, as the note had it.
+The note timed MHA and GPT with a dropout of 0.1 and MLA with 0.0, once each and cold, MHA first.
+Here every kind runs with dropout 0.1 in training mode, in evaluation mode, and MLA also in training
+mode without dropout, as the note had it.
 """
 
 from __future__ import annotations
@@ -55,12 +57,21 @@ def _measure(budget: float, seed: int) -> Numbers:
         times = seconds(cases, budget, rounds=15)
         with torch.inference_mode():
             out = {name: case() for name, case in cases.items()}
-        rows.append({
-            "mode": mode, "times": times,
-            "out": [
-                {"name": n, "shape": list(z.shape), "mean": float(z.mean()), "std": float(z.std())} for n, z in out.items()
-            ],
-        })  # fmt: skip
+        rows.append(
+            {
+                "mode": mode,
+                "times": times,
+                "out": [
+                    {
+                        "name": n,
+                        "shape": list(z.shape),
+                        "mean": float(z.mean()),
+                        "std": float(z.std()),
+                    }
+                    for n, z in out.items()
+                ],
+            }
+        )
     told = setting() | {"dropout": DROPOUT, "mode": "both"}
     return {**told, "dim": DIM, "heads": HEADS, "batch": BATCH, "tokens": TOKENS, "by_mode": rows}
 
@@ -72,49 +83,80 @@ def _table(numbers: Mapping[str, Any]) -> list[list[str]]:
         for one in row["out"]:
             shape = " x ".join(map(str, one["shape"]))
             ms = f"{1e3 * median(row['times'][one['name']]):.2f}"
-            found.append([one["name"], row["mode"], shape, f"{one['mean']:.4f}", f"{one['std']:.4f}", ms])  # fmt: skip
+            found.append(
+                [one["name"], row["mode"], shape, f"{one['mean']:.4f}", f"{one['std']:.4f}", ms]
+            )
     return found
 
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     found = [
-        scattered(f"in {row['mode']} mode: GPT's time by MHA's", ratios(row["times"], "GPT", "MHA"), high=0.95)
+        scattered(
+            f"in {row['mode']} mode: GPT's time by MHA's",
+            ratios(row["times"], "GPT", "MHA"),
+            high=0.95,
+        )
         for row in numbers["by_mode"]
-    ]  # fmt: skip
+    ]
     last = numbers["by_mode"][-1]["times"]
     return [
         *found,
-        scattered("... by that of MHA with the same mask, in evaluation mode", ratios(last, "GPT", "MHA, causal"), role="told"),
-        scattered("what the mask does to MHA: its time by that without a mask, in evaluation mode", ratios(last, "MHA, causal", "MHA"), role="told"),
-    ]  # fmt: skip
+        scattered(
+            "... by that of MHA with the same mask, in evaluation mode",
+            ratios(last, "GPT", "MHA, causal"),
+            role="told",
+        ),
+        scattered(
+            "what the mask does to MHA: its time by that without a mask, in evaluation mode",
+            ratios(last, "MHA, causal", "MHA"),
+            role="told",
+        ),
+    ]
 
 
 def _checks_mla(numbers: Mapping[str, Any]) -> list[Check]:
     training, evaluation = (row["times"] for row in numbers["by_mode"])
     return [
-        scattered("in training mode, dropout 0.1 in both: MLA's time by MHA's", ratios(training, "MLA", "MHA"), high=0.95),
-        scattered("in evaluation mode: MLA's time by MHA's", ratios(evaluation, "MLA", "MHA"), high=0.95),
-        scattered("as the note timed it, MLA without dropout and MHA with it", ratios(training, "MLA, dropout 0.0", "MHA"), role="told"),
-    ]  # fmt: skip
+        scattered(
+            "in training mode, dropout 0.1 in both: MLA's time by MHA's",
+            ratios(training, "MLA", "MHA"),
+            high=0.95,
+        ),
+        scattered(
+            "in evaluation mode: MLA's time by MHA's", ratios(evaluation, "MLA", "MHA"), high=0.95
+        ),
+        scattered(
+            "as the note timed it, MLA without dropout and MHA with it",
+            ratios(training, "MLA, dropout 0.0", "MHA"),
+            role="told",
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
     names = list(numbers["by_mode"][0]["times"])
     lines = tuple(
-        Line(row["mode"], tuple((float(i), 1e3 * median(row["times"][n])) for i, n in enumerate(names)))
+        Line(
+            row["mode"],
+            tuple((float(i), 1e3 * median(row["times"][n])) for i, n in enumerate(names)),
+        )
         for row in numbers["by_mode"]
-    )  # fmt: skip
+    )
     named = ", ".join(f"{i} {name}" for i, name in enumerate(names))
-    return Picture("One layer of width 512, 16 heads, 4 x 128 tokens", named, "milliseconds", lines)  # fmt: skip
+    return Picture("One layer of width 512, 16 heads, 4 x 128 tokens", named, "milliseconds", lines)
 
 
-_SETTING = "One layer on one thread of this CPU, warm, in turns, in processor time, with the quartiles of the ratios of rounds; a difference below 5 % does not count as faster."
+_SETTING = (
+    "One layer on one thread of this CPU, warm, in turns, in processor time, with the "
+    "quartiles of the ratios of rounds; a difference below 5 % does not count as faster."
+)
 
 CLAIM = Claim(
     id="fused",
     seeds=("S2.20", "S2.25", "E2.8", "X5"),
     says="GPT's attention is faster than standard multi-head attention.",
-    predicts="At most 0.95 of its time, in training mode with a dropout of 0.1 in both, and in evaluation mode.",
+    predicts="At most 0.95 of its time, in training mode with a dropout of 0.1 in both, and in "
+    "evaluation mode.",
     scale=_SETTING + " On a GPU, where a call costs more, one fused matrix saves more.",
     measure=_measure,
     checks=_checks,
@@ -122,7 +164,8 @@ CLAIM = Claim(
     timed=True,
     shares="fused",
     table=_table,
-    lesson="No arithmetic is saved (E2.8). A cold, single run in a fixed order, with dropout in some of the kinds, compares nothing (X5).",
+    lesson="No arithmetic is saved (E2.8). A cold, single run in a fixed order, with dropout in "
+    "some of the kinds, compares nothing (X5).",
 )
 """S2.20."""
 
@@ -131,15 +174,18 @@ MLA_TIME = Claim(
     seeds=("S2.19", "S2.25", "E2.8"),
     says="MLA is faster than standard multi-head attention.",
     predicts="At most 0.95 of its time with the same dropout in both, and in evaluation mode.",
-    scale=_SETTING + " The note timed MLA with dropout 0.0 against 0.1 of the others, and values of 16 numbers a head against 32.",
+    scale=_SETTING
+    + " The note timed MLA with dropout 0.0 against 0.1 of the others, and values of 16 numbers a "
+    "head against 32.",
     measure=_measure,
     checks=_checks_mla,
     picture=_picture,
     timed=True,
     shares="fused",
     table=_table,
-    lesson="With narrower values it computes less in a prompt. Most of what the note measured is the missing dropout (E2.8), and in decoding it is another question: `mla-step`.",
-)  # fmt: skip
+    lesson="With narrower values it computes less in a prompt. Most of what the note measured is "
+    "the missing dropout (E2.8), and in decoding it is another question: `mla-step`.",
+)
 """E2.8."""
 
 
@@ -169,38 +215,69 @@ def _measure_work(_budget: float, seed: int) -> Numbers:
     done = {}
     for name, mask in (("causal", Causal()), ("window", Causal() & Window(128))):
         told = plan(q, q, q, mask=mask)
-        done[name] = {"plain": told["reference"].flops / every, "ours": told[told.kernel].flops / every}  # fmt: skip
+        done[name] = {
+            "plain": told["reference"].flops / every,
+            "ours": told[told.kernel].flops / every,
+        }
     return {
-        "dim": DIM, "heads": HEADS, "error": error, "done": done,
+        "dim": DIM,
+        "heads": HEADS,
+        "error": error,
+        "done": done,
         "flops": [one.flops_per_token.value for one in work],
         "parameters": [one.parameters.value for one in work],
-    }  # fmt: skip
+    }
 
 
 def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
     flops, parameters = numbers["flops"], numbers["parameters"]
     return [
-        Check("both compute the same: largest difference", numbers["error"], high=1e-4, role="control"),
+        Check(
+            "both compute the same: largest difference", numbers["error"], high=1e-4, role="control"
+        ),
         Check("FLOPs of the fused one by those of the other", flops[0] / flops[1], high=0.99),
         Check("parameters, likewise", parameters[0] / parameters[1], role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_mask(numbers: Mapping[str, Any]) -> list[Check]:
     done = numbers["done"]
     return [
-        Check("of the plain computation, with a causal mask: FLOPs by those without a mask", done["causal"]["plain"], low=0.99),
-        Check("of the kernel that regard chooses, with a causal mask", done["causal"]["ours"], low=0.99, role="limit"),
-        Check("... and with a window of 128 in 4096", done["window"]["ours"], low=0.99, role="limit"),
-    ]  # fmt: skip
+        Check(
+            "of the plain computation, with a causal mask: FLOPs by those without a mask",
+            done["causal"]["plain"],
+            low=0.99,
+        ),
+        Check(
+            "of the kernel that regard chooses, with a causal mask",
+            done["causal"]["ours"],
+            low=0.99,
+            role="limit",
+        ),
+        Check(
+            "... and with a window of 128 in 4096", done["window"]["ours"], low=0.99, role="limit"
+        ),
+    ]
 
 
 def _picture_work(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
-        Line(name, ((0.0, 1.0), (1.0, numbers["done"]["causal"][who]), (2.0, numbers["done"]["window"][who])))
+        Line(
+            name,
+            (
+                (0.0, 1.0),
+                (1.0, numbers["done"]["causal"][who]),
+                (2.0, numbers["done"]["window"][who]),
+            ),
+        )
         for name, who in (("plain", "plain"), ("regard's kernel", "ours"))
-    )  # fmt: skip
-    return Picture("FLOPs of 4096 queries and keys, by those without a mask", "0 no mask, 1 causal, 2 window of 128", "share", lines)  # fmt: skip
+    )
+    return Picture(
+        "FLOPs of 4096 queries and keys, by those without a mask",
+        "0 no mask, 1 causal, 2 window of 128",
+        "share",
+        lines,
+    )
 
 
 WORK = Claim(
@@ -227,6 +304,8 @@ MASK = Claim(
     checks=_checks_mask,
     picture=_picture_work,
     shares="fused-work",
-    lesson="True of code that multiplies everything and fills in minus infinity afterwards; a kernel that skips masked tiles does half of the causal work, and a twentieth with a window (E2.9).",
+    lesson="True of code that multiplies everything and fills in minus infinity afterwards; a "
+    "kernel that skips masked tiles does half of the causal work, and a twentieth with a "
+    "window (E2.9).",
 )
 """E2.9."""

@@ -1,4 +1,6 @@
-"""Fewer keys and values, or latents: what a cache holds, and what the model loses on text and on recall."""
+"""Fewer keys and values, or latents: what a cache holds, and what the model loses on text and on
+recall.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,21 @@ def _measure_counts(_budget: float, seed: int) -> Numbers:
     rows = []
     for name in KINDS:
         config, model = _decoder(name, BYTES, seed)
-        rows.append({
-            "name": name, "bytes": cache_bytes(model, config, TOKENS),
-            "score_flops": [_score_flops(model) * n * (n + 1) // 2 for n in LENGTHS],
-        })  # fmt: skip
-    return {"dim": DIM, "heads": HEADS, "layers": 2, "tokens": TOKENS, "lengths": list(LENGTHS), "by_name": rows}  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "bytes": cache_bytes(model, config, TOKENS),
+                "score_flops": [_score_flops(model) * n * (n + 1) // 2 for n in LENGTHS],
+            }
+        )
+    return {
+        "dim": DIM,
+        "heads": HEADS,
+        "layers": 2,
+        "tokens": TOKENS,
+        "lengths": list(LENGTHS),
+        "by_name": rows,
+    }
 
 
 def _measure(budget: float, seed: int) -> Numbers:
@@ -58,7 +70,14 @@ def _measure(budget: float, seed: int) -> Numbers:
         learn(other, TASK, steps(budget, RECALL), seed=seed)
         row["recall"].append(right(other, TASK, "validation", 96))
         rows.append(row)
-    return {"dim": DIM, "heads": HEADS, "layers": 2, "seeds": SEEDS, "steps": steps(budget, STEPS), "by_name": rows}  # fmt: skip
+    return {
+        "dim": DIM,
+        "heads": HEADS,
+        "layers": 2,
+        "seeds": SEEDS,
+        "steps": steps(budget, STEPS),
+        "by_name": rows,
+    }
 
 
 @torch.no_grad()
@@ -82,23 +101,36 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
         return float(by["mha"]["bytes"] / by[name]["bytes"])
 
     return [
-        Check("MQA's cache: MHA's bytes by its bytes, the number of heads", saved("mqa"), heads, heads),
+        Check(
+            "MQA's cache: MHA's bytes by its bytes, the number of heads", saved("mqa"), heads, heads
+        ),
         Check("GQA's, with half as many groups as heads", saved("gqa"), 2.0, 2.0),
         Check("MLA's", saved("mla"), low=2.0),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_linear(numbers: Mapping[str, Any]) -> list[Check]:
     by = _by_name(numbers)
     lengths = [float(n) for n in numbers["lengths"]]
     return [
-        Check("FLOPs of MQA's scores and mixing over a prompt of n tokens: exponent of n", exponent(lengths, by["mqa"]["score_flops"]), 0.95, 1.05),
-        Check("... by MHA's at the longest", by["mqa"]["score_flops"][-1] / by["mha"]["score_flops"][-1], role="told"),
-    ]  # fmt: skip
+        Check(
+            "FLOPs of MQA's scores and mixing over a prompt of n tokens: exponent of n",
+            exponent(lengths, by["mqa"]["score_flops"]),
+            0.95,
+            1.05,
+        ),
+        Check(
+            "... by MHA's at the longest",
+            by["mqa"]["score_flops"][-1] / by["mha"]["score_flops"][-1],
+            role="told",
+        ),
+    ]
 
 
 def _lost(numbers: Mapping[str, Any], name: str) -> list[float]:
-    """Nats per byte more than MHA, seed by seed: both of a seed read the same text in the same order."""
+    """Nats per byte more than MHA, seed by seed: both of a seed read the same text in the same
+    order.
+    """
     by = _by_name(numbers)
     return [a - b for a, b in zip(by[name]["text"], by["mha"]["text"], strict=True)]
 
@@ -110,15 +142,32 @@ def _checks_quality(numbers: Mapping[str, Any]) -> list[Check]:
         return float(by["mha"]["recall"][0] - by[name]["recall"][0])
 
     return [
-        scattered("GQA on text: nats per byte lost against MHA, seed by seed", _lost(numbers, "gqa"), high=0.05),
+        scattered(
+            "GQA on text: nats per byte lost against MHA, seed by seed",
+            _lost(numbers, "gqa"),
+            high=0.05,
+        ),
         Check("GQA on recall: lost of the share right", forgotten("gqa"), high=0.1),
-        *(scattered(f"{name.upper()} on text: nats per byte lost", _lost(numbers, name), role="told") for name in ("mqa", "mla")),
-        *(Check(f"{name.upper()} on recall: lost of the share right", forgotten(name), role="told") for name in ("mqa", "mla")),
-    ]  # fmt: skip
+        *(
+            scattered(
+                f"{name.upper()} on text: nats per byte lost", _lost(numbers, name), role="told"
+            )
+            for name in ("mqa", "mla")
+        ),
+        *(
+            Check(
+                f"{name.upper()} on recall: lost of the share right", forgotten(name), role="told"
+            )
+            for name in ("mqa", "mla")
+        ),
+    ]
 
 
 def _picture_bytes(numbers: Mapping[str, Any]) -> Picture:
-    lines = tuple(Line(row["name"], ((0.0, 0.0), (float(numbers["tokens"]), float(row["bytes"])))) for row in numbers["by_name"])  # fmt: skip
+    lines = tuple(
+        Line(row["name"], ((0.0, 0.0), (float(numbers["tokens"]), float(row["bytes"]))))
+        for row in numbers["by_name"]
+    )
     return Picture("The cache of 2 layers of width 64, 4 heads", "tokens", "bytes", lines)
 
 
@@ -127,14 +176,21 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         Line(row["name"], tuple((float(i), loss) for i, loss in enumerate(row["text"])))
         for row in numbers["by_name"]
     )
-    return Picture("Loss on text that was not trained on, 2 layers of width 64, 4 heads", "seed", "nats per byte", lines)  # fmt: skip
+    return Picture(
+        "Loss on text that was not trained on, 2 layers of width 64, 4 heads",
+        "seed",
+        "nats per byte",
+        lines,
+    )
 
 
 CACHE = Claim(
     id="groups-cache",
     seeds=("S4.19", "S4.20", "S5.14", "E4.7"),
-    says="Multi-query, grouped-query and latent attention have smaller caches than multi-head attention.",
-    predicts="The cache of MQA by the number of heads, that of GQA by the heads in a group, that of MLA by two at least.",
+    says="Multi-query, grouped-query and latent attention have smaller caches than multi-head "
+    "attention.",
+    predicts="The cache of MQA by the number of heads, that of GQA by the heads in a group, that "
+    "of MLA by two at least.",
     scale="Counted in real caches of a decoder of width 64 with four heads.",
     measure=_measure_counts,
     checks=_checks_cache,
@@ -154,7 +210,8 @@ LINEAR = Claim(
     checks=_checks_linear,
     picture=_picture_bytes,
     shares="groups-cache",
-    lesson="The scores are n^2 per head in prefill and n per step for every variant; what falls is the cache (E4.7).",
+    lesson="The scores are n^2 per head in prefill and n per step for every variant; what falls "
+    "is the cache (E4.7).",
 )
 """E4.7."""
 
@@ -162,8 +219,10 @@ QUALITY = Claim(
     id="groups-quality",
     seeds=("S4.20",),
     says="Grouped-query attention keeps the quality of multi-head attention.",
-    predicts="At most 0.05 nats per byte lost on text, by the same steps on the same data, and as much recalled.",
-    scale="Two layers of width 64 with four heads, two seeds and 400 steps: hundredths of a nat say nothing of large models. `regard compare --quality` has more.",
+    predicts="At most 0.05 nats per byte lost on text, by the same steps on the same data, and as "
+    "much recalled.",
+    scale="Two layers of width 64 with four heads, two seeds and 400 steps: hundredths of a nat "
+    "say nothing of large models. `regard compare --quality` has more.",
     measure=_measure,
     checks=_checks_quality,
     picture=_picture,

@@ -1,4 +1,5 @@
-"""How work and time grow with the length, for full, windowed, strided and linear attention: exponents of n.
+"""How work and time grow with the length, for full, windowed, strided and linear attention:
+exponents of n.
 
 pairs of full: n^2 / 2;  of a window of w: n w;  of a stride of sqrt(n): n^1.5;  linear attention: a state of fixed size per token
 """
@@ -26,7 +27,11 @@ H, D, WINDOW = 2, 64, 128
 
 
 def _masks(length: int) -> dict[str, Mask]:
-    return {"full": Causal(), "window": Causal() & Window(WINDOW), "strided": Causal() & Strided(round(length**0.5))}  # fmt: skip
+    return {
+        "full": Causal(),
+        "window": Causal() & Window(WINDOW),
+        "strided": Causal() & Strided(round(length**0.5)),
+    }
 
 
 def _measure_pairs(_budget: float, _seed: int) -> Numbers:
@@ -35,16 +40,23 @@ def _measure_pairs(_budget: float, _seed: int) -> Numbers:
     for length in LENGTHS:
         pairs = {name: _pairs(mask, length) for name, mask in _masks(length).items()}
         told = layer.describe(length)
-        rows.append({
-            "length": length, "pairs": pairs, "linear": told.flops_per_token.value * length,
-        })  # fmt: skip
+        rows.append(
+            {
+                "length": length,
+                "pairs": pairs,
+                "linear": told.flops_per_token.value * length,
+            }
+        )
     return {"heads": H, "head_dim": D, "window": WINDOW, "by_length": rows}
 
 
 def _pairs(mask: Mask, length: int) -> int:
     """How many pairs the mask allows, 512 rows at a time."""
     keys = torch.arange(length)[None]
-    return sum(int(mask.allows(torch.arange(at, at + 512)[:, None], keys).sum()) for at in range(0, length, 512))  # fmt: skip
+    return sum(
+        int(mask.allows(torch.arange(at, at + 512)[:, None], keys).sum())
+        for at in range(0, length, 512)
+    )
 
 
 def _slope(rows: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -52,23 +64,36 @@ def _slope(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def _checks_full(numbers: Mapping[str, Any]) -> list[Check]:
-    return [Check("pairs of queries and keys: exponent of n", _slope(numbers["by_length"], "full"), 1.95, 2.05)]  # fmt: skip
+    return [
+        Check(
+            "pairs of queries and keys: exponent of n",
+            _slope(numbers["by_length"], "full"),
+            1.95,
+            2.05,
+        )
+    ]
 
 
 def _checks_sparse(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_length"]
 
     def kept(name: str) -> float:
-        """Pairs by n log n at the longest, by the same at the shortest: 1 where they grow as n log n."""
-        first, last = (r["pairs"][name] / r["length"] / math.log(r["length"]) for r in (rows[0], rows[-1]))  # fmt: skip
+        """Pairs by n log n at the longest, by the same at the shortest: 1 where they grow as n log
+        n.
+        """
+        first, last = (
+            r["pairs"][name] / r["length"] / math.log(r["length"]) for r in (rows[0], rows[-1])
+        )
         return float(last / first)
 
     return [
-        Check("pairs of a window by n log n, the longest by the shortest", kept("window"), 0.95, 1.05),
+        Check(
+            "pairs of a window by n log n, the longest by the shortest", kept("window"), 0.95, 1.05
+        ),
         Check("pairs of a stride of sqrt(n) by n log n, likewise", kept("strided"), 0.95, 1.05),
         Check("pairs of a window: exponent of n", _slope(rows, "window"), role="told"),
         Check("pairs of a stride of sqrt(n): exponent of n", _slope(rows, "strided"), role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_linear(numbers: Mapping[str, Any]) -> list[Check]:
@@ -79,9 +104,11 @@ def _checks_linear(numbers: Mapping[str, Any]) -> list[Check]:
 
 def _picture_pairs(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
-        Line(name, tuple((float(r["length"]), float(r["pairs"][name])) for r in numbers["by_length"]))
+        Line(
+            name, tuple((float(r["length"]), float(r["pairs"][name])) for r in numbers["by_length"])
+        )
         for name in ("full", "window", "strided")
-    )  # fmt: skip
+    )
     return Picture("Pairs that a mask allows", "n", "pairs", lines, "xy")
 
 
@@ -106,13 +133,16 @@ SPARSE = Claim(
     seeds=("S4.21", "S5.15", "E4.10"),
     says="The work of sparse attention grows as n log n.",
     predicts="Pairs of windows and of strides that stay in proportion to n log n.",
-    scale=_COUNTED + " A window is Longformer's without its global tokens, a stride of sqrt(n) the Sparse Transformer's.",
+    scale=_COUNTED
+    + " A window is Longformer's without its global tokens, a stride of sqrt(n) the Sparse "
+    "Transformer's.",
     measure=_measure_pairs,
     checks=_checks_sparse,
     picture=_picture_pairs,
     shares="full-work",
-    lesson="A window is linear and a stride of sqrt(n) has n^1.5; n log n is Reformer's hashing (E4.10).",
-)  # fmt: skip
+    lesson="A window is linear and a stride of sqrt(n) has n^1.5; n log n is Reformer's hashing "
+    "(E4.10).",
+)
 """E4.10."""
 
 LINEAR = Claim(
@@ -140,7 +170,13 @@ def _measure_time(budget: float, seed: int) -> Numbers:
         }
         cases["linear"] = partial(linear_attention, q, k, v)
         where = {name: plan(q, k, v, mask=mask).kernel for name, mask in masks.items()}
-        rows.append({"length": length, "times": seconds(cases, budget, rounds=5, limit=12.0), "kernel": where})  # fmt: skip
+        rows.append(
+            {
+                "length": length,
+                "times": seconds(cases, budget, rounds=5, limit=12.0),
+                "kernel": where,
+            }
+        )
     return {**setting(), "heads": H, "head_dim": D, "window": WINDOW, "by_length": rows}
 
 
@@ -148,10 +184,26 @@ def _checks_time(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_length"]
     last = rows[-1]["times"]
     return [
-        scattered("a window by full attention, at the longest: time", ratios(last, "window", "full"), high=0.5),
-        scattered("a stride of sqrt(n) by full attention, at the longest: time", ratios(last, "strided", "full"), high=0.5, role="limit"),
-        *(scattered(f"time, the three longest: exponent of n, {name}", slopes(rows[1:], name), role="told") for name in ("full", "window", "strided", "linear")),
-    ]  # fmt: skip
+        scattered(
+            "a window by full attention, at the longest: time",
+            ratios(last, "window", "full"),
+            high=0.5,
+        ),
+        scattered(
+            "a stride of sqrt(n) by full attention, at the longest: time",
+            ratios(last, "strided", "full"),
+            high=0.5,
+            role="limit",
+        ),
+        *(
+            scattered(
+                f"time, the three longest: exponent of n, {name}",
+                slopes(rows[1:], name),
+                role="told",
+            )
+            for name in ("full", "window", "strided", "linear")
+        ),
+    ]
 
 
 def _picture_time(numbers: Mapping[str, Any]) -> Picture:
@@ -169,6 +221,7 @@ SPARSE_TIME = Claim(
     checks=_checks_time,
     picture=_picture_time,
     timed=True,
-    lesson="Time follows the pairs where a kernel can skip whole tiles: a window leaves most of them empty, a stride none.",
+    lesson="Time follows the pairs where a kernel can skip whole tiles: a window leaves most of "
+    "them empty, a stride none.",
 )
 """S4.21."""

@@ -1,4 +1,5 @@
-"""Several heads against one wide head: the same width, parameters and FLOPs, trained on text and on a task of two places.
+"""Several heads against one wide head: the same width, parameters and FLOPs, trained on text and on
+a task of two places.
 
 two places: y_t = (x_{t-1} - x_{t-4}) mod V: what is asked for stands at two places at once
 """
@@ -28,7 +29,10 @@ TEXT_STEPS, TEXT_SEEDS = 160, 3
 def _places(random: Random, length: int) -> Example:
     drawn = [random.randrange(KINDS) for _ in range(length)]
     near, far = BACK
-    asked = ["" if t < far else SYMBOLS[(drawn[t - near] - drawn[t - far]) % KINDS] for t in range(length)]  # fmt: skip
+    asked = [
+        "" if t < far else SYMBOLS[(drawn[t - near] - drawn[t - far]) % KINDS]
+        for t in range(length)
+    ]
     return Example(tuple(SYMBOLS[i] for i in drawn), tuple(asked))
 
 
@@ -53,17 +57,27 @@ def _measure_places(budget: float, seed: int) -> Numbers:
             learn(small, PLACES, steps(budget, PLACES_STEPS), lr=5e-3, seed=trial)
             shares.append(right(small, PLACES, "validation", 64))
         rows.append({"heads": heads, "places": shares})
-    return {"dim": DIM, "chance": 1 / KINDS, "steps": steps(budget, PLACES_STEPS), "by_heads": rows}  # fmt: skip
+    return {"dim": DIM, "chance": 1 / KINDS, "steps": steps(budget, PLACES_STEPS), "by_heads": rows}
 
 
 def _checks_places(numbers: Mapping[str, Any]) -> list[Check]:
     one, *several = numbers["by_heads"]
     best = max(several, key=lambda row: max(row["places"]))
     return [
-        Check("one wide head answers what stands at two places: its best share right, by what guessing gives", max(one["places"]) / numbers["chance"], high=2.0),
+        Check(
+            "one wide head answers what stands at two places: its best share right, by what "
+            "guessing gives",
+            max(one["places"]) / numbers["chance"],
+            high=2.0,
+        ),
         Check(f"{best['heads']} heads do: their best share right", max(best["places"]), low=0.5),
-        *(scattered(f"share right of {r['heads']} heads, over the seeds", r["places"], role="told") for r in numbers["by_heads"]),
-    ]  # fmt: skip
+        *(
+            scattered(
+                f"share right of {r['heads']} heads, over the seeds", r["places"], role="told"
+            )
+            for r in numbers["by_heads"]
+        ),
+    ]
 
 
 def _picture_places(numbers: Mapping[str, Any]) -> Picture:
@@ -71,15 +85,24 @@ def _picture_places(numbers: Mapping[str, Any]) -> Picture:
         Line(name, tuple((float(r["heads"]), take(r["places"])) for r in numbers["by_heads"]))
         for name, take in (("best", max), ("mean", mean), ("worst", min))
     )
-    return Picture("What stands at two places at once, one layer of width 64", "heads", "share right", lines, "x")  # fmt: skip
+    return Picture(
+        "What stands at two places at once, one layer of width 64",
+        "heads",
+        "share right",
+        lines,
+        "x",
+    )
 
 
 CLAIM = Claim(
     id="heads",
     seeds=("S1.15", "S2.10", "S4.14", "S4.16", "S5.6"),
-    says="Several heads look at several places at once, which one head as wide as all of them cannot.",
-    predicts="What stands at two places is answered by several heads, and by one wide head no better than by guessing.",
-    scale="One layer of width 64, three seeds and 700 steps. 'Cannot' means: did not learn to in that time; one head may still mix two places unevenly and take them apart behind it.",
+    says="Several heads look at several places at once, which one head as wide as all of them "
+    "cannot.",
+    predicts="What stands at two places is answered by several heads, and by one wide head no "
+    "better than by guessing.",
+    scale="One layer of width 64, three seeds and 700 steps. 'Cannot' means: did not learn to in "
+    "that time; one head may still mix two places unevenly and take them apart behind it.",
     measure=_measure_places,
     checks=_checks_places,
     picture=_picture_places,
@@ -101,21 +124,43 @@ def _measure_text(budget: float, seed: int) -> Numbers:
 
 
 def _gains(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[float]:
-    """Nats per byte that the second is better, seed by seed: both of a seed read the same text in the same order."""
+    """Nats per byte that the second is better, seed by seed: both of a seed read the same text in
+    the same order.
+    """
     return [a - b for a, b in zip(one["text"], other["text"], strict=True)]
 
 
 def _checks_text(numbers: Mapping[str, Any]) -> list[Check]:
     one, *several = numbers["by_heads"]
     return [
-        *(scattered(f"{row['heads']} heads: nats per byte better than one head, seed by seed", _gains(one, row), low=0.01) for row in several),
-        scattered("the most heads are better still than the second most", _gains(several[-2], several[-1]), role="told"),
-    ]  # fmt: skip
+        *(
+            scattered(
+                f"{row['heads']} heads: nats per byte better than one head, seed by seed",
+                _gains(one, row),
+                low=0.01,
+            )
+            for row in several
+        ),
+        scattered(
+            "the most heads are better still than the second most",
+            _gains(several[-2], several[-1]),
+            role="told",
+        ),
+    ]
 
 
 def _picture_text(numbers: Mapping[str, Any]) -> Picture:
-    line = Line("text: nats per byte", tuple((float(r["heads"]), mean(r["text"])) for r in numbers["by_heads"]))  # fmt: skip
-    return Picture("One layer of width 64, its heads cut from the same width", "heads", "nats per byte", (line,), "x")  # fmt: skip
+    line = Line(
+        "text: nats per byte",
+        tuple((float(r["heads"]), mean(r["text"])) for r in numbers["by_heads"]),
+    )
+    return Picture(
+        "One layer of width 64, its heads cut from the same width",
+        "heads",
+        "nats per byte",
+        (line,),
+        "x",
+    )
 
 
 TEXT = Claim(
@@ -123,7 +168,8 @@ TEXT = Claim(
     seeds=("S2.10", "S4.16", "S5.6"),
     says="Several heads model text better than one head as wide as all of them.",
     predicts="Less loss with the same parameters, data and steps, by more than the seeds differ.",
-    scale="One layer of width 64, three seeds and 160 steps: it does not say how many heads a large model wants.",
+    scale="One layer of width 64, three seeds and 160 steps: it does not say how many heads a "
+    "large model wants.",
     measure=_measure_text,
     checks=_checks_text,
     picture=_picture_text,
@@ -152,17 +198,30 @@ def _most(rows: Sequence[Mapping[str, Any]], way: str, what: str) -> float:
 def _checks_cost(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_heads"]
     return [
-        Check("FLOPs of one wide head by those of several that share its width", 1 / _most(rows, "split", "flops"), low=1.01),
+        Check(
+            "FLOPs of one wide head by those of several that share its width",
+            1 / _most(rows, "split", "flops"),
+            low=1.01,
+        ),
         Check("parameters, likewise", 1 / _most(rows, "split", "parameters"), low=1.01),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_more(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_heads"]
     return [
-        Check("a list of heads of one size: FLOPs of the most heads by those of one", _most(rows, "list", "flops"), low=1.01),
-        Check("heads cut from a fixed width: likewise", _most(rows, "split", "flops"), low=1.01, role="limit"),
-    ]  # fmt: skip
+        Check(
+            "a list of heads of one size: FLOPs of the most heads by those of one",
+            _most(rows, "list", "flops"),
+            low=1.01,
+        ),
+        Check(
+            "heads cut from a fixed width: likewise",
+            _most(rows, "split", "flops"),
+            low=1.01,
+            role="limit",
+        ),
+    ]
 
 
 def _picture_cost(numbers: Mapping[str, Any]) -> Picture:
@@ -183,7 +242,8 @@ WIDE = Claim(
     checks=_checks_cost,
     picture=_picture_cost,
     shares="heads-wide",
-    lesson="One wide head costs what several do; what several buy is several distributions (E4.14).",
+    lesson="One wide head costs what several do; what several buy is several distributions "
+    "(E4.14).",
 )
 """E4.14."""
 
@@ -197,6 +257,7 @@ MORE = Claim(
     checks=_checks_more,
     picture=_picture_cost,
     shares="heads-wide",
-    lesson="In a list, where each head brings matrices of its own; not where a fixed width is cut (E3.5).",
+    lesson="In a list, where each head brings matrices of its own; not where a fixed width is cut "
+    "(E3.5).",
 )
 """E3.5."""

@@ -1,6 +1,8 @@
-"""Infini-attention's memory on recall across segments, against a window of one segment, and against all keys.
+"""Infini-attention's memory on recall across segments, against a window of one segment, and against
+all keys.
 
-pairs, then silence that is longer than what windows reach together, then the keys again: a window cannot know the values
+pairs, then silence that is longer than what windows reach together, then the keys again: a window
+cannot know the values
 """
 
 from __future__ import annotations
@@ -64,15 +66,21 @@ def _gates(model: Decoder) -> list[float]:
 def _trained(name: str, count: int, rate: float, seed: int) -> Decoder:
     attention, options = KINDS_OF[name]
     torch.manual_seed(seed)
-    _, model = decoder(len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed)  # fmt: skip
+    _, model = decoder(
+        len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed
+    )
     learn(model, TASK, count, lr=rate, seed=seed)
     return model
 
 
 def _added_to(model: Decoder, seed: int) -> Decoder:
-    """A trained model of another mechanism with Infini-attention in its place: every weight that both have, a gate that has not been trained."""
+    """A trained model of another mechanism with Infini-attention in its place: every weight that
+    both have, a gate that has not been trained.
+    """
     attention, options = KINDS_OF["infini"]
-    _, fresh = decoder(len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed)  # fmt: skip
+    _, fresh = decoder(
+        len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed
+    )
     left = fresh.load_state_dict(model.state_dict(), strict=False)
     assert not left.unexpected_keys
     assert all(key.endswith("gate") for key in left.missing_keys), left.missing_keys
@@ -92,16 +100,37 @@ def _measure(budget: float, seed: int) -> Numbers:
                 one["with_memory"] = right(_added_to(model, seed), TASK, "validation", 128)
             tried.append(one)
         found.append({"name": name, "tried": tried, "right": max(one["right"] for one in tried)})
-    return {"steps": count, "pairs": PAIRS, "segment": SEGMENT, "silence": SILENCE, "chance": 1 / KINDS, "by_name": found}  # fmt: skip
+    return {
+        "steps": count,
+        "pairs": PAIRS,
+        "segment": SEGMENT,
+        "silence": SILENCE,
+        "chance": 1 / KINDS,
+        "by_name": found,
+    }
 
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     window, memory, dense = (row["right"] for row in numbers["by_name"])
     return [
-        Check("values found again across segments: share right, less that of the window alone", memory - window, low=0.2),
-        Check("the window alone cannot know: its share right, by what guessing among the values gives", window / numbers["chance"], high=2.0, role="control"),
-        Check("share right of a model that sees all keys, less that with the memory", dense - memory, role="told"),
-    ]  # fmt: skip
+        Check(
+            "values found again across segments: share right, less that of the window alone",
+            memory - window,
+            low=0.2,
+        ),
+        Check(
+            "the window alone cannot know: its share right, by what guessing among the values "
+            "gives",
+            window / numbers["chance"],
+            high=2.0,
+            role="control",
+        ),
+        Check(
+            "share right of a model that sees all keys, less that with the memory",
+            dense - memory,
+            role="told",
+        ),
+    ]
 
 
 def _checks_free(numbers: Mapping[str, Any]) -> list[Check]:
@@ -109,10 +138,24 @@ def _checks_free(numbers: Mapping[str, Any]) -> list[Check]:
     added = window["tried"][0]["with_memory"] - window["right"]
     kept = dense["tried"][0]["with_memory"] - dense["right"]
     return [
-        Check("a memory added to a trained window, not trained with it: share right, less that of the window alone", added, low=0.2),
-        Check("put into a trained model that saw all keys: share right, less what it had", kept, low=-0.05),
-        Check("trained with its gate it recalls: share right, less that of the window alone", memory["right"] - window["right"], low=0.2, role="control"),
-    ]  # fmt: skip
+        Check(
+            "a memory added to a trained window, not trained with it: share right, less that of "
+            "the window alone",
+            added,
+            low=0.2,
+        ),
+        Check(
+            "put into a trained model that saw all keys: share right, less what it had",
+            kept,
+            low=-0.05,
+        ),
+        Check(
+            "trained with its gate it recalls: share right, less that of the window alone",
+            memory["right"] - window["right"],
+            low=0.2,
+            role="control",
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
@@ -123,7 +166,10 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
     return Picture("Values found again across segments", "learning rate", "share right", lines, "x")
 
 
-_TOY = "Three pairs in segments of eight, trained for it. At scale others could not reproduce a needle in an earlier segment: this shows that the memory works, not how much it holds."
+_TOY = (
+    "Three pairs in segments of eight, trained for it. At scale others could not reproduce a "
+    "needle in an earlier segment: this shows that the memory works, not how much it holds."
+)
 
 CLAIM = Claim(
     id="infini",
@@ -135,7 +181,8 @@ CLAIM = Claim(
     checks=_checks,
     picture=_picture,
     shares="infini",
-    lesson="The memory adds up outer products of keys and values: it recalls what was stored with keys that stay apart, and blurs the rest.",
+    lesson="The memory adds up outer products of keys and values: it recalls what was stored with "
+    "keys that stay apart, and blurs the rest.",
 )
 """S5.16."""
 
@@ -143,7 +190,8 @@ FREE = Claim(
     id="infini-free",
     seeds=("S5.16", "E5.10"),
     says="Infini-attention is a free addition to a model that is trained already.",
-    predicts="Put in place of its attention, with the gate as it begins, it recalls across segments, and loses nothing that was there.",
+    predicts="Put in place of its attention, with the gate as it begins, it recalls across "
+    "segments, and loses nothing that was there.",
     scale=_TOY,
     measure=_measure,
     checks=_checks_free,

@@ -1,6 +1,8 @@
-"""What latent attention saves, and what it costs: numbers per token in a cache, FLOPs of a step, and time of a step.
+"""What latent attention saves, and what it costs: numbers per token in a cache, FLOPs of a step,
+and time of a step.
 
-Naive: the cache is expanded to keys and values of every head at each step. Absorbed: queries go down to the latent instead.
+Naive: the cache is expanded to keys and values of every head at each step. Absorbed: queries go
+    down to the latent instead.
 """
 
 from __future__ import annotations
@@ -53,10 +55,17 @@ def _measure_counts(_budget: float, seed: int) -> Numbers:
     heads, latent = _pair(seed)
     E, R, P, V = RANK, TURNED, DIM // HEADS, DIM // HEADS
     return {
-        "kv_rank": E, "rope_dim": R, "dim": DIM, "heads": HEADS,
+        "kv_rank": E,
+        "rope_dim": R,
+        "dim": DIM,
+        "heads": HEADS,
         "kept": {"MHA": sum(heads.project.shape.memory), "MLA": sum(latent.project.shape.memory)},
-        "pair_flops": {"MHA": 4 * P, "MLA, expanded": 2 * (P + R + V), "MLA, absorbed": 2 * (2 * E + R)},
-    }  # fmt: skip
+        "pair_flops": {
+            "MHA": 4 * P,
+            "MLA, expanded": 2 * (P + R + V),
+            "MLA, absorbed": 2 * (2 * E + R),
+        },
+    }
 
 
 @torch.inference_mode()
@@ -67,8 +76,10 @@ def _measure(budget: float, seed: int) -> Numbers:
     for length in LENGTHS:
         x = torch.randn(1, length, DIM)
         cases = {
-            "MHA": _step(heads, heads.project, x), "MLA, naive": _step(latent, naive, x), "MLA, absorbed": _step(latent, absorbed, x),
-        }  # fmt: skip
+            "MHA": _step(heads, heads.project, x),
+            "MLA, naive": _step(latent, naive, x),
+            "MLA, absorbed": _step(latent, absorbed, x),
+        }
         error = float((cases["MLA, naive"]() - cases["MLA, absorbed"]()).abs().max())
         rows.append({"length": length, "times": seconds(cases, budget, rounds=9), "error": error})
     return {**setting(), "dim": DIM, "heads": HEADS, "by_length": rows}
@@ -88,41 +99,77 @@ def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
 def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
     work = numbers["pair_flops"]
     found = [
-        Check(f"FLOPs per pair of query and key and head: {name} by MHA", work[name] / work["MHA"], high=0.999)
-        for name in work if name != "MHA"
-    ]  # fmt: skip
+        Check(
+            f"FLOPs per pair of query and key and head: {name} by MHA",
+            work[name] / work["MHA"],
+            high=0.999,
+        )
+        for name in work
+        if name != "MHA"
+    ]
     return found
 
 
 def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_length"]
     return [
-        Check("both give the same: largest difference", max(r["error"] for r in rows), high=1e-3, role="control"),
-        *(scattered(f"a step behind {r['length']} tokens: time absorbed by time expanded", ratios(r["times"], "MLA, absorbed", "MLA, naive"), high=0.9) for r in rows),
-    ]  # fmt: skip
+        Check(
+            "both give the same: largest difference",
+            max(r["error"] for r in rows),
+            high=1e-3,
+            role="control",
+        ),
+        *(
+            scattered(
+                f"a step behind {r['length']} tokens: time absorbed by time expanded",
+                ratios(r["times"], "MLA, absorbed", "MLA, naive"),
+                high=0.9,
+            )
+            for r in rows
+        ),
+    ]
 
 
 def _checks_step(numbers: Mapping[str, Any]) -> list[Check]:
     *_, last = numbers["by_length"]
     return [
-        scattered(f"a step behind {last['length']} tokens: absorbed MLA by MHA", ratios(last["times"], "MLA, absorbed", "MHA"), high=0.95),
-        scattered("... and MLA that expands its cache, by MHA", ratios(last["times"], "MLA, naive", "MHA"), high=0.95, role="limit"),
-    ]  # fmt: skip
+        scattered(
+            f"a step behind {last['length']} tokens: absorbed MLA by MHA",
+            ratios(last["times"], "MLA, absorbed", "MHA"),
+            high=0.95,
+        ),
+        scattered(
+            "... and MLA that expands its cache, by MHA",
+            ratios(last["times"], "MLA, naive", "MHA"),
+            high=0.95,
+            role="limit",
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
     lines = by_length(numbers, "MHA", "MLA, naive", "MLA, absorbed")
-    return Picture("One token behind a full cache, width 512, 8 heads", "tokens in the cache", "milliseconds", lines, "xy")  # fmt: skip
+    return Picture(
+        "One token behind a full cache, width 512, 8 heads",
+        "tokens in the cache",
+        "milliseconds",
+        lines,
+        "xy",
+    )
 
 
 def _picture_kept(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
-        Line(name, ((0.0, 0.0), (4096.0, 4.0 * 4096 * kept))) for name, kept in numbers["kept"].items()
-    )  # fmt: skip
+        Line(name, ((0.0, 0.0), (4096.0, 4.0 * 4096 * kept)))
+        for name, kept in numbers["kept"].items()
+    )
     return Picture("What one layer keeps, in fp32, width 512, 8 heads", "tokens", "bytes", lines)
 
 
-_SIZE = "One layer of width 512 with 8 heads and a rank of 128. At DeepSeek-V3's shape the cache is 57 times smaller than MHA's of the same heads."
+_SIZE = (
+    "One layer of width 512 with 8 heads and a rank of 128. At DeepSeek-V3's shape the cache "
+    "is 57 times smaller than MHA's of the same heads."
+)
 
 CACHE = Claim(
     id="mla-cache",
@@ -148,14 +195,16 @@ WORK = Claim(
     checks=_checks_work,
     picture=_picture_kept,
     shares="mla-cache",
-    lesson="It computes more per pair, in either form: MLA trades arithmetic for memory traffic (E2.7).",
+    lesson="It computes more per pair, in either form: MLA trades arithmetic for memory traffic "
+    "(E2.7).",
 )
 """E2.7."""
 
 ABSORBED = Claim(
     id="mla-absorbed",
     seeds=("S2.18", "E2.7"),
-    says="A step of decoding is faster when queries are absorbed than when the cache is expanded to all heads.",
+    says="A step of decoding is faster when queries are absorbed than when the cache is expanded "
+    "to all heads.",
     predicts="At most 0.9 of the time, behind 256 tokens and behind 4096.",
     scale=_SIZE + " Timed on this CPU.",
     measure=_measure,
@@ -178,6 +227,7 @@ STEP = Claim(
     picture=_picture,
     timed=True,
     shares="mla-absorbed",
-    lesson="It reads fewer bytes and computes more: which of the two decides depends on the machine.",
+    lesson="It reads fewer bytes and computes more: which of the two decides depends on the "
+    "machine.",
 )
 """S2.19."""

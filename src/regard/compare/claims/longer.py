@@ -1,8 +1,10 @@
-"""Beyond the trained length: rotary positions as they are and extended five ways, and ALiBi; perplexity and a passkey.
+"""Beyond the trained length: rotary positions as they are and extended five ways, and ALiBi;
+perplexity and a passkey.
 
-tiny, a trained model of text, for perplexity; and two toys, rotary and ALiBi, that learn a passkey. The toy's
-base is b = (T / 2 pi)^(d / d_extra) with d_extra / d = 92 / 128: as many dims have turned fully within the trained length T as
-in Llama 2. With b = 10000 a toy's dims had hardly turned at all, and every effect of an extension would be confounded.
+tiny, a trained model of text, for perplexity; and two toys, rotary and ALiBi, that learn a passkey.
+The toy's base is b = (T / 2 pi)^(d / d_extra) with d_extra / d = 92 / 128: as many dims have turned
+fully within the trained length T as in Llama 2. With b = 10000 a toy's dims had hardly turned at
+all, and every effect of an extension would be confounded.
 """
 
 from __future__ import annotations
@@ -44,12 +46,16 @@ METHODS: tuple[Extension, ...] = tuple(get_args(Extension))
 
 
 class TalkLoss:
-    """The loss of every next token, of talk and of answers; the answers count as much as all of the talk."""
+    """The loss of every next token, of talk and of answers; the answers count as much as all of the
+    talk.
+    """
 
     def __call__(self, model: nn.Module, rows: Padded) -> torch.Tensor:
         """The mean over tokens, plus the mean over answers."""
         logits = model(rows.source)
-        talk = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), rows.source[:, 1:], ignore_index=0)  # fmt: skip
+        talk = nn.functional.cross_entropy(
+            logits[:, :-1].transpose(1, 2), rows.source[:, 1:], ignore_index=0
+        )
         answers = nn.functional.cross_entropy(logits.transpose(1, 2), rows.target)
         return talk + answers
 
@@ -75,9 +81,16 @@ def _trained(seed: int, count: int) -> tuple[Any, nn.Module, nn.Module]:
     """A Llama with the toy base, and a decoder with ALiBi."""
     V = len(TASK.vocabulary)
     config = llama.Config(
-        vocab_size=V, hidden_size=DIM, intermediate_size=192, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, head_dim=DIM // HEADS, rope_theta=BASE, max_position_embeddings=T,
-    )  # fmt: skip
+        vocab_size=V,
+        hidden_size=DIM,
+        intermediate_size=192,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=DIM // HEADS,
+        rope_theta=BASE,
+        max_position_embeddings=T,
+    )
     torch.manual_seed(seed)
     rope = llama.build(config)
     _, alibi = decoder(V, dim=DIM, layers=LAYERS, heads=HEADS, position="alibi", seed=seed)
@@ -108,14 +121,24 @@ def _measure(budget: float, seed: int) -> Numbers:
         found["alibi"][str(times)] = _read(alibi, length, asked)
         for method in METHODS if times > 1 else ():
             held = Checkpoint(rope, config)  # type: ignore[arg-type]
-            found[method][str(times)] = _read(to_context(held, length, method)[0].network, length, asked)  # fmt: skip
+            found[method][str(times)] = _read(
+                to_context(held, length, method)[0].network, length, asked
+            )
     real = _on_text(steps(budget, 8), METHODS)
     for method in ("linear", "yarn"):
-        found[f"{method}, tuned"] = {"2": _tuned(rope, config, method, steps(budget, TUNED), asked, seed)}  # fmt: skip
+        found[f"{method}, tuned"] = {
+            "2": _tuned(rope, config, method, steps(budget, TUNED), asked, seed)
+        }
     return {
-        "trained": T, "base": BASE, "steps": count, "asked": asked,
-        "critical_dimension": critical_dimension(DIM // HEADS, BASE, T), "head_dim": DIM // HEADS, "by_method": found, "tiny": real,
-    }  # fmt: skip
+        "trained": T,
+        "base": BASE,
+        "steps": count,
+        "asked": asked,
+        "critical_dimension": critical_dimension(DIM // HEADS, BASE, T),
+        "head_dim": DIM // HEADS,
+        "by_method": found,
+        "tiny": real,
+    }
 
 
 def _on_text(windows: int, methods: Sequence[Extension]) -> dict[str, Any]:
@@ -127,8 +150,13 @@ def _on_text(windows: int, methods: Sequence[Extension]) -> dict[str, Any]:
     lengths = [trained, max(TIMES) * trained]
     made = {"unscaled": tiny.decoder}
     for method in methods:
-        made[method] = to_context(Checkpoint(tiny.decoder, tiny.config), lengths[-1], method)[0].network  # fmt: skip
-    found = {name: losses(model, ids, lengths, counted=64, windows=windows).tolist() for name, model in made.items()}  # fmt: skip
+        made[method] = to_context(Checkpoint(tiny.decoder, tiny.config), lengths[-1], method)[
+            0
+        ].network
+    found = {
+        name: losses(model, ids, lengths, counted=64, windows=windows).tolist()
+        for name, model in made.items()
+    }
     return {"trained": trained, "lengths": lengths, "windows": windows, "nats": found}
 
 
@@ -146,20 +174,47 @@ def _tuned(
 def _checks_bare(numbers: Mapping[str, Any]) -> list[Check]:
     short, long = numbers["tiny"]["nats"]["unscaled"]
     return [
-        Check("tiny, at four times its trained length: nats per token more than within it", long - short, high=CLOSE),
-        Check("the toy finds the key at twice its trained length: share right", numbers["by_method"]["unscaled"]["2"]["passkey"], role="told"),
-    ]  # fmt: skip
+        Check(
+            "tiny, at four times its trained length: nats per token more than within it",
+            long - short,
+            high=CLOSE,
+        ),
+        Check(
+            "the toy finds the key at twice its trained length: share right",
+            numbers["by_method"]["unscaled"]["2"]["passkey"],
+            role="told",
+        ),
+    ]
 
 
 def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Check]]:
     def checks(numbers: Mapping[str, Any]) -> list[Check]:
         text, toy = numbers["tiny"]["nats"], numbers["by_method"]
         return [
-            Check("tiny, at four times its trained length, no weight changed: nats per token more than within it", text[method][1] - text["unscaled"][0], high=CLOSE),
-            Check("it breaks there without an extension: nats more", text["unscaled"][1] - text["unscaled"][0], low=CLOSE, role="control"),
-            Check("less than without an extension: nats", text["unscaled"][1] - text[method][1], role="told"),
-            Check("the toy finds the key at twice its trained length: share right, by that within it", toy[method]["2"]["passkey"] / max(toy["unscaled"]["1"]["passkey"], 1e-9), low=0.5, role="limit"),
-        ]  # fmt: skip
+            Check(
+                "tiny, at four times its trained length, no weight changed: nats per token more "
+                "than within it",
+                text[method][1] - text["unscaled"][0],
+                high=CLOSE,
+            ),
+            Check(
+                "it breaks there without an extension: nats more",
+                text["unscaled"][1] - text["unscaled"][0],
+                low=CLOSE,
+                role="control",
+            ),
+            Check(
+                "less than without an extension: nats",
+                text["unscaled"][1] - text[method][1],
+                role="told",
+            ),
+            Check(
+                "the toy finds the key at twice its trained length: share right, by that within it",
+                toy[method]["2"]["passkey"] / max(toy["unscaled"]["1"]["passkey"], 1e-9),
+                low=0.5,
+                role="limit",
+            ),
+        ]
 
     return checks
 
@@ -167,67 +222,166 @@ def _checks_of(method: str) -> Callable[[Mapping[str, Any]], list[Check]]:
 def _checks_alibi(numbers: Mapping[str, Any]) -> list[Check]:
     alibi, far = numbers["by_method"]["alibi"], str(max(TIMES))
     return [
-        Check("the toy, at four times its trained length: nats per token more than within it", alibi[far]["nats"] - alibi["1"]["nats"], high=CLOSE),
-        Check("it finds the key there: share right, by that within the trained length", alibi[far]["passkey"] / max(alibi["1"]["passkey"], 1e-9), low=0.9, role="limit"),
-    ]  # fmt: skip
+        Check(
+            "the toy, at four times its trained length: nats per token more than within it",
+            alibi[far]["nats"] - alibi["1"]["nats"],
+            high=CLOSE,
+        ),
+        Check(
+            "it finds the key there: share right, by that within the trained length",
+            alibi[far]["passkey"] / max(alibi["1"]["passkey"], 1e-9),
+            low=0.9,
+            role="limit",
+        ),
+    ]
 
 
 def _checks_tuning(numbers: Mapping[str, Any]) -> list[Check]:
     text = numbers["tiny"]["nats"]
     toy = numbers["by_method"]
     return [
-        Check("YaRN without any tuning, tiny at four times its length: nats per token more than within it", text["yarn"][1] - text["unscaled"][0], low=CLOSE),
-        Check("what a few steps of tuning give the toy at twice its length: nats less", toy["yarn"]["2"]["nats"] - toy["yarn, tuned"]["2"]["nats"], role="told"),
-    ]  # fmt: skip
+        Check(
+            "YaRN without any tuning, tiny at four times its length: nats per token more than "
+            "within it",
+            text["yarn"][1] - text["unscaled"][0],
+            low=CLOSE,
+        ),
+        Check(
+            "what a few steps of tuning give the toy at twice its length: nats less",
+            toy["yarn"]["2"]["nats"] - toy["yarn, tuned"]["2"]["nats"],
+            role="told",
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
     told = numbers["tiny"]
     lines = tuple(
-        Line(name, tuple((float(n), math.exp(min(x, 20))) for n, x in zip(told["lengths"], nats, strict=True)))
+        Line(
+            name,
+            tuple(
+                (float(n), math.exp(min(x, 20))) for n, x in zip(told["lengths"], nats, strict=True)
+            ),
+        )
         for name, nats in told["nats"].items()
-    )  # fmt: skip
-    return Picture("Perplexity of tiny, as trained and at four times its length, no weight changed", "tokens", "perplexity", lines, "xy", told["trained"])  # fmt: skip
+    )
+    return Picture(
+        "Perplexity of tiny, as trained and at four times its length, no weight changed",
+        "tokens",
+        "perplexity",
+        lines,
+        "xy",
+        told["trained"],
+    )
 
 
-_TOYS = "tiny (3.5 million parameters, 256 tokens) for perplexity; for the key, models of 0.1 million, trained on 56 tokens of made talk with a key in it: the order of methods shows, the figures do not carry over."
+_TOYS = (
+    "tiny (3.5 million parameters, 256 tokens) for perplexity; for the key, models of 0.1 "
+    "million, trained on 56 tokens of made talk with a key in it: the order of methods shows, "
+    "the figures do not carry over."
+)
 
 
 def _claim(
-    id_: str, seeds: tuple[str, ...], says: str, checks: Callable[[Mapping[str, Any]], list[Check]], lesson: str, predicts: str = ""
-) -> Claim:  # fmt: skip
+    id_: str,
+    seeds: tuple[str, ...],
+    says: str,
+    checks: Callable[[Mapping[str, Any]], list[Check]],
+    lesson: str,
+    predicts: str = "",
+) -> Claim:
     """A claim over the one experiment that all of this file share."""
-    close = f"Within {CLOSE:g} nats per token of what it is at the trained length, at four times that length."
+    close = (
+        f"Within {CLOSE:g} nats per token of what it is at the trained length, at four times "
+        "that length."
+    )
     return Claim(
-        id=id_, seeds=seeds, says=says, predicts=predicts or close, scale=_TOYS, measure=_measure, checks=checks,
-        picture=_picture, shares="longer", lesson=lesson,
-    )  # fmt: skip
+        id=id_,
+        seeds=seeds,
+        says=says,
+        predicts=predicts or close,
+        scale=_TOYS,
+        measure=_measure,
+        checks=checks,
+        picture=_picture,
+        shares="longer",
+        lesson=lesson,
+    )
 
 
 _SPOKEN = {
-    "linear": ("Position interpolation", ("S5.22",), "Positions between those that were trained want a little tuning: untuned it is nearly as bad as nothing."),
-    "ntk": ("NTK-aware scaling", ("S5.23",), "One base for all lengths: it turns the slow pairs less and leaves some of them beyond what they were trained on."),
-    "dynamic": ("Dynamic NTK", ("S5.24", "E5.5"), "The base follows the length of the text, and stays as trained for short ones; it is another method than NTK-aware scaling."),
-    "yarn": ("YaRN", ("S5.25", "E5.5"), "Interpolation by parts and a temperature: slow pairs are interpolated, fast ones left alone."),
-    "llama3": ("Llama 3's scaling", ("S5.18",), "Interpolation by parts as well, with a ramp of its own."),
-}  # fmt: skip
+    "linear": (
+        "Position interpolation",
+        ("S5.22",),
+        (
+            "Positions between those that were trained want a little tuning: untuned it is nearly as "
+            "bad as nothing."
+        ),
+    ),
+    "ntk": (
+        "NTK-aware scaling",
+        ("S5.23",),
+        (
+            "One base for all lengths: it turns the slow pairs less and leaves some of them beyond "
+            "what they were trained on."
+        ),
+    ),
+    "dynamic": (
+        "Dynamic NTK",
+        ("S5.24", "E5.5"),
+        (
+            "The base follows the length of the text, and stays as trained for short ones; it is "
+            "another method than NTK-aware scaling."
+        ),
+    ),
+    "yarn": (
+        "YaRN",
+        ("S5.25", "E5.5"),
+        (
+            "Interpolation by parts and a temperature: slow pairs are interpolated, fast ones left "
+            "alone."
+        ),
+    ),
+    "llama3": (
+        "Llama 3's scaling",
+        ("S5.18",),
+        "Interpolation by parts as well, with a ramp of its own.",
+    ),
+}
 
 CLAIMS = (
     _claim(
-        "longer", ("S5.18",), "A model with rotary positions reads beyond its trained length as it is.", _checks_bare,
-        "It does not: angles that training never showed break it. That is what the extensions are for.",
+        "longer",
+        ("S5.18",),
+        "A model with rotary positions reads beyond its trained length as it is.",
+        _checks_bare,
+        "It does not: angles that training never showed break it. That is what the extensions are "
+        "for.",
     ),
     *(
-        _claim(f"longer-{name}", seeds, f"{title} lets a model read beyond its trained length without training.", _checks_of(name), lesson)
+        _claim(
+            f"longer-{name}",
+            seeds,
+            f"{title} lets a model read beyond its trained length without training.",
+            _checks_of(name),
+            lesson,
+        )
         for name, (title, seeds, lesson) in _SPOKEN.items()
     ),
     _claim(
-        "longer-alibi", ("S5.26",), "A model with ALiBi reads beyond its trained length.", _checks_alibi,
+        "longer-alibi",
+        ("S5.26",),
+        "A model with ALiBi reads beyond its trained length.",
+        _checks_alibi,
         "Perplexity is not retrieval: far tokens are read and hardly seen.",
     ),
     _claim(
-        "yarn-tuning", ("S5.25", "E5.5"), "YaRN needs fine-tuning.", _checks_tuning,
-        "It gains from some, and works without (E5.5).", f"Untuned it loses {CLOSE:g} nats per token or more at four times the trained length.",
+        "yarn-tuning",
+        ("S5.25", "E5.5"),
+        "YaRN needs fine-tuning.",
+        _checks_tuning,
+        "It gains from some, and works without (E5.5).",
+        f"Untuned it loses {CLOSE:g} nats per token or more at four times the trained length.",
     ),
-)  # fmt: skip
+)
 """S5.18 and S5.22 to S5.26."""

@@ -48,10 +48,21 @@ def _measure(budget: float, seed: int) -> Numbers:
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_length"]
     return [
-        Check("both give the same scores: largest difference, in fp64", max(r["error"] for r in rows), high=1e-12),
-        *(scattered(f"{r['length']} words: time of the loops by that of the product", ratios(r["times"], "loops", "product"), low=2.0) for r in rows),
+        Check(
+            "both give the same scores: largest difference, in fp64",
+            max(r["error"] for r in rows),
+            high=1e-12,
+        ),
+        *(
+            scattered(
+                f"{r['length']} words: time of the loops by that of the product",
+                ratios(r["times"], "loops", "product"),
+                low=2.0,
+            )
+            for r in rows
+        ),
         scattered("the loops' time: exponent of n", slopes(rows, "loops"), role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
@@ -64,7 +75,8 @@ CLAIM = Claim(
     seeds=("S3.15",),
     says="A matrix product computes all scores faster than two loops do.",
     predicts="The same scores, and more than twice the time for the loops at every length.",
-    scale="Python's loops over torch's numbers, as the note has them: most of their time is the call of each small operation.",
+    scale="Python's loops over torch's numbers, as the note has them: most of their time is the "
+    "call of each small operation.",
     measure=_measure,
     checks=_checks,
     picture=_picture,

@@ -34,7 +34,10 @@ def _leak(q: Tensor, k: Tensor, fill: float) -> float:
 def _measure(_budget: float, seed: int) -> Numbers:
     make = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(1, 8, 32, 64, generator=make, dtype=torch.float64) for _ in range(3))
-    leaks = [{"scale": s, "fills": [{"fill": f, "weight": _leak(s * q, k, f)} for f in FILLS]} for s in SCALES]  # fmt: skip
+    leaks = [
+        {"scale": s, "fills": [{"fill": f, "weight": _leak(s * q, k, f)} for f in FILLS]}
+        for s in SCALES
+    ]
     ours = max(
         float(attention_weights(s * q, k, mask=Causal())[0].triu(1).abs().max()) for s in SCALES
     )
@@ -69,28 +72,63 @@ def _measure(_budget: float, seed: int) -> Numbers:
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     return [
-        Check("the largest weight behind the mask, at any of the scales", numbers["ours"], high=0.0),
-        Check("softmax over -inf alone gives weights too (1 = it is NaN)", numbers["bare_softmax_is_nan"], high=0.0, role="limit"),
+        Check(
+            "the largest weight behind the mask, at any of the scales", numbers["ours"], high=0.0
+        ),
+        Check(
+            "softmax over -inf alone gives weights too (1 = it is NaN)",
+            numbers["bare_softmax_is_nan"],
+            high=0.0,
+            role="limit",
+        ),
         Check("a row that sees nothing, behind regard's masks", numbers["empty_row"], role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_hides(numbers: Mapping[str, Any]) -> list[Check]:
     return [
         Check("the largest weight behind the mask", numbers["ours"], high=0.0),
-        Check("a NaN in a hidden value stays hidden: share of the outputs that it reaches when its weight of 0 is multiplied", numbers["nan_after_multiplying"], high=0.0),
-        Check("the same, where what is masked is selected away, as regard does", numbers["nan_after_masking"], role="told"),
-    ]  # fmt: skip
+        Check(
+            "a NaN in a hidden value stays hidden: share of the outputs that it reaches when its "
+            "weight of 0 is multiplied",
+            numbers["nan_after_multiplying"],
+            high=0.0,
+        ),
+        Check(
+            "the same, where what is masked is selected away, as regard does",
+            numbers["nan_after_masking"],
+            role="told",
+        ),
+    ]
 
 
 def _checks_large(numbers: Mapping[str, Any]) -> list[Check]:
     at = {(r["scale"], f["fill"]): f["weight"] for r in numbers["leaks"] for f in r["fills"]}
     return [
-        Check("-1e9 gives weights of 0 where something is seen, at any of the scales", max(at[s, -1e9] for s in SCALES), high=0.0),
-        Check("the measure sees a leak where there is one: the weight with -10, at the largest scale", at[100.0, -10.0], low=1e-3, role="control"),
-        Check("a row that sees nothing gives 0 as well (it is the mean of all values)", numbers["filled_row"], high=1e-6, role="limit"),
-        Check("-1e9 is a finite number in fp16 too (1 = it is)", numbers["fill_is_finite_in_fp16"], low=1.0, role="limit"),
-    ]  # fmt: skip
+        Check(
+            "-1e9 gives weights of 0 where something is seen, at any of the scales",
+            max(at[s, -1e9] for s in SCALES),
+            high=0.0,
+        ),
+        Check(
+            "the measure sees a leak where there is one: the weight with -10, at the largest scale",
+            at[100.0, -10.0],
+            low=1e-3,
+            role="control",
+        ),
+        Check(
+            "a row that sees nothing gives 0 as well (it is the mean of all values)",
+            numbers["filled_row"],
+            high=1e-6,
+            role="limit",
+        ),
+        Check(
+            "-1e9 is a finite number in fp16 too (1 = it is)",
+            numbers["fill_is_finite_in_fp16"],
+            low=1.0,
+            role="limit",
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
@@ -98,7 +136,10 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         Line(f"queries x {r['scale']:g}", tuple((-f["fill"], f["weight"]) for f in r["fills"]))
         for r in numbers["leaks"]
     )
-    title = "The largest weight of a hidden key, when it scores a number instead of -inf (0 is not drawn)"
+    title = (
+        "The largest weight of a hidden key, when it scores a number instead of -inf (0 is "
+        "not drawn)"
+    )
     return Picture(title, "minus the number", "weight", lines, "xy")
 
 
@@ -113,7 +154,8 @@ CLAIM = Claim(
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0 (E3.6): the empty row wants a definition, and ours is 0.",
+    lesson="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0 (E3.6): the "
+    "empty row wants a definition, and ours is 0.",
 )
 """S2.4."""
 
@@ -127,7 +169,8 @@ HIDES = Claim(
     checks=_checks_hides,
     picture=_picture,
     shares="minus-infinity",
-    lesson="A weight of 0 times NaN or infinity is NaN: what is masked must be selected away, not multiplied (E2.2).",
+    lesson="A weight of 0 times NaN or infinity is NaN: what is masked must be selected away, not "
+    "multiplied (E2.2).",
 )
 """E2.2."""
 
@@ -141,6 +184,7 @@ LARGE = Claim(
     checks=_checks_large,
     picture=_picture,
     shares="minus-infinity",
-    lesson="The two agree exactly where something is seen; an empty row becomes a silent average, and in fp16 -1e9 is no number (E1.5).",
+    lesson="The two agree exactly where something is seen; an empty row becomes a silent average, "
+    "and in fp16 -1e9 is no number (E1.5).",
 )
 """E1.5."""

@@ -1,4 +1,5 @@
-"""What is done one after another: dependent steps of recurrence and of attention, the time that follows, and generation.
+"""What is done one after another: dependent steps of recurrence and of attention, the time that
+follows, and generation.
 
 s_t = f(s_{t-1}, x_t) needs its predecessor;  z_i = sum_j p_ij v_j needs no other z
 """
@@ -31,7 +32,8 @@ COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)
 class Chain(TorchDispatchMode):
     """Counts the longest chain of operations of which each needs the result of the one before.
 
-    An operation on whole tensors counts as one step, a view as none. What is not made under the mode has depth 0.
+    An operation on whole tensors counts as one step, a view as none. What is not made under the
+    mode has depth 0.
 
     >>> with Chain() as chain:
     ...     x = torch.ones(3) + 1
@@ -50,9 +52,15 @@ class Chain(TorchDispatchMode):
         return self._depths.get(x.untyped_storage()._cdata, 0)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:  # fmt: skip
-        """Run an operation, and enter its results one step behind the latest of what it was given."""
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and enter its results one step behind the latest of what it was
+        given.
+        """
         given = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         out = func(*args, **(kwargs or {}))
         known = max(map(self.depth, given), default=0)
@@ -95,29 +103,40 @@ def _measure_steps(_budget: float, seed: int) -> Numbers:
 def _checks_steps(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_length"]
     lengths = [float(r["length"]) for r in rows]
-    recurrent, attention = ([float(r["steps"][name]) for r in rows] for name in ("lstm", "attention"))  # fmt: skip
+    recurrent, attention = (
+        [float(r["steps"][name]) for r in rows] for name in ("lstm", "attention")
+    )
     return [
         Check("dependent steps of an LSTM: exponent of n", exponent(lengths, recurrent), 0.9, 1.1),
-        Check("dependent steps of attention: exponent of n", exponent(lengths, attention), -0.05, 0.05),
+        Check(
+            "dependent steps of attention: exponent of n", exponent(lengths, attention), -0.05, 0.05
+        ),
         Check("an LSTM's steps at the longest", recurrent[-1], role="told"),
         Check("attention's steps at the longest", attention[-1], role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
     lines = tuple(
-        Line(name, tuple((float(r["length"]), float(r["steps"][name])) for r in numbers["by_length"]))
+        Line(
+            name, tuple((float(r["length"]), float(r["steps"][name])) for r in numbers["by_length"])
+        )
         for name in ("attention", "lstm")
-    )  # fmt: skip
-    return Picture("The longest chain of operations that need one another", "n", "steps", lines, "xy")  # fmt: skip
+    )
+    return Picture(
+        "The longest chain of operations that need one another", "n", "steps", lines, "xy"
+    )
 
 
 STEPS = Claim(
     id="order",
     seeds=("S4.5", "S4.23", "S5.3"),
-    says="A recurrent network takes its steps one after another, where attention takes the same few at any length.",
-    predicts="Counted along the longest chain of operations that need one another: exponents of n of 1 and of 0.",
-    scale="Exact, up to 256 tokens. An operation on whole tensors counts as one step: what happens inside it may be summed in log n.",
+    says="A recurrent network takes its steps one after another, where attention takes the same "
+    "few at any length.",
+    predicts="Counted along the longest chain of operations that need one another: exponents of n "
+    "of 1 and of 0.",
+    scale="Exact, up to 256 tokens. An operation on whole tensors counts as one step: what "
+    "happens inside it may be summed in log n.",
     measure=_measure_steps,
     checks=_checks_steps,
     picture=_picture_steps,
@@ -128,7 +147,10 @@ STEPS = Claim(
 
 def _measure_time(budget: float, seed: int) -> Numbers:
     torch.manual_seed(seed)
-    attention, network = mha(DIM, 1, is_causal=True).eval(), CELLS["lstm"](DIM, DIM, 1, batch_first=True)  # fmt: skip
+    attention, network = (
+        mha(DIM, 1, is_causal=True).eval(),
+        CELLS["lstm"](DIM, DIM, 1, batch_first=True),
+    )
     rows = []
     for length in TIMED:
         x = torch.randn(BATCH, length, DIM)
@@ -141,12 +163,16 @@ def _checks_time(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_length"]
     return [
         *(
-            scattered(f"attention at {r['length']} tokens: its time by the LSTM's", ratios(r["times"], "attention", "lstm"), high=1.0)
+            scattered(
+                f"attention at {r['length']} tokens: its time by the LSTM's",
+                ratios(r["times"], "attention", "lstm"),
+                high=1.0,
+            )
             for r in rows
         ),
         scattered("the LSTM's time: exponent of n", slopes(rows, "lstm"), role="told"),
         scattered("attention's time: exponent of n", slopes(rows, "attention"), role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _picture_time(numbers: Mapping[str, Any]) -> Picture:
@@ -159,7 +185,8 @@ TIME = Claim(
     seeds=("S4.5", "S5.3"),
     says="Attention reads a text faster than a recurrent network.",
     predicts="Less time than an LSTM of the same width at every length.",
-    scale="One layer of width 64 on one thread of this CPU, which has nothing to be parallel with: on a GPU the LSTM's steps in order weigh far more.",
+    scale="One layer of width 64 on one thread of this CPU, which has nothing to be parallel "
+    "with: on a GPU the LSTM's steps in order weigh far more.",
     measure=_measure_time,
     checks=_checks_time,
     picture=_picture_time,
@@ -190,8 +217,13 @@ def _measure_generation(_budget: float, seed: int) -> Numbers:
 def _checks_generation(numbers: Mapping[str, Any]) -> list[Check]:
     return [
         Check("passes that train on a row of n tokens", numbers["training"], high=1),
-        Check(f"passes that generate {numbers['tokens']} tokens, one after another", numbers["generation"], high=1, role="limit"),
-    ]  # fmt: skip
+        Check(
+            f"passes that generate {numbers['tokens']} tokens, one after another",
+            numbers["generation"],
+            high=1,
+            role="limit",
+        ),
+    ]
 
 
 def _picture_generation(numbers: Mapping[str, Any]) -> Picture:
@@ -207,10 +239,12 @@ GENERATION = Claim(
     seeds=("S4.1", "S4.23", "E4.12"),
     says="Attention's work is fully parallel.",
     predicts="One pass, however many tokens: to train on them, and to generate them.",
-    scale="Counted on a small decoder; greedy and one token at a time, as every model of this kind speaks unless it drafts.",
+    scale="Counted on a small decoder; greedy and one token at a time, as every model of this "
+    "kind speaks unless it drafts.",
     measure=_measure_generation,
     checks=_checks_generation,
     picture=_picture_generation,
-    lesson="Training and prefill are parallel; generation waits for each token, with attention as with recurrence (E4.12).",
+    lesson="Training and prefill are parallel; generation waits for each token, with attention as "
+    "with recurrence (E4.12).",
 )
 """E4.12."""

@@ -1,7 +1,9 @@
-"""What a Transformer without any positions knows of the order of its tokens: two are exchanged, and the last row is looked at.
+"""What a Transformer without any positions knows of the order of its tokens: two are exchanged, and
+the last row is looked at.
 
-Without a mask every row is a sum over a set, and rows follow their tokens. Under a causal mask row t is a sum over the first t + 1:
-one layer's last row is still a sum over a set, but the rows that a second layer reads are not.
+Without a mask every row is a sum over a set, and rows follow their tokens. Under a causal mask row
+t is a sum over the first t + 1: one layer's last row is still a sum over a set, but the rows that a
+second layer reads are not.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ def _measure(_budget: float, seed: int) -> Numbers:
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     rows = numbers["by_layers"]
     return [
-        Check("no mask: the most that the last row moves, over the numbers of layers", max(r["all"] for r in rows), high=1e-12),
+        Check(
+            "no mask: the most that the last row moves, over the numbers of layers",
+            max(r["all"] for r in rows),
+            high=1e-12,
+        ),
         Check("causal, two layers: how far it moves", rows[1]["causal"], high=1e-12),
         Check("causal, one layer: how far it moves", rows[0]["causal"], role="told"),
         Check("causal, three layers: how far it moves", rows[2]["causal"], role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
@@ -64,18 +70,23 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         Line(title, tuple((float(r["layers"]), r[name]) for r in numbers["by_layers"]))
         for name, title in (("all", "no mask"), ("causal", "causal"))
     )
-    return Picture("Two tokens change places, no positions are told", "layers", "change of the last row", lines)  # fmt: skip
+    return Picture(
+        "Two tokens change places, no positions are told", "layers", "change of the last row", lines
+    )
 
 
 CLAIM = Claim(
     id="order-information",
     seeds=("S4.4",),
-    says="A Transformer without position encodings has no information about the order of its tokens.",
-    predicts="When two tokens change places, the last row stays the same: with and without a causal mask, at any number of layers.",
+    says="A Transformer without position encodings has no information about the order of its "
+    "tokens.",
+    predicts="When two tokens change places, the last row stays the same: with and without a "
+    "causal mask, at any number of layers.",
     scale="Exact; the size of the change is that of random weights, width 16 and six tokens.",
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="True without a mask. Under a causal mask the second layer reads rows that have seen more or less of the text: a language model can tell the order without any positions.",
+    lesson="True without a mask. Under a causal mask the second layer reads rows that have seen "
+    "more or less of the text: a language model can tell the order without any positions.",
 )
 """S4.4."""

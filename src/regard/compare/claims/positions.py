@@ -1,4 +1,5 @@
-"""Position encodings in one picture: how the score of a query and a key that match falls with their distance.
+"""Position encodings in one picture: how the score of a query and a key that match falls with their
+distance.
 
 q = k in every pair of dims, so that what is left is the scheme: sinusoid p_i . p_j / D, rotary B(m) / (d/2), ALiBi -m_h |i - j|
 """
@@ -45,17 +46,23 @@ def _measure(_budget: float, seed: int) -> Numbers:
     added = (
         (table[FAR - 1] + q[0, 0, 0]) @ (table[:FAR] + k[0, 0]).mT
         - (table[FAR - 1 + SHIFT] + q[0, 0, 0]) @ (table[SHIFT : SHIFT + FAR] + k[0, 0]).mT
-    ).abs().max() / D  # fmt: skip
+    ).abs().max() / D
     return {
-        "dim": D, "far": FAR, "shift": SHIFT,
-        "sinusoidal": sine["here"].tolist(), "rotary": rope["here"].tolist(),
+        "dim": D,
+        "far": FAR,
+        "shift": SHIFT,
+        "sinusoidal": sine["here"].tolist(),
+        "rotary": rope["here"].tolist(),
         "alibi": [row.tolist() for row in alibi[:: HEADS - 1]],
         "moved": {
             "sinusoidal alone": float((sine["here"] - sine["there"]).abs().max()),
-            "sinusoidal, with content": float(added), "rotary, with content": float(moved),
+            "sinusoidal, with content": float(added),
+            "rotary, with content": float(moved),
         },
-        "formula": float((rope["here"] - 2 * long_term_decay(D, 10000.0, range(FAR)) / D).abs().max()),
-    }  # fmt: skip
+        "formula": float(
+            (rope["here"] - 2 * long_term_decay(D, 10000.0, range(FAR)) / D).abs().max()
+        ),
+    }
 
 
 def _falls(values: list[float]) -> float:
@@ -68,22 +75,48 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
         return sum(numbers[name][:16]) / 16 - sum(numbers[name][-64:]) / 64
 
     return [
-        Check("sinusoids: mean score of the 16 nearest less that of the 64 farthest", nearer("sinusoidal"), low=0.1),
+        Check(
+            "sinusoids: mean score of the 16 nearest less that of the 64 farthest",
+            nearer("sinusoidal"),
+            low=0.1,
+        ),
         Check("rotary: likewise", nearer("rotary"), low=0.1),
-        Check("ALiBi: share of steps away that lower the score, the least of its heads", min(map(_falls, numbers["alibi"])), low=1.0),
-        Check("sinusoids: share of steps away that lower the score", _falls(numbers["sinusoidal"]), low=1.0, role="limit"),
+        Check(
+            "ALiBi: share of steps away that lower the score, the least of its heads",
+            min(map(_falls, numbers["alibi"])),
+            low=1.0,
+        ),
+        Check(
+            "sinusoids: share of steps away that lower the score",
+            _falls(numbers["sinusoidal"]),
+            low=1.0,
+            role="limit",
+        ),
         Check("rotary: likewise", _falls(numbers["rotary"]), low=1.0, role="limit"),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_distance(numbers: Mapping[str, Any]) -> list[Check]:
     moved = numbers["moved"]
     return [
-        Check("rotary, with random content: change of the scores when all positions move", moved["rotary, with content"], high=1e-12),
-        Check("sinusoids added to random content: likewise", moved["sinusoidal, with content"], high=1e-5),
+        Check(
+            "rotary, with random content: change of the scores when all positions move",
+            moved["rotary, with content"],
+            high=1e-12,
+        ),
+        Check(
+            "sinusoids added to random content: likewise",
+            moved["sinusoidal, with content"],
+            high=1e-5,
+        ),
         Check("sinusoids among themselves: likewise", moved["sinusoidal alone"], role="told"),
-        Check("rotary by its formula 2/d sum cos(m theta): distance", numbers["formula"], high=1e-12, role="control"),
-    ]  # fmt: skip
+        Check(
+            "rotary by its formula 2/d sum cos(m theta): distance",
+            numbers["formula"],
+            high=1e-12,
+            role="control",
+        ),
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
@@ -92,13 +125,23 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
     steep, flat = numbers["alibi"]
     lines = (
-        line("sinusoidal", numbers["sinusoidal"]), line("rotary", numbers["rotary"]),
-        line("ALiBi, steepest head", steep), line("ALiBi, flattest head", flat),
-    )  # fmt: skip
-    return Picture("What is left of a match at a distance (ALiBi: what is added, cut at -1.5)", "distance", "score", lines)  # fmt: skip
+        line("sinusoidal", numbers["sinusoidal"]),
+        line("rotary", numbers["rotary"]),
+        line("ALiBi, steepest head", steep),
+        line("ALiBi, flattest head", flat),
+    )
+    return Picture(
+        "What is left of a match at a distance (ALiBi: what is added, cut at -1.5)",
+        "distance",
+        "score",
+        lines,
+    )
 
 
-_UNTRAINED = "The schemes before any training, base 10000, 64 dims: a trained model may use the far tail of a rotation, and does."
+_UNTRAINED = (
+    "The schemes before any training, base 10000, 64 dims: a trained model may use the "
+    "far tail of a rotation, and does."
+)
 
 CLAIM = Claim(
     id="positions",
@@ -110,20 +153,23 @@ CLAIM = Claim(
     checks=_checks,
     picture=_picture,
     shares="positions",
-    lesson="On the whole all three do; at every step only ALiBi: sinusoids and rotations wave as they fall.",
+    lesson="On the whole all three do; at every step only ALiBi: sinusoids and rotations wave as "
+    "they fall.",
 )
 """S5.19."""
 
 DISTANCE = Claim(
     id="positions-distance",
     seeds=("S5.19", "S5.20", "S5.21"),
-    says="Under sinusoidal and rotary positions a score depends on the distance of two tokens alone.",
+    says="Under sinusoidal and rotary positions a score depends on the distance of two tokens "
+    "alone.",
     predicts="No score changes when all positions move by the same number.",
     scale=_UNTRAINED,
     measure=_measure,
     checks=_checks_distance,
     picture=_picture,
     shares="positions",
-    lesson="True of rotations, and of sinusoids among themselves; added to content, sinusoids bring in products of content and position.",
+    lesson="True of rotations, and of sinusoids among themselves; added to content, sinusoids "
+    "bring in products of content and position.",
 )
 """S5.21."""

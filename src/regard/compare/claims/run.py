@@ -15,11 +15,13 @@ from regard.process import seeded
 
 
 def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
-    """The experiments of claims, each under the name claim/<id>; claims that share one have it once.
+    """The experiments of claims, each under the name claim/<id>; claims that share one have it
+    once.
 
     Args:
         claims: which.
-        budget: 1 is at most about two minutes for each on two cores; 2 is twice the steps and rounds.
+        budget: 1 is at most about two minutes for each on two cores; 2 is twice the steps and
+            rounds.
         seed: of weights, data and order.
 
     Raises:
@@ -35,7 +37,9 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
     return list({one.name: one for one in made}.values())
 
 
-def run(session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Outcome]:  # fmt: skip
+def run(
+    session: Session, claims: Sequence[Claim], budget: float = 1.0, seed: int = 0
+) -> list[Outcome]:
     """Run claims, or find what an earlier run of the same budget and seed has kept.
 
     Args:

@@ -1,4 +1,6 @@
-"""What the timed claims share: interleaved rounds, their ratios round by round, and the exponent of a time."""
+"""What the timed claims share: interleaved rounds, their ratios round by round, and the exponent of
+a time.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ from regard.view.curves import Line
 
 
 def seconds(
-    cases: Mapping[str, Callable[[], object]], budget: float, *, rounds: int = 25, sample: float = 0.01, limit: float = 20.0
-) -> dict[str, list[float]]:  # fmt: skip
-    """Seconds of each case, round by round, all in this process and in turns, on one thread, in processor time.
+    cases: Mapping[str, Callable[[], object]],
+    budget: float,
+    *,
+    rounds: int = 25,
+    sample: float = 0.01,
+    limit: float = 20.0,
+) -> dict[str, list[float]]:
+    """Seconds of each case, round by round, all in this process and in turns, on one thread, in
+    processor time.
 
-    On one thread that is what a clock on the wall shows on an idle machine; on a busy one it leaves out what the process waits
-    for, so that other work does not turn a verdict round.
+    On one thread that is what a clock on the wall shows on an idle machine; on a busy one it leaves
+    out what the process waits for, so that other work does not turn a verdict round.
 
     Args:
         cases: name -> what is timed.
@@ -36,12 +44,17 @@ def seconds(
     """
     with torch.inference_mode(), threads(1):
         return interleaved(
-            cases, rounds=steps(budget, rounds, least=3), sample=sample, limit=limit * budget, clock=time.process_time,
-        )  # fmt: skip
+            cases,
+            rounds=steps(budget, rounds, least=3),
+            sample=sample,
+            limit=limit * budget,
+            clock=time.process_time,
+        )
 
 
 def ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float]:
-    """Time of one case by time of another, round by round: what the machine does meanwhile hits both of a round.
+    """Time of one case by time of another, round by round: what the machine does meanwhile hits
+    both of a round.
 
     >>> ratios({"a": [1.0, 3.0], "b": [5.0, 2.0]}, "b", "a")
     [5.0, 0.6666666666666666]
@@ -50,7 +63,8 @@ def ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float
 
 
 def together(rows: Sequence[Sequence[float]]) -> list[float]:
-    """The geometric mean over rows, such as lengths, round by round; as many rounds as all of them have.
+    """The geometric mean over rows, such as lengths, round by round; as many rounds as all of them
+    have.
 
     >>> together([[1.0, 4.0, 9.0], [4.0, 1.0]])
     [2.0, 2.0]
@@ -66,7 +80,9 @@ def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
     """
     x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
     mx, my = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum((a - mx) ** 2 for a in x)  # fmt: skip
+    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum(
+        (a - mx) ** 2 for a in x
+    )
 
 
 def setting() -> dict[str, Any]:
@@ -75,7 +91,13 @@ def setting() -> dict[str, Any]:
     >>> setting()["dropout"]
     0.0
     """
-    return {"threads": 1, "clock": "processor time", "dropout": 0.0, "dtype": "float32", "mode": "evaluation, no gradients"}  # fmt: skip
+    return {
+        "threads": 1,
+        "clock": "processor time",
+        "dropout": 0.0,
+        "dtype": "float32",
+        "mode": "evaluation, no gradients",
+    }
 
 
 def by_length(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
@@ -98,4 +120,7 @@ def slopes(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     [1.0, 2.0]
     """
     lengths = [float(row["length"]) for row in rows]
-    return [round(exponent(lengths, found), 12) for found in zip(*(row["times"][name] for row in rows), strict=False)]  # fmt: skip
+    return [
+        round(exponent(lengths, found), 12)
+        for found in zip(*(row["times"][name] for row in rows), strict=False)
+    ]

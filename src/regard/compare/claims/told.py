@@ -32,7 +32,11 @@ def text(outcome: Outcome) -> str:
     """
     claim = outcome.claim
     kept = " (kept from an earlier run)" if outcome.reused else ""
-    lines = [f"{claim.id}: {outcome.verdict}{kept}", f"  says      {claim.says}", f"  predicts  {claim.predicts}"]  # fmt: skip
+    lines = [
+        f"{claim.id}: {outcome.verdict}{kept}",
+        f"  says      {claim.says}",
+        f"  predicts  {claim.predicts}",
+    ]
     lines += [
         f"  {_mark(check):<10}{value(check):>10}  {check.bounds:<16}  {check.says}{_spread(check)}"
         for check in outcome.checks
@@ -50,7 +54,10 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """
     words = [outcome.verdict for outcome in outcomes]
     counts = [words.count(word) for word in VERDICTS]
-    return f"{len(words)} claims: {counts[0]} hold, {counts[1]} hold with limits, {counts[2]} undecided, {counts[3]} do not hold"
+    return (
+        f"{len(words)} claims: {counts[0]} hold, {counts[1]} hold with limits, {counts[2]} "
+        f"undecided, {counts[3]} do not hold"
+    )
 
 
 def as_csv(outcomes: Sequence[Outcome]) -> str:
@@ -82,9 +89,23 @@ def section(outcome: Outcome) -> Section:
     claim = outcome.claim
     good = {VERDICTS[0]: True, VERDICTS[3]: False}.get(outcome.verdict)
     rows = [(_mark(c), value(c), c.bounds, c.says + _spread(c)) for c in outcome.checks]
-    texts = {"says": claim.says, "predicts": claim.predicts, "scale": claim.scale, "lesson": claim.lesson,
-             "seeds": ", ".join(claim.seeds)}  # fmt: skip
-    return Section(claim.id, outcome.verdict, good, texts, ("", "measured", "if it is so", "what"), rows, (outcome.picture,), outcome.table)  # fmt: skip
+    texts = {
+        "says": claim.says,
+        "predicts": claim.predicts,
+        "scale": claim.scale,
+        "lesson": claim.lesson,
+        "seeds": ", ".join(claim.seeds),
+    }
+    return Section(
+        claim.id,
+        outcome.verdict,
+        good,
+        texts,
+        ("", "measured", "if it is so", "what"),
+        rows,
+        (outcome.picture,),
+        outcome.table,
+    )
 
 
 def value(check: Check) -> str:
@@ -114,6 +135,10 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
         return []
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
-        "    " + "  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        "    "
+        + "  ".join(
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
-    ]  # fmt: skip
+    ]

@@ -1,4 +1,6 @@
-"""What the trained claims share: small decoders, made tasks, bytes of the language's documentation, a few hundred steps."""
+"""What the trained claims share: small decoders, made tasks, bytes of the language's documentation,
+a few hundred steps.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,24 @@ BYTES = 256
 
 
 def decoder(
-    vocabulary: int, *, dim: int = 64, layers: int = 2, heads: int = 4, attention: str = "gqa",
-    options: Mapping[str, Any] | None = None, position: str = "catalogue", seed: int = 0, window: int | None = None,
-) -> tuple[Config, Decoder]:  # fmt: skip
+    vocabulary: int,
+    *,
+    dim: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    attention: str = "gqa",
+    options: Mapping[str, Any] | None = None,
+    position: str = "catalogue",
+    seed: int = 0,
+    window: int | None = None,
+) -> tuple[Config, Decoder]:
     """A fresh decoder with one mechanism, and its config; the feed-forward width is 8/3 of dim.
 
     Args:
         vocabulary: ids.
         dim, layers, heads: sizes.
-        attention, options: of the catalogue; gqa without options has a key/value head for each query head.
+        attention, options: of the catalogue; gqa without options has a key/value head for each
+            query head.
         position, window: as `regard.models.families.regard.Config`.
         seed: of the weights.
 
@@ -44,16 +55,29 @@ def decoder(
     if attention == "gqa":
         own.setdefault("groups", heads)
     config = Config(
-        vocab_size=vocabulary, hidden_size=dim, intermediate_size=-(-dim * 8 // 3 // 32) * 32,
-        num_hidden_layers=layers, num_attention_heads=heads, attention=attention, attention_options=own,
-        position=position, window=window,
-    )  # fmt: skip
+        vocab_size=vocabulary,
+        hidden_size=dim,
+        intermediate_size=-(-dim * 8 // 3 // 32) * 32,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        attention=attention,
+        attention_options=own,
+        position=position,
+        window=window,
+    )
     return config, fresh(config, seed)
 
 
 def learn(
-    model: nn.Module, task: Task, count: int, *, lr: float = 3e-3, batch: int = 32, seed: int = 0, loss: Loss | None = None
-) -> float:  # fmt: skip
+    model: nn.Module,
+    task: Task,
+    count: int,
+    *,
+    lr: float = 3e-3,
+    batch: int = 32,
+    seed: int = 0,
+    loss: Loss | None = None,
+) -> float:
     """Train on the examples of a task; gives the loss of the last step.
 
     >>> from regard.train.tasks import TASKS
@@ -67,18 +91,26 @@ def learn(
 def read_bytes(
     model: nn.Module, count: int, *, context: int, lr: float = 3e-3, batch: int = 16, seed: int = 0
 ) -> float:
-    """Train on the bytes of a text that every Python has, its documentation; gives the loss of the last step.
+    """Train on the bytes of a text that every Python has, its documentation; gives the loss of the
+    last step.
 
     >>> read_bytes(decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2) > 3
     True
     """
-    return _fit(model, Batches(_text()[0], batch=batch, context=context, seed=seed), count, lr, next_token_loss)  # fmt: skip
+    return _fit(
+        model,
+        Batches(_text()[0], batch=batch, context=context, seed=seed),
+        count,
+        lr,
+        next_token_loss,
+    )
 
 
 def gradient_norms(
     model: nn.Module, count: int, *, context: int, lr: float = 3e-3, batch: int = 16, seed: int = 0
 ) -> list[float]:
-    """Train on the same text at one rate, without clipping; gives the norm of all gradients of each step.
+    """Train on the same text at one rate, without clipping; gives the norm of all gradients of each
+    step.
 
     >>> [x > 0 for x in gradient_norms(decoder(BYTES, dim=16, heads=2)[1], 2, context=16, batch=2)]
     [True, True]
@@ -90,7 +122,13 @@ def gradient_norms(
         for _ in range(count):
             optimiser.zero_grad()
             next_token_loss(model, next(data)).backward()
-            found.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))  # fmt: skip
+            found.append(
+                float(
+                    nn.utils.get_total_norm(
+                        [p.grad for p in model.parameters() if p.grad is not None]
+                    )
+                )
+            )
             optimiser.step()
     model.eval()
     return found
@@ -137,7 +175,9 @@ def right(
 
 
 def _fit(model: nn.Module, data: Any, count: int, lr: float, loss: Loss) -> float:
-    """Train, quietly: warm up for a tenth of the steps, on one thread: a second one costs such small products more than it gives."""
+    """Train, quietly: warm up for a tenth of the steps, on one thread: a second one costs such
+    small products more than it gives.
+    """
     settings = Settings(steps=count, lr=lr, warmup=max(1, count // 10), weight_decay=0.01)
     with threads(1):
         found = fit(model, data, settings, loss=loss)

@@ -26,9 +26,11 @@ STEPS, CONTEXT = 200, 96
 
 
 class TurnedValues(Separate):
-    """As a projection with rotary queries and keys, with rotary values too; z is turned back where asked.
+    """As a projection with rotary queries and keys, with rotary values too; z is turned back where
+    asked.
 
-    The positions of a call are those that its queries were asked for: attention asks for them first.
+    The positions of a call are those that its queries were asked for: attention asks for them
+    first.
 
     Args:
         before: its heads are used as they are.
@@ -104,18 +106,25 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     gains = [a - b for a, b in zip(plain["losses"], back["losses"], strict=True)]
     worse = [a - b for a, b in zip(bare["losses"], plain["losses"], strict=True)]
     return [
-        scattered("values turned and turned back: nats per byte gained, seed by seed", gains, high=0.01),
+        scattered(
+            "values turned and turned back: nats per byte gained, seed by seed", gains, high=0.01
+        ),
         scattered("values turned and not turned back: nats per byte lost", worse, role="told"),
-    ]  # fmt: skip
+    ]
 
 
 def _checks_inverse(numbers: Mapping[str, Any]) -> list[Check]:
     plain, back, bare = numbers["by_way"]
     return [
-        Check("queries and keys turned: change of the logits when all positions move", plain["moved"], high=1e-9, role="control"),
+        Check(
+            "queries and keys turned: change of the logits when all positions move",
+            plain["moved"],
+            high=1e-9,
+            role="control",
+        ),
         Check("values turned too, and not turned back: likewise", bare["moved"], low=1e-3),
         Check("values turned too, and turned back: likewise", back["moved"], high=1e-9),
-    ]  # fmt: skip
+    ]
 
 
 def _picture(numbers: Mapping[str, Any]) -> Picture:
@@ -123,7 +132,12 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
         Line(row["way"], tuple((float(i), loss) for i, loss in enumerate(row["losses"])))
         for row in numbers["by_way"]
     )
-    return Picture("What is turned by its position: loss on text that was not trained on", "seed", "nats per byte", lines)  # fmt: skip
+    return Picture(
+        "What is turned by its position: loss on text that was not trained on",
+        "seed",
+        "nats per byte",
+        lines,
+    )
 
 
 CLAIM = Claim(
@@ -131,12 +145,14 @@ CLAIM = Claim(
     seeds=("S2.22", "E2.10"),
     says="Turning values as well as queries and keys brings no benefit.",
     predicts="At most a hundredth of a nat per byte gained, when what was turned is turned back.",
-    scale="Two layers of width 64, three seeds, a minute on text: a difference of hundredths of a nat says nothing of large models.",
+    scale="Two layers of width 64, three seeds, a minute on text: a difference of hundredths of a "
+    "nat says nothing of large models.",
     measure=_measure,
     checks=_checks,
     picture=_picture,
     shares="values",
-    lesson="Whether it helps is for the loss to say, and is open at the size of real models (E2.10).",
+    lesson="Whether it helps is for the loss to say, and is open at the size of real models "
+    "(E2.10).",
 )
 """E2.10."""
 
@@ -144,7 +160,8 @@ INVERSE = Claim(
     id="values-inverse",
     seeds=("S2.22", "E2.10"),
     says="Turned values need an inverse rotation.",
-    predicts="With it the model depends on distances alone, and without it on where the text begins.",
+    predicts="With it the model depends on distances alone, and without it on where the text "
+    "begins.",
     scale="Exact, on trained models of two layers in fp64.",
     measure=_measure,
     checks=_checks_inverse,

@@ -18,8 +18,8 @@ T = 6
 def begun(subject: Subject, heard: dict[str, Heard], seed: int, *, strict: bool) -> Probe:
     """The probe, which knows whether the code is causal, and whether it must be given its mask.
 
-    Where nothing is claimed, code that shows no later token is causal, code that shows everything is what its mask makes
-    it, and of other code it is not judged which tokens it shows.
+    Where nothing is claimed, code that shows no later token is causal, code that shows everything
+    is what its mask makes it, and of other code it is not judged which tokens it shows.
     """
     claimed = subject.claim.causal
     plain = Probe(subject, causal=False, masked=False, seed=seed, strict=strict)
@@ -47,7 +47,14 @@ def begun(subject: Subject, heard: dict[str, Heard], seed: int, *, strict: bool)
 
 def smaller(probe: Probe, subject: Subject) -> Probe:
     """The same probe on another subject."""
-    return Probe(subject, causal=probe.causal, masked=probe.masked, seed=probe.seed, strict=probe.strict, notes=_without_flag(probe))  # fmt: skip
+    return Probe(
+        subject,
+        causal=probe.causal,
+        masked=probe.masked,
+        seed=probe.seed,
+        strict=probe.strict,
+        notes=_without_flag(probe),
+    )
 
 
 def _without_flag(probe: Probe) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Attention from its definition, with every place where code goes wrong made explicit: right, or wrong in a named way."""
+"""Attention from its definition, with every place where code goes wrong made explicit: right, or
+wrong in a named way.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,18 @@ PARTS = (2, 4)
 WRONG: dict[str, tuple[str, ...]] = {
     "roles": ("keys-values", "queries-keys", "queries-values"),
     "rotary": (
-        "mixed", "mixed-back", "each-half", "each-interleaved", "heads-half", "heads-interleaved", "values-half",
-        "values-interleaved", "queries-half", "queries-interleaved", "apart-half", "apart-interleaved",
+        "mixed",
+        "mixed-back",
+        "each-half",
+        "each-interleaved",
+        "heads-half",
+        "heads-interleaved",
+        "values-half",
+        "values-interleaved",
+        "queries-half",
+        "queries-interleaved",
+        "apart-half",
+        "apart-interleaved",
     ),
     "scale": ("none", "twice", "model_dim", "length", "inverted", "fitted"),
     "bias": ("alibi-grows", "given-back"),
@@ -60,19 +72,28 @@ WRONG: dict[str, tuple[str, ...]] = {
     "groups": ("tiled",),
     "softmax": ("queries", "heads", "absent", "linear", "unnormalised", "sigmoid", "uniform"),
     "mask": (
-        "inverted", "own-hidden", "own-hidden-first", "own-hidden-zero", "next-seen", "one-more", "one-less",
-        "unmasked", "zeroed", "after",
+        "inverted",
+        "own-hidden",
+        "own-hidden-first",
+        "own-hidden-zero",
+        "next-seen",
+        "one-more",
+        "one-less",
+        "unmasked",
+        "zeroed",
+        "after",
     ),
     "split": ("rows",),
     "join": ("rows",),
     "output": ("absent",),
-}  # fmt: skip
+}
 """Field -> the values that are faults."""
 
 
 @dataclass
 class Given:
-    """What one evaluation of the definition is given, and what it has computed already for other steps.
+    """What one evaluation of the definition is given, and what it has computed already for other
+    steps.
 
     Attributes:
         x: tokens [B,T,M].
@@ -172,14 +193,19 @@ def factor(given: Given, steps: Steps) -> float:
     D, M = given.maps.head_dim, given.x.shape[-1]
     right = D**-0.5 if given.scale is None else given.scale
     found = {
-        "none": 1.0, "twice": right * right, "model_dim": M**-0.5, "length": given.x.shape[1] ** -0.5,
-        "inverted": 1 / right, "fitted": steps.factor,
-    }  # fmt: skip
+        "none": 1.0,
+        "twice": right * right,
+        "model_dim": M**-0.5,
+        "length": given.x.shape[1] ** -0.5,
+        "inverted": 1 / right,
+        "fitted": steps.factor,
+    }
     return found.get(steps.scale, right)
 
 
 def slopes(H: int) -> Tensor:
-    """The slopes of ALiBi for H heads, as its paper gives them: a geometric series, interleaved where H is no power of 2.
+    """The slopes of ALiBi for H heads, as its paper gives them: a geometric series, interleaved
+    where H is no power of 2.
 
     >>> slopes(2)
     tensor([0.0625, 0.0039], dtype=torch.float64)
@@ -236,11 +262,15 @@ def _mask(given: Given, how: str) -> Tensor:
     i, j = torch.arange(T)[:, None], torch.arange(T)
     wide = T if given.window is None else given.window
     found = {
-        "inverted": ~keep, "own-hidden": keep & (i != j), "next-seen": keep | (j == i + 1),
-        "own-hidden-first": keep & ((i != j) | (i == 0)), "own-hidden-zero": keep & (i != j),
-        "unmasked": torch.ones_like(keep), "one-more": keep | (i - j == wide),
+        "inverted": ~keep,
+        "own-hidden": keep & (i != j),
+        "next-seen": keep | (j == i + 1),
+        "own-hidden-first": keep & ((i != j) | (i == 0)),
+        "own-hidden-zero": keep & (i != j),
+        "unmasked": torch.ones_like(keep),
+        "one-more": keep | (i - j == wide),
         "one-less": keep & (i - j != wide - 1),
-    }  # fmt: skip
+    }
     return found.get(how, keep)
 
 
@@ -323,7 +353,8 @@ def _rotated(
 def rotated(
     x: Tensor, base: float, layout: str, axis: int, sign: int = 1, *, rounded: bool = False
 ) -> Tensor:
-    """x cos + turn(x) sin, with positions along the axis; mixed layouts take one half of each convention.
+    """x cos + turn(x) sin, with positions along the axis; mixed layouts take one half of each
+    convention.
 
     >>> rotated(torch.ones(1, 1, 2, 4), 10000.0, "half", 2)[0, 0, 0]
     tensor([1., 1., 1., 1.])

@@ -20,14 +20,30 @@ LENGTH = 5
 EXACT = 1e-9
 """Two computations in float64 differ by less, in units of the largest number."""
 PAIRED = {
-    "rotary": ("mixed", "mixed-back", "heads-half", "heads-interleaved", "values-half", "values-interleaved"),
+    "rotary": (
+        "mixed",
+        "mixed-back",
+        "heads-half",
+        "heads-interleaved",
+        "values-half",
+        "values-interleaved",
+    ),
     "scale": ("none", "twice", "model_dim", "inverted"),
     "groups": ("tiled",),
-    "mask": ("inverted", "own-hidden", "next-seen", "one-more", "one-less", "unmasked", "zeroed", "after"),
+    "mask": (
+        "inverted",
+        "own-hidden",
+        "next-seen",
+        "one-more",
+        "one-less",
+        "unmasked",
+        "zeroed",
+        "after",
+    ),
     "softmax": ("queries", "heads", "absent"),
     "split": ("rows",),
     "join": ("rows",),
-}  # fmt: skip
+}
 """The faults that are looked for in pairs, too: those that go together in practice."""
 
 
@@ -38,7 +54,8 @@ class Reading:
     Attributes:
         maps: the projections.
         causal: whether later keys are hidden.
-        standard: whether faults are looked for under it; the other readings are tried as right ones only.
+        standard: whether faults are looked for under it; the other readings are tried as right ones
+            only.
     """
 
     maps: Projections
@@ -77,7 +94,9 @@ class Search:
         return bool(steps.wrong) and all(self._exactly(reading, steps, n) for n in range(2))
 
     def _exactly(self, reading: Reading, steps: Steps, n: int) -> bool:
-        """Whether the steps give the output of the code in float64: a fault may make rounding large."""
+        """Whether the steps give the output of the code in float64: a fault may make rounding
+        large.
+        """
         if self.probe.wide is None:
             return False
         x, _ = self.asked[n]
@@ -124,10 +143,17 @@ class Search:
             return ()
         maps = reading.maps
         return candidates(
-            maps.heads, maps.groups, maps.head_dim, maps.bases, n,
-            windowed=self.window is not None, named=maps.named, sinks=maps.sinks is not None,
-            mapped=maps.o is not None, biased=self.probe.subject.bias(2) is not None,
-        )  # fmt: skip
+            maps.heads,
+            maps.groups,
+            maps.head_dim,
+            maps.bases,
+            n,
+            windowed=self.window is not None,
+            named=maps.named,
+            sinks=maps.sinks is not None,
+            mapped=maps.o is not None,
+            biased=self.probe.subject.bias(2) is not None,
+        )
 
     def fitted(self, known: Steps | None) -> tuple[Reading, Steps] | None:
         """Right steps with another scale: the number that reproduces both outputs."""
@@ -178,7 +204,9 @@ def given(probe: Probe, reading: Reading, x: Tensor, dtype: torch.dtype) -> Give
 
 
 def plains(probe: Probe, reading: Reading, steps: Steps, x: Tensor) -> list[Tensor]:
-    """Plain computations of equal standing: on x, on its rows in another order, and with angles in float32."""
+    """Plain computations of equal standing: on x, on its rows in another order, and with angles in
+    float32.
+    """
     dtype = probe.subject.dtype
     found = [attend(given(probe, reading, x, dtype), steps)]
     found.append(attend(given(probe, reading, x.flip(0), dtype), steps).flip(0))
@@ -216,7 +244,13 @@ def candidates(
 ) -> tuple[Steps, ...]:
     """Steps with n faults; under each, every rotary and bias that may be meant."""
     rights = list(_rights(head_dim, bases))
-    allowed = {"windowed": windowed, "named": named, "sinks": sinks, "mapped": mapped, "biased": biased}  # fmt: skip
+    allowed = {
+        "windowed": windowed,
+        "named": named,
+        "sinks": sinks,
+        "mapped": mapped,
+        "biased": biased,
+    }
     table = PAIRED if n > 1 else WRONG
     faults = [
         (name, value)
@@ -244,9 +278,13 @@ def candidates(
 
 
 _NEEDS: dict[str, tuple[str, ...]] = {
-    "one-more": ("windowed",), "one-less": ("windowed",), "roles": ("named",), "sink": ("sinks",),
-    "output": ("mapped",), "given-back": ("biased",),
-}  # fmt: skip
+    "one-more": ("windowed",),
+    "one-less": ("windowed",),
+    "roles": ("named",),
+    "sink": ("sinks",),
+    "output": ("mapped",),
+    "given-back": ("biased",),
+}
 
 
 def _rights(head_dim: int, bases: tuple[float, ...]) -> Iterator[Steps]:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class Influence(NamedTuple):
-    """Amounts [T,S]: how much output i changes with token j; and the smallest amount that counts as a change."""
+    """Amounts [T,S]: how much output i changes with token j; and the smallest amount that counts as
+    a change.
+    """
 
     amount: Tensor
     least: float
@@ -36,8 +38,8 @@ def influence(
 ) -> Influence:
     """Run on x, and on x with each token changed, or each of `tokens`.
 
-    A change is what exceeds sqrt(eps) of the dtype, in units of the output: between rounding and any weight that a
-    softmax over mild scores gives.
+    A change is what exceeds sqrt(eps) of the dtype, in units of the output: between rounding and
+    any weight that a softmax over mild scores gives.
 
     >>> x = torch.randn(1, 3, 2)
     >>> influence(lambda x: x.cumsum(1), x, lambda x, j: x.index_fill(1, torch.tensor([j]), 5.0)).seen

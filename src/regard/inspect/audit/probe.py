@@ -1,4 +1,6 @@
-"""A subject, and the one right way to ask it for what it claims: with a mask, a flag, or nothing."""
+"""A subject, and the one right way to ask it for what it claims: with a mask, a flag, or
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Probe:
         self.wide = widened(self.subject)
 
     def pattern(self, T: int, S: int, *, causal: bool | None = None) -> Tensor:
-        """What the claim lets the last T of S tokens see, bool [T,S]; `causal` instead of what was found out."""
+        """What the claim lets the last T of S tokens see, bool [T,S]; `causal` instead of what was
+        found out.
+        """
         causal = self.causal if causal is None else causal
         i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
         seen = torch.ones(T, S, dtype=torch.bool)
@@ -94,10 +98,11 @@ class Probe:
         return subject.ask(x, Ask(keep, padding, positions, memory, weights))
 
     def differs(self, x: Tensor, run: Run, reference: Run) -> Gap | None:
-        """Where `run` differs from `reference` by the error rule, both on this code; float64 is the definition.
+        """Where `run` differs from `reference` by the error rule, both on this code; float64 is the
+        definition.
 
-        The plain errors are those of the reference itself, on x and on what is x up to rounding: no single run's luck
-        counts.
+        The plain errors are those of the reference itself, on x and on what is x up to rounding: no
+        single run's luck counts.
         """
         plains, ref = self.standard(x, reference)
         return gap(run(self.subject, x), plains, ref)
@@ -109,7 +114,9 @@ class Probe:
         return [plain, *self._others(x, ref, reference)], ref
 
     def _others(self, x: Tensor, ref: Tensor, reference: Run) -> list[Tensor]:
-        """Plain computations of equal standing: on x up to rounding, or, of ids, with the errors on other ids."""
+        """Plain computations of equal standing: on x up to rounding, or, of ids, with the errors on
+        other ids.
+        """
         made = [torch.Generator().manual_seed(turn) for turn in range(2)]
         if x.is_floating_point():
             eps = torch.finfo(self.subject.dtype).eps

@@ -13,8 +13,10 @@ class Finding:
     """One fault, with the smallest input that shows it.
 
     Attributes:
-        name: the fault, such as "future-leak"; `regard.inspect.audit.FAULTS` has a sentence for each.
-        severity: "error" changes what a model computes; "warning" costs memory, or will be noticed later.
+        name: the fault, such as "future-leak"; `regard.inspect.audit.FAULTS` has a sentence for
+            each.
+        severity: "error" changes what a model computes; "warning" costs memory, or will be noticed
+            later.
         sentence: what is wrong, for this code.
         example: the smallest input found: lengths, rows, positions, chunks.
         expected, got: the numbers of that example.
@@ -52,8 +54,8 @@ class NotTried:
     """One check that was not made on this code, and why.
 
     Attributes:
-        applies: whether there is something to check, so that a fault may hide there. False: the code takes no cache,
-            no window is claimed, and so on.
+        applies: whether there is something to check, so that a fault may hide there. False: the
+            code takes no cache, no window is claimed, and so on.
     """
 
     name: str
@@ -70,7 +72,8 @@ class Audit:
         called: how it was called.
         findings: faults, worst first.
         held: checks that found nothing.
-        not_tried: checks that were not made, with the reason; those that apply leave the audit incomplete.
+        not_tried: checks that were not made, with the reason; those that apply leave the audit
+            incomplete.
         accepted: faults that were found, and that the caller said it knows of.
         seed: of every random number.
 
@@ -104,7 +107,9 @@ class Audit:
 
     @property
     def exit_code(self) -> int:
-        """What the command exits with: 1 for findings, 3 for none while a check could not be made, else 0."""
+        """What the command exits with: 1 for findings, 3 for none while a check could not be made,
+        else 0.
+        """
         return 1 if self.findings else 0 if self.complete else 3
 
     @property

@@ -91,7 +91,10 @@ def _relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]:
     products, distance = ((apart, APART), (own, 0))[which]
     words, starts = ", ".join(f"{float(p):.4g}" for p in products), ", ".join(map(str, STARTS))
     ratio = out.norm(dim=-1) / x.norm(dim=-1)
-    sentence = f"q at i + {distance} times k at i is {words} for i = {starts}; norms change by {float(ratio.min()):.4g} to {float(ratio.max()):.4g}."
+    sentence = (
+        f"q at i + {distance} times k at i is {words} for i = {starts}; norms change by "
+        f"{float(ratio.min()):.4g} to {float(ratio.max()):.4g}."
+    )
     least = torch.finfo(dtype).eps ** 0.5 * float(x.abs().max())
     like = [rotated(x, 10000.0, layout, 2) for layout in ("mixed", "mixed-back")]
     mixed = any(float((out - each).abs().max()) <= least for each in like)
@@ -117,4 +120,12 @@ def _precise(run: Callable[..., Tensor], D: int, seed: int) -> list[Finding]:
         return []
     c = int(off.flatten().argmax())
     sentence = f"In bfloat16, position {FAR + 1} is rotated by another angle than in float64."
-    return [finding("rotary-precision", sentence, {"T": 1, "position": FAR + 1, "feature": c}, float(exact.flatten()[c]), float(got.flatten()[c]))]  # fmt: skip
+    return [
+        finding(
+            "rotary-precision",
+            sentence,
+            {"T": 1, "position": FAR + 1, "feature": c},
+            float(exact.flatten()[c]),
+            float(got.flatten()[c]),
+        )
+    ]

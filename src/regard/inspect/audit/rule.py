@@ -1,4 +1,6 @@
-"""When do two outputs differ? The error rule of the tests, for code whose definition is the code itself in float64."""
+"""When do two outputs differ? The error rule of the tests, for code whose definition is the code
+itself in float64.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def gap(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Gap | None:
 
     Args:
         x: what is judged.
-        plains: straightforward computations of equal standing in the same dtype, over which the largest error counts.
+        plains: straightforward computations of equal standing in the same dtype, over which the
+            largest error counts.
         ref64: the definition, float64. NaN and infinities must stand at the same places.
 
     >>> gap(torch.ones(2), [torch.ones(2)], torch.ones(2).double())

@@ -51,23 +51,27 @@ def audit(
 ) -> Audit:
     """Hold attention code against what attention is, and against what the code says it is.
 
-    A check that this code gives no way to make is told as not tried, never as passed. Numbers are judged by the error
+    A check that this code gives no way to make is told as not tried, never as passed. Numbers are
+    judged by the error
     rule: at most twice the error of plain computation in the same dtype, against float64.
 
     Args:
-        target: a function of q, k, v; a module; a class or a function that makes one; "package.module:name" of such;
-            a model of `regard.load`; or a function rotate(x) or rotate(x, positions), with adapter="rotary".
+        target: a function of q, k, v; a module; a class or a function that makes one;
+            "package.module:name" of such; a model of `regard.load`; or a function rotate(x) or
+            rotate(x, positions), with adapter="rotary".
         adapter: the user's way to call it: see `regard.inspect.audit.adapters.custom`.
         options: arguments of the constructor, besides sizes.
         dtype: to compute in.
         seed: of every random number; equal seeds give equal audits.
-        strict: hold it to what `regard` promises, too: NaN behind a mask reaches nobody, an empty row gives 0.
+        strict: hold it to what `regard` promises, too: NaN behind a mask reaches nobody, an empty
+            row gives 0.
         accept: names of faults that are known, and do not count.
         tell: called before each check with its name, its number and how many there are.
         **claims: dim, heads, kv_heads, head_dim, causal, window, scale, mask, layout: see `Claim`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no way to call the target is found, or a claim contradicts itself.
+        ArgumentError, ArgumentTypeError: no way to call the target is found, or a claim contradicts
+            itself.
 
     >>> import torch
     >>> def attend(q, k, v):
@@ -113,7 +117,9 @@ def _accepted(done: Audit, accept: Collection[str]) -> Audit:
 def battery(
     probe: Probe, tell: Callable[[str, int, int], None] | None = None
 ) -> tuple[list[Finding], list[Checked], list[NotTried]]:
-    """Every check: findings without those that others bring about, what held, what was not tried."""
+    """Every check: findings without those that others bring about, what held, what was not
+    tried.
+    """
     findings: list[tuple[Check, Finding]] = []
     held: list[Checked] = []
     skipped: list[NotTried] = []

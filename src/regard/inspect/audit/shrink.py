@@ -12,7 +12,23 @@ from regard.inspect.audit.result import Finding
 from regard.inspect.audit.subject import CannotTry
 
 MOST, LONGEST = 8, 24
-SHRUNK_BY_LENGTH = ("future", "window", "keys", "definition", "batch", "mask rows", "padding", "left padding", "empty rows", "weights", "large scores", "repeatable", "state", "input", "positions")  # fmt: skip
+SHRUNK_BY_LENGTH = (
+    "future",
+    "window",
+    "keys",
+    "definition",
+    "batch",
+    "mask rows",
+    "padding",
+    "left padding",
+    "empty rows",
+    "weights",
+    "large scores",
+    "repeatable",
+    "state",
+    "input",
+    "positions",
+)
 
 
 def shrunk(probe: Probe, check: Check, finding: Finding) -> Finding:

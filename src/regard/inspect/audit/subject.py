@@ -22,8 +22,8 @@ class Claim:
         causal: whether a token may see the future; None: whatever it does without a mask.
         window: how many keys a query sees, its own included.
         scale: of the scores; None is 1/sqrt(D).
-        mask: what True in a mask means, "keep" or "block", or "additive"; None is what works, "block" for
-            `nn.MultiheadAttention` and its like.
+        mask: what True in a mask means, "keep" or "block", or "additive"; None is what works,
+            "block" for `nn.MultiheadAttention` and its like.
         layout: of a function's arguments: "BHTD" or "BTHD".
 
     >>> Claim(heads=4).groups
@@ -86,7 +86,9 @@ NEW = object()
 
 
 class Reply(NamedTuple):
-    """What one call gave: out [B,T,N], weights [B,H or 1,T,S] or None, and the cache to go on with."""
+    """What one call gave: out [B,T,N], weights [B,H or 1,T,S] or None, and the cache to go on
+    with.
+    """
 
     out: Tensor
     weights: Tensor | None = None
@@ -114,10 +116,13 @@ class Projections:
         o: the output map, or None where the module has none.
         heads, groups: H and G.
         bases: rotary bases that it may use.
-        named: whether queries, keys and values have names of their own, so that exchanging them is a fault.
+        named: whether queries, keys and values have names of their own, so that exchanging them is
+            a fault.
         sinks: a logit for each head, [H], or None.
-        norm: weight, bias and eps of a layer norm over the output and the input, as BERT has it, or None.
-        standard: whether faults are looked for under this reading; another order of a fused map is tried as right only.
+        norm: weight, bias and eps of a layer norm over the output and the input, as BERT has it, or
+            None.
+        standard: whether faults are looked for under this reading; another order of a fused map is
+            tried as right only.
     """
 
     q: Map
@@ -145,7 +150,8 @@ class Subject(ABC):
         name: what it is called.
         called: how it is called, for the reader.
         claim: what it says it is.
-        takes: of "mask", "rows" (a mask for each row of the batch), "padding", "positions", "memory", "weights".
+        takes: of "mask", "rows" (a mask for each row of the batch), "padding", "positions",
+            "memory", "weights".
         dtype: that it computes in.
         width: M, or the size of a vocabulary.
         relative: whether its positions should count by their differences alone.
@@ -176,7 +182,8 @@ class Subject(ABC):
         return torch.stack(rows)
 
     def projections(self) -> tuple[Projections, ...]:
-        """The ways to read its linear maps: one, or several where its weights do not say which part is which.
+        """The ways to read its linear maps: one, or several where its weights do not say which part
+        is which.
 
         Raises:
             CannotTry: they cannot be read; the message says what is missing.
@@ -194,11 +201,15 @@ class Subject(ABC):
         return None
 
     def traced(self) -> tuple[nn.Module, Subject] | None:
-        """The module whose operations a trace may record, and the subject that calls this very module."""
+        """The module whose operations a trace may record, and the subject that calls this very
+        module.
+        """
         return None
 
     def smaller(self) -> Iterator[Subject]:
-        """The same code with fewer heads and dims, smallest first; nothing where sizes are fixed."""
+        """The same code with fewer heads and dims, smallest first; nothing where sizes are
+        fixed.
+        """
         yield from ()
 
     @property

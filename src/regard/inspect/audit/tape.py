@@ -1,4 +1,6 @@
-"""The operations that a module runs, recorded with their values: a graph from tokens and parameters to the output."""
+"""The operations that a module runs, recorded with their values: a graph from tokens and parameters
+to the output.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class Node:
 
 
 class Tape(TorchDispatchMode):
-    """Records operations below autograd, where every way to write attention comes down to few of them.
+    """Records operations below autograd, where every way to write attention comes down to few of
+    them.
 
     >>> import torch
     >>> x = torch.ones(1, 2, 3)
@@ -75,9 +78,14 @@ class Tape(TorchDispatchMode):
         scalars = [a for a in args if isinstance(a, (int, float)) and not isinstance(a, bool)]
         for result in _tensors([out]):
             node = Node(
-                name.rstrip("_") if changes else name, result.detach().clone(), inputs, scalars,
-                {**kwargs, "args": args}, any(n.tokens for n in inputs), frozenset().union(*(n.weights for n in inputs)),
-            )  # fmt: skip
+                name.rstrip("_") if changes else name,
+                result.detach().clone(),
+                inputs,
+                scalars,
+                {**kwargs, "args": args},
+                any(n.tokens for n in inputs),
+                frozenset().union(*(n.weights for n in inputs)),
+            )
             self.nodes.append(node)
             self._alive.append(result)
             self._made[id(result)] = node

@@ -1,7 +1,9 @@
-"""Attention found in the operations that a module runs: its scale, its softmax, its bias, its heads and its roles.
+"""Attention found in the operations that a module runs: its scale, its softmax, its bias, its heads
+and its roles.
 
-The definition needs projections that it can read. A trace needs none: it finds the products of queries and keys, the
-softmax behind them and the product with values, whatever was computed before (norms, latents, rotary) and behind.
+The definition needs projections that it can read. A trace needs none: it finds the products of
+queries and keys, the softmax behind them and the product with values, whatever was computed before
+(norms, latents, rotary) and behind.
 """
 
 from __future__ import annotations
@@ -22,11 +24,42 @@ MAPS = (*PRODUCTS, "linear", "convolution", "embedding")
 FUSED = "_scaled_dot_product"
 SOFTMAX = ("_softmax", "_safe_softmax", "exp", "exp2")
 MOVES = (
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "transpose", "t", "permute", "expand", "clone", "_to_copy",
-    "alias", "detach", "unsqueeze", "squeeze", "slice", "select", "split", "split_with_sizes", "unbind", "copy", "repeat",
-    "view_as_real", "view_as_complex", "index", "index_select", "roll", "as_strided", "unfold", "flatten", "contiguous",
-    "squeeze_", "_conj", "resolve_conj", "lift_fresh", "narrow",
-)  # fmt: skip
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "_reshape_alias",
+    "transpose",
+    "t",
+    "permute",
+    "expand",
+    "clone",
+    "_to_copy",
+    "alias",
+    "detach",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "copy",
+    "repeat",
+    "view_as_real",
+    "view_as_complex",
+    "index",
+    "index_select",
+    "roll",
+    "as_strided",
+    "unfold",
+    "flatten",
+    "contiguous",
+    "squeeze_",
+    "_conj",
+    "resolve_conj",
+    "lift_fresh",
+    "narrow",
+)
 HIDES = ("masked_fill", "where", "clamp", "clamp_min", "tril", "triu", "index_put", "nan_to_num")
 NORMS = ("native_layer_norm", "_fused_rms_norm", "rms_norm", "linalg_vector_norm")
 CLOSE = 1e-6
@@ -52,7 +85,8 @@ class Core:
         biases: (node, sign) of what is added to the scores and depends on no token.
         free: why the scale is not judged, or None.
         query, key, value: the operands, [N,T,D].
-        weights: what values are multiplied by, [N,T,S], or None where it is inside of a fused operation.
+        weights: what values are multiplied by, [N,T,S], or None where it is inside of a fused
+            operation.
         softmax: the node of the softmax, or None.
         out: the product with the values.
     """
@@ -74,7 +108,8 @@ def traced(
 ) -> list[Seen]:
     """The faults that the operations on tokens x [1,T,M] show; nothing where every step is right.
 
-    `whole` is False for one query at a time against keys, whose scores may be of any kind: weights are judged alone.
+    `whole` is False for one query at a time against keys, whose scores may be of any kind: weights
+    are judged alone.
 
     Raises:
         CannotTry: no attention is found in the operations, or one of them is not understood.
@@ -149,7 +184,9 @@ def _of_their_tokens(subject: Subject, x: Tensor, cores: list[Core]) -> list[See
 
 
 def rotary(subject: Subject, x: Tensor) -> list[Seen]:
-    """The faults of rotary positions: with equal tokens x, cosines of queries and keys depend on distance alone."""
+    """The faults of rotary positions: with equal tokens x, cosines of queries and keys depend on
+    distance alone.
+    """
     both = subject.traced()
     if both is None:
         return []
@@ -423,7 +460,9 @@ def _number(node: Node) -> float | None:
 
 
 def _gain(node: Node) -> tuple[float, frozenset[str]]:
-    """What the output of a linear map or a norm was multiplied by on its way to a product, and the names of its weights."""
+    """What the output of a linear map or a norm was multiplied by on its way to a product, and the
+    names of its weights.
+    """
     name, inner = node.name, node.mixed
     if name == "tokens" or not inner:
         return 1.0, node.weights
@@ -533,7 +572,12 @@ def _scaled(core: Core, T: int, scale: float | None, dim: int) -> Iterator[Seen]
 
 
 def _scale_name(got: float, right: float, dim: int, T: int) -> str:
-    named = {"scale-missing": (1.0,), "scale-twice": (right * right,), "scale-wrong-dim": (dim**-0.5, T**-0.5), "scale-inverted": (1 / right,)}  # fmt: skip
+    named = {
+        "scale-missing": (1.0,),
+        "scale-twice": (right * right,),
+        "scale-wrong-dim": (dim**-0.5, T**-0.5),
+        "scale-inverted": (1 / right,),
+    }
     for name, values in named.items():
         if any(abs(got - value) <= 1e-6 * value for value in values):
             return name
@@ -541,7 +585,9 @@ def _scale_name(got: float, right: float, dim: int, T: int) -> str:
 
 
 def _sizes(core: Core, size: int) -> list[int]:
-    """The sizes that 1/sqrt may be of: what is summed over; of absorbed latents, the head before its own map, too."""
+    """The sizes that 1/sqrt may be of: what is summed over; of absorbed latents, the head before
+    its own map, too.
+    """
     found = [size]
     for node in (core.query, core.key):
         while node.name in MOVES and node.mixed:
@@ -636,7 +682,9 @@ def _roles(core: Core) -> Iterator[Seen]:
 
 
 def _upright(core: Core) -> bool:
-    """Whether the rows of the product are the rows of the weights: the first operand makes queries."""
+    """Whether the rows of the product are the rows of the weights: the first operand makes
+    queries.
+    """
     if core.weights is None:
         return True
     scores = core.products[0][0].value * core.products[0][1]

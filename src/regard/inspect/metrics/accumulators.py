@@ -53,19 +53,21 @@ class Scene:
     def share_of_sink(self) -> Tensor:
         """P_sink = exp(sink - ln denominator) [h,T]; 0 without a sink."""
         parts = [
-            torch.zeros(self.h, step.T, dtype=torch.float64) if step.sink is None
+            torch.zeros(self.h, step.T, dtype=torch.float64)
+            if step.sink is None
             else torch.exp(step.sink.double()[:, None] - step.denominator[self.batch])
             for step in self.place.steps
-        ]  # fmt: skip
+        ]
         return torch.cat(parts, 1)
 
     def sinks_at(self) -> Tensor:
         """The sink of each row [h,T]; -inf without one."""
         parts = [
-            torch.full((self.h, step.T), -math.inf, dtype=torch.float64) if step.sink is None
+            torch.full((self.h, step.T), -math.inf, dtype=torch.float64)
+            if step.sink is None
             else step.sink.double()[:, None].expand(-1, step.T)
             for step in self.place.steps
-        ]  # fmt: skip
+        ]
         return torch.cat(parts, 1)
 
     def denominators(self) -> Tensor:
@@ -89,9 +91,11 @@ class Accumulator(Protocol):
 
 
 class Sharpness:
-    """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), over ln n_i; effective keys exp(H_i); the largest score.
+    """Entropy H_i = sum_j p_ij (ln denominator_i - s_ij), over ln n_i; effective keys exp(H_i); the
+    largest score.
 
-    That is -sum_j p_ij ln p_ij; a sink is one key more. The lse's rounding is not left in it, as in lse - sum_j p_ij s_ij.
+    That is -sum_j p_ij ln p_ij; a sink is one key more. The lse's rounding is not left in it, as in
+    lse - sum_j p_ij s_ij.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -124,15 +128,22 @@ class Sharpness:
 
 
 class Distances:
-    """The offset profile D(d) = mean_i p_{i,i-d}, the mean distance sum_j p_ij (p_i - p_j), and what is near."""
+    """The offset profile D(d) = mean_i p_{i,i-d}, the mean distance sum_j p_ij (p_i - p_j), and
+    what is near.
+    """
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        longest = int(scene.rows.max() - torch.where(scene.columns >= 0, scene.columns, 1 << 40).min()) + 1  # fmt: skip
+        longest = (
+            int(scene.rows.max() - torch.where(scene.columns >= 0, scene.columns, 1 << 40).min())
+            + 1
+        )
         self._sums = torch.zeros(
             scene.h, max(1, longest) + 1, dtype=torch.float64
         )  # the last: ahead, or not real
-        self._far, self._near = (torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fn")  # fmt: skip
+        self._far, self._near = (
+            torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fn"
+        )
 
     def add(self, tile: Tile) -> None:
         """Weights by distance."""
@@ -153,9 +164,9 @@ class Distances:
         have = torch.bincount(scene.rows[real], minlength=self._sums.shape[1] - 1)
         held = torch.zeros(int(max(scene.columns.max(), scene.rows.max())) + 1, dtype=torch.int64)
         held[scene.columns[scene.columns >= 0]] = 1
-        pairs = torch.stack([
-            (have[d:] * held[: len(have) - d]).sum() for d in range(self._sums.shape[1] - 1)
-        ])  # fmt: skip
+        pairs = torch.stack(
+            [(have[d:] * held[: len(have) - d]).sum() for d in range(self._sums.shape[1] - 1)]
+        )
         return {
             "distance": scene.mean(self._far, real),
             "local": scene.mean(self._near, real),
@@ -164,7 +175,9 @@ class Distances:
 
 
 class Targets:
-    """Mean weights on listed pairs: the previous token, earlier copies of a row's token, and what followed them."""
+    """Mean weights on listed pairs: the previous token, earlier copies of a row's token, and what
+    followed them.
+    """
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
@@ -212,9 +225,14 @@ class Received:
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
-        self._first, self._sum = (torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fs")  # fmt: skip
+        self._first, self._sum = (
+            torch.zeros(scene.h, scene.place.T, dtype=torch.float64) for _ in "fs"
+        )
         self._columns = torch.zeros(scene.h, scene.place.N, dtype=torch.float64)
-        self._leaks = {name: torch.zeros(scene.h, dtype=torch.float64) for name in ("future", "empty", "padding")}  # fmt: skip
+        self._leaks = {
+            name: torch.zeros(scene.h, dtype=torch.float64)
+            for name in ("future", "empty", "padding")
+        }
 
     def add(self, tile: Tile) -> None:
         """Sums over rows and columns."""

@@ -17,12 +17,14 @@ SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
 def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "layers H"]]:
     """Every score of every head, as means over the rows of a batch.
 
-    Keys: previous_token, induction, duplicate, entropy (of a row, over ln of the keys that it may see: 0 to 1),
-    sink (the share of the first key). The model runs on its own kernels; patterns are computed from what they were given.
+    Keys: previous_token, induction, duplicate, entropy (of a row, over ln of the keys that it may
+        see: 0 to 1), sink (the share of the first key). The model runs on its own kernels; patterns
+        are computed from what they were given.
 
     Args:
         model: a model.
-        ids: token ids; random ids repeated (`repeated_ids`) show what a head does whatever the words mean.
+        ids: token ids; random ids repeated (`repeated_ids`) show what a head does whatever the
+            words mean.
 
     Raises:
         ArgumentError: ids are shorter than 2, or a row repeats no token.
@@ -40,7 +42,8 @@ def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor
         for name in SCORES:
             if any(name not in values for values in rows):
                 raise ArgumentError(
-                    f"{name}: no token occurs twice, far enough apart, in ids, or there is one token; "
+                    f"{name}: no token occurs twice, far enough apart, in ids, or there is one "
+                    "token; "
                     "give a text that repeats itself, such as repeated_ids(...)"
                 )
             found[name].append(torch.stack([values[name] for values in rows]).mean(0).float())

@@ -1,4 +1,6 @@
-"""Which pairs of a query and a key mean something, as lists: T ids are compared, not T x T cells."""
+"""Which pairs of a query and a key mean something, as lists: T ids are compared, not T x T
+cells.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
 
 
 def after_copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
-    """Queries, and the keys behind earlier copies; a key that is the query itself says nothing, and is left out.
+    """Queries, and the keys behind earlier copies; a key that is the query itself says nothing, and
+    is left out.
 
     >>> after_copies(torch.tensor([7, 8, 7, 7])).tolist()
     [[2, 1], [3, 1]]

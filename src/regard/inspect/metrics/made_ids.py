@@ -12,7 +12,8 @@ from regard.errors import ArgumentError
 def repeated_ids(
     vocabulary: int, length: int, *, batch: int = 4, seed: int = 0
 ) -> Int[Tensor, "B T"]:
-    """Random ids, each row written twice: [batch, 2 length]; the first half of a row has no token twice if it can.
+    """Random ids, each row written twice: [batch, 2 length]; the first half of a row has no token
+    twice if it can.
 
     Raises:
         ArgumentError: a number is less than 1.

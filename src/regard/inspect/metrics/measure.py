@@ -38,7 +38,8 @@ class Measures:
             if name in kind:
                 return kind[name]
         raise ArgumentError(
-            f"{name!r} was not measured at {self.place}; measured: {', '.join((*self.values, *self.curves))}"
+            f"{name!r} was not measured at {self.place}; measured: "
+            f"{', '.join((*self.values, *self.curves))}"
         )
 
 
@@ -54,7 +55,8 @@ def measure(
 ) -> Measures:
     """Measure all recorded heads of a place.
 
-    n_i: the keys that row i sees. Means are over rows; rows that the definition does not concern are left out.
+    n_i: the keys that row i sees. Means are over rows; rows that the definition does not concern
+        are left out.
 
         entropy          H_i / ln n_i, H_i = -sum_j p_ij ln p_ij with a sink's share as one key more; 0 to 1
         effective_keys   exp(H_i)
@@ -69,8 +71,8 @@ def measure(
         future, empty, padding   all mass on later positions, on slots at -1, on columns marked as padding
         missing          the largest |1 - sum_j p_ij - P_sink|
 
-    curves: offsets, D(d) = mean_i p_{i,i-d}, and received, sum_i p_ij of each column. What the tokens do not allow (no
-    token twice: no induction) is not among the values.
+    curves: offsets, D(d) = mean_i p_{i,i-d}, and received, sum_i p_ij of each column. What the
+        tokens do not allow (no token twice: no induction) is not among the values.
 
     Args:
         place: from a recording.
@@ -81,7 +83,8 @@ def measure(
         size: of the tiles.
 
     Raises:
-        ArgumentError: ids or padding are not as many as the columns, or there is no such row of the batch.
+        ArgumentError: ids or padding are not as many as the columns, or there is no such row of the
+            batch.
 
     >>> import regard
     >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -104,9 +107,12 @@ def measure(
             accumulator.add(tile)
     found = {name: x for each in accumulators for name, x in each.result().items()}
     return Measures(
-        place.name, place.heads, place.T, {n: x for n, x in found.items() if x.ndim == 1},
+        place.name,
+        place.heads,
+        place.T,
+        {n: x for n, x in found.items() if x.ndim == 1},
         {n: x for n, x in found.items() if x.ndim == 2},
-    )  # fmt: skip
+    )
 
 
 class Sampled(NamedTuple):
@@ -117,7 +123,8 @@ class Sampled(NamedTuple):
 
 
 def keys_for(place: Place, share: float = 0.9, *, batch: int = 0, rows: int = ROWS) -> Sampled:
-    """How many keys hold so much of a row's mass: the mean [h] over evenly spread rows that see any.
+    """How many keys hold so much of a row's mass: the mean [h] over evenly spread rows that see
+    any.
 
     min n: the n largest p_ij of a row sum to share * sum_j p_ij or more
 
@@ -145,9 +152,11 @@ def keys_for(place: Place, share: float = 0.9, *, batch: int = 0, rows: int = RO
 
 
 def redundancy(place: Place, *, batch: int = 0, rows: int = ROWS) -> Sampled:
-    """How much heads look at other things: the Jensen-Shannon divergence [h,h] of their rows, 0 (the same) to 1, in bits.
+    """How much heads look at other things: the Jensen-Shannon divergence [h,h] of their rows, 0
+    (the same) to 1, in bits.
 
-    JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2, mean over evenly spread rows; each row over its sum, without a sink
+    JS(p, r) = H((p + r) / 2) - (H(p) + H(r)) / 2, mean over evenly spread rows; each row over its
+    sum, without a sink
 
     Raises:
         ArgumentError: rows is less than 1.
@@ -191,7 +200,8 @@ def retrieval_score(
     Raises:
         ArgumentError: the needle is empty, or not inside the columns.
 
-    Source: Wu et al. 2024 (arXiv 2404.15574), section 2, equation 1: tokens are counted by their place, not by their word.
+    Source: Wu et al. 2024 (arXiv 2404.15574), section 2, equation 1: tokens are counted by their
+    place, not by their word.
     """
     start, stop, _ = needle.indices(place.N)
     if start >= stop:

@@ -35,12 +35,14 @@ def induction_score(
 ) -> Float[Tensor, "*H"]:
     """The mean weight on what followed an earlier copy of the query's token.
 
-    mean over i of sum_j p_{i,j+1}, over all j < i - 1 with id_j = id_i; rows i without such a j are left out
+    mean over i of sum_j p_{i,j+1}, over all j < i - 1 with id_j = id_i; rows i without such a j are
+    left out
 
     It works by lists of indices: T ids, not T x T cells, are compared.
 
     Raises:
-        ArgumentError: no token occurs twice, at least two apart, or ids and pattern differ in length.
+        ArgumentError: no token occurs twice, at least two apart, or ids and pattern differ in
+            length.
 
     >>> pattern = torch.zeros(4, 4)
     >>> pattern[2, 1], pattern[3, 2] = 0.75, 0.25  # a b a b: the second a looks at the first b
@@ -105,7 +107,8 @@ def sink_share(pattern: Float[Tensor, "*H T T"], first: int = SINKS) -> Float[Te
 def _mass(pattern: Tensor, pairs: Tensor) -> Tensor:
     if not len(pairs):
         raise ArgumentError(
-            "no token occurs twice, far enough apart, in ids; give a text that repeats itself, such as repeated_ids(...)"
+            "no token occurs twice, far enough apart, in ids; give a text that repeats itself, "
+            "such as repeated_ids(...)"
         )
     rows, keys = pairs.T
     return pattern[..., rows, keys].sum(-1) / len(rows.unique())

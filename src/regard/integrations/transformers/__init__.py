@@ -1,9 +1,11 @@
-"""regard in transformers: importing this module registers the attention implementation `"regard"` and its masks.
+"""regard in transformers: importing this module registers the attention implementation `"regard"`
+and its masks.
 
-Every model of transformers that takes its attention from `AttentionInterface` can then run through `regard.attend`: with
-grouped heads, windows, sinks, softcaps, position biases, padding and packed sequences, in training and in `generate`.
-Masks travel as rules where transformers' mask has one (causal, window, chunk, documents, padding), so that what is masked
-is skipped; else as the dense mask. Taps are heard as in a model of regard's own.
+Every model of transformers that takes its attention from `AttentionInterface` can then run through
+`regard.attend`: with grouped heads, windows, sinks, softcaps, position biases, padding and packed
+sequences, in training and in `generate`. Masks travel as rules where transformers' mask has one
+(causal, window, chunk, documents, padding), so that what is masked is skipped; else as the dense
+mask. Taps are heard as in a model of regard's own.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="regard")
     model.set_attn_implementation("regard")                                      # or later
@@ -26,9 +28,10 @@ torch.Size([1, 4, 4, 4])
 >>> model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
 torch.Size([1, 7])
 
-A query that sees nothing (a padded one) gives 0. A model class that computes its attention itself is refused when it is
-built or switched, for it would add the mask to its scores; `architectures()` lists those that can be served, and
-docs/transformers.md says what was tried with each. It needs the extra: pip install 'regard[transformers]'.
+A query that sees nothing (a padded one) gives 0. A model class that computes its attention itself
+is refused when it is built or switched, for it would add the mask to its scores; `architectures()`
+lists those that can be served, and docs/transformers.md says what was tried with each. It needs the
+extra: pip install 'regard[transformers]'.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ for _function, _parameter in (
 ):
     if _parameter not in inspect.signature(attrgetter(_function)(transformers)).parameters:
         raise ImportError(
-            f"transformers {transformers.__version__} is too old for regard.integrations.transformers: its {_function} "
+            f"transformers {transformers.__version__} is too old for "
+            f"regard.integrations.transformers: its {_function} "
             f"has no {_parameter}; pip install -U transformers"
         )
 

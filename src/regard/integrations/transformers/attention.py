@@ -1,4 +1,6 @@
-"""The attention function that transformers' modules call: their arguments said in regard's words."""
+"""The attention function that transformers' modules call: their arguments said in regard's
+words.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,24 @@ from regard.tap import place, tap
 NEUTRAL = frozenset(
     {
         # said to the mask already, or to the module around
-        "sliding_window", "position_ids", "cache_position", "seq_idx", "token_type_ids", "use_cache", "labels",
+        "sliding_window",
+        "position_ids",
+        "cache_position",
+        "seq_idx",
+        "token_type_ids",
+        "use_cache",
+        "labels",
         # what a model is to return, or how its loss is counted
-        "output_hidden_states", "output_router_logits", "return_dict", "num_items_in_batch",
-        "logits_to_keep", "input_ids",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "input_ids",
         # how another kernel does the same sums
         "deterministic",
     }
-)  # fmt: skip
+)
 """Keyword arguments that do not change what softmax attention is, whatever their values."""
 
 READ = frozenset(
@@ -40,11 +52,12 @@ REFUSED = {
     "cache": "a paged cache of continuous batching",
     **dict.fromkeys(
         ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        "the lengths of packed rows, which only flash attention reads: give position_ids that begin anew with each row",
+        "the lengths of packed rows, which only flash attention reads: give position_ids that "
+        "begin anew with each row",
     ),
 }
-"""Keyword arguments that transformers is known to pass and that would change the result. So would any other name, as far
-as is known: it is refused, too."""
+"""Keyword arguments that transformers is known to pass and that would change the result. So would
+any other name, as far as is known: it is refused, too."""
 
 _places: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -69,22 +82,27 @@ def regard_attention(
     is_causal: bool | None = None,  # noqa: FBT001  (transformers' own signature)
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`regard.attend`, for transformers' `AttentionInterface`: query [B,H,T,D], key [B,G,S,D] -> [B,T,H,E], weights or None.
+    """`regard.attend`, for transformers' `AttentionInterface`: query [B,H,T,D], key [B,G,S,D] ->
+    [B,T,H,E], weights or None.
 
     Args:
         module: who calls: `is_causal` where no mask comes, `layer_idx` names its taps.
-        attention_mask: a `MaskRule`; a dense bool mask, True = may attend; a float mask that is added to the scores,
-            where numbers <= finfo.min / 2 hide the key; None: causal if `is_causal` and T > 1, as transformers' sdpa has it.
+        attention_mask: a `MaskRule`; a dense bool mask, True = may attend; a float mask that is
+            added to the scores, where numbers <= finfo.min / 2 hide the key; None: causal if
+            `is_causal` and T > 1, as transformers' sdpa has it.
         dropout: on the weights.
         scaling: None is 1/sqrt(D).
-        kwargs: `softcap`, `s_aux` (sinks [H]), `position_bias` (added to the scores), `indices` (int [B,T,n]: the slots of
-            the keys that a query may see), `block_indices` (int [B,J,T,n]: the same by blocks of the module's
-            `indexer.block_size` slots, for J groups of heads, -1 = none) and `output_attentions` (return the weights
-            [B,H,T,S]) are obeyed; those of `NEUTRAL` do not change the result.
+        kwargs: `softcap`, `s_aux` (sinks [H]), `position_bias` (added to the scores), `indices`
+            (int [B,T,n]: the slots of the keys that a query may see), `block_indices` (int
+            [B,J,T,n]: the same by blocks of the module's `indexer.block_size` slots, for J groups
+            of heads, -1 = none) and `output_attentions` (return the weights [B,H,T,S]) are obeyed;
+            those of `NEUTRAL` do not change the result.
 
     Raises:
-        ArgumentTypeError: the module passes any other keyword argument that is not None, or a mask that is no tensor.
-        ArgumentError: the mask or the selection does not fit the keys, or the mask is a window that hides every key.
+        ArgumentTypeError: the module passes any other keyword argument that is not None, or a mask
+            that is no tensor.
+        ArgumentError: the mask or the selection does not fit the keys, or the mask is a window that
+            hides every key.
 
     >>> q = torch.randn(1, 4, 3, 8)
     >>> z, weights = regard_attention(nn.Module(), q, q[:, :2], q[:, :2], None)
@@ -130,14 +148,17 @@ def _seen(mask: Tensor | None, T: int, S: int, *, causal: bool) -> _Seen:
         )
     if mask.ndim != 4 or mask.shape[-1] != S or mask.shape[-2] not in (1, T):
         raise ArgumentError(
-            f"attention_mask is {tuple(mask.shape)} for {T} queries and {S} keys; it must be [batch or 1, heads or 1, "
+            f"attention_mask is {tuple(mask.shape)} for {T} queries and {S} keys; it must be "
+            "[batch or 1, heads or 1, "
             f"{T} or 1, {S}]: all layers of one kind must hold the same tokens"
         )
     if isinstance(mask, MaskRule):
         if mask.rule == NOTHING:
             raise ArgumentError(
-                "the model attends through a window or chunk of less than one key, which hides every key from every query; "
-                "where no window is meant, sliding_window or attention_chunk_size in the configuration must be None, or the "
+                "the model attends through a window or chunk of less than one key, which hides "
+                "every key from every query; "
+                "where no window is meant, sliding_window or attention_chunk_size in the "
+                "configuration must be None, or the "
                 "layer_types must say full_attention"
             )
         q, k = mask.q_positions, mask.k_positions
@@ -173,7 +194,8 @@ def _selected(
         got = tuple((blocks if indices is None else indices).shape)  # type: ignore[union-attr]
         raise ArgumentError(f"{type(module).__name__} passes {name} {got}; it must be {shape}")
     count = -(-S // size)
-    # slots below 0 or behind the last key choose nothing: they are written into a column that is cut off
+    # slots below 0 or behind the last key choose nothing: they are written into a column that is
+    # cut off
     at = torch.where((chosen >= 0) & (chosen < count), chosen.long(), count)
     table = torch.zeros(*chosen.shape[:3], count + 1, dtype=torch.bool, device=query.device)
     table = table.scatter(-1, at, value=True)[..., :count]
@@ -191,7 +213,8 @@ def _block_size(module: nn.Module) -> int:
     size = getattr(getattr(module, "indexer", None), "block_size", None)
     if not isinstance(size, int):
         raise ArgumentTypeError(
-            f"{type(module).__name__} passes block_indices, but has no indexer.block_size: how many keys a block holds is "
+            f"{type(module).__name__} passes block_indices, but has no indexer.block_size: how "
+            "many keys a block holds is "
             'not known; use model.set_attn_implementation("eager")'
         )
     return size
@@ -200,7 +223,8 @@ def _block_size(module: nn.Module) -> int:
 def _refuse(module: nn.Module, name: str) -> NoReturn:
     meaning = REFUSED.get(name, "which regard does not know, and which may change the result")
     raise ArgumentTypeError(
-        f"{type(module).__name__} passes {name}, {meaning}: regard.attend has no word for it; leave it out if it is yours, "
+        f"{type(module).__name__} passes {name}, {meaning}: regard.attend has no word for it; "
+        "leave it out if it is yours, "
         'or use model.set_attn_implementation("eager")'
     )
 
@@ -208,8 +232,8 @@ def _refuse(module: nn.Module, name: str) -> NoReturn:
 def name_places(model: nn.Module) -> None:
     """Name the taps of a model's modules by their full names, as `model.named_modules()` has them.
 
-    Without it a tap is at `layers.<layer_idx>`, and bare in a module that does not know its layer. A model with an
-    encoder and a decoder needs it, because their layers have the same numbers.
+    Without it a tap is at `layers.<layer_idx>`, and bare in a module that does not know its layer.
+    A model with an encoder and a decoder needs it, because their layers have the same numbers.
 
     >>> from collections import OrderedDict
     >>> model = nn.Sequential(OrderedDict(encoder=nn.Linear(2, 2)))

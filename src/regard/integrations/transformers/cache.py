@@ -1,4 +1,6 @@
-"""A cache for transformers' models whose memory is allocated ahead: a step writes its own tokens and copies no others."""
+"""A cache for transformers' models whose memory is allocated ahead: a step writes its own tokens
+and copies no others.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,19 @@ LEAST = 256
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one layer, in buffers with room behind the last slot; what is given out are views of them.
+    """Keys and values of one layer, in buffers with room behind the last slot; what is given out
+    are views of them.
 
     Args:
-        window: how many keys a query may see, its own included; None is all. Older ones are forgotten when the buffer is
-            full: the last window - 1 tokens go to the front of a new one, once in at least as many steps.
+        window: how many keys a query may see, its own included; None is all. Older ones are
+            forgotten when the buffer is
+            full: the last window - 1 tokens go to the front of a new one, once in at least as many
+                steps.
         max_length: slots to allocate at once. None: room doubles when it is used up.
 
     Raises:
-        ArgumentError: max_length or window below 1; more than max_length tokens; a crop that needs forgotten tokens.
+        ArgumentError: max_length or window below 1; more than max_length tokens; a crop that needs
+            forgotten tokens.
 
     >>> layer = PreallocatedLayer()
     >>> keys, _ = layer.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2))
@@ -57,7 +63,9 @@ class PreallocatedLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys [B,G,n,D] and values [B,G,n,E]; return views of all that the new queries may see."""
+        """Write keys [B,G,n,D] and values [B,G,n,E]; return views of all that the new queries may
+        see.
+        """
         n = key_states.shape[2]
         length, _ = self.get_mask_sizes(n)
         slots = self._room(n)
@@ -89,7 +97,9 @@ class PreallocatedLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """From now on a windowed layer forgets nothing that came after the last crop, so that it can be taken back."""
+        """From now on a windowed layer forgets nothing that came after the last crop, so that it
+        can be taken back.
+        """
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -97,7 +107,8 @@ class PreallocatedLayer(CacheLayerMixin):
         n, self._since = -tokens_to_remove, 0
         if n < 0:
             raise ArgumentError(
-                f"crop({tokens_to_remove}): give the number of tokens to take back as a negative one"
+                f"crop({tokens_to_remove}): give the number of tokens to take back as a negative "
+                "one"
             )
         if n == 0 or self._slots is None:
             return
@@ -106,7 +117,8 @@ class PreallocatedLayer(CacheLayerMixin):
         held = len(self._slots) - (self._seen - left)
         if held < needed:
             raise ArgumentError(
-                f"crop({tokens_to_remove}) needs {needed} tokens in front, and {max(held, 0)} are held; call "
+                f"crop({tokens_to_remove}) needs {needed} tokens in front, and {max(held, 0)} are "
+                "held; call "
                 "activate_past_recording() before the tokens that are to be taken back"
             )
         self._slots.crop(left)
@@ -155,7 +167,8 @@ class PreallocatedLayer(CacheLayerMixin):
             return min(size, max(self.max_length, kept + n))
         if kept + n > self.max_length:
             raise ArgumentError(
-                f"the cache was made for max_length={self.max_length} tokens, and {kept + n} come; make a longer one, "
+                f"the cache was made for max_length={self.max_length} tokens, and {kept + n} "
+                "come; make a longer one, "
                 "or give no max_length"
             )
         return self.max_length
@@ -169,13 +182,16 @@ class PreallocatedLayer(CacheLayerMixin):
 
 
 class PreallocatedCache(DynamicCache):
-    """`past_key_values` of a transformers model, under any attention implementation: a `PreallocatedLayer` for each layer.
+    """`past_key_values` of a transformers model, under any attention implementation: a
+    `PreallocatedLayer` for each layer.
 
-    Layers that are no plain or windowed attention (recurrences, indexers) keep transformers' own cache.
+    Layers that are no plain or windowed attention (recurrences, indexers) keep transformers' own
+    cache.
 
     Args:
         config: the model's: it says which layers have windows.
-        max_length: tokens to allocate room for at once, a prompt and what follows. None: room doubles when it is used up.
+        max_length: tokens to allocate room for at once, a prompt and what follows. None: room
+            doubles when it is used up.
 
     Raises:
         ArgumentError: max_length below 1.

@@ -1,7 +1,9 @@
-"""transformers' mask functions read as rules: causal, window, chunk, documents, padding. What is unknown stays dense.
+"""transformers' mask functions read as rules: causal, window, chunk, documents, padding. What is
+unknown stays dense.
 
-transformers builds a mask from small closures (q_idx, kv_idx) -> bool, joined by `and` and `or`. Each has a rule of
-regard's that means the same; their names and the numbers that they hold are read, nothing is evaluated.
+transformers builds a mask from small closures (q_idx, kv_idx) -> bool, joined by `and` and `or`.
+Each has a rule of regard's that means the same; their names and the numbers that they hold are
+read, nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -54,14 +56,16 @@ def regard_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of a forward pass, for transformers' `AttentionMaskInterface`: a rule, or a dense tensor where none fits.
+    """The mask of a forward pass, for transformers' `AttentionMaskInterface`: a rule, or a dense
+    tensor where none fits.
 
     Args:
         batch_size, q_length, kv_length: B, T, S.
         q_offset, kv_offset: the first query's and the first key's position.
         mask_function: the rule as transformers writes it.
         attention_mask: [B,L], True = a token, at positions 0 to L - 1.
-        kwargs: what else transformers says: `allow_is_causal_skip` (which is obeyed in a traced graph only), ...
+        kwargs: what else transformers says: `allow_is_causal_skip` (which is obeyed in a traced
+            graph only), ...
 
     None (the module knows whether it is causal) comes from a traced graph only.
 
@@ -97,7 +101,8 @@ def regard_mask(
 
 
 def read(function: Indices, where: Where) -> Mask | None:
-    """The rule that a mask function of transformers' own means, at these positions; None for anybody else's.
+    """The rule that a mask function of transformers' own means, at these positions; None for
+    anybody else's.
 
     >>> print(read(masking_utils.causal_mask_function, Where(Span(0, 3), Span(0, 3))))
     causal
@@ -164,7 +169,8 @@ def _every(held: dict[str, Any], where: Where) -> Mask | None:
     parts = []
     for function in functions:
         if packed and _name(function) == "remap_positions_for_packed_sequence":
-            # positions that count from each document's start: within one, their differences are those of the slots
+            # positions that count from each document's start: within one, their differences are
+            # those of the slots
             function = _held(function)["mask_function"]
             if not _by_difference(function):
                 return None
@@ -220,7 +226,9 @@ def _padded(rule: Mask, keep: Tensor, where: Where) -> Mask:
 
 
 def _for_a_graph(given: dict[str, Any], others: dict[str, Any]) -> Tensor | None:
-    """The plain tensor that the model's own code expects: a graph keeps no rule, and nothing guards a tensor in it."""
+    """The plain tensor that the model's own code expects: a graph keeps no rule, and nothing guards
+    a tensor in it.
+    """
     if takes_bool(others.get("config")):
         return masking_utils.sdpa_mask(**given, **others)
     return masking_utils.eager_mask(**given, **others)

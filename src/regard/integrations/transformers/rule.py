@@ -1,11 +1,13 @@
 """A mask of regard's that travels through a transformers model in the place of a dense one.
 
-transformers makes a mask once a forward pass and hands it from module to module as a tensor. `MaskRule` is such a tensor:
-it has the shape, dtype and device of the dense bool mask [B,1,T,S], but a single element of memory, and carries the rule.
+transformers makes a mask once a forward pass and hands it from module to module as a tensor.
+`MaskRule` is such a tensor: it has the shape, dtype and device of the dense bool mask [B,1,T,S],
+but a single element of memory, and carries the rule.
 
-Code that was written for the masks of eager attention, which are added to scores, would read True as the number 1. So a
-mask does only what has one meaning, and that for bool masks alone: it tells its shape, moves to a device, gives parts of
-itself, and takes `~`, `&`, `|` and the first place of `torch.where`, which no float mask does. Everything else is refused.
+Code that was written for the masks of eager attention, which are added to scores, would read True
+as the number 1. So a mask does only what has one meaning, and that for bool masks alone: it tells
+its shape, moves to a device, gives parts of itself, and takes `~`, `&`, `|` and the first place of
+`torch.where`, which no float mask does. Everything else is refused.
 """
 
 from __future__ import annotations
@@ -26,12 +28,31 @@ NOTHING = ~Full()
 _SHAPE = {
     getattr(Tensor, name)
     for name in (
-        "size", "stride", "storage_offset", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__",
-        "is_floating_point", "is_complex", "is_contiguous", "is_inference", "is_shared", "is_conj", "is_neg", "_is_view",
-        "_is_zerotensor", "untyped_storage",
+        "size",
+        "stride",
+        "storage_offset",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "get_device",
+        "__len__",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_inference",
+        "is_shared",
+        "is_conj",
+        "is_neg",
+        "_is_view",
+        "_is_zerotensor",
+        "untyped_storage",
     )
-}  # fmt: skip
-"""What is asked about a mask without looking at its values; so are its attributes, but for those of `_VALUES`."""
+}
+"""What is asked about a mask without looking at its values; so are its attributes, but for those of
+`_VALUES`.
+"""
 
 _VALUES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")}
 
@@ -51,14 +72,21 @@ _PARTS = {
 
 _OPPOSITE = {Tensor.__invert__, Tensor.bitwise_not, torch.bitwise_not}
 _JOINED = {
-    Tensor.__and__, Tensor.__rand__, Tensor.__or__, Tensor.__ror__, Tensor.bitwise_and, Tensor.bitwise_or,
-    torch.bitwise_and, torch.bitwise_or,
-}  # fmt: skip
+    Tensor.__and__,
+    Tensor.__rand__,
+    Tensor.__or__,
+    Tensor.__ror__,
+    Tensor.bitwise_and,
+    Tensor.bitwise_or,
+    torch.bitwise_and,
+    torch.bitwise_or,
+}
 _DEVICES = {Tensor.to, Tensor.cpu, Tensor.cuda}
 
 
 class BoolMask(Tensor):
-    """A bool mask, True = may attend, that refuses whatever would be done with a mask that is added to scores.
+    """A bool mask, True = may attend, that refuses whatever would be done with a mask that is added
+    to scores.
 
     >>> mask = BoolMask.of(torch.tensor([[True, False]]))
     >>> type(mask[:, 0]).__name__, (~mask).tolist(), (mask & True).dense().tolist()
@@ -119,13 +147,16 @@ class BoolMask(Tensor):
 
 
 class MaskRule(BoolMask):
-    """The dense bool mask [B,1,T,S] of a rule at the positions of a call, True = may attend, not yet made.
+    """The dense bool mask [B,1,T,S] of a rule at the positions of a call, True = may attend, not
+    yet made.
 
     rule: the mask; q_positions, k_positions: where the queries and the keys stand.
 
-    A part of it in which whole queries or keys are left out is a rule again; other parts, and what `&` and `|` give, are
-    made dense. `~` gives a plain bool tensor, True = hidden; `torch.where(mask, a, b)` gives a where a key may be seen. Everything else is refused, above all what is done with a
-    mask that is added to scores: arithmetic, comparisons, `masked_fill`, `cat`, another dtype.
+    A part of it in which whole queries or keys are left out is a rule again; other parts, and what
+    `&` and `|` give, are made dense. `~` gives a plain bool tensor, True = hidden;
+    `torch.where(mask, a, b)` gives a where a key may be seen. Everything else is refused, above all
+    what is done with a mask that is added to scores: arithmetic, comparisons, `masked_fill`, `cat`,
+    another dtype.
 
     >>> from regard.masks import Causal
     >>> mask = MaskRule.make(Causal(), Span(0, 2), Span(0, 2))
@@ -216,12 +247,15 @@ def _is_bool(x: Any) -> bool:
 def _device(
     func: Callable[..., Any], mask: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.device:
-    """Where mask.to(...), mask.cpu() or mask.cuda() moves it; another dtype is refused, even bool."""
+    """Where mask.to(...), mask.cpu() or mask.cuda() moves it; another dtype is refused, even
+    bool.
+    """
     given = [x.dtype if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
     wanted = next((x for x in given if isinstance(x, torch.dtype)), None)
     if wanted is not None:
         raise ArgumentError(
-            f"a mask of True and False is wanted as {wanted}, as if it held numbers that are added to scores; {_ADVICE}"
+            f"a mask of True and False is wanted as {wanted}, as if it held numbers that are "
+            f"added to scores; {_ADVICE}"
         )
     return func(torch.empty((), dtype=torch.bool, device=mask.device), *args, **kwargs).device
 
@@ -237,6 +271,7 @@ def _refuse(func: Callable[..., Any]) -> NoReturn:
     named = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # type: ignore[attr-defined]
     name = getattr(named, "__name__", str(named)).strip("_")
     raise ArgumentError(
-        f"{name} was tried on an attention mask of regard's, which could read its True and False in another sense than "
+        f"{name} was tried on an attention mask of regard's, which could read its True and False "
+        "in another sense than "
         f"meant; {_ADVICE}"
     )

@@ -1,7 +1,9 @@
-"""Which model classes of transformers take their attention from `AttentionInterface`, and what happens to the others.
+"""Which model classes of transformers take their attention from `AttentionInterface`, and what
+happens to the others.
 
-A class is judged by its source before it is built or switched: transformers itself accepts any registered name in the
-constructor, also for a class that would never call the function, or that would add our bool mask to its scores.
+A class is judged by its source before it is built or switched: transformers itself accepts any
+registered name in the constructor, also for a class that would never call the function, or that
+would add our bool mask to its scores.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Use(NamedTuple):
     """It calls the attention function of the interface."""
 
     masks: bool
-    """It makes its masks by `transformers.masking_utils`, in the form that the implementation's name asks for."""
+    """It makes its masks by `transformers.masking_utils`, in the form that the implementation's
+    name asks for.
+    """
 
     by_name: bool
     """It looks up its attention class in a table by the implementation's name."""
@@ -98,7 +102,9 @@ def _parts(module: str) -> dict[str, _Part] | None:
 
 
 def _words(statement: ast.stmt) -> Iterator[str]:
-    """The names in a statement, but for those that a model class mentions of classes that it need not contain."""
+    """The names in a statement, but for those that a model class mentions of classes that it need
+    not contain.
+    """
     inside = statement.body if isinstance(statement, ast.ClassDef) else [statement]
     for part in inside:
         if not {"_init_weights", "_can_record_outputs"} & set(_bound(part)):
@@ -121,7 +127,9 @@ def _bases(cls: type) -> list[type]:
 
 
 def _reached(cls: type) -> tuple[set[tuple[str, str]], bool]:
-    """The parts that a model class and its bases refer to, up to other model classes; whether it refers to such a one."""
+    """The parts that a model class and its bases refer to, up to other model classes; whether it
+    refers to such a one.
+    """
     reached: set[tuple[str, str]] = set()
     models, left = False, [(x.__module__, x.__name__) for x in _bases(cls)]
     while left:
@@ -151,10 +159,12 @@ def _reached(cls: type) -> tuple[set[tuple[str, str]], bool]:
 
 
 def check(cls: type) -> None:
-    """Refuse a model class whose attention cannot be regard's; warn once where the name changes nothing.
+    """Refuse a model class whose attention cannot be regard's; warn once where the name changes
+    nothing.
 
     Raises:
-        ArgumentError: the class computes its attention itself from a mask of transformers', or looks it up by name.
+        ArgumentError: the class computes its attention itself from a mask of transformers', or
+            looks it up by name.
     """
     found = use(cls)
     if found is None:
@@ -168,8 +178,10 @@ def check(cls: type) -> None:
     mine = object()  # of threads that come at once, one tells
     if not found.models and _told.setdefault(cls.__name__, mine) is mine:
         warnings.warn(
-            f"{cls.__name__} never calls the attention function of transformers' AttentionInterface: its results are those of "
-            f'attn_implementation="eager", and nothing in it runs through regard or can be recorded',
+            f"{cls.__name__} never calls the attention function of transformers' "
+            "AttentionInterface: its results are those of "
+            'attn_implementation="eager", and nothing in it runs through regard or can be '
+            "recorded",
             stacklevel=4,
         )
 
@@ -177,15 +189,18 @@ def check(cls: type) -> None:
 def _refusal(cls: type, why: str) -> str:
     others = ["eager", *(["sdpa"] if getattr(cls, "_supports_sdpa", False) else [])]
     return (
-        f'{cls.__name__} {why} and does not take it from transformers\' AttentionInterface, so attn_implementation="regard" '
-        f"would not be obeyed; use {' or '.join(map(repr, others))}. The architectures that can run through regard are listed "
+        f"{cls.__name__} {why} and does not take it from transformers' AttentionInterface, so "
+        'attn_implementation="regard" '
+        f"would not be obeyed; use {' or '.join(map(repr, others))}. The architectures that can "
+        "run through regard are listed "
         "by regard.integrations.transformers.architectures(), and tested in docs/transformers.md"
     )
 
 
 @functools.cache
 def architectures() -> tuple[str, ...]:
-    """The model types of the installed transformers with a module that takes its attention from `AttentionInterface`.
+    """The model types of the installed transformers with a module that takes its attention from
+    `AttentionInterface`.
 
     >>> "llama" in architectures(), "mpt" in architectures()
     (True, False)
@@ -206,10 +221,11 @@ def architectures() -> tuple[str, ...]:
 
 
 def takes_bool(config: object) -> bool:
-    """Whether the model class of a configuration was written for bool masks, True = may attend, as sdpa has them.
+    """Whether the model class of a configuration was written for bool masks, True = may attend, as
+    sdpa has them.
 
-    Every class was written for the masks of eager attention, which are added to scores; only one that supports sdpa
-    also knows bool ones.
+    Every class was written for the masks of eager attention, which are added to scores; only one
+    that supports sdpa also knows bool ones.
     """
     module = type(config).__module__.replace(".configuration_", ".modeling_")
     classes = vars(sys.modules[module]).values() if module in sys.modules else ()
@@ -222,7 +238,9 @@ def takes_bool(config: object) -> bool:
 
 
 def _asked(config: Any, implementation: Any) -> Iterator[Any]:
-    """The configurations for which `set_attn_implementation` is asked for "regard": a name, or names by sub-configuration."""
+    """The configurations for which `set_attn_implementation` is asked for "regard": a name, or
+    names by sub-configuration.
+    """
     by_key = implementation if isinstance(implementation, dict) else None
     if (implementation if by_key is None else by_key.get("")) == NAME:
         yield config
@@ -235,7 +253,8 @@ def _asked(config: Any, implementation: Any) -> Iterator[Any]:
 def guard() -> None:
     """Judge each model class when it is built with, or switched to, `attn_implementation="regard"`.
 
-    transformers offers no hook for it, so two methods of `PreTrainedModel` are wrapped; every other name passes through.
+    transformers offers no hook for it, so two methods of `PreTrainedModel` are wrapped; every other
+    name passes through.
     """
     if hasattr(PreTrainedModel.set_attn_implementation, "__wrapped__"):
         return

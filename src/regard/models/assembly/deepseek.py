@@ -1,4 +1,5 @@
-"""What DeepSeek-V2 and V3 share: multi-head latent attention, dense layers below mixtures of experts, and names.
+"""What DeepSeek-V2 and V3 share: multi-head latent attention, dense layers below mixtures of
+experts, and names.
 
 Source: DeepSeek-AI 2024 (arXiv 2405.04434); DeepSeek-AI 2024 (arXiv 2412.19437).
 """
@@ -25,28 +26,36 @@ from regard.positions.rotary import Layout
 
 OURS, THEIRS = grouped.OURS, grouped.THEIRS
 PROJECT = OURS + "attention.project."
-NAMES = grouped.OUTSIDE | grouped.PRE_NORMS | grouped.FEED_FORWARD | {
-    THEIRS + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
-    THEIRS + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
-    THEIRS + "self_attn.q_a_proj.bias": PROJECT + "q.down.bias",
-    THEIRS + "self_attn.q_a_layernorm.weight": PROJECT + "q.norm.weight",
-    THEIRS + "self_attn.q_b_proj.weight": PROJECT + "q.up.linear.weight",
-    THEIRS + "self_attn.kv_a_proj_with_mqa.weight": PROJECT + "kv_down.weight",
-    THEIRS + "self_attn.kv_a_proj_with_mqa.bias": PROJECT + "kv_down.bias",
-    THEIRS + "self_attn.kv_a_layernorm.weight": PROJECT + "kv_norm.weight",
-    THEIRS + "self_attn.kv_b_proj.weight": PROJECT + "kv_up.linear.weight",
-    THEIRS + "self_attn.o_proj.weight": OURS + "attention.output.weight",
-    THEIRS + "self_attn.o_proj.bias": OURS + "attention.output.bias",
-    THEIRS + "mlp.gate.weight": OURS + "feed_forward.router.linear.weight",
-    THEIRS + "mlp.gate.e_score_correction_bias": OURS + "feed_forward.router.correction",
-} | {
-    THEIRS + f"mlp.{where}.{part}_proj.weight": OURS + f"feed_forward.{ours}.{part}.weight"
-    for where, ours in (("experts.{}", "experts.{}"), ("shared_experts", "shared"))
-    for part in ("gate", "up", "down")
-}  # fmt: skip
+NAMES = (
+    grouped.OUTSIDE
+    | grouped.PRE_NORMS
+    | grouped.FEED_FORWARD
+    | {
+        THEIRS + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
+        THEIRS + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
+        THEIRS + "self_attn.q_a_proj.bias": PROJECT + "q.down.bias",
+        THEIRS + "self_attn.q_a_layernorm.weight": PROJECT + "q.norm.weight",
+        THEIRS + "self_attn.q_b_proj.weight": PROJECT + "q.up.linear.weight",
+        THEIRS + "self_attn.kv_a_proj_with_mqa.weight": PROJECT + "kv_down.weight",
+        THEIRS + "self_attn.kv_a_proj_with_mqa.bias": PROJECT + "kv_down.bias",
+        THEIRS + "self_attn.kv_a_layernorm.weight": PROJECT + "kv_norm.weight",
+        THEIRS + "self_attn.kv_b_proj.weight": PROJECT + "kv_up.linear.weight",
+        THEIRS + "self_attn.o_proj.weight": OURS + "attention.output.weight",
+        THEIRS + "self_attn.o_proj.bias": OURS + "attention.output.bias",
+        THEIRS + "mlp.gate.weight": OURS + "feed_forward.router.linear.weight",
+        THEIRS + "mlp.gate.e_score_correction_bias": OURS + "feed_forward.router.correction",
+    }
+    | {
+        THEIRS + f"mlp.{where}.{part}_proj.weight": OURS + f"feed_forward.{ours}.{part}.weight"
+        for where, ours in (("experts.{}", "experts.{}"), ("shared_experts", "shared"))
+        for part in ("gate", "up", "down")
+    }
+)
 """Name in a checkpoint -> name here; {} is the layer, and the expert."""
 BUFFERS = (*grouped.BUFFERS, r"model\.layers\.61\..*")
-"""What else a file may hold: the layer that predicts a second token is another model behind V3's 61 layers."""
+"""What else a file may hold: the layer that predicts a second token is another model behind V3's 61
+layers.
+"""
 IGNORED = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
 """Keys of training and of other code: the model is computed here."""
 CODE = "Deepseek"
@@ -60,8 +69,8 @@ class Config:
     """The keys of config.json that both have.
 
     Raises:
-        ArgumentError: a size is out of range, rope_scaling is not understood or follows the length, heads share keys,
-            or the experts cannot be chosen as the keys say.
+        ArgumentError: a size is out of range, rope_scaling is not understood or follows the length,
+            heads share keys, or the experts cannot be chosen as the keys say.
     """
 
     vocab_size: int
@@ -92,11 +101,13 @@ class Config:
         if self.num_key_value_heads != self.num_attention_heads:
             raise ArgumentError(
                 f"num_key_value_heads is {self.num_key_value_heads}, and num_attention_heads "
-                f"{self.num_attention_heads}; heads share one latent, and each has its own keys: make them equal"
+                f"{self.num_attention_heads}; heads share one latent, and each has its own keys: "
+                "make them equal"
             )
         if self.rotary().follows:
             raise ArgumentError(
-                f"rope_scaling is {dict(self.rope_scaling or {})}, which follows the length; what a latent cache keeps is "
+                f"rope_scaling is {dict(self.rope_scaling or {})}, which follows the length; what "
+                "a latent cache keeps is "
                 "rotated already: supported are yarn, linear and none"
             )
         self.router()
@@ -104,9 +115,12 @@ class Config:
     def rotary(self) -> Rotary:
         """The rotary positions of every layer."""
         return rope.rotary(
-            self.qk_rope_head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings,
+            self.qk_rope_head_dim,
+            self.rope_theta,
+            self.rope_scaling,
+            self.max_position_embeddings,
             layout=self.layout(),
-        )  # fmt: skip
+        )
 
     def layout(self) -> Layout:
         """Which dims make a pair."""
@@ -132,7 +146,8 @@ def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
 
 
 def plain(raw: Raw) -> dict[str, Any]:
-    """Older files lack num_key_value_heads; newer ones name two sums of other keys, which are checked.
+    """Older files lack num_key_value_heads; newer ones name two sums of other keys, which are
+    checked.
 
     Raises:
         ArgumentError: head_dim or qk_head_dim contradicts qk_rope_head_dim and qk_nope_head_dim.
@@ -146,7 +161,8 @@ def plain(raw: Raw) -> dict[str, Any]:
             said = found.pop(key, None)
             if said not in (None, allowed):
                 raise ArgumentError(
-                    f"{key} is {said}, and the two parts of a query head, {nope} + {turned}, make it {allowed}"
+                    f"{key} is {said}, and the two parts of a query head, {nope} + {turned}, make "
+                    f"it {allowed}"
                 )
     return found
 
@@ -165,9 +181,15 @@ def decoder(config: Config) -> Decoder:
 def _block(config: Config, rotary: Rotary, layer: int) -> Block:
     M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
     project = Latent(
-        M, H, rotary, kv_rank=config.kv_lora_rank, nope_dim=config.qk_nope_head_dim, value_dim=E,
-        q_rank=config.q_lora_rank, bias=config.attention_bias,
-    )  # fmt: skip
+        M,
+        H,
+        rotary,
+        kv_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        value_dim=E,
+        q_rank=config.q_lora_rank,
+        bias=config.attention_bias,
+    )
     output = Linear(H * E, M, bias=config.attention_bias)
     attention = Attention(project, output, mask=masks.Causal(), scale=project.scale)
     feed_forward: nn.Module = SwiGLU(M, config.intermediate_size)

@@ -1,4 +1,6 @@
-"""What the Gemmas share: norms with weight 1 + w, a scaled embedding, GeGLU, and from Gemma 2 on norms on either side."""
+"""What the Gemmas share: norms with weight 1 + w, a scaled embedding, GeGLU, and from Gemma 2 on
+norms on either side.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ HEAD_NORMS = {
     THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.steps.0.weight",
 }
 NAMES = grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | SANDWICH | HEAD_NORMS
-"""Name in a checkpoint of Gemma 2 or 3 -> name here; {} is the layer. What a model does not have drops out."""
+"""Name in a checkpoint of Gemma 2 or 3 -> name here; {} is the layer. What a model does not have
+drops out.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Config(grouped.Config):
 
 @dataclass(frozen=True)
 class WindowedConfig(Config):
-    """The keys that came with Gemma 2: a scale of its own, a cap on logits, and windows in some layers.
+    """The keys that came with Gemma 2: a scale of its own, a cap on logits, and windows in some
+    layers.
 
     Raises:
         ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as `Config`.
@@ -70,7 +75,9 @@ class WindowedConfig(Config):
 
 
 def decoder(config: Config, layers: Sequence[Block], cap: float | None = None) -> Decoder:
-    """A decoder with fresh weights: the embedding times sqrt(M), the layers, a norm, and a head, capped or not."""
+    """A decoder with fresh weights: the embedding times sqrt(M), the layers, a norm, and a head,
+    capped or not.
+    """
     M, V = config.hidden_size, config.vocab_size
     embedding = nn.Embedding(V, M)
     head = Linear(M, V, bias=False) if cap is None else CappedLogits(M, V, cap=cap)
@@ -89,10 +96,15 @@ def attention(
     softcap: float | None = None,
     head_norms: bool = False,
 ) -> Attention:
-    """Grouped queries, causal, within a window if there is one, with a norm on each head of queries and keys or not."""
+    """Grouped queries, causal, within a window if there is one, with a norm on each head of queries
+    and keys or not.
+    """
     M, D, H, G = (
-        config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
-    )  # fmt: skip
+        config.hidden_size,
+        config.head_dim,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
     q_norm, k_norm = ([norm(config, D)] if head_norms else [] for _ in range(2))
     bias = config.attention_bias
     project = rope.heads(M, H, G, D, rotary, q_steps=q_norm, k_steps=k_norm, bias=bias)

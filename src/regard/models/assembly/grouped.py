@@ -1,4 +1,6 @@
-"""What the families around Llama share: grouped queries, rotary, SwiGLU and RMS norms, and their names in checkpoints."""
+"""What the families around Llama share: grouped queries, rotary, SwiGLU and RMS norms, and their
+names in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ class Config:
     """The keys of config.json that these families have in common.
 
     Raises:
-        ArgumentError: a size is less than 1, num_key_value_heads does not divide num_attention_heads, or what is said of
-            rotary positions or windows is not understood.
+        ArgumentError: a size is less than 1, num_key_value_heads does not divide
+            num_attention_heads, or what is said of rotary positions or windows is not understood.
     """
 
     vocab_size: int
@@ -111,7 +113,9 @@ def plain(raw: Raw) -> dict[str, Any]:
 
 
 def decoder(config: Config, block: Callable[[Rotary, int | None], Block]) -> Decoder:
-    """A decoder with fresh weights, from a function that makes a block from the rotary and the layer's window."""
+    """A decoder with fresh weights, from a function that makes a block from the rotary and the
+    layer's window.
+    """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
@@ -133,13 +137,27 @@ def attention(
     bias: bool = False,
     output_bias: bool = False,
 ) -> Attention:
-    """Grouped queries, causal, within a window if there is one; the steps, norms and the bias are those of `rope.heads`."""
+    """Grouped queries, causal, within a window if there is one; the steps, norms and the bias are
+    those of `rope.heads`.
+    """
     M, D, H, G = (
-        config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
-    )  # fmt: skip
+        config.hidden_size,
+        config.head_dim,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
     project = rope.heads(
-        M, H, G, D, rotary, q_steps=q_steps, k_steps=k_steps, q_flat=q_flat, k_flat=k_flat, bias=bias
-    )  # fmt: skip
+        M,
+        H,
+        G,
+        D,
+        rotary,
+        q_steps=q_steps,
+        k_steps=k_steps,
+        q_flat=q_flat,
+        k_flat=k_flat,
+        bias=bias,
+    )
     mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
     return Attention(project, Linear(H * D, M, bias=output_bias), mask=mask)
 

@@ -1,4 +1,6 @@
-"""One mechanism of the catalogue as a decoder layer, with other positions or under a window where it allows them."""
+"""One mechanism of the catalogue as a decoder layer, with other positions or under a window where
+it allows them.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,22 @@ from regard.nn.variants.registry import checked, find, names, near
 from regard.positions import Rotary
 
 Scheme: TypeAlias = Literal["rope", "alibi", "none"]
-"""Where the scores of a mechanism know positions from: turned queries and keys, a penalty on distance, or not at all."""
+"""Where the scores of a mechanism know positions from: turned queries and keys, a penalty on
+distance, or not at all.
+"""
 
 
 def positioned(mixer: Mixer, scheme: Scheme, *, base: float = 10000.0) -> Mixer:
-    """A mechanism with other positions: its own rotary and ALiBi are taken off, and those of the scheme put on.
+    """A mechanism with other positions: its own rotary and ALiBi are taken off, and those of the
+    scheme put on.
 
-    "rope": q, k turn by their positions, behind all other steps; "alibi": s_ij - m_h (i - j); "none": neither
+    "rope": q, k turn by their positions, behind all other steps; "alibi": s_ij - m_h (i - j);
+    "none": neither
 
     Args:
-        mixer: softmax attention whose queries and keys are plain heads; anything else is left as it is, if it has no
-            positions and is to have none. What it is made of goes over to the result.
+        mixer: softmax attention whose queries and keys are plain heads; anything else is left as it
+            is, if it has no positions and is to have none. What it is made of goes over to the
+            result.
         scheme: which; a rotary that is there already stays as it is under "rope".
         base: of a new rotary.
 
@@ -41,8 +48,8 @@ def positioned(mixer: Mixer, scheme: Scheme, *, base: float = 10000.0) -> Mixer:
     >>> layer.bias, len(layer.project.q.steps)
     (alibi(4), 0)
 
-    Source: rope: Su et al. 2021 (arXiv 2104.09864); alibi: Press et al. 2021 (arXiv 2108.12409); none: Haviv et al. 2022
-    (arXiv 2203.16634).
+    Source: rope: Su et al. 2021 (arXiv 2104.09864); alibi: Press et al. 2021 (arXiv 2108.12409);
+    none: Haviv et al. 2022 (arXiv 2203.16634).
     """
     if scheme not in get_args(Scheme):
         raise ArgumentError(f"scheme is {scheme!r}; it is one of {', '.join(get_args(Scheme))}")
@@ -75,7 +82,8 @@ def schemes(mixer: Mixer) -> tuple[Scheme, ...]:
 
 
 def windowed(mixer: Mixer, size: int) -> Mixer:
-    """A mechanism under a window, too: a query sees the last W keys of those that it saw before, its own included.
+    """A mechanism under a window, too: a query sees the last W keys of those that it saw before,
+    its own included.
 
     Args:
         mixer: softmax attention under a mask. What it is made of goes over to the result.
@@ -114,7 +122,9 @@ def _fixed(mixer: Mixer, scheme: Scheme) -> str | None:
 
 
 def _heads(mixer: Mixer) -> Sequence[Heads | Fused] | None:
-    """What makes queries and keys, with their steps; None where they are no plain heads of a softmax attention."""
+    """What makes queries and keys, with their steps; None where they are no plain heads of a
+    softmax attention.
+    """
     if type(mixer) is not Attention:
         return None
     project = mixer.project.project if isinstance(mixer.project, Gated) else mixer.project
@@ -126,13 +136,21 @@ def _heads(mixer: Mixer) -> Sequence[Heads | Fused] | None:
 def _remade(attention: Attention, mask: Mask | None, bias: Bias | None) -> Attention:
     """The parts of an attention under another mask and bias."""
     return Attention(
-        attention.project, attention.output, mask=mask, bias=bias, scale=attention.scale,
-        softcap=attention.softcap, sink=attention.sink, dropout=attention.dropout,
-    )  # fmt: skip
+        attention.project,
+        attention.output,
+        mask=mask,
+        bias=bias,
+        scale=attention.scale,
+        softcap=attention.softcap,
+        sink=attention.sink,
+        dropout=attention.dropout,
+    )
 
 
 Position: TypeAlias = Literal["catalogue", "rope", "alibi", "learned", "sinusoidal", "none"]
-"""Where positions come from: as the mechanism has them, or in the heads, the scores, the embedding, or nowhere."""
+"""Where positions come from: as the mechanism has them, or in the heads, the scores, the embedding,
+or nowhere.
+"""
 
 EMBEDDED = ("learned", "sinusoidal")
 """Positions that are added to the embedding."""
@@ -196,14 +214,16 @@ def layer_of(
     Args:
         name: of a mechanism in the catalogue.
         dim, heads: the model dim M and the query heads H.
-        options: its own, as plain values; whether it looks ahead and which layer it is are given here.
+        options: its own, as plain values; whether it looks ahead and which layer it is are given
+            here.
         layer: which layer this is, from 0, for mechanisms that differ from layer to layer.
         position: "learned" and "sinusoidal" are the embedding's matter: here they are "none".
-        window: None, or W: a query sees at most the last W keys, for mechanisms without a window of their own.
+        window: None, or W: a query sees at most the last W keys, for mechanisms without a window of
+            their own.
 
     Raises:
-        ArgumentError: the mechanism cannot be one, an option is not as its signature says, or it does not take these
-            positions or a window.
+        ArgumentError: the mechanism cannot be one, an option is not as its signature says, or it
+            does not take these positions or a window.
 
     >>> print(layer_of("gqa", 32, 4, {"groups": 2}, window=3).mask)
     causal & window(3)
@@ -216,7 +236,8 @@ def layer_of(
     for key, value in given.items():
         if options.get(key, value) != value:
             raise ArgumentError(
-                f"{key} of {name} is {options[key]!r}; a decoder gives it to each layer: leave it out"
+                f"{key} of {name} is {options[key]!r}; a decoder gives it to each layer: leave it "
+                "out"
             )
     mixer = entry.build(dim, heads, **checked(entry, {**options, **given}))
     assert isinstance(mixer, Mixer)
@@ -237,7 +258,8 @@ def _windowed(mixer: Mixer, entry: Variant, window: int) -> Mixer:
         return windowed(mixer, window)
     except ArgumentError as error:
         raise ArgumentError(
-            f"{entry.name} does not take window {window}: {error}; its options are {', '.join(own) or 'none'}"
+            f"{entry.name} does not take window {window}: {error}; its options are "
+            f"{', '.join(own) or 'none'}"
         ) from error
 
 
@@ -267,7 +289,9 @@ def _unfit(entry: Variant) -> str | None:
 
 
 def _check_width(mixer: Mixer, name: str, dim: int) -> None:
-    """A mechanism without an output map gives its heads as they are: they must be as wide as the model."""
+    """A mechanism without an output map gives its heads as they are: they must be as wide as the
+    model.
+    """
     if isinstance(mixer, Attention) and isinstance(mixer.output, nn.Identity):
         H, _, _, E, _ = mixer.project.shape
         width = H * E

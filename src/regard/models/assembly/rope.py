@@ -1,4 +1,6 @@
-"""The rotary settings of a config.json in all of their forms, and the rotary modules that follow from them."""
+"""The rotary settings of a config.json in all of their forms, and the rotary modules that follow
+from them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ORIGINAL = "original_max_position_embeddings"
 
 
 class Keys(NamedTuple):
-    """The keys of a rope type, beside the type itself and what `regard.models.assembly.rope.plain` lifts out."""
+    """The keys of a rope type, beside the type itself and what `regard.models.assembly.rope.plain`
+    lifts out.
+    """
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -37,29 +41,39 @@ TYPES: dict[str, Keys] = {
     "yarn": Keys(
         ("factor",),
         (
-            ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-            "truncate", "finetuned",
+            ORIGINAL,
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "finetuned",
         ),
     ),
-}  # fmt: skip
-"""Rope type -> its keys. `finetuned`, of the first YaRN checkpoints, says how they were made and shapes nothing."""
+}
+"""Rope type -> its keys. `finetuned`, of the first YaRN checkpoints, says how they were made and
+shapes nothing.
+"""
 
 OLD_NAMES = {"su": "longrope"}
 """Rope types that were renamed."""
 
 
 def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """A rope_scaling with its type as `rope_type`, by its present name, and keys that are checked; None if default.
+    """A rope_scaling with its type as `rope_type`, by its present name, and keys that are checked;
+    None if default.
 
-    Keys that are null are left out, as if absent, except a yarn's factor, which then follows from the lengths.
+    Keys that are null are left out, as if absent, except a yarn's factor, which then follows from
+    the lengths.
 
     Args:
         given: the mapping in a config.json, without rope_theta and partial_rotary_factor.
         where: what it is called there, for messages.
 
     Raises:
-        ArgumentError: the type is unknown, absent beside other keys, or given twice and differently; a key of the type
-            is missing, unknown, or has a value of another kind.
+        ArgumentError: the type is unknown, absent beside other keys, or given twice and
+            differently; a key of the type is missing, unknown, or has a value of another kind.
 
     >>> normal({"type": "linear", "factor": 4.0}, "rope_scaling")
     {'rope_type': 'linear', 'factor': 4.0}
@@ -73,7 +87,8 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         if key not in known:
             raise UnknownKey(
                 (*where.split("."), key),
-                f"{where} of rope_type {kind!r} has the unknown key {shown(key)}{near(key, known)}; "
+                f"{where} of rope_type {kind!r} has the unknown key "
+                f"{shown(key)}{near(key, known)}; "
                 f"its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):
@@ -98,24 +113,29 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
     if not said:
         if rest := [key for key in given if key not in ("rope_type", "type")]:
             raise ArgumentError(
-                f"{where} has {', '.join(map(repr, rest))} and no rope_type; say which of {', '.join(TYPES)} it is"
+                f"{where} has {', '.join(map(repr, rest))} and no rope_type; say which of "
+                f"{', '.join(TYPES)} it is"
             )
         return "default"
     for name, kind in said.items():
         if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in TYPES:
             raise ArgumentError(
-                f"{where}.{name} is {short(kind)}{near(kind, (*TYPES, *OLD_NAMES))}; supported: {', '.join(TYPES)}"
+                f"{where}.{name} is {short(kind)}{near(kind, (*TYPES, *OLD_NAMES))}; supported: "
+                f"{', '.join(TYPES)}"
             )
     kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
     if kinds[0] != kinds[-1]:
         raise ArgumentError(
-            f"{where}.rope_type is {said['rope_type']!r} and {where}.type is {said['type']!r}; remove the wrong one"
+            f"{where}.rope_type is {said['rope_type']!r} and {where}.type is {said['type']!r}; "
+            "remove the wrong one"
         )
     return kinds[0]
 
 
 def number(where: str, value: object) -> float:
-    """A finite number as JSON has it, or an error: no string, no boolean, and no integer beyond the range of a float."""
+    """A finite number as JSON has it, or an error: no string, no boolean, and no integer beyond the
+    range of a float.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
         raise ArgumentError(f"{where} is {short(value)}; it must be a finite number")
     return value
@@ -152,17 +172,19 @@ def short(value: object) -> str:
 def scaling_of(
     found: Mapping[str, Any], pairs: int, max_positions: int, original: int | None
 ) -> Scaling | None:
-    """The scaling of a checked rope_scaling (`normal`); None for default, and proportional without a factor.
+    """The scaling of a checked rope_scaling (`normal`); None for default, and proportional without
+    a factor.
 
     Args:
         found: the rope_scaling.
         pairs: rotary pairs, which LongRoPE's lists must fit.
         max_positions: max_position_embeddings.
-        original: original_max_position_embeddings at the top level of the config, where Phi-3 has it.
+        original: original_max_position_embeddings at the top level of the config, where Phi-3 has
+            it.
 
     Raises:
-        ArgumentError: a number is out of range, the trained length is missing (llama3) or given twice and differently,
-            or a list of factors has another length.
+        ArgumentError: a number is out of range, the trained length is missing (llama3) or given
+            twice and differently, or a list of factors has another length.
 
     >>> scaling_of({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
     DynamicNTK(factor=2.0, original_length=4096)
@@ -183,7 +205,8 @@ def scaling_of(
     for name in ("short_factor", "long_factor"):
         if len(rest[name]) != pairs:
             raise ArgumentError(
-                f"rope_scaling.{name} has {len(rest[name])} numbers and a head has {pairs} rotary pairs; "
+                f"rope_scaling.{name} has {len(rest[name])} numbers and a head has {pairs} rotary "
+                "pairs; "
                 "give one number per pair"
             )
     return LongRoPE(original_length=length, **rest)
@@ -194,14 +217,16 @@ def _trained(found: Mapping[str, Any], kind: str, max_positions: int, original: 
     inner = found.get(ORIGINAL)
     if original is not None and inner is not None and original != inner:
         raise ArgumentError(
-            f"{ORIGINAL} is {original} at the top level and {inner} in rope_scaling; remove the wrong one"
+            f"{ORIGINAL} is {original} at the top level and {inner} in rope_scaling; remove the "
+            "wrong one"
         )
     length = inner if original is None else original
     if length is not None:
         return length
     if kind == "llama3":
         raise ArgumentError(
-            f"rope_scaling of rope_type 'llama3' lacks {ORIGINAL}, the length before it was stretched"
+            f"rope_scaling of rope_type 'llama3' lacks {ORIGINAL}, the length before it was "
+            "stretched"
         )
     return max_positions
 
@@ -213,18 +238,21 @@ LIFTED = ("rope_theta", "partial_rotary_factor")
 def plain(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
     """A config.json with its rotary positions in one form, whichever it came in.
 
-    rope_theta and partial_rotary_factor stand at the top level if they are given at all; rope_scaling is None, or a
-    mapping with `rope_type` and the keys of the type; rope_parameters is gone.
+    rope_theta and partial_rotary_factor stand at the top level if they are given at all;
+    rope_scaling is None, or a mapping with `rope_type` and the keys of the type; rope_parameters is
+    gone.
 
     Args:
         raw: the parsed config.json; it is not changed.
-        layered: for families whose layer types have frequencies of their own (Gemma 3): these keys then stand in
-            `rope_parameters`, a mapping for "full_attention" and one for "sliding_attention", and nowhere else. In a
-            file of the hub the sliding layers have the base `rope_local_base_freq` and no scaling.
+        layered: for families whose layer types have frequencies of their own (Gemma 3): these keys
+            then stand in `rope_parameters`, a mapping for "full_attention" and one for
+            "sliding_attention", and nowhere else. In a file of the hub the sliding layers have the
+            base `rope_local_base_freq` and no scaling.
 
     Raises:
-        ArgumentError: two places contradict each other, a rope type is not known, or its keys are not as they should
-            be; or rope_parameters are per layer type where the family has one for all, or the reverse.
+        ArgumentError: two places contradict each other, a rope type is not known, or its keys are
+            not as they should be; or rope_parameters are per layer type where the family has one
+            for all, or the reverse.
 
     >>> plain({"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "vocab_size": 8})
     {'vocab_size': 8, 'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
@@ -241,12 +269,14 @@ def plain(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
     if not layered:
         if types:
             raise ArgumentError(
-                f"rope_parameters are given per layer type ({', '.join(types)}); this family has one for all layers"
+                f"rope_parameters are given per layer type ({', '.join(types)}); this family has "
+                "one for all layers"
             )
         return rest | _one(top, nested, "rope_parameters")
     if nested and not types:
         raise ArgumentError(
-            f"rope_parameters has {', '.join(nested)} for all layers; this family has them per layer type, "
+            f"rope_parameters has {', '.join(nested)} for all layers; this family has them per "
+            "layer type, "
             f"{FULL} and {SLIDING}"
         )
     local = {k: raw[k] for k in ("rope_local_base_freq", "partial_rotary_factor") if k in raw}
@@ -273,13 +303,15 @@ def rotary(
 ) -> Rotary:
     """The `Rotary` of a config, with the formulas of transformers' `modeling_rope_utils`.
 
-    int(head_dim * partial) dims turn, and the exponents divide by that number; for "proportional" the head dim divides.
-    "dynamic" and "longrope" follow the length of what is read, so that a cache of rotated keys needs `heads`.
+    int(head_dim * partial) dims turn, and the exponents divide by that number; for "proportional"
+    the head dim divides. "dynamic" and "longrope" follow the length of what is read, so that a
+    cache of rotated keys needs `heads`.
 
-    Three things to know. "dynamic" counts from max_positions, "longrope" and "yarn" from the length before stretching
-    (max_positions where it is not given). LongRoPE's factor, if absent, is max_positions over that length. `mscale`
-    and `mscale_all_dim` are read as DeepSeek's code does, 1 and 0 when absent: transformers ignores one without the
-    other. The latter's effect on the softmax is in `Rotary.softmax_factor`, for families that apply it.
+    Three things to know. "dynamic" counts from max_positions, "longrope" and "yarn" from the length
+    before stretching (max_positions where it is not given). LongRoPE's factor, if absent, is
+    max_positions over that length. `mscale` and `mscale_all_dim` are read as DeepSeek's code does,
+    1 and 0 when absent: transformers ignores one without the other. The latter's effect on the
+    softmax is in `Rotary.softmax_factor`, for families that apply it.
 
     Args:
         head_dim: D.
@@ -291,8 +323,8 @@ def rotary(
         original: original_max_position_embeddings at the top level, where Phi-3 has it.
 
     Raises:
-        ArgumentError: a number is out of range, the scaling's type or a key of it is not as it should be, or the list of
-            a LongRoPE has not one number per pair.
+        ArgumentError: a number is out of range, the scaling's type or a key of it is not as it
+            should be, or the list of a LongRoPE has not one number per pair.
 
     >>> rotary(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096)
     Rotary(64, base=150000.0, scaling=Linear(factor=8.0), layout='half')
@@ -307,9 +339,14 @@ def rotary(
     turning = 2 * int(partial * head_dim // 2) if proportional else int(head_dim * partial)
     how = None if found is None else scaling_of(found, turning // 2, max_positions, original)
     return Rotary(
-        head_dim, theta, scaling=how, rotary_dim=turning, proportional=proportional, layout=layout,
+        head_dim,
+        theta,
+        scaling=how,
+        rotary_dim=turning,
+        proportional=proportional,
+        layout=layout,
         length="current" if how is not None and how.needs_length else None,
-    )  # fmt: skip
+    )
 
 
 def heads(
@@ -325,11 +362,12 @@ def heads(
     k_flat: nn.Module | None = None,
     bias: bool = False,
 ) -> Separate:
-    """Queries, keys and values with rotary as the last step of the first two, fit for a cache whatever the scaling.
+    """Queries, keys and values with rotary as the last step of the first two, fit for a cache
+    whatever the scaling.
 
-    Where the frequencies follow the length, keys that were rotated for another are refused on recall, and the prefix has
-    to be run again (`regard.nn.Prefix`): then decoding with a cache equals one pass. Parameters have the same names
-    in both cases.
+    Where the frequencies follow the length, keys that were rotated for another are refused on
+    recall, and the prefix has to be run again (`regard.nn.Prefix`): then decoding with a cache
+    equals one pass. Parameters have the same names in both cases.
 
     Args:
         dim, H, G, head_dim: model dim, query heads, key/value heads, and D.
@@ -379,7 +417,9 @@ def _layer_types(nested: object) -> tuple[str, ...]:
 def _one(
     top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str, base: str = "rope_theta"
 ) -> dict[str, Any]:
-    """rope_theta, partial_rotary_factor and rope_scaling from the top level and from rope_parameters, which must agree."""
+    """rope_theta, partial_rotary_factor and rope_scaling from the top level and from
+    rope_parameters, which must agree.
+    """
     inner = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
     if not isinstance(inner["rope_scaling"], Mapping):
         raise ArgumentError(f"rope_scaling is {short(inner['rope_scaling'])}; it must be an object")
@@ -398,6 +438,7 @@ def _one(
     scalings = [normal(keys, place) for place, keys in rests.items() if keys]
     if len(scalings) == 2 and scalings[0] != scalings[1]:
         raise ArgumentError(
-            f"rope_scaling is {short(scalings[0])} and {where} says {short(scalings[1])}; remove the wrong one"
+            f"rope_scaling is {short(scalings[0])} and {where} says {short(scalings[1])}; remove "
+            "the wrong one"
         )
     return found | {"rope_scaling": scalings[0] if scalings else None}

@@ -1,4 +1,6 @@
-"""What many families share: activations by name, alternative config keys, tied heads and initial weights."""
+"""What many families share: activations by name, alternative config keys, tied heads and initial
+weights.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ from regard.nn.linear import Linear
 def ready_for_training(decoder: Decoder) -> Decoder:
     """Give a decoder weights to be trained from, in place.
 
-    Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at a spread of about
-    1 and heads tell keys apart from the first step; those that write to the residual path are 0, so that a token is not
-    drowned by what untrained layers add to it, and later layers can match and copy it. The head has 0.02, and so has an
-    embedding that is tied to it; one of its own has 0.5. Biases are 0.
+    Norms are 1; matrices are normal with standard deviation 1/sqrt(fan-in), so that scores start at
+    a spread of about 1 and heads tell keys apart from the first step; those that write to the
+    residual path are 0, so that a token is not drowned by what untrained layers add to it, and
+    later layers can match and copy it. The head has 0.02, and so has an embedding that is tied to
+    it; one of its own has 0.5. Biases are 0.
 
     >>> from regard.nn import Embed
     >>> made = ready_for_training(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
@@ -119,7 +122,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "swish": nn.SiLU,
     "tanh": nn.Tanh,
 }
-"""Name -> module. "gelu" is x Phi(x) with the error function; five names mean its approximation with tanh."""
+"""Name -> module. "gelu" is x Phi(x) with the error function; five names mean its approximation
+with tanh.
+"""
 
 
 def activation(name: str, key: str = "hidden_act") -> nn.Module:

@@ -1,4 +1,6 @@
-"""Checkpoint folders: config.json, safetensors and tokenizer.json, with Hugging Face's names; files are hostile data."""
+"""Checkpoint folders: config.json, safetensors and tokenizer.json, with Hugging Face's names; files
+are hostile data.
+"""
 
 from regard.models.checkpoint.config import read_config, read_raw
 from regard.models.checkpoint.family import Family, check_sizes

@@ -10,7 +10,10 @@ from regard.errors import FileError
 from regard.files.seems import PICKLE
 from regard.foreign import shown
 
-_ADAPTER = "an adapter, which is nothing without its base model; merge it into that first (peft: merge_and_unload)"
+_ADAPTER = (
+    "an adapter, which is nothing without its base model; merge it into that first (peft: "
+    "merge_and_unload)"
+)
 _WEIGHTS = {
     "adapter_config.json": _ADAPTER,
     "adapter_model.*": _ADAPTER,
@@ -19,8 +22,10 @@ _WEIGHTS = {
     "*.pt": f"PyTorch weights, a pickle, {PICKLE}",
     "*.pth": f"PyTorch weights, a pickle, {PICKLE}",
     "*.ckpt": f"a training checkpoint, a pickle, {PICKLE}",
-    "model-*-of-*.safetensors": "a shard; download model.safetensors.index.json, which says what the shards hold",
-    "*.safetensors": "a safetensors file of another name; rename it to model.safetensors if it is the whole model",
+    "model-*-of-*.safetensors": "a shard; download model.safetensors.index.json, which says what "
+    "the shards hold",
+    "*.safetensors": "a safetensors file of another name; rename it to model.safetensors if it is "
+    "the whole model",
     "*.gguf": "a GGUF file of llama.cpp; get the safetensors of the model, before its quantisation",
     "*.h5": "TensorFlow weights; convert them to safetensors elsewhere",
     "*.msgpack": "Flax weights; convert them to safetensors elsewhere",
@@ -31,7 +36,8 @@ _WEIGHTS = {
 
 
 def without_weights(folder: Path, names: Iterable[str]) -> FileError:
-    """The error of a folder that has neither model.safetensors nor its index: what there is, and how to go on.
+    """The error of a folder that has neither model.safetensors nor its index: what there is, and
+    how to go on.
 
     >>> print(without_weights(Path("a"), ["config.json", "model.gguf"]))
     a/model.safetensors is missing; the folder holds 'model.gguf', a GGUF file of llama.cpp; get the safetensors of \
@@ -47,7 +53,8 @@ the model, before its quantisation
 
 
 def other_weights(names: Iterable[str]) -> str:
-    """The first of some file names that holds weights which are not read: what it is, and the next step; "" without one.
+    """The first of some file names that holds weights which are not read: what it is, and the next
+    step; "" without one.
 
     >>> other_weights(["README.md", "model-q4.gguf"])
     "'model-q4.gguf', a GGUF file of llama.cpp; get the safetensors of the model, before its quantisation"
@@ -79,9 +86,15 @@ def without_config(folder: Path) -> FileError:
     elif kind := other_weights(names):
         said = f"the folder holds {kind}"
     elif folder.name.startswith("models--") and "snapshots" in names:
-        said = "the folder is a whole repository of Hugging Face's cache; give one of the folders in its snapshots"
+        said = (
+            "the folder is a whole repository of Hugging Face's cache; give one of the folders "
+            "in its snapshots"
+        )
     elif inner:
-        said = f"it is in the folder {shown(inner[0])} here, and in {len(inner)} in all: give that folder"
+        said = (
+            f"it is in the folder {shown(inner[0])} here, and in {len(inner)} in all: give "
+            "that folder"
+        )
     else:
         said = "a model folder holds config.json and model.safetensors"
     return FileError(f"{folder / 'config.json'} is missing; {said}")

@@ -1,4 +1,6 @@
-"""config.json -> the frozen config of its family: every key is understood, or the folder is refused."""
+"""config.json -> the frozen config of its family: every key is understood, or the folder is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,50 +26,177 @@ _MOST_IGNORED = 64  # each unknown key costs another reading of the whole config
 _LONGEST_HINT = 100
 _SIZES = (
     # the first word that stands in a key's name decides
-    ("window_layers", 1 << 31), ("layer", 1 << 9), ("expert", 1 << 14), ("vocab", 1 << 24), ("theta", 1 << 53), ("base", 1 << 53),
-    *((word, 1 << 31) for word in ("position", "length", "seq", "ctx", "window", "distance", "chunk", "context", "token_id")),
-    ("dim", 1 << 20), ("head", 1 << 16), ("", 1 << 20),
-)  # fmt: skip
-"""Part of a key's name -> the largest whole number that is believed: ten times what any published model has, and more."""
+    ("window_layers", 1 << 31),
+    ("layer", 1 << 9),
+    ("expert", 1 << 14),
+    ("vocab", 1 << 24),
+    ("theta", 1 << 53),
+    ("base", 1 << 53),
+    *(
+        (word, 1 << 31)
+        for word in (
+            "position",
+            "length",
+            "seq",
+            "ctx",
+            "window",
+            "distance",
+            "chunk",
+            "context",
+            "token_id",
+        )
+    ),
+    ("dim", 1 << 20),
+    ("head", 1 << 16),
+    ("", 1 << 20),
+)
+"""Part of a key's name -> the largest whole number that is believed: ten times what any published
+model has, and more.
+"""
 
-IGNORED = frozenset({
-    # what the file and the model are called, where they came from, and in which classes others hold them
-    "_commit_hash", "_name_or_path", "architectures", "auto_map", "finetuning_task", "keys_to_ignore_at_inference",
-    "language", "model_type", "name", "name_or_path", "sentence_transformers", "tokenizer_class",
-    "transformers_version",
-    # which code computes it elsewhere, in which precision, and what that code returns
-    "attn_implementation", "chunk_size_feed_forward", "dtype", "experts_implementation", "output_attentions",
-    "output_hidden_states", "output_past", "output_router_logits", "pretraining_tp", "quantization_config", "return_dict",
-    "tf_legacy_loss", "torch_dtype", "torchscript", "use_bfloat16", "use_cache", "xla_device",
-    # training: dropout, losses and first weights
-    "activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "classifier_dropout",
-    "dropout", "dropout_rate", "emb_pdrop", "embd_pdrop", "gradient_checkpointing", "hidden_dropout",
-    "hidden_dropout_prob", "initializer_factor", "initializer_range", "neftune_noise_alpha", "resid_pdrop",
-    "router_aux_loss_coef",
-    # a head that sorts texts into classes: its weights, where there are some, are refused by their names
-    "_num_labels", "id2label", "label2id", "num_labels", "problem_type", "summary_activation", "summary_first_dropout",
-    "summary_hidden_size", "summary_last_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    # what transformers generates by; generation is told by `generate` here
-    "assistant_confidence_threshold", "assistant_early_stop", "assistant_lookbehind", "bad_words_ids",
-    "begin_suppress_tokens", "cache_implementation", "diversity_penalty", "do_sample", "early_stopping",
-    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
-    "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "guidance_scale", "length_penalty",
-    "low_memory", "max_length", "max_new_tokens", "max_time", "min_length", "min_new_tokens", "no_repeat_ngram_size",
-    "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences",
-    "output_logits", "output_scores", "penalty_alpha", "prefix", "prompt_lookup_num_tokens", "remove_invalid_values",
-    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "suppress_tokens", "target_lookbehind",
-    "task_specific_params", "temperature", "token_healing", "top_k", "top_p", "typical_p",
-    # ids of single tokens: which one ends a text is read with the tokenizer
-    "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id", "pad_token_id",
-    "sep_token_id", "unk_token_id",
-})  # fmt: skip
-"""Keys that do not shape the computation of any family: how to train, how to generate, how the file came to be."""
+IGNORED = frozenset(
+    {
+        # what the file and the model are called, where they came from, and in which classes others
+        # hold them
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "finetuning_task",
+        "keys_to_ignore_at_inference",
+        "language",
+        "model_type",
+        "name",
+        "name_or_path",
+        "sentence_transformers",
+        "tokenizer_class",
+        "transformers_version",
+        # which code computes it elsewhere, in which precision, and what that code returns
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "experts_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_router_logits",
+        "pretraining_tp",
+        "quantization_config",
+        "return_dict",
+        "tf_legacy_loss",
+        "torch_dtype",
+        "torchscript",
+        "use_bfloat16",
+        "use_cache",
+        "xla_device",
+        # training: dropout, losses and first weights
+        "activation_dropout",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_pdrop",
+        "classifier_dropout",
+        "dropout",
+        "dropout_rate",
+        "emb_pdrop",
+        "embd_pdrop",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "initializer_factor",
+        "initializer_range",
+        "neftune_noise_alpha",
+        "resid_pdrop",
+        "router_aux_loss_coef",
+        # a head that sorts texts into classes: its weights, where there are some, are refused by
+        # their names
+        "_num_labels",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_hidden_size",
+        "summary_last_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        # what transformers generates by; generation is told by `generate` here
+        "assistant_confidence_threshold",
+        "assistant_early_stop",
+        "assistant_lookbehind",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cache_implementation",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "guidance_scale",
+        "length_penalty",
+        "low_memory",
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "min_length",
+        "min_new_tokens",
+        "no_repeat_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_logits",
+        "output_scores",
+        "penalty_alpha",
+        "prefix",
+        "prompt_lookup_num_tokens",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "target_lookbehind",
+        "task_specific_params",
+        "temperature",
+        "token_healing",
+        "top_k",
+        "top_p",
+        "typical_p",
+        # ids of single tokens: which one ends a text is read with the tokenizer
+        "bos_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "mask_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+    }
+)
+"""Keys that do not shape the computation of any family: how to train, how to generate, how the file
+came to be.
+"""
 
 MARKS = (
-    "_attn_implementation*", "_experts_implementation*", "_flash_attn_2_enabled", "transformers.js_config",
-    "unsloth_*", "use_flash_attn", "use_flash_attention", "use_flash_attention_2",
-)  # fmt: skip
-"""Patterns of keys that other tools leave in any folder: which kernel they computed the same with, and their own names."""
+    "_attn_implementation*",
+    "_experts_implementation*",
+    "_flash_attn_2_enabled",
+    "transformers.js_config",
+    "unsloth_*",
+    "use_flash_attn",
+    "use_flash_attention",
+    "use_flash_attention_2",
+)
+"""Patterns of keys that other tools leave in any folder: which kernel they computed the same with,
+and their own names.
+"""
 
 FIXED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -92,7 +221,9 @@ def is_mark(key: str) -> bool:
 
 
 def is_harmless(key: str) -> bool:
-    """Whether a key changes the numbers of no family: it is in `IGNORED`, or a mark of another tool."""
+    """Whether a key changes the numbers of no family: it is in `IGNORED`, or a mark of another
+    tool.
+    """
     return key in IGNORED or is_mark(key)
 
 
@@ -118,15 +249,17 @@ def read_config(
 ) -> tuple[Any, tuple[str, ...]]:
     """The config of a family, from a raw config.json; and the keys in it that were passed over.
 
-    Passed over are keys that other tools leave in any folder (`MARKS`), and unknown ones that `ignore` names.
+    Passed over are keys that other tools leave in any folder (`MARKS`), and unknown ones that
+    `ignore` names.
 
     Args:
         folder: for messages.
         family: what config.json names.
         raw: what it holds.
-        tensors: how many the folder holds: a config that speaks of more layers would only cost memory.
-        ignore: patterns (`*`, `?`) of unknown keys that the caller knows to change nothing; a key of an inner object
-            has the outer one's name and a dot in front.
+        tensors: how many the folder holds: a config that speaks of more layers would only cost
+            memory.
+        ignore: patterns (`*`, `?`) of unknown keys that the caller knows to change nothing; a key
+            of an inner object has the outer one's name and a dot in front.
 
     Raises:
         FileError: it says something that is not understood, or cannot be.
@@ -156,7 +289,9 @@ def read_config(
 
 
 def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
-    """A config without one key, which may stand in the text_config of a model that also sees pictures; None without it."""
+    """A config without one key, which may stand in the text_config of a model that also sees
+    pictures; None without it.
+    """
     inner = raw.get(path[0])
     if len(path) > 1 and isinstance(inner, Mapping):
         rest = _without(inner, path[1:])
@@ -204,7 +339,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     """A file of a model folder that holds one JSON object.
 
     Raises:
-        FileError: it is missing, lies elsewhere, is larger than a config is, or holds something else.
+        FileError: it is missing, lies elsewhere, is larger than a config is, or holds something
+            else.
     """
     found: dict[str, Any] = read_json_file(inside(folder, name), limit=LONGEST)
     return found

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def read_ends(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The ids at which generation stops: eos_token_id of generation_config.json, else of config.json, else `<|endoftext|>`.
+    """The ids at which generation stops: eos_token_id of generation_config.json, else of
+    config.json, else `<|endoftext|>`.
 
     Raises:
         FileError: eos_token_id is neither an id nor a list of ids.
@@ -27,7 +28,8 @@ def read_ends(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozenset[
     ids = found if isinstance(found, list) else [found] if found is not None else []
     if not all(type(i) is int and i >= 0 for i in ids):
         raise FileError(
-            f"{folder}: eos_token_id is {shown(found)}; it must be a token id or a list of token ids"
+            f"{folder}: eos_token_id is {shown(found)}; it must be a token id or a list of token "
+            "ids"
         )
     if not ids and tokenizer is not None and tokenizer.end_of_text is not None:
         ids = [tokenizer.end_of_text]

@@ -19,7 +19,8 @@ Raw: TypeAlias = Mapping[str, Any]
 
 
 class UnknownKey(ArgumentError):
-    """A key of config.json that its family does not know: the one kind of key that a caller may have passed over.
+    """A key of config.json that its family does not know: the one kind of key that a caller may
+    have passed over.
 
     Attributes:
         path: the key, behind those of the objects that it stands in.
@@ -34,7 +35,8 @@ computed, pass it over: regard.load(folder, ignore=('rope_scaling.fator',)), or 
         self.path = path
         name = shown(self.key)
         super().__init__(
-            f"{reason}{'' if reason.endswith('?') else '.'} If it changes nothing that is computed, pass it over: "
+            f"{reason}{'' if reason.endswith('?') else '.'} If it changes nothing that is "
+            "computed, pass it over: "
             f"regard.load(folder, ignore=({name},)), or --ignore {name}"
         )
 
@@ -63,22 +65,25 @@ class Family:
     Attributes:
         config: a frozen dataclass with the keys of config.json that shape the model.
         build: config -> model, with fresh weights.
-        names: the name table: name in a checkpoint -> name here, or a `Rule`; {} is a layer's number.
-        ignored: keys of config.json that do not shape the computation, beside those of every family.
+        names: the name table: name in a checkpoint -> name here, or a `Rule`; {} is a layer's
+            number.
+        ignored: keys of config.json that do not shape the computation, beside those of every
+            family.
         fixed: keys that are understood with these values only.
-        code: what the class names of the family's published code begin with: an `auto_map` that names only such classes asks
-            for what is computed here anyway. Nothing of it is run.
-        plain: raw config.json -> the same with the config's own keys: older and newer spellings, and defaults that
-            depend on other keys. It raises `ArgumentError` for contradictions.
-        settle: (config, raw, names of the table that are stored) -> config: what only the stored tensors tell, such as
-            a tied head.
-        prefixes: what stands in front of the names of a model with a head, and is missing where the base model
-            alone was saved: "transformer.".
-        head: the name of the head's matrix, without which a base model gives states and no logits; None where the
-            head is no part of what may be missing.
+        code: what the class names of the family's published code begin with: an `auto_map` that
+            names only such classes asks for what is computed here anyway. Nothing of it is run.
+        plain: raw config.json -> the same with the config's own keys: older and newer spellings,
+            and defaults that depend on other keys. It raises `ArgumentError` for contradictions.
+        settle: (config, raw, names of the table that are stored) -> config: what only the stored
+            tensors tell, such as a tied head.
+        prefixes: what stands in front of the names of a model with a head, and is missing where the
+            base model alone was saved: "transformer.".
+        head: the name of the head's matrix, without which a base model gives states and no logits;
+            None where the head is no part of what may be missing.
         buffers: patterns (`re.fullmatch`) of stored tensors that are no weights.
         respell: a stored name -> the one of the table, for older spellings.
-        exact: patterns (`*`) of parameters here that a narrower dtype would spoil: they stay in float32 or better.
+        exact: patterns (`*`) of parameters here that a narrower dtype would spoil: they stay in
+            float32 or better.
         text: what a user holds: "decoder", "encoder" or "encoder-decoder".
     """
 
@@ -115,21 +120,31 @@ def check_sizes(config: Any, *, zero: Collection[str] = ()) -> None:
             raise ArgumentError(f"{name} is {value}; it must be at least {least}")
 
 
-PREPARES_INPUTS = frozenset({
-    "AutoFeatureExtractor", "AutoImageProcessor", "AutoProcessor", "AutoTokenizer", "AutoVideoProcessor",
-})  # fmt: skip
-"""Entries of an `auto_map` that name no network: they make ids or pixels, before anything here is computed."""
+PREPARES_INPUTS = frozenset(
+    {
+        "AutoFeatureExtractor",
+        "AutoImageProcessor",
+        "AutoProcessor",
+        "AutoTokenizer",
+        "AutoVideoProcessor",
+    }
+)
+"""Entries of an `auto_map` that name no network: they make ids or pixels, before anything here is
+computed.
+"""
 
 
 def check_code(family: Family, raw: Raw) -> None:
-    """An `auto_map` may name tokenizers, and the published code that the family was made from; nothing of it is run.
+    """An `auto_map` may name tokenizers, and the published code that the family was made from;
+    nothing of it is run.
 
     Args:
         family: with the beginning of its classes' names.
         raw: the config.json.
 
     Raises:
-        UnknownKey: it names another class for the network, which may compute something else than the family does.
+        UnknownKey: it names another class for the network, which may compute something else than
+            the family does.
 
     >>> phi = Family(object, lambda _: nn.Identity(), {}, code="Phi3")
     >>> check_code(phi, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}})
@@ -145,12 +160,14 @@ def check_code(family: Family, raw: Raw) -> None:
         if family.code is None:
             raise UnknownKey(
                 ("auto_map",),
-                "auto_map asks for code that comes with the checkpoint, which is never run and may compute something "
+                "auto_map asks for code that comes with the checkpoint, which is never run and "
+                "may compute something "
                 "else; use a checkpoint of the family's own code",
             )
         if not str(name).rpartition(".")[2].startswith(family.code):
             raise UnknownKey(
                 ("auto_map",),
-                f"auto_map names {shown(str(name))}, which is not the published code of {raw.get('model_type')} and is never "
+                f"auto_map names {shown(str(name))}, which is not the published code of "
+                f"{raw.get('model_type')} and is never "
                 "run; use a checkpoint of the family's own code",
             )

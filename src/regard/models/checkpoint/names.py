@@ -16,10 +16,13 @@ class Rule:
     """How a stored tensor becomes parameters, and back.
 
     Attributes:
-        ours: the parameters, with {} for the numbers in the stored name, and * for every number there is.
+        ours: the parameters, with {} for the numbers in the stored name, and * for every number
+            there is.
         take: (stored, sizes of the parameters) -> the parameters; views will do.
-        give: the parameters -> what is stored. Its shape, made of the model's parameters, is what a file must have.
-        beside: a parameter without which there is no such tensor: a part may have another name where it has a neighbour.
+        give: the parameters -> what is stored. Its shape, made of the model's parameters, is what a
+            file must have.
+        beside: a parameter without which there is no such tensor: a part may have another name
+            where it has a neighbour.
     """
 
     ours: tuple[str, ...]
@@ -79,7 +82,8 @@ class Binding:
 
 
 def bind(model: nn.Module, names: Names) -> dict[str, Binding]:
-    """Stored name -> what it holds, for the layers that a model has; parts that it does not have drop out.
+    """Stored name -> what it holds, for the layers that a model has; parts that it does not have
+    drop out.
 
     >>> stacked = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     >>> list(bind(stacked, {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}))
@@ -121,7 +125,9 @@ def pattern(name: str) -> str:
 def _fitting(
     ours: str, known: Mapping[str, list[tuple[str, ...]]]
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Numbers of the parameters that one of our names may mean: all of them, and those that stand for {}."""
+    """Numbers of the parameters that one of our names may mean: all of them, and those that stand
+    for {}.
+    """
     marks = _MARK.findall(ours)
     for numbers in known.get(pattern(ours), []):
         pairs = list(zip(marks, numbers, strict=True))

@@ -20,12 +20,13 @@ def unpack_mxfp4(
     scales: UInt8[Tensor, "*b G"],
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*b n"]:
-    """Weights in blocks of 32 four-bit numbers that share a power of two, as `openai/gpt-oss` files hold their experts.
+    """Weights in blocks of 32 four-bit numbers that share a power of two, as `openai/gpt-oss` files
+    hold their experts.
 
     w[g 32 + 2 i + h] = 2^(scales[g] - 127) * e2m1(nibble h of blocks[g, i]),  the low nibble first
 
-    blocks [..., G, 16] and scales [..., G] give [..., G * 32]. Every value is exact in float32, and in bfloat16 too; a
-    scale of 255 is the format's NaN.
+    blocks [..., G, 16] and scales [..., G] give [..., G * 32]. Every value is exact in float32, and
+    in bfloat16 too; a scale of 255 is the format's NaN.
 
     Args:
         blocks: two numbers a byte.
@@ -39,20 +40,24 @@ def unpack_mxfp4(
     >>> unpack_mxfp4(torch.full((1, 16), 0x92, dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8))[:4]
     tensor([ 2., -1.,  2., -1.])
 
-    Source: Open Compute Project 2023, OCP Microscaling Formats (MX) Specification 1.0, sections 5.3.3, 5.4.1 and 6.3.
+    Source: Open Compute Project 2023, OCP Microscaling Formats (MX) Specification 1.0, sections
+    5.3.3, 5.4.1 and 6.3.
     """
     _check_bytes("blocks", blocks)
     _check_bytes("scales", scales)
     if blocks.ndim < 2 or blocks.shape[-1] != 16 or blocks.shape[:-1] != scales.shape:
         raise ArgumentError(
-            f"blocks are {tuple(blocks.shape)} and scales {tuple(scales.shape)}; they must be [..., G, 16] and [..., G]"
+            f"blocks are {tuple(blocks.shape)} and scales {tuple(scales.shape)}; they must be "
+            "[..., G, 16] and [..., G]"
         )
     if dtype not in (torch.float32, torch.float64, torch.bfloat16):
         raise ArgumentTypeError(
-            f"dtype is {dtype}; it must be float32, float64 or bfloat16: others cannot hold scales from 2^-127 to 2^127"
+            f"dtype is {dtype}; it must be float32, float64 or bfloat16: others cannot hold "
+            "scales from 2^-127 to 2^127"
         )
     values = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
-    # what each byte holds, as one number of eight bytes: that many times faster to look up than two of four
+    # what each byte holds, as one number of eight bytes: that many times faster to look up than two
+    # of four
     pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), -1).view(torch.int64)
     exponents = torch.arange(256, device=blocks.device)
     powers = (exponents.double() - 127).exp2().masked_fill(exponents == 255, torch.nan).float()
@@ -71,12 +76,13 @@ def unpack_fp8(
     *,
     block: int = 128,
 ) -> Float[Tensor, "N K"]:
-    """A matrix of eight-bit floats with a factor for each square block, as DeepSeek-V3 files hold theirs.
+    """A matrix of eight-bit floats with a factor for each square block, as DeepSeek-V3 files hold
+    theirs.
 
     w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block],  multiplied in float32 and rounded once
 
-    weight [N,K] and scale_inv [ceil(N / block), ceil(K / block)] give [N,K]. (The name is the files': the inverse of what
-    the weight was multiplied by, and so a factor here.)
+    weight [N,K] and scale_inv [ceil(N / block), ceil(K / block)] give [N,K]. (The name is the
+    files': the inverse of what the weight was multiplied by, and so a factor here.)
 
     Args:
         weight: the matrix, float8_e4m3fn.
@@ -86,7 +92,8 @@ def unpack_fp8(
 
     Raises:
         ArgumentError: there is not one factor for each block, or block is less than 1.
-        ArgumentTypeError: weight is not float8_e4m3fn, scale_inv not float32, or the dtype no plain one.
+        ArgumentTypeError: weight is not float8_e4m3fn, scale_inv not float32, or the dtype no plain
+            one.
 
     >>> unpack_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]), block=2)
     Traceback (most recent call last):
@@ -100,7 +107,8 @@ def unpack_fp8(
         raise ArgumentError(f"block is {block}; it must be at least 1")
     if weight.dtype != torch.float8_e4m3fn or scale_inv.dtype != torch.float32:
         raise ArgumentTypeError(
-            f"weight is {weight.dtype} and scale_inv {scale_inv.dtype}; they must be float8_e4m3fn and float32"
+            f"weight is {weight.dtype} and scale_inv {scale_inv.dtype}; they must be "
+            "float8_e4m3fn and float32"
         )
     if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise ArgumentTypeError(
@@ -109,7 +117,8 @@ def unpack_fp8(
     wanted = tuple(-(-size // block) for size in weight.shape)
     if tuple(scale_inv.shape) != wanted:
         raise ArgumentError(
-            f"scale_inv is {tuple(scale_inv.shape)}; a weight of {tuple(weight.shape)} in blocks of "
+            f"scale_inv is {tuple(scale_inv.shape)}; a weight of {tuple(weight.shape)} in blocks "
+            "of "
             f"{block} x {block} has {wanted}"
         )
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)

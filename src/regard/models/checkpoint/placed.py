@@ -1,4 +1,6 @@
-"""Which parameter name of the table each stored tensor has: prefixes that a file lacks, or has too many of."""
+"""Which parameter name of the table each stored tensor has: prefixes that a file lacks, or has too
+many of.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,13 @@ class Placed:
 def placed(
     folder: Path, stored: Collection[str], family: Family, known: Callable[[str], bool]
 ) -> Placed:
-    """The one way in which all names of a file are names of the table; or else the way that places the most.
+    """The one way in which all names of a file are names of the table; or else the way that places
+    the most.
 
-    Tried are the names as they are, and without each prefix that all of them share, such as "module." of training on
-    several devices; and both with the family's own prefix in front, which a base model that was saved alone lacks. A file in
-    which some names have that prefix and others lack it fits no way: it was put together from two models.
+    Tried are the names as they are, and without each prefix that all of them share, such as
+    "module." of training on several devices; and both with the family's own prefix in front, which
+    a base model that was saved alone lacks. A file in which some names have that prefix and others
+    lack it fits no way: it was put together from two models.
 
     Args:
         folder: for messages.
@@ -46,7 +50,8 @@ def placed(
         known: whether a name is one of the table.
 
     Raises:
-        FileError: two ways fit all names, and give them to different parameters; or two stored names mean one parameter.
+        FileError: two ways fit all names, and give them to different parameters; or two stored
+            names mean one parameter.
 
     >>> family = Family(object, str, {}, prefixes=("model.",))
     >>> known = {"model.layers.0.w", "head"}.__contains__
@@ -66,8 +71,10 @@ def placed(
     if other is not None:
         name = next(name for name in stored if other.names.get(name) != fitting[0].names.get(name))
         raise FileError(
-            f"{folder}: the stored names can be read in two ways: {shown(name)} is {fitting[0].names.get(name)} or "
-            f"{other.names.get(name)}; rename the tensors as the family's published checkpoints have them"
+            f"{folder}: the stored names can be read in two ways: {shown(name)} is "
+            f"{fitting[0].names.get(name)} or "
+            f"{other.names.get(name)}; rename the tensors as the family's published checkpoints "
+            "have them"
         )
     # of equally good ways the first, which takes the names as they are
     return fitting[0] if fitting else max(ways, key=lambda way: len(way.names))
@@ -121,7 +128,8 @@ def _way(
             if taken_off or added:
                 return None
             raise FileError(
-                f"{folder}: {shown(name)} and {shown(taken[found])} are two names of {found}; keep one"
+                f"{folder}: {shown(name)} and {shown(taken[found])} are two names of {found}; "
+                "keep one"
             )
         names[name], taken[found] = found, name
         bare = bare or found != plain

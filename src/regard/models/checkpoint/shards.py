@@ -1,4 +1,6 @@
-"""Which files of a folder hold its tensors: model.safetensors, or the shards that an index names."""
+"""Which files of a folder hold its tensors: model.safetensors, or the shards that an index
+names.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ INDEX = "model.safetensors.index.json"
 def read_headers(folder: Path) -> list[Header]:
     """The checked headers of a folder's weights, in the order of the files' names.
 
-    Where there is a model.safetensors it is the model, index or not, as for transformers. Shards hold together
-    what the index says: each of its tensors in the shard that it names, and no others.
+    Where there is a model.safetensors it is the model, index or not, as for transformers. Shards
+    hold together what the index says: each of its tensors in the shard that it names, and no
+    others.
 
     Raises:
         FileError: there are no weights; or a file, a header or the index is not what it should be.
@@ -48,7 +51,8 @@ def read_headers(folder: Path) -> list[Header]:
 
 
 def read_index(folder: Path) -> Mapping[str, str]:
-    """Tensor -> shard, from model.safetensors.index.json. What it says of sizes is not believed: the headers have them.
+    """Tensor -> shard, from model.safetensors.index.json. What it says of sizes is not believed:
+    the headers have them.
 
     Raises:
         FileError: it is missing, no JSON object, or has no weight_map of names.
@@ -68,7 +72,8 @@ def read_index(folder: Path) -> Mapping[str, str]:
     wrong = next((name for name, file in places.items() if not isinstance(file, str)), None)
     if wrong is not None:
         raise FileError(
-            f"{path}: weight_map gives {shown(wrong)} {shown(places[wrong])}; it must be a file name"
+            f"{path}: weight_map gives {shown(wrong)} {shown(places[wrong])}; it must be a file "
+            "name"
         )
     return places
 

@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint folder: what they are, from the headers alone, and their values, on demand."""
+"""The tensors of a checkpoint folder: what they are, from the headers alone, and their values, on
+demand.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class Store:
-    """The tensors of a folder, whose files are data of unknown origin: all is checked before any of it is used.
+    """The tensors of a folder, whose files are data of unknown origin: all is checked before any of
+    it is used.
 
-    Files are read, never mapped: a mapped file that somebody truncates kills the process with SIGBUS, and one that
-    somebody writes changes the weights.
+    Files are read, never mapped: a mapped file that somebody truncates kills the process with
+    SIGBUS, and one that somebody writes changes the weights.
 
     Attributes:
         folder: the model's folder.
@@ -52,13 +55,15 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path) -> Store:
-        """Read and check the headers of model.safetensors, or else of the shards that its index names.
+        """Read and check the headers of model.safetensors, or else of the shards that its index
+        names.
 
         Args:
             folder: a folder with safetensors weights.
 
         Raises:
-            FileError: they are missing or not whole; the message says which file, what is wrong, and the next step.
+            FileError: they are missing or not whole; the message says which file, what is wrong,
+                and the next step.
 
         >>> from safetensors.torch import save_file
         >>> save_file({"a": torch.ones(2, 3)}, "model.safetensors")
@@ -74,15 +79,16 @@ class Store:
     def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and values of tensors, in the order of the files; each owns its memory.
 
-        A few tensors are read ahead of the caller. The memory in use is what the caller keeps, and the larger of one
-        tensor and 32 MiB.
+        A few tensors are read ahead of the caller. The memory in use is what the caller keeps, and
+        the larger of one tensor and 32 MiB.
 
         Args:
             names: which tensors; None for all.
 
         Raises:
             ArgumentError: a name is not that of a tensor.
-            FileError: a file was changed since its header was checked, or cannot be read; a boolean is neither 0 nor 1.
+            FileError: a file was changed since its header was checked, or cannot be read; a boolean
+                is neither 0 nor 1.
 
         >>> from safetensors.torch import save_file
         >>> save_file({"a": torch.ones(2), "b": torch.zeros(1)}, "model.safetensors")
@@ -128,18 +134,23 @@ training was: take another checkpoint
     if first is not None:
         at = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
         raise FileError(
-            f"{shown(name)} holds {nans} NaN and {infinities} infinite values of {tensor.numel()}, the first at {at}; "
+            f"{shown(name)} holds {nans} NaN and {infinities} infinite values of "
+            f"{tensor.numel()}, the first at {at}; "
             "it is damaged, or its training was: take another checkpoint"
         )
 
 
 def _plain(values: Tensor) -> Tensor:
-    """Numbers whose dtype torch can look into: of 8 bits it cannot, or (float8_e8m0fnu) calls NaN finite."""
+    """Numbers whose dtype torch can look into: of 8 bits it cannot, or (float8_e8m0fnu) calls NaN
+    finite.
+    """
     return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
 def _all_finite(values: Tensor) -> bool:
-    """Whether no value is NaN or infinite, in one pass: least and greatest value are NaN where any is."""
+    """Whether no value is NaN or infinite, in one pass: least and greatest value are NaN where any
+    is.
+    """
     if values.is_complex():
         values = torch.view_as_real(values)
     if values.numel() == 0:

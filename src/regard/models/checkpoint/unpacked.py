@@ -40,7 +40,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Unpacked(Store):
-    """A store in which each pair of tensors is the one that they stand for, unpacked when it is read.
+    """A store in which each pair of tensors is the one that they stand for, unpacked when it is
+    read.
 
     Scales are read first: they are a sixteenth of what they belong to, or less.
 
@@ -53,7 +54,9 @@ class Unpacked(Store):
     pairs: Mapping[str, Pair]
 
     def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `Store.read`; the memory in use is also that of the scales, and of one plain tensor."""
+        """As `Store.read`; the memory in use is also that of the scales, and of one plain
+        tensor.
+        """
         chosen = list(self.tensors if names is None else names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
         scales = dict(self.packed.read([pair.scales for pair in pairs.values()]))
@@ -69,15 +72,16 @@ class Unpacked(Store):
 def unpacked(store: Store, said: Any) -> Store:
     """The store of a folder, with the block formats that its config.json names taken apart.
 
-    "mxfp4" (gpt-oss) is `X_blocks` and `X_scales`, which are X: [..., in, out], where blocks are along `in`; "fp8"
-    (DeepSeek-V3) is `X.weight` and `X.weight_scale_inv`.
+    "mxfp4" (gpt-oss) is `X_blocks` and `X_scales`, which are X: [..., in, out], where blocks are
+    along `in`; "fp8" (DeepSeek-V3) is `X.weight` and `X.weight_scale_inv`.
 
     Args:
         store: the tensors of the folder.
         said: `quantization_config` of its config.json; None is a plain checkpoint.
 
     Raises:
-        FileError: the method or a key of it is not understood; tensors do not make pairs, or not of fitting shapes.
+        FileError: the method or a key of it is not understood; tensors do not make pairs, or not of
+            fitting shapes.
 
     >>> store = Store(Path("folder"), {}, 0, {})
     >>> unpacked(store, None) is store
@@ -97,14 +101,16 @@ and 'fp8': take a plain checkpoint
     else:
         raise _config(
             store.folder,
-            f"the quant_method {shown(method)}; supported are 'mxfp4' and 'fp8': take a plain checkpoint",
+            f"the quant_method {shown(method)}; supported are 'mxfp4' and 'fp8': take a plain "
+            "checkpoint",
         )
     hidden = {name for pair in pairs for name in (pair.values, pair.scales)}
     found = {name: x for name, x in store.tensors.items() if name not in hidden}
     for pair in pairs:
         if pair.plain.name in found:
             raise FileError(
-                f"{pair.plain.file}: {shown(pair.plain.name)} is stored plain, and packed too; keep one"
+                f"{pair.plain.file}: {shown(pair.plain.name)} is stored plain, and packed too; "
+                "keep one"
             )
         found[pair.plain.name] = pair.plain
     total = sum(x.bytes for x in found.values())
@@ -160,7 +166,8 @@ def _block(folder: Path, said: Mapping[str, Any]) -> int:
 def _scales(store: Store, values: Stored, name: str) -> Stored:
     if name not in store.tensors:
         raise FileError(
-            f"{values.file}: {shown(values.name)} is packed, and its scales {shown(name)} are missing; "
+            f"{values.file}: {shown(values.name)} is packed, and its scales {shown(name)} are "
+            "missing; "
             "is a shard missing?"
         )
     return store.tensors[name]

@@ -1,4 +1,6 @@
-"""Filling a model with stored tensors: each one is used, each parameter is filled, or the folder is refused."""
+"""Filling a model with stored tensors: each one is used, each parameter is filled, or the folder is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -41,23 +43,27 @@ def fill(
     finite: bool = False,
     fresh: Callable[[], nn.Module] | None = None,
 ) -> Filled:
-    """Give every parameter of a model, which may be on the device "meta", its stored values in one dtype.
+    """Give every parameter of a model, which may be on the device "meta", its stored values in one
+    dtype.
 
-    Names and shapes are compared before anything is read. A tensor at a time is read, so that no more is in memory than
-    the model and that one tensor.
+    Names and shapes are compared before anything is read. A tensor at a time is read, so that no
+    more is in memory than the model and that one tensor.
 
     Args:
         model: made by the family's builder.
         family: with the name table.
         store: the tensors of a folder.
         dtype: of the parameters.
-        allow_missing: patterns (`*`, `?`) of stored names that may be absent; their parameters are those of `fresh`.
-        ignore: patterns (`*`, `?`) of stored names that may be left unused where the model has no parameter for them.
+        allow_missing: patterns (`*`, `?`) of stored names that may be absent; their parameters are
+            those of `fresh`.
+        ignore: patterns (`*`, `?`) of stored names that may be left unused where the model has no
+            parameter for them.
         finite: whether to look for NaN and infinity in what is read.
         fresh: makes the model with fresh weights, for what may be missing.
 
     Raises:
-        FileError: a tensor is missing, unexpected, of another shape, not finite, or contradicts its twin.
+        FileError: a tensor is missing, unexpected, of another shape, not finite, or contradicts its
+            twin.
     """
     bindings = bind(model, family.names)
     where = placed(store.folder, store.tensors, family, bindings.__contains__)
@@ -99,7 +105,9 @@ def fill(
 def _first_names(
     bindings: Mapping[str, Binding], parameters: Mapping[str, Tensor]
 ) -> tuple[list[str], dict[str, str]]:
-    """Names that must be stored, and those of parameters that another name fills: name -> that name."""
+    """Names that must be stored, and those of parameters that another name fills: name -> that
+    name.
+    """
     by_parameter: dict[int, str] = {}
     wanted: list[str] = []
     twins: dict[str, str] = {}
@@ -129,7 +137,8 @@ def _check_shapes(
             )
         if not found.dtype.is_floating_point:
             raise FileError(
-                f"{found.file}: {inert(stored_name)} is {found.dtype}; a weight must be a floating-point number"
+                f"{found.file}: {inert(stored_name)} is {found.dtype}; a weight must be a "
+                "floating-point number"
             )
 
 
@@ -140,7 +149,9 @@ def _taken(
     family: Family,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The parameters that a stored tensor holds; views are copied, so that the stored one can go."""
+    """The parameters that a stored tensor holds; views are copied, so that the stored one can
+    go.
+    """
     values = binding.rule.take(tensor, [parameters[ours].shape for ours in binding.ours])
     whole = len(values) == 1 and values[0].is_contiguous()
     found = {}
@@ -179,16 +190,22 @@ def _check_same(
     held = module._parameters[attribute]
     if held is None or not torch.equal(held, value):
         raise FileError(
-            f"{store.tensors[names[1]].file}: {inert(names[0])} and {inert(names[1])} are tied by the config, and their values differ; "
+            f"{store.tensors[names[1]].file}: {inert(names[0])} and {inert(names[1])} are tied by "
+            "the config, and their values differ; "
             "set tie_word_embeddings to false if that is meant"
         )
 
 
 def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """What does not fit, how many, the first of them with shapes, and what they may be meant to be."""
+    """What does not fit, how many, the first of them with shapes, and what they may be meant to
+    be.
+    """
     extra = [f"{name} {store.tensors[name].shape}" for name in unexpected[:10]]
     said = [
-        f"{store.folder}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} unexpected {extra}"
+        (
+            f"{store.folder}: {len(missing)} missing {list(missing[:10])}, {len(unexpected)} "
+            f"unexpected {extra}"
+        )
     ]
     for name in missing[:3]:
         close = difflib.get_close_matches(name, [x[:200] for x in unexpected[:500]], 1, 0.7)
@@ -198,7 +215,9 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
     if unexpected and not missing:
         name = shown(unexpected[0])
         said.append(
-            "; the model has no place for them. If they change nothing that is computed here, as a head of another task does "
-            f"not, pass them over: regard.load(folder, ignore=({name},)), or --ignore {name}; * stands for any letters"
+            "; the model has no place for them. If they change nothing that is computed here, as "
+            "a head of another task does "
+            f"not, pass them over: regard.load(folder, ignore=({name},)), or --ignore {name}; * "
+            "stands for any letters"
         )
     return "".join(said)

@@ -24,9 +24,11 @@ def write(
     name: str,
     family: Family,
 ) -> None:
-    """Write config.json and model.safetensors into a folder that exists; a shared parameter under its first name.
+    """Write config.json and model.safetensors into a folder that exists; a shared parameter under
+    its first name.
 
-    A decoder without a head is written as a base model is: the names have no prefix, from which a reader knows it.
+    A decoder without a head is written as a base model is: the names have no prefix, from which a
+    reader knows it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors: dict[str, Tensor] = {}

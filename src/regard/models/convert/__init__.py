@@ -1,4 +1,6 @@
-"""One checkpoint into another: other heads, latents, another rotary layout, a longer context, another dtype."""
+"""One checkpoint into another: other heads, latents, another rotary layout, a longer context,
+another dtype.
+"""
 
 from regard.models.convert.context import to_context
 from regard.models.convert.dtype import to_dtype

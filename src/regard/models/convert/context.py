@@ -1,4 +1,6 @@
-"""A longer context by another rotary scaling, written into the config with Hugging Face's keys; no weight changes."""
+"""A longer context by another rotary scaling, written into the config with Hugging Face's keys; no
+weight changes.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ def to_context(
 ) -> tuple[Checkpoint, Step]:
     """A model that is told to expect `length` tokens, with s = length / the trained length.
 
-    linear: every angle / s (position interpolation). ntk: base b s^(d/(d-2)), which is all that is written, since
-    transformers has no type of that name. dynamic: the same, following the length that is read; max_position_embeddings stays the
-    trained one, from which transformers counts. yarn: fast pairs as they are, slow ones / s, scores sharpened. llama3: as
-    yarn, in between by wavelength, scores as they are.
+    linear: every angle / s (position interpolation). ntk: base b s^(d/(d-2)), which is all that is
+        written, since transformers has no type of that name. dynamic: the same, following the
+        length that is read; max_position_embeddings stays the trained one, from which transformers
+        counts. yarn: fast pairs as they are, slow ones / s, scores sharpened. llama3: as yarn, in
+        between by wavelength, scores as they are.
 
-    Nothing is trained by it: a scaled model is better beyond its trained length than it was, and mostly a little worse within.
+    Nothing is trained by it: a scaled model is better beyond its trained length than it was, and
+    mostly a little worse within.
 
     Args:
         held: a decoder with rotary positions and no scaling of them yet.
@@ -31,8 +35,8 @@ def to_context(
         extension: how.
 
     Raises:
-        ArgumentError: it is no longer context, the model is scaled already or has no such positions, or its family refuses the
-            scaling.
+        ArgumentError: it is no longer context, the model is scaled already or has no such
+            positions, or its family refuses the scaling.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -40,8 +44,8 @@ def to_context(
     >>> after.config.rope_scaling
     {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 256}
 
-    Source: linear: Chen et al. 2023 (arXiv 2306.15595); ntk, dynamic, yarn: Peng et al. 2023 (arXiv 2309.00071); llama3: Grattafiori
-    et al. 2024 (arXiv 2407.21783).
+    Source: linear: Chen et al. 2023 (arXiv 2306.15595); ntk, dynamic, yarn: Peng et al. 2023 (arXiv
+    2309.00071); llama3: Grattafiori et al. 2024 (arXiv 2407.21783).
     """
     if extension not in get_args(Extension):
         raise ArgumentError(
@@ -51,16 +55,19 @@ def to_context(
     rotary = next((m for m in held.network.modules() if isinstance(m, Rotary)), None)
     if rotary is None or not hasattr(config, "rope_theta") or not hasattr(config, "rope_scaling"):
         raise ArgumentError(
-            f"the context of a {held.model_type} cannot be extended: its config has no rope_theta and rope_scaling for all layers"
+            f"the context of a {held.model_type} cannot be extended: its config has no rope_theta "
+            "and rope_scaling for all layers"
         )
     if config.rope_scaling is not None:
         raise ArgumentError(
-            f"rope_scaling is {dict(config.rope_scaling)} already; extend the checkpoint that it was made from"
+            f"rope_scaling is {dict(config.rope_scaling)} already; extend the checkpoint that it "
+            "was made from"
         )
     trained = config.max_position_embeddings
     if length <= trained:
         raise ArgumentError(
-            f"the context is {length}, and max_position_embeddings is {trained} already; give more than that"
+            f"the context is {length}, and max_position_embeddings is {trained} already; give "
+            "more than that"
         )
     change = _keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
     after = rebuilt(replace(config, **change), held.weights())

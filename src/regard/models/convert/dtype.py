@@ -18,14 +18,16 @@ DTYPES = {
 
 
 def to_dtype(held: Checkpoint, dtype: str) -> tuple[Checkpoint, Step]:
-    """A model with weights of another dtype, each rounded once; those that its family keeps wide stay so.
+    """A model with weights of another dtype, each rounded once; those that its family keeps wide
+    stay so.
 
     Args:
         held: a decoder.
         dtype: float32, float16, bfloat16 or float64.
 
     Raises:
-        ArgumentError: the name is unknown, the weights have it already, or one of them is too large for it.
+        ArgumentError: the name is unknown, the weights have it already, or one of them is too large
+            for it.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -44,7 +46,8 @@ def to_dtype(held: Checkpoint, dtype: str) -> tuple[Checkpoint, Step]:
     for name, x in weights.items():
         if not bool(x.isfinite().all()) and bool(before[name].isfinite().all()):
             raise ArgumentError(
-                f"{name} holds {float(before[name].abs().max()):.3g}, which is too large for {dtype}; use bfloat16"
+                f"{name} holds {float(before[name].abs().max()):.3g}, which is too large for "
+                f"{dtype}; use bfloat16"
             )
     after = rebuilt(held.config, weights)
     return after, Step(f"weights to {dtype}", tuple(_errors(held, after)))

@@ -1,7 +1,7 @@
 """Other numbers of key/value heads: fewer by pooling neighbours, more by repeating them.
 
-Key/value head g serves the query heads g H/G to (g+1) H/G - 1, so that a new head takes the place of neighbours: h // (H/G), never
-h % G.
+Key/value head g serves the query heads g H/G to (g+1) H/G - 1, so that a new head takes the place
+of neighbours: h // (H/G), never h % G.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ Pooling: TypeAlias = Literal["mean", "svd"]
 def to_groups(held: Checkpoint, groups: int, pooling: Pooling = "mean") -> tuple[Checkpoint, Step]:
     """A model with another number G of key/value heads; queries and what they cost are as before.
 
-    More heads: each is repeated, k_h = k_{h // (G'/G)}; exact.
-    Fewer, "mean": k = mean of the neighbours' maps, v the same (Ainslie et al.).
-    Fewer, "svd": k_j ~ C_j k with the factor taken into the queries, v_j ~ C_j v with the factor taken into the output, by
-    which sum_h |W_q,h^T W_k - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h' W_v'|^2 are least. A map of keys must
-    commute with the rotation, so that C_j is one complex number for each rotary pair, and any matrix where nothing turns.
+    More heads: each is repeated, k_h = k_{h // (G'/G)}; exact. Fewer, "mean": k = mean of the
+    neighbours' maps, v the same (Ainslie et al.). Fewer, "svd": k_j ~ C_j k with the factor taken
+    into the queries, v_j ~ C_j v with the factor taken into the output, by which sum_h |W_q,h^T W_k
+    - W_q,h'^T W_k'|^2 and sum_h |W_o,h W_v - W_o,h' W_v'|^2 are least. A map of keys must commute
+    with the rotation, so that C_j is one complex number for each rotary pair, and any matrix where
+    nothing turns.
 
     Args:
         held: a decoder whose attention has separate maps.
-        groups: key/value heads afterwards: a divisor of those before, or a multiple of them that divides the query heads.
+        groups: key/value heads afterwards: a divisor of those before, or a multiple of them that
+            divides the query heads.
         pooling: how fewer are made.
 
     Raises:
-        ArgumentError: the number does not fit, nothing would change, a norm stands in the way of "svd", or the family has no
-            such heads.
+        ArgumentError: the number does not fit, nothing would change, a norm stands in the way of
+            "svd", or the family has no such heads.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -100,7 +102,9 @@ def mean(layer: Layer, groups: int) -> tuple[Layer, Errors]:
 
 
 def svd(layer: Layer, groups: int) -> tuple[Layer, Errors]:
-    """Each key/value head what neighbours have in common, their differences taken into queries and outputs."""
+    """Each key/value head what neighbours have in common, their differences taken into queries and
+    outputs.
+    """
     q, rest_q = layer.split(layer.q)
     k, rest_k = layer.split(layer.k)
     z, c = common_pairs(k, layer.pair_weights(), layer.gain, groups)
@@ -113,8 +117,10 @@ def svd(layer: Layer, groups: int) -> tuple[Layer, Errors]:
     after = replace(
         layer,
         q=layer.join(own[0].conj()[..., None] * q, own[1].mT @ rest_q),
-        k=layer.join(z, rest), v=v, o=layer.o @ own[2],
-    )  # fmt: skip
+        k=layer.join(z, rest),
+        v=v,
+        o=layer.o @ own[2],
+    )
     return after, layer.errors(residual_k, layer.v - V @ copy[2])
 
 
@@ -124,10 +130,11 @@ def common_pairs(
     gain: Float[Tensor, " m"],
     groups: int,
 ) -> tuple[Complex[Tensor, "g p m"], Complex[Tensor, "G p"]]:
-    """One complex row for each pair of each group, and the factor of each head: k_j ~ c_j k, least in sum_j |w_j (k_j - c_j k)|^2.
+    """One complex row for each pair of each group, and the factor of each head: k_j ~ c_j k, least
+    in sum_j |w_j (k_j - c_j k)|^2.
 
-    The best row is the first singular vector of the heads' rows below one another. Its scale is free: the factors have
-    a mean square of 1, so that heads that are equal have 1.
+    The best row is the first singular vector of the heads' rows below one another. Its scale is
+    free: the factors have a mean square of 1, so that heads that are equal have 1.
     """
     heads = (weight[..., None] * k).unflatten(0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
@@ -144,7 +151,9 @@ def common_pairs(
 def common_rows(
     x: Float[Tensor, "G d m"], gram: Float[Tensor, "G d d"], gain: Float[Tensor, " m"], groups: int
 ) -> tuple[Float[Tensor, "g d m"], Float[Tensor, "G d d"]]:
-    """d rows for each group, and a matrix for each head: x_j ~ C_j x, least in sum_j |S_j (x_j - C_j x)|^2, S_j^2 = gram_j."""
+    """d rows for each group, and a matrix for each head: x_j ~ C_j x, least in sum_j |S_j (x_j -
+    C_j x)|^2, S_j^2 = gram_j.
+    """
     root, inverse = both_roots(gram)
     times, d = len(x) // groups, x.shape[1]
     if not d:
@@ -162,7 +171,8 @@ def _check(H: int, before: int, after: int) -> None:
     allowed = [g for g in range(1, H + 1) if H % g == 0 and (before % g == 0 or g % before == 0)]
     if after == before:
         raise ArgumentError(
-            f"the model has {before} key/value heads for {H} query heads already; nothing is to be converted: "
+            f"the model has {before} key/value heads for {H} query heads already; nothing is to "
+            "be converted: "
             f"other numbers are {', '.join(str(g) for g in allowed if g != before)}"
         )
     if after not in allowed:
@@ -178,7 +188,8 @@ def _check_plain(*parts: Heads) -> None:
         plain = all(isinstance(step, Rotary) for step in heads.steps)
         if not plain or not isinstance(heads.flat, nn.Identity):
             raise ArgumentError(
-                "a norm stands behind the maps of queries and keys, and a factor of a key cannot be taken into the "
+                "a norm stands behind the maps of queries and keys, and a factor of a key cannot "
+                "be taken into the "
                 "queries through it; use groups by mean"
             )
 
@@ -191,8 +202,10 @@ def _regrouped(config: Any, groups: int) -> Any:
         options = {**config.attention_options, "groups": groups}
         return replace(config, attention="gqa", attention_options=options)
     raise ArgumentError(
-        f"the config {type(config).__module__.rpartition('.')[2]} has no number of key/value heads to write; "
-        "it can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and regard's gqa and mqa"
+        f"the config {type(config).__module__.rpartition('.')[2]} has no number of key/value "
+        "heads to write; "
+        "it can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and "
+        "regard's gqa and mqa"
     )
 
 

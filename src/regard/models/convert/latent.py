@@ -68,7 +68,8 @@ class Cut:
 
 
 def mean_turn(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor, " p"]:
-    """The mean of exp(-i theta d) over the distances 0 <= d < length, each doubling of the distance counted alike.
+    """The mean of exp(-i theta d) over the distances 0 <= d < length, each doubling of the distance
+    counted alike.
 
     sum_d exp(-i theta d) / (d + 1) / sum_d 1 / (d + 1)
 
@@ -104,8 +105,9 @@ def split_rotary(layer: Layer, turn: Complex[Tensor, " p"]) -> Split:
 def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
     """The n rows from which keys without position and values are made with the least error.
 
-    [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices of the queries and of the
-    output maps: by Eckart and Young the squared error is the sum of the squared singular values behind the first n.
+    [S_k k / |scores|; S_v v / |values|] ~ U_n U_n^T [...], with S_k^2 and S_v^2 the Gram matrices
+    of the queries and of the output maps: by Eckart and Young the squared error is the sum of the
+    squared singular values behind the first n.
     """
     G, D, _ = split.k.shape
     gram = query_gram(layer)
@@ -116,7 +118,8 @@ def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
     u, spectrum, _ = torch.linalg.svd(stacked * layer.gain, full_matrices=False)
     u = nn.functional.pad(u[:, :n], (0, max(0, n - u.shape[1])))
     down = u.mT @ stacked
-    # what stands behind a norm, of M numbers with a mean square of 1, becomes numbers with one of 1 at most
+    # what stands behind a norm, of M numbers with a mean square of 1, becomes numbers with one of 1
+    # at most
     bound = float(torch.linalg.matrix_norm(down * layer.gain, 2)) or 1.0
     up_k = roots[0][1] @ u[: G * D].unflatten(0, (G, D)) * (sizes[0] * bound)
     up_v = roots[1][1] @ u[G * D :].unflatten(0, (G, split.v.shape[1])) * (sizes[1] * bound)
@@ -127,13 +130,17 @@ def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
 
 
 def query_gram(layer: Layer) -> Float[Tensor, "G D D"]:
-    """Of the queries that read a key head, in all dims: keys without position meet them unturned."""
+    """Of the queries that read a key head, in all dims: keys without position meet them
+    unturned.
+    """
     q = layer.q * layer.gain
     return (q @ q.mT).unflatten(0, (-1, layer.share)).sum(1)
 
 
 def curve(cuts: list[Cut], full: int) -> dict[int, float]:
-    """How many rows -> the relative error of what they carry, the root mean square over layers, in sixteen steps up to all."""
+    """How many rows -> the relative error of what they carry, the root mean square over layers, in
+    sixteen steps up to all.
+    """
     ranks = sorted({max(1, round(full * step / 16)) for step in range(1, 17)})
     squares = [cut.spectrum.square() for cut in cuts]
     left = [[x[rank:].sum() / x.sum().clamp(min=1e-300) for rank in ranks] for x in squares]
@@ -155,11 +162,14 @@ def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, St
     [c; k_r] = W_dkv x;  k_h = [W_uk,h c; R_s k_r], v_h = W_uv,h c;  q_h = [q_h; R_t conj(c_h) q_h]
 
     Args:
-        held: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama, mistral without a window, regard's gqa.
-        rank: kv_lora_rank, at least 2: one number of it is a constant. None is the full rank, which cuts nothing.
+        held: a decoder of pre-norm blocks with causal grouped queries and SwiGLU: llama, mistral
+            without a window, regard's gqa.
+        rank: kv_lora_rank, at least 2: one number of it is a constant. None is the full rank, which
+            cuts nothing.
 
     Raises:
-        ArgumentError: the rank is out of range, the model has latents already, or DeepSeek's layers cannot express it.
+        ArgumentError: the rank is out of range, the model has latents already, or DeepSeek's layers
+            cannot express it.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -177,7 +187,8 @@ def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, St
         rank = full
     if not 2 <= rank <= full:
         raise ArgumentError(
-            f"rank is {rank}; it must be 2 to {full}, at which nothing is cut (one number of the latent is a constant)"
+            f"rank is {rank}; it must be 2 to {full}, at which nothing is cut (one number of the "
+            "latent is a constant)"
         )
     config = _config(held, first, rank)
     # every layer of these families turns alike
@@ -192,11 +203,14 @@ def to_latent(held: Checkpoint, rank: int | None = None) -> tuple[Checkpoint, St
             del weights[name]
         weights |= _stored(prefix, block, layer, split, cut)
     return rebuilt(config, weights), Step(
-        f"{len(first.k)} key/value heads of {first.k.shape[1]} + {first.v.shape[1]} to a latent of {rank} and a rotary key of "
-        f"{config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} numbers per token and layer in place of "
+        f"{len(first.k)} key/value heads of {first.k.shape[1]} + {first.v.shape[1]} to a latent "
+        f"of {rank} and a rotary key of "
+        f"{config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} numbers per token and layer "
+        "in place of "
         f"{len(first.k) * (first.k.shape[1] + first.v.shape[1])}",
-        tuple(cut.errors for cut in cuts), {n + 1: error for n, error in curve(cuts, full - 1).items()},
-    )  # fmt: skip
+        tuple(cut.errors for cut in cuts),
+        {n + 1: error for n, error in curve(cuts, full - 1).items()},
+    )
 
 
 def _turn(block: nn.Module, length: int) -> Tensor:
@@ -257,7 +271,9 @@ def _score_factor(attention: Attention, D: int, turned: int) -> tuple[float, flo
 
 
 def _constant(rank: int) -> tuple[float, float]:
-    """C, and a weight near C / sqrt(rank), which bfloat16 and float16 have exactly: no cast makes them disagree."""
+    """C, and a weight near C / sqrt(rank), which bfloat16 and float16 have exactly: no cast makes
+    them disagree.
+    """
     constants = (LARGEST * torch.linspace(0.5, 1, 129)).double()
     wanted = constants / rank**0.5
     weights = wanted.bfloat16().double()
@@ -269,17 +285,30 @@ def _config(held: Checkpoint, layer: Layer, rank: int) -> deepseek_v2.Config:
     c = held.config
     options = getattr(c, "attention_options", {})
     return deepseek_v2.Config(
-        vocab_size=c.vocab_size, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size,
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
         # every layer is dense: of the keys that speak of experts, none is used
-        moe_intermediate_size=c.intermediate_size, n_routed_experts=1, num_experts_per_tok=1, n_shared_experts=1,
-        first_k_dense_replace=c.num_hidden_layers, num_hidden_layers=c.num_hidden_layers,
-        num_attention_heads=len(layer.q), num_key_value_heads=len(layer.q),
-        kv_lora_rank=rank, q_lora_rank=None,
-        qk_nope_head_dim=layer.k.shape[1], qk_rope_head_dim=max(2, 2 * layer.pairs), v_head_dim=layer.v.shape[1],
-        rms_norm_eps=c.rms_norm_eps, rope_theta=getattr(c, "rope_theta", options.get("base", 10000.0)),
-        rope_scaling=getattr(c, "rope_scaling", None), max_position_embeddings=c.max_position_embeddings,
-        attention_bias=True, tie_word_embeddings=c.tie_word_embeddings,
-    )  # fmt: skip
+        moe_intermediate_size=c.intermediate_size,
+        n_routed_experts=1,
+        num_experts_per_tok=1,
+        n_shared_experts=1,
+        first_k_dense_replace=c.num_hidden_layers,
+        num_hidden_layers=c.num_hidden_layers,
+        num_attention_heads=len(layer.q),
+        num_key_value_heads=len(layer.q),
+        kv_lora_rank=rank,
+        q_lora_rank=None,
+        qk_nope_head_dim=layer.k.shape[1],
+        qk_rope_head_dim=max(2, 2 * layer.pairs),
+        v_head_dim=layer.v.shape[1],
+        rms_norm_eps=c.rms_norm_eps,
+        rope_theta=getattr(c, "rope_theta", options.get("base", 10000.0)),
+        rope_scaling=getattr(c, "rope_scaling", None),
+        max_position_embeddings=c.max_position_embeddings,
+        attention_bias=True,
+        tie_word_embeddings=c.tie_word_embeddings,
+    )
 
 
 def _check(block: nn.Module, embed: Embed) -> None:
@@ -305,13 +334,17 @@ def _check(block: nn.Module, embed: Embed) -> None:
         "a softcap": found.softcap is not None,
         "a bias on scores": found.bias is not None,
         "a sink": found.sink is not None,
-        "norms or other steps on heads": any(not isinstance(s, Rotary) for s in steps) or any(not isinstance(f, nn.Identity) for f in flat),
+        "norms or other steps on heads": any(not isinstance(s, Rotary) for s in steps)
+        or any(not isinstance(f, nn.Identity) for f in flat),
         "a bias on queries": project.q.linear.bias is not None,
         "rotary positions that follow the length": project.late is not None,
         "a rotary that turns a part of each head": any(2 * len(r.inv_freq) < r.dim for r in rotary),
-        "norms of another kind": any(not isinstance(p, PreNorm) or type(p.norm) is not RMSNorm for p in norms),
-        "another feed-forward layer": not isinstance(feed_forward, SwiGLU) or feed_forward.gate.bias is not None,
-    }  # fmt: skip
+        "norms of another kind": any(
+            not isinstance(p, PreNorm) or type(p.norm) is not RMSNorm for p in norms
+        ),
+        "another feed-forward layer": not isinstance(feed_forward, SwiGLU)
+        or feed_forward.gate.bias is not None,
+    }
     if said := [name for name, present in reasons.items() if present]:
         raise ArgumentError(
             f"this model has {' and '.join(said)}, which DeepSeek's layers do not have; "

@@ -22,7 +22,9 @@ PROJECT = "attention.project."
 
 
 class Errors(NamedTuple):
-    """What a conversion loses in one layer, each relative: of the score forms, and of the value-output maps."""
+    """What a conversion loses in one layer, each relative: of the score forms, and of the
+    value-output maps.
+    """
 
     keys: float
     values: float
@@ -30,7 +32,8 @@ class Errors(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """The maps of one layer, in fp64. A bias is the last column, which meets a 1; gain is what the norm in front multiplies by.
+    """The maps of one layer, in fp64. A bias is the last column, which meets a 1; gain is what the
+    norm in front multiplies by.
 
     Attributes:
         q: [H, D, M+1].
@@ -78,7 +81,9 @@ class Layer:
         return len(self.q) // len(self.k)
 
     def split(self, x: Float[Tensor, "n d m"]) -> tuple[Complex[Tensor, "n p m"], Tensor]:
-        """Rows of heads -> the rotary pairs as complex rows a + ib, and the rows that do not turn."""
+        """Rows of heads -> the rotary pairs as complex rows a + ib, and the rows that do not
+        turn.
+        """
         P = self.pairs
         turned, rest = x[:, : 2 * P], x[:, 2 * P :]
         shape = (2, P) if self.layout == "half" else (P, 2)
@@ -105,7 +110,9 @@ class Layer:
         return (self.o.mT @ self.o).unflatten(0, (-1, self.share)).sum(1)
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
-        """The Frobenius norm of the score forms that keys x make with the queries, its mean square over all turns."""
+        """The Frobenius norm of the score forms that keys x make with the queries, its mean square
+        over all turns.
+        """
         z, rest = self.split(x * self.gain)
         turned = (self.pair_weights()[..., None] * z.abs()).square().sum()
         return float(
@@ -137,8 +144,10 @@ def separate(block: nn.Module) -> Any:
     if not plain or not isinstance(attention.output, nn.Linear):
         name = type(attention if project is None else project).__name__
         raise ArgumentError(
-            f"the attention of this model is made by {name}, not by separate maps of queries, keys and values; "
-            "conversions of heads are for llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss and regard's gqa"
+            f"the attention of this model is made by {name}, not by separate maps of queries, "
+            "keys and values; "
+            "conversions of heads are for llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, "
+            "gpt_oss and regard's gqa"
         )
     return attention
 
@@ -207,7 +216,8 @@ class Step:
     Attributes:
         what: in words.
         layers: what it lost in each layer; empty where weights did not change.
-        curve: rank -> relative error, the root mean square over layers, where there was a rank to choose.
+        curve: rank -> relative error, the root mean square over layers, where there was a rank to
+            choose.
         notes: what to know about the result.
     """
 
@@ -222,7 +232,8 @@ def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
 
     Args:
         config: of a family.
-        weights: every parameter of its model by name, each on its own or as another model's: they are not copied.
+        weights: every parameter of its model by name, each on its own or as another model's: they
+            are not copied.
     """
     found = family(type_of(config))
     assert found is not None

@@ -1,8 +1,9 @@
-"""Rotary relayout: which dims of a head make a pair, told by the order of the rows of queries and keys.
+"""Rotary relayout: which dims of a head make a pair, told by the order of the rows of queries and
+keys.
 
-"half" pairs (i, i + d/2), as in Hugging Face's Llama; "interleaved" pairs (2i, 2i + 1), as in Meta's files and GPT-J. Both turn
-pair i by the same angle, so that a permutation of rows, the same for queries and keys, takes one to the other exactly. Values
-and outputs have no part in it.
+"half" pairs (i, i + d/2), as in Hugging Face's Llama; "interleaved" pairs (2i, 2i + 1), as in
+Meta's files and GPT-J. Both turn pair i by the same angle, so that a permutation of rows, the same
+for queries and keys, takes one to the other exactly. Values and outputs have no part in it.
 """
 
 from __future__ import annotations
@@ -37,19 +38,22 @@ def to_layout(
 ) -> tuple[Checkpoint, Step]:
     """A model with the other rotary layout, and the same function.
 
-    A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama` in halves, and would compute
-    something else without a word. It is written as `model_type: "regard"`, which only this package knows, and turned
-    back it is a `llama` again. DeepSeek-V3 has a key for it.
+    A Llama with interleaved pairs has no config.json of its own: transformers reads every `llama`
+    in halves, and would compute something else without a word. It is written as `model_type:
+    "regard"`, which only this package knows, and turned back it is a `llama` again. DeepSeek-V3 has
+    a key for it.
 
     Args:
-        held: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary; any family of separate
-            queries and keys with `stored`.
+        held: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary; any
+            family of separate queries and keys with `stored`.
         layout: afterwards.
-        stored: the layout that the weights really have, where config.json cannot say it: `layout="half",
-            stored="interleaved"` makes an ordinary folder of Meta's weights under Hugging Face's names.
+        stored: the layout that the weights really have, where config.json cannot say it:
+            `layout="half", stored="interleaved"` makes an ordinary folder of Meta's weights under
+            Hugging Face's names.
 
     Raises:
-        ArgumentError: the layout is the present one, a word is unknown, or the family cannot say what would come out.
+        ArgumentError: the layout is the present one, a word is unknown, or the family cannot say
+            what would come out.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -66,7 +70,8 @@ def to_layout(
     said = _layout(held)
     if layout == (stored or said):
         raise ArgumentError(
-            f"the rotary layout is {layout} already; nothing is to be converted, unless the weights were stored in the other "
+            f"the rotary layout is {layout} already; nothing is to be converted, unless the "
+            "weights were stored in the other "
             "one (stored layout)"
         )
     if stored is None:
@@ -75,7 +80,8 @@ def to_layout(
         config = held.config
     else:
         raise ArgumentError(
-            f"weights stored as {stored} cannot become {layout} where the config says {said}; convert them to {said}"
+            f"weights stored as {stored} cannot become {layout} where the config says {said}; "
+            f"convert them to {said}"
         )
     weights = held.weights()
     for prefix, block in layers_of(held.network):
@@ -83,7 +89,8 @@ def to_layout(
     errors = (Errors(0.0, 0.0),) * len(held.network.layers)
     said_by = "" if stored is None else ", as the weights were stored,"
     return rebuilt(config, weights), Step(
-        f"rotary pairs from {stored or said}{said_by} to {layout}: rows of queries and keys in another order",
+        f"rotary pairs from {stored or said}{said_by} to {layout}: rows of queries and keys in "
+        "another order",
         errors,
     )
 
@@ -123,19 +130,27 @@ def _renamed(config: Any, layout: Layout) -> Any:
     }
     if found := [name for name, present in reasons.items() if present]:
         raise ArgumentError(
-            f"the model has {' and '.join(found)}, and no family here can say that beside rotary pairs that are {layout}; "
+            f"the model has {' and '.join(found)}, and no family here can say that beside rotary "
+            f"pairs that are {layout}; "
             "possible are llama and mistral without scaling, bias and window, and deepseek_v3"
         )
     return own.Config(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers, num_attention_heads=config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=config.num_attention_heads,
         attention="gqa",
         attention_options={
-            "groups": config.num_key_value_heads, "head_dim": config.head_dim, "base": config.rope_theta, "layout": layout,
+            "groups": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "base": config.rope_theta,
+            "layout": layout,
         },
-        max_position_embeddings=config.max_position_embeddings, rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rms_norm_eps=config.rms_norm_eps,
         tie_word_embeddings=config.tie_word_embeddings,
-    )  # fmt: skip
+    )
 
 
 def _as_llama(config: own.Config) -> Any:
@@ -143,17 +158,24 @@ def _as_llama(config: own.Config) -> Any:
     options = config.attention_options
     if config.attention != "gqa" or config.position not in ("catalogue", "rope") or config.window:
         raise ArgumentError(
-            f"the model is regard's {config.attention} with position {config.position!r}; only its gqa with rotary and without "
+            f"the model is regard's {config.attention} with position {config.position!r}; only "
+            "its gqa with rotary and without "
             "a window can have another layout"
         )
     H = config.num_attention_heads
     return llama.Config(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_hidden_layers, num_attention_heads=H, num_key_value_heads=options["groups"],
-        head_dim=options.get("head_dim") or config.hidden_size // H, rms_norm_eps=config.rms_norm_eps,
-        rope_theta=options.get("base", 10000.0), max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_hidden_layers,
+        num_attention_heads=H,
+        num_key_value_heads=options["groups"],
+        head_dim=options.get("head_dim") or config.hidden_size // H,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=options.get("base", 10000.0),
+        max_position_embeddings=config.max_position_embeddings,
         tie_word_embeddings=config.tie_word_embeddings,
-    )  # fmt: skip
+    )
 
 
 def _permuted(prefix: str, block: nn.Module, layout: Layout) -> dict[str, Tensor]:

@@ -19,11 +19,15 @@ SHORTEST = 2
 
 
 STABLE = 2000
-"""Predicted tokens below which a text is short: on one of 891 characters a loss of 0.6 nats looked like one of 0.02."""
+"""Predicted tokens below which a text is short: on one of 891 characters a loss of 0.6 nats looked
+like one of 0.02.
+"""
 
 
 class Sample(NamedTuple):
-    """Ids to measure on [N,T], N windows of T tokens; `text` says of what, and is empty where the ids were drawn."""
+    """Ids to measure on [N,T], N windows of T tokens; `text` says of what, and is empty where the
+    ids were drawn.
+    """
 
     ids: Int[Tensor, "N T"]
     text: str
@@ -33,20 +37,21 @@ class Sample(NamedTuple):
 class Measured:
     """Two models on the same ids.
 
-    Each window is read on its own, and the standard error of a mean over n windows is s / sqrt(n), s their standard deviation
-    (with n - 1): NaN for one window. That of a difference is taken window by window: what makes a window hard for both models
-    is not in it.
+    Each window is read on its own, and the standard error of a mean over n windows is s / sqrt(n),
+    s their standard deviation (with n - 1): NaN for one window. That of a difference is taken
+    window by window: what makes a window hard for both models is not in it.
 
     Attributes:
         tokens: that were predicted.
         rows, length: how the ids were read: so many windows of so many tokens.
-        divergence, divergence_error: mean KL(before | after), nats per token, and its standard error.
+        divergence, divergence_error: mean KL(before | after), nats per token, and its standard
+            error.
         agreement, agreement_error: how often both think the same token likeliest.
         loss_before, loss_after: mean nats per token; NaN where there is no text.
         loss_change, loss_change_error: after - before.
         largest: the largest absolute difference of a logit.
-        relative: the norm of the differences over that of the logits, both without the mean of each row, which softmax does
-            not see.
+        relative: the norm of the differences over that of the logits, both without the mean of each
+            row, which softmax does not see.
         text: what the ids are, in words; empty where they were drawn.
     """
 
@@ -84,9 +89,9 @@ class Measured:
 def windows(model: Model, text: str | None, length: int, limit: int) -> Sample:
     """Ids to measure on. Without a tokenizer they are drawn, and a loss has no meaning.
 
-    The built-in text is what `pydoc` prints of the language's topics, which every Python has on its disk: about 465,000
-    characters of English and examples. Of it the windows are spread evenly over the whole; of a given text the beginning is
-    read.
+    The built-in text is what `pydoc` prints of the language's topics, which every Python has on its
+    disk: about 465,000 characters of English and examples. Of it the windows are spread evenly over
+    the whole; of a given text the beginning is read.
 
     Args:
         model: whose tokenizer reads the text.
@@ -138,7 +143,8 @@ def topics() -> str:
         from pydoc_data.topics import topics as found
     except ImportError as error:
         raise FileError(
-            "this Python has no pydoc_data, whose topics are the built-in text; give a text to measure on (--text FILE)"
+            "this Python has no pydoc_data, whose topics are the built-in text; give a text to "
+            "measure on (--text FILE)"
         ) from error
     return "\n\n".join(text.strip() for _, text in sorted(found.items()))
 
@@ -169,20 +175,36 @@ def measure(
         centred = [x - x.mean(-1, keepdim=True) for x in (old, new)]
         moved += float((centred[1] - centred[0]).square().sum())
         whole += float(centred[0].square().sum())
-        means.append(torch.stack([
-            (old.exp() * (old - new)).sum(-1).mean(),
-            (old.argmax(-1) == new.argmax(-1)).double().mean(),
-            *(-x.gather(-1, row[1:, None]).mean() for x in (old, new)),
-        ]))  # fmt: skip
+        means.append(
+            torch.stack(
+                [
+                    (old.exp() * (old - new)).sum(-1).mean(),
+                    (old.argmax(-1) == new.argmax(-1)).double().mean(),
+                    *(-x.gather(-1, row[1:, None]).mean() for x in (old, new)),
+                ]
+            )
+        )
     found = torch.stack(means)
     if not text:
         found[:, 2:] = math.nan
     (kl, same, loss, lost), (kl_error, same_error, *_) = found.mean(0).tolist(), _errors(found)
     change = found[:, 3:] - found[:, 2:3]
     return Measured(
-        ids.shape[0] * (ids.shape[1] - 1), ids.shape[0], ids.shape[1], max(0.0, kl), kl_error, same, same_error,
-        loss, lost, change.mean().item(), _errors(change)[0], largest, (moved / whole) ** 0.5 if whole else 0.0, text,
-    )  # fmt: skip
+        ids.shape[0] * (ids.shape[1] - 1),
+        ids.shape[0],
+        ids.shape[1],
+        max(0.0, kl),
+        kl_error,
+        same,
+        same_error,
+        loss,
+        lost,
+        change.mean().item(),
+        _errors(change)[0],
+        largest,
+        (moved / whole) ** 0.5 if whole else 0.0,
+        text,
+    )
 
 
 def _errors(x: Float[Tensor, "N n"]) -> list[float]:
@@ -201,7 +223,9 @@ def _rows(ids: Tensor, length: int) -> Tensor:
 
 
 def _spread(ids: Tensor, length: int, rows: int) -> Tensor:
-    """Windows spread evenly over all ids, none over another: as many as asked for, or as there are."""
+    """Windows spread evenly over all ids, none over another: as many as asked for, or as there
+    are.
+    """
     rows = max(1, min(rows, len(ids) // length))
     starts = [i * len(ids) // rows for i in range(rows)]
     return torch.stack([ids[a : a + length] for a in starts])
@@ -216,10 +240,12 @@ class Healing:
     """A few training steps after a conversion.
 
     Attributes:
-        steps, lr, batch, length, seed: how: the peak learning rate, rows of so many tokens, and their order.
+        steps, lr, batch, length, seed: how: the peak learning rate, rows of so many tokens, and
+            their order.
         tokens: of the text that was trained on.
         loss_before, loss_after: mean nats per token of that text.
-        held_tokens: of its last part, which was not trained on; 0 where the text is too short for one.
+        held_tokens: of its last part, which was not trained on; 0 where the text is too short for
+            one.
         held_before, held_after: mean nats per token of that part, NaN where there is none.
     """
 
@@ -238,7 +264,9 @@ class Healing:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's family, dtype, parameters, and the numbers that one token takes in its caches, over all layers."""
+    """A model's family, dtype, parameters, and the numbers that one token takes in its caches, over
+    all layers.
+    """
 
     model_type: str
     dtype: str
@@ -284,11 +312,15 @@ class Report:
             "perplexity_after": self.measured.perplexity_after,
         }
         found = {
-            "source": self.source, "out": self.out, "steps": steps, "before": asdict(self.before),
-            "after": asdict(self.after), "measured": measured,
+            "source": self.source,
+            "out": self.out,
+            "steps": steps,
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "measured": measured,
             "healing": None if self.healing is None else asdict(self.healing),
             "ignored": list(self.ignored),
-        }  # fmt: skip
+        }
         return {name: _plain(value) for name, value in found.items()}
 
 

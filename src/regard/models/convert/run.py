@@ -52,12 +52,14 @@ class Wanted:
         pooling: how fewer of them are made.
         rank: of the latent; None with "mla" is the full one.
         rotary_layout: "half" or "interleaved".
-        stored_layout: the layout that the weights really have, where it is not what config.json says.
+        stored_layout: the layout that the weights really have, where it is not what config.json
+            says.
         context, scaling: tokens, and how rotary positions reach so far.
         dtype: of the weights.
 
     Raises:
-        ArgumentError: nothing is asked for, a word is unknown, or what is asked for does not go together.
+        ArgumentError: nothing is asked for, a word is unknown, or what is asked for does not go
+            together.
 
     >>> Wanted(to="mqa", dtype="bfloat16").kv_heads
     1
@@ -92,16 +94,27 @@ class Wanted:
         """What does not go together, or None."""
         heads, fewer = self.kv_heads is not None, self.to == "mqa" or self.kv_heads is not None
         reasons = {
-            "rank is given, and belongs to mla: give to mla": self.rank is not None and self.to != "mla",
+            "rank is given, and belongs to mla: give to mla": self.rank is not None
+            and self.to != "mla",
             "kv_heads is given, and mla has none: leave it out": heads and self.to == "mla",
-            "kv_heads is given, and mha has as many as queries: leave it out": heads and self.to == "mha",
-            f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out": self.to == "mqa" and self.kv_heads not in (None, 1),
+            "kv_heads is given, and mha has as many as queries: leave it out": heads
+            and self.to == "mha",
+            f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out": self.to == "mqa"
+            and self.kv_heads not in (None, 1),
             "gqa is asked for, and kv_heads is missing": self.to == "gqa" and not heads,
-            f"groups by {self.pooling} are for fewer key/value heads: give kv_heads": self.pooling != "mean" and not fewer,
-            f"scaling {self.scaling} is given without a context": self.scaling != "yarn" and self.context is None,
-            "stored_layout is given without rotary_layout, the one that comes out": self.stored_layout is not None and self.rotary_layout is None,
-            "rotary_layout is given, and the rotary key of mla is always interleaved: leave it out": self.to == "mla" and self.rotary_layout is not None and self.stored_layout is None,
-        }  # fmt: skip
+            f"groups by {self.pooling} are for fewer key/value heads: give kv_heads": self.pooling
+            != "mean"
+            and not fewer,
+            f"scaling {self.scaling} is given without a context": self.scaling != "yarn"
+            and self.context is None,
+            "stored_layout is given without rotary_layout, the one that comes out": self.stored_layout
+            is not None
+            and self.rotary_layout is None,
+            "rotary_layout is given, and the rotary key of mla is always interleaved: leave it "
+            "out": self.to == "mla"
+            and self.rotary_layout is not None
+            and self.stored_layout is None,
+        }
         return next((reason for reason, wrong in reasons.items() if wrong), None)
 
 
@@ -120,8 +133,9 @@ def convert(
 ) -> Report:
     """Convert a checkpoint folder, measure what that did, and write another folder.
 
-    The result is written beside `out` under another name, loaded again, measured as it was loaded, and only then renamed:
-    `out` is whole or not there. The order is: layout of stored weights, heads or latents, context, layout, dtype.
+    The result is written beside `out` under another name, loaded again, measured as it was loaded,
+    and only then renamed: `out` is whole or not there. The order is: layout of stored weights,
+    heads or latents, context, layout, dtype.
 
     Args:
         source: a folder, "tiny", or a repository of the hub: see `regard.load`.
@@ -131,7 +145,8 @@ def convert(
         tokens: at most so many of it.
         length: tokens of a window; None is the trained length, at most 512.
         revision: of a repository of the hub.
-        ignore: what of the source may be passed over, as `regard.load` takes it; the result is without it.
+        ignore: what of the source may be passed over, as `regard.load` takes it; the result is
+            without it.
         heal: trains the converted network in place on the windows, before it is written.
         tell: is called with a line at the beginning of each part of the work.
 
@@ -172,7 +187,8 @@ def _convert(
     before = load(folder, kind=Model, ignore=ignore)
     if not before.has_head:
         raise ArgumentError(
-            f"{source} is a base model without a head, whose logits a conversion would be measured by; convert the checkpoint of "
+            f"{source} is a base model without a head, whose logits a conversion would be "
+            "measured by; convert the checkpoint of "
             "the language model"
         )
     first = Checkpoint(before.decoder, before.config)
@@ -193,9 +209,15 @@ def _convert(
     measured = measure(before.decoder, again.decoder, ids, text=source_text)
     put(place, target)
     return Report(
-        str(source), str(target), steps, sizes(first), sizes(Checkpoint(again.decoder, again.config)),
-        measured, healing, before.ignored,
-    )  # fmt: skip
+        str(source),
+        str(target),
+        steps,
+        sizes(first),
+        sizes(Checkpoint(again.decoder, again.config)),
+        measured,
+        healing,
+        before.ignored,
+    )
 
 
 def converted(held: Checkpoint, wanted: Wanted) -> tuple[Checkpoint, tuple[Step, ...]]:

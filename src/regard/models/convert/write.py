@@ -1,4 +1,6 @@
-"""Writing what a conversion made: whole or not at all, with everything of the source that is not a weight."""
+"""Writing what a conversion made: whole or not at all, with everything of the source that is not a
+weight.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,34 @@ from regard.models.convert.layer import Checkpoint
 from regard.models.save import save
 
 BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "generation_config.json", "chat_template.jinja", "LICENSE", "LICENSE.txt",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "generation_config.json",
+    "chat_template.jinja",
+    "LICENSE",
+    "LICENSE.txt",
+)
 """Files that go along as they are."""
-STAY_BEHIND = frozenset({
-    "_commit_hash", "_name_or_path", "architectures", "auto_map", "dtype", "model_type", "name_or_path",
-    "quantization_config", "torch_dtype", "transformers_version",
-})  # fmt: skip
+STAY_BEHIND = frozenset(
+    {
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "name_or_path",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
 """Keys of config.json that speak of the source alone."""
 ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM"}
 """What transformers calls the families that a conversion may end in."""
@@ -49,7 +71,8 @@ def check_out(source: Path, out: Path) -> None:
     """
     if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
         raise ArgumentError(
-            f"out is {out}, which is the source or lies in it; a conversion never writes there: give another folder"
+            f"out is {out}, which is the source or lies in it; a conversion never writes there: "
+            "give another folder"
         )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FileError(f"{out} is there and is no folder; give another name")
@@ -59,7 +82,8 @@ def check_out(source: Path, out: Path) -> None:
 
 @contextmanager
 def place_for(source: Path, out: Path) -> Iterator[Path]:
-    """A folder beside `out` for what is to become it, and for nobody else, from the beginning of the work to its end.
+    """A folder beside `out` for what is to become it, and for nobody else, from the beginning of
+    the work to its end.
 
     Whatever fails leaves nothing behind, and what a killed conversion left is swept.
 
@@ -97,7 +121,8 @@ def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
 
     Raises:
         FileError: a file of the source cannot be read.
-        OSError, SafetensorError: the disk refuses; `place_for` tells it of the folder that the user named.
+        OSError, SafetensorError: the disk refuses; `place_for` tells it of the folder that the user
+            named.
     """
     assert held.network.head is not None  # `convert` refuses a model without one
     dtype = cast("Tensor", held.network.head.weight).dtype

@@ -1,6 +1,8 @@
-"""One file per family, named as `model_type` in its config.json: a config with Hugging Face's keys, a builder, a name table.
+"""One file per family, named as `model_type` in its config.json: a config with Hugging Face's keys,
+a builder, a name table.
 
-Families never import one another; what they share stands in `models/checkpoint`, `models/assembly` and `nn`.
+Families never import one another; what they share stands in `models/checkpoint`, `models/assembly`
+and `nn`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""BERT: an encoder of post-norm blocks with learned positions and segments; a pooler and a head for hidden words on top.
+"""BERT: an encoder of post-norm blocks with learned positions and segments; a pooler and a head for
+hidden words on top.
 
 Source: Devlin et al. 2018 (arXiv 1810.04805); key names as in Hugging Face checkpoints.
 """
@@ -23,14 +24,16 @@ from regard.positions import Learned
 
 @dataclass(frozen=True)
 class Config:
-    """The keys of a BERT config.json that shape the model, and what config.json does not tell but the stored tensors do.
+    """The keys of a BERT config.json that shape the model, and what config.json does not tell but
+    the stored tensors do.
 
     Attributes:
         pooler: whether there is a pooler.
         masked_words: whether there is a head for hidden words, whose matrix is the embedding.
 
     Raises:
-        ArgumentError: a size is less than 1, num_attention_heads does not divide hidden_size, or hidden_act is unknown.
+        ArgumentError: a size is less than 1, num_attention_heads does not divide hidden_size, or
+            hidden_act is unknown.
     """
 
     vocab_size: int
@@ -67,13 +70,17 @@ def respell(name: str) -> str:
 
 
 def build(config: Config) -> HeadedEncoder:
-    """The encoder of a config and what is on top of it, with fresh weights: normal with 0.02, biases 0, norms 1."""
+    """The encoder of a config and what is on top of it, with fresh weights: normal with 0.02,
+    biases 0, norms 1.
+    """
     M = config.hidden_size
     embedding = nn.Embedding(config.vocab_size, M)
     embed = Embed(
-        embedding, Learned(config.max_position_embeddings, M),
-        segments=nn.Embedding(config.type_vocab_size, M), norm=_norm(config),
-    )  # fmt: skip
+        embedding,
+        Learned(config.max_position_embeddings, M),
+        segments=nn.Embedding(config.type_vocab_size, M),
+        norm=_norm(config),
+    )
     layers = [_block(config) for _ in range(config.num_hidden_layers)]
     pooler = _chain(dense=Linear(M, M), activation=nn.Tanh()) if config.pooler else None
     head = _head(config, embedding) if config.masked_words else None
@@ -132,13 +139,26 @@ NAMES = {
 """Checkpoint name -> name here; {} is the layer."""
 
 FAMILY = Family(
-    Config, build, NAMES,
-    ignored=frozenset({"pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"}),
+    Config,
+    build,
+    NAMES,
+    ignored=frozenset(
+        {
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+        }
+    ),
     fixed={
-        "directionality": ("bidi",), "pooler_type": ("first_token_transform",),
-        "position_embedding_type": ("absolute",), "tie_word_embeddings": (True,),
+        "directionality": ("bidi",),
+        "pooler_type": ("first_token_transform",),
+        "position_embedding_type": ("absolute",),
+        "tie_word_embeddings": (True,),
     },
-    settle=settle, respell=respell, prefixes=("bert.",),
+    settle=settle,
+    respell=respell,
+    prefixes=("bert.",),
     buffers=(r"(bert\.)?embeddings\.position_ids", r"cls\.seq_relationship\.(weight|bias)"),
     text="encoder",
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""BLOOM: ALiBi, a norm behind the embedding, queries, keys and values of each head side by side in one matrix.
+"""BLOOM: ALiBi, a norm behind the embedding, queries, keys and values of each head side by side in
+one matrix.
 
 Source: Le Scao et al. 2022 (arXiv 2211.05100); key names as in Hugging Face checkpoints.
 """
@@ -28,7 +29,8 @@ class Config:
     """The keys of a BLOOM config.json that shape the model.
 
     Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, or n_head does not divide hidden_size.
+        ArgumentError: a size is less than 1, the norms' eps is not above 0, or n_head does not
+            divide hidden_size.
     """
 
     vocab_size: int
@@ -48,8 +50,10 @@ class Config:
 def plain(raw: Raw) -> dict[str, Any]:
     """Older files have n_embed; the general names of the other sizes are understood, too."""
     names = {
-        "n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-    }  # fmt: skip
+        "n_embed": "hidden_size",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
     return respelled(raw, names)
 
 
@@ -100,12 +104,23 @@ NAMES = {
 """Checkpoint name -> name here; {} is the layer."""
 
 FAMILY = Family(
-    Config, build, NAMES,
-    ignored=frozenset({
-        "attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion", "offset_alibi", "seq_length",
-        "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact",
-    }),
+    Config,
+    build,
+    NAMES,
+    ignored=frozenset(
+        {
+            "attention_softmax_in_fp32",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "offset_alibi",
+            "seq_length",
+            "skip_bias_add",
+            "skip_bias_add_qkv",
+            "slow_but_exact",
+        }
+    ),
     fixed={"n_inner": (None,)},
     plain=plain,
-    prefixes=("transformer.",), head="lm_head.weight",
-)  # fmt: skip
+    prefixes=("transformer.",),
+    head="lm_head.weight",
+)

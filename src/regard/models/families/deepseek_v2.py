@@ -1,4 +1,5 @@
-"""DeepSeek-V2: latent attention; experts by softmax, chosen from all or from the best groups of them.
+"""DeepSeek-V2: latent attention; experts by softmax, chosen from all or from the best groups of
+them.
 
 Source: DeepSeek-AI 2024 (arXiv 2405.04434); key names as in Hugging Face checkpoints.
 """
@@ -30,17 +31,23 @@ class Config(deepseek.Config):
     routed_scaling_factor: float = 1.0
 
     def router(self) -> SoftmaxRouter:
-        """Softmax over all experts; groups are compared by their best expert, and count only where topk_method says so."""
+        """Softmax over all experts; groups are compared by their best expert, and count only where
+        topk_method says so.
+        """
         if self.topk_method not in METHODS:
             raise ArgumentError(
-                f"topk_method is {self.topk_method!r}; supported are {' and '.join(map(repr, METHODS))}"
+                f"topk_method is {self.topk_method!r}; supported are "
+                f"{' and '.join(map(repr, METHODS))}"
             )
         limited = self.topk_method == "group_limited_greedy"
         groups = deepseek.groups(self.n_group, self.topk_group, 1) if limited else None
         return SoftmaxRouter(
-            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok,
-            groups=groups, scale=self.routed_scaling_factor,
-        )  # fmt: skip
+            self.hidden_size,
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            groups=groups,
+            scale=self.routed_scaling_factor,
+        )
 
 
 def build(config: Config) -> Decoder:
@@ -49,12 +56,17 @@ def build(config: Config) -> Decoder:
 
 
 FAMILY = Family(
-    Config, build, deepseek.NAMES,
+    Config,
+    build,
+    deepseek.NAMES,
     ignored=deepseek.IGNORED,
-    # the authors' code scales weights only where it does not renormalise them, and transformers never does the latter
-    fixed=deepseek.FIXED | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
+    # the authors' code scales weights only where it does not renormalise them, and transformers
+    # never does the latter
+    fixed=deepseek.FIXED
+    | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
     code=deepseek.CODE,
     plain=deepseek.plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=deepseek.BUFFERS,
-)  # fmt: skip
+)

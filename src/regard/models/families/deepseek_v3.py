@@ -1,4 +1,5 @@
-"""DeepSeek-V3, and R1: latent attention; experts by sigmoid, with a correction that balances their use.
+"""DeepSeek-V3, and R1: latent attention; experts by sigmoid, with a correction that balances their
+use.
 
 Source: DeepSeek-AI 2024 (arXiv 2412.19437); key names as in Hugging Face checkpoints.
 """
@@ -35,10 +36,13 @@ class Config(deepseek.Config):
     def router(self) -> SigmoidRouter:
         """Sigmoid scores; groups are compared by their best two."""
         return SigmoidRouter(
-            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok,
+            self.hidden_size,
+            self.n_routed_experts,
+            self.num_experts_per_tok,
             groups=deepseek.groups(self.n_group, self.topk_group, 2),
-            normalise=self.norm_topk_prob, scale=self.routed_scaling_factor,
-        )  # fmt: skip
+            normalise=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+        )
 
 
 def build(config: Config) -> Decoder:
@@ -47,14 +51,17 @@ def build(config: Config) -> Decoder:
 
 
 FAMILY = Family(
-    Config, build, deepseek.NAMES,
+    Config,
+    build,
+    deepseek.NAMES,
     # how many layers behind the last predict a second token: they are not loaded
     ignored=deepseek.IGNORED | {"num_nextn_predict_layers"},
     fixed=deepseek.FIXED | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     code=deepseek.CODE,
     plain=deepseek.plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=deepseek.BUFFERS,
     # rounding a correction changes who is chosen
     exact=("*.router.correction",),
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Gemma: Llama with norms of weight 1 + w, an embedding times sqrt(M), GeGLU, and heads of 256 whatever the model's size.
+"""Gemma: Llama with norms of weight 1 + w, an embedding times sqrt(M), GeGLU, and heads of 256
+whatever the model's size.
 
 Source: Gemma Team 2024 (arXiv 2403.08295); key names as in Hugging Face checkpoints.
 """
@@ -26,8 +27,8 @@ class Config(gemmas.Config):
 def plain(raw: Raw) -> dict[str, Any]:
     """A file without head_dim means 256.
 
-    Two keys name the activation, and files of both kinds are around: "gelu" in `hidden_act` of the first ones means the
-    form with tanh, as their authors computed it.
+    Two keys name the activation, and files of both kinds are around: "gelu" in `hidden_act` of the
+    first ones means the form with tanh, as their authors computed it.
     """
     return rope.plain({"head_dim": 256, **raw})
 
@@ -44,13 +45,16 @@ def build(config: Config) -> Decoder:
 
 
 FAMILY = Family(
-    Config, build, grouped.NAMES,
+    Config,
+    build,
+    grouped.NAMES,
     fixed={
         "hidden_act": ("gelu", "gelu_pytorch_tanh"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
         "use_bidirectional_attention": (None, False),
     },
     plain=plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Gemma 2: Gemma with caps on scores and logits, norms on either side, and a window in every other layer, the first included.
+"""Gemma 2: Gemma with caps on scores and logits, norms on either side, and a window in every other
+layer, the first included.
 
 Source: Gemma Team 2024 (arXiv 2408.00118); key names as in Hugging Face checkpoints.
 """
@@ -20,7 +21,8 @@ class Config(gemmas.WindowedConfig):
     """The keys of a Gemma 2 config.json that shape the model.
 
     Raises:
-        ArgumentError: attn_logit_softcapping is not above 0; or as `regard.models.assembly.gemmas.WindowedConfig`.
+        ArgumentError: attn_logit_softcapping is not above 0; or as
+            `regard.models.assembly.gemmas.WindowedConfig`.
     """
 
     attn_logit_softcapping: float | None = 50.0
@@ -51,23 +53,29 @@ def build(config: Config) -> Decoder:
     rotary = config.rotary()
     mixers = [
         gemmas.attention(
-            config, rotary, window,
-            scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping,
+            config,
+            rotary,
+            window,
+            scale=config.query_pre_attn_scalar**-0.5,
+            softcap=config.attn_logit_softcapping,
         )
         for window in config.windows()
-    ]  # fmt: skip
+    ]
     layers = [gemmas.sandwich(config, mixer) for mixer in mixers]
     return gemmas.decoder(config, layers, config.final_logit_softcapping)
 
 
 FAMILY = Family(
-    Config, build, gemmas.NAMES,
+    Config,
+    build,
+    gemmas.NAMES,
     fixed={
         "hidden_act": ("gelu_pytorch_tanh",),
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (None, False),
     },
     plain=plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

@@ -1,7 +1,8 @@
-"""Gemma 3, its text: a norm on each head in place of the cap, windows in five layers of six, and two rotary bases.
+"""Gemma 3, its text: a norm on each head in place of the cap, windows in five layers of six, and
+two rotary bases.
 
-A folder of the model that also sees pictures (`model_type` "gemma3") is read, too: its `text_config`, and of its tensors
-those of the language model.
+A folder of the model that also sees pictures (`model_type` "gemma3") is read, too: its
+`text_config`, and of its tensors those of the language model.
 
 Source: Gemma Team 2025 (arXiv 2503.19786); key names as in Hugging Face checkpoints.
 """
@@ -27,9 +28,16 @@ PATTERN = 6
 SIZES = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
 """What a `text_config` leaves out where it is as here."""
 PICTURES = {
-    "text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index",
-    "image_token_index", "boi_token_id", "eoi_token_id", "image_token_id",
-}  # fmt: skip
+    "text_config",
+    "vision_config",
+    "mm_tokens_per_image",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
+}
 """Keys of a model that also sees pictures."""
 
 
@@ -38,7 +46,8 @@ class Config(gemmas.WindowedConfig):
     """The keys of a Gemma 3 config.json that shape the model.
 
     Raises:
-        ArgumentError: rope_local_base_freq is not above 1; or as `regard.models.assembly.gemmas.WindowedConfig`.
+        ArgumentError: rope_local_base_freq is not above 1; or as
+            `regard.models.assembly.gemmas.WindowedConfig`.
     """
 
     max_position_embeddings: int = 131072
@@ -68,7 +77,9 @@ class Config(gemmas.WindowedConfig):
 
 
 def plain(raw: Raw) -> dict[str, Any]:
-    """One form for the rotary bases of both kinds of layers, and for which layers are of which kind."""
+    """One form for the rotary bases of both kinds of layers, and for which layers are of which
+    kind.
+    """
     if raw.get("model_type") == "gemma3":
         raw = _text(raw)
     found = rope.plain({"head_dim": 256, **raw}, layered=True)
@@ -76,7 +87,8 @@ def plain(raw: Raw) -> dict[str, Any]:
     full, sliding = both[FULL], both[SLIDING]
     if sliding["rope_scaling"] is not None:
         raise ArgumentError(
-            f"rope_parameters.{SLIDING} is scaled, {sliding['rope_scaling']}; only {FULL} may be in gemma3_text"
+            f"rope_parameters.{SLIDING} is scaled, {sliding['rope_scaling']}; only {FULL} may be "
+            "in gemma3_text"
         )
     for key, value in (("rope_theta", full), ("rope_local_base_freq", sliding)):
         if "rope_theta" in value:
@@ -118,17 +130,22 @@ def build(config: Config) -> Decoder:
     everywhere, local = config.rotary(), config.local_rotary()
     mixers = [
         gemmas.attention(
-            config, everywhere if window is None else local, window,
-            scale=config.query_pre_attn_scalar**-0.5, head_norms=True,
+            config,
+            everywhere if window is None else local,
+            window,
+            scale=config.query_pre_attn_scalar**-0.5,
+            head_norms=True,
         )
         for window in config.windows()
-    ]  # fmt: skip
+    ]
     layers = [gemmas.sandwich(config, mixer) for mixer in mixers]
     return gemmas.decoder(config, layers, config.final_logit_softcapping)
 
 
 FAMILY = Family(
-    Config, build, gemmas.NAMES,
+    Config,
+    build,
+    gemmas.NAMES,
     ignored=frozenset({"_sliding_window_pattern"}),
     fixed={
         "attn_logit_softcapping": (None,),
@@ -137,7 +154,8 @@ FAMILY = Family(
         "use_bidirectional_attention": (None, False),
     },
     plain=plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=(*grouped.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
     respell=respell,
-)  # fmt: skip
+)

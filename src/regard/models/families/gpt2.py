@@ -1,6 +1,8 @@
-"""GPT-2: learned positions, LayerNorm in front, one fused matrix for queries, keys and values, GELU, a tied head.
+"""GPT-2: learned positions, LayerNorm in front, one fused matrix for queries, keys and values,
+GELU, a tied head.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; key names as in Hugging Face checkpoints.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"; key names as in
+Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Config:
     """The keys of a GPT-2 config.json that shape the model.
 
     Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_head does not divide n_embd, or the activation is not
-            known.
+        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_head does not divide
+            n_embd, or the activation is not known.
     """
 
     vocab_size: int
@@ -58,9 +60,11 @@ class Config:
 def plain(raw: Raw) -> dict[str, Any]:
     """The general names of sizes are understood, too."""
     names = {
-        "hidden_size": "n_embd", "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head", "num_hidden_layers": "n_layer",
-    }  # fmt: skip
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
     return respelled(raw, names)
 
 
@@ -113,9 +117,12 @@ NAMES: Names = {
 """Checkpoint name -> name here; {} is the layer. Matrices are stored as [in, out]."""
 
 FAMILY = Family(
-    Config, build, NAMES,
+    Config,
+    build,
+    NAMES,
     ignored=frozenset({"n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"}),
     plain=plain,
-    prefixes=("transformer.",), head="lm_head.weight",
+    prefixes=("transformer.",),
+    head="lm_head.weight",
     buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""GPT-NeoX and Pythia: rotary on a part of each head, attention and feed-forward side by side, a head of its own.
+"""GPT-NeoX and Pythia: rotary on a part of each head, attention and feed-forward side by side, a
+head of its own.
 
 Source: Black et al. 2022 (arXiv 2204.06745); key names as in Hugging Face checkpoints.
 """
@@ -37,8 +38,9 @@ class Config:
     """The keys of a GPT-NeoX config.json that shape the model.
 
     Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, num_attention_heads does not divide hidden_size, the
-            activation is not known, or what is said of rotary positions is not understood.
+        ArgumentError: a size is less than 1, the norms' eps is not above 0, num_attention_heads
+            does not divide hidden_size, the activation is not known, or what is said of rotary
+            positions is not understood.
     """
 
     vocab_size: int
@@ -66,13 +68,18 @@ class Config:
         """The rotary positions of every layer."""
         head_dim = head_size(self.hidden_size, self.num_attention_heads, None)
         return rope.rotary(
-            head_dim, self.rotary_emb_base, self.rope_scaling, self.max_position_embeddings,
+            head_dim,
+            self.rotary_emb_base,
+            self.rope_scaling,
+            self.max_position_embeddings,
             partial=self.rotary_pct,
-        )  # fmt: skip
+        )
 
 
 def plain(raw: Raw) -> dict[str, Any]:
-    """Base and part of the rotary positions have their general names in newer files, or are nested."""
+    """Base and part of the rotary positions have their general names in newer files, or are
+    nested.
+    """
     found = rope.plain(respelled(raw, OLD_NAMES))
     return respelled(found, {general: own for own, general in OLD_NAMES.items()})
 
@@ -123,13 +130,14 @@ NAMES = {
 """Checkpoint name -> name here; {} is the layer."""
 
 FAMILY = Family(
-    Config, build, NAMES,
+    Config,
+    build,
+    NAMES,
     plain=plain,
     # a head that is missing is missing: this family ties none unless config.json says so
     settle=lambda config, _raw, _stored: config,
-    prefixes=("gpt_neox.",), head="embed_out.weight",
-    buffers=(
-        r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
-    ),
+    prefixes=("gpt_neox.",),
+    head="embed_out.weight",
+    buffers=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     respell=lambda name: "embed_out.weight" if name == "lm_head.weight" else name,
-)  # fmt: skip
+)

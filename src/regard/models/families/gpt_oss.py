@@ -1,4 +1,5 @@
-"""gpt-oss: learned sinks, every second layer local, and clipped SwiGLU experts of which each token uses a few.
+"""gpt-oss: learned sinks, every second layer local, and clipped SwiGLU experts of which each token
+uses a few.
 
 Source: OpenAI 2025 (arXiv 2508.10925), section 2.2; key names as in Hugging Face checkpoints.
 """
@@ -26,9 +27,13 @@ from regard.nn.moe import ClippedSwiGLU, MoE, SoftmaxRouter
 from regard.positions import Rotary
 
 YARN = {
-    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "original_max_position_embeddings": 4096, "truncate": False,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 """The scaling of a file that names none."""
 
 
@@ -37,8 +42,8 @@ class Config(grouped.Config):
     """The keys of a gpt-oss config.json that shape the model.
 
     Raises:
-        ArgumentError: as `regard.models.assembly.grouped.Config`; a token uses more experts than there are; or a number of the
-            experts is not above 0.
+        ArgumentError: as `regard.models.assembly.grouped.Config`; a token uses more experts than
+            there are; or a number of the experts is not above 0.
     """
 
     head_dim: int = 64
@@ -60,20 +65,24 @@ class Config(grouped.Config):
             check_number(name, getattr(self, name), 0, float("inf"), "a finite number above 0")
         if self.num_experts_per_tok > self.num_local_experts:
             raise ArgumentError(
-                f"num_experts_per_tok is {self.num_experts_per_tok}, and num_local_experts {self.num_local_experts}"
+                f"num_experts_per_tok is {self.num_experts_per_tok}, and num_local_experts "
+                f"{self.num_local_experts}"
             )
 
     def windows(self) -> tuple[int | None, ...]:
         """By layer_types; if there are none, layers 0, 2, 4, ... are local."""
         pattern = None if self.layer_types is not None or self.sliding_window is None else 2
         return layer_types.windows(
-            self.num_hidden_layers, sliding_window=self.sliding_window,
-            layer_types=self.layer_types, sliding_window_pattern=pattern,
-        )  # fmt: skip
+            self.num_hidden_layers,
+            sliding_window=self.sliding_window,
+            layer_types=self.layer_types,
+            sliding_window_pattern=pattern,
+        )
 
 
 def plain(raw: Raw) -> dict[str, Any]:
-    """Files that say nothing of rotary scaling, or null, have the usual one, as transformers reads them.
+    """Files that say nothing of rotary scaling, or null, have the usual one, as transformers reads
+    them.
 
     experts_per_token is an older num_experts_per_tok.
     """
@@ -84,7 +93,8 @@ def plain(raw: Raw) -> dict[str, Any]:
     older, newer = found.pop("experts_per_token", None), found.get("num_experts_per_tok")
     if older is not None and newer not in (None, older):
         raise ArgumentError(
-            f"experts_per_token is {older} and num_experts_per_tok is {newer}; they mean the same: keep one"
+            f"experts_per_token is {older} and num_experts_per_tok is {newer}; they mean the "
+            "same: keep one"
         )
     return found if older is None else found | {"num_experts_per_tok": older}
 
@@ -96,8 +106,11 @@ def build(config: Config) -> Decoder:
 
 def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
     M, D, H, G = (
-        config.hidden_size, config.head_dim, config.num_attention_heads, config.num_key_value_heads,
-    )  # fmt: skip
+        config.hidden_size,
+        config.head_dim,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
     attention = Attention(
         rope.heads(M, H, G, D, rotary, bias=config.attention_bias),
         Linear(H * D, M, bias=config.attention_bias),
@@ -113,7 +126,8 @@ def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
 
 
 def _stacked(*parts: str) -> Rule:
-    """Parts of all experts in one tensor, whose last dimension takes them in turns; matrices are [in, out].
+    """Parts of all experts in one tensor, whose last dimension takes them in turns; matrices are
+    [in, out].
 
     Stored [n, in, p * out] or [n, p * out] -> p times n of [out, in] or [out].
     """
@@ -131,21 +145,29 @@ def _stacked(*parts: str) -> Rule:
 
 EXPERTS = grouped.OURS + "feed_forward.experts"
 STORED = grouped.THEIRS + "mlp."
-NAMES: Names = grouped.OUTSIDE | grouped.ATTENTION | grouped.PRE_NORMS | {
-    grouped.THEIRS + "self_attn.sinks": grouped.OURS + "attention.sink",
-    STORED + "router.weight": grouped.OURS + "feed_forward.router.linear.weight",
-    STORED + "router.bias": grouped.OURS + "feed_forward.router.linear.bias",
-    STORED + "experts.gate_up_proj": _stacked("gate.weight", "up.weight"),
-    STORED + "experts.gate_up_proj_bias": _stacked("gate.bias", "up.bias"),
-    STORED + "experts.down_proj": _stacked("down.weight"),
-    STORED + "experts.down_proj_bias": _stacked("down.bias"),
-}  # fmt: skip
+NAMES: Names = (
+    grouped.OUTSIDE
+    | grouped.ATTENTION
+    | grouped.PRE_NORMS
+    | {
+        grouped.THEIRS + "self_attn.sinks": grouped.OURS + "attention.sink",
+        STORED + "router.weight": grouped.OURS + "feed_forward.router.linear.weight",
+        STORED + "router.bias": grouped.OURS + "feed_forward.router.linear.bias",
+        STORED + "experts.gate_up_proj": _stacked("gate.weight", "up.weight"),
+        STORED + "experts.gate_up_proj_bias": _stacked("gate.bias", "up.bias"),
+        STORED + "experts.down_proj": _stacked("down.weight"),
+        STORED + "experts.down_proj_bias": _stacked("down.bias"),
+    }
+)
 
 FAMILY = Family(
-    Config, build, NAMES,
+    Config,
+    build,
+    NAMES,
     ignored=frozenset({"initial_context_length"}),
     fixed={"hidden_act": ("silu",)},
     plain=plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

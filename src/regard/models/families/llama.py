@@ -38,10 +38,13 @@ def build(config: Config) -> Decoder:
 
 
 FAMILY = Family(
-    Config, build, grouped.NAMES,
+    Config,
+    build,
+    grouped.NAMES,
     ignored=frozenset({"is_llama_config", "max_sequence_length"}),
     fixed={"hidden_act": ("silu",), "rope_interleaved": (False,)},
     plain=grouped.plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

@@ -38,9 +38,12 @@ def build(config: Config) -> Decoder:
 
 
 FAMILY = Family(
-    Config, build, grouped.NAMES,
+    Config,
+    build,
+    grouped.NAMES,
     fixed={"hidden_act": ("silu",)},
     plain=grouped.plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

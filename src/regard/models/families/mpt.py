@@ -1,8 +1,9 @@
-"""MPT: ALiBi, LayerNorm without bias, no biases at all, one fused matrix for queries, keys and values.
+"""MPT: ALiBi, LayerNorm without bias, no biases at all, one fused matrix for queries, keys and
+values.
 
-Learned positions, biases, a prefix without causal mask, norms on heads, one key for all heads and a factor on logits, which
-the family's first code knew, are refused: transformers has none of them. `alibi_bias_max` is heeded, as in that code;
-transformers 5.23 takes 8 whatever it says.
+Learned positions, biases, a prefix without causal mask, norms on heads, one key for all heads and a
+factor on logits, which the family's first code knew, are refused: transformers has none of them.
+`alibi_bias_max` is heeded, as in that code; transformers 5.23 takes 8 whatever it says.
 
 Source: MosaicML 2023, "Introducing MPT-7B"; key names as in Hugging Face checkpoints.
 """
@@ -47,8 +48,8 @@ class Config:
     """The keys of an MPT config.json that shape the model.
 
     Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_heads does not divide d_model, or attn_config asks
-            for what is not supported.
+        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_heads does not divide
+            d_model, or attn_config asks for what is not supported.
     """
 
     vocab_size: int
@@ -79,10 +80,14 @@ class Config:
 
 
 def plain(raw: Raw) -> dict[str, Any]:
-    """The general names of sizes are understood, too; of attn_config what shapes the model is kept."""
+    """The general names of sizes are understood, too; of attn_config what shapes the model is
+    kept.
+    """
     names = {
-        "hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
-    }  # fmt: skip
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+    }
     found = respelled(raw, names)
     attention = found["attn_config"] = {} if (own := found.get("attn_config")) is None else own
     if isinstance(attention, Mapping):
@@ -114,9 +119,12 @@ def _block(config: Config) -> Block:
     # the slopes of ALiBi fall to 2^-8, and here to 2^-alibi_bias_max
     slopes = [slope ** (own["alibi_bias_max"] / 8) for slope in alibi_slopes(H)]
     attention = Attention(
-        project, Linear(M, M, bias=False),
-        mask=masks.Causal(), bias=ALiBi(slopes=slopes), scale=own["softmax_scale"],
-    )  # fmt: skip
+        project,
+        Linear(M, M, bias=False),
+        mask=masks.Causal(),
+        bias=ALiBi(slopes=slopes),
+        scale=own["softmax_scale"],
+    )
     feed_forward = FeedForward(M, 4 * M, nn.GELU(), bias=False)
     return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
 
@@ -136,16 +144,27 @@ NAMES = {
 """Checkpoint name -> name here; {} is the layer."""
 
 FAMILY = Family(
-    Config, build, NAMES,
-    ignored=frozenset({
-        "embedding_fraction", "init_config", "init_device", "learned_pos_emb", "tokenizer_name", "verbose",
-    }),
+    Config,
+    build,
+    NAMES,
+    ignored=frozenset(
+        {
+            "embedding_fraction",
+            "init_config",
+            "init_device",
+            "learned_pos_emb",
+            "tokenizer_name",
+            "verbose",
+        }
+    ),
     fixed={
         "expansion_ratio": (4,),
         "logit_scale": (None,),
         "no_bias": (True,),
         "norm_type": ("low_precision_layernorm", "layernorm"),
     },
-    code="MPT", plain=plain,
-    prefixes=("transformer.",), head="lm_head.weight",
-)  # fmt: skip
+    code="MPT",
+    plain=plain,
+    prefixes=("transformer.",),
+    head="lm_head.weight",
+)

@@ -1,4 +1,5 @@
-"""OLMo 2: norms behind attention and feed-forward, and one over all heads of queries and of keys before they are rotated.
+"""OLMo 2: norms behind attention and feed-forward, and one over all heads of queries and of keys
+before they are rotated.
 
 Source: OLMo 2, 2025 (arXiv 2501.00656); key names as in Hugging Face checkpoints.
 """
@@ -32,11 +33,14 @@ def build(config: Config) -> Decoder:
 
     def block(rotary: Rotary, window: int | None) -> Block:
         mixer = grouped.attention(
-            config, rotary, window,
+            config,
+            rotary,
+            window,
             q_flat=grouped.norm(config, config.num_attention_heads * config.head_dim),
             k_flat=grouped.norm(config, config.num_key_value_heads * config.head_dim),
-            bias=config.attention_bias, output_bias=config.attention_bias,
-        )  # fmt: skip
+            bias=config.attention_bias,
+            output_bias=config.attention_bias,
+        )
         feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
         paths = (OutputNorm(grouped.norm(config)) for _ in range(2))
         return Block(mixer, feed_forward, *paths)
@@ -51,9 +55,12 @@ NORMS = {
     THEIRS + "post_feedforward_layernorm.weight": OURS + "around_feed_forward.norm.weight",
 }
 FAMILY = Family(
-    Config, build, grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | NORMS,
+    Config,
+    build,
+    grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | NORMS,
     fixed={"hidden_act": ("silu",)},
     plain=grouped.plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Phi 3, 3.5 and 4-mini: Llama whose queries, keys and values, and whose gate and up, are stored below one another.
+"""Phi 3, 3.5 and 4-mini: Llama whose queries, keys and values, and whose gate and up, are stored
+below one another.
 
 Source: Abdin et al. 2024 (arXiv 2404.14219); key names as in Hugging Face checkpoints.
 """
@@ -22,7 +23,8 @@ class Config(grouped.Config):
     """The keys of a Phi 3 config.json that shape the model.
 
     Raises:
-        ArgumentError: as `regard.models.assembly.grouped.Config`; or rope_scaling is of a type that Phi 3 does not have.
+        ArgumentError: as `regard.models.assembly.grouped.Config`; or rope_scaling is of a type that
+            Phi 3 does not have.
     """
 
     rms_norm_eps: float = 1e-5
@@ -32,16 +34,22 @@ class Config(grouped.Config):
     sliding_window: int | None = None
 
     def rotary(self) -> Rotary:
-        """Part of each head turns; with LongRoPE by one list up to the trained length, by another beyond it."""
+        """Part of each head turns; with LongRoPE by one list up to the trained length, by another
+        beyond it.
+        """
         kind = "default" if self.rope_scaling is None else self.rope_scaling.get("rope_type")
         if kind not in ("default", "longrope"):
             raise ArgumentError(
                 f"rope_scaling.rope_type is {kind!r}; phi3 has longrope (once called su) or none"
             )
         return rope.rotary(
-            self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings,
-            partial=self.partial_rotary_factor, original=self.original_max_position_embeddings,
-        )  # fmt: skip
+            self.head_dim,
+            self.rope_theta,
+            self.rope_scaling,
+            self.max_position_embeddings,
+            partial=self.partial_rotary_factor,
+            original=self.original_max_position_embeddings,
+        )
 
     def windows(self) -> tuple[int | None, ...]:
         """One window for all layers, or none."""
@@ -66,12 +74,20 @@ FUSED: Names = {
     THEIRS + "mlp.down_proj.weight": OURS + "feed_forward.down.weight",
 }
 FAMILY = Family(
-    Config, build, {**grouped.OUTSIDE, **grouped.PRE_NORMS, **FUSED},
+    Config,
+    build,
+    {**grouped.OUTSIDE, **grouped.PRE_NORMS, **FUSED},
     fixed={
-        "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,),
-        "full_attn_mod": (1,), "interpolate_factor": (1,),
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "lm_head_bias": (False,),
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
     },
-    code="Phi3", plain=grouped.plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    code="Phi3",
+    plain=grouped.plain,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5: Llama with a bias on queries, keys and values; the upper layers may look through a sliding window.
+"""Qwen 2 and 2.5: Llama with a bias on queries, keys and values; the upper layers may look through
+a sliding window.
 
 Source: Yang et al. 2024 (arXiv 2407.10671); key names as in Hugging Face checkpoints.
 """
@@ -15,7 +16,8 @@ from regard.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Config(grouped.Config):
-    """The keys of a Qwen 2 config.json that shape the model. The biases are not among them: they are always there.
+    """The keys of a Qwen 2 config.json that shape the model. The biases are not among them: they
+    are always there.
 
     Raises:
         ArgumentError: as `regard.models.assembly.grouped.Config`.
@@ -28,7 +30,9 @@ class Config(grouped.Config):
     layer_types: tuple[str, ...] | None = None
 
     def windows(self) -> tuple[int | None, ...]:
-        """What `layer_types` say, or a window from layer `max_window_layers` on, if windows are used."""
+        """What `layer_types` say, or a window from layer `max_window_layers` on, if windows are
+        used.
+        """
         return layer_types.windows(
             self.num_hidden_layers,
             sliding_window=self.sliding_window,
@@ -49,9 +53,12 @@ def build(config: Config) -> Decoder:
 
 
 FAMILY = Family(
-    Config, build, grouped.NAMES,
+    Config,
+    build,
+    grouped.NAMES,
     fixed={"hidden_act": ("silu",), "use_mrope": (False,)},
     plain=grouped.plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

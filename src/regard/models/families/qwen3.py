@@ -1,4 +1,5 @@
-"""Qwen 3: Qwen 2 with a norm on each head of queries and keys, before they are rotated, in place of the bias.
+"""Qwen 3: Qwen 2 with a norm on each head of queries and keys, before they are rotated, in place of
+the bias.
 
 Source: Yang et al. 2025 (arXiv 2505.09388); key names as in Hugging Face checkpoints.
 """
@@ -33,7 +34,9 @@ class Config(grouped.Config):
     layer_types: tuple[str, ...] | None = None
 
     def windows(self) -> tuple[int | None, ...]:
-        """What `layer_types` say, or a window from layer `max_window_layers` on, if windows are used."""
+        """What `layer_types` say, or a window from layer `max_window_layers` on, if windows are
+        used.
+        """
         return layer_types.windows(
             self.num_hidden_layers,
             sliding_window=self.sliding_window,
@@ -53,11 +56,14 @@ def build(config: Config) -> Decoder:
 
     def block(rotary: Rotary, window: int | None) -> Block:
         mixer = grouped.attention(
-            config, rotary, window,
+            config,
+            rotary,
+            window,
             q_steps=[grouped.norm(config, config.head_dim)],
             k_steps=[grouped.norm(config, config.head_dim)],
-            bias=config.attention_bias, output_bias=config.attention_bias,
-        )  # fmt: skip
+            bias=config.attention_bias,
+            output_bias=config.attention_bias,
+        )
         return grouped.block(config, mixer)
 
     return grouped.decoder(config, block)
@@ -68,9 +74,12 @@ HEAD_NORMS = {
     THEIRS + "self_attn.k_norm.weight": OURS + "attention.project.k.steps.0.weight",
 }
 FAMILY = Family(
-    Config, build, grouped.NAMES | HEAD_NORMS,
+    Config,
+    build,
+    grouped.NAMES | HEAD_NORMS,
     fixed={"hidden_act": ("silu",)},
     plain=plain,
-    prefixes=grouped.PREFIXES, head=grouped.HEAD,
+    prefixes=grouped.PREFIXES,
+    head=grouped.HEAD,
     buffers=grouped.BUFFERS,
-)  # fmt: skip
+)

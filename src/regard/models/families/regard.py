@@ -2,7 +2,8 @@
 
 x = E[id] + positions;  x = x + mechanism(norm(x));  x = x + W_down (silu(W_gate norm(x)) * W_up norm(x));  logits = W norm(x)
 
-The parameters are stored under the names that they have here. Other libraries do not know this model_type.
+The parameters are stored under the names that they have here. Other libraries do not know this
+model_type.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ class Config:
     Attributes:
         attention: the name of a mechanism in `regard.nn.variants`.
         attention_options: its constructor's options, as plain values.
-        position: "catalogue" (as the mechanism has them), "rope", "alibi", "learned", "sinusoidal" or "none".
+        position: "catalogue" (as the mechanism has them), "rope", "alibi", "learned", "sinusoidal"
+            or "none".
         window: None, or the most keys that a query sees, its own included.
         max_position_embeddings: the length of training; learned positions end there.
 
     Raises:
-        ArgumentError: a size is less than 1, or the mechanism cannot be a decoder's layer with these options, positions
-            and window.
+        ArgumentError: a size is less than 1, or the mechanism cannot be a decoder's layer with
+            these options, positions and window.
     """
 
     vocab_size: int
@@ -62,9 +64,14 @@ class Config:
     def mixer(self, layer: int) -> Mixer:
         """The attention of a layer, from 0."""
         return layer_of(
-            self.attention, self.hidden_size, self.num_attention_heads, self.attention_options,
-            layer=layer, position=self.position, window=self.window,
-        )  # fmt: skip
+            self.attention,
+            self.hidden_size,
+            self.num_attention_heads,
+            self.attention_options,
+            layer=layer,
+            position=self.position,
+            window=self.window,
+        )
 
 
 def build(config: Config) -> Decoder:

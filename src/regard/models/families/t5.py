@@ -35,7 +35,9 @@ from regard.nn.variants.parts import join, separate
 
 
 class Sizes(NamedTuple):
-    """Of an attention: the model dim M, the heads H, and the size of one, which need not be M / H."""
+    """Of an attention: the model dim M, the heads H, and the size of one, which need not be M /
+    H.
+    """
 
     dim: int
     heads: int
@@ -92,7 +94,8 @@ def writer(
 
 
 def draw(model: EncoderDecoder, head_dim: int) -> None:
-    """Fresh weights, in place, as T5's released code draws them: normal with standard deviation 1/sqrt(fan-in).
+    """Fresh weights, in place, as T5's released code draws them: normal with standard deviation
+    1/sqrt(fan-in).
 
     Queries have 1/sqrt(fan-in D), in place of a scale on the scores; embedding and head have 1.
 
@@ -115,7 +118,8 @@ class Config:
     """The keys of a T5 config.json that shape the model.
 
     Raises:
-        ArgumentError: a size is less than 1, the buckets do not fit the distance, or feed_forward_proj is not understood.
+        ArgumentError: a size is less than 1, the buckets do not fit the distance, or
+            feed_forward_proj is not understood.
     """
 
     vocab_size: int
@@ -144,13 +148,17 @@ class Config:
 
 
 def _activation(proj: str) -> tuple[bool, str]:
-    """Whether there is a gate, and what makes it: gated-gelu has always meant the approximation with tanh."""
+    """Whether there is a gate, and what makes it: gated-gelu has always meant the approximation
+    with tanh.
+    """
     name = proj.removeprefix("gated-")
     return name != proj, "gelu_new" if proj == "gated-gelu" else name
 
 
 def plain(raw: Raw) -> dict[str, Any]:
-    """Newer files repeat what feed_forward_proj says; older ones tell by tie_word_embeddings whether the output is scaled."""
+    """Newer files repeat what feed_forward_proj says; older ones tell by tie_word_embeddings
+    whether the output is scaled.
+    """
     found = dict(raw)
     said = str(found.get("feed_forward_proj", "relu"))
     for key, value in zip(("is_gated_act", "dense_act_fn"), _activation(said), strict=True):
@@ -163,7 +171,9 @@ def plain(raw: Raw) -> dict[str, Any]:
 
 
 def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
-    """transformers 5 says of every model that its output is tied: a stored one that is not scaled is its own, as in 1.1."""
+    """transformers 5 says of every model that its output is tied: a stored one that is not scaled
+    is its own, as in 1.1.
+    """
     own = "lm_head.weight" in stored and not config.scale_decoder_outputs
     return replace(config, tie_word_embeddings=False) if own else config
 
@@ -224,10 +234,13 @@ NAMES = {
 """Checkpoint name -> name here."""
 
 FAMILY = Family(
-    Config, build, NAMES,
+    Config,
+    build,
+    NAMES,
     ignored=frozenset({"n_positions"}),
     fixed={"is_encoder_decoder": (True,)},
-    plain=plain, settle=settle,
+    plain=plain,
+    settle=settle,
     buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     text="encoder-decoder",
-)  # fmt: skip
+)

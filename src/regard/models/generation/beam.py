@@ -28,7 +28,8 @@ class Hypothesis(NamedTuple):
 
     Attributes:
         ids: its tokens, without the one that ended it.
-        score: sum of log p over its tokens, the end included, divided by their number to the power of length_penalty.
+        score: sum of log p over its tokens, the end included, divided by their number to the power
+            of length_penalty.
         ended: whether it ended by itself, and not at the limit.
     """
 
@@ -52,18 +53,21 @@ def beam_search(
 
     score(y) = (sum_t log p(y_t | y_<t)) / n^length_penalty, n tokens, the end included
 
-    Of the continuations of all beginnings of a row the likeliest are ranked: one that ends is kept if it is among the first
-    `beams`, and the first `beams` that do not end go on. A row is done when it has `beams` texts and no beginning can reach
-    the score of the worst of them. This is transformers' search with early_stopping="never"; Wu et al. 2016 divide
-    by ((5 + n) / 6)^alpha instead. One beam ends with its first text: it is `greedy`.
+    Of the continuations of all beginnings of a row the likeliest are ranked: one that ends is kept
+    if it is among the first `beams`, and the first `beams` that do not end go on. A row is done
+    when it has `beams` texts and no beginning can reach the score of the worst of them. This is
+    transformers' search with early_stopping="never"; Wu et al. 2016 divide by ((5 + n) / 6)^alpha
+    instead. One beam ends with its first text: it is `greedy`.
 
     Args:
-        step: from ids [rows,1] to logits [rows,1,V]; it keeps what it needs from one call to the next.
+        step: from ids [rows,1] to logits [rows,1,V]; it keeps what it needs from one call to the
+            next.
         first: the id that starts each row.
         end: the id, or ids, that end a text.
         limit: the most tokens of a text, at least 1.
-        reorder: called with rows [n]: what the step keeps for row i must become what it kept for row rows[i]. The first
-            call makes the B rows n = B * beams: `Cache.select`, not `Cache.reorder`.
+        reorder: called with rows [n]: what the step keeps for row i must become what it kept for
+            row rows[i]. The first call makes the B rows n = B * beams: `Cache.select`, not
+            `Cache.reorder`.
         beams: how many.
         length_penalty: 0 ranks by probability, more favours long texts.
 
@@ -80,7 +84,8 @@ def beam_search(
     >>> [(hypothesis.ids, round(hypothesis.score, 3)) for hypothesis in found]
     [((7, 8), -0.209), ((7,), -0.813)]
 
-    Source: Graves 2012 (arXiv 1211.3711), section 2.5; the length penalty: Wu et al. 2016 (arXiv 1609.08144), section 7.
+    Source: Graves 2012 (arXiv 1211.3711), section 2.5; the length penalty: Wu et al. 2016 (arXiv
+    1609.08144), section 7.
     """
     _check(first, limit, beams, length_penalty)
     ends = torch.tensor([end] if isinstance(end, int) else sorted(end), dtype=torch.int64)
@@ -104,7 +109,9 @@ def _check(first: Tensor, limit: int, beams: int, length_penalty: float) -> None
 
 
 class _Search:
-    """The beginnings [B,R,n] of each row with the sums [B,R] of their log probabilities, and the texts found."""
+    """The beginnings [B,R,n] of each row with the sums [B,R] of their log probabilities, and the
+    texts found.
+    """
 
     def __init__(
         self, rows: int, beams: int, limit: int, length_penalty: float, ends: Tensor
@@ -121,7 +128,9 @@ class _Search:
         return self.tokens.shape[2] == self.limit or not any(self._open)
 
     def take(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """One token further, by logits [B*R,V]: the rows that go on, and their new ids, both [B*R']."""
+        """One token further, by logits [B*R,V]: the rows that go on, and their new ids, both
+        [B*R'].
+        """
         check_largest(logits.amax(1))
         x = logits if logits.dtype == torch.float64 else logits.float()
         B, R, n = self.tokens.shape
@@ -140,7 +149,9 @@ class _Search:
         return rows.flatten(), token.gather(1, kept).flatten()
 
     def _keep(self, texts: Tensor, value: Tensor, whole: Tensor, ended: Tensor) -> None:
-        """Of the first `beams` continuations those that are whole texts; a row remembers its best ones."""
+        """Of the first `beams` continuations those that are whole texts; a row remembers its best
+        ones.
+        """
         size = texts.shape[2] ** self.length_penalty
         for b, found in enumerate(self.found):
             if not self._open[b]:
@@ -192,8 +203,8 @@ class Search:
     Attributes:
         found: at most `beams` texts, best first.
         seconds: the time it took.
-        prefill_seconds, prompt_tokens: the part of it that reading the prompt took, and how many tokens that were: all but the
-            last, with which the search begins.
+        prefill_seconds, prompt_tokens: the part of it that reading the prompt took, and how many
+            tokens that were: all but the last, with which the search begins.
         steps: how many times all beams went on by a token.
         cache_bytes: what the caches of all beams held at the end.
     """
@@ -220,7 +231,8 @@ def search(
         length_penalty: 0 ranks by probability, more favours long texts.
 
     Raises:
-        ArgumentError: as `beam_search` and `Room`; the prompt is empty; or options name a sampler or a stop string.
+        ArgumentError: as `beam_search` and `Room`; the prompt is empty; or options name a sampler
+            or a stop string.
 
     >>> import regard
     >>> found = search(regard.load("tiny"), "Return the", Options(max_tokens=3), beams=2).found
@@ -229,7 +241,8 @@ def search(
     """
     if not options.sampling.greedy or options.sampling.repetition_penalty != 1 or options.stop:
         raise ArgumentError(
-            "beam search takes no sampler and no stop string; leave out temperature, repetition_penalty and stop, or beams"
+            "beam search takes no sampler and no stop string; leave out temperature, "
+            "repetition_penalty and stop, or beams"
         )
     room, ids = options.room or Room(), encoded(model, prompt, begun=False)
     room = room.sized(len(ids), options.max_tokens)
@@ -247,10 +260,13 @@ def search(
 
     first = torch.tensor(ids[-1:], device=context.device)
     (best,) = beam_search(
-        step, first, end=model.ends, limit=options.max_tokens,
-        reorder=context.select, beams=beams, length_penalty=length_penalty,
-    )  # fmt: skip
+        step,
+        first,
+        end=model.ends,
+        limit=options.max_tokens,
+        reorder=context.select,
+        beams=beams,
+        length_penalty=length_penalty,
+    )
     found = [Found(model.tokenizer.decode(x.ids), *x) for x in best]
-    return Search(
-        found, time.perf_counter() - start, read, len(ids) - 1, steps, context.bytes
-    )  # fmt: skip
+    return Search(found, time.perf_counter() - start, read, len(ids) - 1, steps, context.bytes)

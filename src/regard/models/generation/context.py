@@ -1,4 +1,6 @@
-"""What a model has read so far: it reads on, forks, drops rows, and serves as a shared prefix of several continuations."""
+"""What a model has read so far: it reads on, forks, drops rows, and serves as a shared prefix of
+several continuations.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 class Context:
     """A decoder and the caches of a batch of texts; every token is read once.
 
-    A model whose rotary frequencies follow the length is run through `regard.nn.Prefix`: its prefix is read again when they
-    change, so that what is cached equals one pass there, too. Its prompt is read in one piece.
+    A model whose rotary frequencies follow the length is run through `regard.nn.Prefix`: its prefix
+    is read again when they change, so that what is cached equals one pass there, too. Its prompt is
+    read in one piece.
 
     Args:
         decoder: a `Decoder`.
@@ -69,7 +72,8 @@ class Context:
         *,
         chunk: int | None = None,
     ) -> Float[Tensor, "B V"]:
-        """Read ids [B,T], which continue what was read, in pieces of at most `chunk`: the logits of the last slot [B,V].
+        """Read ids [B,T], which continue what was read, in pieces of at most `chunk`: the logits of
+        the last slot [B,V].
 
         Args:
             ids: T is at least 1.
@@ -88,7 +92,9 @@ class Context:
 
     @torch.inference_mode()
     def fork(self, rows: int = 1) -> Context:
-        """Another context with what this one, of one row, has read, so many times; this one stays as it is."""
+        """Another context with what this one, of one row, has read, so many times; this one stays
+        as it is.
+        """
         other = copy.copy(self)
         if self._prefix is None:
             other._caches = [self._room.fork(cache, rows) for cache in self._caches]
@@ -114,7 +120,8 @@ class Context:
 def padded(
     rows: Sequence[Sequence[int]], start: int = 0
 ) -> tuple[Int[Tensor, "B T"], Positions | None]:
-    """Rows of ids, padded on the left to one length, and their positions from start on: -1 in front; None without padding.
+    """Rows of ids, padded on the left to one length, and their positions from start on: -1 in
+    front; None without padding.
 
     >>> ids, positions = padded([[7, 8, 9], [5]])
     >>> ids.tolist(), positions.tolist()
@@ -132,10 +139,11 @@ def padded(
 
 
 class Reading:
-    """A text that a model has read: its caches, which every continuation forks. `model.read` makes it.
+    """A text that a model has read: its caches, which every continuation forks. `model.read` makes
+    it.
 
-    A continuation is the ids read here, and behind them those of its own text: the two texts are encoded apart, so that a
-    word across the border has other tokens than in the joined text.
+    A continuation is the ids read here, and behind them those of its own text: the two texts are
+    encoded apart, so that a word across the border has other tokens than in the joined text.
 
     Args:
         model: the model.
@@ -175,7 +183,8 @@ class Reading:
             self.room = after.room
         elif self.room.cache in ("fixed", "paged") and self.room.max_context is None:
             raise ArgumentError(
-                f"cache={self.room.cache!r} needs max_context here: how many tokens the prompt and a continuation may have"
+                f"cache={self.room.cache!r} needs max_context here: how many tokens the prompt "
+                "and a continuation may have"
             )
         new = encoded(model, prompt, begun=after is not None)
         self.ids: tuple[int, ...] = (*(after.ids if after is not None else ()), *new)
@@ -210,15 +219,18 @@ def check_after(after: Reading, model: Model, room: Room | None) -> None:
         raise ArgumentError("after was read by another model; read it with this one")
     if room is not None:
         raise ArgumentError(
-            f"after brings its caches, {after.room}; give max_context and cache to read(...) instead"
+            f"after brings its caches, {after.room}; give max_context and cache to read(...) "
+            "instead"
         )
 
 
 def encoded(model: Model, text: str, *, begun: bool) -> list[int]:
-    """The ids of a text; what the tokenizer puts around a text belongs to one that is not begun yet.
+    """The ids of a text; what the tokenizer puts around a text belongs to one that is not begun
+    yet.
 
     Raises:
-        ArgumentError: the text has no tokens and is not begun, or an id lies outside the vocabulary.
+        ArgumentError: the text has no tokens and is not begun, or an id lies outside the
+            vocabulary.
     """
     ids = model.tokenizer.encode(text) if begun else model.encode(text)[0].tolist()
     check_ids(padded([ids])[0], model.config.vocab_size)

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class Stops:
-    """Lets text through up to the first stop string; what may be the beginning of one is held back until that is known.
+    """Lets text through up to the first stop string; what may be the beginning of one is held back
+    until that is known.
 
-    The stop string that is complete first ends the text, and of several that are complete at the same letter the one that
-    began first. The answer depends on the letters, not on the pieces that they came in.
+    The stop string that is complete first ends the text, and of several that are complete at the
+    same letter the one that began first. The answer depends on the letters, not on the pieces that
+    they came in.
 
     Args:
         stops: a string, or several, none of them empty.
@@ -94,7 +96,8 @@ class Options:
         room: the kind of cache; None is the usual one, or that of a reading.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a number is no int, or out of its range; a stop string is empty.
+        ArgumentError, ArgumentTypeError: a number is no int, or out of its range; a stop string is
+            empty.
 
     >>> Options(max_tokens=3, stop=("end",)).chunk
     512
@@ -124,7 +127,8 @@ class Continuation:
         prompt: the text that was given.
         ids: the new ids, those of a stop string included, that of an end not.
         text: the new text, up to a stop string.
-        finished: "end" (a token that ends a text), "stop" (a stop string), "length" (max_tokens); None while it goes on.
+        finished: "end" (a token that ends a text), "stop" (a stop string), "length" (max_tokens);
+            None while it goes on.
 
     >>> import regard
     >>> batch = regard.load("tiny").generate(["Return the"], max_tokens=2)
@@ -164,10 +168,12 @@ class Continuation:
 
 
 class Batch:
-    """Continuations of several prompts, made while it is iterated over, once: pairs (row, piece of text).
+    """Continuations of several prompts, made while it is iterated over, once: pairs (row, piece of
+    text).
 
-    Prompts of different length are padded on the left, at position -1. A row that has finished leaves the batch. What a row
-    gets does not depend on the others: row i is what its prompt alone gives with seed + i, up to the rounding of a batch.
+    Prompts of different length are padded on the left, at position -1. A row that has finished
+    leaves the batch. What a row gets does not depend on the others: row i is what its prompt alone
+    gives with seed + i, up to the rounding of a batch.
 
     Args:
         model: the model.
@@ -179,12 +185,14 @@ class Batch:
         rows: a `Continuation` for each prompt.
         seconds: the time in the model so far.
         prefill_seconds: the part of it that reading the prompts took.
-        decode_seconds: the part of it behind the first token of each row, which comes out of the prompts' pass.
+        decode_seconds: the part of it behind the first token of each row, which comes out of the
+            prompts' pass.
         prompt_tokens: of all prompts; what was read before them is not counted.
         cache_bytes: the most that the caches of all layers held.
 
     Raises:
-        ArgumentError: there is no prompt or an empty one, an option does not fit the model, or there is no room.
+        ArgumentError: there is no prompt or an empty one, an option does not fit the model, or
+            there is no room.
 
     >>> import regard
     >>> batch = regard.load("tiny").generate(["Return the", "If"], max_tokens=3)
@@ -357,7 +365,9 @@ class Generation:
 
     @property
     def finished(self) -> Literal["end", "stop", "length"] | None:
-        """Why it ended: a token that ends a text, a stop string, or max_tokens; None while it goes on."""
+        """Why it ended: a token that ends a text, a stop string, or max_tokens; None while it goes
+        on.
+        """
         return self._row.finished
 
     @property

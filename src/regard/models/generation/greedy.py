@@ -15,7 +15,8 @@ from regard.errors import ArgumentError
 def greedy(
     step: Callable[[Tensor], Tensor], first: Int[Tensor, " B"], *, end: int, limit: int
 ) -> Int[Tensor, "B n"]:
-    """Feed each row its own likeliest token until every row has said `end`, or `limit` tokens are there.
+    """Feed each row its own likeliest token until every row has said `end`, or `limit` tokens are
+    there.
 
     y_t = argmax step(y_{t-1})
 

@@ -1,4 +1,6 @@
-"""How much of a text a model keeps while it writes, and how: the kind of cache, and the most tokens."""
+"""How much of a text a model keeps while it writes, and how: the kind of cache, and the most
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ SINKS = 4
 
 @dataclass(frozen=True)
 class Room:
-    """The cache of the layers that keep everything; layers with a window or a state of their own keep what they have.
+    """The cache of the layers that keep everything; layers with a window or a state of their own
+    keep what they have.
 
     ===========  =======================================================  =====================================
     cache        what it keeps                                            behind max_context tokens
@@ -37,15 +40,16 @@ class Room:
     "streaming"  the first 4 tokens and the last max_context - 4          goes on without end
     ===========  =======================================================  =====================================
 
-    "ring" and "streaming" change what the model computes from there on, in every chunking alike: a layer whose mask has no
-    bound gets one (`narrow`).
+    "ring" and "streaming" change what the model computes from there on, in every chunking alike: a
+    layer whose mask has no bound gets one (`narrow`).
 
     Args:
         cache: the kind.
         max_context: the most tokens of a row, prompt and continuation together; None is no bound.
 
     Raises:
-        ArgumentError: the kind is unknown, max_context is too small, or a kind that forgets has none.
+        ArgumentError: the kind is unknown, max_context is too small, or a kind that forgets has
+            none.
 
     >>> Room("ring", 256).forgets
     True
@@ -70,7 +74,8 @@ class Room:
                 )
         elif self.max_context < least:
             raise ArgumentError(
-                f"max_context is {self.max_context}; it must be at least {least} for cache={self.cache!r}"
+                f"max_context is {self.max_context}; it must be at least {least} for "
+                f"cache={self.cache!r}"
             )
 
     @property
@@ -88,12 +93,14 @@ class Room:
         if most is not None and not self.forgets and held + new > most:
             rest = f"ask for at most {most - held}" if held < most else "shorten the prompt"
             raise ArgumentError(
-                f"the prompt has {held} tokens and max_tokens is {new}: {held + new} are more than max_context {most}; "
+                f"the prompt has {held} tokens and max_tokens is {new}: {held + new} are more "
+                f"than max_context {most}; "
                 f'{rest}, raise max_context, or let the model forget: cache="ring" or "streaming"'
             )
 
     def sized(self, held: int, new: int) -> Room:
-        """This room, checked for so many tokens; a kind that is allocated once, and was given no bound, has just their room.
+        """This room, checked for so many tokens; a kind that is allocated once, and was given no
+        bound, has just their room.
 
         Raises:
             ArgumentError: as `check`.
@@ -114,7 +121,9 @@ class Room:
         ]
 
     def fork(self, cache: Cache, rows: int = 1) -> Cache:
-        """A cache with the row of another, so many times; a paged one has pages of its own, which its rows share."""
+        """A cache with the row of another, so many times; a paged one has pages of its own, which
+        its rows share.
+        """
         if isinstance(cache, Paged):
             size = cache.pool.page_size
             assert self.max_context is not None, "a paged cache has a bound"
@@ -127,19 +136,22 @@ class Room:
         return other
 
     def narrow(self, decoder: Decoder) -> Decoder:
-        """The decoder as it computes with this room: itself, or a twin with the same parameters and narrower masks.
+        """The decoder as it computes with this room: itself, or a twin with the same parameters and
+        narrower masks.
 
-        "ring" adds `Window(max_context)` to the mask of every layer that keeps everything. "streaming" makes it a
-        `StreamingAttention` where its heads are rotary, so that distances stay inside the cache; else it adds
-        `Window(max_context - 4) | Sinks(4)`, at the true positions.
+        "ring" adds `Window(max_context)` to the mask of every layer that keeps everything.
+        "streaming" makes it a `StreamingAttention` where its heads are rotary, so that distances
+        stay inside the cache; else it adds `Window(max_context - 4) | Sinks(4)`, at the true
+        positions.
 
         Raises:
-            ArgumentError: a layer keeps everything and has no mask to narrow; or the rotary follows the length, and the
-                cache is not "growing".
+            ArgumentError: a layer keeps everything and has no mask to narrow; or the rotary follows
+                the length, and the cache is not "growing".
         """
         if self.cache != "growing" and follows_length(decoder):
             raise ArgumentError(
-                f"cache is {self.cache!r}, but this model's rotary frequencies follow the length, and its prefix is run "
+                f"cache is {self.cache!r}, but this model's rotary frequencies follow the length, "
+                "and its prefix is run "
                 'again when they change; only cache="growing" can do that'
             )
         if not self.forgets:
@@ -151,8 +163,10 @@ class Room:
                 continue
             if not isinstance(layer.attention, Attention):
                 raise ArgumentError(
-                    f"layer {i} is {type(layer.attention).__name__}, which keeps everything and has no mask to narrow; "
-                    f"cache={self.cache!r} cannot serve this model: choose one of {', '.join(KEEP_ALL)}"
+                    f"layer {i} is {type(layer.attention).__name__}, which keeps everything and "
+                    "has no mask to narrow; "
+                    f"cache={self.cache!r} cannot serve this model: choose one of "
+                    f"{', '.join(KEEP_ALL)}"
                 )
             layer.attention = self._narrowed(layer.attention)
         return twin
@@ -166,9 +180,14 @@ class Room:
             if attention.mask == Causal() and attention.bias is None:
                 try:
                     return StreamingAttention(
-                        attention.project, attention.output, sinks=SINKS, recent=recent,  # type: ignore[arg-type]
-                        scale=attention.scale, softcap=attention.softcap, sink=attention.sink,
-                    ).train(attention.training)  # fmt: skip
+                        attention.project,
+                        attention.output,
+                        sinks=SINKS,
+                        recent=recent,  # type: ignore[arg-type]
+                        scale=attention.scale,
+                        softcap=attention.softcap,
+                        sink=attention.sink,
+                    ).train(attention.training)
                 except (ArgumentError, TypeError):
                     pass  # its heads do not end with one rotary: distances cannot be kept inside
         attention.mask = more if attention.mask is None else attention.mask & more
@@ -183,12 +202,15 @@ class Room:
         shape = mixer.project.shape if isinstance(mixer, Attention) else None
         if shape is None or len(shape.memory) > 2:
             raise ArgumentError(
-                f"{type(mixer).__name__} remembers more than keys and values; choose another cache than 'quantised'"
+                f"{type(mixer).__name__} remembers more than keys and values; choose another "
+                "cache than 'quantised'"
             )
         widths = [size // (shape.G if len(shape.memory) > 1 else 1) for size in shape.memory]
         return that_keeps_all("quantised", widths=widths)
 
 
 def follows_length(decoder: nn.Module) -> bool:
-    """Whether frequencies of a rotary follow the length of the text, so that cached keys go stale."""
+    """Whether frequencies of a rotary follow the length of the text, so that cached keys go
+    stale.
+    """
     return any(isinstance(module, RowRotary) for module in decoder.modules())

@@ -53,8 +53,9 @@ class Sampling:
     >>> Sampling(temperature=0.8, top_p=0.9).greedy
     False
 
-    Source: top_k: Fan et al. 2018 (arXiv 1805.04833); top_p: Holtzman et al. 2020 (arXiv 1904.09751); min_p: Nguyen et al. 2024
-    (arXiv 2407.01082); repetition_penalty: Keskar et al. 2019 (arXiv 1909.05858), section 4.1.
+    Source: top_k: Fan et al. 2018 (arXiv 1805.04833); top_p: Holtzman et al. 2020 (arXiv
+    1904.09751); min_p: Nguyen et al. 2024 (arXiv 2407.01082); repetition_penalty: Keskar et al.
+    2019 (arXiv 1909.05858), section 4.1.
     """
 
     temperature: float = 0.0
@@ -94,11 +95,13 @@ class Sampling:
 def distribution(
     logits: Float[Tensor, "B V"], sampling: Sampling, seen: Bool[Tensor, "B V"] | None = None
 ) -> Float[Tensor, "B V"]:
-    """The probabilities [B,V] from which a sampler draws, in fp32 or better; what it leaves out has 0.
+    """The probabilities [B,V] from which a sampler draws, in fp32 or better; what it leaves out has
+    0.
 
     p = softmax(steps(logits)), the steps of `Sampling` in their order
 
-    transformers' TopKLogitsWarper keeps every token that ties with the k-th, and so more than k; here k stay.
+    transformers' TopKLogitsWarper keeps every token that ties with the k-th, and so more than k;
+    here k stay.
 
     Args:
         logits: -inf is a token that cannot come.
@@ -155,12 +158,14 @@ def check_largest(largest: Float[Tensor, " B"]) -> None:
         if not math.isfinite(x):
             raise ArgumentError(
                 f"the largest logit of row {row} is {x}, and no token can be chosen; "
-                "regard.checks(finite=True) names the first attention call that was given such a number"
+                "regard.checks(finite=True) names the first attention call that was given such a "
+                "number"
             )
 
 
 class Sampler:
-    """Draws a token for each row of a batch, each row from a generator of its own: no row depends on the others.
+    """Draws a token for each row of a batch, each row from a generator of its own: no row depends
+    on the others.
 
     Args:
         sampling: how.

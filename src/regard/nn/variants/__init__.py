@@ -1,4 +1,6 @@
-"""The catalogue of named mechanisms: constructors that assemble parts, and `VARIANTS`, which tells what there is."""
+"""The catalogue of named mechanisms: constructors that assemble parts, and `VARIANTS`, which tells
+what there is.
+"""
 
 from regard.nn.variants.cross import bahdanau, cross_attention, luong
 from regard.nn.variants.latent import mla

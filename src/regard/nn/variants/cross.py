@@ -29,7 +29,8 @@ def cross_attention(
 ) -> CrossAttention:
     """Cross-attention: queries from one sequence, keys and values from another.
 
-    x [B,T,M], memory [B,S,M3] -> [B,T,M]; a cache is written once and keeps 2 G D numbers per token of memory.
+    x [B,T,M], memory [B,S,M3] -> [B,T,M]; a cache is written once and keeps 2 G D numbers per token
+    of memory.
 
     Args:
         dim, heads: the model dim M and the query heads H.
@@ -39,7 +40,8 @@ def cross_attention(
         bias: whether the four maps have one.
 
     Raises:
-        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and M / H is not whole.
+        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and
+            M / H is not whole.
 
     >>> import torch
     >>> cross_attention(32, 4)(torch.zeros(1, 2, 32), memory=torch.zeros(1, 5, 32)).shape
@@ -66,10 +68,11 @@ SCORES = ("dot", "general", "concat")
 def bahdanau(
     dim: int, heads: int = 1, *, memory_dim: int | None = None, hidden: int | None = None
 ) -> AdditiveAttention:
-    """Additive attention: a small network scores each state of the encoder against the decoder's state.
+    """Additive attention: a small network scores each state of the encoder against the decoder's
+    state.
 
-    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache keeps h and U h. The paper's query is the previous
-    state of the decoder, and its h joins both directions of the encoder.
+    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache keeps h and U h. The paper's query
+    is the previous state of the decoder, and its h joins both directions of the encoder.
 
     Args:
         dim: the size M of a decoder's state.
@@ -93,7 +96,8 @@ def bahdanau(
 
 @variant(
     family="additive",
-    equation="e_ij = s_i . h_j (dot) | s_i^T W h_j (general) | v . tanh(W [s_i; h_j]) (concat); c_i = sum_j softmax(e_i)_j h_j",
+    equation="e_ij = s_i . h_j (dot) | s_i^T W h_j (general) | v . tanh(W [s_i; h_j]) (concat); "
+    "c_i = sum_j softmax(e_i)_j h_j",
     source="Luong et al. 2015 (arXiv 1508.04025), equations 7 and 8",
 )
 def luong(
@@ -104,10 +108,11 @@ def luong(
     score: str = "general",
     hidden: int | None = None,
 ) -> CrossAttention | AdditiveAttention:
-    """Multiplicative attention, global: states of the encoder, scored by a product with the decoder's present state.
+    """Multiplicative attention, global: states of the encoder, scored by a product with the
+    decoder's present state.
 
-    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache keeps h. It is cross-attention whose keys and values are
-    the states themselves, with scale 1; `concat` is additive attention.
+    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache keeps h. It is cross-attention whose
+    keys and values are the states themselves, with scale 1; `concat` is additive attention.
 
     Args:
         dim: the size M of a decoder's state.

@@ -16,7 +16,8 @@ from regard.positions import Rotary, Scaling
 
 @variant(
     family="latent",
-    equation="c = norm(W_dkv x), k_r = R_s W_kr x; z_h = softmax(([W_uk,h^T q_h; q_r,h]^T [c; k_r]) scale + causal) c W_uv,h^T",
+    equation="c = norm(W_dkv x), k_r = R_s W_kr x; z_h = softmax(([W_uk,h^T q_h; q_r,h]^T [c; "
+    "k_r]) scale + causal) c W_uv,h^T",
     source="DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 to 47",
     q_rank=24,
     kv_rank=16,
@@ -37,10 +38,12 @@ def mla(
     scaling: Scaling | None = None,
     form: Form | Literal["naive"] = "auto",
 ) -> Attention:
-    """Multi-head latent attention: all heads recall keys and values from one latent and one rotary key per token.
+    """Multi-head latent attention: all heads recall keys and values from one latent and one rotary
+    key per token.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps r + d_rope numbers per token. Laid out as DeepSeek-V2 and V3: interleaved rotary
-    pairs, norms on both latents, scale 1/sqrt(d_nope + d_rope) times f(mscale_all_dim)^2 of a `YaRN` scaling.
+    x [B,T,M] -> [B,T,M]; a cache keeps r + d_rope numbers per token. Laid out as DeepSeek-V2 and
+    V3: interleaved rotary pairs, norms on both latents, scale 1/sqrt(d_nope + d_rope) times
+    f(mscale_all_dim)^2 of a `YaRN` scaling.
 
     Args:
         dim, heads: the model dim M and the heads H.
@@ -49,7 +52,8 @@ def mla(
         nope_dim, rope_dim: dims of a query and key head without and with rotary position.
         value_dim: E.
         base, scaling: of the rotary positions.
-        form: "naive" keeps keys and values of each head; "expand", "absorb" and "auto" keep latents (`Latent`).
+        form: "naive" keeps keys and values of each head; "expand", "absorb" and "auto" keep latents
+            (`Latent`).
 
     Raises:
         ArgumentError: a size is less than 1, rope_dim is odd, or form is unknown.
@@ -67,12 +71,19 @@ def mla(
     if rope_dim < 2 or rope_dim % 2:
         near = max(2, rope_dim + 1)
         raise ArgumentError(
-            f"rope_dim is {rope_dim}; it must be even and at least 2, since rotary turns pairs: such as {near}"
+            f"rope_dim is {rope_dim}; it must be even and at least 2, since rotary turns pairs: "
+            f"such as {near}"
         )
     rotary = Rotary(rope_dim, base, scaling=scaling, layout="interleaved")
     make = Naive if form == "naive" else Latent
     project = make(
-        dim, heads, rotary, kv_rank=kv_rank, nope_dim=nope_dim, value_dim=value_dim, q_rank=q_rank,
+        dim,
+        heads,
+        rotary,
+        kv_rank=kv_rank,
+        nope_dim=nope_dim,
+        value_dim=value_dim,
+        q_rank=q_rank,
         form="expand" if form == "naive" else form,
-    )  # fmt: skip
+    )
     return Attention(project, join(dim, heads, value_dim), mask=Causal(), scale=project.scale)

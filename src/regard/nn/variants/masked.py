@@ -1,4 +1,6 @@
-"""Named softmax mechanisms with a sparse mask: windows, chunks, documents, Longformer, BigBird and the Sparse Transformer."""
+"""Named softmax mechanisms with a sparse mask: windows, chunks, documents, Longformer, BigBird and
+the Sparse Transformer.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from regard.positions import Rotary
 @variant(
     family="softmax",
     equation="z_i = softmax(q_i k_j^T / sqrt(D) over i - W < j <= i) v_j",
-    source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1; Jiang et al. 2023, Mistral 7B (arXiv 2310.06825)",
+    source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1; Jiang et al. 2023, Mistral 7B "
+    "(arXiv 2310.06825)",
     groups=2,
     window=5,
 )
@@ -42,7 +45,8 @@ def sliding_window(
 ) -> Attention:
     """Sliding window: a token sees the last W tokens, its own included, as in Mistral 7B.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps W tokens, whatever the length; l layers reach l (W - 1) + 1 tokens.
+    x [B,T,M] -> [B,T,M]; a cache keeps W tokens, whatever the length; l layers reach l (W - 1) + 1
+    tokens.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
@@ -78,7 +82,8 @@ def local_global(
     base: float = 10000.0,
     global_base: float | None = None,
 ) -> Attention:
-    """Alternating layers: most see a window, every n-th sees everything, as in Gemma 2 (n = 2) and Gemma 3 (n = 6).
+    """Alternating layers: most see a window, every n-th sees everything, as in Gemma 2 (n = 2) and
+    Gemma 3 (n = 6).
 
     x [B,T,M] -> [B,T,M]; the attention of one layer.
 
@@ -121,7 +126,8 @@ def chunked(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> Attention:
-    """Chunked attention: a token sees the past of its own chunk of C positions; nothing crosses a border, as in Llama 4.
+    """Chunked attention: a token sees the past of its own chunk of C positions; nothing crosses a
+    border, as in Llama 4.
 
     x [B,T,M] -> [B,T,M]
 
@@ -143,7 +149,8 @@ def chunked(
 @variant(
     family="softmax",
     equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i or j < n) v_j",
-    source="Raffel et al. 2020 (arXiv 1910.10683), section 3.2.1; Liu et al. 2018 (arXiv 1801.10198)",
+    source="Raffel et al. 2020 (arXiv 1910.10683), section 3.2.1; Liu et al. 2018 (arXiv "
+    "1801.10198)",
     causal=False,
     groups=2,
     prefix=4,
@@ -157,7 +164,8 @@ def prefix_lm(
     head_dim: int | None = None,
     base: float = 10000.0,
 ) -> Attention:
-    """Prefix language model: the first n tokens see one another, the others see what came before them.
+    """Prefix language model: the first n tokens see one another, the others see what came before
+    them.
 
     x [B,T,M] -> [B,T,M]; with a cache, the prefix must be given in one call.
 
@@ -224,7 +232,8 @@ def _under(
 
 @variant(
     family="softmax",
-    equation="z_t = softmax over window(t) and globals, by q, k, v; a global t: over all, by q', k', v'",
+    equation="z_t = softmax over window(t) and globals, by q, k, v; a global t: over all, by q', "
+    "k', v'",
     source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1",
     causal=False,
     window=4,
@@ -247,9 +256,11 @@ def longformer(
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.
-        window: the total width w, even: w/2 keys on either side; with is_causal, w/2 keys before the token.
+        window: the total width w, even: w/2 keys on either side; with is_causal, w/2 keys before
+            the token.
         positions: the positions of the global tokens.
-        step: of a dilated window, which sees every step-th key on either side, as many as without gaps.
+        step: of a dilated window, which sees every step-th key on either side, as many as without
+            gaps.
         is_causal: the autoregressive form.
 
     Raises:
@@ -262,20 +273,26 @@ def longformer(
     """
     if window < 2 or window % 2:
         raise ArgumentError(
-            f"window is {window}; it is the total width, an even number: {max(2, window - 1)} or {window + 1}"
+            f"window is {window}; it is the total width, an even number: {max(2, window - 1)} or "
+            f"{window + 1}"
         )
     D = head_size(dim, heads, head_dim)
     local, globally = (separate(dim, heads, heads, D, bias=bias) for _ in range(2))
     return Longformer(
-        local, globally, join(dim, heads, D, bias=bias), positions=positions,
-        window=window // 2 + 1, ahead=None if is_causal else window // 2,
+        local,
+        globally,
+        join(dim, heads, D, bias=bias),
+        positions=positions,
+        window=window // 2 + 1,
+        ahead=None if is_causal else window // 2,
         step=step,
-    )  # fmt: skip
+    )
 
 
 @variant(
     family="softmax",
-    equation="z_i = softmax(q_i k_j^T / sqrt(D) over i - j = 0, s, 2 s, ..., (W - 1) s, and globals) v_j",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over i - j = 0, s, 2 s, ..., (W - 1) s, and "
+    "globals) v_j",
     source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, dilated sliding window",
     window=3,
     step=2,
@@ -289,7 +306,8 @@ def dilated(
     positions: tuple[int, ...] = (),
     head_dim: int | None = None,
 ) -> Attention:
-    """Dilated window: a token sees every s-th key of the past, W of them, and global tokens; causal.
+    """Dilated window: a token sees every s-th key of the past, W of them, and global tokens;
+    causal.
 
     x [B,T,M] -> [B,T,M]
 
@@ -334,13 +352,15 @@ def bigbird(
     bias: bool = False,
     is_causal: bool = False,
 ) -> Attention:
-    """BigBird: blocks see their neighbours, the first and last block, and a few random blocks drawn from a seed.
+    """BigBird: blocks see their neighbours, the first and last block, and a few random blocks drawn
+    from a seed.
 
     x [B,T,M] -> [B,T,M]; training and evaluation see the same blocks, at every length.
 
     Args:
         dim, heads, head_dim, bias: as for `mha`.
-        block, blocks, window, random, seed: of `regard.masks.BigBird`; block * blocks bounds the length.
+        block, blocks, window, random, seed: of `regard.masks.BigBird`; block * blocks bounds the
+            length.
         is_causal: blocks are drawn from the past, and a token sees no later one.
 
     Raises:
@@ -364,7 +384,8 @@ def bigbird(
 def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = None) -> Attention:
     """Sparse Transformer, strided: the last l tokens, and every l-th before them.
 
-    x [B,T,M] -> [B,T,M]; two layers reach every earlier token, at a cost of O(n sqrt n) for l near sqrt n.
+    x [B,T,M] -> [B,T,M]; two layers reach every earlier token, at a cost of O(n sqrt n) for l near
+    sqrt n.
 
     Args:
         dim, heads, head_dim: as for `mha`.
@@ -383,14 +404,16 @@ def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = 
 
 @variant(
     family="softmax",
-    equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i, j // l = i // l or j mod l >= l - c) v_j",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over j <= i, j // l = i // l or j mod l >= l - c) "
+    "v_j",
     source="Child et al. 2019 (arXiv 1904.10509), section 4.2",
     stride=4,
 )
 def sparse_fixed(
     dim: int, heads: int, *, stride: int, columns: int = 1, head_dim: int | None = None
 ) -> Attention:
-    """Sparse Transformer, fixed: the own block of l tokens, and the last c columns of every earlier block.
+    """Sparse Transformer, fixed: the own block of l tokens, and the last c columns of every earlier
+    block.
 
     x [B,T,M] -> [B,T,M]
 

@@ -13,7 +13,8 @@ from regard.positions import Rotary
 
 @variant(
     family="memory",
-    equation="z = sig(g) sigma(q) M / sigma(q) n + (1 - sig(g)) softmax(q k^T / sqrt(D) + causal, own segment) v; "
+    equation="z = sig(g) sigma(q) M / sigma(q) n + (1 - sig(g)) softmax(q k^T / sqrt(D) + causal, "
+    "own segment) v; "
     "behind each segment M += sigma(k)^T v, n += sum sigma(k); sigma = elu + 1",
     source="Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 8 and 10",
     segment=8,
@@ -29,9 +30,11 @@ def infini(
     base: float = 10000.0,
     empty: Empty = "zero",
 ) -> InfiniAttention:
-    """Infini-attention: softmax inside a segment, and a memory of fixed size for all segments before.
+    """Infini-attention: softmax inside a segment, and a memory of fixed size for all segments
+    before.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D (E + 1) numbers, and 2 G D for each token of one segment.
+    x [B,T,M] -> [B,T,M]; a cache keeps G D (E + 1) numbers, and 2 G D for each token of one
+    segment.
 
     Args:
         dim, heads: the model dim M and the query heads H.
@@ -42,8 +45,8 @@ def infini(
         empty: what the gate does in the first segment: "zero" or "skip".
 
     Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, head_dim is None and M / H
-            is not whole, or empty is another word.
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads,
+            head_dim is None and M / H is not whole, or empty is another word.
 
     >>> import torch
     >>> infini(32, 4, segment=8)(torch.zeros(1, 20, 32)).shape
@@ -73,7 +76,8 @@ def infini_delta(
 ) -> InfiniAttention:
     """Infini-attention that writes only what its memory does not answer already.
 
-    x [B,T,M] -> [B,T,M]; arguments, and what a cache keeps, as `infini`. What is written twice reads as half of it.
+    x [B,T,M] -> [B,T,M]; arguments, and what a cache keeps, as `infini`. What is written twice
+    reads as half of it.
 
     Raises:
         ArgumentError, ArgumentTypeError: as `infini`.
@@ -99,13 +103,19 @@ def _infini(
     D = head_size(dim, heads, head_dim)
     project = separate(dim, heads, heads if groups is None else groups, D)
     return InfiniAttention(
-        project, join(dim, heads, D), segment=segment, rotary=Rotary(D, base), update=update, empty=empty
-    )  # fmt: skip
+        project,
+        join(dim, heads, D),
+        segment=segment,
+        rotary=Rotary(D, base),
+        update=update,
+        empty=empty,
+    )
 
 
 @variant(
     family="softmax",
-    equation="z = softmax(q R(d) k^T / sqrt(D)) v over p - R < j <= p at d = p - j and j < s at d = min(p, s + R - 1) - j",
+    equation="z = softmax(q R(d) k^T / sqrt(D)) v over p - R < j <= p at d = p - j and j < s at d "
+    "= min(p, s + R - 1) - j",
     source="Xiao et al. 2024 (arXiv 2309.17453), section 3.2",
     sinks=2,
     recent=6,
@@ -134,8 +144,8 @@ def streaming(
         base: of the rotary positions.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a size is out of range, groups does not divide heads, or head_dim is None and
-            M / H is not whole.
+        ArgumentError, ArgumentTypeError: a size is out of range, groups does not divide heads, or
+            head_dim is None and M / H is not whole.
 
     >>> import torch
     >>> streaming(32, 4, sinks=2, recent=6)(torch.zeros(1, 20, 32)).shape

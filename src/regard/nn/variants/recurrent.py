@@ -1,4 +1,6 @@
-"""Named recurrent mechanisms: linear attention, retention, gated linear attention, DeltaNet and Gated DeltaNet."""
+"""Named recurrent mechanisms: linear attention, retention, gated linear attention, DeltaNet and
+Gated DeltaNet.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from regard.positions import Rotary
 
 @variant(
     family="linear",
-    equation="z_t = S_t^T phi(q_t) / (n_t . phi(q_t)); S <- S + phi(k) v^T, n <- n + phi(k); phi = elu + 1",
+    equation="z_t = S_t^T phi(q_t) / (n_t . phi(q_t)); S <- S + phi(k) v^T, n <- n + phi(k); phi "
+    "= elu + 1",
     source="Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4",
 )
 def linear_attention(
@@ -40,9 +43,11 @@ def linear_attention(
     feature_map: FeatureMap = "elu+1",
     normalise: bool = True,
 ) -> Recurrent:
-    """Linear attention: softmax's exp(q . k) becomes a product of feature maps, so that the past fits in one matrix.
+    """Linear attention: softmax's exp(q . k) becomes a product of feature maps, so that the past
+    fits in one matrix.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D (E + 1) numbers, whatever the length (G D E without the normaliser).
+    x [B,T,M] -> [B,T,M]; a cache keeps G D (E + 1) numbers, whatever the length (G D E without the
+    normaliser).
 
     Args:
         dim, heads: the model dim M and the query heads H.
@@ -53,8 +58,8 @@ def linear_attention(
         normalise: whether weights are divided by their sum.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or the feature map is not
-            known; head_dim is None and M / H is not whole.
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or
+            the feature map is not known; head_dim is None and M / H is not whole.
 
     >>> import torch
     >>> linear_attention(32, 4)(torch.zeros(1, 5, 32)).shape
@@ -70,7 +75,8 @@ def linear_attention(
 
 @variant(
     family="linear",
-    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x); S <- gamma_h S + k v^T; q, k by rotary; gamma_h = 1 - 2^(-5-h)",
+    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x); S <- gamma_h S + k v^T; q, k by rotary; "
+    "gamma_h = 1 - 2^(-5-h)",
     source="Sun et al. 2023 (arXiv 2307.08621), section 2.1 and equation 8",
 )
 def retention(
@@ -83,7 +89,8 @@ def retention(
     base: float | None = 10000.0,
     decay: Sequence[float] | None = None,
 ) -> Recurrent:
-    """Multi-scale retention: heads that forget at fixed rates of their own, a norm per head, and an output gate.
+    """Multi-scale retention: heads that forget at fixed rates of their own, a norm per head, and an
+    output gate.
 
     x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
 
@@ -96,8 +103,9 @@ def retention(
         decay: gamma, one per key/value head, from 0 to 1; None is 1 - 2^(-5-g).
 
     Raises:
-        ArgumentError: a size is less than 1, groups does not divide heads, decay is not one number from 0 to 1 per key/value
-            head, D is odd and base is given; or head_dim is None and M / H is not whole.
+        ArgumentError: a size is less than 1, groups does not divide heads, decay is not one number
+            from 0 to 1 per key/value head, D is odd and base is given; or head_dim is None and M /
+            H is not whole.
 
     >>> retention(32, 4).describe().state.formula
     'G D E = 4 x 8 x 16'
@@ -109,14 +117,18 @@ def retention(
     steps = () if base is None else (Rotary(D, base),)
     project = separate(dim, heads, G, D, *steps, value_dim=E)
     return Recurrent(
-        project, Retention(G, decay), join(dim, heads, E),
-        norm=HeadNorm(heads, E), gate=Heads(dim, heads, E),
-    )  # fmt: skip
+        project,
+        Retention(G, decay),
+        join(dim, heads, E),
+        norm=HeadNorm(heads, E),
+        gate=Heads(dim, heads, E),
+    )
 
 
 @variant(
     family="linear",
-    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x + b_g); S <- diag(a) S + k v^T; a = sigmoid(W_2 W_1 x + b)^(1/16)",
+    equation="z = norm(S^T q / sqrt(D)) * silu(W_g x + b_g); S <- diag(a) S + k v^T; a = "
+    "sigmoid(W_2 W_1 x + b)^(1/16)",
     source="Yang et al. 2023 (arXiv 2312.06635), section 4.4",
     rank=3,
 )
@@ -130,7 +142,8 @@ def gated_linear(
     rank: int = 16,
     temperature: float = 16.0,
 ) -> Recurrent:
-    """Gated linear attention: each token decides, channel by channel, how much of the state is kept.
+    """Gated linear attention: each token decides, channel by channel, how much of the state is
+    kept.
 
     x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
 
@@ -142,8 +155,8 @@ def gated_linear(
         rank, temperature: of the gates (`regard.nn.recurrent.Gated`).
 
     Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or temperature is not above 0;
-            head_dim is None and M / 2H is not whole.
+        ArgumentError, ArgumentTypeError: a size is less than 1, groups does not divide heads, or
+            temperature is not above 0; head_dim is None and M / 2H is not whole.
 
     >>> gated_linear(32, 4).describe().state.formula
     'G D E = 4 x 4 x 8'
@@ -152,7 +165,8 @@ def gated_linear(
     """
     if head_dim is None and (heads < 1 or dim % (2 * heads)):
         raise ArgumentError(
-            f"dim {dim} is not divisible by twice {heads} heads; give head_dim, which is dim / (2 heads) in the paper"
+            f"dim {dim} is not divisible by twice {heads} heads; give head_dim, which is dim / (2 "
+            "heads) in the paper"
         )
     D = dim // (2 * heads) if head_dim is None else head_dim
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
@@ -164,7 +178,8 @@ def gated_linear(
 
 @variant(
     family="linear",
-    equation="S <- S + beta k (v - S^T k)^T; z = norm(S^T q / sqrt(D)); beta = sigmoid(W x), |q| = |k| = 1",
+    equation="S <- S + beta k (v - S^T k)^T; z = norm(S^T q / sqrt(D)); beta = sigmoid(W x), |q| "
+    "= |k| = 1",
     source="Yang et al. 2024 (arXiv 2406.06484), section 3",
 )
 def delta_net(
@@ -179,20 +194,21 @@ def delta_net(
 ) -> Recurrent:
     """DeltaNet: linear attention that replaces what the state holds under a key, by the delta rule.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length.
-    Queries, keys and values pass a swish; there is no short convolution in front of it, and no output gate.
+    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length. Queries, keys and values
+    pass a swish; there is no short convolution in front of it, and no output gate.
 
     Args:
         dim, heads: the model dim M and the query heads H.
         groups: the key/value heads G, each with a state of its own; None is H. G divides H.
         head_dim: D; None is M / H.
         value_dim: E; None is D.
-        normalise_keys: whether queries and keys are scaled to length 1. Without it nothing keeps the state bounded.
+        normalise_keys: whether queries and keys are scaled to length 1. Without it nothing keeps
+            the state bounded.
         most: the greatest strength beta, at most 2 (`regard.nn.recurrent.Delta`).
 
     Raises:
-        ArgumentError: a size is less than 1, groups does not divide heads, most is not above 0 and at most 2; or head_dim is
-            None and M / H is not whole.
+        ArgumentError: a size is less than 1, groups does not divide heads, most is not above 0 and
+            at most 2; or head_dim is None and M / H is not whole.
 
     >>> import torch
     >>> delta_net(32, 4)(torch.zeros(1, 5, 32)).shape
@@ -209,7 +225,8 @@ def delta_net(
 
 @variant(
     family="linear",
-    equation="S' = exp(g) S; S <- S' + beta k (v - S'^T k)^T; z = norm(S^T q / sqrt(D)) * silu(W_g x); g = -exp(A) softplus(W x + b)",
+    equation="S' = exp(g) S; S <- S' + beta k (v - S'^T k)^T; z = norm(S^T q / sqrt(D)) * "
+    "silu(W_g x); g = -exp(A) softplus(W x + b)",
     source="Yang et al. 2024 (arXiv 2412.06464), section 3",
 )
 def gated_delta_net(
@@ -222,9 +239,11 @@ def gated_delta_net(
     normalise_keys: bool = True,
     most: float = 1.0,
 ) -> Recurrent:
-    """Gated DeltaNet: the delta rule on a state that each token first lets decay, and an output gate.
+    """Gated DeltaNet: the delta rule on a state that each token first lets decay, and an output
+    gate.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length. There is no short convolution.
+    x [B,T,M] -> [B,T,M]; a cache keeps G D E numbers, whatever the length. There is no short
+    convolution.
 
     Args:
         dim, heads, groups, head_dim, value_dim, normalise_keys, most: as for `delta_net`.

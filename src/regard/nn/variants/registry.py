@@ -1,4 +1,6 @@
-"""The catalogue of mechanisms: each constructor by name, with its sentence, equation, source and options."""
+"""The catalogue of mechanisms: each constructor by name, with its sentence, equation, source and
+options.
+"""
 
 from __future__ import annotations
 
@@ -150,7 +152,8 @@ def parse(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
         name, equals, value = setting.partition("=")
         if not equals or name not in names(entry):
             raise ArgumentError(
-                f"--set {setting}: give name=value; {entry.name} has {', '.join(names(entry)) or 'no options'}"
+                f"--set {setting}: give name=value; {entry.name} has "
+                f"{', '.join(names(entry)) or 'no options'}"
                 f"{near(name, names(entry))}"
             )
         try:
@@ -161,10 +164,12 @@ def parse(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
 
 
 def checked(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as the constructor takes them, lists as tuples; what their values may be is its own matter.
+    """Options as the constructor takes them, lists as tuples; what their values may be is its own
+    matter.
 
     Raises:
-        ArgumentError: an option is unknown, missing, or of another type than the constructor's signature says.
+        ArgumentError: an option is unknown, missing, or of another type than the constructor's
+            signature says.
 
     >>> from regard.nn.variants import VARIANTS
     >>> checked(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
@@ -198,7 +203,9 @@ def near(name: str, known: Sequence[str]) -> str:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a plain value is of a type; an int is a float, and a list is a tuple or a sequence."""
+    """Whether a plain value is of a type; an int is a float, and a list is a tuple or a
+    sequence.
+    """
     origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, kind) for kind in inner)

@@ -1,4 +1,6 @@
-"""Selected attention: native sparse attention, mixture of block attention, and DeepSeek's top-k indexer."""
+"""Selected attention: native sparse attention, mixture of block attention, and DeepSeek's top-k
+indexer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from regard.positions import Rotary
 
 @variant(
     family="selected",
-    equation="out = W_o sum_b sigmoid(g_b(x)) softmax(q K_b^T / sqrt(D)) V_b, b: compressed, selected blocks, window",
+    equation="out = W_o sum_b sigmoid(g_b(x)) softmax(q K_b^T / sqrt(D)) V_b, b: compressed, "
+    "selected blocks, window",
     source="Yuan et al. 2025 (arXiv 2502.11089), section 3",
     groups=2,
     compress=4,
@@ -37,9 +40,11 @@ def nsa(
     count: int = 16,
     window: int = 512,
 ) -> NSA:
-    """Native sparse attention: compressed tokens, the blocks they point at, and a window, under gates.
+    """Native sparse attention: compressed tokens, the blocks they point at, and a window, under
+    gates.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 6 G D numbers per token, of which a step reads S/d + n l' + w tokens.
+    x [B,T,M] -> [B,T,M]; a cache keeps 6 G D numbers per token, of which a step reads S/d + n l' +
+    w tokens.
 
     Args:
         dim, heads: the model dim M and the query heads H.
@@ -65,14 +70,19 @@ def nsa(
         Heads(dim, heads, D, rotary),
         [Heads(dim, groups, D, *steps) for steps in ((), (rotary,), (rotary,))],
         [Heads(dim, groups, D) for _ in range(3)],
-        compress_key=Compress(compress, D), compress_value=Compress(compress, D), late=rotary,
-        gate=nn.Linear(dim, 3 * heads), output=join(dim, heads, D), sizes=sizes,
-    )  # fmt: skip
+        compress_key=Compress(compress, D),
+        compress_value=Compress(compress, D),
+        late=rotary,
+        gate=nn.Linear(dim, 3 * heads),
+        output=join(dim, heads, D),
+        sizes=sizes,
+    )
 
 
 @variant(
     family="selected",
-    equation="z = softmax(q K[I]^T / sqrt(D)) V[I], I: the own block and the topk - 1 past ones with the largest q . mean(K)",
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I], I: the own block and the topk - 1 past ones "
+    "with the largest q . mean(K)",
     source="Lu et al. 2025 (arXiv 2502.13189), section 2.2",
     groups=2,
     block=4,
@@ -88,9 +98,11 @@ def moba(
     block: int = 512,
     topk: int = 3,
 ) -> SelectedAttention:
-    """Mixture of block attention: each query head reads its own block and the past blocks that fit it best.
+    """Mixture of block attention: each query head reads its own block and the past blocks that fit
+    it best.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D numbers per token, of which a step reads at most topk blocks.
+    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D numbers per token, of which a step reads at most topk
+    blocks.
 
     Args:
         dim, heads, groups, head_dim, base: as `gqa`.
@@ -112,7 +124,8 @@ def moba(
 
 @variant(
     family="selected",
-    equation="z = softmax(q K[I]^T / sqrt(D)) V[I], I: the topk keys with the largest sum_j w_j relu(q'_j . k')",
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I], I: the topk keys with the largest sum_j w_j "
+    "relu(q'_j . k')",
     source="DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2",
     groups=2,
     topk=4,
@@ -132,10 +145,11 @@ def dsa(
     index_dim: int = 128,
     rotary_dim: int = 64,
 ) -> SelectedAttention:
-    """Attention to the keys that a lightning indexer chose: small heads of its own score every key, all heads read the best.
+    """Attention to the keys that a lightning indexer chose: small heads of its own score every key,
+    all heads read the best.
 
-    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D + d numbers per token; here beside grouped heads, in DeepSeek's models
-    beside a latent (`SelectedAttention` takes any projection).
+    x [B,T,M] -> [B,T,M]; a cache keeps 2 G D + d numbers per token; here beside grouped heads, in
+    DeepSeek's models beside a latent (`SelectedAttention` takes any projection).
 
     Args:
         dim, heads, groups, head_dim, base: as `gqa`.
@@ -144,7 +158,8 @@ def dsa(
         rotary_dim: how many of its d dims turn with the position, in halves; the others do not.
 
     Raises:
-        ArgumentError: as `gqa`; topk or a size is below 1, or rotary_dim is odd or larger than index_dim.
+        ArgumentError: as `gqa`; topk or a size is below 1, or rotary_dim is odd or larger than
+            index_dim.
 
     >>> dsa(32, 4, groups=2, topk=4, index_heads=3, index_dim=8, rotary_dim=4).describe(100).kv_per_token
     Figure(value=40, formula='16 + 16 + 8')

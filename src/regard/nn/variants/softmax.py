@@ -1,4 +1,6 @@
-"""Named softmax mechanisms that see all of the past: multi-head, grouped-query, QK-norm, ALiBi, sinks, gated and differential attention."""
+"""Named softmax mechanisms that see all of the past: multi-head, grouped-query, QK-norm, ALiBi,
+sinks, gated and differential attention.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,8 @@ def mha(
         is_causal: whether a token sees only itself and what came before.
 
     Raises:
-        ArgumentError: a size is less than 1, M / H is not whole and head_dim is None, or dropout is out of range.
+        ArgumentError: a size is less than 1, M / H is not whole and head_dim is None, or dropout is
+            out of range.
 
     >>> mha(32, 4).project.shape.memory
     (32, 32)
@@ -148,9 +151,11 @@ def mha(
     """
     D = head_size(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias),
-        mask=Causal() if is_causal else None, dropout=dropout,
-    )  # fmt: skip
+        separate(dim, heads, heads, D, bias=bias),
+        join(dim, heads, D, bias=bias),
+        mask=Causal() if is_causal else None,
+        dropout=dropout,
+    )
 
 
 @variant(
@@ -162,7 +167,8 @@ def mha(
 def mha_per_head(
     dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False
 ) -> Attention:
-    """Multi-head attention written head by head: the function of `mha`, with a matrix of its own for every head.
+    """Multi-head attention written head by head: the function of `mha`, with a matrix of its own
+    for every head.
 
     x [B,T,M] -> [B,T,M]
 
@@ -199,8 +205,10 @@ def stacked(split: Attention) -> Attention:
 
 @variant(
     family="softmax",
-    equation="[q; k; v] = W x + b; out = W_o [z_1; ...; z_H] + b_o, z_h = softmax(q_h k_h^T / sqrt(D) + causal) v_h",
-    source="Radford et al. 2018, Improving Language Understanding by Generative Pre-Training, section 3.1",
+    equation="[q; k; v] = W x + b; out = W_o [z_1; ...; z_H] + b_o, z_h = softmax(q_h k_h^T / "
+    "sqrt(D) + causal) v_h",
+    source="Radford et al. 2018, Improving Language Understanding by Generative Pre-Training, "
+    "section 3.1",
 )
 def gpt(
     dim: int,
@@ -225,7 +233,8 @@ def gpt(
         dropout: on the weights, in training only.
 
     Raises:
-        ArgumentError: a size is less than 1, G does not divide H, or order or dropout is out of range.
+        ArgumentError: a size is less than 1, G does not divide H, or order or dropout is out of
+            range.
 
     >>> gpt(32, 4).project.linear.weight.shape
     torch.Size([96, 32])
@@ -239,7 +248,8 @@ def gpt(
 
 @variant(
     family="softmax",
-    equation="z_h = softmax(q_h k_g^T / sqrt(D) + causal) v_g, g = h // (H/G); out = W_o [z_1; ...; z_H]",
+    equation="z_h = softmax(q_h k_g^T / sqrt(D) + causal) v_g, g = h // (H/G); out = W_o [z_1; "
+    "...; z_H]",
     source="Ainslie et al. 2023 (arXiv 2305.13245), section 2.2",
     groups=2,
 )
@@ -264,8 +274,8 @@ def gqa(
         layout: which dims make a rotary pair.
 
     Raises:
-        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and M / H is not whole; or
-            layout is unknown.
+        ArgumentError: a size is less than 1, or groups does not divide heads; head_dim is None and
+            M / H is not whole; or layout is unknown.
 
     >>> import torch
     >>> gqa(32, 4, groups=2)(torch.zeros(1, 5, 32)).shape
@@ -302,13 +312,15 @@ def mqa(dim: int, heads: int, *, head_dim: int | None = None, base: float = 1000
 @variant(
     family="softmax",
     equation="q_h = rotary(norm(W_q x)_h), k_g = rotary(norm(W_k x)_g)",
-    source="Yang et al. 2025, Qwen3 (arXiv 2505.09388), section 2; Henry et al. 2020 (arXiv 2010.04245)",
+    source="Yang et al. 2025, Qwen3 (arXiv 2505.09388), section 2; Henry et al. 2020 (arXiv "
+    "2010.04245)",
     groups=2,
 )
 def qk_norm(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """QK-norm before rotary: queries and keys are normed head by head, then rotated, as in Qwen3 and Gemma 3.
+    """QK-norm before rotary: queries and keys are normed head by head, then rotated, as in Qwen3
+    and Gemma 3.
 
     x [B,T,M] -> [B,T,M]
 
@@ -336,7 +348,8 @@ def qk_norm(
 def qk_norm_after_rotary(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """QK-norm after rotary: the same parts as `qk_norm` in the other order, which is another function.
+    """QK-norm after rotary: the same parts as `qk_norm` in the other order, which is another
+    function.
 
     x [B,T,M] -> [B,T,M]
 
@@ -364,7 +377,8 @@ def qk_norm_after_rotary(
 def qk_norm_flat(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """QK-norm over the full width: queries are normed before they are split into heads, as in OLMo 2.
+    """QK-norm over the full width: queries are normed before they are split into heads, as in OLMo
+    2.
 
     x [B,T,M] -> [B,T,M]
 
@@ -430,7 +444,8 @@ def softcap(
     >>> softcap(32, 4, groups=2, cap=30.0).softcap
     30.0
 
-    Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 (arXiv 1611.09940), equation 16.
+    Source: Gemma 2 (arXiv 2408.00118), section 2; Bello et al. 2016 (arXiv 1611.09940), equation
+    16.
     """
     D = head_size(dim, heads, head_dim)
     project = separate(dim, heads, groups, D, Rotary(D, base))
@@ -452,7 +467,8 @@ def learned_sink(
     base: float = 10000.0,
     bias: bool = True,
 ) -> Attention:
-    """A learned sink: one logit per head takes part in the denominator, so that a head may attend to nothing.
+    """A learned sink: one logit per head takes part in the denominator, so that a head may attend
+    to nothing.
 
     x [B,T,M] -> [B,T,M]; the sinks start at 0, which is the softmax "off by one".
 
@@ -480,7 +496,8 @@ def learned_sink(
     source="Press et al. 2021 (arXiv 2108.12409), section 3",
 )
 def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = False) -> Attention:
-    """ALiBi: no positions but a penalty on distance, at a slope of its own for each head, as in BLOOM and MPT.
+    """ALiBi: no positions but a penalty on distance, at a slope of its own for each head, as in
+    BLOOM and MPT.
 
     x [B,T,M] -> [B,T,M]
 
@@ -497,9 +514,11 @@ def alibi(dim: int, heads: int, *, head_dim: int | None = None, bias: bool = Fal
     """
     D = head_size(dim, heads, head_dim)
     return Attention(
-        separate(dim, heads, heads, D, bias=bias), join(dim, heads, D, bias=bias),
-        mask=Causal(), bias=ALiBi(heads),
-    )  # fmt: skip
+        separate(dim, heads, heads, D, bias=bias),
+        join(dim, heads, D, bias=bias),
+        mask=Causal(),
+        bias=ALiBi(heads),
+    )
 
 
 @variant(
@@ -516,7 +535,8 @@ def t5(
     max_distance: int = 128,
     bidirectional: bool = False,
 ) -> Attention:
-    """T5's relative bias: a learned number for each bucket of distances and head; scores are not scaled.
+    """T5's relative bias: a learned number for each bucket of distances and head; scores are not
+    scaled.
 
     x [B,T,M] -> [B,T,M]; the decoder's form, causal, unless bidirectional.
 
@@ -536,10 +556,12 @@ def t5(
     D = head_size(dim, heads, head_dim)
     table = nn.Parameter(0.1 * torch.randn(buckets, heads))
     return Attention(
-        separate(dim, heads, heads, D), join(dim, heads, D), scale=1.0,
+        separate(dim, heads, heads, D),
+        join(dim, heads, D),
+        scale=1.0,
         mask=None if bidirectional else Causal(),
         bias=T5Relative(table, bidirectional=bidirectional, max_distance=max_distance),
-    )  # fmt: skip
+    )
 
 
 @variant(
@@ -551,7 +573,8 @@ def t5(
 def gated(
     dim: int, heads: int, *, groups: int, head_dim: int | None = None, base: float = 10000.0
 ) -> Attention:
-    """Gated output: the token that asks opens or closes each number of what its heads bring, as in Qwen3-Next.
+    """Gated output: the token that asks opens or closes each number of what its heads bring, as in
+    Qwen3-Next.
 
     x [B,T,M] -> [B,T,M]
 
@@ -612,7 +635,9 @@ def differential(
     D, G = head_size(dim, 2 * heads, head_dim), groups or heads
     rotary = Rotary(D, base)
     project = Differential(
-        Heads(dim, 2 * heads, D, rotary), Heads(dim, 2 * G, D, rotary), Heads(dim, G, 2 * D),
+        Heads(dim, 2 * heads, D, rotary),
+        Heads(dim, 2 * G, D, rotary),
+        Heads(dim, G, 2 * D),
         depth=depth,
-    )  # fmt: skip
+    )
     return Attention(project, join(dim, heads, 2 * D), mask=Causal())

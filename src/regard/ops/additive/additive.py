@@ -1,4 +1,6 @@
-"""Additive attention: scores from a network with one hidden layer, softmax, and the mean of the values."""
+"""Additive attention: scores from a network with one hidden layer, softmax, and the mean of the
+values.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +44,27 @@ def additive_attention(
     q_positions: Positions | None = None,
     k_positions: Positions | None = None,
 ) -> Aligned:
-    """Additive attention: query and key are added, and a vector reads the score from the tanh of the sum.
+    """Additive attention: query and key are added, and a vector reads the score from the tanh of
+    the sum.
 
     e_ij = weight . tanh(query_i + keys_j);  a_ij = exp(e_ij) / sum_j exp(e_ij);  context_i = sum_j a_ij values_j
 
-    With query = W s_{i-1} and keys = U h_j it is Bahdanau's; with the two halves of one W on a pair, Luong's `concat`.
-    Queries and keys come projected: the keys of a source are computed once for all steps. What is masked reaches neither
-    context nor weights, and gets no gradient, whatever it holds. Taps: `scores`, `pattern`.
+    With query = W s_{i-1} and keys = U h_j it is Bahdanau's; with the two halves of one W on a
+    pair, Luong's `concat`. Queries and keys come projected: the keys of a source are computed once
+    for all steps. What is masked reaches neither context nor weights, and gets no gradient,
+    whatever it holds. Taps: `scores`, `pattern`.
 
     Args:
         query, keys, values: query head h reads key/value head h // (H/G); Bahdanau has one head.
         weight: v, one vector per head.
-        mask: a rule on positions, or a bool tensor, True = may attend; None sees every key whose position is >= 0.
+        mask: a rule on positions, or a bool tensor, True = may attend; None sees every key whose
+            position is >= 0.
         q_positions: default 0..T-1.
         k_positions: default 0..S-1; -1 is a slot that holds nothing, such as padding.
 
     Raises:
-        ArgumentError, ArgumentTypeError: shapes, dtypes or positions do not fit; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: shapes, dtypes or positions do not fit; raised before
+            anything is computed.
 
     >>> h = torch.randn(1, 1, 4, 8)
     >>> padded = torch.tensor([[0, 1, 2, -1]])
@@ -66,8 +72,8 @@ def additive_attention(
     >>> found.context.shape, found.weights[0, 0, 0, 3].item()
     (torch.Size([1, 1, 1, 8]), 0.0)
 
-    Source: Bahdanau et al. 2015 (arXiv 1409.0473), equations 5 and 6, appendix A.1.2; Luong et al. 2015
-    (arXiv 1508.04025), equation 8.
+    Source: Bahdanau et al. 2015 (arXiv 1409.0473), equations 5 and 6, appendix A.1.2; Luong et al.
+    2015 (arXiv 1508.04025), equation 8.
     """
     check_query_key_value(query, keys, values)
     (B, H, T, _), S = query.shape, keys.shape[2]
@@ -97,7 +103,8 @@ def _scores(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor) -> Ten
     blocks = []
     for i in range(0, T, step):
         rows, seen = query[:, :, i : i + step, None], visible[:, :, i : i + step]
-        # selected before the tanh: the gradient of a masked score is 0, and 0 times the slope at a NaN is a NaN
+        # selected before the tanh: the gradient of a masked score is 0, and 0 times the slope at a
+        # NaN is a NaN
         hidden = torch.tanh((rows + keys[:, :, None]).masked_fill(~seen[..., None], 0))
         s = torch.einsum("bhtsa,ha->bhts", hidden, weight)
         blocks.append(s.masked_fill(~seen, -math.inf))
@@ -108,11 +115,13 @@ def _check_weight(weight: Tensor, query: Tensor) -> None:
     need = (query.shape[1], query.shape[3])
     if tuple(weight.shape) != need:
         raise ArgumentError(
-            f"weight is {tuple(weight.shape)}; it must be {need}, one vector of the queries' size per head: "
+            f"weight is {tuple(weight.shape)}; it must be {need}, one vector of the queries' size "
+            "per head: "
             "use weight[None] for one head"
         )
     if weight.dtype != query.dtype or weight.device != query.device:
         raise ArgumentError(
-            f"weight is {weight.dtype} on {weight.device} and query {query.dtype} on {query.device}; "
+            f"weight is {weight.dtype} on {weight.device} and query {query.dtype} on "
+            f"{query.device}; "
             "move or convert one with .to()"
         )

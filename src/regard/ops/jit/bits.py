@@ -1,4 +1,6 @@
-"""Numbers in registers: half precision widened without a table, and an exponential that loops of SIMD can use."""
+"""Numbers in registers: half precision widened without a table, and an exponential that loops of
+SIMD can use.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ BF16, FP16 = np.int8(0), np.int16(0)
 
 @intrinsic
 def widen(context: Any, x: Any, tag: Any) -> Any:
-    """X as float32: as it is, or from the 16 bits of a bfloat16 or a float16, as the type of the tag says."""
+    """X as float32: as it is, or from the 16 bits of a bfloat16 or a float16, as the type of the
+    tag says.
+    """
 
     def as_it_is(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return args[0]
@@ -54,21 +58,29 @@ def bits_of(context: Any, x: Any) -> Any:
 
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = (
-    np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4),
-)  # fmt: skip
+    np.float32(1.4426950408889634),
+    np.float32(0.693359375),
+    np.float32(-2.12194440e-4),
+)
 _C0, _C1, _C2, _C3, _C4, _C5 = (
-    np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3),
-    np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1),
-)  # fmt: skip
+    np.float32(1.9875691500e-4),
+    np.float32(1.3981999507e-3),
+    np.float32(8.3334519073e-3),
+    np.float32(4.1665795894e-2),
+    np.float32(1.6666665459e-1),
+    np.float32(5.0000001201e-1),
+)
 _HALF, _ONE, _ZERO, _LEAST = np.float32(0.5), np.float32(1), np.float32(0), np.float32(-87)
 
 
 @njit(nogil=True, cache=True, fastmath={"contract", "nsz"})
 def exp(x: np.float32) -> np.float32:
-    """e^x for x <= 0 to about a rounding; 0 below -87, where fp32 is no longer normal; NaN stays NaN.
+    """e^x for x <= 0 to about a rounding; 0 below -87, where fp32 is no longer normal; NaN stays
+    NaN.
 
     e^x = 2^n e^r,  n = round(x / ln 2),  r = x - n ln 2 in two parts;  e^r by a polynomial of degree 7
-    (the coefficients of Cephes' expf). Written so that a loop over it becomes SIMD, which no call into libm does.
+    (the coefficients of Cephes' expf). Written so that a loop over it becomes SIMD, which no call
+    into libm does.
     """
     y = max(x, _LEAST)
     n = np.floor(y * _LOG2E + _HALF)

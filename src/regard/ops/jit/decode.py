@@ -1,15 +1,16 @@
 """Decoding, compiled: few queries, many keys, each key and value read once.
 
-For a row of the batch and a key/value head, all queries that share it are the rows of one block: R = H/G * T, row r being
-query r % T of head g H/G + r // T. Keys are visited tile by tile; a tile's scores, their maximum and sum, and the weighted
-values follow at once (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). Ranges of tiles are tasks, and their
-results are joined by lse.
+For a row of the batch and a key/value head, all queries that share it are the rows of one block: R
+= H/G * T, row r being query r % T of head g H/G + r // T. Keys are visited tile by tile; a tile's
+scores, their maximum and sum, and the weighted values follow at once (online softmax, Milakov and
+Gimelshein 2018, arXiv 1805.02867). Ranges of tiles are tasks, and their results are joined by lse.
 
 What the functions pass on:
-    mask: (positions of the keys [b,S] or none, the position of key 0, starts and stops of the ranges of positions that a
-        query sees [b,h,t,n], or its visibility key by key [b,h,t,S], or none)
-    extra: (softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, another bias [b,h,t,S] or none, positions of
-        the queries [b,T])
+    mask: (positions of the keys [b,S] or none, the position of key 0, starts and stops of the
+        ranges of positions that a query sees [b,h,t,n], or its visibility key by key [b,h,t,S], or
+        none)
+    extra: (softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, another bias [b,h,t,S]
+        or none, positions of the queries [b,T])
 b, h and t are B, H and T, or 1.
 """
 
@@ -24,7 +25,9 @@ from regard.ops.jit.tasks import done, take
 from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften, upper_halves
 
 BUILT_UPON = "fdf31044f3d91618"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 exact = njit(nogil=True, cache=True, error_model="numpy")
 
@@ -73,7 +76,9 @@ def see(b, h, t, tile, mask, seen):
 
 @exact
 def _look(b, g, tile, rows, T, mask, vis, index):
-    """The keys of a tile that some row sees: how many, and whether every row sees each. Their numbers go to index."""
+    """The keys of a tile that some row sees: how many, and whether every row sees each. Their
+    numbers go to index.
+    """
     heads = rows // T
     for r in range(rows):
         see(b, g * heads + r // T, r % T, tile, mask, vis[r])
@@ -160,10 +165,11 @@ def join(out, lse):
 
 @exact
 def run_tasks(given, call, keys, values):
-    """Tasks of the B G P of a call, while there are any: out [B,G,P,R,E] and lse [B,G,P,R] are theirs to write.
+    """Tasks of the B G P of a call, while there are any: out [B,G,P,R,E] and lse [B,G,P,R] are
+    theirs to write.
 
-    call: (q [B,G,R,D]; the scale; T; mask; extra; out; lse). keys, values: (flat memory, steps of B, G and the tokens, tag,
-    tokens S).
+    call: (q [B,G,R,D]; the scale; T; mask; extra; out; lse). keys, values: (flat memory, steps of
+        B, G and the tokens, tag, tokens S).
     """
     q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape

@@ -1,8 +1,11 @@
-"""The compiled entries of decoding, by address: one for each dtype of keys and values, and of the scales of codes.
+"""The compiled entries of decoding, by address: one for each dtype of keys and values, and of the
+scales of codes.
 
-The line of numbers that an entry is given (`Given` of `regard.ops.softmax.cpu` writes it): 0 the counter, 1 T, 2 position of key 0,
-3 softcap, 4 whether ALiBi is symmetric, 5 the scale; from `ARRAYS` on fields of 5: q, out, lse, positions of the keys, starts, stops, dense,
-slopes, bias, positions of the queries; from `MEMORY` on keys and values, their number, and how many tasks are done.
+The line of numbers that an entry is given (`Given` of `regard.ops.softmax.cpu` writes it): 0 the
+counter, 1 T, 2 position of key 0, 3 softcap, 4 whether ALiBi is symmetric, 5 the scale; from
+`ARRAYS` on fields of 5: q, out, lse, positions of the keys, starts, stops, dense, slopes, bias,
+positions of the queries; from `MEMORY` on keys and values, their number, and how many tasks are
+done.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from regard.ops.jit.quantised import run_tasks as _quantised
 from regard.ops.jit.tasks import FIELD, KINDS, address_of, inlined, line_at, memory, numbers, real
 
 BUILT_UPON = "b4fbdcda7e4a42ef"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 ARRAYS = 6
 MEMORY = ARRAYS + 10 * FIELD
@@ -30,7 +35,10 @@ LENGTH = MEMORY + 29
 def call_of(given):
     """q [B,G,R,D], the scale, T, mask, extra, out [B,G,P,R,E], lse [B,G,P,R], as `decode` says."""
     q = memory(given, ARRAYS, np.float32)
-    out, lse = memory(given, ARRAYS + FIELD, np.float32), memory(given, ARRAYS + 2 * FIELD, np.float32)  # fmt: skip
+    out, lse = (
+        memory(given, ARRAYS + FIELD, np.float32),
+        memory(given, ARRAYS + 2 * FIELD, np.float32),
+    )
     B, G, R = q.shape[0], q.shape[1], q.shape[2]
     P, E = out.shape[1], out.shape[3]
     mask = (
@@ -69,7 +77,17 @@ def codes(given, at, dtype, tag, S):
     steps = (given[at + 1], given[at + 2], given[at + 3], given[at + 4])
     scale_steps = (given[at + 7], given[at + 8], given[at + 9], given[at + 10])
     scale, zero = line_at(given[at + 5], dtype), line_at(given[at + 6], dtype)
-    return (line_at(given[at], np.uint8), steps, scale, zero, scale_steps, tag, given[at + 11], given[at + 12], S)  # fmt: skip
+    return (
+        line_at(given[at], np.uint8),
+        steps,
+        scale,
+        zero,
+        scale_steps,
+        tag,
+        given[at + 11],
+        given[at + 12],
+        S,
+    )
 
 
 def _coded(dtype: Any, tag: Any) -> Callable[[int], None]:

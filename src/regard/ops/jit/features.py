@@ -1,4 +1,6 @@
-"""What instructions compiled loops may name: those of this processor, unless Numba is told to compile for another."""
+"""What instructions compiled loops may name: those of this processor, unless Numba is told to
+compile for another.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from numba.core import config
 
 
 def has(feature: str) -> bool:
-    """Whether LLVM knows the processor to have a feature; naming what is compiled without ends the process.
+    """Whether LLVM knows the processor to have a feature; naming what is compiled without ends the
+    process.
 
     >>> has("no such feature")
     False

@@ -1,4 +1,5 @@
-"""A matrix with a few vectors, compiled: y = W x + b, each weight read once, in the order in which it lies in memory.
+"""A matrix with a few vectors, compiled: y = W x + b, each weight read once, in the order in which
+it lies in memory.
 
 One row of W at a time: a core that reads four at once reads at half the memory's speed (LOG.md).
 """
@@ -34,7 +35,9 @@ from regard.ops.jit.vectors import fma as multiply_add
 from regard.ops.jit.vectors import numbers as load
 
 BUILT_UPON = "d171df921d607244"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 TOGETHER = 4
 """Vectors that a weight is multiplied with once it is in a register."""
@@ -46,7 +49,9 @@ BLOCK = 1 << 17
 """Bytes of weights that make a task."""
 
 LENGTH = 9
-"""Numbers that the entry is given: the counter, R, M, N, addresses of x [R,M], W [N,M], b [N] or 0, y [R,N]; and one unused."""
+"""Numbers that the entry is given: the counter, R, M, N, addresses of x [R,M], W [N,M], b [N] or 0,
+y [R,N]; and one unused.
+"""
 
 
 def _dot(rows: int) -> Any:
@@ -56,7 +61,9 @@ def _dot(rows: int) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             flat, start, vectors, r, _, found = args
             row = builder.gep(data(context, builder, w, flat), [start])
-            given = [line(context, builder, x, vectors, builder.add(r, number(i))) for i in range(rows)]  # fmt: skip
+            given = [
+                line(context, builder, x, vectors, builder.add(r, number(i))) for i in range(rows)
+            ]
             made = context.make_array(x)(context, builder, value=vectors)
             M = cgutils.unpack_tuple(builder, made.shape)[1]
             wide = TOGETHER // rows * LANES
@@ -103,7 +110,9 @@ plain = njit(nogil=True, cache=True, error_model="numpy")
 
 @plain
 def multiply(given, x, w, b, y, tag):
-    """Blocks of rows of W, while there are any; flat memory. Vectors are widened once, to a multiple of four or one."""
+    """Blocks of rows of W, while there are any; flat memory. Vectors are widened once, to a
+    multiple of four or one.
+    """
     R, M, N = given[1], given[2], given[3]
     vectors = np.zeros((1 if R == 1 else (R + TOGETHER - 1) // TOGETHER * TOGETHER, M), np.float32)
     for r in range(R):

@@ -1,15 +1,20 @@
-"""The gradient of many queries, compiled: blocks and panels as in `prefill`, the weights computed again.
+"""The gradient of many queries, compiled: blocks and panels as in `prefill`, the weights computed
+again.
 
     p = e^(s - m) / l        dp = dO v^T        ds = p (dp - shift) slope        shift = dO O - dlse
     dv += p^T dO             dk += ds^T q       dq += ds k
 
-A block of rows meets one panel of keys after the other. Its weights [rows, PANEL] lie as the right factor of a product:
+A block of rows meets one panel of keys after the other. Its weights [rows, PANEL] lie as the right
+factor of a product:
 dv^T = dO^T p and dk^T = q^T ds are summed transposed, so that only q and dO are turned, once a block, and never scores.
-A bfloat16 product wants neighbours along its sum together: of p and ds two rows in a word, and ds once more by rows.
+A bfloat16 product wants neighbours along its sum together: of p and ds two rows in a word, and ds
+once more by rows.
 
-What the functions pass on, beside what `prefill` and `gradient_rows` name; slope is that of the softcap:
+What the functions pass on, beside what `prefill` and `gradient_rows` name; slope is that of the
+softcap:
     left: (q, q turned, dO, dO turned), [rows,dims] and [dims,rows]
-    factors: (p, its words, ds, its words, ds by rows, tag); without bfloat16 products these are the scores themselves
+    factors: (p, its words, ds, its words, ds by rows, tag); without bfloat16 products these are the
+        scores themselves
     sums: (dq of the block, dk, where in it, dv, where in it)
 
 Source: Dao et al. 2022 (arXiv 2205.14135), algorithm 4; Dao 2023 (arXiv 2307.08691), section 3.1.
@@ -27,17 +32,23 @@ from regard.ops.jit.product import PANEL, STEP, add_product, product
 from regard.ops.jit.rows import ONE, ZERO, exact
 
 BUILT_UPON = "12319cbde7550bde"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 RUN = 10 * STEP
-"""Rows that are summed in one go: sums of sums round less than one long chain, and so much of a panel stays in the first cache."""
+"""Rows that are summed in one go: sums of sums round less than one long chain, and so much of a
+panel stays in the first cache.
+"""
 
 
 @compiled
 def pack(keys, values, sizes, packed, first, stride):
-    """Panels first, first + stride, ... of all rows and heads: keys and values [dims,PANEL], and keys [S,PANEL].
+    """Panels first, first + stride, ... of all rows and heads: keys and values [dims,PANEL], and
+    keys [S,PANEL].
 
-    keys, values: (flat memory, steps of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers that stand together.
+    keys, values: (flat memory, steps of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers
+        that stand together.
     packed: keys by dims, values by dims, keys by tokens, flat, and zero where something is missing.
     """
     B, G, S, D, E, each = sizes
@@ -67,7 +78,9 @@ def _dot(x, y, b, h, t):
 
 @exact
 def _begin(block, given, T, H, saved, left, rows):
-    """What is kept of a block: its queries and their gradients, as they are and turned, and the numbers of its rows."""
+    """What is kept of a block: its queries and their gradients, as they are and turned, and the
+    numbers of its rows.
+    """
     (queries, changes, outs), (q, q_turned, d_out, d_out_turned) = given, left
     top, share, shift, alone = rows
     step = top.size
@@ -90,7 +103,9 @@ def _begin(block, given, T, H, saved, left, rows):
 
 @compiled
 def _weigh_panel(block, where, seen, head, left, rows, scores, factors, mask, extra):
-    """The weights of a block in a panel, and their gradients: the first and one past the last group that see some of it."""
+    """The weights of a block in a panel, and their gradients: the first and one past the last group
+    that see some of it.
+    """
     (panel, p), (_, hidden), (k, k_at, v, v_at) = where, seen, head
     (q, _, d_out, _), (s, d, _), (weights, words, _, d_words, d_rows, tag) = left, scores, factors
     depth, width = q.size // rows[0].size, d_out.size // rows[0].size
@@ -115,7 +130,9 @@ def _weigh_panel(block, where, seen, head, left, rows, scores, factors, mask, ex
 
 @compiled
 def _sum_panel(low, high, step, left, factors, keys, sums):
-    """Groups low to high - 1 of a block, to the gradients of a panel of keys and values, and of the queries."""
+    """Groups low to high - 1 of a block, to the gradients of a panel of keys and values, and of the
+    queries.
+    """
     (_, q_turned, _, d_out_turned), (weights, _, slopes, _, d_rows, _) = left, factors
     w, w_at, w_panel = keys
     d_q, d_k, k_at, d_v, v_at = sums
@@ -136,7 +153,9 @@ def _sum_panel(low, high, step, left, factors, keys, sums):
 
 @compiled
 def _visit(block, where, seen, keys, kept, held, rules, sums):
-    """All rows of a block against one panel of keys: two products, weights, and three products more."""
+    """All rows of a block against one panel of keys: two products, weights, and three products
+    more.
+    """
     (left, rows), (scores, factors), (mask, extra) = kept, held, rules
     given = left, rows, scores, factors, mask, extra
     low, high = _weigh_panel(block, where, seen, keys[:4], *given)
@@ -146,11 +165,13 @@ def _visit(block, where, seen, keys, kept, held, rules, sums):
 
 @exact
 def run_tasks(given, packed, sizes, mask, extra, saved, scratch, results, first, stride):
-    """Tasks first, first + stride, ...: all blocks of a row, a key/value head and a split, one after the other.
+    """Tasks first, first + stride, ...: all blocks of a row, a key/value head and a split, one
+    after the other.
 
-    given: queries, the gradient of the output, and the output, each (flat memory, steps of B, H and T, tag, D). packed: of
-    `pack`. sizes: B, H, G, T, rows of a block, splits. saved: of each row m, l and the gradient of its lse. results: dq [B,H,T,D];
-    without the scale, dk, and dv [splits,B,G,panels,D,PANEL] in fp32, D and E rounded up to STEP.
+    given: queries, the gradient of the output, and the output, each (flat memory, steps of B, H and
+        T, tag, D). packed: of `pack`. sizes: B, H, G, T, rows of a block, splits. saved: of each
+        row m, l and the gradient of its lse. results: dq [B,H,T,D]; without the scale, dk, and dv
+        [splits,B,G,panels,D,PANEL] in fp32, D and E rounded up to STEP.
     """
     B, H, G, T, step, splits = sizes
     left, scores, factors, d_q = scratch

@@ -1,4 +1,5 @@
-"""The compiled loops over rows of a gradient: scores become weights, and gradients of weights those of scores.
+"""The compiled loops over rows of a gradient: scores become weights, and gradients of weights those
+of scores.
 
 What the functions pass on:
     rows: (m, 1/l, what is taken off dp, the gradient of the lse) of each row of a block
@@ -17,7 +18,9 @@ from regard.ops.jit.product import PANEL, STEP
 from regard.ops.jit.rows import ONE, ZERO, adjust, hide
 
 BUILT_UPON = "2d17343db3f0310a"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 
 @compiled
@@ -36,9 +39,9 @@ def turn(x, rows, step, D, out):
 def _soften(s, d, top, share, shift, alone):
     """Scores of a row become weights p, and gradients dp those of scores, p (dp - shift).
 
-    A weight of exactly 1 means that the other weights of its row are lost in rounding. There dp and the output's part of
-    `shift` are the same number, but they were summed in another order: the difference is set to 0, so that only the gradient
-    of the lse is left.
+    A weight of exactly 1 means that the other weights of its row are lost in rounding. There dp and
+    the output's part of `shift` are the same number, but they were summed in another order: the
+    difference is set to 0, so that only the gradient of the lse is left.
     """
     for c in range(s.shape[0]):
         p, change = exp(s[c] - top) * share, d[c] - shift
@@ -49,7 +52,8 @@ def _soften(s, d, top, share, shift, alone):
 
 @compiled
 def _slopes(s, scale, cap, out):
-    """The slope 1 - tanh^2 of the softcap at scores that are not scaled yet: 4e / (1 + e)^2, e = exp(-2|x|).
+    """The slope 1 - tanh^2 of the softcap at scores that are not scaled yet: 4e / (1 + e)^2, e =
+    exp(-2|x|).
 
     So no digit is lost where tanh is near 1.
     """
@@ -60,7 +64,9 @@ def _slopes(s, scale, cap, out):
 
 @compiled
 def weigh(block, panel, group, hidden, rows, scores, mask, extra):
-    """A group of rows against a panel of keys, some of which are hidden or not; missing rows are 0."""
+    """A group of rows against a panel of keys, some of which are hidden or not; missing rows are
+    0.
+    """
     s, d, slopes = scores
     for r in range(group * STEP, (group + 1) * STEP):
         here, change = s[r * PANEL : (r + 1) * PANEL], d[r * PANEL : (r + 1) * PANEL]

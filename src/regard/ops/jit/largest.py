@@ -1,4 +1,6 @@
-"""The largest number of a line, in vectors: a compiler looks for NaN in between, number by number."""
+"""The largest number of a line, in vectors: a compiler looks for NaN in between, number by
+number.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The RMS norm of a few rows, compiled: for them torch's time is that of its calls, not of its numbers."""
+"""The RMS norm of a few rows, compiled: for them torch's time is that of its calls, not of its
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ from regard.ops.jit.pack import compiled, narrow
 from regard.ops.jit.tasks import KINDS, address_of, line_at, numbers, real
 
 BUILT_UPON = "6d77e3833c5c7658"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 LENGTH = 8
-"""Numbers that the entry is given: one unused, R, M, addresses of x [R,M], the weight [M] and y, eps, offset."""
+"""Numbers that the entry is given: one unused, R, M, addresses of x [R,M], the weight [M] and y,
+eps, offset.
+"""
 
 
 @compiled

@@ -1,8 +1,9 @@
-"""Keys and values laid out as products of small matrices read them, and numbers on their way in and out.
+"""Keys and values laid out as products of small matrices read them, and numbers on their way in and
+out.
 
-A panel of keys is [D, PANEL]: a dimension of PANEL keys side by side. A panel of values is [keys, PANEL]: PANEL dimensions
-of a key side by side. In bfloat16 two neighbours along the sum, dimensions or keys, stand together: [D/2, PANEL, 2].
-Missing keys and dimensions are zeros.
+A panel of keys is [D, PANEL]: a dimension of PANEL keys side by side. A panel of values is [keys,
+PANEL]: PANEL dimensions of a key side by side. In bfloat16 two neighbours along the sum, dimensions
+or keys, stand together: [D/2, PANEL, 2]. Missing keys and dimensions are zeros.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from regard.ops.jit.bits import bits_of, widen
 from regard.ops.jit.product import PANEL
 
 BUILT_UPON = "1843ecb3720907e4"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
-compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})  # fmt: skip
+compiled = njit(
+    nogil=True, cache=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"}
+)
 
 
 @njit(nogil=True, cache=True)
@@ -79,7 +84,9 @@ def pack_keys(memory, tokens, D, each, out, at):
 
 @compiled
 def pack_values(memory, tokens, E, each, out, at, across):
-    """Keys tokens[0] to tokens[1] - 1, of every panel of E dims; panels begin `across` numbers apart."""
+    """Keys tokens[0] to tokens[1] - 1, of every panel of E dims; panels begin `across` numbers
+    apart.
+    """
     flat, base, step, tag = memory
     for j in range(tokens[0], tokens[1]):
         start = base + j * step
@@ -93,10 +100,13 @@ def pack_values(memory, tokens, E, each, out, at, across):
 
 @compiled
 def pack(keys, values, sizes, packed, first, stride):
-    """Panels first, first + stride, ... of the keys of all rows and heads, and the values of the same keys.
+    """Panels first, first + stride, ... of the keys of all rows and heads, and the values of the
+    same keys.
 
-    keys, values: (flat memory, steps of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers that stand together.
-    packed: keys [B,G,panels of S,D,PANEL] and values [B,G,panels of E,S,PANEL], flat and zero, S and D rounded up.
+    keys, values: (flat memory, steps of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers
+        that stand together.
+    packed: keys [B,G,panels of S,D,PANEL] and values [B,G,panels of E,S,PANEL], flat and zero, S
+        and D rounded up.
     """
     B, G, S, D, E, each = sizes
     count = (S + PANEL - 1) // PANEL

@@ -1,7 +1,8 @@
-"""Threads for compiled loops that let go of the interpreter: plain Python threads, as many as torch uses.
+"""Threads for compiled loops that let go of the interpreter: plain Python threads, as many as torch
+uses.
 
-Numba's own threading layers are not used: one of them dies when two Python threads call it, another after a fork, and
-all keep threads beside torch's that spin for work.
+Numba's own threading layers are not used: one of them dies when two Python threads call it, another
+after a fork, and all keep threads beside torch's that spin for work.
 """
 
 from __future__ import annotations

@@ -1,14 +1,19 @@
-"""Many queries, compiled: blocks of queries against tiles of keys, scores in fp32, what is masked is not multiplied.
+"""Many queries, compiled: blocks of queries against tiles of keys, scores in fp32, what is masked
+is not multiplied.
 
-For a row of the batch and a key/value head g, row r is query r // n of head g n + r % n, n = H/G: neighbours see almost
-the same keys. So many rows as fit the second cache are a block, (b, g, its first row, its rows, n), STEP rows a group. For each tile of keys the groups that see some of it
-multiply the panels between the first and the last that they see, become weights (online softmax, Milakov and Gimelshein
-2018, arXiv 1805.02867), and are multiplied with the values of the same panels.
+For a row of the batch and a key/value head g, row r is query r // n of head g n + r % n, n = H/G:
+neighbours see almost the same keys. So many rows as fit the second cache are a block, (b, g, its
+first row, its rows, n), STEP rows a group. For each tile of keys the groups that see some of it
+multiply the panels between the first and the last that they see, become weights (online softmax,
+Milakov and Gimelshein 2018, arXiv 1805.02867), and are multiplied with the values of the same
+panels.
 
 What the functions pass on:
-    mask: (positions of the keys [b,S], -1 where there is none; of each panel of keys the least and the largest position,
-        and whether all are there [b,panels,3]; starts and stops of the ranges of positions that a query sees [b,h,t,n])
-    extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, positions of the queries [b,T])
+    mask: (positions of the keys [b,S], -1 where there is none; of each panel of keys the least and
+        the largest position, and whether all are there [b,panels,3]; starts and stops of the ranges
+        of positions that a query sees [b,h,t,n])
+    extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, positions of
+        the queries [b,T])
 b, h and t are B, H and T, or 1.
 """
 
@@ -21,14 +26,18 @@ from regard.ops.jit.product import PANEL, STEP, add_product, product
 from regard.ops.jit.rows import NONE, ONE, ZERO, adjust, exact, hide, line, soften
 
 BUILT_UPON = "fae352f86e6b41bb"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 PANELS = 256 // PANEL
 """Panels of keys in a tile."""
 
 TILE = PANELS * PANEL
 ROWS = 43 * STEP
-"""The most rows of a block: with 256 keys their scores, weights, queries and sums stay in the second cache."""
+"""The most rows of a block: with 256 keys their scores, weights, queries and sums stay in the
+second cache.
+"""
 
 FAR = 1 << 62
 
@@ -55,7 +64,9 @@ def place(block, r):
 
 @exact
 def reach(block, mask, hull):
-    """Of each of the ranges, the least start and the largest stop of all rows: where a tile cannot be seen otherwise."""
+    """Of each of the ranges, the least start and the largest stop of all rows: where a tile cannot
+    be seen otherwise.
+    """
     b, _, _, rows, _ = block
     hull[:, 0], hull[:, 1] = FAR, 0
     for r in range(rows):
@@ -78,7 +89,8 @@ def meets(block, first, mask, hull):
 
 @exact
 def survey(block, first, mask, spans, hidden):
-    """What each group sees of the tile whose first panel is `first`: panels spans[group], 1 of hidden[group] if in part, 2 if nothing.
+    """What each group sees of the tile whose first panel is `first`: panels spans[group], 1 of
+    hidden[group] if in part, 2 if nothing.
 
     Returns whether any group sees any of it.
     """
@@ -136,14 +148,23 @@ def _tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
             if start < stop:
                 at, r = v_at + e * v_panel + (first + start) * PANEL * PANEL, group * STEP
                 add_product(
-                    p, r * TILE + start * PANEL, TILE, v, at, (stop - start) * PANEL,
-                    acc, r * width + e * PANEL, width,
-                )  # fmt: skip
+                    p,
+                    r * TILE + start * PANEL,
+                    TILE,
+                    v,
+                    at,
+                    (stop - start) * PANEL,
+                    acc,
+                    r * width + e * PANEL,
+                    width,
+                )
 
 
 @exact
 def fetch(queries, block, q, depth):
-    """The rows of a block, side by side, as the product reads them; rows and dims that are missing stay 0."""
+    """The rows of a block, side by side, as the product reads them; rows and dims that are missing
+    stay 0.
+    """
     flat, b_step, h_step, t_step, tag, D = queries
     for r in range(block[3]):
         h, t = place(block, r)
@@ -157,9 +178,11 @@ def fetch(queries, block, q, depth):
 def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stride):
     """Blocks first, first + stride, ... of all rows and heads, the last queries first.
 
-    results: out [B,H,T,E]; the largest score and the sum of exp(score - largest) of each row, [B,H,T].
-    queries: (flat memory, steps of B, H and T, tag, D). packed: of `pack`, and the steps of a head and of a panel of
-    values. sizes: B, H, G, T, E, rows of a block, D as it is packed. scratch: q, scores, weights, sums, lanes.
+    results: out [B,H,T,E]; the largest score and the sum of exp(score - largest) of each row,
+        [B,H,T].
+    queries: (flat memory, steps of B, H and T, tag, D). packed: of `pack`, and the steps of a head
+        and of a panel of values. sizes: B, H, G, T, E, rows of a block, D as it is packed. scratch:
+        q, scores, weights, sums, lanes.
     """
     B, H, G, T, E, step, depth = sizes
     k, v, k_head, v_head, v_panel = packed
@@ -186,7 +209,9 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
 
 @compiled
 def _finish(block, T, H, E, sums, tag, results):
-    """The rows of a block, divided by their totals; a row that saw nothing is 0, and so is its total."""
+    """The rows of a block, divided by their totals; a row that saw nothing is 0, and so is its
+    total.
+    """
     acc, width, top, total = sums
     out, tops, totals = results
     for r in range(block[3]):

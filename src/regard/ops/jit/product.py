@@ -1,14 +1,18 @@
-"""Products of small matrices in registers: STEP rows of a by PANEL columns of b, fp32 sums, bf16 or fp32 factors.
+"""Products of small matrices in registers: STEP rows of a by PANEL columns of b, fp32 sums, bf16 or
+fp32 factors.
 
     c_rj (+)= sum_k a_rk b_kj        r < STEP, j < PANEL
 
-All STEP x PANEL sums stay in registers while k runs: a number of a is broadcast to all lanes, PANEL numbers of b are
-loaded at once. With AVX512-BF16 one instruction adds two products of bfloat16s to each of 16 fp32 sums, without rounding
-them to bfloat16 in between. The loop is written in LLVM's own words, for no compiler finds this form by itself.
+All STEP x PANEL sums stay in registers while k runs: a number of a is broadcast to all lanes, PANEL
+numbers of b are loaded at once. With AVX512-BF16 one instruction adds two products of bfloat16s to
+each of 16 fp32 sums, without rounding them to bfloat16 in between. The loop is written in LLVM's
+own words, for no compiler finds this form by itself.
 
-Layouts: a is row after row. b is packed in panels, [k, PANEL], for bfloat16 in pairs, [k/2, PANEL, 2].
+Layouts: a is row after row. b is packed in panels, [k, PANEL], for bfloat16 in pairs, [k/2, PANEL,
+    2].
 
-Source: Goto and van de Geijn 2008 (ACM TOMS 34, 12), sections 4 and 5: panels, and the block of registers.
+Source: Goto and van de Geijn 2008 (ACM TOMS 34, 12), sections 4 and 5: panels, and the block of
+registers.
 """
 
 from __future__ import annotations
@@ -42,7 +46,9 @@ _SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 class _Kind(NamedTuple):
-    """How the factors lie in memory: one number, a word of it that is broadcast, a register of words, numbers in a word."""
+    """How the factors lie in memory: one number, a word of it that is broadcast, a register of
+    words, numbers in a word.
+    """
 
     number: ir.Type
     word: ir.Type
@@ -58,7 +64,8 @@ class _Emit:
 
     def __init__(self, builder: Any, kind: _Kind) -> None:
         self.builder, self.kind = builder, kind
-        # newer LLVM wants bfloats in place of the words, which llvmlite cannot name: it upgrades this by itself
+        # newer LLVM wants bfloats in place of the words, which llvmlite cannot name: it upgrades
+        # this by itself
         two = "llvm.x86.avx512bf16.dpbf16ps.512", [_SUMS, _WORDS, _WORDS]
         name, given = two if kind.each == 2 else (f"llvm.fma.v{LANES}f32", [_SUMS] * 3)
         signature = ir.FunctionType(_SUMS, given)
@@ -85,7 +92,9 @@ class _Emit:
 
     @contextmanager
     def loop(self, times: Any, sums: list[Any]) -> Iterator[tuple[Any, list[Any], list[Any]]]:
-        """A loop that carries sums: (its number, the sums so far, where their next values go); then sums are the last."""
+        """A loop that carries sums: (its number, the sums so far, where their next values go); then
+        sums are the last.
+        """
         builder, before, next_sums = self.builder, self.builder.block, list(sums)
         head, done = (builder.append_basic_block(name) for name in ("products", "done"))
         builder.cbranch(builder.icmp_signed(">", times, _I64(0)), head, done)
@@ -93,7 +102,9 @@ class _Emit:
         number, so_far = builder.phi(_I64), [builder.phi(_SUMS) for _ in sums]
         yield number, so_far, next_sums
         more = builder.add(number, _I64(1))
-        for phi, first, after in zip([number, *so_far], [_I64(0), *sums], [more, *next_sums], strict=True):  # fmt: skip
+        for phi, first, after in zip(
+            [number, *so_far], [_I64(0), *sums], [more, *next_sums], strict=True
+        ):
             phi.add_incoming(first, before)
             phi.add_incoming(after, head)
         builder.cbranch(builder.icmp_signed("<", more, times), head, done)
@@ -151,7 +162,9 @@ def _signature(a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def product(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
-    """c = a b, for flat arrays: a from a_at on with a_step between rows, b from b_at on, c as a; k is even for bf16."""
+    """c = a b, for flat arrays: a from a_at on with a_step between rows, b from b_at on, c as a; k
+    is even for bf16.
+    """
     kind = _BF16 if a.dtype == types.uint16 else _FP32
     return _signature(a, b, c), _code(kind, adds=False)
 

@@ -1,12 +1,14 @@
-"""Decoding over keys and values in codes of few bits, which are read as they are: no copy of them is widened.
+"""Decoding over keys and values in codes of few bits, which are read as they are: no copy of them
+is widened.
 
-As in `decode`, whose masks, scores' extras and parts these are. Keys have a scale per channel for each group of tokens,
-values one per token for each group of channels. Codes are finite whatever stood at a masked slot, so that a weight of 0 may
-multiply them.
+As in `decode`, whose masks, scores' extras and parts these are. Keys have a scale per channel for
+each group of tokens, values one per token for each group of channels. Codes are finite whatever
+stood at a masked slot, so that a weight of 0 may multiply them.
 
-keys, values: (bytes of the codes, their steps [B, G, rows, lines]; scales, zeros, their steps [B, G, rows, lines], tag of their
-bits; columns of a group, bits; tokens S). A row is a group of tokens for keys, where a line is a channel; and a token for
-values, where a line is one of its groups of channels.
+keys, values: (bytes of the codes, their steps [B, G, rows, lines]; scales, zeros, their steps [B,
+    G, rows, lines], tag of their bits; columns of a group, bits; tokens S). A row is a group of
+    tokens for keys, where a line is a channel; and a token for values, where a line is one of its
+    groups of channels.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from regard.ops.jit.tile import NONE, soften
 from regard.ops.jit.tile_quantised import sum_lines
 
 BUILT_UPON = "bece963a813fb612"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 LENGTH = 128
 """Tokens of a tile, at least: a call for each group of channels pays for itself."""

@@ -1,7 +1,8 @@
-"""The compiled loops over the scores of one row: what is added to them, what is hidden, and how they become weights.
+"""The compiled loops over the scores of one row: what is added to them, what is hidden, and how
+they become weights.
 
-Arrays are slices that begin where the work begins: an index that runs from 0 needs no look at its sign, and the loop is SIMD.
-`mask` and `extra` are those of `regard.ops.jit.prefill`.
+Arrays are slices that begin where the work begins: an index that runs from 0 needs no look at its
+sign, and the loop is SIMD. `mask` and `extra` are those of `regard.ops.jit.prefill`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from regard.ops.jit.pack import compiled, narrow
 from regard.ops.jit.product import PANEL
 
 BUILT_UPON = "dd119707da86f448"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 ZERO, ONE, NONE = np.float32(0), np.float32(1), np.float32(-np.inf)
 exact = njit(nogil=True, cache=True, error_model="numpy")
@@ -43,11 +46,19 @@ def hide(s, b, h, t, keys, mask):
 
 @compiled
 def tanh(x):
-    """tanh to a few roundings: near 0 by the odd polynomial of Cephes' tanhf, else by the exponential."""
+    """tanh to a few roundings: near 0 by the odd polynomial of Cephes' tanhf, else by the
+    exponential.
+    """
     a = abs(x)
     z = x * x
-    p = (((np.float32(-5.70498872745e-3) * z + np.float32(2.06390887954e-2)) * z - np.float32(5.37397155531e-2)) * z
-         + np.float32(1.33314422036e-1)) * z - np.float32(3.33332819422e-1)  # fmt: skip
+    p = (
+        (
+            (np.float32(-5.70498872745e-3) * z + np.float32(2.06390887954e-2)) * z
+            - np.float32(5.37397155531e-2)
+        )
+        * z
+        + np.float32(1.33314422036e-1)
+    ) * z - np.float32(3.33332819422e-1)
     e = exp(np.float32(-2) * a)
     far = (ONE - e) / (ONE + e)
     return x + x * z * p if a < np.float32(0.625) else math.copysign(far, x)
@@ -55,7 +66,9 @@ def tanh(x):
 
 @compiled
 def adjust(s, first, b, h, t, where, extra):
-    """The scale, then the softcap, then ALiBi, on the scores of one row with the keys from `first` on."""
+    """The scale, then the softcap, then ALiBi, on the scores of one row with the keys from `first`
+    on.
+    """
     scale, cap, symmetric, slopes, q_where = extra
     for c in range(s.shape[0]):
         s[c] *= scale
@@ -72,7 +85,9 @@ def adjust(s, first, b, h, t, where, extra):
 
 @compiled
 def _largest(s, lanes):
-    """The largest score of a row of whole panels; NaN counts for nothing. Lane by lane, so that the loop is SIMD."""
+    """The largest score of a row of whole panels; NaN counts for nothing. Lane by lane, so that the
+    loop is SIMD.
+    """
     for i in range(PANEL):
         lanes[i] = NONE
     for at in range(0, s.shape[0], PANEL):
@@ -88,7 +103,9 @@ def _largest(s, lanes):
 
 @compiled
 def soften(s, p, acc, top, total, r, tag, lanes):
-    """Scores of a row become weights p relative to its maximum so far; what was summed before is scaled to it."""
+    """Scores of a row become weights p relative to its maximum so far; what was summed before is
+    scaled to it.
+    """
     largest = _largest(s, lanes)
     if largest > top[r]:
         shrink = exp(top[r] - largest)

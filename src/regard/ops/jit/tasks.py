@@ -1,8 +1,9 @@
-"""What a compiled entry is given: one line of int64 numbers, of which arrays and settings are made again.
+"""What a compiled entry is given: one line of int64 numbers, of which arrays and settings are made
+again.
 
-A dispatcher of Numba looks at every array of a call for its type, which costs more than a short call itself; an entry takes
-one pointer. Number 0 counts the tasks that were taken, so that a thread that is late takes fewer; the last one
-those that are done.
+A dispatcher of Numba looks at every array of a call for its type, which costs more than a short
+call itself; an entry takes one pointer. Number 0 counts the tasks that were taken, so that a thread
+that is late takes fewer; the last one those that are done.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from numba.extending import intrinsic
 from regard.ops.jit.bits import BF16, FP16
 
 BUILT_UPON = "3f01cfe31ff4b4cb"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 KINDS = {
     torch.float32: (np.float32, BF16),

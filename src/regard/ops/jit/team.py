@@ -1,7 +1,9 @@
-"""Torch's own threads for compiled loops: the OpenMP team that torch has loaded, or plain Python threads where there is none.
+"""Torch's own threads for compiled loops: the OpenMP team that torch has loaded, or plain Python
+threads where there is none.
 
-Between its products torch's threads spin for work. Threads of ours beside them lose up to a fifth of the memory's speed to that
-(LOG.md), and wake up a hundred times more slowly: so a compiled entry is run by the same team, from its address.
+Between its products torch's threads spin for work. Threads of ours beside them lose up to a fifth
+of the memory's speed to that (LOG.md), and wake up a hundred times more slowly: so a compiled entry
+is run by the same team, from its address.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def run(entry: int, given: Sequence[int], workers: int) -> None:
-    """Call the compiled function at an address in so many threads at once, and come back when all are done.
+    """Call the compiled function at an address in so many threads at once, and come back when all
+    are done.
 
-    entry: address of a C function of one pointer, to the numbers given as int64. Number 0 is a counter that they share:
-    `regard.ops.jit.tasks.take` hands out the tasks.
+    entry: address of a C function of one pointer, to the numbers given as int64. Number 0 is a
+        counter that they share: `regard.ops.jit.tasks.take` hands out the tasks.
     """
     memory = array("q", given)
     at = memory.buffer_info()[0]

@@ -1,9 +1,10 @@
 """The compiled loops over one tile of keys: scores, the softmax so far, and the weighted values.
 
-`keys` and `values` are (flat memory, where the head begins in it, step from one token to the next, tag of its bits);
-`index[:n]` are the numbers of the tokens that take part, with room up to a multiple of eight. Nothing here knows of masks: a
-score of -inf is one. While a tile is computed, the lines of the next are asked for in the order in which they lie: a core that
-waits for every line reads at half the memory's speed (LOG.md).
+`keys` and `values` are (flat memory, where the head begins in it, step from one token to the next,
+tag of its bits); `index[:n]` are the numbers of the tokens that take part, with room up to a
+multiple of eight. Nothing here knows of masks: a score of -inf is one. While a tile is computed,
+the lines of the next are asked for in the order in which they lie: a core that waits for every line
+reads at half the memory's speed (LOG.md).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from regard.ops.jit.vectors import (
 )
 
 BUILT_UPON = "37c7f72002086d8c"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 TILE = 64
 """Keys that are scored together: with their values they fit the first cache."""
@@ -66,7 +69,10 @@ def _score(rows: int) -> Any:
             wide = [line(context, builder, q[0], queries, r) for r in where]
             short = [line(context, builder, q[1], words, r) for r in where]
             found = [line(context, builder, s, s_array, r) for r in where]
-            memory, chosen = data(context, builder, keys[0], flat), data(context, builder, index, listed)  # fmt: skip
+            memory, chosen = (
+                data(context, builder, keys[0], flat),
+                data(context, builder, index, listed),
+            )
             made = context.make_array(q[0])(context, builder, value=queries)
             D, tag = cgutils.unpack_tuple(builder, made.shape)[1], keys[3]
             tile = Loop(builder, number(0), count, TOGETHER[rows])
@@ -90,7 +96,9 @@ def _score(rows: int) -> Any:
 
 
 def _dims(builder: Any, D: Any, keys: list[Any], queries: tuple[Any, Any], tag: Any) -> list[Any]:
-    """Sums over D of each row with each key: of pairs of bfloat16 first, where queries stand in it too."""
+    """Sums over D of each row with each key: of pairs of bfloat16 first, where queries stand in it
+    too.
+    """
     wide, short = queries
     sizes = (*((2 * LANES,) if short else ()), LANES, 1)
     ends = [number(0), *(builder.and_(D, number(-x)) for x in sizes)]
@@ -120,7 +128,10 @@ def _mix(rows: int, columns: int) -> Any:
             )
             where = [builder.add(first, number(r)) for r in range(rows)]
             weights = [line(context, builder, s, s_array, r) for r in where]
-            memory, chosen = data(context, builder, values[0], flat), data(context, builder, index, listed)  # fmt: skip
+            memory, chosen = (
+                data(context, builder, values[0], flat),
+                data(context, builder, index, listed),
+            )
             sums_of = [builder.gep(line(context, builder, out[0], acc, r), [column]) for r in where]
             kept = [builder.gep(x, [i]) for x in sums_of for i in steps]
             so_far = [numbers(builder, x, types.none, lanes) for x in kept]
@@ -157,7 +168,9 @@ def upper_halves(x, words):
 
 @plain
 def score(q, rows, keys, index, n, s):
-    """Rows of q with n keys, by fours; a single one that is left by itself. q: ([R,D], as bfloat16 [R,D], the scale)."""
+    """Rows of q with n keys, by fours; a single one that is left by itself. q: ([R,D], as bfloat16
+    [R,D], the scale).
+    """
     for c in range(n, (n + 7) // 8 * 8):
         index[c] = index[n - 1]
     fours = rows // 4 * 4 if rows % 4 < 2 else q[0].shape[0]
@@ -216,7 +229,9 @@ def mix_seen(s, rows, values, index, n, acc):
 
 @compiled
 def soften(s, rows, n, acc, top, total):
-    """Scores of all rows become weights relative to each row's maximum so far; what was summed before is scaled to it."""
+    """Scores of all rows become weights relative to each row's maximum so far; what was summed
+    before is scaled to it.
+    """
     for r in range(rows):
         line = s[r, :n]
         most = max(top[r], largest(s, r * s.shape[1], n))

@@ -1,14 +1,18 @@
-"""The compiled loops over numbers kept as codes of few bits: weighted sums of lines, widened in registers.
+"""The compiled loops over numbers kept as codes of few bits: weighted sums of lines, widened in
+registers.
 
-A line is a run of numbers that share a scale and a zero: x = zero + code * scale. Keys with a scale per channel are lines of
-one channel over tokens, values with a scale per token are lines of one token over channels; so that scores and the
-weighted values are one loop:
+A line is a run of numbers that share a scale and a zero: x = zero + code * scale. Keys with a scale
+per channel are lines of one channel over tokens, values with a scale per token are lines of one
+token over channels; so that scores and the weighted values are one loop:
 
     out[r, :] (+)= sum_i w[r, i] (zero[i] + code[i, :] scale[i])
-               = sum_i (w[r, i] scale[i]) (code[i, :] - half) + sum_i w[r, i] (zero[i] + half scale[i])
+               = sum_i (w[r, i] scale[i]) (code[i, :] - half) + sum_i w[r, i] (zero[i] + half
+               scale[i])
 
-Each code is read once for four rows, and weighed as it is: its scale is in the weight. Codes count from the middle of their
-range: from its lower end the two sums would be larger than what they add up to, and fp32 off by several times as much.
+Each code is read once for four rows, and weighed as it is: its scale is in the weight. Codes count
+from the middle of their
+range: from its lower end the two sums would be larger than what they add up to, and fp32 off by
+    several times as much.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ from regard.ops.jit.vectors import (
 )
 
 BUILT_UPON = "1c431604cba98af8"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 WIDE = 32
 """Numbers of a line that are summed together: their sums for four rows stay in registers."""
@@ -46,7 +52,9 @@ _I8, _I32 = ir.IntType(8), ir.IntType(32)
 
 
 def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[Any]:
-    """Codes as vectors of floats: vector v * per + i has every per-th number of the v-th run of bytes, from i on."""
+    """Codes as vectors of floats: vector v * per + i has every per-th number of the v-th run of
+    bytes, from i on.
+    """
     per, size = 8 // bits, columns * bits // 8
     lanes = min(16, size)
     found = []
@@ -80,9 +88,10 @@ def _in_order(builder: Any, parts: list[Any]) -> list[Any]:
 def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
     """`sum_lines` for rows and columns of a variant: one loop for each, chosen when it runs.
 
-    variant: (rows, columns, bits). lines: (bytes of the codes, byte of the first line, step to the next, how many).
-    weights: (array [R,n], from column 0; what is added to every number of a row [R]). out: (array [R,n], first row here and of
-    the weights, first column, whether it is written anew).
+    variant: (rows, columns, bits). lines: (bytes of the codes, byte of the first line, step to the
+        next, how many).
+    weights: (array [R,n], from column 0; what is added to every number of a row [R]). out: (array
+        [R,n], first row here and of the weights, first column, whether it is written anew).
     """
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -162,7 +171,9 @@ compiled = leaf(fastmath={"contract", "reassoc", "nsz"})
 
 @compiled
 def _weigh(scales, at, count, w, rows, half, scratch):
-    """Weights [R,n] with the scales of their lines in them, and what each row has of the middles of all lines [R]."""
+    """Weights [R,n] with the scales of their lines in them, and what each row has of the middles of
+    all lines [R].
+    """
     scale, zero, step, tag = scales
     weighed, wide, middle, added, _, _ = scratch
     if step == 1:
@@ -185,14 +196,15 @@ def _weigh(scales, at, count, w, rows, half, scratch):
 
 @compiled
 def sum_lines(rows, memory, at, w, scratch, out):
-    """out[r, c] (+)= sum_i w[r, i] x[i, c] for the lines i of a group, all its columns c and all rows r.
+    """out[r, c] (+)= sum_i w[r, i] x[i, c] for the lines i of a group, all its columns c and all
+    rows r.
 
-    memory: (codes, step of the lines in bytes, (scales, zeros, step from one line to the next, tag of their bits), columns,
-    bits, lines). at: (byte of the first line, number of its scale, byte from which as
-    much is read next). w: [R,n]. scratch: (weights [R,n], two lines [n], [R], (int16 [R,n], [R]), whether
-    weights may be rounded to 16 bits). out:
-    (array [R,n], first column, whether it is written anew). Rows beyond those that are asked for, up to a multiple of four, may
-    be written, too.
+    memory: (codes, step of the lines in bytes, (scales, zeros, step from one line to the next, tag
+        of their bits), columns, bits, lines). at: (byte of the first line, number of its scale,
+        byte from which as much is read next). w: [R,n]. scratch: (weights [R,n], two lines [n],
+        [R], (int16 [R,n], [R]), whether weights may be rounded to 16 bits). out: (array [R,n],
+        first column, whether it is written anew). Rows beyond those that are asked for, up to a
+        multiple of four, may be written, too.
     """
     codes, step, scales, group, bits, count = memory
     z, first, fresh = out

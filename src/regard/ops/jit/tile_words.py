@@ -1,10 +1,13 @@
-"""Codes of 8 bits, weighed by whole numbers of 16: twice as many products to an instruction as in fp32.
+"""Codes of 8 bits, weighed by whole numbers of 16: twice as many products to an instruction as in
+fp32.
 
-    sum_i w[r, i] x[i, c] = f_r (sum_i W[r, i] code[i, c] - 128 sum_i W[r, i]) + sum_i w[r, i] (zero[i] + 128 scale[i])
+    sum_i w[r, i] x[i, c] = f_r (sum_i W[r, i] code[i, c] - 128 sum_i W[r, i]) + sum_i w[r, i]
+    (zero[i] + 128 scale[i])
     W[r, i] = round(w[r, i] scale[i] / f_r),   f_r = max_i |w[r, i] scale[i]| / 32767
 
-Sums of 32 bits wrap around, and so does what is subtracted: what is left is exact where it is less than 2^31, up to `MOST` lines
-of at most 2^22 each. A weight is off by 2^-16 of the largest of its row, which numbers of 16 bits do not notice; fp32 would.
+Sums of 32 bits wrap around, and so does what is subtracted: what is left is exact where it is less
+than 2^31, up to `MOST` lines of at most 2^22 each. A weight is off by 2^-16 of the largest of its
+row, which numbers of 16 bits do not notice; fp32 would.
 """
 
 from __future__ import annotations
@@ -33,21 +36,27 @@ from regard.ops.jit.vectors import (
 )
 
 BUILT_UPON = "8407759f2f30f0c3"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes (tests/ops/test_jit.py)."""
+"""Of what it compiles in: Numba keeps compiled code until this very file changes
+(tests/ops/test_jit.py).
+"""
 
 THERE = has("avx512bw")
 """Whether the processor multiplies pairs of 16 bits in long registers."""
 
 ROWS, MOST = 4, 511
 WIDE = 64
-"""Columns that are summed together: whole lines of the cache, of two lines of codes, so that sums stay in registers."""
+"""Columns that are summed together: whole lines of the cache, of two lines of codes, so that sums
+stay in registers.
+"""
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _SUMS, _PAIRS = ir.VectorType(_I32, LANES), ir.VectorType(_I16, 2 * LANES)
 
 
 def _pairs(builder: Any, codes: Any, at: tuple[Any, Any], columns: int) -> list[Any]:
-    """Codes of two lines, side by side as numbers of 16 bits: the even columns of each eight words, and the odd ones."""
+    """Codes of two lines, side by side as numbers of 16 bits: the even columns of each eight words,
+    and the odd ones.
+    """
     kind = ir.VectorType(_I16, columns // 2)
     a, b = (
         builder.load(builder.bitcast(builder.gep(codes, [x]), kind.as_pointer()), align=1)
@@ -63,7 +72,9 @@ def _pairs(builder: Any, codes: Any, at: tuple[Any, Any], columns: int) -> list[
 
 
 def _orders(columns: int) -> list[list[int]]:
-    """Words of two lines in turns, register by register; of a wide line what stands in the lower and upper halves of quarters."""
+    """Words of two lines in turns, register by register; of a wide line what stands in the lower
+    and upper halves of quarters.
+    """
     words = columns // 2
     runs: list[list[int]] = [list(range(words))]
     if columns == WIDE:
@@ -84,9 +95,10 @@ def _columns(columns: int) -> list[int]:
 def _sum(columns: int) -> Any:
     """The sums of four rows over pairs of lines, for so many columns.
 
-    lines: (bytes of the codes, byte of the first line, step to the next, how many: even; byte from which on lines are asked for,
-    in order). weights: (whole numbers [R,n], factors [R], what is added to every number of a row [R], the sums of the whole
-    numbers [R]). out: (array [R,n], first row, first column, whether it is written anew).
+    lines: (bytes of the codes, byte of the first line, step to the next, how many: even; byte from
+        which on lines are asked for, in order). weights: (whole numbers [R,n], factors [R], what is
+        added to every number of a row [R], the sums of the whole numbers [R]). out: (array [R,n],
+        first row, first column, whether it is written anew).
     """
 
     def loop(context: Any, lines: Any, weights: Any, out: Any) -> Any:
@@ -146,7 +158,9 @@ def _product(builder: Any) -> Any:
 
 
 def _give(builder: Any, found: Any, given: list[Any], place: Any, fresh: Any) -> None:
-    """Whole numbers, counted from the middle, times what one is worth, and one more number: added to what is there, or in its place."""
+    """Whole numbers, counted from the middle, times what one is worth, and one more number: added
+    to what is there, or in its place.
+    """
     worth, plus, total = given
     columns = found.type.count
     wide = ir.VectorType(ir.FloatType(), columns)
@@ -166,7 +180,9 @@ compiled = leaf(fastmath={"contract", "nsz"})
 
 @compiled
 def _round(weighed, rows, count, whole, factors, totals):
-    """Weights [R,n] as whole numbers of 16 bits, what one of them is worth [R], and their sums [R]."""
+    """Weights [R,n] as whole numbers of 16 bits, what one of them is worth [R], and their sums
+    [R].
+    """
     for r in range(rows):
         given, line, total = weighed[r], whole[r], np.int32(0)
         largest = largest_size(weighed, r * weighed.shape[1], count)
@@ -182,10 +198,12 @@ def _round(weighed, rows, count, whole, factors, totals):
 
 @compiled
 def sum_words(rows, lines, columns, weighed, added, scratch, out):
-    """As `regard.ops.jit.tile_quantised.sum_lines` for rows that are a whole number of `ROWS`, and columns of 32.
+    """As `regard.ops.jit.tile_quantised.sum_lines` for rows that are a whole number of `ROWS`, and
+    columns of 32.
 
-    lines: (codes, byte of the first line, step, how many: even; byte from which as much is read next). weighed: [R,n] with
-    the scales in them. scratch: (int16 [R,n], [R], int32 [R]). out: (array [R,n], first column, whether it is written anew).
+    lines: (codes, byte of the first line, step, how many: even; byte from which as much is read
+        next). weighed: [R,n] with the scales in them. scratch: (int16 [R,n], [R], int32 [R]). out:
+        (array [R,n], first column, whether it is written anew).
     """
     whole, factors, totals = scratch
     codes, at, step, count, later = lines

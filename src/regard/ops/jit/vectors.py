@@ -1,4 +1,5 @@
-"""Loops written in LLVM's vectors, which every processor has in some width: left to itself, the compiler keeps sums in memory.
+"""Loops written in LLVM's vectors, which every processor has in some width: left to itself, the
+compiler keeps sums in memory.
 
 A vector here is `LANES` float32. What follows builds code; nothing of it runs when a kernel runs.
 """
@@ -20,13 +21,21 @@ BUILT_UPON = "f1c6f033c0398334"
 """As for every file here that takes something from another (tests/ops/test_jit.py)."""
 
 leaf: Any = partial(njit, nogil=True, cache=True, error_model="numpy", _nrt=False)
-"""`njit` for loops that make no array: they count no references to those they are given, which took a tenth of the time."""
+"""`njit` for loops that make no array: they count no references to those they are given, which took
+a tenth of the time.
+"""
 
 LANES = 16
 LINE = 64
 """Bytes of a cache line."""
 
-_I8, _I16, _I32, I64, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()  # fmt: skip
+_I8, _I16, _I32, I64, FLOAT = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 VECTOR = ir.VectorType(FLOAT, LANES)
 NOTHING = ir.Constant(VECTOR, [0.0] * LANES)
 
@@ -56,10 +65,14 @@ def fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 PAIRED = has("avx512bf16")
-"""Whether the processor multiplies pairs of bfloat16, and adds both products to a float32 with the rounding of two fma."""
+"""Whether the processor multiplies pairs of bfloat16, and adds both products to a float32 with the
+rounding of two fma.
+"""
 
 _WORDS = ir.VectorType(_I32, LANES)
-"""Pairs of bfloat16: newer LLVM has a type for them, which llvmlite cannot name, and makes it of these by itself."""
+"""Pairs of bfloat16: newer LLVM has a type for them, which llvmlite cannot name, and makes it of
+these by itself.
+"""
 
 
 def pairs(builder: Any, place: Any) -> Any:
@@ -77,7 +90,8 @@ def add_pairs(builder: Any, x: Any, y: Any, z: Any) -> Any:
 def numbers(builder: Any, place: Any, tag: Any, lanes: int) -> Any:
     """As many numbers as lanes from a place on, as floats: 16, or one, with zeros behind it.
 
-    place: a pointer to float32, or to 16 bits that the tag (a Numba type: int8 bfloat16, int16 float16) gives a meaning.
+    place: a pointer to float32, or to 16 bits that the tag (a Numba type: int8 bfloat16, int16
+        float16) gives a meaning.
     """
     stored = place.type.pointee
     if lanes == 1:
@@ -123,7 +137,9 @@ def put(builder: Any, x: Any, place: Any, lanes: int = LANES) -> None:
 
 
 def sums(builder: Any, vectors: Sequence[Any]) -> Any:
-    """The sum of each vector's lanes, 2^n vectors -> one vector of 2^n numbers, by halves: an add serves several sums."""
+    """The sum of each vector's lanes, 2^n vectors -> one vector of 2^n numbers, by halves: an add
+    serves several sums.
+    """
     found, width = list(vectors), LANES
     while len(found) > 1:
         half, low = len(found) // 2, []
@@ -160,7 +176,9 @@ def parts(builder: Any, x: Any, size: int) -> list[Any]:
 
 
 def fetch(builder: Any, place: Any, length: Any) -> None:
-    """Ask for the cache lines of so many numbers from a place on, for the second cache, in order; past an end it does no harm."""
+    """Ask for the cache lines of so many numbers from a place on, for the second cache, in order;
+    past an end it does no harm.
+    """
     step = number(LINE // size_of(place))
     with cgutils.for_range_slice(builder, number(0), length, step, intp=I64) as (i, _):
         ask(builder, builder.gep(place, [i]), 0, LINE)
@@ -191,11 +209,13 @@ def fetch_bytes(context: Any, memory: Any, at: Any, size: Any) -> Any:
 class Loop:
     """for i in range(start, stop, step), with values carried from turn to turn.
 
-    Between making and `close` the builder stands in the body; `now` are the carried values there, and after `close` those of
-    the end.
+    Between making and `close` the builder stands in the body; `now` are the carried values there,
+    and after `close` those of the end.
     """
 
-    def __init__(self, builder: Any, start: Any, stop: Any, step: int, carried: Sequence[Any] = ()) -> None:  # fmt: skip
+    def __init__(
+        self, builder: Any, start: Any, stop: Any, step: int, carried: Sequence[Any] = ()
+    ) -> None:
         self._builder, self._step, before = builder, step, builder.block
         self._head, body, self._end = (
             builder.append_basic_block(x) for x in ("head", "body", "end")

@@ -1,4 +1,6 @@
-"""Mechanisms that keep a state in place of tokens: each a recurrence, computed step by step or in chunks."""
+"""Mechanisms that keep a state in place of tokens: each a recurrence, computed step by step or in
+chunks.
+"""
 
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.features import FEATURE_MAPS

@@ -1,4 +1,6 @@
-"""What every function of this folder checks of a call, and what it makes of padding, of the state and of the form."""
+"""What every function of this folder checks of a call, and what it makes of padding, of the state
+and of the form.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def check_call(
     check_query_key_value(q, k, v)
     if q.shape[2] != k.shape[2]:
         raise ArgumentError(
-            f"query length {q.shape[2]} != key length {k.shape[2]}: a recurrence reads and writes token by token; "
+            f"query length {q.shape[2]} != key length {k.shape[2]}: a recurrence reads and writes "
+            "token by token; "
             "pass what came before as state"
         )
     check_number("scale", scale, float("-inf"), float("inf"), "finite")
@@ -77,7 +80,9 @@ def empty_slots(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] 
 
 
 def emptied(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:
-    """x with 0 in the empty slots: selected, not multiplied, so that whatever stood there is gone."""
+    """x with 0 in the empty slots: selected, not multiplied, so that whatever stood there is
+    gone.
+    """
     return x if empty is None else x.masked_fill(empty[:, None, :, None], 0)
 
 
@@ -89,7 +94,8 @@ def state_dtype(k: Tensor) -> Dtype:
 def first_state(
     state: tuple[Tensor, ...] | None, sizes: dict[str, tuple[int, ...]], like: Tensor
 ) -> tuple[Tensor, ...]:
-    """The state in front of the first token: what was given, held against its sizes by name, or zeros.
+    """The state in front of the first token: what was given, held against its sizes by name, or
+    zeros.
 
     Raises:
         ArgumentError, ArgumentTypeError: a given state is not what a call with these sizes returns.
@@ -99,11 +105,13 @@ def first_state(
         return tuple(like.new_zeros(size, dtype=dtype) for size in sizes.values())
     if not isinstance(state, tuple) or not all(isinstance(x, Tensor) for x in state):
         raise ArgumentTypeError(
-            f"state is {type(state).__name__}; it must be {_named(sizes)} as a call before this one returned it, or None"
+            f"state is {type(state).__name__}; it must be {_named(sizes)} as a call before this "
+            "one returned it, or None"
         )
     if len(state) != len(sizes):
         raise ArgumentError(
-            f"state has {len(state)} tensor{'s' * (len(state) != 1)}; it must be {_named(sizes)} as a call with the same "
+            f"state has {len(state)} tensor{'s' * (len(state) != 1)}; it must be {_named(sizes)} "
+            "as a call with the same "
             "options returned it, or None"
         )
     for x, size in zip(state, sizes.values(), strict=True):

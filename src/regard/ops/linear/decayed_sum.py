@@ -1,4 +1,6 @@
-"""The recurrence of linear attention, retention and gated linear attention: its definition, and its chunked form."""
+"""The recurrence of linear attention, retention and gated linear attention: its definition, and its
+chunked form.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,8 @@ def recurrent(
     >>> recurrent(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1))[0].flatten().tolist()
     [3.0, 6.5]
 
-    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 to 20; with decay: Yang et al. 2023
-    (arXiv 2312.06635), equation 3.
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 to 20; with decay: Yang et
+    al. 2023 (arXiv 2312.06635), equation 3.
     """
     S, answers = state.clone(), []
     for t in range(k.shape[2]):
@@ -50,10 +52,12 @@ def within(
     v: Float[Tensor, "B G n C E"],
     g: Float[Tensor, "#B G n C #D"] | None,
 ) -> Float[Tensor, "B G n C R E"]:
-    """o_i = sum_{j <= i} sum_d q_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) v_j, in each of n chunks of C tokens.
+    """o_i = sum_{j <= i} sum_d q_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) v_j, in each of n chunks of
+    C tokens.
 
     Args:
-        g: logarithms of decays, one per channel, one for all channels, or None: none. With one per channel C is a power of 2.
+        g: logarithms of decays, one per channel, one for all channels, or None: none. With one per
+            channel C is a power of 2.
 
     >>> one = torch.ones(1, 1, 1, 2, 1)
     >>> within(one[..., None], one, one, None).flatten().tolist()
@@ -71,10 +75,12 @@ def within(
 
 
 def _by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
-    """Each token alone, then pairs of blocks of 1, 2, 4, ... tokens: the second block reads the first across their border.
+    """Each token alone, then pairs of blocks of 1, 2, 4, ... tokens: the second block reads the
+    first across their border.
 
-    The decay from j to i is the one from j to the border times the one from the border to i. So the weights of two blocks
-    are one product of matrices, whatever the decays, and no exponent is greater than the sum of the g that it stands for.
+    The decay from j to i is the one from j to the border times the one from the border to i. So the
+    weights of two blocks are one product of matrices, whatever the decays, and no exponent is
+    greater than the sum of the g that it stands for.
     """
     R = q.shape[4]
     out = (q * k[..., None, :]).sum(-1, keepdim=True) * v[..., None, :]  # a token and itself
@@ -91,7 +97,9 @@ def _by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
-    """[B,G,n,C,...] -> the first and the second of each pair of blocks of s tokens, [B,G,n,C/2s,s,...]."""
+    """[B,G,n,C,...] -> the first and the second of each pair of blocks of s tokens,
+    [B,G,n,C/2s,s,...].
+    """
     first, second = x.unflatten(3, (-1, 2, s)).unbind(4)
     return first, second
 
@@ -104,7 +112,8 @@ def chunked(
     state: Float[Tensor, "B G D E"],
     size: int,
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """What `recurrent` computes, with products of matrices over chunks of `size` tokens (the last one may be shorter).
+    """What `recurrent` computes, with products of matrices over chunks of `size` tokens (the last
+    one may be shorter).
 
     With c_i the sum of g over the chunk up to token i:
     O = (Q * exp(c)) S + within(Q, K, V);  S <- diag(exp(c_C)) S + (K * exp(c_C - c))^T V
@@ -120,7 +129,8 @@ def chunked(
     >>> chunked(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1), 2)[0].flatten().tolist()
     [3.0, 6.5]
 
-    Source: Sun et al. 2023 (arXiv 2307.08621), equation 7; Yang et al. 2023 (arXiv 2312.06635), section 4.1.
+    Source: Sun et al. 2023 (arXiv 2307.08621), equation 7; Yang et al. 2023 (arXiv 2312.06635),
+    section 4.1.
     """
     (R, T, D), size = q.shape[2:], min(size, k.shape[2])
     if T == 0:
@@ -157,11 +167,13 @@ def _states(
 def _not_finite(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """NaN in the outputs and in the state that the recurrence spoils, 0 elsewhere; an infinity counts as NaN.
+    """NaN in the outputs and in the state that the recurrence spoils, 0 elsewhere; an infinity
+    counts as NaN.
 
-    A product of matrices multiplies what is masked by 0, so that a NaN would reach the tokens in front of it. Here it goes
-    round the products: in a key's or a decay's channel it spoils that row of the state, in a value's channel that column,
-    and every output that reads them; in a query its own output.
+    A product of matrices multiplies what is masked by 0, so that a NaN would reach the tokens in
+    front of it. Here it goes round the products: in a key's or a decay's channel it spoils that row
+    of the state, in a value's channel that column, and every output that reads them; in a query its
+    own output.
     """
     rows, columns = 0 * k.detach(), 0 * v.detach()
     if g is not None:
@@ -181,7 +193,8 @@ def decayed_sum(
     form: str,
     chunk: int,
 ) -> tuple[Float[Tensor, "B H T E"], Float[Tensor, "B G D E"]]:
-    """S <- diag(exp(g)) S + k v^T, o = S^T q, in the dtype of the state; query head h reads state h // (H/G).
+    """S <- diag(exp(g)) S + k v^T, o = S^T q, in the dtype of the state; query head h reads state h
+    // (H/G).
 
     >>> k = torch.ones(1, 1, 3, 1)
     >>> decayed_sum(k, k, k, None, torch.zeros(1, 1, 1, 1), form="auto", chunk=64)[0].flatten().tolist()

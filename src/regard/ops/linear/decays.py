@@ -1,7 +1,8 @@
 """Decays inside chunks, from their logarithms: no exponent is a difference of two sums.
 
-A difference of running sums is exact only relative to those sums, and is NaN behind a decay of 0 (log -inf). Here every
-exponent is the sum of the logarithms between two tokens and of no others, so that it is at most 0 if they are.
+A difference of running sums is exact only relative to those sums, and is NaN behind a decay of 0
+(log -inf). Here every exponent is the sum of the logarithms between two tokens and of no others, so
+that it is at most 0 if they are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch import Tensor
 
 
 def fold(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
-    """Cut T tokens into chunks of `size`; zeros, which write nothing and decay nothing, fill the last one.
+    """Cut T tokens into chunks of `size`; zeros, which write nothing and decay nothing, fill the
+    last one.
 
     >>> fold(torch.ones(5, 1), 2).flatten().tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
@@ -50,11 +52,14 @@ def between(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
 def reads(
     x: Float[Tensor, "*L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
 ) -> Float[Tensor, "*L C C"]:
-    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: what x_i reads of k_j, each channel decayed by itself.
+    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: what x_i reads of k_j,
+    each channel decayed by itself.
 
-    exp(c_i - c_j) does not split into exp(c_i) exp(-c_j): the second factor overflows where decays are strong. So tokens are
-    paired: single tokens, then blocks of 1, 2, 4, ... tokens, whose second half reads the first across their border, decayed
-    from j to the border and from there to i. Both exponents are sums of g alone.
+    exp(c_i - c_j) does not split into exp(c_i) exp(-c_j): the second factor overflows where decays
+    are strong. So tokens are
+    paired: single tokens, then blocks of 1, 2, 4, ... tokens, whose second half reads the first
+        across their border, decayed from j to the border and from there to i. Both exponents are
+        sums of g alone.
 
     Args:
         x, k, g: C is a power of 2.
@@ -79,6 +84,8 @@ def reads(
 
 
 def _halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """[*L,C,D] -> the first and the second of each pair of blocks of `size` tokens, [*L,C/2size,size,D]."""
+    """[*L,C,D] -> the first and the second of each pair of blocks of `size` tokens,
+    [*L,C/2size,size,D].
+    """
     first, second = x.unflatten(-2, (-1, 2, size)).unbind(-3)
     return first, second

@@ -1,4 +1,6 @@
-"""The delta rule, with and without a decay: the public functions, the definition, and the chunked form."""
+"""The delta rule, with and without a decay: the public functions, the definition, and the chunked
+form.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,8 @@ def recurrent(
     >>> state.flatten().tolist()  # two orthogonal keys: both values are held exactly
     [3.0, 5.0]
 
-    Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: Yang et al. 2024 (arXiv 2412.06464), equation 10;
-    a decay per channel: Kimi Team 2025 (arXiv 2510.26692), equation 1.
+    Source: Yang et al. 2024 (arXiv 2406.06484), equation 2; with decay: Yang et al. 2024 (arXiv
+    2412.06464), equation 10; a decay per channel: Kimi Team 2025 (arXiv 2510.26692), equation 1.
     """
     S, answers = state.clone(), []
     for t in range(k.shape[2]):
@@ -66,17 +68,21 @@ def chunked(
     state: Float[Tensor, "B G D E"],
     size: int,
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
-    """What `recurrent` computes, with matrix products over chunks of `size` tokens (the last one may be shorter).
+    """What `recurrent` computes, with matrix products over chunks of `size` tokens (the last one
+    may be shorter).
 
-    With c_i the sum of g over the chunk up to token i, and L_ij = exp(c_i - c_j) for j <= i, the tokens' updates u solve
+    With c_i the sum of g over the chunk up to token i, and L_ij = exp(c_i - c_j) for j <= i, the
+    tokens' updates u solve
     (I + strict(diag(beta) K K^T * L)) U = diag(beta) (V - diag(exp(c)) K S);  then
     O = diag(exp(c)) Q S + (Q K^T * L) U  and  S <- exp(c_C) S + K^T diag(exp(c_C - c)) U.
 
-    With a decay per channel c_i has D numbers, and (X K^T * L)_ij is sum_d x_id k_jd exp(c_id - c_jd): `reads`.
+    With a decay per channel c_i has D numbers, and (X K^T * L)_ij is sum_d x_id k_jd exp(c_id -
+    c_jd): `reads`.
 
-    The system is solved for all chunks at once; only the state passes from chunk to chunk. No exponent is a difference
-    of two sums: each is summed by itself, so that it is as exact as the g inside it, and exp(-inf) = 0 resets the state.
-    Where strengths are near 2 and keys much alike, the system is ill-conditioned: longer chunks then round worse.
+    The system is solved for all chunks at once; only the state passes from chunk to chunk. No
+    exponent is a difference of two sums: each is summed by itself, so that it is as exact as the g
+    inside it, and exp(-inf) = 0 resets the state. Where strengths are near 2 and keys much alike,
+    the system is ill-conditioned: longer chunks then round worse.
 
     Args:
         q, k, v, beta, log_decay, state: as for `recurrent`.
@@ -88,8 +94,9 @@ def chunked(
     >>> state.flatten().tolist()
     [3.0, 5.0]
 
-    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2 and equations 8 to 11; with decay: arXiv 2412.06464, section 3.3;
-    a decay per channel: Kimi Team 2025 (arXiv 2510.26692), section 3.
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2 and equations 8 to 11; with decay:
+    arXiv 2412.06464, section 3.3; a decay per channel: Kimi Team 2025 (arXiv 2510.26692), section
+    3.
     """
     T, R = k.shape[2], q.shape[2]
     if T == 0:
@@ -121,7 +128,9 @@ def chunked(
 def _solve(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Updates u = write - erase S, for any state S in front of the chunk: write [B,G,n,C,E], erase [B,G,n,C,D]."""
+    """Updates u = write - erase S, for any state S in front of the chunk: write [B,G,n,C,E], erase
+    [B,G,n,C,D].
+    """
     system = beta * _decayed(k, k, g)
     seen = k if start is None else k * start
     # the diagonal is taken to be 1, whatever stands there
@@ -144,9 +153,9 @@ def _not_finite(
 ) -> Float[Tensor, "B G T E"]:
     """NaN in what the recurrence spoils, 0 elsewhere, at each token; an infinity counts as NaN.
 
-    A product of matrices multiplies what is masked by 0, so that a NaN would reach the tokens in front of it. Here it goes
-    round the products: in a key, a strength or a decay it spoils the whole state from there on, in a value's channel that
-    column.
+    A product of matrices multiplies what is masked by 0, so that a NaN would reach the tokens in
+    front of it. Here it goes round the products: in a key, a strength or a decay it spoils the
+    whole state from there on, in a value's channel that column.
     """
     bad = 0 * k.detach().sum(-1, keepdim=True) + 0 * beta.detach()
     if log_decay is not None:
@@ -166,30 +175,36 @@ def delta_rule(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """The delta rule: each token corrects what the state holds under its key, instead of adding to it.
+    """The delta rule: each token corrects what the state holds under its key, instead of adding to
+    it.
 
     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
 
-    Query head h reads the state of key/value head h // (H/G). With beta 1 and |k| = 1 the value under k is replaced, with
-    beta 0 nothing is written. **Keys must be of a length with 0 <= beta |k|^2 <= 2**, else the state grows without
-    bound: a step multiplies what stands under k by 1 - beta |k|^2. Models normalise k (and q) to length 1; this
-    function does not.
+    Query head h reads the state of key/value head h // (H/G). With beta 1 and |k| = 1 the value
+    under k is replaced, with beta 0 nothing is written. **Keys must be of a length with 0 <= beta
+    |k|^2 <= 2**, else the state grows without
+    bound: a step multiplies what stands under k by 1 - beta |k|^2. Models normalise k (and q) to
+        length 1; this function does not.
 
     Args:
         q, k, v: queries, keys and values of the same T tokens; G divides H.
         beta: how much of the correction is written, of any floating dtype; [B,G,T] or [B,G,T,1].
         scale: on the queries; None is 1/sqrt(D).
-        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is not changed.
+        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is
+            not changed.
         k_positions: slots at -1 are no tokens: they write nothing, and their outputs are 0.
-        form: "recurrent" is the definition, "chunk" solves a triangular system per chunk, "parallel" is one chunk of length T,
-            "auto" takes "recurrent" for a few tokens, else "chunk".
+        form: "recurrent" is the definition, "chunk" solves a triangular system per chunk,
+            "parallel" is one chunk of length T, "auto" takes "recurrent" for a few tokens, else
+            "chunk".
         chunk: tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64 for fp64).
+        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64
+        for fp64).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+            computed.
 
     >>> k = torch.eye(2)[[0, 1, 0]][None, None]  # the third token has the key of the first
     >>> v = torch.tensor([[3.0], [5.0], [7.0]])[None, None]
@@ -197,7 +212,8 @@ def delta_rule(
     >>> out.flatten().tolist(), state.flatten().tolist()
     ([3.0, 5.0, 7.0], [7.0, 5.0])
 
-    Source: Schlag et al. 2021 (arXiv 2102.11174), section 4.2; in chunks: Yang et al. 2024 (arXiv 2406.06484).
+    Source: Schlag et al. 2021 (arXiv 2102.11174), section 4.2; in chunks: Yang et al. 2024 (arXiv
+    2406.06484).
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
     return _run(q, k, v, {"beta": beta}, scale, state, k_positions, form, chunk)
@@ -220,12 +236,13 @@ def gated_delta_rule(
 
     S' = diag(exp(g_t)) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t
 
-    With one decay per head this is Gated DeltaNet; with one per key channel it is Kimi Delta Attention, and the update rule
-    "gated_delta" of ONNX's LinearAttention, which has both.
+    With one decay per head this is Gated DeltaNet; with one per key channel it is Kimi Delta
+    Attention, and the update rule "gated_delta" of ONNX's LinearAttention, which has both.
 
     Args:
-        log_decay: g, of any floating dtype: [B,G,T], one number per head, or [B,G,T,D], one per key channel. At most 0 if the
-            state is to stay bounded; 0 is the delta rule, -inf empties the state, or the channel, in front of the token.
+        log_decay: g, of any floating dtype: [B,G,T], one number per head, or [B,G,T,D], one per key
+            channel. At most 0 if the state is to stay bounded; 0 is the delta rule, -inf empties
+            the state, or the channel, in front of the token.
         chunk: as for `delta_rule`; with a decay per channel it is rounded up to a power of 2.
 
     All else, and what is raised, is as for `delta_rule`; padding does not decay the state.
@@ -239,8 +256,8 @@ def gated_delta_rule(
     >>> gated_delta_rule(k, k, v, torch.ones(1, 1, 2, 1), second_channel)[1][0].flatten().tolist()
     [3.0, 5.0]
 
-    Source: Yang et al. 2024 (arXiv 2412.06464), equation 10; a decay per channel: Kimi Team 2025 (arXiv 2510.26692),
-    equation 1; ONNX operator LinearAttention, version 27.
+    Source: Yang et al. 2024 (arXiv 2412.06464), equation 10; a decay per channel: Kimi Team 2025
+    (arXiv 2510.26692), equation 1; ONNX operator LinearAttention, version 27.
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
     gates = {"beta": beta, "log_decay": log_decay}

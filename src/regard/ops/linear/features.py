@@ -12,7 +12,9 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.memory.compressive import sigma
 
 FeatureMap: TypeAlias = str | Callable[[Tensor], Tensor]
-"""A name in `FEATURE_MAPS`, or a function [B,n,T,D] -> [B,n,T,F] that treats each token by itself."""
+"""A name in `FEATURE_MAPS`, or a function [B,n,T,D] -> [B,n,T,F] that treats each token by
+itself.
+"""
 
 
 def identity(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
@@ -48,15 +50,17 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu^2": squared_relu,
     "softmax": softmax,
 }
-"""Name -> feature map. The sources: elu+1 Katharopoulos et al. 2020 (arXiv 2006.16236), equation 7; relu Choromanski et al.
-2021 (arXiv 2009.14794), section 2.4; softmax Zhang et al. 2024 (arXiv 2402.04347), section 4.1; the others are folklore."""
+"""Name -> feature map. The sources: elu+1 Katharopoulos et al. 2020 (arXiv 2006.16236), equation 7;
+relu Choromanski et al. 2021 (arXiv 2009.14794), section 2.4; softmax Zhang et al. 2024 (arXiv
+2402.04347), section 4.1; the others are folklore."""
 
 
 def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
     """The function that a name stands for, or the function itself.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no feature map has this name; or it is neither a name nor a function.
+        ArgumentError, ArgumentTypeError: no feature map has this name; or it is neither a name nor
+            a function.
 
     >>> import torch
     >>> feature_map_of("relu")(torch.tensor([-1.0, 2.0])).tolist()
@@ -66,18 +70,21 @@ def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
         if feature_map not in FEATURE_MAPS:
             known = ", ".join(FEATURE_MAPS)
             raise ArgumentError(
-                f"feature_map is {feature_map!r}; it must be one of {known}, or a function of a tensor"
+                f"feature_map is {feature_map!r}; it must be one of {known}, or a function of a "
+                "tensor"
             )
         return FEATURE_MAPS[feature_map]
     if not callable(feature_map):
         raise ArgumentTypeError(
-            f"feature_map is {type(feature_map).__name__}; it must be a name ({', '.join(FEATURE_MAPS)}) or a function"
+            f"feature_map is {type(feature_map).__name__}; it must be a name "
+            f"({', '.join(FEATURE_MAPS)}) or a function"
         )
     return feature_map
 
 
 def relative(feature_map: FeatureMap, q: Float[Tensor, "*L D"]) -> Float[Tensor, "*L F"]:
-    """Features of queries, up to a factor of each query, chosen so that they neither vanish nor overflow.
+    """Features of queries, up to a factor of each query, chosen so that they neither vanish nor
+    overflow.
 
     A normalised answer does not depend on the factor.
 

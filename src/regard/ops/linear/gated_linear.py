@@ -34,24 +34,30 @@ def gated_linear(
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
 
-    Query head h reads the state of key/value head h // (H/G). With g = 0 it is linear attention without features and
-    normaliser, with one number per head retention; Mamba-2's recurrence is the form [B,G,T,1].
+    Query head h reads the state of key/value head h // (H/G). With g = 0 it is linear attention
+    without features and normaliser, with one number per head retention; Mamba-2's recurrence is the
+    form [B,G,T,1].
 
     Args:
         q, k, v: queries, keys and values of the same T tokens; G divides H.
-        log_decay: g, one number per key channel, or one for all of them, of any floating dtype; at most 0 if the state is
-            to stay bounded. -inf empties the state in front of the token.
+        log_decay: g, one number per key channel, or one for all of them, of any floating dtype; at
+            most 0 if the state is to stay bounded. -inf empties the state in front of the token.
         scale: on the queries; None is 1/sqrt(D).
-        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is not changed.
-        k_positions: slots at -1 are no tokens: they write nothing and decay nothing, and their outputs are 0.
+        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is
+            not changed.
+        k_positions: slots at -1 are no tokens: they write nothing and decay nothing, and their
+            outputs are 0.
         form: as for `linear_attention`.
-        chunk: tokens in a chunk, at least 1; with one decay per channel it is rounded up to a power of 2.
+        chunk: tokens in a chunk, at least 1; with one decay per channel it is rounded up to a power
+            of 2.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64 for fp64).
+        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64
+        for fp64).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+            computed.
 
     >>> import torch
     >>> one = torch.ones(1, 1, 3, 1)

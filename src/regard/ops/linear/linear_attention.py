@@ -1,4 +1,6 @@
-"""Linear attention: a product of feature maps in place of exp(q . k), so that the past fits in one matrix."""
+"""Linear attention: a product of feature maps in place of exp(q . k), so that the past fits in one
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -34,30 +36,34 @@ def linear_attention(
 
     S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t);  o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Without `normalise`, o_t = scale S_t^T phi(q_t) and there is no z. Query head h reads the state of key/value head
-    h // (H/G). Nothing is added to the denominator: where it is exactly 0 (nothing was seen; relu shut every channel;
-    every feature of the keys is below the smallest number) the output is 0, not 0/0. The weights of positive features
-    differ little between keys that are not trained for it: with elu+1 and Gaussian q and k of standard deviation 1, the
+    Without `normalise`, o_t = scale S_t^T phi(q_t) and there is no z. Query head h reads the state
+    of key/value head h // (H/G). Nothing is added to the denominator: where it is exactly 0
+    (nothing was seen; relu shut every channel; every feature of the keys is below the smallest
+    number) the output is 0, not 0/0. The weights of positive features differ little between keys
+    that are not trained for it: with elu+1 and Gaussian q and k of standard deviation 1, the
     matching key weighs 1.46 times as much as any other.
 
     Args:
         q, k, v: queries, keys and values of the same T tokens; G divides H.
-        feature_map: phi: a name in `regard.linear.FEATURE_MAPS`, or a function [B,n,T,D] -> [B,n,T,F] of each token.
-        normalise: whether the weights are divided by their sum. With features that may be negative (identity) the sum
-            may come near 0.
+        feature_map: phi: a name in `regard.linear.FEATURE_MAPS`, or a function [B,n,T,D] ->
+            [B,n,T,F] of each token.
+        normalise: whether the weights are divided by their sum. With features that may be negative
+            (identity) the sum may come near 0.
         scale: on the queries, without `normalise`; with it every scale gives the same.
-        state: what a call before this one returned: (S, z), or (S,) without `normalise`; S [B,G,F,E], z [B,G,F], fp32
-            (fp64 for fp64). None is 0. It is not changed.
+        state: what a call before this one returned: (S, z), or (S,) without `normalise`; S
+            [B,G,F,E], z [B,G,F], fp32 (fp64 for fp64). None is 0. It is not changed.
         k_positions: slots at -1 are no tokens: they write nothing, and their outputs are 0.
-        form: "recurrent" is the definition, "chunk" has products of matrices per chunk, "parallel" is one chunk of length
-            T, "auto" takes "recurrent" for a few tokens, else "chunk".
+        form: "recurrent" is the definition, "chunk" has products of matrices per chunk, "parallel"
+            is one chunk of length T, "auto" takes "recurrent" for a few tokens, else "chunk".
         chunk: tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Features and sums are in fp32 (fp64 for fp64).
+        The output in the dtype of q, and the state behind the last token. Features and sums are in
+        fp32 (fp64 for fp64).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+            computed.
 
     >>> q, v = torch.randn(1, 2, 5, 4), torch.ones(1, 2, 5, 3)
     >>> out, (S, z) = linear_attention(q, q, v)
@@ -96,15 +102,18 @@ def _features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
     found = features(k)
     if found.ndim != 4 or found.shape[:3] != k.shape[:3]:
         raise ArgumentError(
-            f"feature_map made {tuple(found.shape)} of keys {tuple(k.shape)}; it must keep all but the last dimension"
+            f"feature_map made {tuple(found.shape)} of keys {tuple(k.shape)}; it must keep all "
+            "but the last dimension"
         )
     return found
 
 
 def _mean(sums: Tensor) -> Tensor:
-    """Sums of weighted values, and in the last column the sum of the weights -> their quotient; 0 where that is 0.
+    """Sums of weighted values, and in the last column the sum of the weights -> their quotient; 0
+    where that is 0.
 
-    What is not finite goes round the division, whose gradient would take a NaN to the tokens in front of it.
+    What is not finite goes round the division, whose gradient would take a NaN to the tokens in
+    front of it.
     """
     spoilt = 0 * sums.detach()
     sums = torch.where(sums.isfinite(), sums, 0)

@@ -31,28 +31,35 @@ def retention(
     form: str = "auto",
     chunk: int = 64,
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
-    """Retention: the sum of the values seen so far, weighted by q . k and by gamma to the power of how long ago.
+    """Retention: the sum of the values seen so far, weighted by q . k and by gamma to the power of
+    how long ago.
 
     S_t = gamma_g S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
 
-    Query head h reads the state of key/value head h // (H/G), which has one gamma. With gamma 1 it is linear attention
-    without features and normaliser. The paper turns q and k by rotary positions first, and normalises each head
-    afterwards: `regard.nn.variants.retention`. Every token decays the state by one step, whatever the gaps between
-    positions.
+    Query head h reads the state of key/value head h // (H/G), which has one gamma. With gamma 1 it
+    is linear attention without features and normaliser. The paper turns q and k by rotary positions
+    first, and normalises each head
+    afterwards: `regard.nn.variants.retention`. Every token decays the state by one step, whatever
+        the gaps between positions.
 
     Args:
         q, k, v: queries, keys and values of the same T tokens; G divides H.
-        decay: gamma, from 0 to 1; None is 1 - 2^(-5-g): 0.96875, 0.984375, 0.9921875, ... Gradients reach it.
+        decay: gamma, from 0 to 1; None is 1 - 2^(-5-g): 0.96875, 0.984375, 0.9921875, ... Gradients
+            reach it.
         scale: on the queries; None is 1/sqrt(D).
-        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is not changed.
-        k_positions: slots at -1 are no tokens: they write nothing and decay nothing, and their outputs are 0.
+        state: (S,), what a call before this one returned, fp32 (fp64 for fp64); None is 0. It is
+            not changed.
+        k_positions: slots at -1 are no tokens: they write nothing and decay nothing, and their
+            outputs are 0.
         form, chunk: as for `linear_attention`.
 
     Returns:
-        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64 for fp64).
+        The output in the dtype of q, and the state behind the last token. Sums are in fp32 (fp64
+        for fp64).
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+            computed.
 
     >>> one = torch.ones(1, 1, 3, 1)
     >>> retention(one, one, one, decay=torch.tensor([0.5]))[0].flatten().tolist()

@@ -1,4 +1,6 @@
-"""Compressive memory: its rules of reading and writing, and Infini-attention, which mixes it with softmax."""
+"""Compressive memory: its rules of reading and writing, and Infini-attention, which mixes it with
+softmax.
+"""
 
 from regard.ops.memory.compressive import Compressed, Read, retrieve, sigma, write
 from regard.ops.memory.infini import infini_attention

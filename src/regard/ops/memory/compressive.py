@@ -1,4 +1,6 @@
-"""Compressive memory: a matrix of fixed size that keys and values are written to, and that queries read a mean from."""
+"""Compressive memory: a matrix of fixed size that keys and values are written to, and that queries
+read a mean from.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ Update: TypeAlias = Literal["linear", "delta"]
 
 
 class Compressed(NamedTuple):
-    """What was written: M [B,G,D,E], the sum of sigma(k)^T v, and z [B,G,D], the sum of sigma(k); fp32, or fp64 for fp64."""
+    """What was written: M [B,G,D,E], the sum of sigma(k)^T v, and z [B,G,D], the sum of sigma(k);
+    fp32, or fp64 for fp64.
+    """
 
     M: Tensor
     z: Tensor
 
 
 class Read(NamedTuple):
-    """What queries read: values [B,H,T,E], and found [B,H,T], whether anything was there; values are 0 where not."""
+    """What queries read: values [B,H,T,E], and found [B,H,T], whether anything was there; values
+    are 0 where not.
+    """
 
     values: Tensor
     found: Tensor
@@ -62,7 +68,8 @@ def retrieve(
     state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]],
     where: Bool[Tensor, "#B T"] | None = None,
 ) -> Read:
-    """Read a mean of the values that were written, weighted by how their keys' features match the query's.
+    """Read a mean of the values that were written, weighted by how their keys' features match the
+    query's.
 
     A = sigma(q) M / sigma(q) z; query head h reads memory h // (H/G). Nothing written gives 0, not 0/0.
 
@@ -87,7 +94,8 @@ def retrieve(
     check_groups(sizes["H"], sizes["G"])
     _check_kinds(state, where, q=q)
     q = q.to(M.dtype) if where is None else torch.where(_rows(where), q, 0).to(M.dtype)
-    # The factor exp(-top) is in the numerator and in the denominator: with it neither becomes 0 for a query far below 0.
+    # The factor exp(-top) is in the numerator and in the denominator: with it neither becomes 0 for
+    # a query far below 0.
     top = q.detach().amax(-1, keepdim=True).clamp(max=0)
     features = torch.where(q > 0, q + 1, (q.clamp(max=0) - top).exp())
     G, shape = M.shape[1], (q.shape[1] // M.shape[1], q.shape[2])
@@ -110,8 +118,9 @@ def write(
 
     M' = M + sigma(k)^T u,  z' = z + sum_t sigma(k_t);  u = v, or under "delta" v - sigma(k) M / sigma(k) z
 
-    Under "delta" all keys of the segment read the memory in front of it. A binding that is there already leaves M as it
-    is, but z grows: after v was written twice under one key, that key reads v / 2. Under "linear" it reads v.
+    Under "delta" all keys of the segment read the memory in front of it. A binding that is there
+    already leaves M as it is, but z grows: after v was written twice under one key, that key reads
+    v / 2. Under "linear" it reads v.
 
     Args:
         k, v: keys without position encoding, and values.
@@ -145,18 +154,22 @@ def write(
 
 
 def _check_kinds(state: tuple[Tensor, Tensor], where: Tensor | None, **given: Tensor) -> None:
-    """Tokens are floating and of one dtype, the memory is of the dtype that sums over them need, and `where` is bool."""
+    """Tokens are floating and of one dtype, the memory is of the dtype that sums over them need,
+    and `where` is bool.
+    """
     (name, first), *others = given.items()
     check_tensor(name, first)
     for other, x in others:
         if x.dtype != first.dtype:
             raise ArgumentTypeError(
-                f"{name} is {first.dtype} and {other} is {x.dtype}; both must have one dtype: convert one with .to()"
+                f"{name} is {first.dtype} and {other} is {x.dtype}; both must have one dtype: "
+                "convert one with .to()"
             )
     for other, x in zip(("M", "z"), state, strict=True):
         if x.dtype != state_dtype(first):
             raise ArgumentTypeError(
-                f"{other} is {x.dtype} for tokens of {first.dtype}; it must be {state_dtype(first)}, in which `nothing` makes it"
+                f"{other} is {x.dtype} for tokens of {first.dtype}; it must be "
+                f"{state_dtype(first)}, in which `nothing` makes it"
             )
     if where is not None and where.dtype != torch.bool:
         raise ArgumentTypeError(

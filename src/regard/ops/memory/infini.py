@@ -1,4 +1,6 @@
-"""Infini-attention: softmax attention inside a segment, and a compressive memory of the earlier segments."""
+"""Infini-attention: softmax attention inside a segment, and a compressive memory of the earlier
+segments.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Piece(NamedTuple):
     keys: the same for keys.
     q_in: [B or 1, t], which of these queries belong to it; None is all.
     k_in: [B or 1, s], which of these keys are to be written; None is all.
-    closed: whether there may be anything to write: the segment's last position, or a later one, has been seen.
+    closed: whether there may be anything to write: the segment's last position, or a later one, has
+        been seen.
     """
 
     queries: slice
@@ -47,10 +50,11 @@ class Piece(NamedTuple):
 def pieces(
     positions: Positions, T: int, size: int, device: torch.device | None = None
 ) -> Iterator[Piece]:
-    """The segments of a call whose keys stand at `positions`, and whose queries are the last T of them, in order.
+    """The segments of a call whose keys stand at `positions`, and whose queries are the last T of
+    them, in order.
 
-    Position p belongs to segment p // size; segment s is closed when position (s + 1) size - 1 or a later one of its row
-    has been seen.
+    Position p belongs to segment p // size; segment s is closed when position (s + 1) size - 1 or a
+    later one of its row has been seen.
 
     >>> [(piece.queries, piece.keys, piece.closed) for piece in pieces(Span(4, 6), 3, 4)]
     [(slice(0, 1, None), slice(0, 4, None), True), (slice(1, 3, None), slice(4, 6, None), False)]
@@ -60,7 +64,8 @@ def pieces(
     compiling = is_compiling()
     if isinstance(positions, Span) and (size <= T or not compiling):
         yield from _of_a_span(positions, T, size)
-    elif compiling:  # also a few tokens at a span: its graph serves them in front of a border, across and behind it
+    # also a few tokens at a span: its graph serves them in front of a border, across and behind it
+    elif compiling:
         yield from _of_a_graph(as_tensor(positions, device), T, size)
     else:
         yield from _of_rows(as_tensor(positions), T, size)
@@ -78,7 +83,9 @@ def _of_a_span(keys: Span, T: int, size: int) -> Iterator[Piece]:
 
 
 def _of_rows(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
-    """Rows whose borders differ: the slots between the first and the last one of any row, and which of them it is."""
+    """Rows whose borders differ: the slots between the first and the last one of any row, and which
+    of them it is.
+    """
     segment, open_ = _segments(positions, size)
     held = positions.shape[1] - T
     for s in segment[positions >= 0].unique().tolist():
@@ -91,7 +98,9 @@ def _of_rows(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
 
 
 def _of_a_graph(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
-    """As rows, in a compiled graph, which reads no tensor: as many segments as T tokens without a gap can touch."""
+    """As rows, in a compiled graph, which reads no tensor: as many segments as T tokens without a
+    gap can touch.
+    """
     segment, open_ = _segments(positions, size)
     used = positions >= 0
     first = segment.masked_fill(~used, torch.iinfo(segment.dtype).max).amin(1, keepdim=True)
@@ -103,19 +112,26 @@ def _of_a_graph(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
     for n in range(most):
         inside = (segment == first + n) & used
         yield Piece(
-            slice(0, T), slice(0, positions.shape[1]), inside[:, held:],
-            inside & (segment < open_), closed=True,
-        )  # fmt: skip
+            slice(0, T),
+            slice(0, positions.shape[1]),
+            inside[:, held:],
+            inside & (segment < open_),
+            closed=True,
+        )
 
 
 def _segments(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The segment of every slot [B,S], and the first segment of each row that is not closed [B,1]."""
+    """The segment of every slot [B,S], and the first segment of each row that is not closed
+    [B,1].
+    """
     last = positions.amax(1, keepdim=True).clamp(min=-1)
     return positions.div(size, rounding_mode="floor"), (last + 1).div(size, rounding_mode="floor")
 
 
 Empty: TypeAlias = Literal["zero", "skip"]
-"""What the gate does while there is no memory: it takes its share from local attention, or it is left out."""
+"""What the gate does while there is no memory: it takes its share from local attention, or it is
+left out.
+"""
 
 
 def infini_attention(
@@ -133,35 +149,41 @@ def infini_attention(
     positions: Positions | None = None,
     backend: str = "auto",
 ) -> tuple[Float[Tensor, "B H T E"], Compressed]:
-    """Softmax attention inside segments of N positions, mixed with what a memory holds of all segments before.
+    """Softmax attention inside segments of N positions, mixed with what a memory holds of all
+    segments before.
 
     A_dot = softmax(q_rotated k_rotated^T / sqrt(D), causal, k // N == q // N) v
     A_mem = sigma(q) M / sigma(q) z,  sigma = elu + 1, of the segments in front of the query's own
     out = sigmoid(gate_h) A_mem + (1 - sigmoid(gate_h)) A_dot
     and behind every segment, when its queries have read:  M, z = write(k, v, (M, z), update)
 
-    The state is the memory of all closed segments; a segment is closed when its last position has been seen. What a call
-    leaves of an open segment is not in it: give those keys and values again, in front of the next ones. Queries are the
-    last T slots. `regard.caches.Memory` holds both. Slots at position -1 are not written, and read 0.
+    The state is the memory of all closed segments; a segment is closed when its last position has
+    been seen. What a call leaves of an open segment is not in it: give those keys and values again,
+    in front of the next ones. Queries are the last T slots. `regard.caches.Memory` holds both.
+    Slots at position -1 are not written, and read 0.
 
-    **Empty memory.** In the first segment A_mem is 0/0. `empty="zero"` makes it 0, as equation 10 then reads: A_dot counts
-    1 - sigmoid(gate). It is the default, because the equation has one rule for every token. `empty="skip"` leaves the gate out
-    until there is a memory: a text of one segment is then ordinary attention whatever the gate, which is what a model
-    that was trained without memory needs.
+    **Empty memory.** In the first segment A_mem is 0/0. `empty="zero"` makes it 0, as equation 10
+    then reads: A_dot counts 1 - sigmoid(gate). It is the default, because the equation has one rule
+    for every token. `empty="skip"` leaves the gate out until there is a memory: a text of one
+    segment is then ordinary attention whatever the gate, which is what a model that was trained
+    without memory needs.
 
     Args:
         q, k, v: without position encoding; S >= T.
         gate: one logit per head; -inf closes it: local attention. 0 is half and half.
         segment: N, how many positions a segment has.
-        q_rotated, k_rotated: the same queries and keys with position encoding, for A_dot; None is without.
+        q_rotated, k_rotated: the same queries and keys with position encoding, for A_dot; None is
+            without.
         update: "linear" or "delta".
         empty: "zero" or "skip".
         state: M and z behind an earlier call; None is nothing yet.
-        positions: of the keys, a `Span` or [B or 1, S]; default 0 to S-1. Later calls go on behind earlier ones.
+        positions: of the keys, a `Span` or [B or 1, S]; default 0 to S-1. Later calls go on behind
+            earlier ones.
         backend: of the softmax.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+            computed.
         KernelRefusal: the backend asked for cannot run the local attention.
 
     >>> q, k, v = torch.randn(3, 1, 2, 10, 8).unbind(0)
@@ -169,7 +191,8 @@ def infini_attention(
     >>> out.shape, state.M.shape, state.z.shape
     (torch.Size([1, 2, 10, 8]), torch.Size([1, 2, 8, 8]), torch.Size([1, 2, 8]))
 
-    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 10; equation 6 prints sqrt(d_model) for sqrt(D).
+    Source: Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 10; equation 6 prints
+    sqrt(d_model) for sqrt(D).
     """
     positions = Span(0, k.shape[2]) if positions is None else positions
     _check(q, k, v, gate, state, positions)
@@ -177,9 +200,14 @@ def infini_attention(
     q_rotated, k_rotated = _rotated(q, k, q_rotated, k_rotated)
     T = q.shape[2]
     local = attend(
-        q_rotated, k_rotated, v, mask=Causal() & Chunk(segment), k_positions=positions,
-        q_positions=part(positions, slice(k.shape[2] - T, None)), backend=backend,
-    )  # fmt: skip
+        q_rotated,
+        k_rotated,
+        v,
+        mask=Causal() & Chunk(segment),
+        k_positions=positions,
+        q_positions=part(positions, slice(k.shape[2] - T, None)),
+        backend=backend,
+    )
     memory = nothing(k, v) if state is None else Compressed(*state)
     with torch.autocast(q.device.type, enabled=False):
         read, memory = _through(
@@ -204,7 +232,9 @@ def _through(
 
 
 def _in_place(q: Tensor, state: Compressed, reads: list[tuple[Piece, Read]]) -> Read:
-    """What was read, one segment behind the other, or, where rows differ, each at the slots of its queries."""
+    """What was read, one segment behind the other, or, where rows differ, each at the slots of its
+    queries.
+    """
     if reads and all(piece.q_in is None for piece, _ in reads):
         return Read(*(torch.cat(xs, 2) for xs in zip(*(read for _, read in reads), strict=True)))
     values = state.M.new_zeros(*q.shape[:3], state.M.shape[-1])
@@ -218,7 +248,9 @@ def _in_place(q: Tensor, state: Compressed, reads: list[tuple[Piece, Read]]) -> 
 
 
 def _mix(gate: Tensor, read: Read, local: Tensor, empty: Empty) -> Tensor:
-    """sigmoid(gate) A_mem + sigmoid(-gate) A_dot, the second one so that it is exact where it is small."""
+    """sigmoid(gate) A_mem + sigmoid(-gate) A_dot, the second one so that it is exact where it is
+    small.
+    """
     rest = torch.sigmoid(-gate)[:, None, None]
     if empty == "skip":
         rest = torch.where(read.found[..., None], rest, 1)
@@ -280,6 +312,7 @@ def _check(
             )
         if x.dtype != state_dtype(k):
             raise ArgumentTypeError(
-                f"state {name} is {str(x.dtype)[6:]}; it must be {str(state_dtype(k))[6:]}, as a call returned it"
+                f"state {name} is {str(x.dtype)[6:]}; it must be {str(state_dtype(k))[6:]}, as a "
+                "call returned it"
             )
         check_device(f"state {name}", x, q)

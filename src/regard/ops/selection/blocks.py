@@ -1,4 +1,6 @@
-"""What selections share: slots put in the order of their positions, in blocks, and the choice of the best of them."""
+"""What selections share: slots put in the order of their positions, in blocks, and the choice of
+the best of them.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,19 @@ ROW_BYTES = 2**27
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Where slots go when they are put in the order of their positions, cut into blocks of `size` positions.
+    """Where slots go when they are put in the order of their positions, cut into blocks of `size`
+    positions.
 
-    Block edges are absolute multiples of `size`, row by row, so that padding and the way a sequence was cut into chunks
-    change nothing. Place i of row b stands for position first[b] * size + i.
+    Block edges are absolute multiples of `size`, row by row, so that padding and the way a sequence
+    was cut into chunks change nothing. Place i of row b stands for position first[b] * size + i.
 
     Attributes:
         size: positions per block.
         blocks: how many blocks there are, N; at least one.
         first: the number of the first block, int64 [B or 1].
         held: which places hold a token, bool [B or 1, N * size].
-        source: the slot of each place, int64 [B or 1, N * size]; None where slots are in order already.
+        source: the slot of each place, int64 [B or 1, N * size]; None where slots are in order
+            already.
     """
 
     size: int
@@ -41,7 +45,9 @@ class Order:
     _left: int = 0
 
     def lay(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n L d"]:
-        """Slots [B,n,S,d] in the order of their positions, [B,n,N*size,d]; 0 where nothing is held."""
+        """Slots [B,n,S,d] in the order of their positions, [B,n,N*size,d]; 0 where nothing is
+        held.
+        """
         L, (B, n, S, d) = self.blocks * self.size, x.shape
         if self.source is None:
             return F.pad(x, (0, 0, self._left, L - S - self._left))
@@ -65,7 +71,9 @@ class Order:
         return self.first[:, None] + torch.arange(self.blocks, device=self.first.device)
 
     def own(self, positions: Positions) -> Int[Tensor, "B T"]:
-        """The number of the block in which each query stands, [B or 1, T]; -1 for a slot that holds nothing."""
+        """The number of the block in which each query stands, [B or 1, T]; -1 for a slot that holds
+        nothing.
+        """
         q = as_tensor(positions, self.first.device)
         return torch.where(q >= 0, q.long() // self.size, -1)
 
@@ -73,8 +81,9 @@ class Order:
 def order(positions: Positions, size: int, device: torch.device | str | None = None) -> Order:
     """Put slots at these positions in order, in blocks of `size`.
 
-    A `Span` is in order already, and nothing is read from the device. For positions in a tensor the largest one is read;
-    a compiled graph cannot, and there the tokens of a row must follow one another without gaps (asserted on the device).
+    A `Span` is in order already, and nothing is read from the device. For positions in a tensor the
+    largest one is read; a compiled graph cannot, and there the tokens of a row must follow one
+    another without gaps (asserted on the device).
 
     >>> order(torch.tensor([[3, -1, 2, 5]]), 2).split(torch.tensor([3.0, 9.0, 2.0, 5.0])[None, None, :, None]).flatten()
     tensor([2., 3., 0., 5.])
@@ -92,7 +101,8 @@ def order(positions: Positions, size: int, device: torch.device | str | None = N
         blocks = -(-S // size) + 1
         torch._assert_async(
             (place < blocks * size).all(),
-            "positions of a row have gaps: a compiled selection needs tokens that follow one another",
+            "positions of a row have gaps: a compiled selection needs tokens that follow one "
+            "another",
         )
     else:
         blocks = int(F.pad(place, (0, 1), value=0).amax()) // size + 1
@@ -116,7 +126,8 @@ def _of_span(span: Span, size: int, device: torch.device | str | None) -> Order:
 def top(
     scores: Float[Tensor, "*b N"], k: int, taken: Int[Tensor, "*b 1"] | None = None
 ) -> Bool[Tensor, "*b N"]:
-    """The k largest of the last dimension, at most; -inf is never taken, and of equal ones the first are.
+    """The k largest of the last dimension, at most; -inf is never taken, and of equal ones the
+    first are.
 
     A NaN counts as the largest: what is not a number must show in the output, not vanish from it.
 
@@ -148,7 +159,8 @@ def best_blocks(
     allowed: Bool[Tensor, "#B #n T N"],
     k: int,
 ) -> Bool[Tensor, "B n T N"]:
-    """The forced blocks that are allowed, and the best of the other allowed ones: k in all, or the forced alone.
+    """The forced blocks that are allowed, and the best of the other allowed ones: k in all, or the
+    forced alone.
 
     >>> scores, yes = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]]), torch.ones(1, 1, 1, 4, dtype=torch.bool)
     >>> best_blocks(scores, yes & torch.tensor([False, False, True, False]), yes, 2).int().tolist()

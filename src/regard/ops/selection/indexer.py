@@ -18,7 +18,8 @@ def index_scores(
     k: Float[Tensor, "B 1 S d"],
     w: Float[Tensor, "B T J"],
 ) -> Float[Tensor, "B T S"]:
-    """How much a query wants each key: I_ts = sum_j w_tj relu(q_tj . k_s), in fp32 or better; differentiable.
+    """How much a query wants each key: I_ts = sum_j w_tj relu(q_tj . k_s), in fp32 or better;
+    differentiable.
 
     Args:
         q: the queries of J small heads.
@@ -59,9 +60,11 @@ def index_mask(
     q_positions: Positions,
     k_positions: Positions,
 ) -> Mask:
-    """The topk keys of each query by `index_scores` among those not behind it, as a mask for all heads.
+    """The topk keys of each query by `index_scores` among those not behind it, as a mask for all
+    heads.
 
-    Fewer where fewer may be seen; of equal scores the earlier position. No gradient flows through the choice.
+    Fewer where fewer may be seen; of equal scores the earlier position. No gradient flows through
+    the choice.
 
     Raises:
         ArgumentError: topk is below 1, or the shapes do not fit.
@@ -119,8 +122,9 @@ def indexer_loss(
 
     p_t = sum_h pattern_ht over the visible keys, divided by its sum;  loss_t = KL(p_t || softmax(scores_t))
 
-    With all past keys visible this is the dense warm-up, with the chosen keys the sparse stage. A query that sees
-    nothing, or whose pattern is 0 there, has loss 0. No gradient flows into the pattern.
+    With all past keys visible this is the dense warm-up, with the chosen keys the sparse stage. A
+    query that sees nothing, or whose pattern is 0 there, has loss 0. No gradient flows into the
+    pattern.
 
     Args:
         scores: of `index_scores`, with its gradient.

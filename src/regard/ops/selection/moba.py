@@ -1,4 +1,6 @@
-"""Mixture of block attention: each query sees its own block and the past blocks whose mean key fits it best."""
+"""Mixture of block attention: each query sees its own block and the past blocks whose mean key fits
+it best.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def moba_mask(
     s_i = q . mean(K of block i);  chosen: the own block, always, and of the blocks in front of it those with the
     topk - 1 largest s_i; within the own block k <= q
 
-    The own block counts among the topk, so that topk = 1 is the own block alone. No gradient flows through the choice.
+    The own block counts among the topk, so that topk = 1 is the own block alone. No gradient flows
+    through the choice.
 
     Args:
         q, k: queries and keys as attention scores them, rotated.
@@ -63,12 +66,15 @@ def check_moba(size: int, topk: int) -> None:
     """A block and a choice hold at least one."""
     if size < 1 or topk < 1:
         raise ArgumentError(
-            f"MoBA with blocks of {size} and topk {topk}: both must be 1 or more (the own block counts among the topk)"
+            f"MoBA with blocks of {size} and topk {topk}: both must be 1 or more (the own block "
+            "counts among the topk)"
         )
 
 
 def means(k: Float[Tensor, "B G S D"], blocks: Order) -> Float[Tensor, "B G N D"]:
-    """The mean key of each block, over the tokens that it holds, in fp32 or better; 0 for an empty block."""
+    """The mean key of each block, over the tokens that it holds, in fp32 or better; 0 for an empty
+    block.
+    """
     kind = torch.promote_types(k.dtype, torch.float32)
     filled = blocks.filled.clamp(min=1)[:, None, :, None]
     return blocks.split(k).sum(3, dtype=kind) / filled

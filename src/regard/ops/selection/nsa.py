@@ -1,4 +1,6 @@
-"""Native sparse attention: compressed tokens, the importance of blocks that follows from them, and the choice of blocks."""
+"""Native sparse attention: compressed tokens, the importance of blocks that follows from them, and
+the choice of blocks.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ class NSABlocks:
         initial, local: forced blocks: the first ones, and the last ones up to the query's own.
 
     Raises:
-        ArgumentError: stride does not divide compress and select, compress is larger than select, count is smaller
-            than the forced blocks, or a size is below 1 (initial: 0).
+        ArgumentError: stride does not divide compress and select, compress is larger than select,
+            count is smaller than the forced blocks, or a size is below 1 (initial: 0).
 
     >>> NSABlocks().count
     16
@@ -53,7 +55,8 @@ class NSABlocks:
             raise ArgumentError(f"{self}: each size must be at least 1, initial at least 0")
         if l % d or s % d or l > s:
             raise ArgumentError(
-                f"compress {l}, stride {d}, select {s}: stride must divide both, and compress must be at most select; "
+                f"compress {l}, stride {d}, select {s}: stride must divide both, and compress "
+                "must be at most select; "
                 f"allowed strides: {', '.join(str(x) for x in divisors(l) if s % x == 0)}"
             )
         if n < initial + local:
@@ -66,12 +69,16 @@ class NSABlocks:
 def windows(
     x: Float[Tensor, "B G S D"], laid: Order, sizes: NSABlocks
 ) -> Float[Tensor, "B G C l D"]:
-    """The tokens of each compressed block: block i holds positions i d .. i d + l - 1 behind the first one."""
+    """The tokens of each compressed block: block i holds positions i d .. i d + l - 1 behind the
+    first one.
+    """
     return laid.lay(x).unfold(2, sizes.compress, sizes.stride).mT  # [B,G,C,D,l] -> [B,G,C,l,D]
 
 
 def ends(laid: Order, sizes: NSABlocks) -> Int[Tensor, "B C"]:
-    """The position of the last token of each compressed block; -1 where a token of it is missing."""
+    """The position of the last token of each compressed block; -1 where a token of it is
+    missing.
+    """
     whole = laid.held.unfold(1, sizes.compress, sizes.stride).all(-1)  # [B,C]
     at = torch.arange(whole.shape[1], device=whole.device) * sizes.stride + sizes.compress - 1
     return torch.where(whole, laid.first[:, None] * laid.size + at, -1)
@@ -80,17 +87,19 @@ def ends(laid: Order, sizes: NSABlocks) -> Int[Tensor, "B C"]:
 def importance(
     p: Float[Tensor, "B H T C"], groups: int, sizes: NSABlocks
 ) -> Float[Tensor, "B G T N"]:
-    """What share of the attention to compressed tokens falls on each block, summed over the heads of a group.
+    """What share of the attention to compressed tokens falls on each block, summed over the heads
+    of a group.
 
     importance[j] = sum_h sum_{m < l'/d} sum_{n < l/d} p_h[(l'/d) j - m - n], with j and the index counted from 1
 
-    A compressed token gives its weight to a block once for each stride that they have in common. (Read with indices
-    from 0, the printed sum would give it to the block in front.)
+    A compressed token gives its weight to a block once for each stride that they have in common.
+    (Read with indices from 0, the printed sum would give it to the block in front.)
 
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 9 and 10.
     """
     shares, per_block = sizes.compress // sizes.stride, sizes.select // sizes.stride
-    # the weight that falls on each stride of the sequence: those of the compressed blocks that cover it
+    # the weight that falls on each stride of the sequence: those of the compressed blocks that
+    # cover it
     strides = sum(F.pad(p, (n, shares - 1 - n)) for n in range(shares))
     assert isinstance(strides, Tensor)
     blocks = strides.unflatten(-1, (-1, per_block)).sum(-1)  # [B,H,T,N]
@@ -107,7 +116,8 @@ def selection_mask(
     k_positions: Int[Tensor, "#B C"],
     scale: float | None = None,
 ) -> Mask:
-    """The blocks that each group of query heads reads, from its attention to compressed keys, as a mask.
+    """The blocks that each group of query heads reads, from its attention to compressed keys, as a
+    mask.
 
     p = softmax(scale q k^T) over the compressed tokens that end at or before the query; blocks: the first `initial`,
     the last `local` up to the query's own, and the most important others, `count` in all
@@ -134,8 +144,14 @@ def selection_mask(
 
     def choose(rows: slice) -> Tensor:
         p = attention_weights(
-            q, k, rows=rows, mask=Causal(), scale=scale, q_positions=q_positions, k_positions=k_positions
-        )  # fmt: skip
+            q,
+            k,
+            rows=rows,
+            mask=Causal(),
+            scale=scale,
+            q_positions=q_positions,
+            k_positions=k_positions,
+        )
         share = importance(p, G, sizes)
         return best_blocks(share, forced[:, :, rows], allowed[:, :, rows], sizes.count)
 

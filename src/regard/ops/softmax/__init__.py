@@ -1,4 +1,6 @@
-"""Softmax attention: `attend`, its parts and their `merge`, any block of its weights, and the `plan` of a call."""
+"""Softmax attention: `attend`, its parts and their `merge`, any block of its weights, and the
+`plan` of a call.
+"""
 
 from regard.ops.softmax.attend import attend, attend_partial, attention_weights
 from regard.ops.softmax.call import Options, Partial
@@ -6,5 +8,12 @@ from regard.ops.softmax.merge import merge
 from regard.ops.softmax.plan import Plan, plan
 
 __all__ = [
-    "Options", "Partial", "Plan", "attend", "attend_partial", "attention_weights", "merge", "plan",
-]  # fmt: skip
+    "Options",
+    "Partial",
+    "Plan",
+    "attend",
+    "attend_partial",
+    "attention_weights",
+    "merge",
+    "plan",
+]

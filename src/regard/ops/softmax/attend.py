@@ -35,10 +35,12 @@ def attend(
     """Softmax attention: each query's weighted mean of the values of the keys that it may see.
 
     s = softcap(scale q k^T) + bias, -inf where masked;  out = softmax(s) v, with exp(sink) in the denominator as well.
-    Query head h reads key/value head h // (H/G). `Options` says what each option is. A row that sees nothing gives 0.
+    Query head h reads key/value head h // (H/G). `Options` says what each option is. A row that
+    sees nothing gives 0.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit; raised before anything is
+            computed.
         KernelRefusal: the backend asked for cannot run this call; the message has its reasons.
 
     >>> import torch, regard
@@ -46,12 +48,22 @@ def attend(
     >>> regard.attend(q, k, v, mask=regard.masks.Causal() & regard.masks.Window(4)).shape
     torch.Size([2, 8, 16, 32])
 
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1; sinks: OpenAI 2025 (arXiv 2508.10925), section 2.2.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 1; sinks: OpenAI 2025 (arXiv
+    2508.10925), section 2.2.
     """
     call = make_call(
-        q, k, v, mask=mask, bias=bias, scale=scale, softcap=softcap, sink=sink, dropout=dropout,
-        q_positions=q_positions, k_positions=k_positions,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+        dropout=dropout,
+        q_positions=q_positions,
+        k_positions=k_positions,
+    )
     return run(call, backend).out
 
 
@@ -63,7 +75,8 @@ def attend_partial(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Partial:
-    """Attention over a part of the keys, as (out, lse), for `merge`; options as in `attend`, but dropout and sink.
+    """Attention over a part of the keys, as (out, lse), for `merge`; options as in `attend`, but
+    dropout and sink.
 
     lse_i = ln sum_j exp(s_ij), natural log, fp32 or fp64, -inf for a row that sees nothing; differentiable.
 
@@ -102,16 +115,18 @@ def attention_weights(
     columns: slice | int | None = None,
     **options: Unpack[Options],
 ) -> Float[Tensor, "B H t s"]:
-    """Any block of the exact weights [B,H,t,s], whatever the length: p_ij = exp(s_ij) / sum_j exp(s_ij).
+    """Any block of the exact weights [B,H,t,s], whatever the length: p_ij = exp(s_ij) / sum_j
+    exp(s_ij).
 
-    Each row is normalised over all its keys, also those outside the block; with a sink a row sums to less than 1.
-    Memory grows with t * s and with t, not with T * S.
+    Each row is normalised over all its keys, also those outside the block; with a sink a row sums
+    to less than 1. Memory grows with t * s and with t, not with T * S.
 
     Args:
         rows, columns: the queries and keys of the block: a slice, one index, or None for all.
 
     Raises:
-        ArgumentTypeError: dropout is given (weights are shown without), or rows or columns are something else.
+        ArgumentTypeError: dropout is given (weights are shown without), or rows or columns are
+            something else.
         ArgumentError: as `attend`.
 
     >>> import torch, regard
@@ -149,5 +164,6 @@ def _part(name: str, which: slice | int | None, length: int) -> slice:
     if isinstance(which, int) and -length <= which < length:
         return slice(which % length, which % length + 1)
     raise ArgumentTypeError(
-        f"{name} is {which!r}; it must be a slice of step 1, an index from {-length} to {length - 1}, or None"
+        f"{name} is {which!r}; it must be a slice of step 1, an index from {-length} to "
+        f"{length - 1}, or None"
     )

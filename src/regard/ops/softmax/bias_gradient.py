@@ -1,4 +1,6 @@
-"""The gradient of a bias, summed up block by block, so that no T x S gradient of the scores ever exists."""
+"""The gradient of a bias, summed up block by block, so that no T x S gradient of the scores ever
+exists.
+"""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def last(keys: Positions, T: int) -> Positions:
     """The default query positions: the last T of the keys' ones (bottom-right alignment).
 
     Raises:
-        ArgumentError: there are not so many keys at stored positions; or fewer queries than keys, and a row of keys that ends
-            in empty slots, in which its queries would stand.
+        ArgumentError: there are not so many keys at stored positions; or fewer queries than keys,
+            and a row of keys that ends in empty slots, in which its queries would stand.
 
     >>> last(Span(0, 5), 2), last(Span(0, 2), 3)
     (Span(start=3, length=2), Span(start=-1, length=3, tokens=True))
@@ -44,7 +44,8 @@ def _check_ends(keys: Tensor, T: int) -> None:
     ends = (keys[:, -1] <= EMPTY) & (keys > EMPTY).any(1)
     if bool(ends.any()):
         raise ArgumentError(
-            f"k_positions of row {int(ends.nonzero()[0])} end in an empty slot (-1), and {T} queries for {keys.shape[1]} keys "
+            f"k_positions of row {int(ends.nonzero()[0])} end in an empty slot (-1), and {T} "
+            f"queries for {keys.shape[1]} keys "
             "would stand there by default, where a query sees nothing: give q_positions as well"
         )
 
@@ -58,7 +59,8 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
     if isinstance(mask, Tensor):
         if mask.is_floating_point():
             raise ArgumentTypeError(
-                f"mask is {str(mask.dtype).removeprefix('torch.')}; a mask is bool, True = may attend: "
+                f"mask is {str(mask.dtype).removeprefix('torch.')}; a mask is bool, True = may "
+                "attend: "
                 "use regard.masks.from_additive(mask), or pass it as bias="
             )
         dense = masks.Dense(mask)
@@ -76,10 +78,11 @@ def _no_mask(given: object) -> str:
 def check_rules(
     mask: Mask, bias: Bias | None, sizes: tuple[int, int], q: Positions, k: Positions
 ) -> None:
-    """What a caller's own function or class says is for as many rows of the batch and heads as the call has.
+    """What a caller's own function or class says is for as many rows of the batch and heads as the
+    call has.
 
-    Ours know these sizes (`require`). Of others one pair is asked for: most kernels would take another size for a batch to
-    broadcast to, and compiled ones for the last row or head.
+    Ours know these sizes (`require`). Of others one pair is asked for: most kernels would take
+    another size for a batch to broadcast to, and compiled ones for the last row or head.
 
     Raises:
         ArgumentError: it is for another number of them.
@@ -93,13 +96,16 @@ def check_rules(
         found = tuple(rule.block(q, k, one, one).shape[:2])
         if any(n not in (1, size) for n, size in zip(found, sizes, strict=True)):
             raise ArgumentError(
-                f"{name} {rule} is for batch {found[0]} and {found[1]} heads, but the call has batch {sizes[0]} and "
+                f"{name} {rule} is for batch {found[0]} and {found[1]} heads, but the call has "
+                f"batch {sizes[0]} and "
                 f"{sizes[1]} heads; it must give 1 or as many of each"
             )
 
 
 _FAMILIAR = "_familiar"
-"""Where a rule that was looked through remembers it: a model asks with the same one for every layer and token."""
+"""Where a rule that was looked through remembers it: a model asks with the same one for every layer
+and token.
+"""
 
 
 def _foreign(rule: Mask | Bias) -> bool:
@@ -135,7 +141,8 @@ def _warn_if_inverted(mask: Tensor) -> None:
     if not bool(mask.diagonal(dim1=-2, dim2=-1).any()) and bool(mask.any()):
         warnings.warn(
             "mask hides each query's own key: is it inverted? True = may attend; "
-            "regard.masks.from_drop(mask) takes a mask with True = drop, and a mask that means it is regard.masks.Dense(mask)",
+            "regard.masks.from_drop(mask) takes a mask with True = drop, and a mask that means it "
+            "is regard.masks.Dense(mask)",
             stacklevel=5,
         )
 
@@ -143,15 +150,19 @@ def _warn_if_inverted(mask: Tensor) -> None:
 class Options(TypedDict, total=False):
     """What every softmax function takes by keyword.
 
-    mask: a rule on positions (`regard.masks`), a bool tensor [T,S] or [B or 1, H or 1, T, S] with True = may attend, or
+    mask: a rule on positions (`regard.masks`), a bool tensor [T,S] or [B or 1, H or 1, T, S] with
+        True = may attend, or
         None: every key whose position is >= 0.
-    bias: added to scores after the softcap: `regard.biases`, or a float tensor of the shapes of a mask; learnable.
+    bias: added to scores after the softcap: `regard.biases`, or a float tensor of the shapes of a
+        mask; learnable.
     scale: None is 1/sqrt(D); finite, not 0.
     softcap: c of c tanh(s / c), greater than 0; None is off.
     sink: [H], one logit per head that takes part in the denominator only.
-    dropout: the probability with which a weight is dropped, the rest scaled by 1/(1-p). It knows no training mode.
-    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds nothing: such a key is
-        never seen, and such a query sees nothing. Default: keys 0..S-1, queries the last T of them.
+    dropout: the probability with which a weight is dropped, the rest scaled by 1/(1-p). It knows no
+        training mode.
+    q_positions, k_positions: a `Span` or an integer tensor [B or 1, length], -1 = a slot that holds
+        nothing: such a key is never seen, and such a query sees nothing. Default: keys 0..S-1,
+        queries the last T of them.
     """
 
     mask: Mask | Tensor | None
@@ -167,7 +178,8 @@ class Options(TypedDict, total=False):
 class Partial(NamedTuple):
     """Attention over a part of the keys: what `merge` joins.
 
-    out: [B,H,T,E], the weighted mean of the values of that part; 0 for a row that sees none of them.
+    out: [B,H,T,E], the weighted mean of the values of that part; 0 for a row that sees none of
+        them.
     lse: [B,H,T], natural log of the sum of exp(score), fp32 (fp64 for fp64); -inf for such a row.
     """
 
@@ -176,16 +188,20 @@ class Partial(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a kernel would do with a call: query-key pairs that it visits over all B and H, and its peak extra bytes."""
+    """What a kernel would do with a call: query-key pairs that it visits over all B and H, and its
+    peak extra bytes.
+    """
 
     pairs: int
     bytes: int
 
 
 class Result(NamedTuple):
-    """What a kernel returns; lse may be None when the call did not ask for it. The sink is in `out`, never in `lse`.
+    """What a kernel returns; lse may be None when the call did not ask for it. The sink is in
+    `out`, never in `lse`.
 
-    scores, pattern: [B,H,T,S], only where an open trace edited them: they no longer follow from the call.
+    scores, pattern: [B,H,T,S], only where an open trace edited them: they no longer follow from the
+        call.
     """
 
     out: Tensor
@@ -271,9 +287,11 @@ class Call:
 
     @property
     def score_bound(self) -> float:
-        """No |scale q k| is larger: |scale| times the longest query and the longest key of a head that it reads.
+        """No |scale q k| is larger: |scale| times the longest query and the longest key of a head
+        that it reads.
 
-        Infinite where nobody may look: in a compiled graph, and on another device than a CPU, which would be waited for.
+        Infinite where nobody may look: in a compiled graph, and on another device than a CPU, which
+        would be waited for.
         """
         if is_compiling() or not self.q.is_cpu:
             return math.inf
@@ -286,7 +304,9 @@ class Call:
         return self._known["bound"]
 
     def all_finite(self, *names: str) -> bool:
-        """Those of q, k and v hold no NaN and no infinity. Not read while compiling: assumed there."""
+        """Those of q, k and v hold no NaN and no infinity. Not read while compiling: assumed
+        there.
+        """
         if is_compiling():
             return True
         for name in names:
@@ -351,17 +371,29 @@ def make_call(
     check_rules(mask, bias, (B, H), q_positions, k_positions)
     arguments.check_finite(query=q, key=k, value=v)
     return Call(
-        q, k, v, mask, bias, D**-0.5 if scale is None else float(scale), softcap, sink, dropout,
-        q_positions, k_positions, wants_lse, tap.needed() & {"scores", "pattern"},
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask,
+        bias,
+        D**-0.5 if scale is None else float(scale),
+        softcap,
+        sink,
+        dropout,
+        q_positions,
+        k_positions,
+        wants_lse,
+        tap.needed() & {"scores", "pattern"},
+    )
 
 
 SMALL_SCORES = 6.0
 """Up to this bound on |scale q k| every kernel's gradient rounds as plain math does.
 
-Then scores of a row differ by at most 12, so that no weight is lost beside another in fp32 (e^-12 > 2^-24): the terms of
-p (dp - sum p dp) do not cancel to nothing. A kernel that computes p = exp(s - lse) from a rounded lse is off by some roundings
-of the largest score: measured (LOG.md), torch's breaks the error rule now and then from 7 on.
+Then scores of a row differ by at most 12, so that no weight is lost beside another in fp32 (e^-12 >
+2^-24): the terms of p (dp - sum p dp) do not cancel to nothing. A kernel that computes p = exp(s -
+lse) from a rounded lse is off by some roundings of the largest score: measured (LOG.md), torch's
+breaks the error rule now and then from 7 on.
 """
 
 
@@ -376,8 +408,8 @@ LARGE = 1e17
 
 
 def _finite(x: Tensor) -> bool:
-    # One cheap pass that keeps every NaN and infinity. Larger numbers count as infinite: behind a mask they may be
-    # anything, and -inf + inf is NaN in a kernel that masks by adding.
+    # One cheap pass that keeps every NaN and infinity. Larger numbers count as infinite: behind a
+    # mask they may be anything, and -inf + inf is NaN in a kernel that masks by adding.
     if x.numel() == 0:
         return True
     low, high = torch.aminmax(x.detach() if x.requires_grad else x)

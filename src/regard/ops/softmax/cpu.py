@@ -1,4 +1,6 @@
-"""The CPU decoding kernel: compiled loops that read each key and value once, also from quantised caches."""
+"""The CPU decoding kernel: compiled loops that read each key and value once, also from quantised
+caches.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,10 @@ MEMORY = 27
 class Given:
     """What a query sees, and what is added to its scores; tensors are contiguous.
 
-    q: [B,G,R,D] fp32. where: positions of the keys [b,S], or [1,0] for a run from `origin` on. starts, stops: the ranges
-    of positions that a query sees [b,h,t,n], or `dense` [b,h,t,S]; the others have no numbers. slopes: [H] of ALiBi, bias: any
-    other [b,h,t,S]. at: positions of the queries [b,T].
+    q: [B,G,R,D] fp32. where: positions of the keys [b,S], or [1,0] for a run from `origin` on.
+        starts, stops: the ranges of positions that a query sees [b,h,t,n], or `dense` [b,h,t,S];
+        the others have no numbers. slopes: [H] of ALiBi, bias: any other [b,h,t,S]. at: positions
+        of the queries [b,T].
     """
 
     q: Tensor
@@ -78,13 +81,18 @@ class Given:
 
     def behind(self, slots: int) -> Given:
         """The same for the keys behind so many slots."""
-        where, dense, bias = (x[..., slots:].contiguous() for x in (self.where, self.dense, self.bias))  # fmt: skip
+        where, dense, bias = (
+            x[..., slots:].contiguous() for x in (self.where, self.dense, self.bias)
+        )
         return replace(self, where=where, origin=self.origin + slots, dense=dense, bias=bias)
 
-    def run(self, kind: str, dtype: torch.dtype, memory: Sequence[int], S: int, E: int) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def run(
+        self, kind: str, dtype: torch.dtype, memory: Sequence[int], S: int, E: int
+    ) -> tuple[Tensor, Tensor]:
         """Attend to S keys somewhere in memory: out [B,G,R,E] and lse [B,G,R], fp32.
 
-        kind: how keys and values lie there: "plain" or "coded"; dtype: of their numbers, or of the codes' scales.
+        kind: how keys and values lie there: "plain" or "coded"; dtype: of their numbers, or of the
+            codes' scales.
         """
         from regard.ops.jit import entries, pool, team
 
@@ -93,7 +101,18 @@ class Given:
         P = _parts(B * G, S, workers)
         out, lse = torch.empty(B * G, P, R, E), torch.empty(B, G, P, R)
         cap, scale = struct.unpack("2q", struct.pack("2d", self.softcap, self.scale))
-        arrays = (self.q, out, lse, self.where, self.starts, self.stops, self.dense, self.slopes, self.bias, self.at)  # fmt: skip
+        arrays = (
+            self.q,
+            out,
+            lse,
+            self.where,
+            self.starts,
+            self.stops,
+            self.dense,
+            self.slopes,
+            self.bias,
+            self.at,
+        )
         given = [0, self.T, self.origin, cap, int(self.symmetric), scale]
         for x in arrays:
             given += (x.data_ptr(), *(1,) * (4 - x.ndim), *x.shape)
@@ -139,7 +158,9 @@ def _where(positions: Positions) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _run(positions: Span) -> tuple[Tensor, Tensor]:
-    """Positions [1,L], and where what each may see causally ends [1,1,L,1]: every layer of a model asks for the same."""
+    """Positions [1,L], and where what each may see causally ends [1,1,L,1]: every layer of a model
+    asks for the same.
+    """
     with torch.inference_mode(mode=False):
         at = torch.arange(positions.start, positions.stop)[None]
         return at, (at[:, None, :, None] + 1).contiguous()
@@ -233,8 +254,9 @@ class Coded(Protocol):
 class Older(NamedTuple):
     """Keys and values in codes, and what stands behind them.
 
-    memory: as a compiled entry takes it: for keys and for values the address of their codes and its steps of B, G, rows and
-    lines, the addresses of scales and zeros and their steps, columns of a group, bits. dtype: of the scales. slots: how many.
+    memory: as a compiled entry takes it: for keys and for values the address of their codes and its
+        steps of B, G, rows and lines, the addresses of scales and zeros and their steps, columns of
+        a group, bits. dtype: of the scales. slots: how many.
     held: what must live as long as the addresses are used.
     """
 
@@ -246,7 +268,9 @@ class Older(NamedTuple):
 
 
 def older(k: Tensor, v: Tensor) -> Older | None:
-    """The older slots of keys with a scale per channel and values with one per token; None for any other tensors."""
+    """The older slots of keys with a scale per channel and values with one per token; None for any
+    other tensors.
+    """
     keys, values = (_coded(x, axis) for x, axis in ((k, "channel"), (v, "token")))
     if keys is None or values is None or keys.made.scale.dtype != values.made.scale.dtype:
         return None
@@ -272,12 +296,20 @@ def _memory(x: Coded) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     if zero.stride() != scale.stride():  # filled in by hand
         scale, zero = scale.contiguous(), zero.contiguous()
     group = codes.shape[-1] * 8 // x.bits
-    at = (codes.data_ptr(), *codes.stride()[:4], scale.data_ptr(), zero.data_ptr(), *scale.stride()[:4])  # fmt: skip
+    at = (
+        codes.data_ptr(),
+        *codes.stride()[:4],
+        scale.data_ptr(),
+        zero.data_ptr(),
+        *scale.stride()[:4],
+    )
     return (*at, group, x.bits), (codes, scale, zero)
 
 
 FEW, ROWS = 16, 64
-"""Up to so many queries, and rows of a key/value head (H/G * T): beyond, products of matrices are faster."""
+"""Up to so many queries, and rows of a key/value head (H/G * T): beyond, products of matrices are
+faster.
+"""
 
 MUCH = 1 << 17
 """Numbers of keys and values from which on it is the first choice."""
@@ -286,13 +318,17 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Cpu:
-    """Split over keys and key/value heads, one pass with the online softmax, fp32 in registers; Numba compiles it once."""
+    """Split over keys and key/value heads, one pass with the online softmax, fp32 in registers;
+    Numba compiles it once.
+    """
 
     name = "cpu"
     selects = True
 
     def why_not(self, call: Call) -> list[str]:
-        """Devices but the CPU, gradients, dropout, many queries, learned numbers, dtypes; no Numba; graphs."""
+        """Devices but the CPU, gradients, dropout, many queries, learned numbers, dtypes; no Numba;
+        graphs.
+        """
         reasons = [
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["has no gradient"] if call.has_gradient else []),
@@ -314,7 +350,9 @@ class Cpu:
         return reasons
 
     def run(self, call: Call) -> Result:
-        """Parts of the keys as tasks, joined by lse; slots that are in codes still are read as codes."""
+        """Parts of the keys as tasks, joined by lse; slots that are in codes still are read as
+        codes.
+        """
         (B, H, T, _), S, E = call.q.shape, call.S, call.E
         given, found, slots = Given.of(call), [], 0
         k, v, dtype = call.k, call.v, call.k.dtype

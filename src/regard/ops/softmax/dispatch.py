@@ -1,4 +1,6 @@
-"""The choice of a kernel: the first with no reason against, or the one asked for, which may refuse."""
+"""The choice of a kernel: the first with no reason against, or the one asked for, which may
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,15 @@ _FEW = sorted(KERNELS, key=lambda kernel: {"sdpa": 0, "reference": 1}.get(kernel
 """The same for few products, where it is the number of operations that costs."""
 
 FEW = 2**24
-"""Up to so many products B H T S (D + E) with a gradient, the definition is faster than its tiles: measured on one thread."""
+"""Up to so many products B H T S (D + E) with a gradient, the definition is faster than its tiles:
+measured on one thread.
+"""
 
 
 def order(call: Call) -> Sequence[Kernel]:
-    """The kernels in the order in which they are asked: off the CPU, generated ones come before plain torch."""
+    """The kernels in the order in which they are asked: off the CPU, generated ones come before
+    plain torch.
+    """
     if call.q.device.type == "cpu":
         if call.has_gradient and not pays(call):
             few = call.B * call.H * call.T * call.S * (call.D + call.E) < FEW
@@ -52,7 +58,9 @@ def order(call: Call) -> Sequence[Kernel]:
 
 
 def run(call: Call, backend: str = "auto") -> Result:
-    """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy of autocast."""
+    """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy
+    of autocast.
+    """
     kernel = _that_selects(call, backend)
     if kernel is None:
         call = without_garbage(call)
@@ -67,7 +75,9 @@ def run(call: Call, backend: str = "auto") -> Result:
 
 
 def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
-    """Run the kernel that was chosen for the call without an observer, with its lse, and show both to the observers."""
+    """Run the kernel that was chosen for the call without an observer, with its lse, and show both
+    to the observers.
+    """
     asked, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
         if kernel.why_not(asked):  # it gives no lse here: its output stays, the lse is another's
@@ -82,7 +92,9 @@ def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
 
 
 def _that_selects(call: Call, backend: str) -> Kernel | None:
-    """The first kernel, if it can run the call and never looks at what is masked: then nobody has to look for NaN there."""
+    """The first kernel, if it can run the call and never looks at what is masked: then nobody has
+    to look for NaN there.
+    """
     asked = order(call)[:1] if backend == "auto" else [x for x in KERNELS if x.name == backend]
     return next((x for x in asked if x.selects and not x.why_not(call)), None)
 
@@ -92,7 +104,8 @@ def choose(call: Call, backend: str = "auto") -> Kernel:
 
     Raises:
         ArgumentError: there is no kernel of that name.
-        KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every reason.
+        KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every
+            reason.
     """
     asked = [kernel for kernel in order(call) if backend in ("auto", kernel.name)]
     if not asked:
@@ -109,7 +122,9 @@ def choose(call: Call, backend: str = "auto") -> Kernel:
 
 
 def without_garbage(call: Call) -> Call:
-    """Slots that hold nothing may hold anything: empty them, so that no kernel multiplies a NaN by 0."""
+    """Slots that hold nothing may hold anything: empty them, so that no kernel multiplies a NaN by
+    0.
+    """
     compiling = is_compiling()
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):

@@ -1,7 +1,10 @@
-"""torch's FlexAttention: one generated kernel for any mask and score change. On CUDA it trains; on CPU it only infers.
+"""torch's FlexAttention: one generated kernel for any mask and score change. On CUDA it trains; on
+CPU it only infers.
 
-A mask becomes the key ranges of each query, as tensors (one generated kernel then serves every mask), and the blocks of
-128 x 128 that it leaves; softcap and bias become a `score_mod`; a sink is applied by the lse. On CPU torch's uncompiled form holds every score, so `backend="auto"` does not take it there.
+A mask becomes the key ranges of each query, as tensors (one generated kernel then serves every
+mask), and the blocks of 128 x 128 that it leaves; softcap and bias become a `score_mod`; a sink is
+applied by the lse. On CPU torch's uncompiled form holds every score, so `backend="auto"` does not
+take it there.
 
 Source: Dong et al. 2024 (arXiv 2412.05496).
 """
@@ -26,7 +29,9 @@ from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, part
 
 BLOCK = 128
-"""The side of a block of the mask, and the shortest length on CUDA; below it the other kernels are as fast."""
+"""The side of a block of the mask, and the shortest length on CUDA; below it the other kernels are
+as fast.
+"""
 
 DIMS = (16, 256)
 """Head dimensions on CUDA: what its generated kernel takes."""
@@ -51,7 +56,9 @@ class Flex:
     selects = False
 
     def why_not(self, call: Call) -> list[str]:
-        """Dropout, taps, non-finite inputs; on CUDA other shapes and dtypes; on CPU gradients and long inputs."""
+        """Dropout, taps, non-finite inputs; on CUDA other shapes and dtypes; on CPU gradients and
+        long inputs.
+        """
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
@@ -78,15 +85,23 @@ class Flex:
         if q.device.type == "cpu":  # uncompiled, it would round the scores to a half type
             q, k, v = (x.detach().to(call.score_dtype) for x in (q, k, v))
         out, aux = _function(q.device.type)(
-            q, k, v, score_mod=score_mod(call), block_mask=block_mask(call), scale=call.scale,
-            enable_gqa=call.G != call.H, return_aux=AuxRequest(lse=True),
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            score_mod=score_mod(call),
+            block_mask=block_mask(call),
+            scale=call.scale,
+            enable_gqa=call.G != call.H,
+            return_aux=AuxRequest(lse=True),
+        )
         lse = aux.lse.to(call.score_dtype)
         out = out if call.sink is None else with_sink(out, lse, call.sink)
         return Result(out.to(call.q.dtype), lse)
 
     def work(self, call: Call) -> Work:
-        """On CUDA the blocks that are not empty, and the lse; on CPU every pair, as scores and as weights."""
+        """On CUDA the blocks that are not empty, and the lse; on CPU every pair, as scores and as
+        weights.
+        """
         every = call.B * call.H * call.T * call.S
         if call.q.device.type == "cpu":
             return Work(every, 2 * every * call.score_dtype.itemsize)
@@ -136,10 +151,12 @@ def _why_not_cuda(call: Call) -> list[str]:
 def _function(device: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention as module
 
-    # torch warns once in a process of the uncompiled form. Its own list of what was said is told so, because a filter around
-    # each call is one for all threads: two that come and go in turns leave it behind.
+    # torch warns once in a process of the uncompiled form. Its own list of what was said is told
+    # so, because a filter around each call is one for all threads: two that come and go in turns
+    # leave it behind.
     module._WARNINGS_SHOWN.add("flex_attention_performance")
-    # uncompiled it holds every score: never on CUDA; on CPU compiling takes seconds, gives no lse and no float64
+    # uncompiled it holds every score: never on CUDA; on CPU compiling takes seconds, gives no lse
+    # and no float64
     chosen: Callable[..., Any] = module.flex_attention
     return chosen if device == "cpu" else torch.compile(chosen, dynamic=False)
 
@@ -166,9 +183,12 @@ def _block_mask(
             full = full.clone()
             full.select(dim, -1).fill_(False)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~full), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=mask_mod(mask, q, k, device),
+        *_listed(some & ~full),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod(mask, q, k, device),
         seq_lengths=lengths,
-    )  # fmt: skip
+    )
 
 
 _block_mask_cached = lru_cache(32)(_block_mask)
@@ -205,7 +225,9 @@ def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> Ma
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [b,h,nQ,nK] -> how many are chosen [b,h,nQ], and which, first in the list [b,h,nQ,nK]."""
+    """bool [b,h,nQ,nK] -> how many are chosen [b,h,nQ], and which, first in the list
+    [b,h,nQ,nK].
+    """
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

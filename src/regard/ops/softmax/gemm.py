@@ -1,4 +1,6 @@
-"""The CPU prefill kernel: compiled matrix products over the tiles that a mask shows, with their gradient."""
+"""The CPU prefill kernel: compiled matrix products over the tiles that a mask shows, with their
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,17 @@ def numbers(x: Tensor) -> Any:
 
 
 def memory(x: Tensor) -> tuple[Any, ...]:
-    """A tensor [B,a,b,d] as its flat memory, its first three steps, and how its bits are meant; d is contiguous."""
+    """A tensor [B,a,b,d] as its flat memory, its first three steps, and how its bits are meant; d
+    is contiguous.
+    """
     from regard.ops.jit.bits import BF16, FP16
 
     x = x.detach()
     x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
     steps = x.stride()
-    length = x.shape[-1] + sum((n - 1) * step for n, step in zip(x.shape[:-1], steps[:-1], strict=True))  # fmt: skip
+    length = x.shape[-1] + sum(
+        (n - 1) * step for n, step in zip(x.shape[:-1], steps[:-1], strict=True)
+    )
     tag = FP16 if x.dtype == torch.float16 else BF16
     return numbers(x.as_strided((length,), (1,))), *steps[:3], tag
 
@@ -74,7 +80,9 @@ def ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
 
 
 def mask_of(call: Call) -> tuple[Any, ...]:
-    """Positions of the keys; least, largest and whether all are there, of each panel; ranges of the queries."""
+    """Positions of the keys; least, largest and whether all are there, of each panel; ranges of the
+    queries.
+    """
     from regard.ops.jit.product import PANEL
 
     keys = where(call.k_positions)
@@ -190,7 +198,9 @@ def _pack_gemm_gradient(call: Call, workers: int) -> tuple[Any, ...]:
 
 
 def _scratch_gemm_gradient(call: Call, step: int) -> tuple[Any, ...]:
-    """Rows as they are and turned; scores, their gradients and the lanes of a slope; the same as factors; sums."""
+    """Rows as they are and turned; scores, their gradients and the lanes of a slope; the same as
+    factors; sums.
+    """
     from regard.ops.jit.bits import BF16
     from regard.ops.jit.product import PANEL, STEP
 
@@ -213,14 +223,17 @@ def _scratch_gemm_gradient(call: Call, step: int) -> tuple[Any, ...]:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 LEAST = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
-"""From so many products B H T S (D + E) on it is the first choice; below, torch's kernel takes a few milliseconds as well."""
+"""From so many products B H T S (D + E) on it is the first choice; below, torch's kernel takes a
+few milliseconds as well.
+"""
 
 LEARNS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.float16: 2**26}
 """The same with a gradient, where torch's kernel is further behind."""
 
 LARGE_SCORES = 500.0
-"""Up to this bound on |scale q k| it serves gradients. Its weights are right at any size; but dp and rowsum(dout out) cancel to
-their rounding only, which breaks the error rule where every row of a call has one weight of nearly 1: measured from 6,000 on."""
+"""Up to this bound on |scale q k| it serves gradients. Its weights are right at any size; but dp
+and rowsum(dout out) cancel to their rounding only, which breaks the error rule where every row of a
+call has one weight of nearly 1: measured from 6,000 on."""
 
 ROWS = 64
 """And from so many queries of a key/value head, H/G T: keys and values are packed for them."""
@@ -229,30 +242,44 @@ LONG = {torch.float32: 512, torch.bfloat16: 128, torch.float16: 128}
 """With a gradient, from so many of those queries, and of keys: both are packed, three times."""
 
 WIDE = {torch.float32: 128, torch.bfloat16: 64, torch.float16: 0}
-"""And from so many dims D + E where torch's kernel computes no more pairs: softmax is slower here, products are faster."""
+"""And from so many dims D + E where torch's kernel computes no more pairs: softmax is slower here,
+products are faster.
+"""
 
 
 class Gemm:
-    """Blocks of queries against packed keys and values, the heads of a group as rows; Numba compiles it once.
+    """Blocks of queries against packed keys and values, the heads of a group as rows; Numba
+    compiles it once.
 
-    bfloat16 is multiplied as it is where the processor can (AVX512-BF16), with sums, scores and softmax in fp32, and
-    weights rounded to bfloat16 before they meet the values, as in torch's kernel. Otherwise halves are widened.
-    Gradients of q, k and v are computed in the same way, and so over what the mask leaves.
+    bfloat16 is multiplied as it is where the processor can (AVX512-BF16), with sums, scores and
+    softmax in fp32, and weights rounded to bfloat16 before they meet the values, as in torch's
+    kernel. Otherwise halves are widened. Gradients of q, k and v are computed in the same way, and
+    so over what the mask leaves.
     """
 
     name = "gemm"
     selects = False
 
     def why_not(self, call: Call) -> list[str]:
-        """Devices but the CPU, dropout, taps, dtypes, biases but ALiBi, learned ones, masks without ranges; no Numba; graphs."""
+        """Devices but the CPU, dropout, taps, dtypes, biases but ALiBi, learned ones, masks without
+        ranges; no Numba; graphs.
+        """
         reasons = [
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["no dropout"] if call.dropout else []),
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
-            *([f"no {str(call.q.dtype).removeprefix('torch.')}"] if call.q.dtype not in _DTYPES else []),
-            *([f"no bias but ALiBi ({call.bias})"] if not isinstance(call.bias, ALiBi | None) else []),
+            *(
+                [f"no {str(call.q.dtype).removeprefix('torch.')}"]
+                if call.q.dtype not in _DTYPES
+                else []
+            ),
+            *(
+                [f"no bias but ALiBi ({call.bias})"]
+                if not isinstance(call.bias, ALiBi | None)
+                else []
+            ),
             *(["no gradient for a bias"] if _learns_bias(call) else []),
-        ]  # fmt: skip
+        ]
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         if is_compiling():
@@ -265,7 +292,8 @@ class Gemm:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
         elif not reasons and call.has_gradient and call.score_bound > LARGE_SCORES:
             reasons.append(
-                f"its gradient is right for scores up to {LARGE_SCORES:.0f}; here they may reach {call.score_bound:.3g}"
+                f"its gradient is right for scores up to {LARGE_SCORES:.0f}; here they may reach "
+                f"{call.score_bound:.3g}"
             )
         return reasons
 
@@ -280,7 +308,9 @@ class Gemm:
         return Result(z, lse if call.wants_lse else None)
 
     def work(self, call: Call) -> Work:
-        """Pairs of the panels that some query of a block sees; bytes of the packed keys and values, and of a block's work."""
+        """Pairs of the panels that some query of a block sees; bytes of the packed keys and values,
+        and of a block's work.
+        """
         rows, panel, n = 258, 64, call.H // call.G  # as in ops/jit, which imports Numba
         step, pairs = max(1, rows // n), 0
         for start in range(0, call.T, step):
@@ -301,7 +331,9 @@ class Gemm:
 
 
 def pays(call: Call) -> bool:
-    """Whether it is faster than torch's kernel: measured with AVX-512 and without tiles of matrices (AMX), which torch uses."""
+    """Whether it is faster than torch's kernel: measured with AVX-512 and without tiles of matrices
+    (AMX), which torch uses.
+    """
     rows = call.H // call.G * call.T
     if rows < ROWS or is_compiling():
         return False
@@ -331,7 +363,9 @@ def _learns_bias(call: Call) -> bool:
 
 
 def _multiplied(call: Call) -> str:
-    """The inputs that are multiplied with weights, or their gradients, of 0: a NaN in them would leak."""
+    """The inputs that are multiplied with weights, or their gradients, of 0: a NaN in them would
+    leak.
+    """
     return "kvq" if call.has_gradient else "v"
 
 
@@ -342,7 +376,8 @@ def _suits() -> bool:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B,H,T,E]; of each row the largest score m, or 0 if it sees nothing, and sum e^(s - m), [B,H,T].
+    """out [B,H,T,E]; of each row the largest score m, or 0 if it sees nothing, and sum e^(s - m),
+    [B,H,T].
 
     Keys and values are packed, then blocks of queries are tasks.
     """
@@ -369,7 +404,9 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pack(call: Call, workers: int) -> tuple[tuple[Any, ...], int]:
-    """(packed keys and values, steps of a head in both and of a panel of values), and D as it is packed."""
+    """(packed keys and values, steps of a head in both and of a panel of values), and D as it is
+    packed.
+    """
     from regard.ops.jit import pack
     from regard.ops.jit.pool import POOL
     from regard.ops.jit.product import PANEL

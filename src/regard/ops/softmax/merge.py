@@ -1,4 +1,6 @@
-"""Joining attention over parts of the keys: (out, lse) is all that is needed, and the join is exact."""
+"""Joining attention over parts of the keys: (out, lse) is all that is needed, and the join is
+exact.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
 
     lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
-    The parts must not share a key. It is associative and commutative, its identity is (0, -inf), and it is
-    differentiable in every out and lse. A row that sees nothing in any part stays (0, -inf), with gradient 0.
+    The parts must not share a key. It is associative and commutative, its identity is (0, -inf),
+    and it is differentiable in every out and lse. A row that sees nothing in any part stays (0,
+    -inf), with gradient 0.
 
     Args:
         partials: at least one `Partial`: out [B,H,T,E], lse [B,H,T].
-        sink: [H], one logit per head that takes part in the denominator only; counted once, here. The lse that comes
-            back is without it.
+        sink: [H], one logit per head that takes part in the denominator only; counted once, here.
+            The lse that comes back is without it.
 
     Raises:
         ArgumentError: there is no part, shapes differ, or the sink is not [H].
@@ -35,7 +38,8 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     >>> torch.allclose(regard.merge(parts).out, regard.attend(q, k, v), atol=1e-6)
     True
 
-    Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), section 3.1; Dao 2022 (arXiv 2205.14135), section 3.1.
+    Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), section 3.1; Dao 2022 (arXiv
+    2205.14135), section 3.1.
     """
     partials = [Partial(*p) for p in partials]
     if not partials:
@@ -45,7 +49,8 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     for i, (out, lse) in enumerate(partials):
         if out.shape != partials[0].out.shape or lse.shape != out.shape[:3]:
             raise ArgumentError(
-                f"partial {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}; all must have out "
+                f"partial {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}; all must "
+                "have out "
                 f"{tuple(partials[0].out.shape)} and lse {tuple(partials[0].out.shape[:3])}"
             )
     _check_kinds(partials)
@@ -73,19 +78,24 @@ def _check_kinds(partials: Sequence[Partial]) -> None:
             check_device(f"{name} of partial {i}", x, first.out, "out of partial 0")
             if x.dtype != like.dtype:
                 raise ArgumentTypeError(
-                    f"{name} of partial {i} is {x.dtype} and that of partial 0 {like.dtype}; all parts must have one dtype: "
+                    f"{name} of partial {i} is {x.dtype} and that of partial 0 {like.dtype}; all "
+                    "parts must have one dtype: "
                     "convert one with .to()"
                 )
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """The output when exp(sink) joins the denominator: out * sigmoid(lse - sink); a row that sees nothing stays 0."""
+    """The output when exp(sink) joins the denominator: out * sigmoid(lse - sink); a row that sees
+    nothing stays 0.
+    """
     sees = lse.masked_fill(lse.isneginf(), 0)  # its out is 0 anyway, and -inf - -inf would be NaN
     keep = torch.sigmoid(sees - sink.to(lse.dtype)[:, None])
     return (out * keep.unsqueeze(-1)).to(out.dtype)
 
 
 def sum_selected(share: Tensor, outs: list[Tensor]) -> Tensor:
-    """sum_p share_p out_p in the precision of the shares; a part with share 0 is left out, NaN included."""
+    """sum_p share_p out_p in the precision of the shares; a part with share 0 is left out, NaN
+    included.
+    """
     terms = [s * torch.where(s == 0, 0, out) for s, out in zip(share, outs, strict=True)]
     return torch.stack(terms).sum(0).to(outs[0].dtype)

@@ -1,7 +1,8 @@
 """What a mask leaves to do: blocks of queries, each with the pieces of the keys that they see.
 
-A fused kernel knows two shapes only: every key, or the square causal triangle. Everything else is lowered to those, with
-an additive mask on the pieces that need one, and joined by lse. What is masked for a whole tile is never visited.
+A fused kernel knows two shapes only: every key, or the square causal triangle. Everything else is
+lowered to those, with an additive mask on the pieces that need one, and joined by lse. What is
+masked for a whole tile is never visited.
 """
 
 from __future__ import annotations
@@ -29,18 +30,24 @@ LONG = 4
 """Full tiles in a row that are worth a piece of their own; fewer join their masked neighbours."""
 
 SMALL = 32
-"""A triangle of at most so many rows beside older keys is cheaper under a mask than as two pieces."""
+"""A triangle of at most so many rows beside older keys is cheaper under a mask than as two
+pieces.
+"""
 
 LEAST_KEYS = 16
-"""Below one SIMD vector of keys, and without a mask, torch 2.13 on CPU turns a row of NaN scores into zeros (pytorch #141128)."""
+"""Below one SIMD vector of keys, and without a mask, torch 2.13 on CPU turns a row of NaN scores
+into zeros (pytorch #141128).
+"""
 
 
 class Piece(NamedTuple):
-    """A range of keys: start to stop - 1, as numbers, because a compiled graph ties itself to the numbers in a slice.
+    """A range of keys: start to stop - 1, as numbers, because a compiled graph ties itself to the
+    numbers in a slice.
 
     causal: row i sees the first i + 1 of them.
-    mask: makes the float mask [B|1,H|1,t|1,s] that is added to scores, -inf = masked. It is made when it is used, and
-        again for the gradient, so that the masks of all pieces never exist at once.
+    mask: makes the float mask [B|1,H|1,t|1,s] that is added to scores, -inf = masked. It is made
+        when it is used, and again for the gradient, so that the masks of all pieces never exist at
+        once.
     """
 
     start: int
@@ -60,7 +67,9 @@ class Piece(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A range of queries, and the disjoint pieces of the keys that they see; none: they see nothing."""
+    """A range of queries, and the disjoint pieces of the keys that they see; none: they see
+    nothing.
+    """
 
     rows: slice
     pieces: list[Piece]
@@ -80,7 +89,9 @@ def lower(call: Call) -> list[Rows]:
 
 
 def _aligned(call: Call) -> list[Rows] | None:
-    """The work of a plain or causal mask over contiguous positions, or None: nothing is read to know it."""
+    """The work of a plain or causal mask over contiguous positions, or None: nothing is read to
+    know it.
+    """
     q, k = call.q_positions, call.k_positions
     if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
         return None
@@ -105,7 +116,9 @@ def _beside_causal(mask: Mask) -> Mask | None:
 
 
 def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
-    """Causal by positions: blind rows, then a triangle beside the older keys, then rows that see every key."""
+    """Causal by positions: blind rows, then a triangle beside the older keys, then rows that see
+    every key.
+    """
     first = min(max(k.start - q.start, 0), call.T)
     past = max(q.start + first - k.start, 0)
     edge = max(0, min(call.T - first, call.S - past))  # rows of the triangle
@@ -126,7 +139,9 @@ def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
 
 
 def _by_tiles(call: Call, rows: slice) -> Rows:
-    """The pieces of a block of queries: runs of tiles that are not empty, long full stretches without a mask."""
+    """The pieces of a block of queries: runs of tiles that are not empty, long full stretches
+    without a mask.
+    """
     found = tile_runs(call, rows, KEYS, LONG)
     bare = call.bias is None
     return Rows(
@@ -139,7 +154,9 @@ def _by_tiles(call: Call, rows: slice) -> Rows:
 
 
 def tile_runs(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice, bool]]:
-    """Ranges of keys that some query of a block sees, and whether all see all of them, in every row and head."""
+    """Ranges of keys that some query of a block sees, and whether all see all of them, in every row
+    and head.
+    """
     tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, size)
     most, least = tiles.amax((0, 1)).tolist(), tiles.amin((0, 1)).tolist()
     state = [hi and (lo if lo == FULL else PARTIAL) for hi, lo in zip(most, least, strict=True)]
@@ -152,8 +169,8 @@ def tile_runs(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice
 def runs(state: list[int], long: int) -> list[tuple[int, int, bool]]:
     """Runs (start, stop, full) over the tiles that are not empty.
 
-    Full tiles are a run of their own if they are `long`, or have no partial neighbour; fewer join it: under a mask they
-    are cheaper than one more piece.
+    Full tiles are a run of their own if they are `long`, or have no partial neighbour; fewer join
+    it: under a mask they are cheaper than one more piece.
 
     >>> runs([0, 1, 2, 2, 2, 1, 0, 2], long=3)
     [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, True)]

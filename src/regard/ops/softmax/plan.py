@@ -15,7 +15,9 @@ from regard.ops.softmax.dispatch import choose, order, without_garbage
 
 @dataclass(frozen=True)
 class Choice:
-    """One kernel's answer: the reasons against it, or its work (pairs visited, peak extra bytes) and FLOPs."""
+    """One kernel's answer: the reasons against it, or its work (pairs visited, peak extra bytes)
+    and FLOPs.
+    """
 
     kernel: str
     reasons: tuple[str, ...]
@@ -52,7 +54,8 @@ class Plan:
             mark = "> " if choice.kernel == self.kernel else "  "
             if choice.work is None:
                 lines.append(
-                    f"{mark}{choice.kernel:<11}{'-':>13}{'-':>9}{'-':>9}  {'; '.join(choice.reasons)}"
+                    f"{mark}{choice.kernel:<11}{'-':>13}{'-':>9}{'-':>9}  "
+                    f"{'; '.join(choice.reasons)}"
                 )
                 continue
             share = choice.skipped / self.flops if self.flops else 0.0
@@ -69,10 +72,11 @@ def plan(
     backend: str = "auto",
     **options: Unpack[Options],
 ) -> Plan:
-    """Say which kernel `attend` would run, why not each other one, and the bytes and FLOPs of each; compute nothing.
+    """Say which kernel `attend` would run, why not each other one, and the bytes and FLOPs of each;
+    compute nothing.
 
-    FLOPs count scores and mix, 2 (D + E) for each query-key pair visited; `skipped` is what the kernel leaves out of
-    2 B H T S (D + E). Options as in `attend`.
+    FLOPs count scores and mix, 2 (D + E) for each query-key pair visited; `skipped` is what the
+    kernel leaves out of 2 B H T S (D + E). Options as in `attend`.
 
     Raises:
         ArgumentError, ArgumentTypeError, KernelRefusal: as `attend`.

@@ -1,4 +1,6 @@
-"""The definition of softmax attention: scores, then softmax, then the weighted mean of the values."""
+"""The definition of softmax attention: scores, then softmax, then the weighted mean of the
+values.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ ALL = slice(None)
 
 
 def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor, Tensor]:
-    """The scores [B,H,t,s] of a block, -inf where masked, and which of them are visible (bool, broadcastable).
+    """The scores [B,H,t,s] of a block, -inf where masked, and which of them are visible (bool,
+    broadcastable).
 
     s_ij = softcap(scale * q_i . k_j) + bias_ij, computed in fp32 (fp64 for fp64); the query is scaled first, so that
     a half-precision product cannot overflow.
@@ -37,27 +40,33 @@ def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor,
 
 
 def dot(call: Call, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-    """scale * q k^T [B,H,t,s]; query head h reads key head h // (H/G), without repeating the keys."""
+    """scale * q k^T [B,H,t,s]; query head h reads key head h // (H/G), without repeating the
+    keys.
+    """
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
     s = _grouped(q, k.mT)
     if is_compiling() or call.finite:
         return s
-    # The gradient of a masked score is 0, and 0 times a NaN in q or k would poison its neighbours: differentiate
-    # the product of the finite entries, and show the value of the whole.
+    # The gradient of a masked score is 0, and 0 times a NaN in q or k would poison its neighbours:
+    # differentiate the product of the finite entries, and show the value of the whole.
     clean = _grouped(_finite_only(q), _finite_only(k).mT)
     return torch.where(s.isfinite(), clean, s.detach())
 
 
 def mix(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
-    """The weighted sum of the values [B,H,t,E]; a value that a query may not see does not reach it, NaN included."""
+    """The weighted sum of the values [B,H,t,E]; a value that a query may not see does not reach it,
+    NaN included.
+    """
     v = v.to(pattern.dtype)
-    # a masked weight is 0 already; its gradient is selected too, since that of a huge masked value may be infinite
+    # a masked weight is 0 already; its gradient is selected too, since that of a huge masked value
+    # may be infinite
     pattern = pattern.masked_fill(~visible, 0)
     if finite:
         return _grouped(pattern, v)
     out = _grouped(pattern, _finite_only(v))
-    # 0 x NaN is NaN: so the non-finite values go to those queries that see them, by counting, not by multiplying.
+    # 0 x NaN is NaN: so the non-finite values go to those queries that see them, by counting, not
+    # by multiplying.
     seen = visible.expand(pattern.shape).to(pattern.dtype)
     n_nan, n_up, n_down = (
         _grouped(seen, bad.to(v.dtype)) > 0 for bad in (v.isnan(), v.isposinf(), v.isneginf())
@@ -67,7 +76,9 @@ def mix(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
 
 
 def _grouped(x: Tensor, y: Tensor) -> Tensor:
-    """x [B,H,t,a] @ y [B,G,a,b] -> [B,H,t,b]: the H/G query heads of a group are rows of one product."""
+    """x [B,H,t,a] @ y [B,G,a,b] -> [B,H,t,b]: the H/G query heads of a group are rows of one
+    product.
+    """
     H, t, G = x.shape[1], x.shape[2], y.shape[1]
     x = x.unflatten(1, (G, H // G)).flatten(2, 3)  # [B,G,(H/G)t,a]
     return (x @ y).unflatten(2, (H // G, t)).flatten(1, 2)
@@ -78,7 +89,8 @@ def _finite_only(x: Tensor) -> Tensor:
 
 
 class Total(NamedTuple):
-    """sum_j exp(s_ij) = share * e^top for each row: top is the largest score, or 0 for a row that sees nothing.
+    """sum_j exp(s_ij) = share * e^top for each row: top is the largest score, or 0 for a row that
+    sees nothing.
 
     top: [..., t], no gradient flows through it. share: [..., t], 0 for a row that sees nothing.
     """
@@ -132,7 +144,9 @@ MAX_BYTES = 2**32  # what a listener to scores or pattern may make it hold
 
 
 class Reference:
-    """Attention as it is written down; memory O(T S) where it is traced or trained, else bounded."""
+    """Attention as it is written down; memory O(T S) where it is traced or trained, else
+    bounded.
+    """
 
     name = "reference"
     selects = False

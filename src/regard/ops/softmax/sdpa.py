@@ -1,4 +1,6 @@
-"""torch's fused kernel: one call where it knows the mask, otherwise the parts of the mask joined by their lse."""
+"""torch's fused kernel: one call where it knows the mask, otherwise the parts of the mask joined by
+their lse.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def same_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _begins(v: Tensor, k: Tensor) -> bool:
-    """Whether values are the first numbers of their keys, in the same memory, as those of absorbed MLA: no copy is needed."""
+    """Whether values are the first numbers of their keys, in the same memory, as those of absorbed
+    MLA: no copy is needed.
+    """
     learns = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     return (
         not learns
@@ -47,22 +51,30 @@ def _begins(v: Tensor, k: Tensor) -> bool:
 
 
 FOLD_ROWS = 32
-"""Up to so many queries, the heads of a group become rows of one product: one read of the keys instead of H/G."""
+"""Up to so many queries, the heads of a group become rows of one product: one read of the keys
+instead of H/G.
+"""
 
 _SCHEMA = (
-    "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
-    "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"
+    "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, "
+    "float dropout_p=0., "
+    "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, "
+    "Tensor logsumexp)"
 )
 
 
 class Sdpa:
-    """torch.nn.functional.scaled_dot_product_attention, and on CPU the op below it that returns the lse."""
+    """torch.nn.functional.scaled_dot_product_attention, and on CPU the op below it that returns the
+    lse.
+    """
 
     name = "sdpa"
     selects = False
 
     def why_not(self, call: Call) -> list[str]:
-        """Softcap, dropout, learned bias, taps, short or non-finite inputs, gradients of large scores; without the private op: lse and sinks."""
+        """Softcap, dropout, learned bias, taps, short or non-finite inputs, gradients of large
+        scores; without the private op: lse and sinks.
+        """
         reasons = [
             *(["no softcap"] if call.softcap is not None else []),
             *(["no dropout on the weights in its fused kernel"] if call.dropout else []),
@@ -110,20 +122,25 @@ class Sdpa:
 
 
 def must_be_finite(call: Call) -> str:
-    """The inputs in which a NaN could reach a row that may not see it; reading one costs a pass over it."""
+    """The inputs in which a NaN could reach a row that may not see it; reading one costs a pass
+    over it.
+    """
     if call.sees_everything:
         return ""
     if not isinstance(call.mask, masks.Causal):
         return "kvq"
-    # the triangle by the flag selects scores, but multiplies values; its gradient multiplies keys as well
+    # the triangle by the flag selects scores, but multiplies values; its gradient multiplies keys
+    # as well
     square = isinstance(call.q_positions, Span) and call.q_positions == call.k_positions
     return "v" if square and not call.has_gradient else "kv"
 
 
 def _too_large(call: Call) -> list[str]:
-    """Whether torch's backward pass may be wrong on a CPU: its weights are exp(s - lse), and a large lse is rounded coarsely.
+    """Whether torch's backward pass may be wrong on a CPU: its weights are exp(s - lse), and a
+    large lse is rounded coarsely.
 
-    The lse of a row is near its largest score: at most the bound on |scale q k|, and the largest bias of the row.
+    The lse of a row is near its largest score: at most the bound on |scale q k|, and the largest
+    bias of the row.
     """
     if not call.q.is_cpu:
         return []
@@ -135,7 +152,10 @@ def _too_large(call: Call) -> list[str]:
     if bound <= SMALL_SCORES:
         return []
     return [
-        f"its gradient is right for scores up to {SMALL_SCORES:.0f}; here they may reach {bound:.3g}"
+        (
+            f"its gradient is right for scores up to {SMALL_SCORES:.0f}; here they may reach "
+            f"{bound:.3g}"
+        )
     ]
 
 
@@ -193,7 +213,9 @@ def run_pieces(
 
 
 class Pieces(torch.autograd.Function):
-    """(out, lse) of all pieces; each backward call is given the whole row's out and lse, so nothing is merged twice."""
+    """(out, lse) of all pieces; each backward call is given the whole row's out and lse, so nothing
+    is merged twice.
+    """
 
     @staticmethod
     def forward(
@@ -227,7 +249,9 @@ class Pieces(torch.autograd.Function):
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries over one piece, -inf for a row without a visible key (torch says 0 there)."""
+    """(out, lse) of queries over one piece, -inf for a row without a visible key (torch says 0
+    there).
+    """
     k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
     (B, H, T, _), G = q.shape, k.shape[1]
     if _folds(q, k, piece, mask):
@@ -243,7 +267,8 @@ def fused_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of one piece, from the out and lse of the whole row.
 
-    d score = p (dO . v - dO . O + d lse): the last term rides along as one more value column of ones.
+    d score = p (dO . v - dO . O + d lse): the last term rides along as one more value column of
+    ones.
     """
     q, out, lse, d_out, d_lse = row
     assert q is not None
@@ -273,13 +298,17 @@ def make_mask(piece: Piece) -> Tensor | None:
 
 
 def _blind(mask: Tensor, piece: Piece) -> Tensor:
-    """The rows [B|1,H|1,t|1] that see no key; under the triangle row i sees none if the first i + 1 are masked."""
+    """The rows [B|1,H|1,t|1] that see no key; under the triangle row i sees none if the first i + 1
+    are masked.
+    """
     hidden = mask.isneginf()
     return hidden[:, :, 0].cumprod(-1).bool() if piece.causal else hidden.all(-1)
 
 
 def _folds(q: Tensor, k: Tensor, piece: Piece, mask: Tensor | None) -> bool:
-    """The heads of a group may be rows of one product: no triangle, and a mask that does not tell rows or heads apart."""
+    """The heads of a group may be rows of one product: no triangle, and a mask that does not tell
+    rows or heads apart.
+    """
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
     return q.shape[1] != k.shape[1] and q.shape[2] <= FOLD_ROWS and not piece.causal and one_mask
 

@@ -1,19 +1,22 @@
-"""Attention tile by tile: memory linear in T and S, forward and backward, and what is masked is never visited.
+"""Attention tile by tile: memory linear in T and S, forward and backward, and what is masked is
+never visited.
 
-The keys of a block of queries are read in pieces; with m the largest score so far, each piece updates
+The keys of a block of queries are read in pieces; with m the largest score so far, each piece
+updates
 
     m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')    o' = o e^(m - m') + sum_j e^(s_j - m') v_j
 
-and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again; m and l are saved, not the lse,
-which cannot hold the small digits of l beside a large m:
+and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again; m and l are
+saved, not the lse, which cannot hold the small digits of l beside a large m:
 
     p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)    dq = ds k    dk = ds^T q
 
-rowsum(p dp) = rowsum(dout out), which takes no pass over the keys: that is used where the keys are several pieces and scores
-are small.
+rowsum(p dp) = rowsum(dout out), which takes no pass over the keys: that is used where the keys are
+several pieces and scores are small.
 
-Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv 2205.14135), algorithms 1 and
-4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse: differentiate lse = ln sum_j e^(s_j).
+Source: Milakov and Gimelshein 2018 (arXiv 1805.02867), algorithm 3; Dao et al. 2022 (arXiv
+2205.14135), algorithms 1 and 4; Dao 2023 (arXiv 2307.08691), section 3.1; the term dlse:
+differentiate lse = ln sum_j e^(s_j).
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ KEYS = 128
 """Keys in a tile: what a mask is asked about, and the grain of the pieces."""
 
 TILE = 2**19
-"""Scores in a piece, over all heads and rows, as long as that leaves it KEYS wide: they should stay in the cache."""
+"""Scores in a piece, over all heads and rows, as long as that leaves it KEYS wide: they should stay
+in the cache.
+"""
 
 LONG = 5
 """Full tiles in a row that are worth a piece of their own; fewer join their masked neighbours."""
@@ -50,7 +55,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiled:
-    """Flash attention in plain torch, for every mask and bias, with gradients, softcap, sink and dropout."""
+    """Flash attention in plain torch, for every mask and bias, with gradients, softcap, sink and
+    dropout.
+    """
 
     name = "tiled"
     selects = False
@@ -80,7 +87,9 @@ class Tiled:
         return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
 
     def work(self, call: Call) -> Work:
-        """Pairs of the pieces; bytes of the lse, of a piece's scores, and of the gradients while they are summed."""
+        """Pairs of the pieces; bytes of the lse, of a piece's scores, and of the gradients while
+        they are summed.
+        """
         size, heads = call.score_dtype.itemsize, call.B * call.H
         areas = [
             (rows.stop - rows.start) * (columns.stop - columns.start)
@@ -94,7 +103,9 @@ class Tiled:
 
 
 class Piece(NamedTuple):
-    """A range of keys, and whether every query of the block sees all of them in every row and head."""
+    """A range of keys, and whether every query of the block sees all of them in every row and
+    head.
+    """
 
     columns: slice
     full: bool
@@ -161,7 +172,9 @@ class TiledFunction(torch.autograd.Function):
 def forward(
     call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, work: Iterable[Rows]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out [B,H,T,E] in the dtype of q; of each row the largest score m and l = sum e^(s - m), [B,H,T]."""
+    """out [B,H,T,E] in the dtype of q; of each row the largest score m and l = sum e^(s - m),
+    [B,H,T].
+    """
     kind = call.score_dtype
     out = torch.zeros(call.B, call.H, call.T, call.E, dtype=q.dtype, device=q.device)
     tops, totals = (torch.zeros(call.B, call.H, call.T, dtype=kind, device=q.device) for _ in "ml")
@@ -198,8 +211,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; that of the bias is added to d_bias.
 
-    careful: sum p dp over the keys even where it takes a pass of its own, in place of the equal rowsum(dout out). Where one
-        weight of a row is nearly 1, p (dp - sum p dp) is nearly 0, and only the same numbers cancel.
+    careful: sum p dp over the keys even where it takes a pass of its own, in place of the equal
+        rowsum(dout out). Where one weight of a row is nearly 1, p (dp - sum p dp) is nearly 0, and
+        only the same numbers cancel.
     """
     (q, k, v, out, top, total), kind = saved, call.score_dtype
     d_q = torch.zeros(q.shape, dtype=kind, device=q.device)
@@ -235,9 +249,16 @@ def backward(
 
 
 def _weigh(
-    call: Call, seed: int, row: tuple[Tensor, ...], memory: tuple[Tensor, Tensor], rows: slice, piece: Piece
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Compute one piece without the 1/l of the weights: p, dp, p after dropout, and the slope of the softcap if there is one."""
+    call: Call,
+    seed: int,
+    row: tuple[Tensor, ...],
+    memory: tuple[Tensor, Tensor],
+    rows: slice,
+    piece: Piece,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Compute one piece without the 1/l of the weights: p, dp, p after dropout, and the slope of
+    the softcap if there is one.
+    """
     (query, row_top, d_row), (k, v) = row, memory
     s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
     p = s.sub_(row_top).exp_()
@@ -256,7 +277,9 @@ def _slip(weighed: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Tensor:
 def tile_scores(
     call: Call, query: Tensor, k: Tensor, rows: slice, piece: Piece, *, with_slope: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The scores [B G, (H/G) t, s] of a piece, and the slope of the softcap there, 1 - tanh^2, if it is asked for."""
+    """The scores [B G, (H/G) t, s] of a piece, and the slope of the softcap there, 1 - tanh^2, if
+    it is asked for.
+    """
     slope = None
     s = torch.bmm(query, fold_keys(k, piece, query.dtype).mT)
     if call.softcap is not None:
@@ -273,7 +296,9 @@ def tile_scores(
 
 
 def fold(call: Call, x: Tensor) -> Tensor:
-    """[B,H,t,a] -> [B G, (H/G) t, a], in the dtype of the scores: the heads of a group are rows of one product."""
+    """[B,H,t,a] -> [B G, (H/G) t, a], in the dtype of the scores: the heads of a group are rows of
+    one product.
+    """
     return x.reshape(call.B * call.G, -1, x.shape[-1]).to(call.score_dtype)
 
 
@@ -283,7 +308,9 @@ def fold_keys(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
 
 
 def kept(call: Call, seed: int, p: Tensor, rows: slice, piece: Piece) -> Tensor:
-    """1/(1 - dropout) where a weight is kept, else 0; the same for a piece in both passes, another for each piece."""
+    """1/(1 - dropout) where a weight is kept, else 0; the same for a piece in both passes, another
+    for each piece.
+    """
     generator = torch.Generator(p.device)
     generator.manual_seed(seed + rows.start * call.S + piece.columns.start)
     draw = torch.rand(p.shape, generator=generator, dtype=torch.float32, device=p.device)

@@ -1,4 +1,6 @@
-"""Tasks that show what attention is for, on data made on the spot: no download, every split from a seed."""
+"""Tasks that show what attention is for, on data made on the spot: no download, every split from a
+seed.
+"""
 
 from regard.train.tasks.base import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
 from regard.train.tasks.table import TASKS, find_task

@@ -1,4 +1,6 @@
-"""What a task is: examples generated in three splits that never share a question, and the vocabulary that encodes them."""
+"""What a task is: examples generated in three splits that never share a question, and the
+vocabulary that encodes them.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ SPLITS = ("train", "validation", "longer")
 """What is trained on; as long as that, but never trained on; longer than anything trained on."""
 
 KINDS = ("pairs", "rows")
-"""A source and what is to be said about it; or one row, in which some tokens must follow from those before."""
+"""A source and what is to be said about it; or one row, in which some tokens must follow from those
+before.
+"""
 
 HELD = 10
 """One source of so many belongs to validation."""
@@ -96,8 +100,8 @@ class Example:
     """One example, in words.
 
     source: what is read.
-    target: of pairs, what is to be said. Of rows, one entry per token of the source: the token that must come next, or
-        "" where nothing is asked.
+    target: of pairs, what is to be said. Of rows, one entry per token of the source: the token that
+        must come next, or "" where nothing is asked.
 
     >>> Example(("four", "hundred"), ("四", "百")).length
     2
@@ -116,8 +120,8 @@ class Example:
 class Task:
     """What is to be learned, with its words and a way to make examples of any length.
 
-    A source belongs to validation when its sha256 says so, to `longer` when it has more tokens than any in training, and
-    to training otherwise: the splits share no source, whatever the seed.
+    A source belongs to validation when its sha256 says so, to `longer` when it has more tokens than
+    any in training, and to training otherwise: the splits share no source, whatever the seed.
 
     Args:
         name: of the command.
@@ -153,7 +157,8 @@ class Task:
         shortest, trained, longest = self.lengths
         if not 1 <= shortest <= trained < longest:
             raise ArgumentError(
-                f"lengths are {self.lengths}; they must be 1 <= shortest <= longest trained < longest"
+                f"lengths are {self.lengths}; they must be 1 <= shortest <= longest trained < "
+                "longest"
             )
 
     def split_of(self, source: tuple[str, ...]) -> str | None:
@@ -172,7 +177,8 @@ class Task:
         return "train" if int.from_bytes(digest[:8]) % HELD else "validation"
 
     def stream(self, split: str, seed: int | str = 0) -> Iterator[Example]:
-        """Examples of a split without end: the same ones for the same seed, their lengths drawn evenly.
+        """Examples of a split without end: the same ones for the same seed, their lengths drawn
+        evenly.
 
         Raises:
             ArgumentError: there is no such split.

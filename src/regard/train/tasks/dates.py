@@ -72,7 +72,9 @@ _CHARACTERS = sorted({*"0123456789/.,- dfhnorst", *"".join((*MONTHS, *WEEKDAYS))
 
 
 def _draw(random: Random, length: int) -> Example:
-    """A date in a form that comes close to the length: of all forms of a random day, the closest of three."""
+    """A date in a form that comes close to the length: of all forms of a random day, the closest of
+    three.
+    """
     day = FIRST + timedelta(days=random.randrange((LAST - FIRST).days + 1))
     texts = [form(day) for form in random.sample(FORMS, 3)]
     text = min(texts, key=lambda text: abs(len(text) - length))

@@ -40,8 +40,9 @@ class Telling:
         else:
             self.caches = model.new_caches()
             self.memory: dict[str, Any] = {
-                "memory": model.encode(source, positions), "memory_positions": positions,
-            }  # fmt: skip
+                "memory": model.encode(source, positions),
+                "memory_positions": positions,
+            }
 
     def step(self, ids: Int[Tensor, "B 1"]) -> Float[Tensor, "B 1 V"]:
         """Logits for the token behind ids, which are kept."""
@@ -67,7 +68,8 @@ class Telling:
 def say(
     model: Reader, source: Int[Tensor, "B S"], *, limit: int, beams: int = 1
 ) -> list[list[int]]:
-    """The ids that a model says about each source, without `EOS`: the likeliest at each step, or the best of a beam search.
+    """The ids that a model says about each source, without `EOS`: the likeliest at each step, or
+    the best of a beam search.
 
     Raises:
         ArgumentError: limit or beams is less than 1.
@@ -109,9 +111,11 @@ class Outcome:
 def outcomes(
     model: nn.Module, task: Task, examples: Sequence[Example], *, batch: int = 64, beams: int = 1
 ) -> list[Outcome]:
-    """What a model says to each example, in the examples' order; the model in evaluation mode for as long.
+    """What a model says to each example, in the examples' order; the model in evaluation mode for
+    as long.
 
-    A model of rows is given the right tokens up to each answer, so one mistake does not lead to the next.
+    A model of rows is given the right tokens up to each answer, so one mistake does not lead to the
+    next.
 
     Raises:
         ArgumentError: batch or beams is less than 1, or beams are more than 1 for a task of rows.
@@ -197,7 +201,8 @@ class Bin:
 
 
 def by_length(task: Task, split: str, found: Sequence[Outcome], count: int = 8) -> list[Bin]:
-    """Outcomes of a split counted by the length of the source, in at most `count` bins of like width; empty ones are left out.
+    """Outcomes of a split counted by the length of the source, in at most `count` bins of like
+    width; empty ones are left out.
 
     Raises:
         ArgumentError: count is less than 1.
@@ -238,8 +243,9 @@ def alignment(
 ) -> Alignment | None:
     """The alignment of what a model said; None for a model without attention.
 
-    A model with one head has one. Of several heads in several layers the sharpest is taken: the one whose largest weights,
-    averaged over the rows, are largest; or the `head` of another alignment. The taps hold what the kernel computed: nothing is computed again by other means.
+    A model with one head has one. Of several heads in several layers the sharpest is taken: the one
+    whose largest weights, averaged over the rows, are largest; or the `head` of another alignment.
+    The taps hold what the kernel computed: nothing is computed again by other means.
     """
     device = next(model.parameters()).device
     if task.kind == "pairs":

@@ -72,14 +72,15 @@ def pad(task: Task, examples: Sequence[Example]) -> Padded:
 class Made:
     """Endless batches of a task's training examples, a stand-in for `Batches` in `fit`.
 
-    `POOL` batches are drawn together, sorted by the length of source and target, cut, and shuffled, so that a batch has
-    little padding. Batch i is a function of the seed and i alone.
+    `POOL` batches are drawn together, sorted by the length of source and target, cut, and shuffled,
+    so that a batch has little padding. Batch i is a function of the seed and i alone.
 
     Args:
         task: what is learned.
         batch: examples per step.
         seed: of the examples and their order.
-        only: examples to take in place of the task's own, again and again: for tests and for overfitting.
+        only: examples to take in place of the task's own, again and again: for tests and for
+            overfitting.
 
     Raises:
         ArgumentError: batch is less than 1; `load_state_dict` meets a state of other data.
@@ -120,7 +121,8 @@ class Made:
         """Go on where `state_dict` was taken; refuses a state of another task, batch or seed."""
         if state.get("drawn_from") != self._fingerprint():
             raise ArgumentError(
-                f"the saved data order was drawn from another task, batch or seed than {self.task.name!r}, "
+                "the saved data order was drawn from another task, batch or seed than "
+                f"{self.task.name!r}, "
                 f"{self.batch}, {self.seed}; resume with the settings of the first run"
             )
         self._drawn = state["drawn"]

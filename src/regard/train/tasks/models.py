@@ -1,4 +1,6 @@
-"""The models that a task may be given to, by name, and the sizes at which each learns it in minutes."""
+"""The models that a task may be given to, by name, and the sizes at which each learns it in
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ MECHANISM = ("attention", "kv_heads", "position", "window", "set")
 class Recipe:
     """Sizes of a model, and how it is trained.
 
-    dim: of embeddings, and of a Transformer's layers. hidden: of a recurrent state, or of feed-forward layers.
-    attention, kv_heads, position, window, set: of a decoder, as `regard train` has them; None and () are a Llama's.
+    dim: of embeddings, and of a Transformer's layers. hidden: of a recurrent state, or of
+        feed-forward layers.
+    attention, kv_heads, position, window, set: of a decoder, as `regard train` has them; None and
+        () are a Llama's.
 
     >>> Recipe().layers
     2
@@ -124,14 +128,20 @@ def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
     for option in MECHANISM:
         if name != "decoder" and getattr(sizes, option):
             raise ArgumentError(
-                f"--{option.replace('_', '-')} is for the mechanism of a decoder, and model {name!r} is none; leave it out"
+                f"--{option.replace('_', '-')} is for the mechanism of a decoder, and model "
+                f"{name!r} is none; leave it out"
             )
     V = len(task.vocabulary)
     if name == "transformer":
         return transformer(
-            V, sizes.dim, sizes.heads, sizes.layers,
-            hidden=sizes.hidden, residual=PreNorm, dropout=sizes.dropout,
-        )  # fmt: skip
+            V,
+            sizes.dim,
+            sizes.heads,
+            sizes.layers,
+            hidden=sizes.hidden,
+            residual=PreNorm,
+            dropout=sizes.dropout,
+        )
     if name == "decoder":
         return _decoder(task, V, sizes)
     cell, _, attention = name.partition("+")
@@ -143,7 +153,9 @@ def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
 
 
 def _decoder(task: Task, vocabulary: int, sizes: Recipe) -> nn.Module:
-    """A Llama with a key/value head per head, or what `regard train --attention` makes of a mechanism."""
+    """A Llama with a key/value head per head, or what `regard train --attention` makes of a
+    mechanism.
+    """
     options = asdict(sizes) | {"context": task.lengths[1], "tie": False}
     if sizes.attention is None:
         if sizes.dim % (2 * sizes.heads):
@@ -158,7 +170,8 @@ def _decoder(task: Task, vocabulary: int, sizes: Recipe) -> nn.Module:
 
 
 class RecurrentDecoder(nn.Module):
-    """A recurrent network that continues a row: ids -> embedding -> network -> logits; without any attention.
+    """A recurrent network that continues a row: ids -> embedding -> network -> logits; without any
+    attention.
 
     >>> import torch
     >>> RecurrentDecoder("gru", 11, 8, 16, 1)(torch.tensor([[1, 2]])).shape

@@ -13,9 +13,12 @@ VALUES = tuple(f"v{i}" for i in range(64))
 GAP = "."
 
 FILLER = (
-    "the grass is green .", "the sky is blue .", "the sun is yellow .", "here we go .",
+    "the grass is green .",
+    "the sky is blue .",
+    "the sun is yellow .",
+    "here we go .",
     "there and back again .",
-)  # fmt: skip
+)
 ASK = "what is the pass key ? the pass key is"
 DIGITS = tuple("0123456789")
 KEY_DIGITS = 5
@@ -37,7 +40,9 @@ def row(tokens: list[str], asked: set[int]) -> Example:
 
 
 def _induction(random: Random, length: int) -> Example:
-    """n different symbols, then a stretch of them again: whatever follows the first of the stretch is known."""
+    """n different symbols, then a stretch of them again: whatever follows the first of the stretch
+    is known.
+    """
     n = random.randint(length // 2 + 1, length - 1)
     n = min(max(n, 2), len(SYMBOLS))
     again = min(length + 1 - n, n)
@@ -48,10 +53,11 @@ def _induction(random: Random, length: int) -> Example:
 
 
 def _recall(random: Random, length: int) -> Example:
-    """n keys with their values, then the keys again and again, each time in another order; rows of few keys come as often.
+    """n keys with their values, then the keys again and again, each time in another order; rows of
+    few keys come as often.
 
-    Few keys and many questions are what makes it learnable: from 8 to 12 keys that are asked once, a small model learns
-    which values were said and never whose they are.
+    Few keys and many questions are what makes it learnable: from 8 to 12 keys that are asked once,
+    a small model learns which values were said and never whose they are.
     """
     room = length + 1
     n = min(random.randint(1, max(1, room // 4)), len(KEYS))

@@ -1,4 +1,6 @@
-"""What is written when a task has been trained: accuracy.csv, accuracy.svg, alignment.svg, report.html."""
+"""What is written when a task has been trained: accuracy.csv, accuracy.svg, alignment.svg,
+report.html.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ LONGEST = 1 << 20
 """Bytes of accuracy.csv, at most."""
 ALIGNED = 3
 BEST_SOURCE = (8, 18)
-"""Tokens of a source whose alignment is shown: long enough to be of interest, short enough to be seen."""
+"""Tokens of a source whose alignment is shown: long enough to be of interest, short enough to be
+seen.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,8 @@ class Report:
 def examine(
     model: nn.Module, task: Task, name: str, *, examples: int = 400, seed: int = 0, beams: int = 1
 ) -> Report:
-    """Ask a model `examples` questions of validation and as many of `longer`, and look where it looks.
+    """Ask a model `examples` questions of validation and as many of `longer`, and look where it
+    looks.
 
     Raises:
         ArgumentError: examples or beams is less than 1.
@@ -122,16 +127,20 @@ def read_series(folder: Path, name: str | None = None) -> chart.Series:
         rows = list(csv.DictReader(io.StringIO(text(path, LONGEST))))
         points = [
             chart.Point(
-                int(row["shortest"]), int(row["longest"]), float(row["share"]),
-                (float(row["low"]), float(row["high"])), int(row["examples"]),
+                int(row["shortest"]),
+                int(row["longest"]),
+                float(row["share"]),
+                (float(row["low"]), float(row["high"])),
+                int(row["examples"]),
             )
             for row in rows
-        ]  # fmt: skip
+        ]
     except FileError as error:
         raise FileError(f"{error}; give a folder that `regard train --task` wrote") from error
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise FileError(
-            f"{path}: not a table of {', '.join(COLUMNS)}: {told(error)}; write it anew with `regard train --task`"
+            f"{path}: not a table of {', '.join(COLUMNS)}: {told(error)}; write it anew with "
+            "`regard train --task`"
         ) from error
     return chart.Series(name or inert(folder.name), tuple(points))
 
@@ -160,7 +169,9 @@ def _table(bins: Sequence[Bin]) -> str:
 
 
 def _shown(found: Sequence[Outcome]) -> list[Outcome]:
-    """A few outcomes to look into: of middling length, right ones first, the longest of them first."""
+    """A few outcomes to look into: of middling length, right ones first, the longest of them
+    first.
+    """
     low, high = BEST_SOURCE
     fits = [o for o in found if o.said and low <= o.example.length <= high]
     fits = fits or sorted((o for o in found if o.said), key=lambda o: o.example.length)[:ALIGNED]

@@ -1,4 +1,6 @@
-"""What `regard train --task` does: examples, model, training, questions, and the folder that comes out."""
+"""What `regard train --task` does: examples, model, training, questions, and the folder that comes
+out.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,13 @@ class TaskRun:
     """One run of `regard train --task`, from the command's options by name to the folder it writes.
 
     Args:
-        options: out, task and model; what else is given and is not None takes the place of the recipe's: the fields of
-            `Recipe`, accumulate, seed, save_every, bf16, device, examples, beams, beside.
+        options: out, task and model; what else is given and is not None takes the place of the
+            recipe's: the fields of `Recipe`, accumulate, seed, save_every, bf16, device, examples,
+            beams, beside.
 
     Raises:
-        ArgumentError: there is no such task or model, the model cannot do the task, or a number is out of range.
+        ArgumentError: there is no such task or model, the model cannot do the task, or a number is
+            out of range.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -72,11 +76,14 @@ class TaskRun:
         self.report: Report | None = None
         if self.options["beams"] != 1 and self.task.kind == "rows":
             raise ArgumentError(
-                f"task {self.task.name!r} asks for single tokens and searches nothing; leave beams at 1"
+                f"task {self.task.name!r} asks for single tokens and searches nothing; leave "
+                "beams at 1"
             )
 
     def run(self) -> tuple[dict[str, Any], int | None]:
-        """Train, examine and write; gives the final figures, and the signal that stopped it, if any."""
+        """Train, examine and write; gives the final figures, and the signal that stopped it, if
+        any.
+        """
         check_device(self.options["device"])
         settings, model, o = self.settings(), self.model(), self.options
         loss = (PairLoss if self.task.kind == "pairs" else AnswerLoss)(self.recipe.smoothing)
@@ -135,7 +142,9 @@ class TaskRun:
         return build(self.task, self.name, self.recipe).to(self.options["device"])
 
     def start(self, held: ExitStack) -> None:
-        """Make the folder, with the command and the recipe, and lock it; refuses a folder of another run."""
+        """Make the folder, with the command and the recipe, and lock it; refuses a folder of
+        another run.
+        """
         sizes = asdict(self.recipe) | {"set": list(self.recipe.set)}
         content = {"task": self.task.name, "model": self.name, "sizes": sizes}
         file = self.out / RECIPE
@@ -167,7 +176,10 @@ class TaskRun:
             for one in values:
                 if one is not False and one is not None:
                     parts += [flag] if one is True else [flag, str(one)]
-        return f"{shlex.join(parts)}\n# Python {platform.python_version()}, torch {torch.__version__}\n"
+        return (
+            f"{shlex.join(parts)}\n# Python {platform.python_version()}, torch "
+            f"{torch.__version__}\n"
+        )
 
     def facts(self, result: Result, parameters: int) -> dict[str, str]:
         """What stands beside the title of the page."""
@@ -220,10 +232,19 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
         model = build(task, held["model"], _recipe(held["sizes"]))
         model.load_state_dict(dict(weights), strict=False)
     except (
-        OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError, OverflowError, MemoryError, ZeroDivisionError,
-    ) as error:  # fmt: skip
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RuntimeError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        ZeroDivisionError,
+    ) as error:
         raise FileError(
-            f"{path}: cannot load a trained task: {told(error)}; give a folder that `regard train --task` wrote"
+            f"{path}: cannot load a trained task: {told(error)}; give a folder that `regard train "
+            "--task` wrote"
         ) from error
     return model.eval(), task
 

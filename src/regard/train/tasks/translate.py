@@ -9,7 +9,9 @@ from regard.errors import ArgumentError
 from regard.train.tasks.base import Example, Task, Vocabulary
 
 LIMIT = 10**12
-"""Numbers are smaller than this: 九千九百九十九亿... is the largest group of Chinese numerals with one reading."""
+"""Numbers are smaller than this: 九千九百九十九亿... is the largest group of Chinese numerals with one
+reading.
+"""
 
 UNITS = [
     "zero",
@@ -78,8 +80,9 @@ def _hundreds(number: int) -> list[str]:
 def chinese(number: int) -> list[str]:
     """A number as Chinese numerals, a character each.
 
-    Groups of four digits carry 万 and 亿. Zeros between digits are one 零, zeros at the end of a group are silent, a whole
-    group of zeros in front of digits is one 零. A number that begins with 一十 drops the 一.
+    Groups of four digits carry 万 and 亿. Zeros between digits are one 零, zeros at the end of a group
+    are silent, a whole group of zeros in front of digits is one 零. A number that begins with 一十
+    drops the 一.
 
     Raises:
         ArgumentError: the number is negative, or `LIMIT` or more.
@@ -126,7 +129,9 @@ Writer = Callable[[int], list[str]]
 
 
 def numbers_of(random: Random, length: int, write: Writer) -> list[int]:
-    """Numbers that together, a comma between two, have `length` words, or one less: of 1 to 12 digits as far as they fit."""
+    """Numbers that together, a comma between two, have `length` words, or one less: of 1 to 12
+    digits as far as they fit.
+    """
     numbers: list[int] = []
     room = length
     while room > 0:
@@ -142,7 +147,9 @@ def numbers_of(random: Random, length: int, write: Writer) -> list[int]:
 
 
 def _number(random: Random, digits: int) -> int:
-    """A number below 10^digits; of some, half the digits are zeros, which have a grammar of their own."""
+    """A number below 10^digits; of some, half the digits are zeros, which have a grammar of their
+    own.
+    """
     number = random.randrange(10**digits)
     if random.random() < SPARSE:
         number = int("".join(d if random.random() < 0.5 else "0" for d in str(number)))

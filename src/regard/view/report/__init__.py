@@ -1,4 +1,6 @@
-"""The page over a recording: one file that carries its data, style and script, and asks nothing of any network."""
+"""The page over a recording: one file that carries its data, style and script, and asks nothing of
+any network.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,25 @@ from regard.view.report.data import as_json, pack, shown
 from regard.view.report.lang import LANGUAGES, catalogue, check_language
 
 SCRIPTS = (
-    "core.js", "math.js", "paint.js", "pixels.js", "heat.js", "export.js", "panels.js", "bar.js", "whatif.js", "atlas.js",
-    "scatter.js", "map.js", "compare.js", "text.js", "row.js", "cell.js", "diagnostics.js", "start.js",
-)  # fmt: skip
+    "core.js",
+    "math.js",
+    "paint.js",
+    "pixels.js",
+    "heat.js",
+    "export.js",
+    "panels.js",
+    "bar.js",
+    "whatif.js",
+    "atlas.js",
+    "scatter.js",
+    "map.js",
+    "compare.js",
+    "text.js",
+    "row.js",
+    "cell.js",
+    "diagnostics.js",
+    "start.js",
+)
 """In this order they make the one script of the page."""
 STYLES = ("report.css", "panels.css")
 
@@ -25,8 +43,8 @@ STYLES = ("report.css", "panels.css")
 def page(data: Mapping[str, Any], lang: str = "en") -> str:
     """The HTML of `regard.inspect.report`'s data.
 
-    Tokens are untrusted: they travel as JSON whose markup characters are escaped, reach the page as text only, and a
-    content policy lets no other script run than the page's own, known by its hash.
+    Tokens are untrusted: they travel as JSON whose markup characters are escaped, reach the page as
+    text only, and a content policy lets no other script run than the page's own, known by its hash.
 
     Args:
         data: {"meta": plain data, "arrays": {name: numpy array}}.

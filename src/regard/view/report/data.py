@@ -51,7 +51,9 @@ def pack(arrays: Mapping[str, NDArray[Any]]) -> Packed:
 
 
 def as_json(content: Any) -> str:
-    """JSON that no HTML parser and no script engine reads as anything else: ASCII, without <, > and &."""
+    """JSON that no HTML parser and no script engine reads as anything else: ASCII, without <, > and
+    &.
+    """
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for letter in "<>&":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -59,7 +61,8 @@ def as_json(content: Any) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Plain data, its texts with everything that a page would obey or hide shown by number; numbers that are not finite are null.
+    """Plain data, its texts with everything that a page would obey or hide shown by number; numbers
+    that are not finite are null.
 
     >>> shown({"a": ["x\\u202ey", 1, float("nan")]})
     {'a': ['x‹202E›y', 1, None]}

@@ -1,7 +1,8 @@
 """The languages of the page: one catalogue of sentences each, and which of them a reader gets.
 
-A catalogue is `strings/<language>.json`: {key: sentence}. A sentence may hold placeholders, `{name}`, that the page fills in; every
-language has the same keys with the same placeholders. Nothing that a reader reads stands anywhere else.
+A catalogue is `strings/<language>.json`: {key: sentence}. A sentence may hold placeholders,
+`{name}`, that the page fills in; every language has the same keys with the same placeholders.
+Nothing that a reader reads stands anywhere else.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def check_language(lang: str) -> str:
 
 
 def of_locale(environment: Mapping[str, str] | None = None) -> str:
-    """The language of a reader: that of the first of LC_ALL, LC_MESSAGES and LANG that is set; English where it is not ours.
+    """The language of a reader: that of the first of LC_ALL, LC_MESSAGES and LANG that is set;
+    English where it is not ours.
 
     Args:
         environment: the variables; by default those of this process.

@@ -1,1 +1,3 @@
-"""Attention as people write it, right and wrong, written before the audit that judges it: its independent oracle."""
+"""Attention as people write it, right and wrong, written before the audit that judges it: its
+independent oracle.
+"""

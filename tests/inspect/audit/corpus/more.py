@@ -373,7 +373,9 @@ class TupleCacheBehind(TupleCache):
 
 
 class Chunked(nn.Module):
-    """Chunks of queries; each sees the chunk before and its own part, which loses what is further away."""
+    """Chunks of queries; each sees the chunk before and its own part, which loses what is further
+    away.
+    """
 
     def __init__(self, dim, num_heads, size=128, fault=True):
         super().__init__()

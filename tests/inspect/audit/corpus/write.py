@@ -1,4 +1,6 @@
-"""Audit the corpus, and write what was found into docs/audit.md: python -m tests.inspect.audit.corpus.write."""
+"""Audit the corpus, and write what was found into docs/audit.md: python -m
+tests.inspect.audit.corpus.write.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def rows() -> str:
         "|---|---|---|",
         *(f"| {entry.style} | {entry.what} | `{entry.fault}` |" for entry in WRONG),
         "",
-        f"{len(RIGHT)} right ones, for which every check that applies was made and nothing was found:",
+        (
+            f"{len(RIGHT)} right ones, for which every check that applies was made and nothing was "
+            "found:"
+        ),
         "",
         "| form | what |",
         "|---|---|",

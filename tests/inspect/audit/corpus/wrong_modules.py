@@ -130,7 +130,9 @@ class MLA(nn.Module):
 
 
 class QKNorm(nn.Module):
-    """Qwen 3's norms of queries and keys; the queries are scaled, and scaled_dot_product_attention scales again."""
+    """Qwen 3's norms of queries and keys; the queries are scaled, and scaled_dot_product_attention
+    scales again.
+    """
 
     def __init__(self, dim, n_heads, n_kv_heads):
         super().__init__()
@@ -487,9 +489,12 @@ class ALiBi(nn.Module):
         distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
         alibi = self.sign * slopes[:, None, None] * distance.to(q.dtype)
         scores = torch.baddbmm(
-            alibi.repeat(B, 1, 1), q.reshape(B * self.n_head, T, -1), k.reshape(B * self.n_head, T, -1).transpose(1, 2),
-            beta=1.0, alpha=1 / math.sqrt(self.head_dim),
-        )  # fmt: skip
+            alibi.repeat(B, 1, 1),
+            q.reshape(B * self.n_head, T, -1),
+            k.reshape(B * self.n_head, T, -1).transpose(1, 2),
+            beta=1.0,
+            alpha=1 / math.sqrt(self.head_dim),
+        )
         scores = scores.view(B, self.n_head, T, T).masked_fill(
             torch.triu(torch.ones(T, T), 1).bool(), torch.finfo(q.dtype).min
         )

@@ -1,4 +1,6 @@
-"""Right attention, written by hand as people write it: each step is a method, so that a wrong one differs in one step."""
+"""Right attention, written by hand as people write it: each step is a method, so that a wrong one
+differs in one step.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,9 @@ class RightPadded(RightRotary):
 
 
 class RightGPT(nn.Module):
-    """GPT-2's way: one fused map, a mask in a buffer that is not saved, SDPA's own dropout only in training."""
+    """GPT-2's way: one fused map, a mask in a buffer that is not saved, SDPA's own dropout only in
+    training.
+    """
 
     def __init__(self, n_embd: int, n_head: int, block_size: int, dropout: float):
         super().__init__()

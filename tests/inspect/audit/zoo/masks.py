@@ -1,4 +1,6 @@
-"""Wrong masks: inverted, shifted, ignored, added, applied too late, to the wrong row, on one path only."""
+"""Wrong masks: inverted, shifted, ignored, added, applied too late, to the wrong row, on one path
+only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.inspect.audit.zoo.base import Right, RightPadded
 
 
 class SeedOne(nn.Module):
-    """The note of seed 1: triu(1) marks what is blocked, and the layer fills where it is 0; -1e9 hides the empty row."""
+    """The note of seed 1: triu(1) marks what is blocked, and the layer fills where it is 0; -1e9
+    hides the empty row.
+    """
 
     def __init__(self, d_model: int, n_heads: int):
         super().__init__()
@@ -147,7 +151,9 @@ class CausalDropped(RightPadded):
 
 
 class PaddingCounted(RightPadded):
-    """Padding is taken for a length: right where it stands behind, a leak where it stands in front."""
+    """Padding is taken for a length: right where it stands behind, a leak where it stands in
+    front.
+    """
 
     def allowed(self, T: int, S: int) -> Tensor:
         return torch.ones(T, S).bool()

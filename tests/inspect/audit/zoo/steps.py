@@ -169,7 +169,9 @@ def half_precision(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def absolute(x: Tensor, positions: Tensor) -> Tensor:
-    """Norms are kept, and products depend on the sum of positions: keys turn the other way round."""
+    """Norms are kept, and products depend on the sum of positions: keys turn the other way
+    round.
+    """
     q, k = x[:, :1], x[:, 1:]
     return torch.cat([rotated(q, positions), rotated(k, -positions)], 1)
 

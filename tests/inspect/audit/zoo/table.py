@@ -1,4 +1,6 @@
-"""The zoo: every wrong implementation, how it is audited, and the names that it must be given, no more and no fewer."""
+"""The zoo: every wrong implementation, how it is audited, and the names that it must be given, no
+more and no fewer.
+"""
 
 from __future__ import annotations
 
@@ -94,4 +96,4 @@ ZOO = (
     wrong(base.attend, "garbage-leak", strict=True),
     wrong(masks.first_row, "mask-rows", "empty-row", "garbage-leak", strict=True),
     wrong(steps.late_scale, "softmax-overflow", dtype=torch.float16, heads=2, head_dim=16),
-)  # fmt: skip
+)

@@ -1,4 +1,6 @@
-"""How code wants its masks: found out by giving it masks and seeing which tokens reach which outputs."""
+"""How code wants its masks: found out by giving it masks and seeing which tokens reach which
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ OTHER = torch.tensor(
 class Heard(NamedTuple):
     """What a mask does.
 
-    "works", "inverted", "ignored", "added" (it changes the output and hides nothing), "kept" (the first one serves every
-    call), "overflow" (the code writes a number that the dtype cannot hold), "refused".
+    "works", "inverted", "ignored", "added" (it changes the output and hides nothing), "kept" (the
+    first one serves every call), "overflow" (the code writes a number that the dtype cannot hold),
+    "refused".
     """
 
     verdict: str
@@ -90,7 +93,9 @@ def _raw(subject: Module | Function, x: Tensor, ask: Ask) -> Any:
 
 
 def _mask(subject: Module | Function) -> tuple[Heard, Form | None]:
-    """Try shapes and kinds; the first that works by what is claimed, else the first that works the other way round."""
+    """Try shapes and kinds; the first that works by what is claimed, else the first that works the
+    other way round.
+    """
     known = subject.keywords
     like_torch = known.mask == "attn_mask" or known.padding == "key_padding_mask"
     named = isinstance(subject, Module) and (
@@ -125,7 +130,9 @@ def _turned(subject: Module | Function, found: Heard) -> Form | None:
 
 
 def overflows(error: Exception) -> bool:
-    """Whether an error says that a number does not fit in a dtype, as masked_fill(-1e9) does in float16."""
+    """Whether an error says that a number does not fit in a dtype, as masked_fill(-1e9) does in
+    float16.
+    """
     return "without overflow" in str(error)
 
 

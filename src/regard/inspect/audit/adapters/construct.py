@@ -30,7 +30,8 @@ def imported(path: str) -> Any:
     """What "package.module:name" names; the folder of the process is looked in, too.
 
     Raises:
-        ArgumentError: it is not of this form, the module cannot be imported, or it has no such name.
+        ArgumentError: it is not of this form, the module cannot be imported, or it has no such
+            name.
 
     >>> imported("torch.nn:MultiheadAttention").__name__
     'MultiheadAttention'
@@ -46,7 +47,8 @@ def imported(path: str) -> Any:
         found: Any = importlib.import_module(module)
     except Exception as error:
         raise ArgumentError(
-            f"{module} cannot be imported: {type(error).__name__}: {error}; run the audit where `python -c 'import {module}'` works"
+            f"{module} cannot be imported: {type(error).__name__}: {error}; run the audit where "
+            f"`python -c 'import {module}'` works"
         ) from error
     finally:
         sys.path.remove(here)
@@ -59,7 +61,8 @@ def imported(path: str) -> Any:
 
 
 def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str, Any]) -> nn.Module:
-    """The module of a class or factory, with the claim's sizes under the names that its signature has.
+    """The module of a class or factory, with the claim's sizes under the names that its signature
+    has.
 
     Raises:
         ArgumentError: it needs an argument that nothing says, or refuses what it was given.
@@ -79,7 +82,8 @@ def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str,
         flags = " ".join(_flag(name) for name in missing)
         raise ArgumentError(
             f"{label}{inspect.signature(make)} needs {', '.join(missing)}: say {flags} "
-            "(dim=, heads=, options={...} in Python), or name a function without arguments that builds the module"
+            "(dim=, heads=, options={...} in Python), or name a function without arguments that "
+            "builds the module"
         )
     try:
         with seeded(0):
@@ -87,7 +91,8 @@ def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str,
     except Exception as error:
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ArgumentError(
-            f"{label}({said}) raised {type(error).__name__}: {error}; give other sizes or --set name=value"
+            f"{label}({said}) raised {type(error).__name__}: {error}; give other sizes or --set "
+            "name=value"
         ) from error
     if not isinstance(made, nn.Module):
         raise ArgumentTypeError(f"{label} made {type(made).__name__}; it must be a torch.nn.Module")
@@ -110,7 +115,8 @@ def _flag(name: str) -> str:
 
 
 def claimed(make: Callable[..., Any], claim: Claim, options: dict[str, Any]) -> Claim:
-    """The claim, with the sizes that the constructor's arguments and defaults say and that the claim does not.
+    """The claim, with the sizes that the constructor's arguments and defaults say and that the
+    claim does not.
 
     >>> def make(d_model, n_head=2): ...
     >>> found = claimed(make, Claim(), {"d_model": 8})

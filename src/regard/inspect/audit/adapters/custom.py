@@ -1,4 +1,6 @@
-"""The user's own adapter: adapter(target, x, ...) -> output, (output, weights) or (output, cache)."""
+"""The user's own adapter: adapter(target, x, ...) -> output, (output, weights) or (output,
+cache).
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ KNOWN = {
 class Custom(Subject):
     """A target behind the user's adapter, whose keyword arguments say what can be asked.
 
-    adapter(target, x [B,T,M], *, keep [B or 1,T,S] True = may attend, tokens [B,S] False = padding, positions [B,T],
-    memory (NEW at the start), weights) -> out, or (out, weights) where weights were asked for, or (out, memory).
+    adapter(target, x [B,T,M], *, keep [B or 1,T,S] True = may attend, tokens [B,S] False = padding,
+    positions [B,T], memory (NEW at the start), weights) -> out, or (out, weights) where weights
+    were asked for, or (out, memory).
 
     Raises:
         ArgumentError: an argument of the adapter has no meaning here.
@@ -49,7 +52,8 @@ class Custom(Subject):
         strange = [n for n in self.known if n not in KNOWN]
         if strange:
             raise ArgumentError(
-                f"the adapter has an argument {strange[0]!r}; it may have x and {', '.join(KNOWN)} behind the target"
+                f"the adapter has an argument {strange[0]!r}; it may have x and "
+                f"{', '.join(KNOWN)} behind the target"
             )
         self.called = f"adapter(target, x{''.join(', ' + n for n in self.known)})"
         takes = {KNOWN[n] for n in self.known}

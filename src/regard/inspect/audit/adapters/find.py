@@ -45,7 +45,8 @@ def find(
     """The target behind a way to call it, and what its masks were found to do.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the target is nothing that can be called, or no way of calling works.
+        ArgumentError, ArgumentTypeError: the target is nothing that can be called, or no way of
+            calling works.
 
     >>> find(nn.MultiheadAttention(8, 2, batch_first=True), Claim())[0].called
     'forward(query, key, value, attn_mask=[T,S], True = hidden, key_padding_mask=[B,S], True = hidden)'
@@ -110,7 +111,8 @@ def _function(
     known = parameters(getattr(function, "forward", function))
     if triple(known) is None:
         raise ArgumentTypeError(
-            f"{name}({', '.join(known)}) is no attend(q, k, v, ...) and no module with parameters; {OTHERS}"
+            f"{name}({', '.join(known)}) is no attend(q, k, v, ...) and no module with "
+            f"parameters; {OTHERS}"
         )
     subject = Function(function, claim, name=name, dtype=dtype)
     try:
@@ -136,7 +138,8 @@ def _checked(subject: Subject) -> Subject:
         if overflows(error):
             raise ValueOverflow(subject, str(error)) from error
         raise ArgumentError(
-            f"{subject.name} called as {subject.called} on {_shape(x)} raised {type(error).__name__}: {error}; {OTHERS}"
+            f"{subject.name} called as {subject.called} on {_shape(x)} raised "
+            f"{type(error).__name__}: {error}; {OTHERS}"
         ) from error
     if out.ndim != 3 or out.shape[:2] != x.shape[:2]:
         raise ArgumentError(

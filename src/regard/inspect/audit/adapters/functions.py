@@ -1,4 +1,6 @@
-"""Functions attend(q, k, v, ...): put between random projections, so that they mix tokens as a module does."""
+"""Functions attend(q, k, v, ...): put between random projections, so that they mix tokens as a
+module does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ FARTHEST = 64
 
 
 class Function(Subject):
-    """attend(q [B,H,T,D], k [B,G,S,D], v [B,G,S,D], ...) -> [B,H,T,D], between projections whose weights are known.
+    """attend(q [B,H,T,D], k [B,G,S,D], v [B,G,S,D], ...) -> [B,H,T,D], between projections whose
+    weights are known.
 
     q, k, v = x Wq, x Wk, x Wv, split into heads;  out = attend(q, k, v), heads joined
 
@@ -88,7 +91,9 @@ class Function(Subject):
         return reply._replace(memory=memory)
 
     def between(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Reply:
-        """The function itself on q [B,H,T,D], k and v [B,G,S,D]; its output with heads joined, [B,T,H*D]."""
+        """The function itself on q [B,H,T,D], k and v [B,G,S,D]; its output with heads joined,
+        [B,T,H*D].
+        """
         given = self.keywords.arguments(ask, q, self.dtype)
         if self.keywords.causal:
             given[self.keywords.causal] = self.flag and ask.keep is None
@@ -143,7 +148,9 @@ class Function(Subject):
         return torch.randn(H, generator=make, dtype=torch.float64) if self.keywords.sinks else None
 
     def bias(self, T: int, S: int | None = None) -> Tensor | None:
-        """A bias [1,H,T,S] of the distance between the last T of S tokens and all of them, where the code takes one."""
+        """A bias [1,H,T,S] of the distance between the last T of S tokens and all of them, where
+        the code takes one.
+        """
         if not self.keywords.bias:
             return None
         S = S or T
@@ -168,9 +175,15 @@ class Function(Subject):
 
     def _with(self, **changes: Any) -> Function:
         given: dict[str, Any] = {
-            "claim": self.claim, "name": self.name, "dtype": self.dtype, "keywords": self.keywords,
-            "reading": self.reading, "flag": self.flag, "flat": self.flat, **changes,
-        }  # fmt: skip
+            "claim": self.claim,
+            "name": self.name,
+            "dtype": self.dtype,
+            "keywords": self.keywords,
+            "reading": self.reading,
+            "flag": self.flag,
+            "flat": self.flat,
+            **changes,
+        }
         return Function(self.original, given.pop("claim"), **given)
 
     def smaller(self) -> Iterator[Subject]:

@@ -30,8 +30,8 @@ class Form:
 
     Attributes:
         shape: "TS", "BTS", "B1TS", or "BS" for one that speaks of keys alone.
-        kind: "keep" (True = may attend), "block" (True = may not), "ones" (1.0 = may attend), or "additive" (0 and the
-            lowest number of the dtype, as transformers writes it).
+        kind: "keep" (True = may attend), "block" (True = may not), "ones" (1.0 = may attend), or
+            "additive" (0 and the lowest number of the dtype, as transformers writes it).
 
     >>> Form("TS", "block").write(torch.tensor([[[True, False]]]), torch.float32)
     tensor([[False,  True]])
@@ -68,8 +68,10 @@ class Keywords:
     """The arguments that a callable knows, by role; None where it has none.
 
     Attributes:
-        mask, padding, positions, start, memory, use, weights, causal, bias, sinks: names of parameters.
-        mask_form, padding_form: how masks are written; None: not found out, so that none can be given.
+        mask, padding, positions, start, memory, use, weights, causal, bias, sinks: names of
+            parameters.
+        mask_form, padding_form: how masks are written; None: not found out, so that none can be
+            given.
         fixed: arguments that are always given.
     """
 
@@ -92,9 +94,15 @@ class Keywords:
     def of(known: Mapping[str, Parameter]) -> Keywords:
         """Roles by the names of parameters."""
         roles = {
-            "mask": MASK, "padding": PADDING, "positions": POSITIONS, "start": START,
-            "memory": MEMORY, "use": USE, "weights": WEIGHTS, "causal": CAUSAL,
-        }  # fmt: skip
+            "mask": MASK,
+            "padding": PADDING,
+            "positions": POSITIONS,
+            "start": START,
+            "memory": MEMORY,
+            "use": USE,
+            "weights": WEIGHTS,
+            "causal": CAUSAL,
+        }
         required = frozenset(name for name, p in known.items() if p.default is Parameter.empty)
         found: dict[str, Any] = {role: first(names, known) for role, names in roles.items()}
         return Keywords(**found, required=required)

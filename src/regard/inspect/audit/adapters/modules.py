@@ -39,7 +39,8 @@ class Module(Subject):
         claim: what it says it is.
         width: M.
         keywords: the arguments that it knows; None reads them from its signature.
-        remake: makes the same module with other sizes, (dim, heads, kv_heads) -> module, where it can be made.
+        remake: makes the same module with other sizes, (dim, heads, kv_heads) -> module, where it
+            can be made.
     """
 
     relative = True  # a layer that is given positions and hidden states: rotary and its like
@@ -77,7 +78,10 @@ class Module(Subject):
     def called(self) -> str:  # type: ignore[override]
         """forward(x, mask=...)."""
         words = [", ".join(self.three or self.pair or ("x",))]
-        for name, form in ((self.keywords.mask, self.keywords.mask_form), (self.keywords.padding, self.keywords.padding_form)):  # fmt: skip
+        for name, form in (
+            (self.keywords.mask, self.keywords.mask_form),
+            (self.keywords.padding, self.keywords.padding_form),
+        ):
             if name and form:
                 words.append(f"{name}={form}")
         return f"forward({', '.join(words)})"
@@ -101,7 +105,9 @@ class Module(Subject):
         return Reply(out, reply.weights, memory)
 
     def _one_by_one(self, x: Tensor, given: dict[str, Any]) -> Reply:
-        """Each token once as the query [B,1,M] or [B,M], all tokens as keys; weights [B,1,T,S], where there are any."""
+        """Each token once as the query [B,1,M] or [B,M], all tokens as keys; weights [B,1,T,S],
+        where there are any.
+        """
         outs, rows = [], []
         for t in range(x.shape[1]):
             query = x[:, t : t + 1]
@@ -117,7 +123,9 @@ class Module(Subject):
         return Reply(torch.cat(outs, 1), None if weights is None else weights[:, None])
 
     def _parts(self, answer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The context [B,1,N] and the weights [B,1,S] of one query: weights have no other dim than the length."""
+        """The context [B,1,N] and the weights [B,1,S] of one query: weights have no other dim than
+        the length.
+        """
         B, S = x.shape[:2]
         parts = [part for part in items(answer) if isinstance(part, Tensor)]
         weights = [
@@ -140,9 +148,15 @@ class Module(Subject):
 
     def _with(self, module: nn.Module, **changes: Any) -> Module:
         given: dict[str, Any] = {
-            "claim": self.claim, "width": self.width, "name": self.name, "dtype": self.dtype,
-            "keywords": self.keywords, "reading": self.reading, "remake": self.remake, **changes,
-        }  # fmt: skip
+            "claim": self.claim,
+            "width": self.width,
+            "name": self.name,
+            "dtype": self.dtype,
+            "keywords": self.keywords,
+            "reading": self.reading,
+            "remake": self.remake,
+            **changes,
+        }
         return Module(module, given.pop("claim"), given.pop("width"), **given)
 
     def projections(self) -> tuple[Projections, ...]:
@@ -196,7 +210,9 @@ class Module(Subject):
 
     @property
     def addressed(self) -> bool:
-        """Whether positions address a cache that the module keeps: what it writes first, it reads."""
+        """Whether positions address a cache that the module keeps: what it writes first, it
+        reads.
+        """
         known = self.keywords
         if not (known.start or known.positions) or known.memory:
             return False

@@ -29,28 +29,107 @@ BIAS = (
 )
 SINKS = ("sink", "sinks", "attention_sinks", "attn_sink", "sink_logits", "s_aux")
 SCALE = ("scale", "scaling", "softmax_scale", "sm_scale", "scale_factor")
-KEYS_OF_TWO = ("keys", "key", "k", "encoder_outputs", "encoder_output", "enc_outputs", "enc_out", "memory", "values", "value", "context", "annotations", "encoder_states", "encoder_hidden_states")  # fmt: skip
-QUERY_OF_TWO = ("query", "queries", "q", "hidden", "decoder_hidden", "dec_hidden", "decoder_state", "hidden_state", "state", "s", "h")  # fmt: skip
+KEYS_OF_TWO = (
+    "keys",
+    "key",
+    "k",
+    "encoder_outputs",
+    "encoder_output",
+    "enc_outputs",
+    "enc_out",
+    "memory",
+    "values",
+    "value",
+    "context",
+    "annotations",
+    "encoder_states",
+    "encoder_hidden_states",
+)
+QUERY_OF_TWO = (
+    "query",
+    "queries",
+    "q",
+    "hidden",
+    "decoder_hidden",
+    "dec_hidden",
+    "decoder_state",
+    "hidden_state",
+    "state",
+    "s",
+    "h",
+)
 NEW_CACHE = ("new_cache", "make_cache", "init_cache", "empty_cache")
 RESET = ("reset_cache", "clear_cache", "reset_kv_cache")
 
 SIZES: dict[str, tuple[str, ...]] = {
-    "dim": ("dim", "d_model", "embed_dim", "hidden_size", "n_embd", "emb_dim", "hidden_dim", "model_dim", "d_in", "embed_size", "embedding_dim", "in_dim", "M"),
-    "heads": ("heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads", "n_heads_q", "num_q_heads", "h", "H"),
-    "kv_heads": ("kv_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads", "num_kv_groups", "groups", "G"),
+    "dim": (
+        "dim",
+        "d_model",
+        "embed_dim",
+        "hidden_size",
+        "n_embd",
+        "emb_dim",
+        "hidden_dim",
+        "model_dim",
+        "d_in",
+        "embed_size",
+        "embedding_dim",
+        "in_dim",
+        "M",
+    ),
+    "heads": (
+        "heads",
+        "num_heads",
+        "n_heads",
+        "n_head",
+        "nhead",
+        "num_attention_heads",
+        "n_heads_q",
+        "num_q_heads",
+        "h",
+        "H",
+    ),
+    "kv_heads": (
+        "kv_heads",
+        "num_kv_heads",
+        "n_kv_heads",
+        "n_kv_head",
+        "num_key_value_heads",
+        "num_kv_groups",
+        "groups",
+        "G",
+    ),
     "head_dim": ("head_dim", "d_head", "dim_head", "d_k", "head_size", "attention_head_size", "D"),
-    "window": ("window", "window_size", "sliding_window", "attention_window", "local_window", "sliding_window_size"),
+    "window": (
+        "window",
+        "window_size",
+        "sliding_window",
+        "attention_window",
+        "local_window",
+        "sliding_window_size",
+    ),
     "causal": ("causal", "is_causal"),
-}  # fmt: skip
+}
 OUTPUT_SIZE = ("d_out", "out_dim", "d_output")
-LENGTH = ("context_length", "max_seq_len", "block_size", "max_len", "max_length", "context", "max_position_embeddings", "seq_len")  # fmt: skip
+LENGTH = (
+    "context_length",
+    "max_seq_len",
+    "block_size",
+    "max_len",
+    "max_length",
+    "context",
+    "max_position_embeddings",
+    "seq_len",
+)
 DROPOUT = ("dropout", "attn_dropout", "attn_pdrop", "dropout_p", "p_dropout", "attention_dropout")
 CONTEXT = 512
 """What is given where the constructor wants a length."""
 
 
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The named parameters of a callable, without self; built-in functions of torch are read from their documentation."""
+    """The named parameters of a callable, without self; built-in functions of torch are read from
+    their documentation.
+    """
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -70,7 +149,8 @@ def first(names: Iterable[str], known: Iterable[str]) -> str | None:
 
 
 def pair(known: Iterable[str]) -> tuple[str, str] | None:
-    """The names of one query and of the keys among the first two parameters, as additive attention has them, or None.
+    """The names of one query and of the keys among the first two parameters, as additive attention
+    has them, or None.
 
     >>> pair(["decoder_hidden", "encoder_outputs"]), pair(["x", "mask"])
     (('decoder_hidden', 'encoder_outputs'), None)

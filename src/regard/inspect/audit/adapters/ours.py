@@ -1,4 +1,6 @@
-"""What is ours: mechanisms of `regard.nn`, and models that `regard.load` reads. Positions say what is padding."""
+"""What is ours: mechanisms of `regard.nn`, and models that `regard.load` reads. Positions say what
+is padding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The linear maps of a module, read from its parameters by the names and shapes that people give them."""
+"""The linear maps of a module, read from its parameters by the names and shapes that people give
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def read(module: nn.Module, claim: Claim, width: int) -> tuple[Projections, ...]
     cores = [child for child in module.modules() if _has_maps(child)]
     if not cores:
         raise CannotTry(
-            "it has no linear maps or parameters whose names say query, key and value (q_proj, W_query, to_q, wq, "
+            "it has no linear maps or parameters whose names say query, key and value (q_proj, "
+            "W_query, to_q, wq, "
             "c_attn, qkv, in_proj_weight, ...)"
         )
     if len(cores) > 1:
@@ -54,7 +57,8 @@ def read(module: nn.Module, claim: Claim, width: int) -> tuple[Projections, ...]
     if not found:
         q = next(iter(_maps(core, 1, 1)))[0][0]
         raise CannotTry(
-            f"its query map is {list(q[0].shape)}, which does not fit tokens of {width} numbers and "
+            f"its query map is {list(q[0].shape)}, which does not fit tokens of {width} numbers "
+            "and "
             f"{_heads(module, core, claim, q[0].shape[0])} heads; say --dim and --heads"
         )
     return tuple(found)
@@ -99,7 +103,9 @@ def _has_maps(module: nn.Module) -> bool:
 
 
 def _named(module: nn.Module) -> dict[str, list[Map]]:
-    """Role -> the maps that a module itself has in it; a parameter whose orientation is open is there twice."""
+    """Role -> the maps that a module itself has in it; a parameter whose orientation is open is
+    there twice.
+    """
     found: dict[str, list[Map]] = {}
     for name, child in module.named_children():
         what = role(name)
@@ -128,7 +134,9 @@ def _oriented(p: Tensor, *, out: bool) -> list[Tensor]:
 def _maps(
     module: nn.Module, heads: int, groups: int
 ) -> Iterator[tuple[tuple[Map, Map, Map], bool, bool]]:
-    """q, k and v, whether they have names of their own, and whether faults are looked for under this reading."""
+    """q, k and v, whether they have names of their own, and whether faults are looked for under
+    this reading.
+    """
     named = _named(module)
     ways = range(max((len(maps) for maps in named.values()), default=1))
     for way in ways:
@@ -160,7 +168,9 @@ def _fused(
 
 
 def _cut(whole: Map, shares: tuple[int, ...], groups: int) -> Iterator[tuple[Map, ...]]:
-    """A fused map in parts: one after the other; each head's together; each feature's together; reversed."""
+    """A fused map in parts: one after the other; each head's together; each feature's together;
+    reversed.
+    """
     weight, bias = whole
     rows, total = weight.shape[0], sum(shares)
     if rows % (groups * total):
@@ -276,7 +286,9 @@ def _map(child: nn.Module) -> Map | None:
 
 
 def attribute(owners: Sequence[Any], names: Sequence[str]) -> int | None:
-    """The first whole number that the owners, or their configurations, keep under one of the names."""
+    """The first whole number that the owners, or their configurations, keep under one of the
+    names.
+    """
     for owner in owners:
         for holder in (owner, getattr(owner, "config", None), getattr(owner, "cfg", None)):
             for name in names:

@@ -37,7 +37,9 @@ class Reading:
 
     @staticmethod
     def of(replies: dict[int, Any], B: int) -> Reading:
-        """From replies to several lengths: weights are what has the length twice, at each of them."""
+        """From replies to several lengths: weights are what has the length twice, at each of
+        them.
+        """
         parts = {T: items(reply) for T, reply in replies.items()}
         for n in range(1, min(len(p) for p in parts.values())):
             if all(_square(p[n], B, T) for T, p in parts.items()):
@@ -61,7 +63,8 @@ def items(given: Any) -> list[Any]:
     if not parts or not isinstance(parts[0], Tensor):
         what = type(parts[0]).__name__ if parts else "nothing"
         raise ArgumentTypeError(
-            f"the code returned {what}; its output must be a tensor, or the first of what it returns: give an adapter"
+            f"the code returned {what}; its output must be a tensor, or the first of what it "
+            "returns: give an adapter"
         )
     return parts
 

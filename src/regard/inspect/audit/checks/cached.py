@@ -19,13 +19,17 @@ SHORTEST, SLOW, LONGEST = 7, 40, 400
 
 
 def length(probe: Probe) -> int:
-    """Three windows and one token, or a few tokens where there is no window, or one that is too long."""
+    """Three windows and one token, or a few tokens where there is no window, or one that is too
+    long.
+    """
     W = probe.subject.reach
     return SHORTEST if W is None else 3 * W + 1 if 3 * W + 1 <= LONGEST else SLOW
 
 
 def chunkings(T: int, W: int | None, seed: int) -> Iterator[tuple[int, ...]]:
-    """Ways to cut T tokens: steps, prompt and steps, equal chunks, a long chunk behind a short one, ragged ones."""
+    """Ways to cut T tokens: steps, prompt and steps, equal chunks, a long chunk behind a short one,
+    ragged ones.
+    """
     if T <= SLOW:
         yield (1,) * T
     yield (T - 2, 1, 1)
@@ -40,7 +44,9 @@ def chunkings(T: int, W: int | None, seed: int) -> Iterator[tuple[int, ...]]:
 
 
 def differs(probe: Probe, T: int | None = None) -> list[Finding]:
-    """Every chunking gives what one pass gives; the smallest failing length and chunking is told."""
+    """Every chunking gives what one pass gives; the smallest failing length and chunking is
+    told.
+    """
     if "memory" not in probe.subject.takes:
         raise NotApplicable("it takes no cache")
     if getattr(probe.subject, "flag", False):
@@ -94,7 +100,13 @@ def _one(
     out, _ = probe.steps(x, chunks, probe.subject)
     if out.shape[1] != T:
         sentence = f"Chunks of {_say(chunks)} tokens give {out.shape[1]} outputs for {T} tokens."
-        return finding("cache-output-length", sentence, {"T": T, "chunks": list(chunks)}, float(T), float(out.shape[1]))  # fmt: skip
+        return finding(
+            "cache-output-length",
+            sentence,
+            {"T": T, "chunks": list(chunks)},
+            float(T),
+            float(out.shape[1]),
+        )
     off = gap(out, plains, ref)
     if off is None:
         return None
@@ -129,7 +141,10 @@ def grows(probe: Probe, T: int | None = None) -> list[Finding]:
         sizes.append(probe.subject.held(memory))
     if sizes[1] <= sizes[0] or longest // 2 <= W + 1:
         return []
-    sentence = f"After {longest // 2} and {longest} tokens the cache of a window of {W} holds {sizes[0]} and {sizes[1]} numbers."
+    sentence = (
+        f"After {longest // 2} and {longest} tokens the cache of a window of {W} holds "
+        f"{sizes[0]} and {sizes[1]} numbers."
+    )
     return [
         finding(
             "cache-grows", sentence, {"T": longest, "window": W}, float(sizes[0]), float(sizes[1])

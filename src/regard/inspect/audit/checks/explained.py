@@ -1,4 +1,6 @@
-"""The output against the definition: scale, softmax, heads, rotary and mask, named by the fewest faults that reproduce it."""
+"""The output against the definition: scale, softmax, heads, rotary and mask, named by the fewest
+faults that reproduce it.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,49 @@ from regard.inspect.audit.subject import CannotTry, NotApplicable, Subject
 from regard.inspect.audit.trace import Seen, rotary, softcap, traced
 
 NAMES = {
-    ("scale", "none"): "scale-missing", ("scale", "twice"): "scale-twice", ("scale", "length"): "scale-wrong-dim",
-    ("scale", "model_dim"): "scale-wrong-dim", ("scale", "inverted"): "scale-inverted",
+    ("scale", "none"): "scale-missing",
+    ("scale", "twice"): "scale-twice",
+    ("scale", "length"): "scale-wrong-dim",
+    ("scale", "model_dim"): "scale-wrong-dim",
+    ("scale", "inverted"): "scale-inverted",
     ("scale", "fitted"): "scale-wrong",
-    ("roles", "keys-values"): "keys-values-exchanged", ("roles", "queries-keys"): "queries-keys-exchanged",
+    ("roles", "keys-values"): "keys-values-exchanged",
+    ("roles", "queries-keys"): "queries-keys-exchanged",
     ("roles", "queries-values"): "queries-values-exchanged",
-    ("groups", "tiled"): "gqa-head-order", ("mask", "inverted"): "mask-polarity",
-    ("mask", "own-hidden"): "own-key-hidden", ("mask", "own-hidden-first"): "own-key-hidden",
-    ("mask", "own-hidden-zero"): "own-key-hidden", ("mask", "next-seen"): "future-leak",
-    ("mask", "unmasked"): "future-leak", ("mask", "one-more"): "window-off-by-one",
-    ("mask", "one-less"): "window-off-by-one", ("mask", "zeroed"): "mask-zeroed",
-    ("mask", "after"): "mask-after-softmax", ("softmax", "queries"): "softmax-axis",
-    ("softmax", "heads"): "softmax-axis", ("softmax", "absent"): "softmax-missing",
-    ("softmax", "linear"): "softmax-missing", ("softmax", "unnormalised"): "softmax-missing",
-    ("softmax", "sigmoid"): "softmax-missing", ("softmax", "uniform"): "weights-uniform",
-    ("bias", "alibi-grows"): "bias-sign", ("bias", "given-back"): "bias-sign",
+    ("groups", "tiled"): "gqa-head-order",
+    ("mask", "inverted"): "mask-polarity",
+    ("mask", "own-hidden"): "own-key-hidden",
+    ("mask", "own-hidden-first"): "own-key-hidden",
+    ("mask", "own-hidden-zero"): "own-key-hidden",
+    ("mask", "next-seen"): "future-leak",
+    ("mask", "unmasked"): "future-leak",
+    ("mask", "one-more"): "window-off-by-one",
+    ("mask", "one-less"): "window-off-by-one",
+    ("mask", "zeroed"): "mask-zeroed",
+    ("mask", "after"): "mask-after-softmax",
+    ("softmax", "queries"): "softmax-axis",
+    ("softmax", "heads"): "softmax-axis",
+    ("softmax", "absent"): "softmax-missing",
+    ("softmax", "linear"): "softmax-missing",
+    ("softmax", "unnormalised"): "softmax-missing",
+    ("softmax", "sigmoid"): "softmax-missing",
+    ("softmax", "uniform"): "weights-uniform",
+    ("bias", "alibi-grows"): "bias-sign",
+    ("bias", "given-back"): "bias-sign",
     ("sink", "renormalised"): "sink-renormalised",
-    ("split", "rows"): "heads-split", ("join", "rows"): "heads-joined", ("output", "absent"): "output-missing",
-    ("rotary", "mixed"): "rotary-mixed", ("rotary", "mixed-back"): "rotary-mixed",
-}  # fmt: skip
+    ("split", "rows"): "heads-split",
+    ("join", "rows"): "heads-joined",
+    ("output", "absent"): "output-missing",
+    ("rotary", "mixed"): "rotary-mixed",
+    ("rotary", "mixed-back"): "rotary-mixed",
+}
 _ROTARY = {
-    "heads": "rotary-axis", "values": "rotary-values", "queries": "rotary-one-sided", "each": "rotary-mixed",
+    "heads": "rotary-axis",
+    "values": "rotary-values",
+    "queries": "rotary-one-sided",
+    "each": "rotary-mixed",
     "apart": "rotary-not-relative",
-}  # fmt: skip
+}
 
 
 LONGEST = 64
@@ -67,8 +89,9 @@ def name_of(field: str, value: str) -> str:
 def explained(probe: Probe, T: int = LENGTH) -> list[Finding]:
     """The output is that of the definition with the code's own weights.
 
-    Where the weights can be read, it is computed from them. Where nothing reproduces it, the operations of a module are
-    traced instead, which shows whether other steps (a norm, a gate, a latent) stand around attention that is right.
+    Where the weights can be read, it is computed from them. Where nothing reproduces it, the
+    operations of a module are traced instead, which shows whether other steps (a norm, a gate, a
+    latent) stand around attention that is right.
 
     Raises:
         CannotTry: neither the weights nor the operations can be read.
@@ -115,15 +138,23 @@ def _named(probe: Probe, search: Search, reading: Reading, steps: Steps) -> list
         return []
     example, expected, got = shown
     return [
-        finding(name_of(field, getattr(steps, field)), _sentence(steps, field, search, reading), example, expected, got)
+        finding(
+            name_of(field, getattr(steps, field)),
+            _sentence(steps, field, search, reading),
+            example,
+            expected,
+            got,
+        )
         for field in steps.wrong
-    ]  # fmt: skip
+    ]
 
 
 def _shown(
     probe: Probe, search: Search, reading: Reading, steps: Steps
 ) -> tuple[dict[str, int], float, float] | None:
-    """Where the output is furthest from what the right steps give, or None where they give the same."""
+    """Where the output is furthest from what the right steps give, or None where they give the
+    same.
+    """
     x, out = search.asked[0]
     mended: dict[str, Any] = {name: _right(name, steps) for name in steps.wrong}
     right = Steps(**{**_fields(steps), **mended})
@@ -140,7 +171,11 @@ def _furthest(out: Tensor, ref: Tensor, reading: Reading) -> tuple[dict[str, int
         return {"T": T, **sizes}, float(ref.numel()), float(out.numel())
     error = (out.double() - ref).abs()
     b, t, c = (int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    return {"T": T, "row": b, "query": t, "feature": c, **sizes}, float(ref[b, t, c]), float(out[b, t, c])  # fmt: skip
+    return (
+        {"T": T, "row": b, "query": t, "feature": c, **sizes},
+        float(ref[b, t, c]),
+        float(out[b, t, c]),
+    )
 
 
 def _fields(steps: Steps) -> dict[str, Any]:
@@ -163,8 +198,14 @@ def _sentence(steps: Steps, field: str, search: Search, reading: Reading) -> str
         x = search.asked[0][0]
         numbers = search.given(reading, x, torch.float64)
         right = factor(numbers, Steps())
-        what += f" ({factor(numbers, steps):.6g} instead of {right:.6g}, with heads of {reading.maps.head_dim})"
-    return f"{what}: the definition with this fault{beside} reproduces the output, and without it does not."
+        what += (
+            f" ({factor(numbers, steps):.6g} instead of {right:.6g}, with heads of "
+            f"{reading.maps.head_dim})"
+        )
+    return (
+        f"{what}: the definition with this fault{beside} reproduces the output, and without it "
+        "does not."
+    )
 
 
 # -- outputs that nothing explains
@@ -183,7 +224,8 @@ def _unexplained(probe: Probe, search: Search, T: int) -> list[Finding]:
             others = unread(probe.subject.original, [r.maps for r in search.readings])  # type: ignore[attr-defined]
             if others:
                 raise CannotTry(
-                    "its projections were read, and no plain attention with them reproduces its output: it has other "
+                    "its projections were read, and no plain attention with them reproduces its "
+                    "output: it has other "
                     f"steps ({', '.join(others[:3])}), and {why}"
                 ) from why
     elif not isinstance(probe.subject, Function):
@@ -203,12 +245,17 @@ def _differs(search: Search) -> list[Finding]:
     reading, steps = search.nearest()
     x, out = search.asked[0]
     ref = attend(search.given(reading, x, torch.float64), steps)
-    sentence = "No right attention with these weights gives this output, and none with the faults that have names."
+    sentence = (
+        "No right attention with these weights gives this output, and none with the faults "
+        "that have names."
+    )
     return [finding("definition-differs", sentence, *_furthest(out, ref, reading))]
 
 
 def _rounded(probe: Probe, search: Search) -> list[Finding]:
-    """Whether the output is right but for numbers that were rounded to half precision on the way."""
+    """Whether the output is right but for numbers that were rounded to half precision on the
+    way.
+    """
     subject = probe.subject
     if subject.dtype not in (torch.float32, torch.float64):
         return []
@@ -231,7 +278,10 @@ def _rounded(probe: Probe, search: Search) -> list[Finding]:
     if float((moved - off).abs().max()) < 0.3 * float(off.abs().max()):
         return []
     name = str(subject.dtype).removeprefix("torch.")
-    sentence = f"In {name} the output is off by {size:.2g} of its size, as if numbers were rounded to half precision."
+    sentence = (
+        f"In {name} the output is off by {size:.2g} of its size, as if numbers were "
+        "rounded to half precision."
+    )
     return [finding("precision-lost", sentence, *_furthest(out, ref, reading))]
 
 
@@ -254,7 +304,15 @@ def _not_finite(probe: Probe, T: int) -> list[Finding]:
         out = probe.ask(probe.inputs(2, T + 2, turn=3) * 1.5).out
     bad = ~out.isfinite().all(-1)
     t = int(bad.any(0).to(torch.int64).argmax())
-    return [finding("output-not-finite", f"Token {t} of {out.shape[1]} ordinary tokens is NaN or infinite.", {"T": out.shape[1], "query": t}, "finite", "nan or inf")]  # fmt: skip
+    return [
+        finding(
+            "output-not-finite",
+            f"Token {t} of {out.shape[1]} ordinary tokens is NaN or infinite.",
+            {"T": out.shape[1], "query": t},
+            "finite",
+            "nan or inf",
+        )
+    ]
 
 
 def _traced(probe: Probe, T: int) -> list[Finding]:
@@ -284,7 +342,9 @@ def _weighs_tokens(subject: Subject, x: Tensor) -> bool:
 
 
 def _turned(probe: Probe) -> list[Finding]:
-    """A rotary that turns by heads cancels where each head has its own keys: the output shows no position at all."""
+    """A rotary that turns by heads cancels where each head has its own keys: the output shows no
+    position at all.
+    """
     subject = probe.wide or probe.subject
     if subject.traced() is None:
         return []
@@ -361,7 +421,13 @@ def _why(probe: Probe, reading: Reading, steps: Steps, x: Tensor, off: Gap) -> F
     answered = (out != 0).any(-1)[0] & out.isfinite().all(-1)[0]
     if out.shape[1] < T or not bool(answered.all()):
         t = out.shape[1] if out.shape[1] < T else int((~answered).to(torch.int64).argmax())
-        return finding("queries-dropped", f"Query {t} of {T} tokens gets no answer.", {"T": T, "query": t}, "an answer", "nothing, or zeros")  # fmt: skip
+        return finding(
+            "queries-dropped",
+            f"Query {t} of {T} tokens gets no answer.",
+            {"T": T, "query": t},
+            "an answer",
+            "nothing, or zeros",
+        )
     for block in BLOCKS:
         for how in ("neither", "sum", "values"):
             ref = _in_blocks(given(probe, reading, x, torch.float64), steps, block, how)

@@ -1,4 +1,6 @@
-"""What reaches a token that should not: later tokens, padding, another row, keys beyond the window."""
+"""What reaches a token that should not: later tokens, padding, another row, keys beyond the
+window.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LONGEST = 9
 
 
 def future(probe: Probe, T: int | None = None) -> list[Finding]:
-    """No token sees a later one, on any path: plain, with weights wanted, with padding marked, into a cache."""
+    """No token sees a later one, on any path: plain, with weights wanted, with padding marked, into
+    a cache.
+    """
     if probe.notes.get("unclear"):
         return _unclear(probe, T or LONGEST)
     if not probe.causal:
@@ -46,9 +50,11 @@ def _unclear(probe: Probe, T: int) -> list[Finding]:
 
 
 _WORDS = {
-    "weights": " when its weights are wanted", "padding": " when padding is marked",
-    "memory": " when it fills a cache", "flag": " although its causal flag is set",
-}  # fmt: skip
+    "weights": " when its weights are wanted",
+    "padding": " when padding is marked",
+    "memory": " when it fills a cache",
+    "flag": " although its causal flag is set",
+}
 
 
 def _future(probe: Probe, T: int, path: str) -> list[Finding]:
@@ -61,8 +67,24 @@ def _future(probe: Probe, T: int, path: str) -> list[Finding]:
     i, j, amount = got.worst(later)
     example = {"T": T, "query": i, "key": j}
     if T > 1 and not bool((got.seen & earlier).any()) and not path:
-        return [finding("mask-polarity", f"Query {i} sees the later key {j}, and no query but the last sees an earlier one.", example, 0.0, amount)]  # fmt: skip
-    return [finding("future-leak", f"Query {i} changes with token {j}{_WORDS.get(path, '')}.", example, 0.0, amount)]  # fmt: skip
+        return [
+            finding(
+                "mask-polarity",
+                f"Query {i} sees the later key {j}, and no query but the last sees an earlier one.",
+                example,
+                0.0,
+                amount,
+            )
+        ]
+    return [
+        finding(
+            "future-leak",
+            f"Query {i} changes with token {j}{_WORDS.get(path, '')}.",
+            example,
+            0.0,
+            amount,
+        )
+    ]
 
 
 def reach(
@@ -122,7 +144,9 @@ def keys(probe: Probe, T: int | None = None) -> list[Finding]:
 
 
 def _columns(probe: Probe, T: int) -> list[Finding]:
-    """Find a key that no query uses although every query uses another one, in code whose mask is not known."""
+    """Find a key that no query uses although every query uses another one, in code whose mask is
+    not known.
+    """
     x = 0.3 * probe.inputs(1, T)
     subject = probe.wide or probe.subject
     got = influence(lambda x: probe.ask(x, subject=subject).out, x, probe.changed).seen
@@ -131,7 +155,15 @@ def _columns(probe: Probe, T: int) -> list[Finding]:
     if not bool((got | ~others).all(0).any()) or not bool(unused.any()):
         raise NotApplicable("it shows some later tokens and not all, by rules that are not claimed")
     j = int(unused.to(torch.int64).argmax())
-    return [finding("keys-ignored", f"No query uses key {j}, and all use others.", {"T": T, "key": j}, "a weight", 0.0)]  # fmt: skip
+    return [
+        finding(
+            "keys-ignored",
+            f"No query uses key {j}, and all use others.",
+            {"T": T, "key": j},
+            "a weight",
+            0.0,
+        )
+    ]
 
 
 def _plain(subject: Subject) -> bool:
@@ -197,7 +229,10 @@ def window(probe: Probe, T: int | None = None) -> list[Finding]:
         n = W + 1 if seen.get("edge") else W - 1
         words = "sees" if seen.get("edge") else "does not see"
         key = columns["edge"] if seen.get("edge") else columns["within"]
-        sentence = f"Query {i} {words} key {key}: {n} keys with its own; the window is {W}, its own included."
+        sentence = (
+            f"Query {i} {words} key {key}: {n} keys with its own; the window is {W}, its "
+            "own included."
+        )
         return [finding("window-off-by-one", sentence, example, float(W), float(n))]
     return []
 
@@ -215,4 +250,12 @@ def rows(probe: Probe, T: int = 5) -> list[Finding]:
     if float(amounts.max()) <= scale * torch.finfo(before.dtype).eps ** 0.5:
         return []
     b, t, _ = (int(i) for i in torch.unravel_index(amounts.argmax(), amounts.shape))
-    return [finding("batch-mixing", f"Token {t} of row {b + 1} changes with row 0.", {"B": 3, "T": T}, 0.0, float(amounts.max()))]  # fmt: skip
+    return [
+        finding(
+            "batch-mixing",
+            f"Token {t} of row {b + 1} changes with row 0.",
+            {"B": 3, "T": T},
+            0.0,
+            float(amounts.max()),
+        )
+    ]

@@ -1,4 +1,6 @@
-"""Masks that are given: their polarity, whether they do anything, and whether each row of the batch has its own."""
+"""Masks that are given: their polarity, whether they do anything, and whether each row of the batch
+has its own.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def heard(probe: Probe) -> list[Finding]:
         kind = said.form.kind
         keywords: Any = getattr(probe.subject, "keywords")  # noqa: B009  # those who hear masks have them
         argument = getattr(keywords, role) or keywords.padding
-        sentence = f"{words.format(name=argument)}: {_MEANS[kind]} was expected (say --mask if another is meant)."
+        sentence = (
+            f"{words.format(name=argument)}: {_MEANS[kind]} was expected (say --mask if "
+            "another is meant)."
+        )
         if said.verdict == "overflow":
             found.append(overflow(probe.subject, f"{argument}: a number"))
         elif said.verdict == "kept":
@@ -82,7 +87,9 @@ def overflow(subject: Subject, what: str) -> Finding:
 
 
 def _numbers(probe: Probe, role: str, kind: str) -> tuple[dict[str, Any], float, float]:
-    """How much the last query changes with key 0, hidden from it by a mask as it is claimed to be written."""
+    """How much the last query changes with key 0, hidden from it by a mask as it is claimed to be
+    written.
+    """
     subject: Any = probe.wide or probe.subject
     keywords = subject.keywords
     shape = (getattr(keywords, f"{role}_form") or probe.notes["heard"][role].form).shape
@@ -128,4 +135,12 @@ def rows(probe: Probe, T: int = 4) -> list[Finding]:
     off = probe.differs(x, together, alone)
     if off is None:
         return []
-    return [finding("mask-rows", f"Token {T - 1} of row 1 gives another result beside a row with another mask.", {"B": 2, "T": T}, off.expected, off.got)]  # fmt: skip
+    return [
+        finding(
+            "mask-rows",
+            f"Token {T - 1} of row 1 gives another result beside a row with another mask.",
+            {"B": 2, "T": T},
+            off.expected,
+            off.got,
+        )
+    ]

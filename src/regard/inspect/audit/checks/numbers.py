@@ -26,12 +26,22 @@ def overflow(probe: Probe, T: int = 4) -> list[Finding]:
         sentence = (
             f"Tokens of {factor:.4g} times a standard normal make output {i} NaN or infinite."
         )
-        return [finding("softmax-overflow", sentence, {"T": T, "times": factor, "query": i}, "finite", "nan or inf")]  # fmt: skip
+        return [
+            finding(
+                "softmax-overflow",
+                sentence,
+                {"T": T, "times": factor, "query": i},
+                "finite",
+                "nan or inf",
+            )
+        ]
     return []
 
 
 def _factors(probe: Probe, x: Tensor) -> tuple[float, ...]:
-    """Factors on tokens; in float16 the one whose scores, once scaled, are half of the largest number."""
+    """Factors on tokens; in float16 the one whose scores, once scaled, are half of the largest
+    number.
+    """
     if probe.subject.dtype != torch.float16:
         return FACTORS
     maps = probe.subject.projections()[0]
@@ -50,7 +60,15 @@ def finite(probe: Probe) -> list[Finding]:
     for name, x in state.items():
         if x.is_floating_point() and not bool(x.isfinite().all()):
             n = int((~x.isfinite()).sum())
-            return [finding("parameters-not-finite", f"{name} has {n} of {x.numel()} values that are not finite.", {"tensor": name}, 0.0, float(n))]  # fmt: skip
+            return [
+                finding(
+                    "parameters-not-finite",
+                    f"{name} has {n} of {x.numel()} values that are not finite.",
+                    {"tensor": name},
+                    0.0,
+                    float(n),
+                )
+            ]
     return []
 
 
@@ -71,7 +89,15 @@ def saved(probe: Probe, T: int = 16) -> list[Finding]:
     for name, x in extra.items():
         if any(word in name for word in ("cache", "mask")) or _is_mask(x, T):
             size = x.numel() * x.element_size()
-            return [finding("cache-in-state-dict", f"{name} {list(x.shape)} is saved with the weights: {size} bytes.", {"tensor": name}, 0.0, float(size))]  # fmt: skip
+            return [
+                finding(
+                    "cache-in-state-dict",
+                    f"{name} {list(x.shape)} is saved with the weights: {size} bytes.",
+                    {"tensor": name},
+                    0.0,
+                    float(size),
+                )
+            ]
     return []
 
 

@@ -1,4 +1,6 @@
-"""Padding: what stands in it reaches nobody, and where it stands does not matter. Rows that see nothing."""
+"""Padding: what stands in it reaches nobody, and where it stands does not matter. Rows that see
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def content(probe: Probe, T: int = 6) -> list[Finding]:
             i = int(hit.to(torch.int64).argmax())
             amount = float(got.amount[i, pad])
             if _hides_query(probe, x, tokens, pad):
-                sentence = f"The mask of padding changes query {pad}, which is padding, and hides its key from nobody."
+                sentence = (
+                    f"The mask of padding changes query {pad}, which is padding, and hides "
+                    "its key from nobody."
+                )
                 return [
                     finding(
                         "padding-on-queries",
@@ -48,7 +53,15 @@ def content(probe: Probe, T: int = 6) -> list[Finding]:
                         amount,
                     )
                 ]
-            return [finding("padding-leak", f"Token {i} changes with what stands in the padding at {pad}.", {"T": T, "padding": pad, "query": i}, 0.0, amount)]  # fmt: skip
+            return [
+                finding(
+                    "padding-leak",
+                    f"Token {i} changes with what stands in the padding at {pad}.",
+                    {"T": T, "padding": pad, "query": i},
+                    0.0,
+                    amount,
+                )
+            ]
     return []
 
 
@@ -83,7 +96,15 @@ def garbage(probe: Probe, T: int = 4) -> list[Finding]:
     if bool(out.isfinite().all()):
         return []
     i = int((~out.isfinite()).any(-1).to(torch.int64).argmax()) + 1
-    return [finding("garbage-leak", f"NaN in the padded slot 0 makes token {i} NaN.", {"T": T, "padding": 0, "query": i}, "finite", "nan")]  # fmt: skip
+    return [
+        finding(
+            "garbage-leak",
+            f"NaN in the padded slot 0 makes token {i} NaN.",
+            {"T": T, "padding": 0, "query": i},
+            "finite",
+            "nan",
+        )
+    ]
 
 
 def left(probe: Probe, T: int = 4) -> list[Finding]:
@@ -109,11 +130,21 @@ def left(probe: Probe, T: int = 4) -> list[Finding]:
     sentence = (
         f"Token {t} of a row of {T} differs from the same row without {PADS} padded slots in front."
     )
-    return [finding("left-padding-shift", sentence, {"B": 2, "T": n, "padding": PADS, "token": t}, off.expected, off.got)]  # fmt: skip
+    return [
+        finding(
+            "left-padding-shift",
+            sentence,
+            {"B": 2, "T": n, "padding": PADS, "token": t},
+            off.expected,
+            off.got,
+        )
+    ]
 
 
 def empty(probe: Probe, T: int = 3) -> list[Finding]:
-    """A query that may see nothing harms no other one; with --strict, it gives what no weight at all gives."""
+    """A query that may see nothing harms no other one; with --strict, it gives what no weight at
+    all gives.
+    """
     takes, subject = probe.subject.takes, probe.subject
     if not takes & {"mask", "padding"}:
         raise NotApplicable("it takes no mask that could hide every key")
@@ -134,10 +165,19 @@ def empty(probe: Probe, T: int = 3) -> list[Finding]:
             if not bool(spread.any())
             else int(spread.to(torch.int64).argmax()) + 1
         )
-        return [finding("empty-row", f"Query {i} is NaN in a call in which query 0 may see nothing.", {"T": T, "query": i}, "finite", "nan")]  # fmt: skip
+        return [
+            finding(
+                "empty-row",
+                f"Query {i} is NaN in a call in which query 0 may see nothing.",
+                {"T": T, "query": i},
+                "finite",
+                "nan",
+            )
+        ]
     if bool(bad.any()):
         raise NotApplicable(
-            "query 0 is NaN where a mask hides every key from it, and nothing claims such rows (--strict)"
+            "query 0 is NaN where a mask hides every key from it, and nothing claims such rows "
+            "(--strict)"
         )
     if not probe.strict or probe.causal is False:
         return []
@@ -151,4 +191,12 @@ def empty(probe: Probe, T: int = 3) -> list[Finding]:
     if float(off.max()) <= torch.finfo(out.dtype).eps ** 0.5:
         return []
     at = int(off.argmax())
-    return [finding("empty-row", "Query 0 may see nothing, and gives an average of all values.", {"T": T, "query": 0}, float(expected[at]), float(out[0, at]))]  # fmt: skip
+    return [
+        finding(
+            "empty-row",
+            "Query 0 may see nothing, and gives an average of all values.",
+            {"T": T, "query": 0},
+            float(expected[at]),
+            float(out[0, at]),
+        )
+    ]

@@ -32,4 +32,12 @@ def shift(probe: Probe, T: int = 5) -> list[Finding]:
     if off is None:
         return []
     sentence = f"Positions {SHIFT} to {SHIFT + T - 1} give other results than 0 to {T - 1}."
-    return [finding("position-shift", sentence, {"T": T, "shift": SHIFT, "output": list(off.at)}, off.expected, off.got)]  # fmt: skip
+    return [
+        finding(
+            "position-shift",
+            sentence,
+            {"T": T, "shift": SHIFT, "output": list(off.at)},
+            off.expected,
+            off.got,
+        )
+    ]

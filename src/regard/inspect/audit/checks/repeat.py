@@ -1,4 +1,6 @@
-"""Is a call a function of its input? Two equal calls, calls in between, and the input behind the call."""
+"""Is a call a function of its input? Two equal calls, calls in between, and the input behind the
+call.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,15 @@ def repeatable(probe: Probe, T: int = 8) -> list[Finding]:
         )  # copies that were never called agree: a call left something behind
         name = "state-kept" if kept else "not-repeatable"
         why = "a second call differs from the first" if kept else "equal calls differ"
-    return [finding(name, f"For one input, {why}.", {"T": T, "output": list(at)}, float(outs[0][at]), float(other[at]))]  # fmt: skip
+    return [
+        finding(
+            name,
+            f"For one input, {why}.",
+            {"T": T, "output": list(at)},
+            float(outs[0][at]),
+            float(other[at]),
+        )
+    ]
 
 
 def untouched(probe: Probe, T: int = 4) -> list[Finding]:
@@ -54,7 +64,15 @@ def untouched(probe: Probe, T: int = 4) -> list[Finding]:
     if torch.equal(before, x):
         return []
     at = tuple(int(i) for i in (before != x).nonzero()[0])
-    return [finding("input-changed", "The tokens are changed by the call.", {"T": T, "input": list(at)}, float(before[at]), float(x[at]))]  # fmt: skip
+    return [
+        finding(
+            "input-changed",
+            "The tokens are changed by the call.",
+            {"T": T, "input": list(at)},
+            float(before[at]),
+            float(x[at]),
+        )
+    ]
 
 
 def _untouched_heads(probe: Probe, T: int) -> list[Finding]:
@@ -69,7 +87,15 @@ def _untouched_heads(probe: Probe, T: int) -> list[Finding]:
     for name, was, is_ in zip("qkv", before, heads, strict=True):
         if not torch.equal(was, is_):
             at = tuple(int(i) for i in (was != is_).nonzero()[0])
-            return [finding("input-changed", f"{name} is changed by the call.", {"T": T, name: list(at)}, float(was[at]), float(is_[at]))]  # fmt: skip
+            return [
+                finding(
+                    "input-changed",
+                    f"{name} is changed by the call.",
+                    {"T": T, name: list(at)},
+                    float(was[at]),
+                    float(is_[at]),
+                )
+            ]
     return []
 
 
@@ -83,11 +109,23 @@ def stateless(probe: Probe, T: int = 5) -> list[Finding]:
     if first.shape == again.shape and _same(first, again):
         return _lengths(probe, T)
     if first.shape != again.shape:
-        return [finding("state-kept", "The shape of the output changes.", {"T": T}, str(tuple(first.shape)), str(tuple(again.shape)))]  # fmt: skip
+        return [
+            finding(
+                "state-kept",
+                "The shape of the output changes.",
+                {"T": T},
+                str(tuple(first.shape)),
+                str(tuple(again.shape)),
+            )
+        ]
     worst = (again - first).abs()
     at = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
     sentence = "The same call gives another result after calls with other tokens."
-    return [finding("state-kept", sentence, {"T": T, "output": list(at)}, float(first[at]), float(again[at]))]  # fmt: skip
+    return [
+        finding(
+            "state-kept", sentence, {"T": T, "output": list(at)}, float(first[at]), float(again[at])
+        )
+    ]
 
 
 def _answer(probe: Probe, subject: Subject, x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +133,9 @@ def _answer(probe: Probe, subject: Subject, x: torch.Tensor) -> torch.Tensor:
 
 
 def _lengths(probe: Probe, T: int) -> list[Finding]:
-    """A call of another length gives what it gives to code that was never called: no mask is kept from the first."""
+    """A call of another length gives what it gives to code that was never called: no mask is kept
+    from the first.
+    """
     n = T + 3
     used, fresh = (probe.subject.at(probe.subject.dtype) for _ in range(2))
     x = probe.inputs(1, n, turn=2)
@@ -117,7 +157,15 @@ def _lengths(probe: Probe, T: int) -> list[Finding]:
     kept = bool((seen[0] != seen[1])[masked].any())
     name = "mask-kept" if kept else "state-kept"
     sentence = f"{n} tokens behind a call of {T} give other results than alone."
-    return [finding(name, sentence, {"T": n, "before": T, "output": list(at)}, float(alone[at]), float(later[at]))]  # fmt: skip
+    return [
+        finding(
+            name,
+            sentence,
+            {"T": n, "before": T, "output": list(at)},
+            float(alone[at]),
+            float(later[at]),
+        )
+    ]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

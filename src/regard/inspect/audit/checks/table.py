@@ -1,4 +1,6 @@
-"""The battery: every check in the order in which it is made. One that cannot be tried raises `CannotTry`."""
+"""The battery: every check in the order in which it is made. One that cannot be tried raises
+`CannotTry`.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,16 @@ CHECKS = (
     Check("masks", "masks that are given hide what they should", masks.heard),
     Check("future", "no token sees a later one, on any path", leaks.future),
     Check("window", "a query sees as many keys as the window says", leaks.window),
-    Check("definition", "the output is that of the definition with the code's weights", explained.explained),
-    Check("long texts", "the definition holds at 293 tokens, and with more keys than queries", explained.long),
+    Check(
+        "definition",
+        "the output is that of the definition with the code's weights",
+        explained.explained,
+    ),
+    Check(
+        "long texts",
+        "the definition holds at 293 tokens, and with more keys than queries",
+        explained.long,
+    ),
     Check("keys", "every key that may be seen is used", leaks.keys),
     Check("batch", "rows of a batch do not mix", leaks.rows),
     Check("mask rows", "each row of a batch has its own mask", masks.rows),
@@ -60,5 +70,7 @@ CHECKS = (
     Check("large scores", "large scores do not overflow", numbers.overflow),
     Check("parameters", "every weight is finite", numbers.finite),
     Check("state dict", "no mask or cache is saved with the weights", numbers.saved),
-)  # fmt: skip
-"""Every other check. A new one is a function here or in a file of its own, and one line of this table."""
+)
+"""Every other check. A new one is a function here or in a file of its own, and one line of this
+table.
+"""
