@@ -169,13 +169,14 @@ def test_torch_says_what_does_not_fit() -> None:
         F.scaled_dot_product_attention(q, k, k)
     with regard.accelerate(always=True), pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 5, dtype=torch.bool))
-    with (
-        regard.accelerate(always=True),
-        pytest.raises(RuntimeError, match="is_causal"),
-    ):
-        F.scaled_dot_product_attention(
-            q, q, q, attn_mask=torch.ones(4, 4, dtype=torch.bool), is_causal=True
-        )
+
+
+def test_a_mask_beside_is_causal_is_left_to_torch() -> None:
+    q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool)
+    with regard.accelerate(always=True) as calls:
+        z = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+    assert torch.equal(z, ORIGINAL(q, q, q, attn_mask=mask, is_causal=True))
+    assert not calls.taken
 
 
 def test_three_dimensions_are_left_to_torch() -> None:
@@ -271,8 +272,8 @@ def test_long_decoding_leaves_torch_without_being_asked() -> None:
 @pytest.mark.parametrize("masks", [(), ("mask",), ("padding",), ("mask", "padding")])
 def test_an_encoder_of_torch_s(
     masks: tuple[str, ...],
-    gelu: bool,  # noqa: FBT001
-    norm_first: bool,  # noqa: FBT001
+    gelu: bool,
+    norm_first: bool,
 ) -> None:
     layer = nn.TransformerEncoderLayer(
         32,
@@ -308,7 +309,7 @@ def test_an_encoder_of_torch_s(
 
 
 @pytest.mark.parametrize("weights", [False, True])
-def test_multihead_attention_over_another_sequence(weights: bool) -> None:  # noqa: FBT001
+def test_multihead_attention_over_another_sequence(weights: bool) -> None:
     module = nn.MultiheadAttention(32, 4, kdim=16, vdim=24, add_bias_kv=True, add_zero_attn=True)
     q, k, v = torch.randn(5, 2, 32), torch.randn(7, 2, 16), torch.randn(7, 2, 24)
     module.eval()

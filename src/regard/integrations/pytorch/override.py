@@ -48,6 +48,7 @@ LEAST_PRODUCTS = 1 << 28
 FEW_QUERIES = 16
 """Up to so many rows for each key/value head a call reads memory; with more it multiplies matrices."""
 
+SMALL = "it is small"
 AS_FAST = "torch is as fast for these sizes"
 NOT_MASKED = "its arguments do not fit, or its mask averages the values in rows that it hides"
 
@@ -233,7 +234,24 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and _thread.open:
+    if not torch.compiler.is_compiling() and (contexts := _thread.open):
+        # a small call costs torch 3 microseconds: three sizes decide, before anything else is asked
+        if (
+            not contexts[-1].always
+            and query.numel() * key.shape[-2] * 2 < LEAST_PRODUCTS
+            and key.numel() * 2 < LEAST_MEMORY
+        ):
+            _thread.left(SMALL)
+            return _torch_attention(
+                query,
+                key,
+                value,
+                attn_mask,
+                dropout_p,
+                is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
         why = _why_torch(query, key, value, attn_mask, dropout_p)
         call = (
             _as_call(
@@ -283,7 +301,7 @@ def _why_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: fl
     else:
         small = q.shape[0] * q.shape[1] * T * S * (D + E) < LEAST_PRODUCTS
     if small and not _thread.always:
-        return "it is small"
+        return SMALL
     if mask is not None and mask.requires_grad:
         return "its mask wants a gradient"
     return None
@@ -463,7 +481,7 @@ def _self_attention(
     B, T, width = x.shape
     small = B * T * T * width * 2 < LEAST_PRODUCTS
     if (small and not _thread.always) or not x.is_cpu:
-        _thread.left("it is small")
+        _thread.left(SMALL)
         return None
     keep = None
     if mask is not None:
