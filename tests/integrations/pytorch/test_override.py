@@ -160,7 +160,7 @@ def test_what_is_left_to_torch_is_counted_with_its_reason(name: str) -> None:
         F.scaled_dot_product_attention(q, q, q, **options)
     assert not calls.taken
     assert any(why in reason for reason in calls.left), str(calls)
-    assert str(calls).startswith("0 calls ran here, 1 in torch")
+    assert str(calls).startswith("calls that ran here: 0; in torch: 1")
 
 
 def test_torch_says_what_does_not_fit() -> None:

@@ -72,7 +72,8 @@ class Calls:
     left: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        lines = [f"{sum(self.taken.values())} calls ran here, {sum(self.left.values())} in torch"]
+        here, left = sum(self.taken.values()), sum(self.left.values())
+        lines = [f"calls that ran here: {here}; in torch: {left}"]
         lines += [f"  {n:>8}  {name}" for name, n in self.taken.most_common()]
         lines += [f"  {n:>8}  torch: {why}" for why, n in self.left.most_common()]
         return "\n".join(lines)
