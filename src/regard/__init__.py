@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         KernelRefusal,
         RegardError,
     )
+    from regard.integrations.pytorch import accelerate
     from regard.models.load import load
     from regard.ops.softmax.attend import attend, attend_partial, attention_weights
     from regard.ops.softmax.call import Partial
@@ -54,6 +55,7 @@ _NAMES = {
         "KernelRefusal",
         "RegardError",
     ),
+    "regard.integrations.pytorch": ("accelerate",),
     "regard.models": ("load",),
     "regard.ops.softmax": (
         "Partial",
@@ -94,6 +96,7 @@ __all__ = [
     "Span",
     "Trace",
     "__version__",
+    "accelerate",
     "attend",
     "attend_partial",
     "attention_weights",

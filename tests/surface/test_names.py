@@ -14,7 +14,16 @@ import pytest
 import regard
 from regard.notation import GLOSSARY, LETTERS, WORDS
 
-FUNCTIONS = {"attend", "attend_partial", "attention_weights", "checks", "load", "merge", "plan"}
+FUNCTIONS = {
+    "accelerate",
+    "attend",
+    "attend_partial",
+    "attention_weights",
+    "checks",
+    "load",
+    "merge",
+    "plan",
+}
 CLASSES = {"Partial", "Plan", "Span", "Trace"}
 ERRORS = {"ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "RegardError"}
 MODULES = {
