@@ -94,7 +94,13 @@ def forward_and_backward(
             given = options(option, dtype)
             q, k, v = (shards.take(x, rank).requires_grad_() for x in tensors(dtype))
             z = attend(
-                q, k, v, shards=shards, mask=MASKS[mask], method=method, **given  # type: ignore[arg-type]
+                q,
+                k,
+                v,
+                shards=shards,
+                mask=MASKS[mask],
+                method=method,
+                **given,  # type: ignore[arg-type]
             )
             loss = (z * shards.take(weights(dtype), rank)).sum()
             inputs = [q, k, v, *learned(given)]

@@ -18,9 +18,9 @@ from regard.span import Span
 CHUNKS = 4
 """Chunks a rank in the greedy candidate of `Shards.balanced`."""
 
-PAIRS_PER_KEY = 128
-"""How many query-key pairs of a head take as long as moving one key and value to another rank: a
-choice between sharding schemes needs it only roughly.
+PAIRS_PER_KEY = 8
+"""How many query-key pairs of a head moving one key and value counts as, in a choice between sharding
+schemes. Moving overlaps with computing, so balance counts first, and fewer messages where it is equal.
 """
 
 

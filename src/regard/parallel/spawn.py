@@ -58,10 +58,14 @@ def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIM
             process.join()
     failed = [(rank, text) for rank, (text, _) in enumerate(found) if text]
     if failed:
-        # a rank that fails makes others fail: the first cause is no message between ranks
-        first = next((x for x in failed if "ParallelError" not in x[1]), failed[0])
+        # a rank that fails makes others fail: the cause is the one that is no failed message
+        first = next((x for x in failed if not any(y in x[1] for y in _MESSAGES)), failed[0])
         raise ParallelError(f"rank {first[0]} of {W} failed:\n{first[1]}")
     return [value for _, value in found]
+
+
+_MESSAGES = ("ParallelError", "gloo", "monitoredBarrier")
+"""What stands in the traceback of a rank that waited for another in vain."""
 
 
 def _result(rank: int, pipe: Connection) -> tuple[str, Any]:
