@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         ArgumentTypeError,
         FileError,
         KernelRefusal,
+        ParallelError,
         RegardError,
     )
     from regard.models.load import load
@@ -53,6 +54,7 @@ _NAMES = {
         "ArgumentTypeError",
         "FileError",
         "KernelRefusal",
+        "ParallelError",
         "RegardError",
     ),
     "regard.models": ("load",),
@@ -90,6 +92,7 @@ __all__ = [
     "ArgumentTypeError",
     "FileError",
     "KernelRefusal",
+    "ParallelError",
     "Partial",
     "Plan",
     "RegardError",

@@ -81,6 +81,7 @@ def assert_results(case: Case, found: Sequence[Sequence[Tensor]], shards: Shards
             assert_close_rule(found[0][i], usual, reference, factor=factor, what=what)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("W", [2, 4])
 def test_masks_methods_and_lengths(W: int) -> None:
     results = spawn(ranks.forward_and_backward, W, PLAIN)
@@ -88,6 +89,7 @@ def test_masks_methods_and_lengths(W: int) -> None:
         assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](W))
 
 
+@pytest.mark.full
 def test_sinks_biases_and_softcaps_in_two_dtypes() -> None:
     results = spawn(ranks.forward_and_backward, 2, OPTIONS)
     for n, case in enumerate(OPTIONS):
@@ -122,6 +124,7 @@ def test_heads_are_bitwise_equal_to_one_process() -> None:
     assert torch.equal(z, torch.cat(halves, 1))
 
 
+@pytest.mark.full
 def test_heads_inside_nodes_and_exchange_between_them() -> None:
     cases = [("causal", "sink", torch.float32), ("window", "t5", torch.float32)]
     results = spawn(ranks.mesh, 4, cases)
@@ -141,6 +144,7 @@ def test_queries_and_keys_of_different_lengths() -> None:
         assert_close_rule(queries.join([rank[n] for rank in results]), usual, exact)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("mask, option", [("causal", "sink"), ("window", "alibi")])
 def test_decoding_over_a_cache_on_several_ranks(mask: str, option: str) -> None:
     given = ranks.options(option, torch.float32)

@@ -19,6 +19,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_every_rank_is_told_what_differs(kind: str) -> None:
     said = spawn(ranks.fault, 3, kind, timeout=20)

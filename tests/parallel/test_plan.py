@@ -14,6 +14,7 @@ from tests.parallel.ranks import LENGTHS, MASKS, D, E, G, H
 COUNTED = ("none", "causal", "window", "window or sinks", "chunk", "prefix", "documents", "padding")
 
 
+@pytest.mark.full
 def test_the_bytes_that_are_sent_are_those_of_the_plan() -> None:
     W = 4
     cases = [

@@ -16,7 +16,14 @@ from regard.notation import GLOSSARY, LETTERS, WORDS
 
 FUNCTIONS = {"attend", "attend_partial", "attention_weights", "checks", "load", "merge", "plan"}
 CLASSES = {"Partial", "Plan", "Span", "Trace"}
-ERRORS = {"ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "RegardError"}
+ERRORS = {
+    "ArgumentError",
+    "ArgumentTypeError",
+    "FileError",
+    "KernelRefusal",
+    "ParallelError",
+    "RegardError",
+}
 MODULES = {
     "biases",
     "caches",
@@ -26,6 +33,7 @@ MODULES = {
     "memory",
     "models",
     "nn",
+    "parallel",
     "positions",
     "tap",
     "view",
