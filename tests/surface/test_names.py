@@ -25,7 +25,14 @@ FUNCTIONS = {
     "plan",
 }
 CLASSES = {"Partial", "Plan", "Span", "Trace"}
-ERRORS = {"ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "RegardError"}
+ERRORS = {
+    "ArgumentError",
+    "ArgumentTypeError",
+    "FileError",
+    "KernelRefusal",
+    "ParallelError",
+    "RegardError",
+}
 MODULES = {
     "biases",
     "caches",
@@ -35,6 +42,7 @@ MODULES = {
     "memory",
     "models",
     "nn",
+    "parallel",
     "positions",
     "tap",
     "view",
