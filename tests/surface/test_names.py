@@ -14,7 +14,16 @@ import pytest
 import regard
 from regard.notation import GLOSSARY, LETTERS, WORDS
 
-FUNCTIONS = {"attend", "attend_partial", "attention_weights", "checks", "load", "merge", "plan"}
+FUNCTIONS = {
+    "attend",
+    "attend_partial",
+    "attention_weights",
+    "checks",
+    "load",
+    "merge",
+    "plan",
+    "register_kernel",
+}
 CLASSES = {"Partial", "Plan", "Span", "Trace"}
 ERRORS = {"ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "RegardError"}
 MODULES = {

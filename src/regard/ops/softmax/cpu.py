@@ -20,7 +20,6 @@ from regard.masks.tiling import FAR
 from regard.ops.jit import has_numba
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
-from regard.process import is_compiling
 from regard.span import Positions, Span, vacant
 
 TILE = 64
@@ -343,11 +342,20 @@ class Cpu:
             )
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append("nothing to do")
-        if is_compiling():
+        if call.compiling:
             reasons.append("no part of a compiled graph")
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")
         return reasons
+
+    def priority(self, call: Call) -> float | None:
+        """First where keys and values are so many that reading them once pays; for less, Numba
+        takes a second to import, and need not be.
+        """
+        if not call.q.is_cpu:
+            return None
+        pays = call.k.numel() + call.v.numel() >= MUCH and not call.has_gradient
+        return 100 if pays else 50
 
     def run(self, call: Call) -> Result:
         """Parts of the keys as tasks, joined by lse; slots that are in codes still are read as
@@ -376,8 +384,3 @@ class Cpu:
         sizes = torch.full((seen.shape[-1],), TILE)
         sizes[-1:] = S - TILE * (len(sizes) - 1)
         return Work(R * int((seen * sizes).sum()), 4 * B * G * R * (call.E + 1))
-
-
-def much(call: Call) -> bool:
-    """Whether the keys and values are so many that reading them once pays."""
-    return call.k.numel() + call.v.numel() >= MUCH

@@ -22,7 +22,6 @@ from regard.masks.tiling import FAR
 from regard.ops.jit import has_numba
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
-from regard.process import is_compiling
 from regard.span import Positions, as_tensor, part
 
 
@@ -282,7 +281,7 @@ class Gemm:
         ]
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if is_compiling():
+        if call.compiling:
             reasons.append("no part of a compiled graph")
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")
@@ -296,6 +295,14 @@ class Gemm:
                 f"{call.score_bound:.3g}"
             )
         return reasons
+
+    def priority(self, call: Call) -> float | None:
+        """Before torch's kernel where it was measured to be faster; behind it with a gradient,
+        which torch's may refuse for large scores.
+        """
+        if not call.q.is_cpu:
+            return None
+        return 90 if pays(call) else 70 if call.has_gradient else 30
 
     def run(self, call: Call) -> Result:
         """The output, and what its gradient needs if something wants one."""
@@ -335,7 +342,7 @@ def pays(call: Call) -> bool:
     (AMX), which torch uses.
     """
     rows = call.H // call.G * call.T
-    if rows < ROWS or is_compiling():
+    if rows < ROWS or call.compiling:
         return False
     learns, kind = call.has_gradient, call.q.dtype
     products = call.B * call.H * call.T * call.S * (call.D + call.E)

@@ -94,6 +94,10 @@ class Sdpa:
             return why_no_lse(call.q.device)
         return []
 
+    def priority(self, call: Call) -> float | None:
+        """The usual choice."""
+        return 80
+
     def run(self, call: Call) -> Result:
         """Lower the mask, then run the pieces."""
         q, k, v = same_dim(*(last_contiguous(x) for x in (call.q, call.k, call.v)))
@@ -144,7 +148,7 @@ def _too_large(call: Call) -> list[str]:
     """
     if not call.q.is_cpu:
         return []
-    if is_compiling():
+    if call.compiling:
         return ["its gradient is right for small scores only, and a graph cannot look at them"]
     bound = call.score_bound
     if call.bias is not None and bound <= SMALL_SCORES:
@@ -314,7 +318,7 @@ def _folds(q: Tensor, k: Tensor, piece: Piece, mask: Tensor | None) -> bool:
 
 
 def _sizes(call: Call) -> str:
-    if is_compiling():  # a number in a message would tie the graph to it
+    if call.compiling:  # a number in a message would tie the graph to it
         return "in a graph"
     return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 

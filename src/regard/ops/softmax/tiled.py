@@ -35,7 +35,6 @@ from regard.ops.softmax.bias_gradient import BiasGradient
 from regard.ops.softmax.call import SMALL_SCORES, Call, Result, Work
 from regard.ops.softmax.merge import with_sink
 from regard.ops.softmax.pieces import tile_runs
-from regard.process import is_compiling
 
 ROWS = 128
 """Queries in a block, of each head."""
@@ -69,11 +68,15 @@ class Tiled:
             reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if is_compiling():
+        if call.compiling:
             reasons.append("reads the tiles of the mask, which a compiled graph cannot")
         elif not reasons and not call.finite:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
         return reasons
+
+    def priority(self, call: Call) -> float | None:
+        """Next to torch's kernel on a CPU; elsewhere generated kernels come before plain torch."""
+        return 60 if call.q.is_cpu else 20
 
     def run(self, call: Call) -> Result:
         """All query blocks, one after the other."""
