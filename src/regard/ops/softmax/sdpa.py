@@ -225,7 +225,7 @@ class Pieces(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, work: list[Rows]
     ) -> tuple[Tensor, Tensor]:
-        """As `run_pieces`."""
+        """Run the pieces, and save what the backward pass needs."""
         out, lse = run_pieces(q, k, v, scale, work)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.work = scale, work
