@@ -269,6 +269,13 @@ def test_a_record_is_what_its_fields_say() -> None:
     assert repr(EVERY.fields[2:4]) == "(Integer('n'), Real('x'))"
 
 
+def test_numbers_alone_are_given_in_the_order_of_the_list() -> None:
+    record = Record(Integer("n"), Real("x"))
+    assert record.pack_numbers(5, 0.5) == record.pack(n=5, x=0.5)
+    with pytest.raises(Exception, match="expected 4 items"):
+        record.pack_numbers(5)
+
+
 def test_what_is_missing_or_too_long_is_an_error() -> None:
     given: dict[str, Any] = {
         "n": 1,

@@ -158,14 +158,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     N, M = weight.shape
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=weight.dtype)
-    record = GEMV.pack(
-        R=x.numel() // M,
-        M=M,
-        N=N,
-        x=x.data_ptr(),
-        w=weight.data_ptr(),
-        b=0 if bias is None else bias.data_ptr(),
-        y=y.data_ptr(),
+    record = GEMV.pack_numbers(
+        x.numel() // M,
+        M,
+        N,
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
     )
     workers = min(openmp.threads(), 1 + weight.numel() // SHARE)
     openmp.run(entry(weight.dtype), record, workers)

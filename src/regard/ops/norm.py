@@ -68,14 +68,8 @@ def _check(x: Tensor, weight: Tensor) -> None:
 def _few(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     x = x.contiguous()
     y, M = torch.empty_like(x), x.shape[-1]
-    record = NORM.pack(
-        R=x.numel() // M,
-        M=M,
-        x=x.data_ptr(),
-        w=weight.data_ptr(),
-        y=y.data_ptr(),
-        eps=eps,
-        offset=offset,
+    record = NORM.pack_numbers(
+        x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
     )
     openmp.run(_entry()(x.dtype), record, 1)
     return y

@@ -128,6 +128,12 @@ class Record:
                 numbers += x
         return array("q", self._struct.pack(*numbers))
 
+    def pack_numbers(self, *given: int | float) -> array[int]:
+        """The same for a record of numbers only, in the order of its list: arguments by name would
+        take half a microsecond, a tenth of a short call.
+        """
+        return array("q", self._struct.pack(0, 0, *given))
+
 
 _CALL = (
     Integer("T"),  # queries; a row of q is query r % T of head g H/G + r // T
