@@ -128,7 +128,7 @@ class Record:
                 numbers += x
         return array("q", self._struct.pack(*numbers))
 
-    def pack_numbers(self, *given: int | float) -> array[int]:
+    def pack_numbers(self, *given: float) -> array[int]:
         """The same for a record of numbers only, in the order of its list: arguments by name would
         take half a microsecond, a tenth of a short call.
         """
