@@ -33,7 +33,7 @@ def check_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
     >>> check_map(torch.ones(1, 4), torch.ones(2, 3), None)
     Traceback (most recent call last):
-    regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight (2, 3) takes it: ...
+    regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight ...
     """
     fits = (
         isinstance(x, Tensor)

@@ -22,8 +22,8 @@ def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor,
     """The scores [B,H,t,s] of a block, -inf where masked, and which of them are visible (bool,
     broadcastable).
 
-    s_ij = softcap(scale * q_i . k_j) + bias_ij, computed in fp32 (fp64 for fp64); the query is scaled first, so that
-    a half-precision product cannot overflow.
+    s_ij = softcap(scale * q_i . k_j) + bias_ij, computed in fp32 (fp64 for fp64); the query is
+    scaled first, so that a half-precision product cannot overflow.
     """
     visible = call.mask.block(
         call.q_positions, call.k_positions, rows, columns, device=call.q.device

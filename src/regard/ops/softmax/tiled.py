@@ -4,12 +4,14 @@ never visited.
 The keys of a block of queries are read in pieces; with m the largest score so far, each piece
 updates
 
-    m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')    o' = o e^(m - m') + sum_j e^(s_j - m') v_j
+    m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')
+    o' = o e^(m - m') + sum_j e^(s_j - m') v_j
 
 and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again; m and l are
 saved, not the lse, which cannot hold the small digits of l beside a large m:
 
-    p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)    dq = ds k    dk = ds^T q
+    p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)
+    dq = ds k    dk = ds^T q
 
 rowsum(p dp) = rowsum(dout out), which takes no pass over the keys: that is used where the keys are
 several pieces and scores are small.
