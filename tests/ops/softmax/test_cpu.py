@@ -172,7 +172,7 @@ def test_parts_and_threads_change_roundings_only(
     monkeypatch.setattr(decode, "PART", 1000)
     q, k, v = inputs(64 * 70 + 5, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert decode.parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
+    assert decode.parts(2, 64 * 70 + 5, workers) == min(4 * workers, 17)
     assert_right(call, f"{workers} workers")
 
 

@@ -190,11 +190,9 @@ def parts(heads: int, S: int, workers: int) -> int:
     """Into how many parts the keys of each of so many heads are split: every worker has some tasks,
     and a part some tiles.
 
-    >>> parts(2, 4485, 5), parts(2, 4485, 1)
+    >>> parts(2, 4485, 5), parts(2, 300, 5)
     (17, 1)
     """
-    if workers == 1:
-        return 1
     return max(1, min(-(-8 * workers // heads), S // (4 * TILE)))
 
 
@@ -216,7 +214,7 @@ def _run(
     """Pack the record, run the entry in as many threads as pay, and give out and lse."""
     B, G, R, D = args.q.shape
     workers = min(openmp.threads(), max(1, B * G * S * (D + E) // PART))
-    P = parts(B * G, S, workers)
+    P = parts(B * G, S, workers) if workers > 1 else 1
     out, lse = torch.empty(B * G, P, R, E), torch.empty(B, G, P, R)
     packed = record.pack(
         T=args.T,

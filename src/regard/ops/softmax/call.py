@@ -378,13 +378,13 @@ def make_call(
         arguments.check_sink(sink, H, q)
     if k_positions is not None:
         arguments.check_positions("k_positions", k_positions, B, S)
-        if q_positions is None:
-            q_positions = last(k_positions, T)
+    if q_positions is not None:
+        arguments.check_positions("q_positions", q_positions, B, T)
+    elif k_positions is not None:
+        q_positions = last(k_positions, T)
     else:
-        k_positions = Span(0, S)
-        if q_positions is None:
-            q_positions = Span(S - T, T, tokens=S < T)  # as `last` says
-    arguments.check_positions("q_positions", q_positions, B, T)
+        q_positions = Span(S - T, T, S < T)  # as `last` says
+    k_positions = Span(0, S) if k_positions is None else k_positions
     mask, bias = as_mask(mask), None if bias is None else as_bias(bias)
     mask.require(B, H, T, S)
     if bias is not None:

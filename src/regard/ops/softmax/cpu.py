@@ -39,19 +39,25 @@ def decode_args(call: Call) -> DecodeArgs:
     """A call in the words of the compiled loops."""
     q_positions, k_positions = call.q_positions, call.k_positions
     if isinstance(q_positions, Span):
-        at = _run(q_positions)[0]
+        at, causal_stops = _run(q_positions)
     else:
         at = q_positions.long().contiguous()
+        causal_stops = (at[:, None, :, None] + 1).contiguous()
     where, origin = _NO_POSITIONS, 0
     if isinstance(k_positions, Span):
         origin = k_positions.start
     else:
         where = k_positions.long().contiguous()
     q = call.q.float()
-    if (empty := vacant(q_positions)) is not None:  # it may hold NaN
+    tokens = isinstance(q_positions, Span) and q_positions.start >= 0
+    empty = None if tokens else vacant(q_positions)
+    if empty is not None:  # it may hold NaN
         q = q.masked_fill(empty[:, None, :, None], 0)
     q = q.reshape(call.B, call.G, call.H // call.G * call.T, call.D).contiguous()
-    starts, stops, visible = _seen(call, at, empty)
+    if isinstance(call.mask, masks.Causal):
+        starts, stops, visible = _FIRST, causal_stops, _NO_TABLE
+    else:
+        starts, stops, visible = _seen(call, empty)
     symmetric, slopes, bias = _NOTHING_ADDED if call.bias is None else _added(call, call.bias)
     return DecodeArgs(
         q,
@@ -88,17 +94,13 @@ def _ranges(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] | None:
         return None if found is None else tuple(x.contiguous() for x in found)
 
 
-def _seen(call: Call, at: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _seen(call: Call, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Ranges of positions, or a dense block where a rule has none; empty: queries that are no
     tokens.
     """
     if isinstance(call.mask, masks.Full):
         stops = _EVERY if empty is None else torch.where(empty, 0, FAR)[:, None, :, None]
         return _FIRST, stops.contiguous(), _NO_TABLE
-    if isinstance(call.mask, masks.Causal):
-        if isinstance(call.q_positions, Span):
-            return _FIRST, _run(call.q_positions)[1], _NO_TABLE
-        return _FIRST, (at[:, None, :, None] + 1).contiguous(), _NO_TABLE
     if isinstance(call.q_positions, Span) and is_static(call.mask):
         found = _ranges(call.mask, call.q_positions)
     else:
@@ -169,8 +171,8 @@ class Cpu:
         """
         if not call.q.is_cpu:
             return None
-        pays = call.k.numel() + call.v.numel() >= MUCH and not call.has_gradient
-        return 100 if pays else 50
+        is_large = call.k.numel() + call.v.numel() >= MUCH and not call.has_gradient
+        return 100 if is_large else 50
 
     def run(self, call: Call) -> Result:
         """Parts of the keys as tasks, joined by lse; slots that are in codes still are read as

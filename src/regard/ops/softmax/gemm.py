@@ -102,7 +102,7 @@ class Gemm:
         """
         if not call.q.is_cpu:
             return None
-        return 90 if pays(call) else 70 if call.has_gradient else 30
+        return 90 if prefer_gemm(call) else 70 if call.has_gradient else 30
 
     def run(self, call: Call) -> Result:
         """The output, and what its gradient needs if something wants one."""
@@ -138,7 +138,7 @@ class Gemm:
         return Work(pairs, packed + held + 2 * call.B * call.H * call.T * 4)
 
 
-def pays(call: Call) -> bool:
+def prefer_gemm(call: Call) -> bool:
     """Whether it is faster than torch's kernel: measured with AVX-512 and without tiles of matrices
     (AMX), which torch uses.
     """
