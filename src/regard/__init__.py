@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from regard.models.load import load
     from regard.ops.softmax.attend import attend, attend_partial, attention_weights
     from regard.ops.softmax.call import Partial
+    from regard.ops.softmax.dispatch import register_kernel
     from regard.ops.softmax.merge import merge
     from regard.ops.softmax.plan import Plan, plan
     from regard.span import EMPTY, Span
@@ -68,6 +69,7 @@ _NAMES = {
         "attention_weights",
         "merge",
         "plan",
+        "register_kernel",
     ),
     "regard.span": ("EMPTY", "Span"),
     "regard.tap": ("Trace",),
@@ -119,6 +121,7 @@ __all__ = [
     "parallel",
     "plan",
     "positions",
+    "register_kernel",
     "tap",
     "view",
 ]

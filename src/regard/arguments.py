@@ -49,6 +49,11 @@ def checks(*, finite: bool = True) -> Iterator[None]:
         _finite.reset(token)
 
 
+def checks_finite() -> bool:
+    """Whether `checks(finite=True)` is on."""
+    return _finite.get()
+
+
 def check_finite(**tensors: Tensor) -> None:
     """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
     from regard.process import is_compiling  # it needs torch, which must not be there at the start

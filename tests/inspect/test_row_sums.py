@@ -266,6 +266,9 @@ class Faulty:
     def why_not(self, call: Call) -> list[str]:
         return []
 
+    def priority(self, call: Call) -> float | None:
+        return 100
+
     def run(self, call: Call) -> Result:
         return KERNELS[-1].run(self.mistake(call))
 
@@ -275,8 +278,7 @@ class Faulty:
 
 def only(kernel: Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no other kernel be asked."""
-    for name in ("KERNELS", "_SHORT", "_LONG"):
-        monkeypatch.setattr(dispatch, name, (kernel,))
+    monkeypatch.setattr(dispatch, "_registered", (kernel,))
 
 
 KERNEL_FAULTS: dict[str, tuple[Callable[[Call], Call], str]] = {

@@ -38,7 +38,7 @@ from regard.models.checkpoint.store import Store
 from regard.models.tokenizer import Tokenizer
 from regard.nn import dynamic_rotary
 from regard.ops.gemv import gemv
-from regard.ops.jit import pool, team
+from regard.ops.jit import decode, openmp
 from regard.ops.norm import rms_norm
 from regard.ops.softmax import cpu, flex
 from regard.ops.softmax.dispatch import KERNELS
@@ -181,12 +181,12 @@ def test_compiled_maps_and_norms() -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(cpu, "PART", 500)
-    monkeypatch.setattr(team, "POOL", pool.Pool())
+    monkeypatch.setattr(decode, "PART", 500)
+    monkeypatch.setattr(openmp, "POOL", openmp.Pool())
     if own:
-        monkeypatch.setattr(team, "_parallel", lambda: None)
+        monkeypatch.setattr(openmp, "openmp", lambda: None)
     count = threading.local()
-    monkeypatch.setattr(pool, "threads", lambda: getattr(count, "n", 2))
+    monkeypatch.setattr(openmp, "threads", lambda: getattr(count, "n", 2))
     q, k, v = inputs(1, 700)
     alone = {}
     for n in (2, 3, 4):

@@ -1,53 +1,375 @@
-"""What CPU kernels are compiled from."""
+"""How loops are compiled: stamps of compiled code, records of arguments, threads, and the largest of
+a line.
+"""
 
 from __future__ import annotations
 
-import hashlib
+import ast
+import importlib
+import os
 import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import regard
 
+pytest.importorskip("numba", reason="what is tested here is compiled by Numba")
+import numba
+
+from regard.ops.jit import compile as module
+from regard.ops.jit import openmp
+from regard.ops.jit.compile import SourceStamps, compiled, disk_cache, has
+from regard.ops.jit.entries import address_of, array_at, done, record_at, take
+from regard.ops.jit.records import Array, Coded, Integer, Real, Record, Strided
+
 FOLDER = Path(regard.__file__).parent / "ops" / "jit"
-TAKEN = re.compile(r"^from regard\.ops\.jit\.(\w+) import", re.MULTILINE)
-NAMES = [f.stem for f in sorted(FOLDER.glob("*.py")) if TAKEN.search(f.read_text("utf-8"))]
+NAMES = sorted(f.stem for f in FOLDER.glob("*.py") if f.stem != "__init__")
+
+
+# stamps of compiled code
+
+
+def package(folder: Path, **sources: str) -> SourceStamps:
+    for name, text in sources.items():
+        (folder / f"{name}.py").write_text(text)
+    return SourceStamps("house.rooms", folder)
+
+
+CHAIN = {
+    "top": "from house.rooms.middle import f\n",
+    "middle": "import house.rooms.bottom\n",
+    "bottom": "x = 1\n",
+    "beside": "y = 1\n",
+    "several": "from house.rooms import (\n    bottom,\n    beside as b,\n)\nfrom house.roomsy import z\n",
+}
+
+
+def test_a_module_is_built_upon_what_it_imports(tmp_path: Path) -> None:
+    stamps = package(tmp_path, **CHAIN)
+    assert stamps.built_upon("top") == {"top", "middle", "bottom"}
+    assert stamps.built_upon("several") == {"several", "bottom", "beside"}
+    assert stamps.built_upon("nobody") == set()
+
+
+@pytest.mark.parametrize("changed", ["top", "middle", "bottom"])
+def test_a_change_anywhere_below_changes_the_stamp(tmp_path: Path, changed: str) -> None:
+    before = package(tmp_path, **CHAIN).stamp("top")
+    after = package(tmp_path, **CHAIN | {changed: CHAIN[changed] + "# more\n"})
+    assert after.stamp("top") != before
+    assert after.stamp("beside") == package(tmp_path, **CHAIN).stamp("beside")
+
+
+def test_nothing_else_changes_it(tmp_path: Path) -> None:
+    """A negative control: another module, a copy elsewhere, and the time of a file."""
+    before = package(tmp_path, **CHAIN).stamp("top")
+    assert package(tmp_path, **CHAIN | {"beside": "y = 2\n"}).stamp("top") == before
+    os.utime(tmp_path / "bottom.py", (1, 1))
+    assert SourceStamps("house.rooms", tmp_path).stamp("top") == before
+    (tmp_path / "copy").mkdir()
+    assert package(tmp_path / "copy", **CHAIN).stamp("top") == before
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_compiled_in_is_part_of_the_file(name: str) -> None:
-    """Numba compiles a function anew when its own file changes, not when a file does that it takes
-    functions from.
+def test_every_import_of_the_package_is_found(name: str) -> None:
+    """What a parser says, in place of the pattern that the stamps are made with."""
+    tree = ast.parse((FOLDER / f"{name}.py").read_text("utf-8"))
+    taken: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "regard.ops.jit":
+            taken |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            taken |= set(re.findall(r"^regard\.ops\.jit\.(\w+)$", node.module))
+    taken &= set(NAMES)
+    assert taken <= SourceStamps("regard.ops.jit", FOLDER).built_upon(name)
+
+
+def test_loops_are_built_upon_loops_only() -> None:
+    """Otherwise a change of a door, which is not compiled, would have all loops compiled anew."""
+    stamps = SourceStamps("regard.ops.jit", FOLDER)
+    for name in ("decode_loops", "decode_quantised", "gradient_loops", "gemv", "norm"):
+        assert not stamps.built_upon(name) & {"decode", "prefill", "openmp"}, name
+    assert "half_precision" in stamps.built_upon("decode_quantised")
+
+
+TWO = {
+    "below": """
+        from regard.ops.jit.compile import SourceStamps, compiled, disk_cache
+        from pathlib import Path
+
+        STAMPS = SourceStamps("{package}", Path(__file__).parent)
+
+        def kept(function):
+            made = compiled()(function)
+            made._cache = disk_cache(function, STAMPS.stamp(function.__module__.split(".")[-1]))
+            return made
+
+        @kept
+        def step(x):
+            return x + {n}
+        """,
+    "above": """
+        from {package}.below import kept, step
+
+        @kept
+        def twice(x):
+            return step(step(x))
+        """,
+}
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """A package of two compiled modules, written with a number in it and imported as if anew."""
+    name = "stamped_package"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write_and_import(n: int, comment: str = "") -> Any:
+        for file, text in TWO.items():
+            text = textwrap.dedent(text).replace("{package}", name).replace("{n}", str(n))
+            (tmp_path / name / f"{file}.py").write_text(text + comment * (file == "above"))
+        forget(name)
+        importlib.invalidate_caches()
+        return importlib.import_module(f"{name}.above").twice
+
+    yield write_and_import
+    forget(name)
+
+
+def forget(name: str) -> None:
+    for loaded in [x for x in sys.modules if x.partition(".")[0] == name]:
+        del sys.modules[loaded]
+
+
+def test_a_changed_loop_is_compiled_anew_and_an_unchanged_one_never(
+    two: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def hits(function: Any) -> int:
+        return sum(function.stats.cache_hits.values())
+
+    first = two(1)
+    assert first(10) == 12
+    assert hits(first) == 0
+    again = two(1)
+    assert again(10) == 12
+    assert hits(again) == 1, "nothing changed: it was loaded"
+    changed = two(5)  # in the other file, of the same size
+    assert changed(10) == 20
+    assert hits(changed) == 0
+    commented = two(5, "# a comment\n")
+    assert commented(10) == 20
+    assert hits(commented) == 0, "the file itself changed"
+
+
+def test_numbas_own_stamp_would_keep_the_old_loop(
+    two: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control: under a stamp that does not change, what was compiled in stays as it
+    was.
     """
-    text = (FOLDER / f"{name}.py").read_text("utf-8")
-    below = sorted(set(TAKEN.findall(text)))
-    stamp = hashlib.sha256(b"".join((FOLDER / f"{x}.py").read_bytes() for x in below)).hexdigest()
-    assert f'BUILT_UPON = "{stamp[:16]}"' in text, f"{below} changed: BUILT_UPON = {stamp[:16]!r}"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(SourceStamps, "stamp", lambda self, name: "the same")
+    assert two(1)(10) == 12
+    assert two(5)(10) == 12, "the old loop"
 
 
-def test_all_that_take_something_are_known() -> None:
-    assert {"decode", "prefill", "tile", "tile_quantised"} <= set(NAMES)
+def test_where_no_folder_can_be_written_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Any, *given: Any) -> None:
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(module._StampedCache, "__init__", refuse)
+
+    @compiled()
+    def plus_one(x: int) -> int:
+        return x + 1
+
+    assert plus_one(1) == 2
+    assert type(disk_cache(plus_one.py_func, "")).__name__ == "NullCache"
 
 
-def test_nothing_is_taken_in_another_way() -> None:
-    """A module that is taken whole, and its functions from there, would be compiled in without
-    being part of a stamp.
+OWN_PROCESS = """
+import torch
+from regard.ops.jit import norm, gemv
+from regard.ops.jit.entries import _entries
+from regard.ops.norm import rms_norm
+rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
+print(sum(entry.cache_hits for entry in _entries), len(_entries))
+"""
+
+
+@pytest.mark.full
+def test_stamps_in_processes_of_their_own(tmp_path: Path) -> None:
+    """The real package in a copy: compiled once, loaded in the next process and under other file
+    times; compiled again after a change in what it is built upon, not after one elsewhere.
     """
-    for file in FOLDER.glob("*.py"):
-        other = re.findall(
-            r"^(?:from regard\.ops\.jit import|import regard\.ops\.jit).*",
-            file.read_text("utf-8"),
-            re.MULTILINE,
+    import shutil
+
+    copy = tmp_path / "src"
+    shutil.copytree(
+        Path(regard.__file__).parent, copy / "regard", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    jit = copy / "regard" / "ops" / "jit"
+
+    def run() -> str:
+        environment = os.environ | {"PYTHONPATH": str(copy)}
+        environment.pop("NUMBA_CACHE_DIR", None)
+        made = subprocess.run(
+            [sys.executable, "-c", OWN_PROCESS],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
-        assert not other, f"{file.name}: {other}"
+        return made.stdout.strip()
+
+    assert run() == "0 1"
+    assert run() == "1 1"
+    for file in jit.glob("*.py"):
+        os.utime(file, (1, 1))
+    assert run() == "1 1"
+    with (jit / "prefill_loops.py").open("a") as file:
+        file.write("# elsewhere\n")
+    assert run() == "1 1"
+    with (jit / "half_precision.py").open("a") as file:
+        file.write("# below\n")
+    assert run() == "0 1"
+
+
+# records of arguments
+
+EVERY = Record(Integer("n"), Real("x"), Array("a"), Strided("k"), Coded("c"), Integer("last"))
+
+
+def test_a_record_is_what_its_fields_say() -> None:
+    a = torch.arange(6, dtype=torch.float32).view(2, 3)
+    packed = EVERY.pack(
+        n=-3, x=0.1, a=a, k=(1, 2, 3, 4), c=tuple(range(100, 113)), last=np.iinfo(np.int64).max
+    )
+    read = np.frombuffer(packed, EVERY.dtype)[0]
+    assert (read["taken"], read["done"], read["n"], read["x"]) == (0, 0, -3, 0.1)
+    assert read["a"] == a.data_ptr()
+    assert read["a_shape"].tolist() == [1, 1, 2, 3]
+    assert (read["k"], read["k_steps"].tolist()) == (1, [2, 3, 4])
+    assert read["c_steps"].tolist() == [101, 102, 103, 104]
+    assert (read["c_scale"], read["c_zero"]) == (105, 106)
+    assert read["c_scale_steps"].tolist() == [107, 108, 109, 110]
+    assert (read["c_group"], read["c_bits"], read["last"]) == (111, 112, np.iinfo(np.int64).max)
+    assert len(packed) * 8 == EVERY.dtype.itemsize
+    assert repr(EVERY.fields[2:4]) == "(Integer('n'), Real('x'))"
+
+
+def test_numbers_alone_are_given_in_the_order_of_the_list() -> None:
+    record = Record(Integer("n"), Real("x"))
+    assert record.pack_numbers(5, 0.5) == record.pack(n=5, x=0.5)
+    with pytest.raises(Exception, match="expected 4 items"):
+        record.pack_numbers(5)
+
+
+def test_what_is_missing_or_too_long_is_an_error() -> None:
+    given: dict[str, Any] = {
+        "n": 1,
+        "x": 2.0,
+        "a": torch.ones(1),
+        "k": (1, 2, 3, 4),
+        "c": range(13),
+        "last": 3,
+    }
+    EVERY.pack(**given)
+    with pytest.raises(KeyError, match="last"):
+        EVERY.pack(**{k: x for k, x in given.items() if k != "last"})
+    with pytest.raises(Exception, match="expected 27 items"):
+        EVERY.pack(**given | {"k": (1, 2, 3)})
+
+
+def test_compiled_code_reads_the_same_record() -> None:
+    small = Record(Integer("n"), Real("x"), Array("a"), Integer("out"))
+    RECORD = small.dtype
+
+    def entry(address: int) -> None:
+        given: Any = record_at(address, RECORD)
+        a = array_at(given.a, given.a_shape, np.float64)
+        out = array_at(given.out, (1, 1, 1, 3), np.float64)
+        out[0, 0, 0, 0] = given.n + given.x
+        out[0, 0, 0, 1] = a[0, 0, 1, 2]
+        out[0, 0, 0, 2] = take(address) * 100 + take(address) * 10 + done(address)
+
+    code = address_of(entry)
+    a, out = torch.arange(6.0, dtype=torch.float64).view(2, 3), torch.zeros(3, dtype=torch.float64)
+    packed = small.pack(n=7, x=0.25, a=a, out=out.data_ptr())
+    openmp.run(code, packed, 1)
+    assert out.tolist() == [7.25, 5.0, 10.0]
+    assert packed[:2].tolist() == [2, 1], "the counters"
+
+
+# threads
+
+
+def test_where_openmp_is_looked_for(tmp_path: Path) -> None:
+    own = Path(torch.__file__).parent / "lib"
+    maps = tmp_path / "maps"
+    lines = [
+        "7f00-7f01 r-xp 0 08:01 1 /usr/lib/libiomp5.so",
+        "7f01-7f02 r-xp 0 08:01 2 /usr/lib/libcompiler.so",
+        f"7f02-7f03 r-xp 0 08:01 3 {own}/libgomp-24e2ab19.so.1.0.0",
+        f"7f03-7f04 rw-p 0 08:01 3 {own}/libgomp-24e2ab19.so.1.0.0",
+    ]
+    maps.write_text("\n".join(lines))
+    assert openmp.libraries(maps) == [f"{own}/libgomp-24e2ab19.so.1.0.0", "/usr/lib/libiomp5.so"]
+    assert openmp.libraries(tmp_path / "nothing") == [], "a system without such a file"
+
+
+def test_the_first_library_that_has_it_is_taken() -> None:
+    import _ctypes
+
+    assert openmp.openmp_of([]) is None
+    assert openmp.openmp_of(["/no/such/libgomp.so", _ctypes.__file__]) is None
+    for path in openmp.libraries():
+        assert openmp.openmp_of(["/no/such/libgomp.so", path]) is not None
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["openmp", "python threads"])
+def test_all_threads_share_one_record(found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if found and openmp.openmp() is None:
+        pytest.skip("this torch has no OpenMP")
+    if not found:
+        monkeypatch.setattr(openmp, "openmp", lambda: None)
+    tasks = Record(Integer("out"), Integer("n"))
+    RECORD = tasks.dtype
+
+    def entry(address: int) -> None:
+        given: Any = record_at(address, RECORD)
+        out = array_at(given.out, (1, 1, 1, given.n), np.int64)
+        while True:
+            task = take(address)
+            if task >= given.n:
+                break
+            out[0, 0, 0, task] += task + 1
+            done(address)
+
+    out = torch.zeros(5000, dtype=torch.int64)
+    packed = tasks.pack(out=out.data_ptr(), n=len(out))
+    openmp.run(address_of(entry), packed, 3)
+    assert torch.equal(out, torch.arange(1, 5001)), "each task once"
+    assert packed[1] == 5000
+
+
+# numbers and instructions
 
 
 @pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 48, 61])
 def test_the_largest_of_a_line(count: int) -> None:
-    numba = pytest.importorskip("numba")
-    from regard.ops.jit.largest import largest, largest_size
+    from regard.ops.jit.vectors import largest, largest_size
 
     @numba.njit
     def both(x, at, n):  # type: ignore[no-untyped-def]
@@ -67,10 +389,8 @@ def test_the_largest_of_a_line(count: int) -> None:
 
 def test_no_instruction_is_named_for_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """LLVM ends the process where code names an instruction that it must not use."""
-    config = pytest.importorskip("numba").core.config
+    config = numba.core.config
     from llvmlite import binding
-
-    from regard.ops.jit.features import has
 
     monkeypatch.setattr(binding, "get_host_cpu_features", lambda: {"avx2": True, "avx512f": False})
     assert has("avx2")

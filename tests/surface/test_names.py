@@ -23,6 +23,7 @@ FUNCTIONS = {
     "load",
     "merge",
     "plan",
+    "register_kernel",
 }
 CLASSES = {"Partial", "Plan", "Span", "Trace"}
 ERRORS = {

@@ -4,14 +4,15 @@ time on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba
+from regard.ops.jit import has_numba, openmp
+from regard.ops.jit.records import GEMV
 from regard.process import is_compiling
 
 ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
@@ -32,7 +33,7 @@ def check_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
     >>> check_map(torch.ones(1, 4), torch.ones(2, 3), None)
     Traceback (most recent call last):
-    regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight (2, 3) takes it: ...
+    regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight ...
     """
     fits = (
         isinstance(x, Tensor)
@@ -153,19 +154,26 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The same without a look at the arguments, for who has asked `check_map` and `suits`."""
-    entry, run, threads = _compiled()
+    entry = _entry()
     N, M = weight.shape
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=weight.dtype)
-    at = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-    workers = min(threads(), 1 + weight.numel() // SHARE)
-    run(entry(weight.dtype), (0, x.numel() // M, M, N, *at, 0), workers)
+    record = GEMV.pack_numbers(
+        x.numel() // M,
+        M,
+        N,
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+    )
+    workers = min(openmp.threads(), 1 + weight.numel() // SHARE)
+    openmp.run(entry(weight.dtype), record, workers)
     return y
 
 
 @cache
-def _compiled() -> Any:
-    from regard.ops.jit import gemv as jit
-    from regard.ops.jit import pool, team
+def _entry() -> Callable[[torch.dtype], int]:
+    from regard.ops.jit import gemv
 
-    return jit.entry, team.run, pool.threads
+    return gemv.entry

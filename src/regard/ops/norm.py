@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,8 @@ from torch import Tensor
 from regard.arguments import check_tensor
 from regard.errors import ArgumentError
 from regard.ops.gemv import at_hand
+from regard.ops.jit import openmp
+from regard.ops.jit.records import NORM
 
 FEW = 1 << 14
 """Numbers of a call up to which the compiled one is the faster."""
@@ -65,17 +66,17 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 def _few(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    entry, run = _compiled()
     x = x.contiguous()
     y, M = torch.empty_like(x), x.shape[-1]
-    bits = struct.unpack("2q", struct.pack("2d", eps, offset))
-    at = (x.data_ptr(), weight.data_ptr(), y.data_ptr())
-    run(entry(x.dtype), (0, x.numel() // M, M, *at, *bits), 1)
+    record = NORM.pack_numbers(
+        x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
+    )
+    openmp.run(_entry()(x.dtype), record, 1)
     return y
 
 
 @cache
-def _compiled() -> Any:
-    from regard.ops.jit import norm, team
+def _entry() -> Callable[[torch.dtype], int]:
+    from regard.ops.jit import norm
 
-    return norm.entry, team.run
+    return norm.entry

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import regard
 from regard import Trace, masks
-from regard.ops.additive import additive, additive_attention
+from regard.ops import additive
+from regard.ops.additive import additive_attention
 from regard.span import Span
 from tests.oracles.additive import additive as definition
 from tests.rules import GRADIENT, assert_close_rule

@@ -28,8 +28,8 @@ from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
 
 pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
-from regard.ops.jit import entries, pool, team, tile
-from regard.ops.jit.bits import exp
+from regard.ops.jit import decode, decode_loops, openmp
+from regard.ops.jit.elementary import exp
 
 KERNEL = cpu.Cpu()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -168,11 +168,11 @@ def test_a_query_that_sees_nothing() -> None:
 def test_parts_and_threads_change_roundings_only(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "threads", lambda: workers)
-    monkeypatch.setattr(cpu, "PART", 1000)
+    monkeypatch.setattr(openmp, "threads", lambda: workers)
+    monkeypatch.setattr(decode, "PART", 1000)
     q, k, v = inputs(64 * 70 + 5, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert cpu._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
+    assert decode.parts(2, 64 * 70 + 5, workers) == min(4 * workers, 17)
     assert_right(call, f"{workers} workers")
 
 
@@ -181,11 +181,13 @@ def test_memory_is_read_where_it_lies() -> None:
     q, _, _ = inputs(1)
     buffer = torch.randn(2, 2, 500, 64)
     k, v = buffer[:, :, 100:300, :40], buffer[:, :, 100:300, 40:]
-    assert cpu.near(k).data_ptr() == k.data_ptr()
-    assert cpu.lines(k) == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
+    assert decode.strided(k)[1] == (k.data_ptr(), 2 * 500 * 64, 500 * 64, 64)
     call = make_call(q, k, v, wants_lse=True)
     assert_right(call, "a view")
     turned = torch.randn(2, 2, 40, 200).transpose(2, 3)
+    copy, numbers = decode.strided(turned)
+    assert torch.equal(copy, turned)
+    assert numbers == (copy.data_ptr(), 2 * 40 * 200, 40 * 200, 40)
     call = make_call(q, turned, v, wants_lse=True)
     assert_right(call, "transposed")
 
@@ -209,16 +211,16 @@ def test_many_threads_of_python_at_once() -> None:
 
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.set_num_threads(1)
-    pool.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
-    cpu.PART = 1000
+    openmp.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
+    decode.PART = 1000
     queue.put(regard.attend(q, k, v, backend="cpu").numpy())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "threads", lambda: 2)
-    monkeypatch.setattr(cpu, "PART", 1000)
+    monkeypatch.setattr(openmp, "threads", lambda: 2)
+    monkeypatch.setattr(decode, "PART", 1000)
     q, k, v = inputs(3000, B=1)
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
@@ -231,11 +233,11 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "threads", lambda: 3)
-    monkeypatch.setattr(cpu, "PART", 1000)
+    monkeypatch.setattr(openmp, "threads", lambda: 3)
+    monkeypatch.setattr(decode, "PART", 1000)
     q, k, v = inputs(3000, B=1)
     with_team = regard.attend(q, k, v, backend="cpu")
-    monkeypatch.setattr(team, "_parallel", lambda: None)
+    monkeypatch.setattr(openmp, "openmp", lambda: None)
     assert torch.equal(regard.attend(q, k, v, backend="cpu"), with_team)
 
 
@@ -245,7 +247,7 @@ def test_an_exception_of_a_part_is_raised() -> None:
             raise ValueError("part 1")
 
     with pytest.raises(ValueError, match="part 1"):
-        pool.Pool().run(work, 3)
+        openmp.Pool().run(work, 3)
 
 
 def test_the_exponential() -> None:
@@ -297,8 +299,7 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     q, k, v = inputs(640, H=4, G=2)
     call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
     assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
-    assert tile.TILE == cpu.TILE
-    assert entries.MEMORY + cpu.MEMORY + 2 == entries.LENGTH
+    assert decode_loops.TILE == cpu.TILE
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 

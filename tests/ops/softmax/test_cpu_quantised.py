@@ -17,7 +17,6 @@ from regard.caches import Growing, Quantised, codes
 from regard.nn import Attention, Heads, Separate
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.cpu import older
 from regard.span import Positions, Span
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule
@@ -25,8 +24,8 @@ from tests.rules import assert_close_rule
 pytest.importorskip("numba", reason="the cpu kernel is compiled by Numba")
 import numpy as np
 
-from regard.ops.jit import pool, quantised, tile_quantised, tile_words
-from regard.ops.jit.bits import BF16
+from regard.ops.jit import decode, decode_quantised, int_dot, openmp
+from regard.ops.jit.half_precision import BF16
 
 KERNEL = cpu.Cpu()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -131,7 +130,7 @@ def assert_right(wide: list[Tensor], calls: Call | list[Call], what: str) -> Non
         }
         if call.bias is not None:
             options["bias"] = call.bias.block(*where, dtype=torch.float64)
-        assert older(call.k, call.v) is not None
+        assert decode.quantized_segment(call.k, call.v) is not None
         found.append(KERNEL.run(call))
         exact.append(plain_attention(call.q.double(), *wide, **options))
         rounded = (x.to(call.q.dtype) for x in wide)
@@ -256,10 +255,10 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     none = tuple(x[:, :, :0] for x in (k, v))
     (keys, values), _ = cache.update(none, Span(1500, 0))
     given = make_call(query(1, B=1, D=64), keys, values, wants_lse=True)
-    monkeypatch.setattr(cpu, "PART", 1000)
+    monkeypatch.setattr(decode, "PART", 1000)
     wide, out = meant(cache), []
     for workers in (3, 1):
-        monkeypatch.setattr(pool, "threads", lambda n=workers: n)
+        monkeypatch.setattr(openmp, "threads", lambda n=workers: n)
         assert_right(wide, given, f"{workers} threads")
         out.append(KERNEL.run(given).out)
     held = dict(cache.contents())
@@ -339,7 +338,7 @@ def test_what_is_not_read_as_codes_is_widened(name: str, opened: list[str]) -> N
     assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize("rows, columns, bits", tile_quantised.VARIANTS)
+@pytest.mark.parametrize("rows, columns, bits", decode_quantised.VARIANTS)
 def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
     """Each loop by itself, anew and added, against numpy in fp64; what stands beside the columns
     stays.
@@ -356,7 +355,7 @@ def test_sums_of_lines(rows: int, columns: int, bits: int) -> None:
     out = np.full((rows, columns + 9), np.nan, np.float32)
     scratch = scratch_of(rows, n, rounded=False)
     for times, fresh in ((1, True), (2, False)):
-        tile_quantised.sum_lines(rows, memory, (2, 1, 2), w, scratch, (out, 5, fresh))
+        decode_quantised.sum_lines(rows, memory, (2, 1, 2), w, scratch, (out, 5, fresh))
         bound = 2e-6 * times * (np.abs(w) @ np.abs(x)).max()
         assert np.abs(out[:, 5:-4] - times * (w @ x)).max() < bound
     assert np.isnan(out[:, :5]).all()
@@ -374,7 +373,7 @@ def scratch_of(rows: int, n: int, *, rounded: bool) -> tuple[Any, ...]:
     return (*lines, short, rounded)
 
 
-@pytest.mark.skipif(not tile_words.THERE, reason="the processor has no AVX-512BW")
+@pytest.mark.skipif(not int_dot.THERE, reason="the processor has no AVX-512BW")
 @pytest.mark.parametrize("rows, columns, n", [(4, 32, 2), (4, 64, 128), (8, 96, 38), (4, 128, 256)])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) -> None:
@@ -394,7 +393,7 @@ def test_sums_in_whole_numbers(rows: int, columns: int, n: int, *, fresh: bool) 
     def summed(w: Any) -> Any:
         out = old.copy()
         scratch = scratch_of(rows, n, rounded=True)
-        tile_quantised.sum_lines(rows, memory, (2, 0, 2), w, scratch, (out, 0, fresh))
+        decode_quantised.sum_lines(rows, memory, (2, 0, 2), w, scratch, (out, 0, fresh))
         return out
 
     half = np.abs(w * scale).max(1) / 32767 / 2
@@ -422,14 +421,14 @@ def test_the_largest_sums_of_whole_numbers_do_not_wrap(n: int) -> None:
     memory = (codes.ravel(), codes.shape[1], (*flat, 1, BF16), 64, 8, n)
     for code in (0, 255):
         codes[:] = code
-        tile_quantised.sum_lines(
+        decode_quantised.sum_lines(
             4, memory, (2, 0, 2), w, scratch_of(4, n, rounded=True), (out, 0, True)
         )
         assert np.allclose(out, code * n, atol=0.02 * n)
 
 
 def test_rows_begin_at_lines_of_the_cache() -> None:
-    made = quantised._lines(3, 32)
+    made = decode_quantised._lines(3, 32)
     assert made.shape == (3, 32)
     assert made.ctypes.data % 64 == 0
     assert not made.any()

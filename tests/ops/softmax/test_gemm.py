@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
-from regard.ops.jit import pack, product, rows
+from regard.ops.jit import product
+from regard.ops.jit.compile import fast
+from regard.ops.jit.elementary import tanh
+from regard.ops.jit.half_precision import narrow
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import Gemm
@@ -210,7 +214,7 @@ def test_all_scores_minus_infinity_are_no_visible_keys_either() -> None:
 def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
     q, k, v = qkv(B=2, T=50, S=80)
     right = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
-    monkeypatch.setattr("regard.ops.jit.pool.threads", lambda: workers)
+    monkeypatch.setattr("regard.ops.jit.openmp.threads", lambda: workers)
     found = KERNEL.run(make_call(q, k, v, mask=masks.Causal())).out
     torch.testing.assert_close(found, right, rtol=1e-6, atol=1e-6)
 
@@ -236,8 +240,8 @@ def test_packing(each: int) -> None:
     x = torch.randn(product.PANEL, product.PANEL + 3)
     D = x.shape[1] + x.shape[1] % each
     keys = torch.zeros(product.PANEL * D)
-    pack.pack_keys(
-        (x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)),
+    product.pack_keys(
+        (x.flatten().numpy(), 0, x.shape[1], np.int8(0)),
         (0, len(x)),
         x.shape[1],
         each,
@@ -246,8 +250,8 @@ def test_packing(each: int) -> None:
     )
     assert torch.equal(keys, packed(x, each))
     values = torch.zeros(2 * len(x) * product.PANEL)
-    pack.pack_values(
-        (x.flatten().numpy(), 0, x.shape[1], pack.np.int8(0)),
+    product.pack_values(
+        (x.flatten().numpy(), 0, x.shape[1], np.int8(0)),
         (0, len(x)),
         x.shape[1],
         each,
@@ -261,17 +265,17 @@ def test_packing(each: int) -> None:
 @pytest.mark.parametrize("x", [0.0, 1e-6, 0.3, 0.6249, 0.6251, 1.7, 9.0, 80.0, math.inf])
 def test_tanh(x: float) -> None:
     for sign in (1, -1):
-        found = rows.tanh(rows.np.float32(sign * x))
-        exact = math.tanh(float(rows.np.float32(sign * x)))
+        found = tanh(np.float32(sign * x))
+        exact = math.tanh(float(np.float32(sign * x)))
         assert abs(found - exact) <= 4 * 2**-24 * abs(exact), "four roundings"
-    assert math.isnan(rows.tanh(rows.np.float32(math.nan)))
+    assert math.isnan(tanh(np.float32(math.nan)))
 
 
 def test_bits_of_halves_are_rounded_as_torch_rounds() -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randint(-(2**31), 2**31 - 1, (4000,), generator=draw, dtype=torch.int32)
     x = torch.cat([x.view(torch.float32), torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan])])
-    for dtype, tag in ((torch.bfloat16, pack.np.int8(0)), (torch.float16, pack.np.int16(0))):
+    for dtype, tag in ((torch.bfloat16, np.int8(0)), (torch.float16, np.int16(0))):
         like = torch.zeros(1, dtype=torch.int16).view(torch.uint16).numpy()
         found = [int(_narrow(value, tag, like)) for value in x.numpy()]
         again = torch.tensor(found, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -281,10 +285,7 @@ def test_bits_of_halves_are_rounded_as_torch_rounds() -> None:
         assert torch.equal(again[seen].view(torch.int16), want[seen].view(torch.int16))
 
 
-narrow = pack.narrow
-
-
-@pack.compiled
+@fast
 def _narrow(x: Any, tag: Any, like: Any) -> Any:
     return narrow(x, tag, like)
 

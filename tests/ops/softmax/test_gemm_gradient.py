@@ -15,6 +15,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
+from regard.ops.jit import prefill
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import Gemm
@@ -279,12 +280,12 @@ def test_a_wrong_gradient_would_be_found(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors, (i, j) = qkv(), grid(70, 70)
     with pytest.raises(AssertionError, match="gradient of q error"):
         assert_right(tensors, j < i + 2, mask=masks.Causal())
-    real = gemm.backward
+    real = prefill.prefill_gradient
 
-    def without_the_shift(call: Any, out: Tensor, *rest: Any) -> Any:
-        return real(call, torch.zeros_like(out), *rest)
+    def without_the_shift(args: Any, out: Tensor, *rest: Any) -> Any:
+        return real(args, torch.zeros_like(out), *rest)
 
-    monkeypatch.setattr(gemm, "backward", without_the_shift)
+    monkeypatch.setattr(prefill, "prefill_gradient", without_the_shift)
     with pytest.raises(AssertionError, match="gradient of q error"):
         assert_right(tensors, j <= i, mask=masks.Causal())
 
@@ -295,7 +296,7 @@ def test_threads_share_the_work(
     monkeypatch: pytest.MonkeyPatch, workers: int, H: int, G: int
 ) -> None:
     tensors, (i, j) = qkv(H=H, G=G, T=200, S=200), grid(200, 200)
-    monkeypatch.setattr("regard.ops.jit.pool.threads", lambda: workers)
+    monkeypatch.setattr("regard.ops.jit.openmp.threads", lambda: workers)
     assert_right(tensors, j <= i, mask=masks.Causal())
     first, again = (found_by_kernel(tensors, mask=masks.Causal()) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
@@ -323,14 +324,15 @@ def test_panels_that_nobody_sees_are_not_multiplied(dtype: torch.dtype) -> None:
     q, k, v = qkv(T=100, S=400, dtype=dtype)
     mask = masks.Causal() & masks.Window(40)
     call = make_call(q, k, v, mask=mask)
-    out, top, total = gemm.forward(call)
+    out, top, total = prefill.prefill(gemm.prefill_args(call))
     rest = (out, (top, total), out, torch.zeros_like(top))
-    right = gemm.backward(call, *rest)
+    right = prefill.prefill_gradient(gemm.prefill_args(call), *rest)
 
     def with_nan(first: int, last: int) -> tuple[Tensor, ...]:
         k_bad, v_bad = k.clone(), v.clone()
         k_bad[:, :, first:last], v_bad[:, :, first:last] = math.nan, math.nan
-        return gemm.backward(make_call(q, k_bad, v_bad, mask=mask), *rest)
+        bad = gemm.prefill_args(make_call(q, k_bad, v_bad, mask=mask))
+        return prefill.prefill_gradient(bad, *rest)
 
     # queries 300 to 399 see keys 261 to 399; 256 is where a panel begins
     assert all(torch.equal(x, y) for x, y in zip(with_nan(0, 256), right, strict=True))
@@ -345,7 +347,8 @@ def test_garbage_behind_a_mask_is_refused_and_served_by_others(which: int) -> No
     call = make_call(q, k, v, mask=masks.Causal())
     assert KERNEL.why_not(call) == [LEAKS]
     with torch.no_grad():
-        assert KERNEL.why_not(call) == ([LEAKS] if which == 2 else [])
+        without = make_call(q, k, v, mask=masks.Causal())
+        assert KERNEL.why_not(without) == ([LEAKS] if which == 2 else [])
     assert KERNEL.why_not(make_call(q, k, v)) == [], "what everybody sees may be anything"
     assert regard.attend(q, k, v, mask=masks.Causal())[:, :, :12].isfinite().all()
 

@@ -1,224 +1,263 @@
-"""Decoding, compiled: few queries, many keys, each key and value read once.
+"""The first door of the compiled CPU kernels: decoding, a few queries against many keys.
 
-For a row of the batch and a key/value head, all queries that share it are the rows of one block: R
-= H/G * T, row r being query r % T of head g H/G + r // T. Keys are visited tile by tile; a tile's
-scores, their maximum and sum, and the weighted values follow at once (online softmax, Milakov and
-Gimelshein 2018, arXiv 1805.02867). Ranges of tiles are tasks, and their results are joined by lse.
-
-What the functions pass on:
-    mask: (positions of the keys [b,S] or none, the position of key 0, starts and stops of the
-        ranges of positions that a query sees [b,h,t,n], or its visibility key by key [b,h,t,S], or
-        none)
-    extra: (softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, another bias [b,h,t,S]
-        or none, positions of the queries [b,T])
-b, h and t are B, H and T, or 1.
+`DecodeArgs` holds what a call asks, as contiguous tensors; `decode` reads keys and values of any
+strides, and `decode_quantised` those that a cache keeps in codes. Each packs a record
+(`regard.ops.jit.records`), takes the entry of the dtype (`decode_loops`, `decode_quantised`) and
+lets torch's threads run it (`openmp`); `join_parts` joins what both gave. Compiled code checks
+nothing: the caller has checked sizes, dtypes and devices. Numba is imported when the first call
+comes.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple, Protocol
 
-import numpy as np
-from numba import njit
+import torch
+from torch import Tensor
 
-from regard.ops.jit.tasks import done, take
-from regard.ops.jit.tile import NONE, TILE, ZERO, mix, mix_seen, score, soften, upper_halves
+from regard.ops.jit import openmp
+from regard.ops.jit.records import DECODE, DECODE_QUANTISED, Record
 
-BUILT_UPON = "fdf31044f3d91618"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes
-(tests/ops/test_jit.py).
-"""
+TILE = 64
+"""Keys of a tile, as in `decode_loops`."""
 
-exact = njit(nogil=True, cache=True, error_model="numpy")
-
-
-@exact
-def _of(x, b, h, t):
-    """The line of an array [b,h,t,n] that serves a row of the batch, a head and a query."""
-    return x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(t, x.shape[2] - 1)]
+PART = 1 << 17
+"""Numbers of keys and values that are worth a thread."""
 
 
-@exact
-def covers(b, g, tile, rows, T, mask):
-    """For contiguous keys: 2 if every row sees all of a tile, 0 if none sees any of it, else 1."""
-    _, origin, starts, stops, _ = mask
-    heads = rows // T
-    every, some = True, False
-    p0, p1 = origin + tile[0], origin + tile[1]
-    for r in range(rows):
-        lo, hi = _of(starts, b, g * heads + r // T, r % T), _of(stops, b, g * heads + r // T, r % T)
-        whole = False
-        for i in range(lo.shape[0]):
-            whole |= lo[i] <= p0 and p1 <= hi[i]
-            some |= lo[i] < p1 and p0 < hi[i]
-        every &= whole
-    return 2 if every else 1 if some else 0
+@dataclass(frozen=True, eq=False)
+class DecodeArgs:
+    """What the queries are, what each sees, and what is added to its scores; tensors are
+    contiguous.
 
-
-@exact
-def see(b, h, t, tile, mask, seen):
-    """Which keys of a tile a query sees."""
-    where, origin, starts, stops, dense = mask
-    j0, j1 = tile
-    if dense.shape[3]:
-        line = _of(dense, b, h, t)
-        for j in range(j0, j1):
-            seen[j - j0] = line[j]
-        return
-    lo, hi = _of(starts, b, h, t), _of(stops, b, h, t)
-    for j in range(j0, j1):
-        p = origin + j if where.shape[1] == 0 else where[min(b, where.shape[0] - 1), j]
-        inside = False
-        for i in range(lo.shape[0]):
-            inside |= lo[i] <= p < hi[i]
-        seen[j - j0] = inside and p >= 0
-
-
-@exact
-def _look(b, g, tile, rows, T, mask, vis, index):
-    """The keys of a tile that some row sees: how many, and whether every row sees each. Their
-    numbers go to index.
+    Attributes:
+        q: [B,G,R,D] fp32, R = H/G * T: row r is query r % T of head g H/G + r // T.
+        scale: of the scores.
+        T: queries.
+        k_positions: of the keys [b,S], or [1,0] for a run from `origin` on.
+        origin: the position of key 0 of such a run.
+        starts, stops: the ranges of positions that a query sees [b,h,t,n], or nothing.
+        visible: in place of them, which keys it sees [b,h,t,S], or [...,0].
+        softcap: 0 is none.
+        symmetric: whether ALiBi is.
+        slopes: [H] of ALiBi, or [0].
+        bias: any other one [b,h,t,S], or [...,0].
+        q_positions: of the queries [b,T].
     """
-    heads = rows // T
-    for r in range(rows):
-        see(b, g * heads + r // T, r % T, tile, mask, vis[r])
-    n, full = 0, True
-    for c in range(tile[1] - tile[0]):
-        some, every = False, True
-        for r in range(rows):
-            some |= vis[r, c]
-            every &= vis[r, c]
-        if some:
-            for r in range(rows):
-                vis[r, n] = vis[r, c]
-            index[n] = tile[0] + c
-            n += 1
-            full &= every
-    return n, full
+
+    q: Tensor
+    scale: float
+    T: int
+    k_positions: Tensor
+    origin: int
+    starts: Tensor
+    stops: Tensor
+    visible: Tensor
+    softcap: float
+    symmetric: bool
+    slopes: Tensor
+    bias: Tensor
+    q_positions: Tensor
+
+    def behind(self, slots: int) -> DecodeArgs:
+        """The same for the keys behind so many slots."""
+        k_positions, visible, bias = (
+            x[..., slots:].contiguous() for x in (self.k_positions, self.visible, self.bias)
+        )
+        return replace(
+            self,
+            k_positions=k_positions,
+            origin=self.origin + slots,
+            visible=visible,
+            bias=bias,
+        )
 
 
-@exact
-def adjust(s, b, g, rows, T, n, index, mask, extra):
-    """Softcap, then bias, on the scores of a tile."""
-    where, origin = mask[0], mask[1]
-    cap, symmetric, slopes, bias, q_where = extra
-    heads = rows // T
-    for r in range(rows):
-        h, t = g * heads + r // T, r % T
-        if cap > 0:
-            for c in range(n):
-                s[r, c] = cap * np.float32(math.tanh(s[r, c] / cap))
-        if slopes.shape[0]:
-            q = q_where[min(b, q_where.shape[0] - 1), t]
-            for c in range(n):
-                j = index[c]
-                p = origin + j if where.shape[1] == 0 else where[min(b, where.shape[0] - 1), j]
-                s[r, c] -= slopes[h] * np.float32(abs(q - p) if symmetric else q - p)
-        if bias.shape[3]:
-            line = _of(bias, b, h, t)
-            for c in range(n):
-                s[r, c] += line[index[c]]
+class QuantizedCodes(Protocol):
+    """Codes of a run of slots, and what each group of them means: x = zero + code * scale."""
+
+    @property
+    def codes(self) -> Tensor:
+        """uint8 [B,G,R,lines,bytes], several codes to a byte, the first in its lowest bits."""
+
+    @property
+    def scale(self) -> Tensor:
+        """[B,G,R,lines,1], in the dtype of the numbers."""
+
+    @property
+    def zero(self) -> Tensor:
+        """What the code 0 means, in the shape of the scale."""
 
 
-@exact
-def finish(acc, top, total, out, lse):
-    """Weighted sums of a task's rows become its part of the output [R,E], and its lse [R]."""
-    for r in range(out.shape[0]):
-        some = total[r] != 0
-        lse[r] = (
-            np.float64(top[r]) + math.log(np.float64(total[r])) if some else NONE
-        )  # rounded once
-        for e in range(out.shape[1]):
-            out[r, e] = acc[r, e] / total[r] if some else ZERO
+class QuantizedSlots(Protocol):
+    """What a quantised cache gives beside its numbers: older slots in codes, and recent ones."""
+
+    @property
+    def made(self) -> QuantizedCodes:
+        """The codes."""
+
+    @property
+    def axis(self) -> str:
+        """Which numbers share a scale: of one "channel", or of one "token"."""
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code: 8, 4 or 2."""
+
+    @property
+    def recent(self) -> Tensor:
+        """The recent slots [B,G,l,d], as they came."""
 
 
-@exact
-def _join(out, lse):
-    """One row: out [P,E] and lse [P], joined into part 0."""
-    top = NONE
-    for x in lse:
-        top = x if x > top or x != x else top
-    if top == NONE:
-        return
-    total = 0.0
-    for x in lse:
-        total += math.exp(x - top)
-    for e in range(out.shape[1]):
-        z = 0.0
-        for p in range(out.shape[0]):
-            weight = math.exp(lse[p] - top)
-            if weight != 0:
-                z += weight * out[p, e]
-        out[0, e] = z / total
-    lse[0] = top + math.log(total)
+class QuantizedSegment(NamedTuple):
+    """Keys and values in codes, and what stands behind them.
 
-
-@exact
-def join(out, lse):
-    """Parts [B,G,P,R,E] joined by lse [B,G,P,R], into part 0 of both."""
-    B, G, _, R, _ = out.shape
-    for b in range(B):
-        for g in range(G):
-            for r in range(R):
-                _join(out[b, g, :, r], lse[b, g, :, r])
-
-
-@exact
-def run_tasks(given, call, keys, values):
-    """Tasks of the B G P of a call, while there are any: out [B,G,P,R,E] and lse [B,G,P,R] are
-    theirs to write.
-
-    call: (q [B,G,R,D]; the scale; T; mask; extra; out; lse). keys, values: (flat memory, steps of
-        B, G and the tokens, tag, tokens S).
+    Attributes:
+        k, v: where they lie, as a `records.Coded` field takes it.
+        dtype: of the scales.
+        slots: how many are in codes.
+        recent: keys and values of the slots behind them.
+        owners: what must live as long as k and v are used.
     """
-    q_all, scale, T, mask, extra, out, lse = call
-    B, G, P, R, E = out.shape
-    padded = R if R % 4 < 2 else (R + 3) // 4 * 4
-    q, acc = np.zeros((padded, q_all.shape[3]), np.float32), np.empty((padded, E), np.float32)
-    words = np.zeros(q.shape, np.int16)
-    top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
-    s, vis = np.zeros((padded, TILE), np.float32), np.empty((R, TILE), np.bool_)
-    index = np.empty(TILE, np.int64)
-    S = keys[5]
-    tiles = (S + TILE - 1) // TILE
-    share = (tiles + P - 1) // P
-    contiguous = mask[0].shape[1] == 0 and mask[4].shape[3] == 0
-    plain = extra[0] == 0 and extra[2].shape[0] == 0 and extra[3].shape[3] == 0
-    while True:
-        task = take(given)
-        if task >= B * G * P:
-            break
-        b, g, p = task // (G * P), task // P % G, task % P
-        q[:R] = q_all[b, g]
-        upper_halves(q, words)
-        acc[:] = 0
-        top[:] = NONE
-        total[:] = 0
-        head_k = (keys[0], b * keys[1] + g * keys[2], keys[3], keys[4])
-        head_v = (values[0], b * values[1] + g * values[2], values[3], values[4])
-        for number in range(p * share, min(tiles, (p + 1) * share)):
-            tile = (number * TILE, min(S, (number + 1) * TILE))
-            cover = covers(b, g, tile, R, T, mask) if contiguous else 1
-            n, full = tile[1] - tile[0], True
-            if cover == 2:
-                for c in range(n):
-                    index[c] = tile[0] + c
-            elif cover == 1:
-                n, full = _look(b, g, tile, R, T, mask, vis, index)
-            if cover == 0 or n == 0:
-                continue
-            score((q, words, scale), R, head_k, index, n, s)
-            if not plain:
-                adjust(s, b, g, R, T, n, index, mask, extra)
-            for r in range(R):
-                for c in range(0 if full else n):
-                    if not vis[r, c]:
-                        s[r, c] = NONE
-            soften(s, R, n, acc, top, total)
-            if full:
-                mix(s, R, head_v, index, n, acc)
-            else:
-                mix_seen(s, R, head_v, index, n, acc)
-        finish(acc, top, total, out[b, g, p], lse[b, g, p])
-        if done(given) == B * G * P - 1 and P > 1:
-            join(out, lse)
+
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    dtype: torch.dtype
+    slots: int
+    recent: tuple[Tensor, Tensor]
+    owners: tuple[Tensor, ...]
+
+
+def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
+    """The older slots of keys with a scale per channel and values with one per token; None for any
+    other tensors.
+    """
+    keys: QuantizedSlots | None = getattr(k, "coded", None)
+    values: QuantizedSlots | None = getattr(v, "coded", None)
+    if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
+        return None
+    if keys.made.scale.dtype != values.made.scale.dtype:
+        return None
+    slots = k.shape[2] - keys.recent.shape[2]
+    if slots != v.shape[2] - values.recent.shape[2]:  # one loop over codes reads both
+        return None
+    (of_k, owners), (of_v, more) = _code_memory(keys), _code_memory(values)
+    recent = keys.recent, values.recent
+    return QuantizedSegment(of_k, of_v, keys.made.scale.dtype, slots, recent, (*owners, *more))
+
+
+def _code_memory(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+    """The numbers of a `records.Coded` field, and the tensors that they are of."""
+    codes, scale, zero = x.made.codes, x.made.scale, x.made.zero
+    codes = codes if codes.stride(-1) == 1 else codes.contiguous()
+    if zero.stride() != scale.stride():  # filled in by hand
+        scale, zero = scale.contiguous(), zero.contiguous()
+    memory = (
+        codes.data_ptr(),
+        *codes.stride()[:4],
+        scale.data_ptr(),
+        zero.data_ptr(),
+        *scale.stride()[:4],
+        codes.shape[-1] * 8 // x.bits,
+        x.bits,
+    )
+    return memory, (codes, scale, zero)
+
+
+def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attend to keys [B,G,S,D] and values [B,G,S,E]: out [B,G,R,E] and lse [B,G,R], fp32.
+
+    Neither is copied, whatever its strides, if its last dimension is contiguous.
+    """
+    (k, of_k), (v, of_v) = strided(k), strided(v)
+    return _run(args, DECODE, _plain(), k.dtype, (of_k, of_v), k.shape[2], v.shape[3])
+
+
+def strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """A tensor [B,G,S,d], copied only if its last dimension is not contiguous, and the numbers of
+    its `records.Strided` field.
+    """
+    x = x.detach()
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        x = x.contiguous()
+    return x, (x.data_ptr(), *x.stride()[:3])
+
+
+def parts(heads: int, S: int, workers: int) -> int:
+    """Into how many parts the keys of each of so many heads are split: every worker has some tasks,
+    and a part some tiles.
+
+    >>> parts(2, 4485, 5), parts(2, 300, 5)
+    (17, 1)
+    """
+    return max(1, min(-(-8 * workers // heads), S // (4 * TILE)))
+
+
+def decode_quantised(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tuple[Tensor, Tensor]:
+    """The same for the slots of a segment that are in codes; E: the dimension of the values."""
+    fields = segment.k, segment.v
+    return _run(args, DECODE_QUANTISED, _quantised(), segment.dtype, fields, segment.slots, E)
+
+
+def _run(
+    args: DecodeArgs,
+    record: Record,
+    entry: Callable[[torch.dtype], int],
+    dtype: torch.dtype,
+    memory: tuple[Sequence[int], Sequence[int]],
+    S: int,
+    E: int,
+) -> tuple[Tensor, Tensor]:
+    """Pack the record, run the entry in as many threads as pay, and give out and lse."""
+    B, G, R, D = args.q.shape
+    workers = min(openmp.threads(), max(1, B * G * S * (D + E) // PART))
+    P = parts(B * G, S, workers) if workers > 1 else 1
+    out, lse = torch.empty(B * G, P, R, E), torch.empty(B, G, P, R)
+    packed = record.pack(
+        T=args.T,
+        origin=args.origin,
+        softcap=args.softcap,
+        symmetric=args.symmetric,
+        scale=args.scale,
+        q=args.q,
+        out=out,
+        lse=lse,
+        k_positions=args.k_positions,
+        starts=args.starts,
+        stops=args.stops,
+        visible=args.visible,
+        slopes=args.slopes,
+        bias=args.bias,
+        q_positions=args.q_positions,
+        S=S,
+        k=memory[0],
+        v=memory[1],
+    )
+    openmp.run(entry(dtype), packed, workers)
+    return out[:, 0].view(B, G, R, E), lse[:, :, 0]
+
+
+def join_parts(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Two or more parts out [B,G,R,E] and lse [B,G,R] as one."""
+    from regard.ops.jit.decode_loops import join
+
+    out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
+    join(out.numpy(), lse.numpy())
+    return out[:, :, 0], lse[:, :, 0]
+
+
+@cache
+def _plain() -> Callable[[torch.dtype], int]:
+    from regard.ops.jit import decode_loops
+
+    return decode_loops.entry
+
+
+@cache
+def _quantised() -> Callable[[torch.dtype], int]:
+    from regard.ops.jit import decode_quantised
+
+    return decode_quantised.entry

@@ -2,6 +2,7 @@
 it lies in memory.
 
 One row of W at a time: a core that reads four at once reads at half the memory's speed (LOG.md).
+`entry` at the end is what `regard.ops.gemv` calls.
 """
 
 from __future__ import annotations
@@ -12,32 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.bits import widen
-from regard.ops.jit.pack import narrow
-from regard.ops.jit.tasks import KINDS, address_of, line_at, numbers, take
-from regard.ops.jit.vectors import (
-    LANES,
-    NOTHING,
-    Loop,
-    ask,
-    data,
-    line,
-    number,
-    put,
-    size_of,
-    sums,
-)
+from regard.ops.jit.compile import exact
+from regard.ops.jit.entries import KINDS, address_of, memory_at, record_at, take
+from regard.ops.jit.half_precision import narrow, widen
+from regard.ops.jit.records import GEMV
+from regard.ops.jit.vectors import LANES, NOTHING, Loop, ask, data, line, number, put, size_of, sums
 from regard.ops.jit.vectors import fma as multiply_add
 from regard.ops.jit.vectors import numbers as load
-
-BUILT_UPON = "d171df921d607244"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes
-(tests/ops/test_jit.py).
-"""
 
 TOGETHER = 4
 """Vectors that a weight is multiplied with once it is in a register."""
@@ -48,10 +34,8 @@ AHEAD = 2048
 BLOCK = 1 << 17
 """Bytes of weights that make a task."""
 
-LENGTH = 9
-"""Numbers that the entry is given: the counter, R, M, N, addresses of x [R,M], W [N,M], b [N] or 0,
-y [R,N]; and one unused.
-"""
+
+RECORD = GEMV.dtype
 
 
 def _dot(rows: int) -> Any:
@@ -105,26 +89,25 @@ def _dims(
 
 
 _dot_4, _dot_1 = _dot(TOGETHER), _dot(1)
-plain = njit(nogil=True, cache=True, error_model="numpy")
 
 
-@plain
-def multiply(given, x, w, b, y, tag):
+@exact
+def multiply(address, given, x, w, b, y, tag):
     """Blocks of rows of W, while there are any; flat memory. Vectors are widened once, to a
     multiple of four or one.
     """
-    R, M, N = given[1], given[2], given[3]
+    R, M, N = given.R, given.M, given.N
     vectors = np.zeros((1 if R == 1 else (R + TOGETHER - 1) // TOGETHER * TOGETHER, M), np.float32)
     for r in range(R):
         for i in range(M):
             vectors[r, i] = widen(x[r * M + i], tag)
     step, found = max(1, BLOCK // (M * w.itemsize)), np.empty(TOGETHER, np.float32)
     while True:
-        n = take(given) * step
+        n = take(address) * step
         if n >= N:
             break
         for i in range(n, min(N, n + step)):
-            bias = widen(b[i], tag) if given[6] else np.float32(0)
+            bias = widen(b[i], tag) if given.b else np.float32(0)
             for r in range(0, R, TOGETHER):
                 if R == 1:
                     _dot_1(w, i * M, vectors, r, tag, found)
@@ -136,10 +119,10 @@ def multiply(given, x, w, b, y, tag):
 
 def _entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     def entry(address: int) -> None:
-        given = numbers(address, LENGTH)
-        x, w = line_at(given[4], dtype), line_at(given[5], dtype)
-        b, y = line_at(given[6], dtype), line_at(given[7], dtype)
-        multiply(given, x, w, b, y, tag)
+        given = record_at(address, RECORD)
+        x, w = memory_at(given.x, dtype), memory_at(given.w, dtype)
+        b, y = memory_at(given.b, dtype), memory_at(given.y, dtype)
+        multiply(address, given, x, w, b, y, tag)
 
     return entry
 

@@ -1,5 +1,5 @@
 """The RMS norm of a few rows, compiled: for them torch's time is that of its calls, not of its
-numbers.
+numbers. `entry` at the end is what `regard.ops.norm` calls.
 """
 
 from __future__ import annotations
@@ -12,22 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.ops.jit.bits import widen
-from regard.ops.jit.pack import compiled, narrow
-from regard.ops.jit.tasks import KINDS, address_of, line_at, numbers, real
+from regard.ops.jit.compile import fast
+from regard.ops.jit.entries import KINDS, address_of, memory_at, record_at
+from regard.ops.jit.half_precision import narrow, widen
+from regard.ops.jit.records import NORM
 
-BUILT_UPON = "6d77e3833c5c7658"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes
-(tests/ops/test_jit.py).
-"""
-
-LENGTH = 8
-"""Numbers that the entry is given: one unused, R, M, addresses of x [R,M], the weight [M] and y,
-eps, offset.
-"""
+RECORD = NORM.dtype
 
 
-@compiled
+@fast
 def norm_rows(x, w, y, R, M, eps, offset, tag):
     """y = x / sqrt(mean(x^2) + eps) * (w + offset), row by row, in fp32; flat memory."""
     for r in range(R):
@@ -43,9 +36,9 @@ def norm_rows(x, w, y, R, M, eps, offset, tag):
 
 def _entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     def entry(address: int) -> None:
-        given = numbers(address, LENGTH)
-        x, w, y = line_at(given[3], dtype), line_at(given[4], dtype), line_at(given[5], dtype)
-        norm_rows(x, w, y, given[1], given[2], real(given[6]), np.float32(real(given[7])), tag)
+        given = record_at(address, RECORD)
+        x, w, y = memory_at(given.x, dtype), memory_at(given.w, dtype), memory_at(given.y, dtype)
+        norm_rows(x, w, y, given.R, given.M, given.eps, np.float32(given.offset), tag)
 
     return entry
 

@@ -1,225 +1,293 @@
-"""Many queries, compiled: blocks of queries against tiles of keys, scores in fp32, what is masked
-is not multiplied.
+"""The second door of the compiled CPU kernels: prefill, many queries, and its gradient.
 
-For a row of the batch and a key/value head g, row r is query r // n of head g n + r % n, n = H/G:
-neighbours see almost the same keys. So many rows as fit the second cache are a block, (b, g, its
-first row, its rows, n), STEP rows a group. For each tile of keys the groups that see some of it
-multiply the panels between the first and the last that they see, become weights (online softmax,
-Milakov and Gimelshein 2018, arXiv 1805.02867), and are multiplied with the values of the same
-panels.
-
-What the functions pass on:
-    mask: (positions of the keys [b,S], -1 where there is none; of each panel of keys the least and
-        the largest position, and whether all are there [b,panels,3]; starts and stops of the ranges
-        of positions that a query sees [b,h,t,n])
-    extra: (scale, softcap or 0, whether ALiBi is symmetric, its slopes [H] or none, positions of
-        the queries [b,T])
-b, h and t are B, H and T, or 1.
+`PrefillArgs` holds what a call asks. `prefill` packs keys and values into the panels that products
+of small matrices read (`product`), then has blocks of queries computed (`prefill_loops`);
+`prefill_with_gradient` is the same for autograd, whose backward pass goes through the same blocks
+again (`gradient_loops`). A call takes milliseconds, so arguments go through Numba's own
+dispatchers, and threads are those of `openmp.POOL`. Compiled code checks nothing: the caller has
+checked sizes, dtypes and devices. Numba is imported when the first call comes.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
 import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from regard.ops.jit.pack import compiled, narrow, taken
-from regard.ops.jit.product import PANEL, STEP, add_product, product
-from regard.ops.jit.rows import NONE, ONE, ZERO, adjust, exact, hide, line, soften
+from regard.ops.jit import openmp
 
-BUILT_UPON = "fae352f86e6b41bb"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes
-(tests/ops/test_jit.py).
-"""
-
-PANELS = 256 // PANEL
-"""Panels of keys in a tile."""
-
-TILE = PANELS * PANEL
-ROWS = 43 * STEP
-"""The most rows of a block: with 256 keys their scores, weights, queries and sums stay in the
-second cache.
-"""
-
-FAR = 1 << 62
+_FAR = 1 << 62
 
 
-@exact
-def _sees(ranges, bounds):
-    """0 if no range meets a panel, 2 if one covers it and no key is missing, else 1."""
-    state = 0
-    lo, hi = ranges
-    for i in range(lo.shape[0]):
-        if lo[i] <= bounds[1] and hi[i] > bounds[0]:
-            state = max(state, 1)
-            if lo[i] <= bounds[0] and hi[i] > bounds[1] and bounds[2]:
-                state = 2
-    return state
+@dataclass(frozen=True, eq=False)
+class PrefillArgs:
+    """Queries, keys and values, which pairs are visible, and what is added to their scores.
 
-
-@exact
-def place(block, r):
-    """The head and the query of a row."""
-    _, g, r0, _, n = block
-    return g * n + (r0 + r) % n, (r0 + r) // n
-
-
-@exact
-def reach(block, mask, hull):
-    """Of each of the ranges, the least start and the largest stop of all rows: where a tile cannot
-    be seen otherwise.
+    Attributes:
+        q, k, v: [B,H,T,D], [B,G,S,D] and [B,G,S,E], of any strides.
+        scale: of the scores.
+        softcap: 0 is none.
+        symmetric: whether ALiBi is.
+        slopes: fp32 [H] of ALiBi, or [0].
+        q_positions, k_positions: int64 [b,T] and [b,S], below 0 where a slot holds nothing.
+        starts, stops: int64 [b,h,t,n], the ranges of positions that a query sees.
     """
-    b, _, _, rows, _ = block
-    hull[:, 0], hull[:, 1] = FAR, 0
-    for r in range(rows):
-        h, t = place(block, r)
-        lo, hi = line(mask[2], b, h, t), line(mask[3], b, h, t)
-        for i in range(lo.shape[0]):
-            if lo[i] < hi[i]:
-                hull[i, 0], hull[i, 1] = min(hull[i, 0], lo[i]), max(hull[i, 1], hi[i])
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    softcap: float
+    symmetric: bool
+    slopes: Tensor
+    q_positions: Tensor
+    k_positions: Tensor
+    starts: Tensor
+    stops: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """B, H, G, T, S, D, E."""
+        (B, H, T, D), (_, G, S, E) = self.q.shape, self.v.shape
+        return B, H, G, T, S, D, E
 
 
-@exact
-def meets(block, first, mask, hull):
-    """Whether some panel of a tile can be seen."""
-    bounds = mask[1][min(block[0], mask[1].shape[0] - 1)]
-    for p in range(first, min(first + PANELS, bounds.shape[0])):
-        if _sees((hull[:, 0], hull[:, 1]), bounds[p]):
-            return True
-    return False
+def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """out [B,H,T,E] in the dtype of q; of each row the largest score m, or 0 if it sees nothing,
+    and sum e^(s - m), fp32 [B,H,T].
 
-
-@exact
-def survey(block, first, mask, spans, hidden):
-    """What each group sees of the tile whose first panel is `first`: panels spans[group], 1 of
-    hidden[group] if in part, 2 if nothing.
-
-    Returns whether any group sees any of it.
+    Keys and values are packed, then blocks of queries are tasks.
     """
-    b, _, _, rows, _ = block
-    _, bounds, starts, stops = mask
-    panels, any_at_all = min(PANELS, bounds.shape[1] - first), False
-    bound = bounds[min(b, bounds.shape[0] - 1)]
-    for group in range(spans.shape[0]):
-        spans[group, 0], spans[group, 1] = PANELS, 0
-        for p in range(panels):
-            least, most, before = 2, 0, -1
-            for r in range(group * STEP, min(rows, (group + 1) * STEP)):
-                h, t = place(block, r)
-                if t == before and starts.shape[1] == 1:
-                    continue
-                before = t
-                state = _sees((line(starts, b, h, t), line(stops, b, h, t)), bound[first + p])
-                least, most = min(least, state), max(most, state)
-            hidden[group, p] = 2 if most == 0 else least != 2
-            if most:
-                spans[group, 0], spans[group, 1] = min(spans[group, 0], p), p + 1
-        any_at_all |= spans[group, 1] > 0
-    return any_at_all
+    from regard.ops.jit import prefill_loops as loops
+
+    B, H, G, T, _, D, E = args.sizes
+    workers = openmp.threads()
+    out = torch.empty(B, H, T, E, dtype=args.q.dtype)
+    top, total = torch.empty(B, H, T), torch.empty(B, H, T)
+    packed, depth = _pack(args, workers)
+    share = math.ceil(B * G * T * (H // G) / workers)
+    step = min(loops.ROWS, up(share, loops.STEP))
+    sizes = (B, H, G, T, E, step, depth)
+    mask, extra, queries = _mask(args), _extra(args), (*_memory(args.q), D)
+    results = _numbers(out), _numbers(top), _numbers(total)
+
+    def work(part: int, of: int) -> None:
+        scratch = _scratch(args, step, depth)
+        loops.run_tasks(queries, packed, sizes, mask, extra, scratch, results, part, of)
+
+    openmp.POOL.run(work, workers)
+    return out, top, total
 
 
-@compiled
-def _tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
-    """Scores, weights and their values for one tile."""
-    b, _, _, rows, _ = block
-    depth, k, k_at, v, v_at, v_panel, tag = head
-    s, p, lanes = scratch
-    acc, width, top, total = sums
-    for panel in range(PANELS):
-        at = k_at + (first + panel) * PANEL * depth
-        for group in range(spans.shape[0]):
-            if hidden[group, panel] < 2:
-                r = group * STEP
-                product(q, r * depth, depth, k, at, depth, s, r * TILE + panel * PANEL, TILE)
-    for r in range(rows):
-        group, (h, t) = r // STEP, place(block, r)
-        start, stop = spans[group, 0], spans[group, 1]
-        if start >= stop:
-            continue
-        row = s[r * TILE + start * PANEL : r * TILE + stop * PANEL]
-        adjust(row, (first + start) * PANEL, b, h, t, mask[0], extra)
-        for panel in range(start, stop):
-            if hidden[group, panel]:
-                keys = ((first + panel) * PANEL, (first + panel + 1) * PANEL)
-                hide(s[r * TILE + panel * PANEL :], b, h, t, keys, mask)
-        weights = p[r * TILE + start * PANEL : r * TILE + stop * PANEL]
-        soften(row, weights, acc[r * width : (r + 1) * width], top, total, r, tag, lanes)
-    for e in range(width // PANEL):
-        for group in range(spans.shape[0]):
-            start, stop = spans[group, 0], spans[group, 1]
-            if start < stop:
-                at, r = v_at + e * v_panel + (first + start) * PANEL * PANEL, group * STEP
-                add_product(
-                    p,
-                    r * TILE + start * PANEL,
-                    TILE,
-                    v,
-                    at,
-                    (stop - start) * PANEL,
-                    acc,
-                    r * width + e * PANEL,
-                    width,
-                )
+def prefill_with_gradient(args: PrefillArgs) -> tuple[Tensor, Tensor]:
+    """out [B,H,T,E] and lse [B,H,T], with gradients for q, k and v. It saves no scores."""
+    found: tuple[Tensor, Tensor] = _WithGradient.apply(args, args.q, args.k, args.v)
+    return found
 
 
-@exact
-def fetch(queries, block, q, depth):
-    """The rows of a block, side by side, as the product reads them; rows and dims that are missing
-    stay 0.
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, args: PrefillArgs, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, top, total = prefill(args)
+        ctx.save_for_backward(q, k, v, out, top, total)
+        # what autograd keeps for us is not kept a second time
+        ctx.args = replace(args, **{x: getattr(args, x).detach().to("meta") for x in "qkv"})
+        ctx.set_materialize_grads(False)
+        return out, top + total.log()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, top, total = ctx.saved_tensors
+        args = replace(ctx.args, q=q.detach(), k=k.detach(), v=v.detach())
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_lse = torch.zeros_like(top) if d_lse is None else d_lse
+        with torch.autocast("cpu", enabled=False):
+            return None, *prefill_gradient(args, out, (top, total), d_out, d_lse)
+
+
+def prefill_gradient(
+    args: PrefillArgs, out: Tensor, saved: tuple[Tensor, Tensor], d_out: Tensor, d_lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v.
+
+    Args:
+        args: as `prefill` was given them.
+        out: what it gave.
+        saved: of each row [B,H,T] the largest score, and the sum of e^(score - largest).
+        d_out, d_lse: the gradients of out and lse.
     """
-    flat, b_step, h_step, t_step, tag, D = queries
-    for r in range(block[3]):
-        h, t = place(block, r)
-        start = block[0] * b_step + h * h_step + t * t_step
-        row, numbers = q[r * depth : r * depth + D], flat[start : start + D]
-        for d in range(D):
-            row[d] = taken(numbers[d], tag, q)
+    from regard.ops.jit import gradient_loops as loops
+    from regard.ops.jit.prefill_loops import ROWS
+    from regard.ops.jit.product import PANEL, STEP
+
+    B, H, G, T, S, D, E = args.sizes
+    workers, n = openmp.threads(), H // G
+    step = min(ROWS, up(T * n, STEP))
+    splits = min(workers // math.gcd(B * G, workers), max(4, n), -(-T * n // step))
+    packed = _pack_for_gradient(args, workers)
+    d_q = torch.empty(args.q.shape, dtype=args.q.dtype)
+    panels = (splits, B * G, up(S, PANEL) // PANEL)
+    d_k, d_v = (torch.zeros(*panels, up(size, STEP), PANEL) for size in (D, E))
+    given = ((*_memory(args.q), D), (*_memory(d_out), E), (*_memory(out), E))
+    sizes = (B, H, G, T, step, splits)
+    rows = tuple(_numbers(x.contiguous()) for x in (*saved, d_lse))
+    rest = _mask(args), _extra(args), rows
+    results = tuple(_numbers(x) for x in (d_q, d_k, d_v))
+
+    def work(part: int, of: int) -> None:
+        scratch = _scratch_for_gradient(args, step)
+        loops.run_tasks(given, packed, sizes, *rest, scratch, results, part, of)
+
+    openmp.POOL.run(work, workers)
+    return d_q, _unpacked(d_k, args.k, args.scale), _unpacked(d_v, args.v, 1.0)
 
 
-@exact
-def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stride):
-    """Blocks first, first + stride, ... of all rows and heads, the last queries first.
+def up(n: int, step: int) -> int:
+    """The least multiple of a step that is not below n.
 
-    results: out [B,H,T,E]; the largest score and the sum of exp(score - largest) of each row,
-        [B,H,T].
-    queries: (flat memory, steps of B, H and T, tag, D). packed: of `pack`, and the steps of a head
-        and of a panel of values. sizes: B, H, G, T, E, rows of a block, D as it is packed. scratch:
-        q, scores, weights, sums, lanes.
+    >>> up(70, 64)
+    128
     """
-    B, H, G, T, E, step, depth = sizes
-    k, v, k_head, v_head, v_panel = packed
-    q, s, p, acc, lanes = scratch
-    n, width, groups = H // G, acc.shape[0] // step, step // STEP
-    blocks = (T * n + step - 1) // step
-    top, total = np.empty(groups * STEP, np.float32), np.empty(groups * STEP, np.float32)
-    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, PANELS), np.int8)
-    hull, sums = np.empty((mask[2].shape[3], 2), np.int64), (acc, width, top, total)
-    for task in range(first, B * G * blocks, stride):
-        number, pair = blocks - 1 - task // (B * G), task % (B * G)
-        block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
-        head = (depth, k, pair * k_head, v, pair * v_head, v_panel, queries[4])
-        fetch(queries, block, q, depth)
-        reach(block, mask, hull)
-        acc[:] = 0
-        top[:] = NONE
-        total[:] = 0
-        for panel in range(0, mask[1].shape[1], PANELS):
-            if meets(block, panel, mask, hull) and survey(block, panel, mask, spans, hidden):
-                _tile(block, panel, q, head, spans, hidden, (s, p, lanes), mask, extra, sums)
-        _finish(block, T, H, E, sums, queries[4], results)
+    return -(-n // step) * step
 
 
-@compiled
-def _finish(block, T, H, E, sums, tag, results):
-    """The rows of a block, divided by their totals; a row that saw nothing is 0, and so is its
-    total.
+def _together(args: PrefillArgs) -> int:
+    """How many factors stand together: two bfloat16s, where the processor multiplies those."""
+    from regard.ops.jit.product import PAIRS
+
+    return 2 if args.q.dtype == torch.bfloat16 and PAIRS else 1
+
+
+def _numbers(x: Tensor) -> Any:
+    """The memory of a contiguous tensor as a flat array, of the bits if they are 16."""
+    flat = x.detach().view(-1)
+    return flat.numpy() if x.dtype == torch.float32 else flat.view(torch.uint16).numpy()
+
+
+def _memory(x: Tensor) -> tuple[Any, ...]:
+    """A tensor [B,a,b,d] as its flat memory, its first three steps, and how its bits are meant; d
+    is contiguous.
     """
-    acc, width, top, total = sums
-    out, tops, totals = results
-    for r in range(block[3]):
-        h, t = place(block, r)
-        at = (block[0] * H + h) * T + t
-        blind = total[r] == 0
-        share = ZERO if blind else ONE / total[r]
-        tops[at], totals[at] = ZERO if blind else top[r], total[r]
-        row, sums_of_row = out[at * E : (at + 1) * E], acc[r * width : r * width + E]
-        for e in range(E):
-            row[e] = narrow(ZERO if blind else sums_of_row[e] * share, tag, out)
+    from regard.ops.jit.half_precision import BF16, FP16
+
+    x = x.detach()
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    steps = x.stride()
+    length = x.shape[-1] + sum(
+        (n - 1) * step for n, step in zip(x.shape[:-1], steps[:-1], strict=True)
+    )
+    tag = FP16 if x.dtype == torch.float16 else BF16
+    return _numbers(x.as_strided((length,), (1,))), *steps[:3], tag
+
+
+def _mask(args: PrefillArgs) -> tuple[Any, ...]:
+    """Positions of the keys; least, largest and whether all are there, of each panel; ranges of the
+    queries.
+    """
+    from regard.ops.jit.product import PANEL
+
+    keys, S = args.k_positions, args.k.shape[2]
+    padded = torch.full((keys.shape[0], up(S, PANEL)), -1)
+    padded[:, :S] = keys
+    panels = padded.unflatten(1, (-1, PANEL))
+    there = panels >= 0
+    least = panels.masked_fill(~there, _FAR).amin(-1)
+    bounds = torch.stack([least, panels.amax(-1), there.all(-1).long()], -1)
+    starts, stops = (
+        x.expand(*(max(n, 1) for n in x.shape)).contiguous().numpy()
+        for x in (args.starts, args.stops)
+    )
+    return padded.numpy(), bounds.numpy(), starts, stops
+
+
+def _extra(args: PrefillArgs) -> tuple[Any, ...]:
+    """Scale, softcap, ALiBi's slopes, and where the queries stand."""
+    slopes, at = args.slopes.contiguous().numpy(), args.q_positions.contiguous().numpy()
+    return np.float32(args.scale), np.float32(args.softcap), args.symmetric, slopes, at
+
+
+def _pack(args: PrefillArgs, workers: int) -> tuple[tuple[Any, ...], int]:
+    """(packed keys and values, steps of a head in both and of a panel of values), and D as it is
+    packed.
+    """
+    from regard.ops.jit import product
+
+    (B, _, G, _, S, D, E), each, PANEL = args.sizes, _together(args), product.PANEL
+    length, depth, width = up(S, PANEL), up(D, each), up(E, PANEL)
+    dtype = torch.bfloat16 if each == 2 else torch.float32
+    fits = (length, depth, width) == (S, D, E)  # else what is missing must be zeros
+    make = torch.empty if fits else torch.zeros
+    packed = tuple(_numbers(make(B * G * length * size, dtype=dtype)) for size in (depth, width))
+    sizes, keys, values = (B, G, S, D, E, each), _memory(args.k), _memory(args.v)
+    openmp.POOL.run(lambda part, of: product.pack(keys, values, sizes, packed, part, of), workers)
+    return (*packed, length * depth, length * width, length * PANEL), depth
+
+
+def _scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...]:
+    """Queries, scores, weights, sums and the lanes of a maximum, for one worker."""
+    from regard.ops.jit.prefill_loops import PANEL, TILE
+
+    pairs = _together(args) == 2
+    q = _numbers(torch.zeros(rows * depth, dtype=torch.bfloat16 if pairs else torch.float32))
+    scores = torch.empty(rows * TILE).numpy()
+    weights = _numbers(torch.empty(rows * TILE, dtype=torch.bfloat16)) if pairs else scores
+    sums = torch.empty(rows * up(args.v.shape[3], PANEL)).numpy()
+    return q, scores, weights, sums, torch.empty(PANEL).numpy()
+
+
+def _pack_for_gradient(args: PrefillArgs, workers: int) -> tuple[Any, ...]:
+    """Keys and values by dims, and keys by tokens, in panels."""
+    from regard.ops.jit import gradient_loops
+    from regard.ops.jit.product import PANEL
+
+    (B, _, G, _, S, D, E), each = args.sizes, _together(args)
+    length = up(S, PANEL)
+    dtype = torch.bfloat16 if each == 2 else torch.float32
+    widths = up(D, each), up(E, each), up(D, PANEL)
+    fits = (length, *widths) == (S, D, E, D)  # else what is missing must be zeros
+    make = torch.empty if fits else torch.zeros
+    packed = tuple(_numbers(make(B * G * length * width, dtype=dtype)) for width in widths)
+    sizes, keys, values = (B, G, S, D, E, each), _memory(args.k), _memory(args.v)
+    openmp.POOL.run(
+        lambda part, of: gradient_loops.pack(keys, values, sizes, packed, part, of), workers
+    )
+    return packed
+
+
+def _scratch_for_gradient(args: PrefillArgs, step: int) -> tuple[Any, ...]:
+    """Rows as they are and turned; scores, their gradients and the lanes of a slope; the same as
+    factors; sums.
+    """
+    from regard.ops.jit.half_precision import BF16
+    from regard.ops.jit.product import PANEL, STEP
+
+    D, E, each = args.q.shape[3], args.v.shape[3], _together(args)
+    kind = torch.bfloat16 if each == 2 else torch.float32
+    left = tuple(
+        _numbers(torch.zeros(step * width, dtype=kind))
+        for size in (D, E)
+        for width in (up(size, each), up(size, STEP))
+    )
+    scores = tuple(torch.empty(length).numpy() for length in (step * PANEL, step * PANEL, PANEL))
+    if each == 2:
+        weights, slopes, rows = (_numbers(torch.empty(step * PANEL, dtype=kind)) for _ in range(3))
+    else:
+        weights, slopes, rows = scores[0], scores[1], scores[1]
+    factors = weights, weights.view("uint32"), slopes, slopes.view("uint32"), rows, BF16
+    return left, scores, factors, torch.empty(step * up(D, PANEL)).numpy()
+
+
+def _unpacked(sums: Tensor, like: Tensor, scale: float) -> Tensor:
+    """[splits,B G,panels,D,PANEL] -> [B,G,S,D], in the dtype of `like`."""
+    B, G, S, D = like.shape
+    sums = sums.sum(0) if sums.shape[0] > 1 else sums[0]
+    rows = sums[:, :, :D].mT.reshape(B, G, -1, D)[:, :, :S]
+    return (rows if scale == 1 else rows * scale).to(like.dtype).contiguous()

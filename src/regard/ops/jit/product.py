@@ -1,5 +1,5 @@
-"""Products of small matrices in registers: STEP rows of a by PANEL columns of b, fp32 sums, bf16 or
-fp32 factors.
+"""Products of small matrices in registers, and the panels in which they read keys and values: STEP
+rows of a by PANEL columns of b, fp32 sums, bf16 or fp32 factors.
 
     c_rj (+)= sum_k a_rk b_kj        r < STEP, j < PANEL
 
@@ -8,8 +8,10 @@ numbers of b are loaded at once. With AVX512-BF16 one instruction adds two produ
 each of 16 fp32 sums, without rounding them to bfloat16 in between. The loop is written in LLVM's
 own words, for no compiler finds this form by itself.
 
-Layouts: a is row after row. b is packed in panels, [k, PANEL], for bfloat16 in pairs, [k/2, PANEL,
-    2].
+a lies row after row. b is packed in panels, [k, PANEL], for bfloat16 in pairs, [k/2, PANEL, 2]: two
+neighbours along the sum stand together. So a panel of keys is [D, PANEL], a dimension of PANEL keys
+side by side, and a panel of values is [keys, PANEL], PANEL dimensions of a key side by side.
+Missing keys and dimensions are zeros.
 
 Source: Goto and van de Geijn 2008 (ACM TOMS 34, 12), sections 4 and 5: panels, and the block of
 registers.
@@ -26,10 +28,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.features import has
-
-BUILT_UPON = "f1c6f033c0398334"
-"""As for every file here that takes something from another (tests/ops/test_jit.py)."""
+from regard.ops.jit.compile import fast, has
+from regard.ops.jit.half_precision import converted
 
 WIDE = has("avx512f")
 """Whether registers hold 16 numbers and there are 32 of them."""
@@ -174,3 +174,56 @@ def add_product(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
     """c += a b."""
     kind = _BF16 if a.dtype == types.uint16 else _FP32
     return _signature(a, b, c), _code(kind, adds=True)
+
+
+@fast
+def pack_keys(memory, tokens, D, each, out, at):
+    """One panel: keys tokens[0] to tokens[1] - 1 of D dims, to out from `at` on."""
+    flat, base, step, tag = memory
+    first, n = tokens[0], tokens[1] - tokens[0]
+    for d in range(0, D, each):
+        for i in range(min(each, D - d)):
+            to = at + d * PANEL + i
+            start = base + first * step + d + i
+            for j in range(n):
+                out[to + j * each] = converted(flat[start + j * step], tag, out)
+
+
+@fast
+def pack_values(memory, tokens, E, each, out, at, across):
+    """Keys tokens[0] to tokens[1] - 1, of every panel of E dims; panels begin `across` numbers
+    apart.
+    """
+    flat, base, step, tag = memory
+    for j in range(tokens[0], tokens[1]):
+        start = base + j * step
+        for e in range(0, E, PANEL):
+            to = at + e // PANEL * across + j // each * each * PANEL + j % each
+            n = min(PANEL, E - e)
+            panel, numbers = out[to : to + n * each : each], flat[start + e : start + e + n]
+            for i in range(n):
+                panel[i] = converted(numbers[i], tag, out)
+
+
+@fast
+def pack(keys, values, sizes, packed, first, stride):
+    """Panels first, first + stride, ... of the keys of all rows and heads, and the values of the
+    same keys.
+
+    keys, values: (flat memory, steps of B, G and the tokens, tag). sizes: B, G, S, D, E, numbers
+        that stand together.
+    packed: keys [B,G,panels of S,D,PANEL] and values [B,G,panels of E,S,PANEL], flat and zero, S
+        and D rounded up.
+    """
+    B, G, S, D, E, each = sizes
+    count = (S + PANEL - 1) // PANEL
+    k_head, v_panel = packed[0].shape[0] // (B * G), count * PANEL * PANEL
+    v_head = packed[1].shape[0] // (B * G)
+    for task in range(first, B * G * count, stride):
+        head, panel = task // count, task % count
+        b, g = head // G, head % G
+        tokens = (panel * PANEL, min(S, (panel + 1) * PANEL))
+        memory = (keys[0], b * keys[1] + g * keys[2], keys[3], keys[4])
+        pack_keys(memory, tokens, D, each, packed[0], head * k_head + panel * (k_head // count))
+        memory = (values[0], b * values[1] + g * values[2], values[3], values[4])
+        pack_values(memory, tokens, E, each, packed[1], head * v_head, v_panel)

@@ -1,29 +1,22 @@
-"""Loops written in LLVM's vectors, which every processor has in some width: left to itself, the
-compiler keeps sums in memory.
+"""Loops written in LLVM's vectors, which every processor has in some width. Left to itself, the
+compiler keeps sums in memory, and looks for NaN number by number when it wants a maximum.
 
-A vector here is `LANES` float32. What follows builds code; nothing of it runs when a kernel runs.
+A vector here is `LANES` float32. The functions here write code with an LLVM builder while Numba
+compiles; none of them runs when a kernel runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.features import has
-
-BUILT_UPON = "f1c6f033c0398334"
-"""As for every file here that takes something from another (tests/ops/test_jit.py)."""
-
-leaf: Any = partial(njit, nogil=True, cache=True, error_model="numpy", _nrt=False)
-"""`njit` for loops that make no array: they count no references to those they are given, which took
-a tenth of the time.
-"""
+from regard.ops.jit.compile import has
 
 LANES = 16
 LINE = 64
@@ -88,7 +81,7 @@ def add_pairs(builder: Any, x: Any, y: Any, z: Any) -> Any:
 
 
 def numbers(builder: Any, place: Any, tag: Any, lanes: int) -> Any:
-    """As many numbers as lanes from a place on, as floats: 16, or one, with zeros behind it.
+    """Load as many numbers as lanes from a place on, as floats: 16, or one with zeros behind it.
 
     place: a pointer to float32, or to 16 bits that the tag (a Numba type: int8 bfloat16, int16
         float16) gives a meaning.
@@ -251,3 +244,52 @@ def line(context: Any, builder: Any, kind: Any, array: Any, row: Any) -> Any:
     made = context.make_array(kind)(context, builder, value=array)
     width = cgutils.unpack_tuple(builder, made.shape)[1]
     return builder.gep(made.data, [builder.mul(row, width)])
+
+
+def _largest(*, absolute: bool) -> Any:
+    """The largest of so many numbers, or of their sizes: NaN counts for nothing."""
+
+    def of(context: Any, array: Any, at: Any, count: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            place = builder.gep(data(context, builder, array, args[0]), [args[1]])
+            least, found = 0.0 if absolute else -math.inf, []
+            ends = (number(0), builder.and_(args[2], number(-LANES)), args[2])
+            for lanes, begin, end in ((LANES, *ends[:2]), (1, *ends[1:])):
+                kind = VECTOR if lanes > 1 else FLOAT
+                loop = Loop(builder, begin, end, lanes, [_filled(kind, least)])
+                here = builder.bitcast(builder.gep(place, [loop.i]), kind.as_pointer())
+                x = builder.load(here, align=4)
+                x = _size_of(builder, x) if absolute else x
+                found += loop.close([_greater(builder, x, loop.now[0])])
+            wide, most = found
+            while wide.type.count > 2:
+                wide = _greater(builder, *parts(builder, wide, wide.type.count // 2))
+            for i in range(2):
+                most = _greater(
+                    builder, builder.extract_element(wide, ir.Constant(ir.IntType(32), i)), most
+                )
+            return most
+
+        return types.float32(array, at, count), code
+
+    return intrinsic(of)
+
+
+def _filled(kind: Any, x: float) -> Any:
+    """A number, or a vector of it."""
+    return ir.Constant(kind, [x] * LANES if kind == VECTOR else x)
+
+
+def _size_of(builder: Any, x: Any) -> Any:
+    """|x|."""
+    name = "llvm.fabs.f32" if x.type == FLOAT else f"llvm.fabs.v{LANES}f32"
+    kind = ir.FunctionType(x.type, [x.type])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x])
+
+
+def _greater(builder: Any, x: Any, y: Any) -> Any:
+    """The greater of two; y where x is NaN."""
+    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+
+largest, largest_size = _largest(absolute=False), _largest(absolute=True)

@@ -197,7 +197,8 @@ def decayed_sum(
     // (H/G).
 
     >>> k = torch.ones(1, 1, 3, 1)
-    >>> decayed_sum(k, k, k, None, torch.zeros(1, 1, 1, 1), form="auto", chunk=64)[0].flatten().tolist()
+    >>> out, state = decayed_sum(k, k, k, None, torch.zeros(1, 1, 1, 1), form="auto", chunk=64)
+    >>> out.flatten().tolist()
     [1.0, 2.0, 3.0]
     """
     G, T = k.shape[1:3]

@@ -41,7 +41,8 @@ def recurrent(
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
-    >>> out, state = recurrent(k[:, :, None], k, v, torch.ones(1, 1, 2, 1), None, torch.zeros(1, 1, 2, 1))
+    >>> strength, nothing = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
+    >>> out, state = recurrent(k[:, :, None], k, v, strength, None, nothing)
     >>> state.flatten().tolist()  # two orthogonal keys: both values are held exactly
     [3.0, 5.0]
 
@@ -90,7 +91,8 @@ def chunked(
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
-    >>> out, state = chunked(k[:, :, None], k, v, torch.ones(1, 1, 2, 1), None, torch.zeros(1, 1, 2, 1), 2)
+    >>> strength, nothing = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
+    >>> out, state = chunked(k[:, :, None], k, v, strength, None, nothing, 2)
     >>> state.flatten().tolist()
     [3.0, 5.0]
 
@@ -252,7 +254,7 @@ def gated_delta_rule(
     >>> half = torch.full((1, 1, 2), 0.5).log()
     >>> gated_delta_rule(k, k, v, torch.ones(1, 1, 2), half, scale=1.0)[1][0].flatten().tolist()
     [1.5, 5.0]
-    >>> second_channel = torch.tensor([0.0, float("-inf")]).expand(1, 1, 2, 2)  # the first one is kept
+    >>> second_channel = torch.tensor([0.0, float("-inf")]).expand(1, 1, 2, 2)  # keeps the first
     >>> gated_delta_rule(k, k, v, torch.ones(1, 1, 2, 1), second_channel)[1][0].flatten().tolist()
     [3.0, 5.0]
 

@@ -34,7 +34,8 @@ def linear_attention(
 ) -> tuple[Float[Tensor, "B H T E"], tuple[Tensor, ...]]:
     """Causal linear attention: the mean of the values seen so far, weighted by phi(q) . phi(k).
 
-    S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t);  o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
+    S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t)
+    o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
     Without `normalise`, o_t = scale S_t^T phi(q_t) and there is no z. Query head h reads the state
     of key/value head h // (H/G). Nothing is added to the denominator: where it is exactly 0

@@ -34,13 +34,13 @@ def retention(
     """Retention: the sum of the values seen so far, weighted by q . k and by gamma to the power of
     how long ago.
 
-    S_t = gamma_g S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
+    S_t = gamma_g S_{t-1} + k_t v_t^T
+    o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
 
     Query head h reads the state of key/value head h // (H/G), which has one gamma. With gamma 1 it
     is linear attention without features and normaliser. The paper turns q and k by rotary positions
-    first, and normalises each head
-    afterwards: `regard.nn.variants.retention`. Every token decays the state by one step, whatever
-        the gaps between positions.
+    first, and normalises each head afterwards: `regard.nn.variants.retention`. Every token decays
+    the state by one step, whatever the gaps between positions.
 
     Args:
         q, k, v: queries, keys and values of the same T tokens; G divides H.

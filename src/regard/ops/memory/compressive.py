@@ -71,7 +71,8 @@ def retrieve(
     """Read a mean of the values that were written, weighted by how their keys' features match the
     query's.
 
-    A = sigma(q) M / sigma(q) z; query head h reads memory h // (H/G). Nothing written gives 0, not 0/0.
+    A = sigma(q) M / sigma(q) z; query head h reads memory h // (H/G). Where nothing was written the
+    output is 0, not 0/0.
 
     Args:
         q: queries without position encoding.
@@ -116,7 +117,8 @@ def write(
 ) -> Compressed:
     """Add one segment's keys and values to the memory.
 
-    M' = M + sigma(k)^T u,  z' = z + sum_t sigma(k_t);  u = v, or under "delta" v - sigma(k) M / sigma(k) z
+    M' = M + sigma(k)^T u,  z' = z + sum_t sigma(k_t)
+    u = v, or under "delta" v - sigma(k) M / sigma(k) z
 
     Under "delta" all keys of the segment read the memory in front of it. A binding that is there
     already leaves M as it is, but z grows: after v was written twice under one key, that key reads

@@ -85,7 +85,8 @@ def order(positions: Positions, size: int, device: torch.device | str | None = N
     largest one is read; a compiled graph cannot, and there the tokens of a row must follow one
     another without gaps (asserted on the device).
 
-    >>> order(torch.tensor([[3, -1, 2, 5]]), 2).split(torch.tensor([3.0, 9.0, 2.0, 5.0])[None, None, :, None]).flatten()
+    >>> x = torch.tensor([3.0, 9.0, 2.0, 5.0])[None, None, :, None]
+    >>> order(torch.tensor([[3, -1, 2, 5]]), 2).split(x).flatten()
     tensor([2., 3., 0., 5.])
     """
     if isinstance(positions, Span) and positions.start >= 0:
@@ -162,7 +163,8 @@ def best_blocks(
     """The forced blocks that are allowed, and the best of the other allowed ones: k in all, or the
     forced alone.
 
-    >>> scores, yes = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]]), torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    >>> scores = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]])
+    >>> yes = torch.ones(1, 1, 1, 4, dtype=torch.bool)
     >>> best_blocks(scores, yes & torch.tensor([False, False, True, False]), yes, 2).int().tolist()
     [[[[0, 0, 1, 1]]]]
     """

@@ -70,7 +70,8 @@ def index_mask(
         ArgumentError: topk is below 1, or the shapes do not fit.
 
     >>> q, k, w = torch.randn(1, 2, 5, 3), torch.randn(1, 1, 5, 3), torch.randn(1, 5, 2)
-    >>> index_mask(q, k, w, topk=2, q_positions=Span(0, 5), k_positions=Span(0, 5)).table.sum(-1).tolist()
+    >>> mask = index_mask(q, k, w, topk=2, q_positions=Span(0, 5), k_positions=Span(0, 5))
+    >>> mask.table.sum(-1).tolist()
     [[[1, 2, 2, 2, 2]]]
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 1 and 2.
@@ -120,7 +121,8 @@ def indexer_loss(
 ) -> Float[Tensor, "B T"]:
     """What an indexer learns from: its distance from what attention looked at, per query.
 
-    p_t = sum_h pattern_ht over the visible keys, divided by its sum;  loss_t = KL(p_t || softmax(scores_t))
+    p_t = sum_h pattern_ht over the visible keys, divided by its sum
+    loss_t = KL(p_t || softmax(scores_t))
 
     With all past keys visible this is the dense warm-up, with the chosen keys the sparse stage. A
     query that sees nothing, or whose pattern is 0 there, has loss 0. No gradient flows into the

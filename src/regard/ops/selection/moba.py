@@ -27,8 +27,8 @@ def moba_mask(
 ) -> Mask:
     """The keys that each query and query head may see, as a mask for `regard.attend`.
 
-    s_i = q . mean(K of block i);  chosen: the own block, always, and of the blocks in front of it those with the
-    topk - 1 largest s_i; within the own block k <= q
+    s_i = q . mean(K of block i);  chosen: the own block, always, and of the blocks in front of it
+    those with the topk - 1 largest s_i; within the own block k <= q
 
     The own block counts among the topk, so that topk = 1 is the own block alone. No gradient flows
     through the choice.

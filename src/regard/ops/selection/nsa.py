@@ -90,7 +90,8 @@ def importance(
     """What share of the attention to compressed tokens falls on each block, summed over the heads
     of a group.
 
-    importance[j] = sum_h sum_{m < l'/d} sum_{n < l/d} p_h[(l'/d) j - m - n], with j and the index counted from 1
+    importance[j] = sum_h sum_{m < l'/d} sum_{n < l/d} p_h[(l'/d) j - m - n], with j and the index
+    counted from 1
 
     A compressed token gives its weight to a block once for each stride that they have in common.
     (Read with indices from 0, the printed sum would give it to the block in front.)
@@ -119,8 +120,9 @@ def selection_mask(
     """The blocks that each group of query heads reads, from its attention to compressed keys, as a
     mask.
 
-    p = softmax(scale q k^T) over the compressed tokens that end at or before the query; blocks: the first `initial`,
-    the last `local` up to the query's own, and the most important others, `count` in all
+    p = softmax(scale q k^T) over the compressed tokens that end at or before the query; blocks: the
+    first `initial`, the last `local` up to the query's own, and the most important others, `count`
+    in all
 
     Args:
         q, k: queries, and compressed keys at the positions of their last tokens (`ends`).

@@ -3,17 +3,23 @@
 """
 
 from regard.ops.softmax.attend import attend, attend_partial, attention_weights
-from regard.ops.softmax.call import Options, Partial
+from regard.ops.softmax.call import Call, Kernel, Options, Partial, Result, Work
+from regard.ops.softmax.dispatch import register_kernel
 from regard.ops.softmax.merge import merge
 from regard.ops.softmax.plan import Plan, plan
 
 __all__ = [
+    "Call",
+    "Kernel",
     "Options",
     "Partial",
     "Plan",
+    "Result",
+    "Work",
     "attend",
     "attend_partial",
     "attention_weights",
     "merge",
     "plan",
+    "register_kernel",
 ]

@@ -34,7 +34,9 @@ def attend(
 ) -> Float[Tensor, "B H T E"]:
     """Softmax attention: each query's weighted mean of the values of the keys that it may see.
 
-    s = softcap(scale q k^T) + bias, -inf where masked;  out = softmax(s) v, with exp(sink) in the denominator as well.
+    s = softcap(scale q k^T) + bias, -inf where masked
+    out = softmax(s) v, with exp(sink) in the denominator as well
+
     Query head h reads key/value head h // (H/G). `Options` says what each option is. A row that
     sees nothing gives 0.
 
@@ -78,7 +80,8 @@ def attend_partial(
     """Attention over a part of the keys, as (out, lse), for `merge`; options as in `attend`, but
     dropout and sink.
 
-    lse_i = ln sum_j exp(s_ij), natural log, fp32 or fp64, -inf for a row that sees nothing; differentiable.
+    lse_i = ln sum_j exp(s_ij), natural log, fp32 or fp64, -inf for a row that sees nothing;
+    differentiable.
 
     Raises:
         ArgumentTypeError: dropout or sink is given: a sink is counted once, by `merge`.
@@ -131,7 +134,8 @@ def attention_weights(
 
     >>> import torch, regard
     >>> q = torch.randn(1, 2, 1000, 8)
-    >>> regard.attention_weights(q, q, mask=regard.masks.Causal(), rows=-1, columns=slice(0, 4)).shape
+    >>> causal = regard.masks.Causal()
+    >>> regard.attention_weights(q, q, mask=causal, rows=-1, columns=slice(0, 4)).shape
     torch.Size([1, 2, 1, 4])
     """
     if options.get("dropout"):

@@ -1,5 +1,6 @@
-"""The choice of a kernel: the first with no reason against, or the one asked for, which may
-refuse.
+"""The choice of a kernel, made once for each call: every kernel says how early it wants to be asked
+(`priority`), and the first one that has no reason against the call (`why_not`) runs it. A backend
+that is asked for by name runs it or refuses with its reasons.
 """
 
 from __future__ import annotations
@@ -7,67 +8,127 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 
 import torch
 
 from regard import tap
-from regard.errors import ArgumentError, KernelRefusal
+from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
 from regard.ops.softmax.call import Call, Kernel, Result
-from regard.ops.softmax.cpu import Cpu, much
+from regard.ops.softmax.cpu import Cpu
 from regard.ops.softmax.flex import Flex
-from regard.ops.softmax.gemm import Gemm, pays
+from regard.ops.softmax.gemm import Gemm
 from regard.ops.softmax.reference import Reference
 from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
-from regard.process import is_compiling
 from regard.span import Span, vacant
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
-"""In the order in which `backend="auto"` asks them on a CPU, where Flex holds every score."""
+"""The kernels of this package."""
 
-_SHORT = sorted(KERNELS, key=lambda kernel: {"sdpa": 0, "tiled": 1}.get(kernel.name, 2))
-"""The same for little memory: Numba takes a second to import, and need not be."""
-
-_LONG = sorted(KERNELS, key=lambda kernel: {"cpu": 0, "gemm": 1}.get(kernel.name, 2))
-"""The same where Gemm pays."""
-
-_LEARNING = sorted(
-    KERNELS, key=lambda kernel: {"sdpa": 0, "gemm": 1, "tiled": 2}.get(kernel.name, 3)
-)
-"""The same with a gradient, where Sdpa may refuse large scores: then compiled products are next."""
-
-_FEW = sorted(KERNELS, key=lambda kernel: {"sdpa": 0, "reference": 1}.get(kernel.name, 2))
-"""The same for few products, where it is the number of operations that costs."""
-
-FEW = 2**24
-"""Up to so many products B H T S (D + E) with a gradient, the definition is faster than its tiles:
-measured on one thread.
-"""
+_registered: tuple[Kernel, ...] = KERNELS
+_lock = Lock()
 
 
-def order(call: Call) -> Sequence[Kernel]:
-    """The kernels in the order in which they are asked: off the CPU, generated ones come before
-    plain torch.
+class KernelHandle:
+    """A registered kernel; `remove`, or the end of a `with` block, takes it out again."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def remove(self) -> None:
+        """Take the kernel out; a second time does nothing."""
+        global _registered
+        with _lock:
+            _registered = tuple(x for x in _registered if x is not self.kernel)
+
+    def __enter__(self) -> Kernel:
+        return self.kernel
+
+    def __exit__(self, *problem: object) -> None:
+        self.remove()
+
+
+def register_kernel(kernel: Kernel) -> KernelHandle:
+    """Let `attend`, `attend_partial` and `plan` use one more kernel, in all threads.
+
+    `backend="auto"` asks it where its `priority` says, and `backend=kernel.name` asks it alone.
+    `regard.ops.softmax.Kernel` says what it must offer, and `Call`, `Result` and `Work` beside it
+    are what it is given and what it gives back.
+
+    Args:
+        kernel: an object with `name`, `selects`, `why_not(call)`, `priority(call)`, `run(call)` and
+            `work(call)`.
+
+    Returns:
+        A handle: `handle.remove()` takes the kernel out, and so does the end of `with handle:`.
+
+    Raises:
+        ArgumentTypeError: something that a kernel must have is missing.
+        ArgumentError: there is a kernel of that name already, or the name is "auto".
+
+    >>> import torch, regard
+    >>> from regard.ops.softmax import Result, Work
+    >>> class Zeros:
+    ...     name, selects = "zeros", True
+    ...     def why_not(self, call): return ["no gradient"] if call.has_gradient else []
+    ...     def priority(self, call): return None  # only if it is asked for
+    ...     def run(self, call): return Result(call.q.new_zeros(*call.q.shape[:3], call.E), None)
+    ...     def work(self, call): return Work(0, 0)
+    >>> q = torch.randn(1, 2, 3, 4)
+    >>> with regard.register_kernel(Zeros()):
+    ...     regard.attend(q, q, q, backend="zeros").abs().sum().item()
+    0.0
     """
-    if call.q.device.type == "cpu":
-        if call.has_gradient and not pays(call):
-            few = call.B * call.H * call.T * call.S * (call.D + call.E) < FEW
-            return _FEW if few else _LEARNING
-        return _LONG if pays(call) else KERNELS if much(call) else _SHORT
-    return sorted(KERNELS, key=lambda kernel: kernel.name in ("tiled", "reference"))
+    global _registered
+    missing = [
+        word
+        for word in ("name", "selects", "why_not", "priority", "run", "work")
+        if not hasattr(kernel, word)
+    ]
+    if missing or not isinstance(kernel.name, str):
+        what = f"has no {', '.join(missing)}" if missing else "has a name that is no string"
+        raise ArgumentTypeError(
+            f"the kernel is {type(kernel).__name__}, which {what}; it must offer what "
+            "regard.ops.softmax.Kernel says"
+        )
+    with _lock:
+        names = ["auto", *(x.name for x in _registered)]
+        if kernel.name in names:
+            raise ArgumentError(
+                f"a kernel is named {kernel.name!r} already; the names in use are "
+                f"{', '.join(names)}: give it another one"
+            )
+        _registered = (*_registered, kernel)
+    return KernelHandle(kernel)
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """All kernels: those of this package, then those that were registered, in that order."""
+    return _registered
+
+
+def order(call: Call) -> list[Kernel]:
+    """The kernels in the order in which `backend="auto"` asks them; those that are never chosen by
+    themselves are left out.
+    """
+    every, asked = _registered, []
+    for i, kernel in enumerate(every):
+        number = kernel.priority(call)
+        if number is not None:
+            asked.append((-number, i))
+    asked.sort()
+    return [every[i] for _, i in asked]
 
 
 def run(call: Call, backend: str = "auto") -> Result:
     """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy
     of autocast.
     """
-    kernel = _that_selects(call, backend)
-    if kernel is None:
-        call = without_garbage(call)
-        kernel = choose(call, backend)
-    device = call.q.device.type
+    kernel, call = decide(call, backend)
     if watching := tap.watchers():
         return _shown(kernel, call, watching)
+    device = call.q.device.type
     if not torch.is_autocast_enabled(device):
         return kernel.run(call)
     with torch.autocast(device, enabled=False):
@@ -81,7 +142,7 @@ def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
     asked, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
         if kernel.why_not(asked):  # it gives no lse here: its output stays, the lse is another's
-            other = choose(asked)
+            other, asked = decide(asked)
             name = f"{name}, lse by {other.name}"
             result = Result(kernel.run(call).out, other.run(asked).lse)
         else:
@@ -91,45 +152,50 @@ def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
     return result
 
 
-def _that_selects(call: Call, backend: str) -> Kernel | None:
-    """The first kernel, if it can run the call and never looks at what is masked: then nobody has
-    to look for NaN there.
-    """
-    asked = order(call)[:1] if backend == "auto" else [x for x in KERNELS if x.name == backend]
-    return next((x for x in asked if x.selects and not x.why_not(call)), None)
+def decide(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
+    """The kernel of that name, or the first that can run the call; and the call as it takes it.
 
-
-def choose(call: Call, backend: str = "auto") -> Kernel:
-    """The kernel of that name, or the first that can run the call.
+    A kernel that `selects` never looks at what is masked, so it takes the call as it is. For every
+    other one the slots that hold nothing are emptied first, once.
 
     Raises:
         ArgumentError: there is no kernel of that name.
         KernelRefusal: the kernel asked for cannot run the call, or none can; the message has every
             reason.
     """
-    asked = [kernel for kernel in order(call) if backend in ("auto", kernel.name)]
-    if not asked:
-        raise ArgumentError(_unknown(backend))
+    if backend == "auto":
+        asked = order(call)
+    else:
+        asked = [kernel for kernel in _registered if kernel.name == backend]
+        if not asked:
+            raise ArgumentError(_unknown(backend))
     refusals: dict[str, list[str]] = {}
+    emptied = False
     for kernel in asked:
-        refusals[kernel.name] = kernel.why_not(call)
-        if not refusals[kernel.name]:
-            return kernel
+        if not (kernel.selects or emptied):
+            call, emptied = without_garbage(call), True
+        reasons = kernel.why_not(call)
+        if not reasons:
+            return kernel, call
+        refusals[kernel.name] = reasons
+    raise KernelRefusal(_refusal(call, refusals))
+
+
+def _refusal(call: Call, refusals: dict[str, list[str]]) -> str:
     reasons = "; ".join(f"{name} ({', '.join(why)})" for name, why in refusals.items())
-    able = [x.name for x in KERNELS if x.name not in refusals and not x.why_not(call)]
+    able = [x.name for x in _registered if x.name not in refusals and not x.why_not(call)]
     hint = f"backends that can: {', '.join(able)}" if able else "no other backend can"
-    raise KernelRefusal(f"this call cannot run on {reasons}; {hint}")
+    return f"this call cannot run on {reasons}; {hint}"
 
 
 def without_garbage(call: Call) -> Call:
     """Slots that hold nothing may hold anything: empty them, so that no kernel multiplies a NaN by
     0.
     """
-    compiling = is_compiling()
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
         if (isinstance(positions, Span) and positions.all_tokens) or (
-            not compiling and call.finite
+            not call.compiling and call.finite
         ):
             continue
         if (empty := vacant(positions, call.q.device)) is not None:
@@ -139,7 +205,7 @@ def without_garbage(call: Call) -> Call:
 
 
 def _unknown(backend: str) -> str:
-    names = ["auto", *(kernel.name for kernel in KERNELS)]
+    names = ["auto", *(kernel.name for kernel in _registered)]
     close = difflib.get_close_matches(str(backend), names, 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown backend {backend!r}; it must be one of {', '.join(names)}{hint}"

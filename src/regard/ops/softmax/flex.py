@@ -25,7 +25,6 @@ from regard.masks.base import is_static
 from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
-from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, part
 
 BLOCK = 128
@@ -62,7 +61,7 @@ class Flex:
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         if call.dropout:
             reasons.append("no dropout")
-        if is_compiling():
+        if call.compiling:
             reasons.append("not inside a graph that is being compiled")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
@@ -76,6 +75,10 @@ class Flex:
         if not reasons and not call.finite:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
         return reasons
+
+    def priority(self, call: Call) -> float | None:
+        """Behind torch's fused kernel; on a CPU, where it holds every score, behind the tiles."""
+        return 40 if call.q.is_cpu else 70
 
     def run(self, call: Call) -> Result:
         """Lower mask and bias, run, apply the sink."""

@@ -34,7 +34,8 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
 
     >>> import torch, regard
     >>> q, k, v = torch.randn(3, 1, 2, 8, 4).unbind(0)
-    >>> parts = [regard.attend_partial(q, k[:, :, s], v[:, :, s]) for s in (slice(0, 3), slice(3, 8))]
+    >>> halves = slice(0, 3), slice(3, 8)
+    >>> parts = [regard.attend_partial(q, k[:, :, s], v[:, :, s]) for s in halves]
     >>> torch.allclose(regard.merge(parts).out, regard.attend(q, k, v), atol=1e-6)
     True
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from regard import masks
 from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
-from regard.process import is_compiling
 from regard.span import Span
 
 ROWS, KEYS = 256, 128
@@ -82,7 +81,7 @@ def lower(call: Call) -> list[Rows]:
         if known is not None:
             return known
     everything = Rows(slice(0, call.T), [_masked(call, slice(0, call.T), slice(0, call.S))])
-    if is_compiling() or call.q.device.type != "cpu":
+    if call.compiling or call.q.device.type != "cpu":
         # tiles are found by reading tensors: not in a graph, not across a device
         return [everything]
     return [_by_tiles(call, slice(i, min(i + ROWS, call.T))) for i in range(0, call.T, ROWS)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.cost import attention_flops
 from regard.ops.softmax.call import Options, Work, make_call
-from regard.ops.softmax.dispatch import choose, order, without_garbage
+from regard.ops.softmax.dispatch import decide, kernels, order, without_garbage
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Plan:
 
     Attributes:
         kernel: the name of the kernel that would run.
-        choices: every kernel's answer, in the order in which they are asked.
+        choices: every kernel's answer, in the order in which they are asked; last those that
+            `backend="auto"` never asks.
         flops: what computing every pair would take: 2 B H T S (D + E).
         title: the call in words.
     """
@@ -90,7 +91,8 @@ def plan(
     dense = call.B * call.H * call.T * call.S
     total = attention_flops(dense, call.D, call.E)
     choices = []
-    for kernel in order(call):
+    asked = order(call)
+    for kernel in (*asked, *(x for x in kernels() if x not in asked)):
         reasons = tuple(kernel.why_not(call))
         work = None if reasons else kernel.work(call)
         flops = 0 if work is None else attention_flops(work.pairs, call.D, call.E)
@@ -98,7 +100,7 @@ def plan(
     sizes = " ".join(f"{name}={getattr(call, name)}" for name in "BHGTSDE")
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
-    return Plan(choose(call, backend).name, tuple(choices), total, title)
+    return Plan(decide(call, backend)[0].name, tuple(choices), total, title)
 
 
 def quantity(n: float, unit: str, base: int) -> str:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.ops.softmax.call import Call, Result, Work
-from regard.process import is_compiling
 from regard.tap import edited, tap
 
 ALL = slice(None)
@@ -23,8 +22,8 @@ def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor,
     """The scores [B,H,t,s] of a block, -inf where masked, and which of them are visible (bool,
     broadcastable).
 
-    s_ij = softcap(scale * q_i . k_j) + bias_ij, computed in fp32 (fp64 for fp64); the query is scaled first, so that
-    a half-precision product cannot overflow.
+    s_ij = softcap(scale * q_i . k_j) + bias_ij, computed in fp32 (fp64 for fp64); the query is
+    scaled first, so that a half-precision product cannot overflow.
     """
     visible = call.mask.block(
         call.q_positions, call.k_positions, rows, columns, device=call.q.device
@@ -46,7 +45,7 @@ def dot(call: Call, rows: slice = ALL, columns: slice = ALL) -> Tensor:
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
     s = _grouped(q, k.mT)
-    if is_compiling() or call.finite:
+    if call.compiling or call.finite:
         return s
     # The gradient of a masked score is 0, and 0 times a NaN in q or k would poison its neighbours:
     # differentiate the product of the finite entries, and show the value of the whole.
@@ -142,6 +141,11 @@ def weights(s: Tensor, whole: Total) -> Tensor:
 BLOCK_BYTES = 2**28  # scores held at once, unless somebody wants to see them all
 MAX_BYTES = 2**32  # what a listener to scores or pattern may make it hold
 
+FEW = 2**24
+"""Up to so many products B H T S (D + E) with a gradient, the definition is faster than its tiles:
+measured on one thread.
+"""
+
 
 class Reference:
     """Attention as it is written down; memory O(T S) where it is traced or trained, else
@@ -160,6 +164,14 @@ class Reference:
             limit = f"limit {MAX_BYTES / 2**30:.0f} GiB"
             return [f"{held}; {limit}: regard.attention_weights gives any block of them"]
         return []
+
+    def priority(self, call: Call) -> float | None:
+        """The last resort; with a gradient for few products on a CPU, right behind torch's kernel,
+        because there it is the number of operations that costs.
+        """
+        learns = call.has_gradient and call.q.is_cpu
+        few = learns and call.B * call.H * call.T * call.S * (call.D + call.E) < FEW
+        return 75 if few else 10
 
     def run(self, call: Call) -> Result:
         """All rows at once if somebody listens or learns, else a block of rows at a time."""
@@ -186,7 +198,7 @@ def attend_rows(call: Call, rows: slice) -> Result:
     whole = total(s)
     pattern = tap("pattern", weights(s, with_sink(whole, call.sink)))
     kept = F.dropout(pattern, call.dropout) if call.dropout else pattern
-    finite = not is_compiling() and call.finite
+    finite = not call.compiling and call.finite
     out = mix(kept, visible, call.v, finite=finite).to(call.q.dtype)
     return Result(
         out, whole.lse, s if edited("scores") else None, pattern if edited("pattern") else None

@@ -95,6 +95,10 @@ class Sdpa:
             return why_no_lse(call.q.device)
         return []
 
+    def priority(self, call: Call) -> float | None:
+        """The usual choice."""
+        return 80
+
     def run(self, call: Call) -> Result:
         """Lower the mask, then run the pieces."""
         q, k, v = same_dim(*(last_contiguous(x) for x in (call.q, call.k, call.v)))
@@ -145,7 +149,7 @@ def _too_large(call: Call) -> list[str]:
     """
     if not call.q.is_cpu:
         return []
-    if is_compiling():
+    if call.compiling:
         return ["its gradient is right for small scores only, and a graph cannot look at them"]
     bound = call.score_bound
     if call.bias is not None and bound <= SMALL_SCORES:
@@ -222,7 +226,7 @@ class Pieces(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, work: list[Rows]
     ) -> tuple[Tensor, Tensor]:
-        """As `run_pieces`."""
+        """Run the pieces, and save what the backward pass needs."""
         out, lse = run_pieces(q, k, v, scale, work)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scale, ctx.work = scale, work
@@ -315,7 +319,7 @@ def _folds(q: Tensor, k: Tensor, piece: Piece, mask: Tensor | None) -> bool:
 
 
 def _sizes(call: Call) -> str:
-    if is_compiling():  # a number in a message would tie the graph to it
+    if call.compiling:  # a number in a message would tie the graph to it
         return "in a graph"
     return f"B {call.B}, T {call.T}, S {call.S}, E {call.E}"
 

@@ -4,12 +4,14 @@ never visited.
 The keys of a block of queries are read in pieces; with m the largest score so far, each piece
 updates
 
-    m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')    o' = o e^(m - m') + sum_j e^(s_j - m') v_j
+    m' = max(m, max_j s_j)    l' = l e^(m - m') + sum_j e^(s_j - m')
+    o' = o e^(m - m') + sum_j e^(s_j - m') v_j
 
 and at the end out = o / l, lse = m + ln l. The backward pass computes the scores again; m and l are
 saved, not the lse, which cannot hold the small digits of l beside a large m:
 
-    p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)    dq = ds k    dk = ds^T q
+    p = e^(s - m) / l    dv = p^T dout    dp = dout v^T    ds = p (dp - rowsum(p dp) + dlse)
+    dq = ds k    dk = ds^T q
 
 rowsum(p dp) = rowsum(dout out), which takes no pass over the keys: that is used where the keys are
 several pieces and scores are small.
@@ -35,7 +37,6 @@ from regard.ops.softmax.bias_gradient import BiasGradient
 from regard.ops.softmax.call import SMALL_SCORES, Call, Result, Work
 from regard.ops.softmax.merge import with_sink
 from regard.ops.softmax.pieces import tile_runs
-from regard.process import is_compiling
 
 ROWS = 128
 """Queries in a block, of each head."""
@@ -69,11 +70,15 @@ class Tiled:
             reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
-        if is_compiling():
+        if call.compiling:
             reasons.append("reads the tiles of the mask, which a compiled graph cannot")
         elif not reasons and not call.finite:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
         return reasons
+
+    def priority(self, call: Call) -> float | None:
+        """Next to torch's kernel on a CPU; elsewhere generated kernels come before plain torch."""
+        return 60 if call.q.is_cpu else 20
 
     def run(self, call: Call) -> Result:
         """All query blocks, one after the other."""

@@ -19,6 +19,8 @@ from regard.ops.softmax.reference import mix, total, weights
 from regard.span import Positions, Span
 from regard.tap import tap
 
+__all__ = ["Aligned", "additive_attention"]
+
 BLOCK_BYTES = 2**26
 """What the hidden layer of a block of queries may take; with gradients, torch keeps all blocks."""
 
@@ -47,7 +49,8 @@ def additive_attention(
     """Additive attention: query and key are added, and a vector reads the score from the tanh of
     the sum.
 
-    e_ij = weight . tanh(query_i + keys_j);  a_ij = exp(e_ij) / sum_j exp(e_ij);  context_i = sum_j a_ij values_j
+    e_ij = weight . tanh(query_i + keys_j);  a_ij = exp(e_ij) / sum_j exp(e_ij)
+    context_i = sum_j a_ij values_j
 
     With query = W s_{i-1} and keys = U h_j it is Bahdanau's; with the two halves of one W on a
     pair, Luong's `concat`. Queries and keys come projected: the keys of a source are computed once

@@ -20,25 +20,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.features import has
-from regard.ops.jit.largest import largest_size
+from regard.ops.jit.compile import compiled, has
 from regard.ops.jit.vectors import (
     LANES,
     Loop,
     ask,
     data,
     everywhere,
-    leaf,
+    largest_size,
     line,
     number,
     put,
     turns,
 )
-
-BUILT_UPON = "8407759f2f30f0c3"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes
-(tests/ops/test_jit.py).
-"""
 
 THERE = has("avx512bw")
 """Whether the processor multiplies pairs of 16 bits in long registers."""
@@ -175,10 +169,10 @@ def _give(builder: Any, found: Any, given: list[Any], place: Any, fresh: Any) ->
 
 
 _sum_64, _sum_32 = _sum(WIDE), _sum(WIDE // 2)
-compiled = leaf(fastmath={"contract", "nsz"})
+leaf = compiled(fastmath=("contract", "nsz"), makes_arrays=False)
 
 
-@compiled
+@leaf
 def _round(weighed, rows, count, whole, factors, totals):
     """Weights [R,n] as whole numbers of 16 bits, what one of them is worth [R], and their sums
     [R].
@@ -196,10 +190,9 @@ def _round(weighed, rows, count, whole, factors, totals):
         totals[r] = total
 
 
-@compiled
+@leaf
 def sum_words(rows, lines, columns, weighed, added, scratch, out):
-    """As `regard.ops.jit.tile_quantised.sum_lines` for rows that are a whole number of `ROWS`, and
-    columns of 32.
+    """`decode_quantised.sum_lines` for rows that are a whole number of `ROWS`, and columns of 32.
 
     lines: (codes, byte of the first line, step, how many: even; byte from which as much is read
         next). weighed: [R,n] with the scales in them. scratch: (int16 [R,n], [R], int32 [R]). out:

@@ -1,17 +1,18 @@
-"""The gradient of many queries, compiled: blocks and panels as in `prefill`, the weights computed
+"""The loops of prefill's gradient: blocks and panels as in `prefill_loops`, the weights computed
 again.
 
     p = e^(s - m) / l        dp = dO v^T        ds = p (dp - shift) slope        shift = dO O - dlse
     dv += p^T dO             dk += ds^T q       dq += ds k
 
 A block of rows meets one panel of keys after the other. Its weights [rows, PANEL] lie as the right
-factor of a product:
-dv^T = dO^T p and dk^T = q^T ds are summed transposed, so that only q and dO are turned, once a block, and never scores.
-A bfloat16 product wants neighbours along its sum together: of p and ds two rows in a word, and ds
-once more by rows.
+factor of a product: dv^T = dO^T p and dk^T = q^T ds are summed transposed, so that only q and dO
+are turned, once a block, and never scores. A bfloat16 product wants neighbours along its sum
+together: of p and ds two rows in a word, and ds once more by rows.
 
-What the functions pass on, beside what `prefill` and `gradient_rows` name; slope is that of the
-softcap:
+`pack` and `run_tasks` are where the door `prefill` comes in. What the functions pass on,
+beside `block`, `mask` and `extra` of `prefill_loops`; slope is that of the softcap:
+    rows: (m, 1/l, what is taken off dp, the gradient of the lse) of each row of a block
+    scores: (s, dp and the slopes of a softcap), the first two [rows,PANEL]
     left: (q, q turned, dO, dO turned), [rows,dims] and [dims,rows]
     factors: (p, its words, ds, its words, ds by rows, tag); without bfloat16 products these are the
         scores themselves
@@ -24,17 +25,105 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard.ops.jit.bits import widen
-from regard.ops.jit.gradient_rows import in_rows, in_words, turn, weigh
-from regard.ops.jit.pack import compiled, narrow, pack_keys, pack_values
-from regard.ops.jit.prefill import PANELS, fetch, meets, place, reach, survey
-from regard.ops.jit.product import PANEL, STEP, add_product, product
-from regard.ops.jit.rows import ONE, ZERO, exact
+from regard.ops.jit.compile import exact, fast
+from regard.ops.jit.elementary import exp
+from regard.ops.jit.half_precision import narrow, widen
+from regard.ops.jit.prefill_loops import (
+    ONE,
+    PANELS,
+    ZERO,
+    adjust,
+    fetch,
+    hide,
+    meets,
+    place,
+    reach,
+    survey,
+)
+from regard.ops.jit.product import PANEL, STEP, add_product, pack_keys, pack_values, product
 
-BUILT_UPON = "12319cbde7550bde"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes
-(tests/ops/test_jit.py).
-"""
+
+@fast
+def turn(x, rows, step, D, out):
+    """[step, depth] -> [D, step]; rows from `rows` on are 0."""
+    depth = x.size // step
+    for d in range(D):
+        line = out[d * step : (d + 1) * step]
+        for r in range(rows):
+            line[r] = x[r * depth + d]
+        for r in range(rows, step):
+            line[r] = 0
+
+
+@fast
+def _soften(s, d, top, share, shift, alone):
+    """Scores of a row become weights p, and gradients dp those of scores, p (dp - shift).
+
+    A weight of exactly 1 means that the other weights of its row are lost in rounding. There dp and
+    the output's part of `shift` are the same number, but they were summed in another order: the
+    difference is set to 0, so that only the gradient of the lse is left.
+    """
+    for c in range(s.shape[0]):
+        p, change = exp(s[c] - top) * share, d[c] - shift
+        # selected: what is hidden has p = 0, whatever dp is there; a NaN stays
+        d[c] = ZERO if p == ZERO else (alone if p == ONE and change == change else p * change)
+        s[c] = p
+
+
+@fast
+def _slopes(s, scale, cap, out):
+    """The slope 1 - tanh^2 of the softcap at scores that are not scaled yet: 4e / (1 + e)^2, e =
+    exp(-2|x|).
+
+    So no digit is lost where tanh is near 1.
+    """
+    for c in range(s.shape[0]):
+        e = exp(np.float32(-2) * abs(s[c] * scale / cap))
+        out[c] = np.float32(4) * e / ((ONE + e) * (ONE + e))
+
+
+@fast
+def weigh(block, panel, group, hidden, rows, scores, mask, extra):
+    """A group of rows against a panel of keys, some of which are hidden or not; missing rows are
+    0.
+    """
+    s, d, slopes = scores
+    for r in range(group * STEP, (group + 1) * STEP):
+        here, change = s[r * PANEL : (r + 1) * PANEL], d[r * PANEL : (r + 1) * PANEL]
+        if r >= block[3]:
+            here[:], change[:] = ZERO, ZERO
+            continue
+        h, t = place(block, r)
+        if extra[1] > 0:
+            _slopes(here, extra[0], extra[1], slopes)
+        adjust(here, panel * PANEL, block[0], h, t, mask[0], extra)
+        if hidden:
+            hide(here, block[0], h, t, (panel * PANEL, (panel + 1) * PANEL), mask)
+        _soften(here, change, rows[0][r], rows[1][r], rows[2][r], rows[3][r])
+        if extra[1] > 0:
+            for c in range(PANEL):
+                change[c] *= slopes[c]
+
+
+@fast
+def in_words(x, group, tag, like, words):
+    """The rows of a group, two in a word: bfloat16s that are neighbours along a sum over rows."""
+    for r in range(group * STEP, (group + 1) * STEP, 2):
+        even, odd = x[r * PANEL : (r + 1) * PANEL], x[(r + 1) * PANEL : (r + 2) * PANEL]
+        out = words[r // 2 * PANEL : (r // 2 + 1) * PANEL]
+        for c in range(PANEL):
+            low, high = narrow(even[c], tag, like), narrow(odd[c], tag, like)
+            out[c] = np.uint32(low) | (np.uint32(high) << np.uint32(16))
+
+
+@fast
+def in_rows(x, group, tag, out):
+    """The rows of a group as bfloat16s, neighbours along a sum over keys."""
+    first, last = group * STEP * PANEL, (group + 1) * STEP * PANEL
+    numbers, to = x[first:last], out[first:last]
+    for c in range(numbers.shape[0]):
+        to[c] = narrow(numbers[c], tag, out)
+
 
 RUN = 10 * STEP
 """Rows that are summed in one go: sums of sums round less than one long chain, and so much of a
@@ -42,7 +131,7 @@ panel stays in the first cache.
 """
 
 
-@compiled
+@fast
 def pack(keys, values, sizes, packed, first, stride):
     """Panels first, first + stride, ... of all rows and heads: keys and values [dims,PANEL], and
     keys [S,PANEL].
@@ -66,7 +155,7 @@ def pack(keys, values, sizes, packed, first, stride):
         pack_keys(source, tokens, E, each, values_by_dims, task * v_size)
 
 
-@compiled
+@fast
 def _dot(x, y, b, h, t):
     """The product of two rows."""
     i, j = b * x[1] + h * x[2] + t * x[3], b * y[1] + h * y[2] + t * y[3]
@@ -101,7 +190,7 @@ def _begin(block, given, T, H, saved, left, rows):
     turn(d_out, block[3], step, changes[5], d_out_turned)
 
 
-@compiled
+@fast
 def _weigh_panel(block, where, seen, head, left, rows, scores, factors, mask, extra):
     """The weights of a block in a panel, and their gradients: the first and one past the last group
     that see some of it.
@@ -128,7 +217,7 @@ def _weigh_panel(block, where, seen, head, left, rows, scores, factors, mask, ex
     return low, high
 
 
-@compiled
+@fast
 def _sum_panel(low, high, step, left, factors, keys, sums):
     """Groups low to high - 1 of a block, to the gradients of a panel of keys and values, and of the
     queries.
@@ -151,7 +240,7 @@ def _sum_panel(low, high, step, left, factors, keys, sums):
             add_product(d_rows, r * PANEL, PANEL, w, y, PANEL, d_q, r * width + e, width)
 
 
-@compiled
+@fast
 def _visit(block, where, seen, keys, kept, held, rules, sums):
     """All rows of a block against one panel of keys: two products, weights, and three products
     more.
@@ -206,7 +295,7 @@ def run_tasks(given, packed, sizes, mask, extra, saved, scratch, results, first,
             _finish(block, T, H, given[0], d_q, step, extra[0], results[0])
 
 
-@compiled
+@fast
 def _finish(block, T, H, queries, d_q, step, scale, out):
     """The sums of a block, to the gradient of the queries: scores are scaled products."""
     D, width = queries[5], d_q.size // step

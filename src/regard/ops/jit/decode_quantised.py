@@ -1,33 +1,58 @@
-"""The compiled loops over numbers kept as codes of few bits: weighted sums of lines, widened in
-registers.
+"""The loops of decoding over keys and values in codes of few bits, which are read as they are: no
+copy of them is widened in memory.
 
-A line is a run of numbers that share a scale and a zero: x = zero + code * scale. Keys with a scale
-per channel are lines of one channel over tokens, values with a scale per token are lines of one
-token over channels; so that scores and the weighted values are one loop:
+Keys have a scale per channel for each group of tokens, values one per token for each group of
+channels. A line is a run of numbers that share a scale and a zero, x = zero + code * scale: of keys
+one channel over tokens, of values one token over channels; so that scores and the weighted values
+are one loop, `sum_lines`:
 
     out[r, :] (+)= sum_i w[r, i] (zero[i] + code[i, :] scale[i])
-               = sum_i (w[r, i] scale[i]) (code[i, :] - half) + sum_i w[r, i] (zero[i] + half
-               scale[i])
+               = sum_i (w[r, i] scale[i]) (code[i, :] - half)
+                 + sum_i w[r, i] (zero[i] + half scale[i])
 
 Each code is read once for four rows, and weighed as it is: its scale is in the weight. Codes count
-from the middle of their
-range: from its lower end the two sums would be larger than what they add up to, and fp32 off by
-    several times as much.
+from the middle of their range: from its lower end the two sums would be larger than what they add
+up to, and fp32 off by several times as much. Codes of 8 bits are weighed by `int_dot` where the
+processor can. Codes are finite whatever stood at a masked slot, so that a weight of 0 may multiply
+them.
+
+Masks, what is added to scores, and tasks are those of `decode_loops`. `entry` at the end is what
+the door `decode` calls. What the functions of the second half pass on:
+    keys, values: (bytes of the codes, their steps [B, G, rows, lines]; scales, zeros, their steps
+        [B, G, rows, lines], tag of their bits; columns of a group, bits; tokens S). A row is a
+        group of tokens for keys, where a line is a channel; and a token for values, where a line is
+        one of its groups of channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.bits import widen
-from regard.ops.jit.tile_words import MOST, THERE, sum_words
+from regard.ops.jit.compile import SUMS, compiled, exact
+from regard.ops.jit.decode_loops import (
+    NONE,
+    adjust,
+    call_of,
+    covers,
+    finish,
+    join,
+    see,
+    soften,
+)
+from regard.ops.jit.entries import KINDS, address_of, done, memory_at, record_at, take
+from regard.ops.jit.half_precision import widen
+from regard.ops.jit.int_dot import MOST, THERE, sum_words
+from regard.ops.jit.records import DECODE_QUANTISED
 from regard.ops.jit.vectors import (
     FLOAT,
     Loop,
@@ -35,15 +60,9 @@ from regard.ops.jit.vectors import (
     everywhere,
     fetch_bytes,
     fma,
-    leaf,
     line,
     number,
 )
-
-BUILT_UPON = "1c431604cba98af8"
-"""Of what it compiles in: Numba keeps compiled code until this very file changes
-(tests/ops/test_jit.py).
-"""
 
 WIDE = 32
 """Numbers of a line that are summed together: their sums for four rows stay in registers."""
@@ -166,10 +185,10 @@ def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: 
         builder.store(builder.fadd(before, whole), at, align=4)
 
 
-compiled = leaf(fastmath={"contract", "reassoc", "nsz"})
+leaf = compiled(fastmath=SUMS, makes_arrays=False)
 
 
-@compiled
+@leaf
 def _weigh(scales, at, count, w, rows, half, scratch):
     """Weights [R,n] with the scales of their lines in them, and what each row has of the middles of
     all lines [R].
@@ -194,7 +213,7 @@ def _weigh(scales, at, count, w, rows, half, scratch):
         added[r] = total
 
 
-@compiled
+@leaf
 def sum_lines(rows, memory, at, w, scratch, out):
     """out[r, c] (+)= sum_i w[r, i] x[i, c] for the lines i of a group, all its columns c and all
     rows r.
@@ -233,3 +252,156 @@ def sum_lines(rows, memory, at, w, scratch, out):
             _sum((together, columns, bits), lines, weights, (z, r, first + c, fresh))
             r += together
         c += columns
+
+
+LENGTH = 128
+"""Tokens of a tile, at least: a call for each group of channels pays for itself."""
+
+
+@exact
+def _lines(rows, columns):
+    """An array of zeros of which a row of 16 k columns begins where a line of the cache does."""
+    flat = np.zeros(rows * columns + 16, np.float32)
+    first = -(flat.ctypes.data // 4) % 16
+    return flat[first : first + rows * columns].reshape(rows, columns)
+
+
+@exact
+def _score(q, rows, keys, b, g, tile, s, scratch):
+    """Scores of all rows of q [R,D] with the keys of a tile, a whole number of groups."""
+    codes, steps, scale, zero, scale_steps, tag, group, bits, _ = keys
+    memory = (codes, steps[3], (scale, zero, scale_steps[3], tag), group, bits, q.shape[1])
+    for j in range(tile[0], tile[1], group):
+        n = j // group
+        at = b * steps[0] + g * steps[1] + n * steps[2]
+        at_scale = b * scale_steps[0] + g * scale_steps[1] + n * scale_steps[2]
+        later = at + (tile[1] - tile[0]) // group * steps[2]
+        sum_lines(rows, memory, (at, at_scale, later), q, scratch, (s, j - tile[0], True))
+
+
+@exact
+def _mix(s, rows, values, b, g, tile, acc, scratch):
+    """acc [R,E] += weights times the values of a tile."""
+    codes, steps, scale, zero, scale_steps, tag, group, bits, _ = values
+    scales = (scale, zero, scale_steps[2], tag)
+    memory = (codes, steps[2], scales, group, bits, tile[1] - tile[0])
+    at = b * steps[0] + g * steps[1] + tile[0] * steps[2]
+    at_scale = b * scale_steps[0] + g * scale_steps[1] + tile[0] * scale_steps[2]
+    groups = acc.shape[1] // group
+    whole = (tile[1] - tile[0]) * steps[2]
+    for i in range(groups):
+        later = at + whole + whole // groups * i  # a share of the next tile
+        where = (at + i * steps[3], at_scale + i * scale_steps[3], later)
+        sum_lines(rows, memory, where, s, scratch, (acc, i * group, False))
+
+
+@exact
+def _look(b, g, tile, rows, T, mask, seen):
+    """Which keys of a tile each row sees; whether any sees any."""
+    heads, some = rows // T, False
+    for r in range(rows):
+        see(b, g * heads + r // T, r % T, tile, mask, seen[r])
+        for c in range(tile[1] - tile[0]):
+            some |= seen[r, c]
+    return some
+
+
+@exact
+def run_tasks(address, call, keys, values):
+    """Do what `decode_loops.run_tasks` does, for keys and values in codes."""
+    q_all, scale, T, mask, extra, out, lse = call
+    B, G, P, R, E = out.shape
+    D, group, S = q_all.shape[3], keys[6], keys[8]
+    length = group * max(1, LENGTH // group)
+    padded = R if R % 4 < 2 else (R + 3) // 4 * 4
+    q, acc = _lines(padded, D), _lines(padded, E)
+    top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
+    s, seen = _lines(padded, length), np.empty((R, length), np.bool_)
+    n = (max(D, length) + 15) // 16 * 16
+    short = (
+        np.empty((padded, n), np.int16),
+        np.empty(padded, np.float32),
+        np.empty(padded, np.int32),
+    )
+    line, more, added = _lines(1, n)[0], _lines(1, n)[0], np.zeros(padded, np.float32)
+    scratch = (_lines(padded, n), line, more, added, short, keys[2].itemsize == 2)
+    index = np.empty(length, np.int64)
+    tiles = (S + length - 1) // length
+    share = (tiles + P - 1) // P
+    contiguous = mask[0].shape[1] == 0 and mask[4].shape[3] == 0
+    plain = extra[0] == 0 and extra[2].shape[0] == 0 and extra[3].shape[3] == 0
+    while True:
+        task = take(address)
+        if task >= B * G * P:
+            break
+        b, g, p = task // (G * P), task // P % G, task % P
+        q[:R] = q_all[b, g] * scale
+        acc[:] = 0
+        top[:] = NONE
+        total[:] = 0
+        for i in range(p * share, min(tiles, (p + 1) * share)):
+            tile = (i * length, min(S, (i + 1) * length))
+            cover = covers(b, g, tile, R, T, mask) if contiguous else 1
+            if cover == 0 or (cover == 1 and not _look(b, g, tile, R, T, mask, seen)):
+                continue
+            n = tile[1] - tile[0]
+            _score(q, R, keys, b, g, tile, s, scratch)
+            if not plain:
+                for c in range(n):
+                    index[c] = tile[0] + c
+                adjust(s, b, g, R, T, n, index, mask, extra)
+            for r in range(R):
+                for c in range(n if cover == 1 else 0):
+                    if not seen[r, c]:
+                        s[r, c] = NONE
+            soften(s, R, n, acc, top, total)
+            _mix(s, R, values, b, g, tile, acc, scratch)
+        finish(acc, top, total, out[b, g, p], lse[b, g, p])
+        if done(address) == B * G * P - 1 and P > 1:
+            join(out, lse)
+
+
+@exact
+def _four(x):
+    """Four steps of a record."""
+    return x[0], x[1], x[2], x[3]
+
+
+RECORD = DECODE_QUANTISED.dtype
+
+
+def _entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+    def entry(address: int) -> None:
+        given = record_at(address, RECORD)
+        S = given.S
+        keys = (
+            memory_at(given.k, np.uint8),
+            _four(given.k_steps),
+            memory_at(given.k_scale, dtype),
+            memory_at(given.k_zero, dtype),
+            _four(given.k_scale_steps),
+            tag,
+            given.k_group,
+            given.k_bits,
+            S,
+        )
+        values = (
+            memory_at(given.v, np.uint8),
+            _four(given.v_steps),
+            memory_at(given.v_scale, dtype),
+            memory_at(given.v_zero, dtype),
+            _four(given.v_scale_steps),
+            tag,
+            given.v_group,
+            given.v_bits,
+            S,
+        )
+        run_tasks(address, call_of(given), keys, values)
+
+    return entry
+
+
+@cache
+def entry(dtype: torch.dtype) -> int:
+    """The address of the entry for codes with scales of a dtype."""
+    return address_of(_entry(*KINDS[dtype]))

@@ -1,0 +1,104 @@
+"""Half precision in registers: 16 bits widened to float32 and back, without a table and without a
+call, so that a loop over them is SIMD.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from regard.ops.jit.compile import exact
+
+BF16, FP16 = np.int8(0), np.int16(0)
+"""Tags that say by their type how 16 bits are meant."""
+
+
+@intrinsic
+def widen(context: Any, x: Any, tag: Any) -> Any:
+    """A stored number as float32: as it is, or from the 16 bits of a bfloat16 or a float16, as the
+    type of the tag says.
+    """
+
+    def as_it_is(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return args[0]
+
+    def bfloat16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        i32 = ir.IntType(32)
+        upper = builder.shl(builder.zext(args[0], i32), ir.Constant(i32, 16))
+        return builder.bitcast(upper, ir.FloatType())
+
+    def float16(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    half = bfloat16 if tag == types.int8 else float16
+    code = half if isinstance(x, types.Integer) else as_it_is
+    return types.float32(x, tag), code
+
+
+@intrinsic
+def float_of(context: Any, x: Any) -> Any:
+    """The 32 bits of an int32, read as a float32."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), code
+
+
+@intrinsic
+def bits_of(context: Any, x: Any) -> Any:
+    """The 32 bits of a float32, read as an int32."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), code
+
+
+@exact
+def _bfloat(x):
+    """A float32 as the 16 bits of a bfloat16, to nearest, ties to even; NaN stays NaN."""
+    u = bits_of(x)
+    rounded = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) >> np.int32(16)
+    return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
+
+
+def _as_it_is(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return args[0]
+
+
+@intrinsic
+def narrow(context: Any, x: Any, tag: Any, like: Any) -> Any:
+    """A float32 in the dtype of an array: as it is, or as 16 bits that mean what the type of the
+    tag says.
+    """
+
+    def bfloat(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = types.uint16(types.float32)
+        return context.compile_internal(builder, lambda x: _bfloat(x), kind, args[:1])
+
+    def half(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    if like.dtype == types.float32:
+        return types.float32(types.float32, tag, like), _as_it_is
+    return types.uint16(types.float32, tag, like), bfloat if tag == types.int8 else half
+
+
+@intrinsic
+def converted(context: Any, x: Any, tag: Any, like: Any) -> Any:
+    """A stored number for an array: 16 bits as they are where it holds such, else widened to
+    float32.
+    """
+
+    def wide(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = types.float32(*signature.args[:2])
+        return context.compile_internal(builder, lambda x, tag: widen(x, tag), kind, args[:2])
+
+    if like.dtype == types.uint16:
+        return types.uint16(x, tag, like), _as_it_is
+    return types.float32(x, tag, like), wide

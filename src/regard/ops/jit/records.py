@@ -1,0 +1,185 @@
+"""The records that carry the arguments of a call to compiled code.
+
+A dispatcher of Numba looks at the type of every array that it is given, which costs more than a
+short call itself. So an entry takes one address: that of a record, a C struct of 8-byte fields.
+Each record is one list of fields below, and all else follows from it: `Record.pack` fills one on
+this side, and `Record.dtype` is what Numba reads on the other side (`record_at`).
+
+Every record begins with two counters that all threads of a call share: `take` hands out the next
+task, so that a thread that is late takes fewer, and `done` counts those that are finished.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_COUNTERS = 2
+_SHORTER = tuple((1,) * (4 - n) for n in range(5))
+
+
+class Field:
+    """One argument: its name, and the fields of a C struct that it takes ("q" an int64, "d" a
+    float64).
+    """
+
+    def __init__(self, name: str, *parts: tuple[str, str, int]) -> None:
+        self.name, self.parts = name, parts
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+class Integer(Field):
+    """A whole number, a truth value, or the address of contiguous memory; 0 where there is none."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "q", 1))
+
+
+class Real(Field):
+    """A floating-point number."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "d", 1))
+
+
+class Array(Field):
+    """A contiguous tensor of up to 4 dimensions: its address, and `<name>_shape` with 1 in front
+    where it has fewer.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "q", 1), (f"{name}_shape", "q", 4))
+
+
+class Strided(Field):
+    """Keys or values [B,G,S,d] wherever they lie: the address and the steps of B, G and S; the last
+    dimension is contiguous.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, (name, "q", 1), (f"{name}_steps", "q", 3))
+
+
+class Coded(Field):
+    """Keys or values in codes of few bits: the address of the codes and their steps of B, G, rows
+    and lines; the addresses of scales and zeros and their steps; the columns of a group, and the
+    bits of a code.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            name,
+            (name, "q", 1),
+            (f"{name}_steps", "q", 4),
+            (f"{name}_scale", "q", 1),
+            (f"{name}_zero", "q", 1),
+            (f"{name}_scale_steps", "q", 4),
+            (f"{name}_group", "q", 1),
+            (f"{name}_bits", "q", 1),
+        )
+
+
+class Record:
+    """A list of fields as a C struct.
+
+    dtype: the same as a numpy structured dtype, which Numba reads.
+
+    >>> record = Record(Integer("n"), Real("scale"), Array("x"))
+    >>> record.dtype.names
+    ('taken', 'done', 'n', 'scale', 'x', 'x_shape')
+    >>> list(record.pack(n=7, scale=0.0, x=torch.zeros(2, 3)))[2:4], record.dtype.fields["x"][1]
+    ([7, 0], 32)
+    """
+
+    def __init__(self, *fields: Field) -> None:
+        self.fields = (Integer("taken"), Integer("done"), *fields)
+        parts = [part for field in self.fields for part in field.parts]
+        self._struct = struct.Struct("=" + "".join(n * kind for _, kind, n in parts))
+        self.dtype = np.dtype(
+            [(name, kind) if n == 1 else (name, kind, (n,)) for name, kind, n in parts]
+        )
+        self._given = [(field.name, type(field)) for field in fields]
+
+    def pack(self, **given: float | Tensor | Sequence[int]) -> array[int]:
+        """A record in memory, its counters at 0.
+
+        Args:
+            given: each field by its name: a number, for an `Array` a contiguous tensor, for a
+                `Strided` or `Coded` all its numbers in order. What a tensor has must live as long
+                as the record is read.
+        """
+        numbers: list[Any] = [0] * _COUNTERS
+        for name, kind in self._given:
+            x: Any = given[name]
+            if kind is Array:
+                shape = x.shape
+                numbers += (x.data_ptr(), *_SHORTER[len(shape)], *shape)
+            elif kind is Integer or kind is Real:
+                numbers.append(x)
+            else:
+                numbers += x
+        return array("q", self._struct.pack(*numbers))
+
+    def pack_numbers(self, *given: float) -> array[int]:
+        """The same for a record of numbers only, in the order of its list: arguments by name would
+        take half a microsecond, a tenth of a short call.
+        """
+        return array("q", self._struct.pack(0, 0, *given))
+
+
+_CALL = (
+    Integer("T"),  # queries; a row of q is query r % T of head g H/G + r // T
+    Integer("origin"),  # the position of key 0, where keys are a contiguous run
+    Real("softcap"),  # 0 is none
+    Integer("symmetric"),  # whether ALiBi is
+    Real("scale"),
+    Array("q"),  # fp32 [B,G,R,D]
+    Array("out"),  # fp32 [B G,P,R,E], written
+    Array("lse"),  # fp32 [B,G,P,R], written
+    Array("k_positions"),  # int64 [b,S], or [1,0] for a run from `origin` on
+    Array("starts"),  # int64 [b,h,t,n]: ranges of positions that a query sees
+    Array("stops"),
+    Array("visible"),  # bool [b,h,t,S] in place of ranges, or none of it
+    Array("slopes"),  # fp32 [H] of ALiBi, or none
+    Array("bias"),  # fp32 [b,h,t,S], or none of it
+    Array("q_positions"),  # int64 [b,T]
+    Integer("S"),  # keys
+)
+DECODE = Record(*_CALL, Strided("k"), Strided("v"))
+"""Decoding over keys and values as they are: the door `decode` packs it."""
+
+DECODE_QUANTISED = Record(*_CALL, Coded("k"), Coded("v"))
+"""Decoding over keys and values in codes."""
+
+GEMV = Record(
+    Integer("R"),  # vectors
+    Integer("M"),
+    Integer("N"),
+    Integer("x"),  # [R,M]
+    Integer("w"),  # [N,M]
+    Integer("b"),  # [N], or 0
+    Integer("y"),  # [R,N], written
+)
+"""A matrix with a few vectors: `regard.ops.gemv` packs it."""
+
+NORM = Record(
+    Integer("R"),  # rows
+    Integer("M"),
+    Integer("x"),  # [R,M]
+    Integer("w"),  # [M]
+    Integer("y"),  # [R,M], written
+    Real("eps"),
+    Real("offset"),
+)
+"""The RMS norm of a few rows: `regard.ops.norm` packs it."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What keys, values, weights and the scales of codes may be."""
