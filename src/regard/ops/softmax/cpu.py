@@ -15,7 +15,6 @@ from torch import Tensor
 
 from regard import masks
 from regard.biases import ALiBi
-from regard.masks.base import is_static
 from regard.masks.tiling import FAR
 from regard.ops.jit import has_numba
 from regard.ops.softmax.call import Call, Result, Work
@@ -184,7 +183,7 @@ def _seen(call: Call, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(call.q_positions, Span):
             return _FIRST, _run(call.q_positions)[1], _NO_DENSE
         return _FIRST, (at[:, None, :, None] + 1).contiguous(), _NO_DENSE
-    if isinstance(call.q_positions, Span) and is_static(call.mask):
+    if isinstance(call.q_positions, Span) and call.mask.is_static:
         found = _ranges(call.mask, call.q_positions)
     else:
         found = call.mask.intervals(call.q_positions)
