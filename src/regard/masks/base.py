@@ -33,6 +33,7 @@ from regard.masks.tiling import (
     unite,
     without_rows,
 )
+from regard.plain_data import Plain
 from regard.registry import Registry
 from regard.span import Positions, Span, as_tensor, count, part, vacant
 
@@ -180,7 +181,7 @@ MASKS: Registry[Mask] = Registry("mask")
 
 
 @dataclass(frozen=True, eq=False)
-class Mask(ABC):
+class Mask(Plain, ABC):
     """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks
     of masks.
 
@@ -203,8 +204,6 @@ class Mask(ABC):
     30
     """
 
-    kind: ClassVar[str]
-    """The name of the class in text and in files."""
     has_text: ClassVar[bool] = True
     """Whether text can name the mask: not if its fields are tensors or functions."""
 
@@ -385,7 +384,7 @@ class Mask(ABC):
         """
         return int(self.visible(q_positions, k_positions).sum())
 
-    def require(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027  (most serve any shape)
+    def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the mask can serve a call of this shape.
 
         Raises:
