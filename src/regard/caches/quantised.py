@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
+    LayerSize,
     Parts,
     check_crop,
     check_fits,
@@ -23,7 +24,7 @@ from regard.caches.base import (
 )
 from regard.caches.buffers import put
 from regard.caches.codes import Axis, Coded, Codes, Packed, check_codes, cut, quantise
-from regard.caches.growing import written
+from regard.caches.contiguous import written
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.pages import empty_like
 from regard.process import is_compiling
@@ -221,6 +222,9 @@ class Quantised(Cache):
     Source: Liu et al. 2024, KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
     """
 
+    kind: ClassVar[str | None] = "quantised"
+    needs_widths: ClassVar[bool] = True
+
     def __init__(
         self,
         bits: int = 8,
@@ -247,6 +251,22 @@ class Quantised(Cache):
         self.axes = cast("tuple[Axis, ...]", tuple(axes))
         self._parts: tuple[Split, ...] = ()
         self._positions: Positions | None = None
+
+    @classmethod
+    def for_layer(cls, size: LayerSize) -> Quantised:
+        """8 bits, but for the last 128 slots.
+
+        The first of several parts is taken for keys, with scales per channel. All others have
+        scales per token, in groups of at most 32 channels, which must divide them.
+
+        >>> Quantised.for_layer(LayerSize(widths=(80, 80))).settings["group"]
+        20
+        """
+        widths = size.widths
+        axes = ["channel" if i == 0 and len(widths) > 1 else "token" for i in range(len(widths))]
+        tokens = [width for width, axis in zip(widths, axes, strict=True) if axis == "token"]
+        group = max(g for g in range(1, 33) if all(w % min(g, w) == 0 for w in tokens))
+        return cls(8, group=group, axes=axes)
 
     @property
     def settings(self) -> dict[str, Any]:
