@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Generic, TypeVar
@@ -60,6 +61,15 @@ class Registry(Generic[T]):
         """Forget a class, under all its names; nothing happens if it was not entered."""
         for name in [name for name, x in self._classes.items() if x is kind]:
             del self._classes[name]
+
+    @contextmanager
+    def temporary(self) -> Iterator[None]:
+        """Forget behind the block what was entered in it."""
+        before = dict(self._classes)
+        try:
+            yield
+        finally:
+            self._classes = before
 
     def __iter__(self) -> Iterator[tuple[str, type[T]]]:
         """The names and classes, without classes that are abstract or private."""

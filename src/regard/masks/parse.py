@@ -124,6 +124,8 @@ class _Reader:
             raise self.error(f"{word}: {told(reason)}", node) from None
         except RegardError as problem:
             raise self.error(str(problem), node) from None
+        except ValueError as problem:  # of a class from elsewhere
+            raise self.error(f"{word}: {told(problem)}", node) from None
 
     def value(self, node: ast.expr, depth: int) -> object:
         """A number, True, False, None, a tuple of values, or a mask."""
