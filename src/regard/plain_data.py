@@ -126,7 +126,8 @@ def from_data(
         kind = registry.get(name)
         if kind is not None:
             others = {key: value(x) for key, x in data.items() if key not in (name, *WRITTEN_OUT)}
-            return kind.from_plain(value(data[name]), others)
+            # written out, for want of the class: the other keys are of that
+            return kind.from_plain(value(data[name]), {} if name in WRITTEN_OUT else others)
     raise ArgumentError(
         f"a {registry.what} with {shown(sorted(map(str, data)))} is unknown; import the module "
         f"that defines its class. Known: {', '.join(name for name, _ in registry)}"

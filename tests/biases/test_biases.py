@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.biases import ALiBi, Dense, Fn, Sum, T5Relative
+from regard.biases import BIASES, ALiBi, Dense, Fn, Sum, T5Relative
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.registry import is_own
 from regard.span import Span
 
 F64 = torch.float64
@@ -42,6 +43,18 @@ def every():
         Fn(squares),
         ALiBi(3) + Dense(torch.randn(2, 1, 4, 7)) + T5Relative(TABLE),
     ]
+
+
+def uncovered(cases):
+    """The biases of the package that no case has."""
+    terms = [term for bias in cases for term in (bias, *getattr(bias, "terms", ()))]
+    return {name for name, kind in BIASES if is_own(kind)} - {term.kind for term in terms}
+
+
+def test_every_bias_has_a_case():
+    assert uncovered(every()) == set()
+    assert uncovered(every()[2:]) == set()  # the sum has one, too
+    assert uncovered(every()[2:8]) == {"alibi", "sum"}
 
 
 @pytest.mark.parametrize("n", range(9))

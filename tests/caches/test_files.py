@@ -214,7 +214,9 @@ def test_a_class_that_load_would_not_know(tmp_path: Path) -> None:
     assert str(error.value).startswith(
         "Foreign cannot be saved: load knows Cross, Fixed, Growing, "
     )
-    assert str(error.value).endswith("give the class a `kind` of its own, or save its contents() yourself")
+    assert str(error.value).endswith(
+        "give the class a `kind` of its own, or save its contents() yourself"
+    )
     assert not (tmp_path / "a").exists()
 
 

@@ -119,7 +119,7 @@ class Bias(Plain):
         return str(self)
 
     def __str__(self) -> str:
-        shown = ", ".join(repr(getattr(self, x.name)) for x in fields(self))
+        shown = ", ".join(_shown(getattr(self, x.name)) for x in fields(self))
         return self.kind + f"({shown})" * bool(shown)
 
     def _heads(self) -> int | None:
@@ -209,6 +209,10 @@ class Sum(Bias):
 
 def _terms(bias: Bias) -> tuple[Bias, ...]:
     return bias.terms if isinstance(bias, Sum) else (bias,)
+
+
+def _shown(value: object) -> str:
+    return "x".join(map(str, value.shape)) if isinstance(value, Tensor) else repr(value)
 
 
 def _identity(value: object) -> object:
