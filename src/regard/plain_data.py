@@ -49,8 +49,8 @@ class Plain:
     @classmethod
     def from_plain(cls, first: Any, others: dict[str, Any]) -> Self:
         """The object of these fields, of which the first comes without a name."""
-        names = _names(cls)
-        return cls(first, **others) if names else cls(**others)
+        make: Callable[..., Self] = cls
+        return make(first, **others) if _names(cls) else make(**others)
 
 
 def _names(kind: type) -> list[str] | None:

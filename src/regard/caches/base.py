@@ -1,5 +1,5 @@
-"""What a cache is, what every cache can do with its contents, and the names by which generation asks
-for caches.
+"""What a cache is, what every cache can do with its contents, and the names by which generation
+asks for caches.
 """
 
 from __future__ import annotations

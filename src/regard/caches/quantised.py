@@ -99,9 +99,12 @@ class Split:
     rows: codes, scale and zero, which grow; odd_at, odd: as in `Codes`.
 
     >>> x = torch.randn(1, 2, 10, 4)
-    >>> held = Split.of(x, "channel", bits=8, group=8).settled(8, torch.ones(1, 8, dtype=torch.bool), 0)
-    >>> held.codes.codes.shape, held.recent.view.shape, held.answer()
-    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]), Packed((1, 2, 10, 4), torch.float32, in codes))
+    >>> held = Split.of(x, "channel", bits=8, group=8)
+    >>> held = held.settled(8, torch.ones(1, 8, dtype=torch.bool), 0)
+    >>> held.codes.codes.shape, held.recent.view.shape
+    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
+    >>> held.answer()
+    Packed((1, 2, 10, 4), torch.float32, in codes)
     """
 
     axis: Axis
@@ -187,7 +190,8 @@ class Quantised(Cache):
     """Keep the last `residual` slots as they are, and all before them in few bits: keys per
     channel, values per token.
 
-    x ~ zero + code * scale, code in 0..2^bits - 1, zero = min and scale = (max - min) / (2^bits - 1) of each group
+    x ~ zero + code * scale, code in 0..2^bits - 1
+    zero = min and scale = (max - min) / (2^bits - 1) of each group
     |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
 
     A group is `group` slots of one channel ("channel": an outlier channel keeps its large scale to

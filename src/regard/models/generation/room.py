@@ -190,7 +190,7 @@ def _narrowed(attention: Attention, more: Mask) -> Attention:
     if bound.sinks and attention.mask == Causal() and attention.bias is None:
         try:
             return StreamingAttention(
-                attention.project,
+                attention.project,  # type: ignore[arg-type]
                 attention.output,
                 sinks=bound.sinks,
                 recent=bound.window,  # type: ignore[arg-type]
