@@ -1,6 +1,6 @@
-"""Every mask of the package is compared with brute force, and keeps what its class promises: how far
-it reaches, what it prints, what a file holds of it, whether it can change. A new mask without a case
-fails here, and so does one whose promise is wrong.
+"""Every mask of the package is compared with brute force, and keeps what its class promises: how
+far it reaches, what it prints, what a file holds of it, whether it can change. A new mask without
+a case fails here, and so does one whose promise is wrong.
 """
 
 from __future__ import annotations

@@ -266,8 +266,8 @@ def yarn_mscale(factor: float, m: float = 1.0) -> float:
 class YaRN(Scaling):
     """YaRN as released: the ramp between kept and divided frequencies is linear in the pair index.
 
-    low = floor(index(beta_fast)), high = ceil(index(beta_slow)), clamped to 0 and d - 1, where index
-    is `pair_index`
+    low = floor(index(beta_fast)), high = ceil(index(beta_slow)), clamped to 0 and d - 1, where
+    index is `pair_index`
     ramp_i = clamp((i - low) / (high - low), 0, 1)
     theta'_i = (1 - ramp_i) theta_i + ramp_i theta_i / s
     rotary factor f(1) = 0.1 ln s + 1, or DeepSeek's f(mscale) / f(mscale_all_dim), f(m) = 0.1 m ln
