@@ -232,6 +232,18 @@ def latent() -> Cache:
     return cache
 
 
+def ring_of_rows() -> Cache:
+    cache = Ring(3)
+    cache.update((torch.ones(2, 2, 3, 4),) * 2, torch.tensor([[0, 1, 2], [-1, 0, 1]]))
+    return cache
+
+
+def paged() -> Cache:
+    cache = Paged(2, 8)
+    cache.update((torch.ones(2, 1, 3, 2),), torch.tensor([[0, 1, 2], [-1, 0, 1]]))
+    return cache
+
+
 def streaming() -> Cache:
     cache = Streaming(2, 3)
     cache.update((torch.ones(1, 2, 6, 4),) * 2, Span(0, 6))
@@ -348,6 +360,16 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
             "save it again"
         ),
         streaming,
+    ),
+    "a ring's lost tokens": (
+        lambda h, t: t.update(lost=torch.zeros(2, 1)),
+        "lost is torch.float32; it must be integers",
+        ring_of_rows,
+    ),
+    "slots that hold nothing": (
+        lambda h, t: t.update(positions=torch.tensor([[0, 1, -1], [0, 1, -1]])),
+        "positions is (2, 3), and comes to (2, 2)",
+        paged,
     ),
     "a negative length": (
         lambda h, t: h.update(spans={"positions": [0, -2]}),

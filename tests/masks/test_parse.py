@@ -128,6 +128,12 @@ def test_meaning(text: str, mask: Mask | None) -> None:
                 "row"
             ),
         ),
+        ("causal|" * 9400 + "full", "an expression of 65804 letters; at most 65536 are read"),
+        (
+            "heads((" + "full," * 520 + "))",
+            "more than 512 masks",
+        ),
+        ("window(9007199254740993)", "a number above 9007199254740992\n  window(900719"),
         ("~" * 60 + "causal", "an expression nested deeper than 50"),
         ("(" * 300 + "causal" + ")" * 300, "not a mask expression: "),
         ("window(" + "(" * 60 + "1" + ",)" * 60 + ")", "an expression nested deeper than 50"),

@@ -22,7 +22,7 @@ from regard.masks.parse import readable
 from regard.plain_data import NotPlain, from_data, to_data
 from regard.registry import is_own
 from regard.span import Span
-from tests.masks.brute import BY_SLOT, CASES, B, Case, H, assert_brute_force, covered
+from tests.masks.brute import BY_SLOT, CASES, B, Case, H, assert_brute_force, covered, pairs
 
 FAR = 24
 CALLS = ((Span(0, 11), Span(0, 11)), (Span(6, 4), Span(0, 10)), (Span(13, 1), Span(0, 14)))
@@ -153,6 +153,63 @@ def test_what_a_mask_promises_holds(name: str) -> None:
     assert_mask(CASES[name])
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_allows_is_the_rule(name: str) -> None:
+    mask, rule = CASES[name]
+    q, k = torch.arange(9).view(1, 1, 9, 1), torch.arange(12).view(1, 1, 1, 12)
+    found = mask.allows(q, k).expand(B, H, 9, 12)
+    assert found.tolist() == pairs(rule, Span(0, 9), Span(0, 12))
+
+
+WORDS = {
+    "causal": ("future", "future", "causal"),
+    "window(3)": ("outside window 3", "outside", "window(3)"),
+    "window(3, ahead=1)": ("outside window 3, 1 ahead", "outside", "window(3, ahead=1)"),
+    "chunk(4)": ("other chunk of 4", "chunk", "chunk(4)"),
+    "dilated(2, 3)": ("between the steps of dilated(2, 3)", "outside", "dilated(2, 3)"),
+    "sinks(4)": ("behind the first 4", "outside", "sinks(4)"),
+    "global((1,))": ("not global", "outside", "global((1,))"),
+    "strided(4)": ("outside strided(4)", "outside", "strided(4)"),
+    "document((0, 3))": ("other document", "document", "document((0, 3))"),
+    "padding((((0, 2),),))": ("padding", "padding", "padding((((0, 2),),))"),
+    "~window(3)": ("inside window 3", "inside", "window(3)"),
+    "~strided(4)": ("inside strided(4)", "inside", "strided(4)"),
+    "~causal": ("inside causal", "inside", "causal"),
+}
+
+
+@pytest.mark.parametrize("text", WORDS)
+def test_words_of_a_refusal(text: str) -> None:
+    assert parse(text).refusal() == WORDS[text]
+
+
+def test_words_of_masks_that_the_caller_gave() -> None:
+    table = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    assert masks.Dense(table).refusal()[:2] == ("the given matrix says no", "given")
+    assert masks.Selected(table, 2).refusal()[:2] == ("not selected", "selected")
+    rule = masks.Fn(lambda q, k: k <= q, "past")
+    assert rule.refusal() == ("the given function says no", "given", "past")
+
+
+def test_what_speaks_of_slots() -> None:
+    dense = masks.Dense(torch.ones(2, 2).bool())
+    assert all(
+        mask.by_slot
+        for mask in (dense, ~dense, masks.Causal() & dense, masks.Heads((masks.Full(), ~dense)))
+    )
+    assert not any(case.mask.by_slot for case in CASES.values())
+
+
+def test_numbers_beyond_64_bits_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="positions have 64 bits: give at most"):
+        masks.Window(1 << 63)
+
+
+def test_a_function_for_another_shape_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="a shape that broadcasts to"):
+        masks.Fn(lambda q, k: torch.ones(3, 3).bool()).block(Span(0, 2), Span(0, 5))
+
+
 @pytest.fixture
 def toys() -> Iterator[types.ModuleType]:
     """The toy masks, which are entered while a test runs only."""
@@ -194,3 +251,9 @@ def test_a_toy_is_known_by_name_and_forgotten_again(toys: types.ModuleType) -> N
     MASKS.remove(toys.Stripes)
     with pytest.raises(ArgumentError, match='unknown mask "stripes"'):
         parse("stripes(3)")
+
+
+def test_an_error_of_a_users_class_shows_the_place(toys: types.ModuleType) -> None:
+    with pytest.raises(ArgumentError, match="picky: only odd numbers\\n  causal & picky"):
+        parse("causal & picky(2)")
+    assert parse("picky(3)") == toys.Picky(3)

@@ -41,6 +41,15 @@ class First(Mask):
 
 
 @dataclass(frozen=True, eq=False)
+class Picky(Stripes):
+    """Raises an error of Python's own."""
+
+    def __post_init__(self) -> None:
+        if self.n % 2 == 0:
+            raise ValueError("only odd numbers")
+
+
+@dataclass(frozen=True, eq=False)
 class WrongRule(Stripes):
     """The keys between."""
 
