@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
@@ -47,10 +47,10 @@ class Plain:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def from_plain(cls, first: Any, others: dict[str, Any]) -> Self:
-        """The object of these fields, of which the first comes without a name."""
-        make: Callable[..., Self] = cls
-        return make(first, **others) if _names(cls) else make(**others)
+    def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
+        """What the constructor takes, from the fields, of which the first comes without a name."""
+        names = _names(cls)
+        return {names[0]: first, **others} if names else others
 
 
 def _names(kind: type) -> list[str] | None:
@@ -124,10 +124,13 @@ def from_data(
 
     for name in map(str, data):
         kind = registry.get(name)
-        if kind is not None:
-            others = {key: value(x) for key, x in data.items() if key not in (name, *WRITTEN_OUT)}
-            # written out, for want of the class: the other keys are of that
-            return kind.from_plain(value(data[name]), {} if name in WRITTEN_OUT else others)
+        if kind is None:
+            continue
+        # where it was written out, for want of the class, the other keys are those of the class
+        names = [] if name in WRITTEN_OUT else [x for x in data if x not in (name, *WRITTEN_OUT)]
+        others = {str(key): value(data[key]) for key in names}
+        make: Callable[..., P] = kind
+        return make(**kind.plain_arguments(value(data[name]), others))
     raise ArgumentError(
         f"a {registry.what} with {shown(sorted(map(str, data)))} is unknown; import the module "
         f"that defines its class. Known: {', '.join(name for name, _ in registry)}"

@@ -54,6 +54,13 @@ def test_what_a_name_makes(name: str) -> None:
         assert kind.least == (5 if "sinks" in str(mask) else 1)
 
 
+@pytest.mark.parametrize("name", ["fixed", "paged"])
+def test_a_cache_that_is_allocated_once_needs_its_slots(name: str) -> None:
+    message = f"a {name} cache needs slots, the most that a row holds"
+    with pytest.raises(regard.ArgumentError, match=message):
+        that_keeps_all(name)
+
+
 def test_the_command_names_every_cache() -> None:
     app = typer.Typer()
     app.command()(generate)

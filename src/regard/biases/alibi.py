@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,9 +112,9 @@ class ALiBi(Bias):
         return {"slopes": slopes.detach(), "symmetric": self.symmetric}
 
     @classmethod
-    def from_plain(cls, first: Any, others: dict[str, Any]) -> Self:
-        """The bias of these slopes."""
-        return cls(slopes=first, **others)
+    def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
+        """The slopes come first."""
+        return {"slopes": first, **others}
 
     def __str__(self) -> str:
         own = str(self.heads) if self.heads is not None else f"{self._heads()} slopes"
