@@ -455,6 +455,10 @@ class Mask(Plain, ABC):
         """Masks that a wrong kernel may have computed instead: a window that is one off."""
         return ()
 
+    def select_heads(self, heads: slice) -> Mask:
+        """The mask of some of the query heads; itself, unless it holds one for each head."""
+        return self
+
     def terms(self) -> tuple[Mask, ...]:
         """The masks whose `&` this is: itself alone, unless it is an `All`."""
         return (self,)
@@ -569,6 +573,10 @@ class _Several(Mask):
     def operands(self) -> tuple[Mask, ...]:
         """The members."""
         return self.masks
+
+    def select_heads(self, heads: slice) -> Mask:
+        """The same operation on the members for these heads."""
+        return type(self)(tuple(mask.select_heads(heads) for mask in self.masks))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that every member can serve the call."""
@@ -705,6 +713,10 @@ class Not(Mask):
 
     def _undecided(self, where: Part, bk: int) -> Tensor:
         return opposite(self.mask._states(where, bk))
+
+    def select_heads(self, heads: slice) -> Mask:
+        """What the mask of these heads forbids."""
+        return Not(self.mask.select_heads(heads))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the mask can serve the call."""
