@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.biases import ALiBi, Dense, Fn, Sum, T5Relative
+from regard.biases import BIASES, ALiBi, Bias, Dense, Fn, Sum, T5Relative
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.registry import is_own
 from regard.span import Span
 
 F64 = torch.float64
@@ -42,6 +43,18 @@ def every():
         Fn(squares),
         ALiBi(3) + Dense(torch.randn(2, 1, 4, 7)) + T5Relative(TABLE),
     ]
+
+
+def uncovered(cases):
+    """The biases of the package that no case has."""
+    terms = [term for bias in cases for term in (bias, *getattr(bias, "terms", ()))]
+    return {name for name, kind in BIASES if is_own(kind)} - {term.kind for term in terms}
+
+
+def test_every_bias_has_a_case():
+    assert uncovered(every()) == set()
+    assert uncovered(every()[2:]) == set()  # the sum has one, too
+    assert uncovered(every()[2:8]) == {"alibi", "sum"}
 
 
 @pytest.mark.parametrize("n", range(9))
@@ -136,6 +149,31 @@ def test_dense_speaks_of_slots():
     Dense(x).block(Q, K, slice(1, 2), slice(0, 3), dtype=F64).sum().backward()
     assert x.grad.sum() == 3
     assert x.grad[1, :3].sum() == 3
+
+
+def test_which_biases_speak_of_slots():
+    slots = Dense(torch.zeros(4, 7))
+    assert slots.by_slot
+    assert (ALiBi(3) + slots).by_slot
+    assert not any(
+        x.by_slot for x in (ALiBi(3), T5Relative(TABLE), Fn(squares), ALiBi(3) + ALiBi(3))
+    )
+
+
+def test_a_bias_without_a_rule():
+    class Nothing(Bias):
+        pass
+
+    with pytest.raises(NotImplementedError):
+        Nothing().block(Q, K)
+    BIASES.remove(Nothing)
+
+
+def test_sums_of_what_is_no_bias():
+    with pytest.raises(ArgumentError, match="a sum of biases has no terms; give at least one"):
+        Sum(())
+    with pytest.raises(ArgumentTypeError, match="a sum of biases has a int; its terms are biases"):
+        Sum((ALiBi(3), 1))
 
 
 def test_gradient_of_a_function():

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import regard.caches
 from regard import masks
 from regard.caches import (
     Cache,
@@ -20,7 +19,9 @@ from regard.caches import (
     Ring,
     Streaming,
 )
+from regard.caches.ring import Rolling
 from regard.masks import Mask
+from regard.registry import is_own
 
 W = 4
 """The window of all examples."""
@@ -182,10 +183,11 @@ NO_TOKENS = {
 
 
 def stored() -> set[str]:
-    """The public classes of caches that store tokens."""
-    found = {name: getattr(regard.caches, name) for name in regard.caches.__all__}
-    return {
-        name
-        for name, x in found.items()
-        if isinstance(x, type) and issubclass(x, Cache) and name not in NO_TOKENS
-    }
+    """The classes of caches of the package that store tokens."""
+    found, left = set(), list(Cache.__subclasses__())
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if is_own(kind) and not kind.__name__.startswith("_") and kind is not Rolling:
+            found.add(kind.__name__)
+    return found - set(NO_TOKENS)

@@ -214,7 +214,9 @@ def test_a_class_that_load_would_not_know(tmp_path: Path) -> None:
     assert str(error.value).startswith(
         "Foreign cannot be saved: load knows Cross, Fixed, Growing, "
     )
-    assert str(error.value).endswith("; save its contents() yourself")
+    assert str(error.value).endswith(
+        "give the class a `kind` of its own, or save its contents() yourself"
+    )
     assert not (tmp_path / "a").exists()
 
 
@@ -227,6 +229,18 @@ def quantised() -> Cache:
 def latent() -> Cache:
     cache = Latent(3, 1)
     cache.update((torch.ones(1, 1, 2, 4),), Span(0, 2))
+    return cache
+
+
+def ring_of_rows() -> Cache:
+    cache = Ring(3)
+    cache.update((torch.ones(2, 2, 3, 4),) * 2, torch.tensor([[0, 1, 2], [-1, 0, 1]]))
+    return cache
+
+
+def paged() -> Cache:
+    cache = Paged(2, 8)
+    cache.update((torch.ones(2, 1, 3, 2),), torch.tensor([[0, 1, 2], [-1, 0, 1]]))
     return cache
 
 
@@ -346,6 +360,16 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
             "save it again"
         ),
         streaming,
+    ),
+    "a ring's lost tokens": (
+        lambda h, t: t.update(lost=torch.zeros(2, 1)),
+        "lost is torch.float32; it must be integers",
+        ring_of_rows,
+    ),
+    "slots that hold nothing": (
+        lambda h, t: t.update(positions=torch.tensor([[0, 1, -1], [0, 1, -1]])),
+        "positions is (2, 3), and comes to (2, 2)",
+        paged,
     ),
     "a negative length": (
         lambda h, t: h.update(spans={"positions": [0, -2]}),

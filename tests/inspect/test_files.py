@@ -250,10 +250,18 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         ),
         "Heads holds 1 masks, but the call has 4",
     ),
-    "mask none": (lambda d, t: step(d).update(mask={}), "'dense'"),
+    "mask none": (lambda d, t: step(d).update(mask={}), "a mask with [] is unknown"),
     "bias": (
         lambda d, t: step(d).update(bias={"sum": []}),
-        "a sum of biases has a term that is none",
+        "a sum of biases has no terms",
+    ),
+    "bias none": (
+        lambda d, t: step(d).update(bias={"sum": [None]}),
+        "a sum of biases has a NoneType",
+    ),
+    "bias unknown": (
+        lambda d, t: step(d).update(bias={"kerple": 1}),
+        "a bias with ['kerple'] is unknown",
     ),
     "bias heads": (
         lambda d, t: (

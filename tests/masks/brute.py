@@ -89,6 +89,19 @@ WITH_INTERVALS = {
         masks.Heads((masks.Blocks(TABLES, 4), masks.Blocks(TABLES, 4) | masks.Sinks(1))),
         lambda q, k, b, h: _entry(TABLES_ROWS[b][h], 4, q, k) or (h == 1 and k == 0),
     ),
+    "all of several": Case(
+        masks.All((masks.Causal(), masks.Window(3) | masks.Sinks(2))),
+        lambda q, k, b, h: k <= q and (k > q - 3 or k < 2),
+    ),
+    "any of several": Case(
+        masks.Any((masks.Causal() & masks.Window(3), masks.Sinks(2))),
+        lambda q, k, b, h: q - 3 < k <= q or k < 2,
+    ),
+    "not": Case(masks.Not(masks.Window(4)), lambda q, k, b, h: k <= q - 4),
+    "heads of windows": Case(
+        masks.Heads((masks.Causal() & masks.Window(2), masks.Sinks(3))),
+        lambda q, k, b, h: k in (q - 1, q) if h == 0 else k < 3,
+    ),
 }
 
 WITHOUT_INTERVALS = {
@@ -110,6 +123,23 @@ WITHOUT_INTERVALS = {
 }
 
 CASES = WITH_INTERVALS | WITHOUT_INTERVALS
+
+BY_SLOT = {
+    "dense": "tests/masks/test_atoms.py: its table is of slots, so that no rule on positions is it",
+    "selected": "tests/masks/test_selected.py: its rows are slots of queries",
+}
+"""Masks that the cases here cannot hold, and where they are compared with brute force."""
+
+
+def covered(cases: dict[str, Case] = CASES) -> set[str]:
+    """The kinds of the masks that stand in the cases."""
+    found: set[str] = set()
+    left = [case.mask for case in cases.values()]
+    while left:
+        mask = left.pop()
+        found.add(mask.kind)
+        left += mask.members()
+    return found
 
 
 def stored(positions: Positions) -> list[list[int]]:

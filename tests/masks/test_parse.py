@@ -9,11 +9,20 @@ from hypothesis import strategies as st
 from regard import masks
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Sinks, Window, parse
+from regard.masks.parse import readable
+from regard.registry import is_own
 
 KNOWN = (
-    "full, causal, window, chunk, prefix, document, padding, sinks, global, dilated, strided, "
-    "bigbird, heads"
+    "prefix, document, padding, bigbird, heads, full, causal, window, chunk, dilated, sinks, "
+    "global, strided"
 )
+"""The masks of this package that text can name."""
+
+
+def known() -> str:
+    """These, and masks that other test files define."""
+    others = [name for name, kind in readable().items() if not is_own(kind)]
+    return ", ".join((KNOWN, *others))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +128,12 @@ def test_meaning(text: str, mask: Mask | None) -> None:
                 "row"
             ),
         ),
+        ("causal|" * 9400 + "full", "an expression of 65804 letters; at most 65536 are read"),
+        (
+            "heads((" + "full," * 520 + "))",
+            "more than 512 masks",
+        ),
+        ("window(9007199254740993)", "a number above 9007199254740992\n  window(900719"),
         ("~" * 60 + "causal", "an expression nested deeper than 50"),
         ("(" * 300 + "causal" + ")" * 300, "not a mask expression: "),
         ("window(" + "(" * 60 + "1" + ",)" * 60 + ")", "an expression nested deeper than 50"),
@@ -129,7 +144,7 @@ def test_refused_with_the_place(text: str, message: str) -> None:
         parse(text)
     assert str(caught.value).startswith(message)
     assert str(caught.value).endswith(
-        f"known masks: {KNOWN}; joined by & | ~ and parentheses, for example: causal & window(4) "
+        f"known masks: {known()}; joined by & | ~ and parentheses, for example: causal & window(4) "
         "| sinks(1)"
     )
 

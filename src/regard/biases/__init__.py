@@ -1,8 +1,25 @@
 """Biases: numbers added to scores before the softmax."""
 
 from regard.biases.alibi import ALiBi, alibi_slopes
-from regard.biases.base import Bias, Sum
+from regard.biases.base import BIASES, Bias, Sum
 from regard.biases.custom import Dense, Fn
 from regard.biases.t5 import T5Relative, t5_bucket
+from regard.registry import import_all
 
-__all__ = ["ALiBi", "Bias", "Dense", "Fn", "Sum", "T5Relative", "alibi_slopes", "t5_bucket"]
+__all__ = [
+    "BIASES",
+    "ALiBi",
+    "Bias",
+    "Dense",
+    "Fn",
+    "Sum",
+    "T5Relative",
+    "alibi_slopes",
+    "t5_bucket",
+]
+
+# a bias in a file of its own is found without a line here, as `regard.biases.<Name>`
+import_all(__name__, __path__)
+globals().update(
+    (kind.__name__, kind) for _, kind in BIASES if kind.__module__.startswith(f"{__name__}.")
+)

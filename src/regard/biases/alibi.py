@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +110,16 @@ class ALiBi(Bias):
             return self.slopes.to(device, dtype)
         slopes = alibi_slopes(self._heads()) if self.slopes is None else self.slopes
         return torch.tensor(slopes, dtype=dtype, device=device)
+
+    def plain_fields(self) -> dict[str, object]:
+        """The slopes, also where the number of heads gave them."""
+        slopes = self.slopes_on(torch.device("cpu"), torch.float64)
+        return {"slopes": slopes.detach(), "symmetric": self.symmetric}
+
+    @classmethod
+    def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
+        """The slopes come first."""
+        return {"slopes": first, **others}
 
     def __str__(self) -> str:
         own = str(self.heads) if self.heads is not None else f"{self._heads()} slopes"

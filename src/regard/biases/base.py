@@ -11,15 +11,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.plain_data import Plain
+from regard.registry import Registry
 from regard.span import Positions, as_tensor, part
 
 ALL = slice(None)
 
+BIASES: Registry[Bias] = Registry("bias")
+"""Every class of biases by its `kind`, by which recordings are read back."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Bias:
+class Bias(Plain):
     """Base of the biases. One rule, `values`; the rest follows from it.
+
+    A new bias is a subclass, `@dataclass(frozen=True, eq=False, repr=False)`, here or in your own
+    code, that writes `values`, and `_heads` where it has numbers for each head. Files know the
+    class by its name in small letters, or by `kind = "..."`.
 
     score_ij = softcap(scale q_i . k_j) + bias_ij, then mask and softmax
 
@@ -32,6 +41,11 @@ class Bias:
     >>> ALiBi(8) == ALiBi(8)
     True
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.kind = cls.__dict__.get("kind", cls.__name__).lower()
+        BIASES.enter(cls.kind, cls)
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
         """The bias [B or 1, H or 1, t or 1, s or 1] of query positions q [B or 1,1,t,1] and key
@@ -58,6 +72,13 @@ class Bias:
         k = as_tensor(part(k_positions, columns), device)[:, None, None, :]
         values = self.values(q, k, torch.promote_types(dtype, torch.float32)).to(dtype)
         return values.expand(*values.shape[:2], q.shape[2], k.shape[3])
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether it has a number for each place in the call, as a dense tensor does, and not for
+        positions.
+        """
+        return False
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors inside, which may want a gradient."""
@@ -107,6 +128,10 @@ class Bias:
     def __repr__(self) -> str:
         return str(self)
 
+    def __str__(self) -> str:
+        shown = ", ".join(_shown(getattr(self, x.name)) for x in fields(self))
+        return self.kind + f"({shown})" * bool(shown)
+
     def _heads(self) -> int | None:
         """How many heads it has numbers for; None if for any."""
         return None
@@ -137,6 +162,18 @@ class Sum(Bias):
     """
 
     terms: tuple[Bias, ...]
+
+    def __post_init__(self) -> None:
+        wrong = [type(x).__name__ for x in self.terms if not isinstance(x, Bias)]
+        if wrong:
+            raise ArgumentTypeError(f"a sum of biases has a {wrong[0]}; its terms are biases")
+        if not self.terms:
+            raise ArgumentError("a sum of biases has no terms; give at least one")
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether a term has a number for each place in the call."""
+        return any(term.by_slot for term in self.terms)
 
     def block(
         self,
@@ -186,6 +223,10 @@ class Sum(Bias):
 
 def _terms(bias: Bias) -> tuple[Bias, ...]:
     return bias.terms if isinstance(bias, Sum) else (bias,)
+
+
+def _shown(value: object) -> str:
+    return "x".join(map(str, value.shape)) if isinstance(value, Tensor) else repr(value)
 
 
 def _identity(value: object) -> object:

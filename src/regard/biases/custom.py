@@ -60,8 +60,13 @@ class Dense(Bias):
             x = x.expand(-1, -1, count(q_positions), -1)
         return x[:, :, rows, columns].to(device=device, dtype=dtype)
 
+    @property
+    def by_slot(self) -> bool:
+        """True: a column is a place in the call."""
+        return True
+
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """The shape fits the call."""
+        """Check that the shape fits the call."""
         shape = tuple(self.tensor.shape)
         if self.tensor.ndim == 2:
             fits = shape == (T, S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -113,6 +114,8 @@ class T5Relative(Bias):
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 2.1.
     """
+
+    kind: ClassVar[str] = "t5"
 
     table: Tensor
     bidirectional: bool = True

@@ -2,25 +2,26 @@
 back.
 """
 
-from regard.caches.base import Cache, Contents, Parts, kept
-from regard.caches.choose import for_reach, that_keeps_all
+from regard.caches.base import CACHES, Cache, Contents, LayerSize, Parts, kept, that_keeps_all
+from regard.caches.contiguous import Fixed, Growing
 from regard.caches.cross import Cross
 from regard.caches.files import load, save
-from regard.caches.fixed import Fixed
-from regard.caches.growing import Growing
 from regard.caches.latent import Latent
 from regard.caches.paged import Paged, Pool
 from regard.caches.quantised import Quantised
-from regard.caches.ring import Ring, Streaming
+from regard.caches.ring import Ring, Streaming, for_reach
 from regard.caches.state import Memory, State
+from regard.registry import import_all
 
 __all__ = [
+    "CACHES",
     "Cache",
     "Contents",
     "Cross",
     "Fixed",
     "Growing",
     "Latent",
+    "LayerSize",
     "Memory",
     "Paged",
     "Parts",
@@ -35,3 +36,6 @@ __all__ = [
     "save",
     "that_keeps_all",
 ]
+
+# a cache in a file of its own is found without a line here
+import_all(__name__, __path__)

@@ -1,17 +1,21 @@
-"""What a cache is, and what every cache can do with its contents."""
+"""What a cache is, what every cache can do with its contents, and the names by which generation
+asks for caches.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Mask
+from regard.registry import Registry
 from regard.span import Positions, Span, after, as_tensor, count
 
 Parts: TypeAlias = tuple[Tensor, ...]
@@ -25,16 +29,67 @@ all of them.
 """
 
 
+class LayerSize(NamedTuple):
+    """What generation knows of a layer for which it makes a cache.
+
+    Attributes:
+        slots: the most that a row holds; None is no bound.
+        rows: how many rows the batch has.
+        widths: the dims of each part of the memory, for caches that `needs_widths`.
+    """
+
+    slots: int | None = None
+    rows: int = 1
+    widths: tuple[int, ...] = ()
+
+
+CACHES: Registry[Cache] = Registry("cache")
+"""The caches that `generate(cache=...)` can ask for, by their `kind`."""
+
+
 class Cache(ABC):
     """Memory with positions in, memory with positions out.
 
     A kind of cache says how it stores (`update`, `crop`) and what it holds (`contents`, `fill`);
     the other operations follow from these. An operation that is refused leaves the cache as it was.
 
+    A subclass, here or in your own code, that has a `kind` can be asked for by that name:
+    `generate(cache=kind)`, `--cache`. `for_layer` makes it; `forgets`, `needs_slots`,
+    `needs_widths`, `least` and `narrowing` say how it goes with `max_context`. If it is not of
+    this package, `save` and `load` know it by its `kind`.
+
     A cache belongs to one thread at a time: two threads that change the same one lose tokens.
     Several threads may fork a cache that nobody changes meanwhile, and each may change its own
     fork.
     """
+
+    kind: ClassVar[str | None] = None
+    """The name by which generation asks for the cache; None: only modules make it."""
+    forgets: ClassVar[bool] = False
+    """Whether it goes on without end, because it forgets old tokens; it needs `max_context`."""
+    needs_slots: ClassVar[bool] = False
+    """Whether its memory is allocated once, so that the number of slots must be known."""
+    needs_widths: ClassVar[bool] = False
+    """Whether it must know the dims of the keys and values that it will hold."""
+    least: ClassVar[int] = 1
+    """The smallest `max_context`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if kind := cls.__dict__.get("kind"):
+            CACHES.enter(kind, cls)
+
+    @classmethod
+    def for_layer(cls, size: LayerSize) -> Cache:  # noqa: ARG003  (the size of some)
+        """An empty cache for a layer of a model that keeps everything."""
+        return cls()
+
+    @classmethod
+    def narrowing(cls, most: int) -> Mask | None:  # noqa: ARG003  (of some)
+        """What a layer that kept everything may still see, so that this cache serves it with `most`
+        tokens; None changes no mask.
+        """
+        return None
 
     @abstractmethod
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
@@ -103,6 +158,18 @@ class Cache(ABC):
         other.fill({name: _copy(x) for name, x in self.contents().items()})
         return other
 
+    def repeated(self, rows: int, slots: int | None = None) -> Cache:
+        """Another cache with the row of this one, so many times.
+
+        Args:
+            rows: how many times.
+            slots: the most that a row will hold; None is no bound.
+        """
+        other = self.fork()
+        if rows > 1:
+            other.select(torch.zeros(rows, dtype=torch.int64))
+        return other
+
     def select(self, rows: Int[Tensor, " rows"]) -> None:
         """Keep these rows of the batch, in this order; a row may come several times, or not at all.
 
@@ -149,6 +216,30 @@ class Cache(ABC):
         batch = self.batch
         if batch is not None and len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
             raise ArgumentError(f"rows are {rows.tolist()}; the cache holds rows 0 to {batch - 1}")
+
+
+def that_keeps_all(
+    kind: str, slots: int | None = None, *, rows: int = 1, widths: Sequence[int] = ()
+) -> Cache:
+    """An empty cache that keeps every token, of a kind by its name.
+
+    Args:
+        kind: "growing", "fixed", "paged", "quantised" (8 bits, but for the last 128 slots), or the
+            `kind` of a cache of your own.
+        slots: the most of a row, for "fixed" and "paged".
+        rows: of the batch: a paged cache has pages for all of them.
+        widths: for "quantised", the dims of each part of the memory.
+
+    Raises:
+        ArgumentError: the kind is unknown, or lacks its slots.
+
+    >>> that_keeps_all("paged", 100, rows=2).settings
+    {'page_size': 16, 'pages': 14}
+    """
+    found = CACHES.find(kind, [name for name, x in CACHES if not x.forgets])
+    if found.needs_slots and slots is None:
+        raise ArgumentError(f"a {kind} cache needs slots, the most that a row holds")
+    return found.for_layer(LayerSize(slots, rows, tuple(widths)))
 
 
 @contextmanager

@@ -165,7 +165,7 @@ def check_codes(
     >>> made = quantise(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
     >>> check_codes(made, x, "channel", 16, bits=8, group=8)
     Traceback (most recent call last):
-    regard.errors.ArgumentError: codes and scales of the memory are ((1, 2, 1, 4, 8), (1, 2, 1, 4, 1)), not ...
+    regard.errors.ArgumentError: codes and scales of the memory are ((1, 2, 1, 4, 8), ...
     """
     B, n, _, d = recent.shape
     wanted = shapes((B, n, older, d), axis, bits=bits, group=group)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, memory_of
+from regard.caches.base import CACHES, Cache, Contents, memory_of
 from regard.caches.ring import Rolling
 from regard.caches.state import HELD
 from regard.errors import ArgumentError, FileError
@@ -22,6 +22,7 @@ from regard.files.reading import load as read_tensors
 from regard.files.strict import parse
 from regard.files.write import written
 from regard.foreign import shown, told
+from regard.registry import is_own
 from regard.span import Span, count
 
 _KEY = "regard.cache"
@@ -53,11 +54,12 @@ def save(cache: Cache, path: str | Path) -> None:
     >>> load("prompt.safetensors").next(1)
     Span(start=3, length=1)
     """
-    path, kind = Path(path), type(cache).__name__
-    if _kinds().get(kind) is not type(cache):
+    path, known = Path(path), _kinds()
+    kind = next((name for name, x in known.items() if x is type(cache)), None)
+    if kind is None:
         raise ArgumentError(
-            f"{kind} cannot be saved: load knows {', '.join(sorted(_kinds()))}; save its "
-            "contents() yourself"
+            f"{type(cache).__name__} cannot be saved: load knows {', '.join(sorted(known))}; give "
+            "the class a `kind` of its own, or save its contents() yourself"
         )
     held = cache.contents()
     spans = {name: [x.start, x.length] for name, x in held.items() if isinstance(x, Span)}
@@ -90,7 +92,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 
     saved.
 
     Nothing in the file is executed: a class is looked up by its name among those of
-    `regard.caches`.
+    `regard.caches` and those that you defined with a `kind`.
 
     Args:
         path: the file.
@@ -140,12 +142,15 @@ class _Header(NamedTuple):
 
 
 def _kinds() -> dict[str, type[Cache]]:
-    """Class name -> class, of the caches of this package."""
-    found, left = {}, list(Cache.__subclasses__())
+    """The caches that a file may name: those of this package by their class, and those from
+    elsewhere by the `kind` under which they were entered.
+    """
+    found = {kind: x for kind, x in CACHES if not is_own(x)}
+    left = list(Cache.__subclasses__())
     while left:
         kind = left.pop()
         left += kind.__subclasses__()
-        if kind.__module__.startswith("regard."):
+        if is_own(kind):
             found[kind.__name__] = kind
     return found
 

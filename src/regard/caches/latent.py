@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from regard.caches.base import Cache, Contents, Parts, memory_of
-from regard.caches.fixed import Fixed
-from regard.caches.growing import Growing
+from regard.caches.contiguous import Fixed, Growing
 from regard.errors import ArgumentError
 from regard.span import Positions, Span
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
+    LayerSize,
     Parts,
     check_crop,
     check_fits,
@@ -25,6 +26,9 @@ from regard.caches.base import (
 from regard.caches.buffers import in_place
 from regard.errors import ArgumentError
 from regard.span import Positions, Span, after, as_tensor, count, follow, part
+
+PAGE = 16
+"""Tokens per page of a cache that generation asks for."""
 
 
 class Pool:
@@ -263,8 +267,27 @@ class Paged(Cache):
         Positions | None
     )  # of the slots of a row, in the order they came: [B,S], or of all rows
 
+    kind: ClassVar[str | None] = "paged"
+    needs_slots: ClassVar[bool] = True
+
     def __init__(self, page_size: int, pages: int) -> None:
         self._hold(Table(Pool(page_size, pages), [], []), None)
+
+    @classmethod
+    def for_layer(cls, size: LayerSize) -> Paged:
+        """Pages of 16 tokens, enough for all rows."""
+        assert size.slots is not None, "needs_slots"
+        return cls(PAGE, size.rows * -(-size.slots // PAGE))
+
+    def repeated(self, rows: int, slots: int | None = None) -> Cache:
+        """A cache with pages of its own, which its rows share."""
+        assert slots is not None, "needs_slots"
+        size = self.pool.page_size
+        other = type(self)(size, rows * -(-slots // size))
+        other.fill(self.contents())
+        if rows > 1:
+            other.select(torch.zeros(rows, dtype=torch.int64))
+        return other
 
     @property
     def pool(self) -> Pool:

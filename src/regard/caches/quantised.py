@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
+    LayerSize,
     Parts,
     check_crop,
     check_fits,
@@ -23,7 +24,7 @@ from regard.caches.base import (
 )
 from regard.caches.buffers import put
 from regard.caches.codes import Axis, Coded, Codes, Packed, check_codes, cut, quantise
-from regard.caches.growing import written
+from regard.caches.contiguous import written
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.pages import empty_like
 from regard.process import is_compiling
@@ -98,9 +99,12 @@ class Split:
     rows: codes, scale and zero, which grow; odd_at, odd: as in `Codes`.
 
     >>> x = torch.randn(1, 2, 10, 4)
-    >>> held = Split.of(x, "channel", bits=8, group=8).settled(8, torch.ones(1, 8, dtype=torch.bool), 0)
-    >>> held.codes.codes.shape, held.recent.view.shape, held.answer()
-    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]), Packed((1, 2, 10, 4), torch.float32, in codes))
+    >>> held = Split.of(x, "channel", bits=8, group=8)
+    >>> held = held.settled(8, torch.ones(1, 8, dtype=torch.bool), 0)
+    >>> held.codes.codes.shape, held.recent.view.shape
+    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
+    >>> held.answer()
+    Packed((1, 2, 10, 4), torch.float32, in codes)
     """
 
     axis: Axis
@@ -186,7 +190,8 @@ class Quantised(Cache):
     """Keep the last `residual` slots as they are, and all before them in few bits: keys per
     channel, values per token.
 
-    x ~ zero + code * scale, code in 0..2^bits - 1, zero = min and scale = (max - min) / (2^bits - 1) of each group
+    x ~ zero + code * scale, code in 0..2^bits - 1
+    zero = min and scale = (max - min) / (2^bits - 1) of each group
     |x - x'| <= scale / 2, plus the rounding of scale and x' to the dtype of x
 
     A group is `group` slots of one channel ("channel": an outlier channel keeps its large scale to
@@ -221,6 +226,9 @@ class Quantised(Cache):
     Source: Liu et al. 2024, KIVI (arXiv 2402.02750), sections 3.2 and 3.3.
     """
 
+    kind: ClassVar[str | None] = "quantised"
+    needs_widths: ClassVar[bool] = True
+
     def __init__(
         self,
         bits: int = 8,
@@ -247,6 +255,22 @@ class Quantised(Cache):
         self.axes = cast("tuple[Axis, ...]", tuple(axes))
         self._parts: tuple[Split, ...] = ()
         self._positions: Positions | None = None
+
+    @classmethod
+    def for_layer(cls, size: LayerSize) -> Quantised:
+        """8 bits, but for the last 128 slots.
+
+        The first of several parts is taken for keys, with scales per channel. All others have
+        scales per token, in groups of at most 32 channels, which must divide them.
+
+        >>> Quantised.for_layer(LayerSize(widths=(80, 80))).settings["group"]
+        20
+        """
+        widths = size.widths
+        axes = ["channel" if i == 0 and len(widths) > 1 else "token" for i in range(len(widths))]
+        tokens = [width for width, axis in zip(widths, axes, strict=True) if axis == "token"]
+        group = max(g for g in range(1, 33) if all(w % min(g, w) == 0 for w in tokens))
+        return cls(8, group=group, axes=axes)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ attention sinks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -22,9 +22,14 @@ from regard.caches.base import (
     named,
 )
 from regard.caches.buffers import Overwritten, put, put_at, spread
+from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
+from regard.masks import Mask, Reach, Sinks, Window
 from regard.process import is_compiling
 from regard.span import EMPTY, Positions, Span, as_tensor, count, follow
+
+SINKS = 4
+"""First tokens that "streaming" never forgets, as in arXiv 2309.17453, section 3.2."""
 
 
 class Slots(NamedTuple):
@@ -454,6 +459,9 @@ class Ring(Rolling):
     Source: the rolling buffer cache of Jiang et al. 2023 (arXiv 2310.06825), section 2.
     """
 
+    kind: ClassVar[str | None] = "ring"
+    forgets: ClassVar[bool] = True
+
     def __init__(self, window: int, *, rewind: int = 0) -> None:
         if window < 1 or rewind < 0:
             raise ArgumentError(
@@ -461,6 +469,11 @@ class Ring(Rolling):
                 "least 0"
             )
         super().__init__(0, window, rewind)
+
+    @classmethod
+    def narrowing(cls, most: int) -> Mask:
+        """The last tokens."""
+        return Window(most)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -494,6 +507,10 @@ class Streaming(Rolling):
     Source: Xiao et al. 2024 (arXiv 2309.17453), section 3.2.
     """
 
+    kind: ClassVar[str | None] = "streaming"
+    forgets: ClassVar[bool] = True
+    least: ClassVar[int] = SINKS + 1
+
     def __init__(self, sinks: int, recent: int, *, rewind: int = 0) -> None:
         if sinks < 0 or recent < 1 or rewind < 0:
             raise ArgumentError(
@@ -502,7 +519,28 @@ class Streaming(Rolling):
             )
         super().__init__(sinks, recent, rewind)
 
+    @classmethod
+    def narrowing(cls, most: int) -> Mask:
+        """The first 4 tokens, and the last ones."""
+        return Window(most - SINKS) | Sinks(SINKS)
+
     @property
     def settings(self) -> dict[str, Any]:
         """Sinks, recent and rewind."""
         return {"sinks": self._slots.sinks, "recent": self.window, "rewind": self.rewind}
+
+
+def for_reach(reach: Reach) -> Cache:
+    """An empty cache that holds the old tokens within reach of a mask, and forgets what no later
+    query can see.
+
+    >>> from regard.masks import Causal
+    >>> cache = for_reach((Causal() & (Window(8) | Sinks(4))).reach())
+    >>> type(cache).__name__, cache.settings
+    ('Streaming', {'sinks': 4, 'recent': 8, 'rewind': 0})
+    """
+    if reach.window is None:
+        return Growing()
+    # a query may see nothing but sinks: a ring of one slot still tells where the next token stands
+    window = max(1, reach.window)
+    return Streaming(reach.sinks, window) if reach.sinks else Ring(window)

@@ -23,26 +23,12 @@ def copied(rule: Any) -> Any:
     if isinstance(rule, Bias):
         own = rule.tensors()
         return rule.with_tensors([x.detach().to("cpu", copy=True) for x in own]) if own else rule
-    if isinstance(rule, masks.Dense):
-        return masks.Dense(rule.table.detach().to("cpu", copy=True))
-    if isinstance(rule, masks.Blocks):
-        return masks.Blocks(rule.table.detach().to("cpu", copy=True), rule.size)
-    if isinstance(rule, masks.Selected):
-        first = None if rule.first is None else rule.first.to("cpu", copy=True)
-        return masks.Selected(rule.table.detach().to("cpu", copy=True), rule.size, first)
-    if isinstance(rule, (masks.All, masks.Any, masks.Heads)):
-        return type(rule)(tuple(copied(x) for x in rule.masks))
-    return masks.Not(copied(rule.mask)) if isinstance(rule, masks.Not) else rule
+    return rule.with_tensors(lambda x: x.detach().to("cpu", copy=True))
 
 
-def speaks_of_slots(rule: Mask | Bias | None, *others: Mask | Bias | None) -> bool:
+def speaks_of_slots(*rules: Mask | Bias | None) -> bool:
     """Whether a mask or bias has a number for each slot of a call, whatever its position."""
-    if others:
-        return any(speaks_of_slots(x) for x in (rule, *others))
-    inside = getattr(rule, "masks", None) or getattr(rule, "terms", ())
-    several = inside if isinstance(inside, tuple) else (getattr(rule, "mask", None),)
-    known = isinstance(rule, masks.Dense | biases.Dense)
-    return known or any(speaks_of_slots(x) for x in several if x is not None)
+    return any(rule is not None and rule.by_slot for rule in rules)
 
 
 def written_out(

@@ -23,18 +23,6 @@ from regard.inspect.place import Place
 from regard.span import as_tensor
 
 Arrays = dict[str, NDArray[Any]]
-WORDS: dict[type, str] = {
-    masks.Causal: "future",
-    masks.Padding: "padding",
-    masks.Document: "document",
-    masks.Chunk: "chunk",
-    masks.Selected: "selected",
-    masks.Dense: "given",
-    masks.Fn: "given",
-}
-"""Masks whose "no" has words of its own; of every other one the page says that the key lies outside
-it.
-"""
 CELLS = 1 << 22
 """How many cells of a bias are evaluated together."""
 
@@ -122,11 +110,9 @@ class Rules:
 
     def _tree(self, rows: Rows, each: list[masks.Mask]) -> dict[str, Any]:
         """A tree over one mask a step, all of the same form."""
-        kind = type(each[0])
-        if kind in (masks.All, masks.Any):
-            members = zip(*(mask.masks for mask in each), strict=True)  # type: ignore[attr-defined]
-            name = "all" if kind is masks.All else "any"
-            return {name: [self._tree(rows, list(member)) for member in members]}
+        members = list(zip(*(mask.operands() for mask in each), strict=True))
+        if members:
+            return {each[0].kind: [self._tree(rows, list(member)) for member in members]}
         place = self.place
         blocks = [
             mask.block(step.q_positions, step.k_positions, own(step))
@@ -138,11 +124,8 @@ class Rules:
             one = block[self.row if block.shape[0] > 1 else 0]
             bits[:, first : first + step.T, step.columns] = one.to(bits.device)
         packed = self.keep("bits", np.packbits(bits.numpy(), bitorder="little"))
-        mask = each[0]
-        why, text = WORDS.get(kind, "outside"), str(mask)
-        if isinstance(mask, masks.Not):
-            why, text = "inside", str(mask.mask)
-        return {"text": text, "why": why, "bits": packed, "heads": count}
+        refusal = each[0].refusal()
+        return {"text": refusal.mask, "why": refusal.key, "bits": packed, "heads": count}
 
     def keep(self, kind: str, x: NDArray[Any]) -> str:
         """The name of an array; equal ones of a kind are kept once."""
@@ -228,9 +211,8 @@ def _alike(a: Step, b: Step) -> bool:
 
 def _form(mask: masks.Mask) -> Any:
     """The tree of a mask, and what its terms say."""
-    if isinstance(mask, (masks.All, masks.Any)):
-        return (type(mask), *map(_form, mask.masks))
-    return str(mask)
+    operands = mask.operands()
+    return (type(mask), *map(_form, operands)) if operands else str(mask)
 
 
 def _blocks(step: Step, row: int) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -55,51 +53,9 @@ def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) ->
     """The terms that say no, per key; empty where the mask as a whole says yes."""
     rows = mask.block(q, k, slice(i, i + 1))[0]
     allowed = rows[head if rows.shape[0] > 1 else 0, 0].tolist()
-    if isinstance(mask, (masks.All, masks.Any)):
-        terms = [_reasons(term, q, k, i, head) for term in _terms(mask)]
+    if operands := mask.operands():
+        terms = [_reasons(term, q, k, i, head) for term in operands]
         said = [set[str]().union(*each) for each in zip(*terms, strict=True)]
     else:
-        said = [{word(mask)} for _ in allowed]
+        said = [{mask.refusal().words} for _ in allowed]
     return [set() if yes else words for yes, words in zip(allowed, said, strict=True)]
-
-
-def word(mask: masks.Mask) -> str:
-    """Why a mask that is no combination says no.
-
-    >>> word(masks.Window(512)), word(masks.Sinks(4)), word(~masks.Window(3))
-    ('outside window 512', 'behind the first 4', 'inside window 3')
-    """
-    if isinstance(mask, masks.Window):
-        ahead = "" if mask.ahead is None else f", {mask.ahead} ahead"
-        return f"outside window {mask.size}{ahead}"
-    if isinstance(mask, masks.Not):
-        return _word_inside(mask)
-    if isinstance(mask, masks.Dilated):
-        return f"between the steps of {mask}"
-    if isinstance(mask, masks.Sinks):
-        return f"behind the first {getattr(mask, fields(mask)[0].name)}"
-    known = {
-        "Causal": "future",
-        "Padding": "padding",
-        "Document": "other document",
-        "Selected": "not selected",
-        "Global": "not global",
-        "Dense": "the given matrix says no",
-        "Fn": "the given function says no",
-    }
-    name = type(mask).__name__
-    if name == "Chunk":
-        return f"other chunk of {getattr(mask, fields(mask)[0].name)}"
-    return known.get(name, f"outside {mask}")
-
-
-def _word_inside(mask: masks.Mask) -> str:
-    inner: masks.Mask = getattr(mask, fields(mask)[0].name)
-    if isinstance(inner, masks.Window):
-        return f"inside window {inner.size}"
-    return f"inside {inner}"
-
-
-def _terms(mask: masks.All | masks.Any) -> tuple[masks.Mask, ...]:
-    terms: tuple[masks.Mask, ...] = getattr(mask, fields(mask)[0].name)
-    return terms

@@ -1,52 +1,59 @@
-"""Masks and biases as plain data with tensors beside it, and back: nothing in the data is
-executed.
+"""Masks and biases of a recording's file: as plain data with tensors beside it, and back. Nothing
+in the data is executed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard import biases, masks
-from regard.biases import Bias
+from regard import masks
+from regard.biases import BIASES, Bias
 from regard.errors import ArgumentError
 from regard.inspect.kept import Step
-from regard.masks import Mask
-
-Keep = Callable[[Tensor], str]
-"""Keeps a tensor, and says under which name."""
+from regard.masks import MASKS, Mask
+from regard.plain_data import Keep, NotPlain, from_data, to_data
+from regard.registry import is_own
 
 _DEEPEST = 50
 
 
 def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
-    """A mask as data: its text where `masks.parse` reads that back; tensors under names; any other
-    one written out.
+    """A mask as data: its text where `masks.parse` reads that back, or the fields of its class.
+
+    A mask that is no plain data, such as a function, is written out for the step. So is one of a
+    class from elsewhere, beside its data, because who reads the file may not have the class.
     """
+
+    def written_out() -> dict[str, Any]:
+        table = mask.block(step.q_positions, step.k_positions)
+        return {"dense": keep(table.contiguous()), "was": str(mask)}
+
+    if _has_text(mask):
+        return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **written_out()}
     try:
-        if masks.parse(str(mask)) == mask:
-            return {"text": str(mask)}
+        found = to_data(mask, keep, lambda x: mask_data(x, step, keep))
+    except NotPlain:
+        return written_out()
+    return found if is_own(type(mask)) else {**found, **written_out()}
+
+
+def _has_text(mask: Mask) -> bool:
+    try:
+        return masks.parse(str(mask)) == mask
     except ArgumentError:
-        pass
-    if isinstance(mask, (masks.All, masks.Any, masks.Heads)):
-        return {_KINDS[type(mask)]: [mask_data(x, step, keep) for x in mask.masks]}
-    if isinstance(mask, masks.Not):
-        return {"not": mask_data(mask.mask, step, keep)}
-    if isinstance(mask, (masks.Selected, masks.Blocks)):
-        made = {_KINDS[type(mask)]: keep(mask.table), "size": mask.size}
-        first = getattr(mask, "first", None)
-        return made if first is None else {**made, "first": keep(first)}
-    if isinstance(mask, masks.Dense):
-        return {"dense": keep(mask.table)}
-    table = mask.block(step.q_positions, step.k_positions)
-    return {"dense": keep(table.contiguous()), "was": str(mask)}
+        return False
+
+
+def _is_ours(rule: Mask) -> bool:
+    return is_own(type(rule)) and all(map(_is_ours, rule.members()))
 
 
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
-    """The mask that `mask_data` told of.
+    """The mask that `mask_data` told of; the one written out where its class is not known here.
 
     Raises:
         ArgumentError, KeyError, TypeError: the data tells of none.
@@ -56,44 +63,34 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     """
     if depth > _DEEPEST:
         raise ArgumentError(f"a mask is nested deeper than {_DEEPEST}")
-    for name, kind in (("all", masks.All), ("any", masks.Any), ("heads", masks.Heads)):
-        if name in data:
-            return kind(tuple(mask_from(x, tensors, depth + 1) for x in data[name]))
     if "text" in data:
-        return masks.parse(data["text"])
-    if "not" in data:
-        return masks.Not(mask_from(data["not"], tensors, depth + 1))
-    if "selected" in data:
-        first = None if "first" not in data else tensors[data["first"]]
-        return masks.Selected(tensors[data["selected"]], data["size"], first)
-    if "blocks" in data:
-        return masks.Blocks(tensors[data["blocks"]], data["size"])
-    return masks.Dense(tensors[data["dense"]])
+        try:
+            return masks.parse(data["text"])
+        except ArgumentError:
+            if "dense" not in data:
+                raise
+            return masks.Dense(tensors[data["dense"]])
+    return from_data(MASKS, data, tensors, lambda x: mask_from(x, tensors, depth + 1))
 
 
 def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | None:
-    """A bias as data; a function is written out."""
+    """A bias as data; one that is no plain data, such as a function, is written out."""
     if bias is None:
         return None
-    if isinstance(bias, biases.Sum):
-        return {"sum": [bias_data(term, step, keep) for term in bias.terms]}
-    if isinstance(bias, biases.ALiBi):
-        slopes = bias.slopes_on(torch.device("cpu"), torch.float64)
-        return {"alibi": keep(slopes.detach()), "symmetric": bias.symmetric}
-    if isinstance(bias, biases.T5Relative):
-        return {
-            "t5": keep(bias.table),
-            "bidirectional": bias.bidirectional,
-            "max_distance": bias.max_distance,
-        }
-    if isinstance(bias, biases.Dense):
-        return {"dense": keep(bias.tensor)}
-    table = bias.block(step.q_positions, step.k_positions, dtype=torch.float64)
-    return {"dense": keep(table.contiguous()), "was": str(bias)}
+
+    def written_out() -> dict[str, Any]:
+        table = bias.block(step.q_positions, step.k_positions, dtype=torch.float64)
+        return {"dense": keep(table.contiguous()), "was": str(bias)}
+
+    try:
+        found = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
+    except NotPlain:
+        return written_out()
+    return found if is_own(type(bias)) else {**found, **written_out()}
 
 
 def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
-    """The bias that `bias_data` told of.
+    """The bias that `bias_data` told of; the one written out where its class is not known here.
 
     Raises:
         ArgumentError, KeyError, TypeError: the data tells of none.
@@ -105,25 +102,4 @@ def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias 
         return None
     if depth > _DEEPEST:
         raise ArgumentError(f"a bias is nested deeper than {_DEEPEST}")
-    if "sum" in data:
-        terms = [bias_from(x, tensors, depth + 1) for x in data["sum"]]
-        found = [term for term in terms if term is not None]
-        if len(found) != len(terms) or not found:
-            raise ArgumentError("a sum of biases has a term that is none")
-        return biases.Sum(tuple(found))
-    if "alibi" in data:
-        return biases.ALiBi(slopes=tensors[data["alibi"]], symmetric=bool(data["symmetric"]))
-    if "t5" in data:
-        return biases.T5Relative(
-            tensors[data["t5"]], bool(data["bidirectional"]), int(data["max_distance"])
-        )
-    return biases.Dense(tensors[data["dense"]])
-
-
-_KINDS = {
-    masks.All: "all",
-    masks.Any: "any",
-    masks.Heads: "heads",
-    masks.Selected: "selected",
-    masks.Blocks: "blocks",
-}
+    return from_data(BIASES, data, tensors, lambda x: bias_from(x, tensors, depth + 1))

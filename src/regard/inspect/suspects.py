@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.evidence import Evidence, lse_of
-from regard.masks import All, Mask, Window
+from regard.masks import All, Mask
 from regard.span import as_tensor
 
 
@@ -125,12 +124,9 @@ def _masks(mask: Mask) -> Iterator[Suspect]:
         if others:
             rest = others[0] if len(others) == 1 else All(tuple(others))
             yield Suspect(f"the mask {term} was not applied", _masked(rest))
-        if isinstance(term, Window):
-            for size in (term.size - 1, term.size + 1):
-                if size > 0:
-                    changed = [*terms[:i], replace(term, size=size), *terms[i + 1 :]]
-                    both = reduce(lambda a, b: a & b, changed)
-                    yield Suspect(f"{term} was taken as window({size})", _masked(both))
+        for other in term.near_misses():
+            both = reduce(lambda a, b: a & b, [*terms[:i], other, *terms[i + 1 :]])
+            yield Suspect(f"{term} was taken as {other}", _masked(both))
 
 
 def _right(e: Evidence) -> Tensor:

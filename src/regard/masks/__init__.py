@@ -3,10 +3,9 @@
 In a dense mask, True = may attend.
 """
 
-from regard.masks.algebra import All, Any, Not
-from regard.masks.base import Mask
+from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
-from regard.masks.blocks import BigBird, Blocks
+from regard.masks.blocks import BigBird, Blocks, Selected
 from regard.masks.convert import (
     from_additive,
     from_drop,
@@ -17,17 +16,16 @@ from regard.masks.convert import (
     to_drop,
 )
 from regard.masks.custom import Dense, Fn, Heads
-from regard.masks.local import Causal, Chunk, Dilated, Full, Window
 from regard.masks.parse import parse
-from regard.masks.reach import Reach, reach
-from regard.masks.selected import Selected
-from regard.masks.sparse import Global, Sinks, Strided
+from regard.masks.patterns import Causal, Chunk, Dilated, Full, Global, Sinks, Strided, Window
 from regard.masks.tiling import EMPTY, FAR, FULL, PARTIAL, Intervals
+from regard.registry import import_all
 
 __all__ = [
     "EMPTY",
     "FAR",
     "FULL",
+    "MASKS",
     "PARTIAL",
     "All",
     "Any",
@@ -48,6 +46,7 @@ __all__ = [
     "Padding",
     "Prefix",
     "Reach",
+    "Refusal",
     "Selected",
     "Sinks",
     "Strided",
@@ -62,3 +61,9 @@ __all__ = [
     "to_additive",
     "to_drop",
 ]
+
+# a mask in a file of its own is found without a line here, as `regard.masks.<Name>`
+import_all(__name__, __path__)
+globals().update(
+    (kind.__name__, kind) for _, kind in MASKS if kind.__module__.startswith(f"{__name__}.")
+)

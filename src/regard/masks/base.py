@@ -1,14 +1,14 @@
-"""What a mask is: a rule on positions, its structure, its drawing, and the checks that masks
-share.
+"""What a mask is: a rule on positions, and what it says of itself: its structure, its reach and
+its words. `&`, `|` and `~` make masks of masks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property, reduce
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int, Int8
@@ -19,14 +19,22 @@ from regard.foreign import shown
 from regard.masks.tiling import (
     UNKNOWN,
     Intervals,
+    both,
     count_visible,
+    either,
     from_intervals,
+    gaps,
     held,
+    intersect,
     none_for,
+    opposite,
     settle,
     tidy,
+    unite,
     without_rows,
 )
+from regard.plain_data import Plain
+from regard.registry import Registry
 from regard.span import Positions, Span, as_tensor, count, part, vacant
 
 
@@ -76,7 +84,6 @@ def device_of(q: Positions, k: Positions, device: torch.device | str | None) -> 
     return torch.device(device)
 
 
-Rows = TypeVar("Rows", bound=tuple[Any, ...])
 Lengths: TypeAlias = Sequence[int] | Tensor
 
 LARGEST = (1 << 62) - 1
@@ -104,44 +111,9 @@ def wholes(name: str, xs: object, least: int) -> tuple[int, ...]:
     return tuple(whole(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
 
 
-def some(rows: Rows, name: str) -> Rows:
-    """Rows, at least one."""
-    if not rows:
-        raise ArgumentError(f"{name} of no batch rows; give at least one")
-    return rows
-
-
-def row(values: tuple[int, ...], like: Tensor) -> Tensor:
-    """One number per batch row, [B,1,1,1]."""
-    return torch.tensor(values, dtype=torch.int64, device=like.device)[:, None, None, None]
-
-
-def table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
-    """Lists of different lengths as one tensor [B, n], filled up with `fill` (None: each one's last
-    number).
-    """
-    n = max(map(len, rows))
-    filled = [[*x, *[x[-1] if fill is None else fill] * (n - len(x))] for x in rows]
-    return torch.tensor(filled, dtype=torch.int64, device=like.device).reshape(len(rows), n)
-
-
 def four(x: Tensor) -> Tensor:
     """x with dimensions of size 1 in front, 4 in all."""
     return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
-
-
-def locate(bounds: Tensor, x: Tensor) -> Tensor:
-    """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch
-    first of 4.
-    """
-    if x.numel() == 1:  # also what a mask_mod sees, under vmap, which searchsorted does not like
-        return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
-    if bounds.shape[0] == 1:
-        return torch.searchsorted(bounds[0], x.contiguous(), right=True)
-    x = four(x)
-    x = x.expand(bounds.shape[0], *x.shape[1:])
-    found = torch.searchsorted(bounds, x.flatten(1).contiguous(), right=True)
-    return found.reshape(x.shape)
 
 
 def check_rows(mask: str, rows: int, B: int) -> None:
@@ -162,16 +134,67 @@ ROWS = 128
 """Queries that are evaluated together, where a mask has no intervals."""
 
 
+@dataclass(frozen=True)
+class Reach:
+    """Which old keys a later query may still see: those at the first `sinks` positions, and those
+    with p - window < k for a query at position p. A cache may forget all others.
+
+    Args:
+        window: the last keys, the query's own included; None is all of them.
+        sinks: the first positions.
+
+    >>> Reach(window=8, sinks=4).tokens
+    12
+    """
+
+    window: int | None
+    sinks: int = 0
+
+    @property
+    def tokens(self) -> int | None:
+        """The most keys behind a query, its own included; None without a bound."""
+        return None if self.window is None else self.window + self.sinks
+
+
+RefusalKey: TypeAlias = Literal[
+    "outside", "inside", "future", "padding", "document", "chunk", "selected", "given"
+]
+"""The sentences that a page has for a refusal, in each of its languages."""
+
+
+class Refusal(NamedTuple):
+    """Why a mask keeps a query from a key.
+
+    Attributes:
+        words: in English, for a terminal: "outside window 512".
+        key: the sentence that a page says in its own language, `why.<key>` of its strings.
+        mask: what the sentence names.
+    """
+
+    words: str
+    key: RefusalKey
+    mask: str
+
+
+MASKS: Registry[Mask] = Registry("mask")
+"""Every class of masks by its `kind`: what `parse` reads, and recordings are read back by."""
+
+
 @dataclass(frozen=True, eq=False)
-class Mask(ABC):
+class Mask(Plain, ABC):
     """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks
     of masks.
 
     Masks of equal fields are equal and hash alike; tensors in fields count by identity. A slot at
     position -1 holds nothing, whatever the rule says: as a key it is never visible, as a query it
     sees nothing. The public methods see to that once, for the mask as a whole, so that `~` cannot
-    turn it round. A subclass writes `allows`, and `_intervals` where it has a closed form; both
-    speak of tokens only.
+    turn it round.
+
+    A new mask is a subclass, `@dataclass(frozen=True, eq=False)`, here or in your own code. It
+    writes `allows`, which depends on its fields and the positions alone, and `_intervals` where
+    they have a closed form; both speak of tokens only. It may override `reach`, `refusal`,
+    `near_misses`, `is_static` and `require`. The class is found by its name in small letters, or by
+    `kind = "..."`: in `masks.parse`, `regard show` and recordings.
 
     >>> from regard import masks
     >>> mask = masks.Causal() & masks.Window(4) | masks.Sinks(1)
@@ -180,6 +203,14 @@ class Mask(ABC):
     >>> mask.count(Span(0, 8), Span(0, 8))
     30
     """
+
+    has_text: ClassVar[bool] = True
+    """Whether text can name the mask: not if its fields are tensors or functions."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.kind = cls.__dict__.get("kind", cls.__name__).lower()
+        MASKS.enter(cls.kind, cls)
 
     @abstractmethod
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
@@ -353,7 +384,7 @@ class Mask(ABC):
         """
         return int(self.visible(q_positions, k_positions).sum())
 
-    def require(self, B: int, H: int, T: int, S: int) -> None:  # noqa: B027  (most serve any shape)
+    def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the mask can serve a call of this shape.
 
         Raises:
@@ -384,6 +415,46 @@ class Mask(ABC):
         out = four(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
         return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
 
+    def reach(self) -> Reach:
+        """How far back the mask looks: a bound, which it keeps within. Without an override, all
+        keys.
+
+        >>> from regard import masks
+        >>> (masks.Causal() & (masks.Window(8) | masks.Sinks(4))).reach()
+        Reach(window=8, sinks=4)
+        """
+        return Reach(None)
+
+    @cached_property
+    def is_static(self) -> bool:
+        """Whether the rule can never change, so that what was computed from it may be kept.
+
+        Without an override: the class is a dataclass of its own, and its fields are numbers, words,
+        None, static masks, or tuples of these.
+        """
+        own = "__dataclass_fields__" in type(self).__dict__
+        return own and all(_is_fixed(getattr(self, x.name)) for x in fields(self))
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether the rule speaks of the keys' places in the call, as a dense tensor does, and not
+        of their positions. Without an override: whether a mask in its fields does.
+        """
+        return any(mask.by_slot for mask in self.members())
+
+    def refusal(self) -> Refusal:
+        """Why this mask, as one rule, keeps a query from a key.
+
+        >>> from regard import masks
+        >>> masks.Window(512).refusal().words, masks.Strided(4).refusal().words
+        ('outside window 512', 'outside strided(4)')
+        """
+        return Refusal(f"outside {self}", "outside", str(self))
+
+    def near_misses(self) -> tuple[Mask, ...]:
+        """Masks that a wrong kernel may have computed instead: a window that is one off."""
+        return ()
+
     def select_heads(self, heads: slice) -> Mask:
         """The mask of some of the query heads; itself, unless it holds one for each head."""
         return self
@@ -392,19 +463,35 @@ class Mask(ABC):
         """The masks whose `&` this is: itself alone, unless it is an `All`."""
         return (self,)
 
-    def __and__(self, other: Mask) -> Mask:
-        from regard.masks.algebra import All
+    def operands(self) -> tuple[Mask, ...]:
+        """The masks whose `&` or `|` this is, each of which may be why it says no; else none."""
+        return ()
 
+    def members(self) -> tuple[Mask, ...]:
+        """The masks that stand in its fields."""
+        values = (getattr(self, x.name) for x in fields(self))
+        inside = (x for value in values for x in (value if isinstance(value, tuple) else (value,)))
+        return tuple(x for x in inside if isinstance(x, Mask))
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Mask:
+        """The same mask over other tensors: each tensor x in it is change(x).
+
+        >>> from regard import masks
+        >>> rule = masks.Causal() & masks.Dense(torch.ones(2, 2).bool())
+        >>> rule.with_tensors(lambda x: ~x).block(Span(0, 2), Span(0, 2)).any().item()
+        False
+        """
+        old = {x.name: getattr(self, x.name) for x in fields(self) if x.init}
+        new = {name: _with_tensors(value, change) for name, value in old.items()}
+        return replace(self, **new) if any(new[name] is not old[name] for name in old) else self
+
+    def __and__(self, other: Mask) -> Mask:
         return All((self, other)) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        from regard.masks.algebra import Any
-
         return Any((self, other)) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:
-        from regard.masks.algebra import Not
-
         return Not(self)
 
     def _key(self) -> tuple[object, ...]:
@@ -423,19 +510,224 @@ class Mask(ABC):
             for field in fields(self)
             if (value := getattr(self, field.name)) != field.default
         ]
-        return type(self).__name__.lower() + f"({', '.join(shown)})" * bool(shown)
+        return self.kind + f"({', '.join(shown)})" * bool(shown)
 
 
-@lru_cache(maxsize=64)
-def is_static(mask: Mask) -> bool:
-    """Whether a mask is one of this package's, and no field of it can change: no tensor, no
-    function.
+def reach(mask: Mask | None) -> Reach:
+    """The old keys that a mask may still show; no mask shows all of them.
+
+    >>> from regard.masks import Causal, Window
+    >>> reach(Causal() & Window(8)), reach(None)
+    (Reach(window=8, sinks=0), Reach(window=None, sinks=0))
     """
-    ours = type(mask).__module__.startswith(f"{__package__}.")
-    return ours and all(_is_number(getattr(mask, x.name)) for x in fields(mask))
+    return Reach(None) if mask is None else mask.reach()
 
 
-def _is_number(x: object) -> bool:
+def _is_fixed(x: object) -> bool:
     if isinstance(x, tuple):
-        return all(map(_is_number, x))
-    return is_static(x) if isinstance(x, Mask) else isinstance(x, int | None)
+        return all(map(_is_fixed, x))
+    return x.is_static if isinstance(x, Mask) else isinstance(x, int | float | str | None)
+
+
+def _with_tensors(x: object, change: Callable[[Tensor], Tensor]) -> object:
+    """A value of a field with other tensors; the value itself where it has none."""
+    if isinstance(x, Tensor):
+        return change(x)
+    if isinstance(x, Mask):
+        return x.with_tensors(change)
+    if isinstance(x, tuple):
+        new = tuple(_with_tensors(y, change) for y in x)
+        return new if any(a is not b for a, b in zip(new, x, strict=True)) else x
+    return x
+
+
+def loosest(bounds: Sequence[Reach]) -> Reach:
+    """A bound for whatever one of several masks may show."""
+    windows = [x.window for x in bounds if x.window is not None]
+    if len(windows) < len(bounds):
+        return Reach(None)
+    return Reach(max(windows), max(x.sinks for x in bounds))
+
+
+@dataclass(frozen=True, eq=False)
+class _Several(Mask):
+    """Masks of one operation, flat: (a & b) & c holds a, b and c."""
+
+    has_text: ClassVar[bool] = False  # written with operators
+
+    masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        flat: list[Mask] = []
+        for mask in self.masks:
+            if not isinstance(mask, Mask):
+                raise ArgumentTypeError(
+                    f"{name} got {type(mask).__name__}; it takes masks of regard.masks"
+                )
+            flat += mask.masks if isinstance(mask, type(self)) else [mask]
+        if not flat:
+            raise ArgumentError(f"{name} of no masks; give it at least one")
+        object.__setattr__(self, "masks", tuple(flat))
+
+    def operands(self) -> tuple[Mask, ...]:
+        """The members."""
+        return self.masks
+
+    def select_heads(self, heads: slice) -> Mask:
+        """The same operation on the members for these heads."""
+        return type(self)(tuple(mask.select_heads(heads) for mask in self.masks))
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """Check that every member can serve the call."""
+        for mask in self.masks:
+            mask.require(B, H, T, S)
+
+    def _found(self, q: Tensor) -> list[Intervals] | None:
+        """Every member's intervals, or None where one has none."""
+        found = []
+        for mask in self.masks:
+            x = mask._ranges(q[:, 0, :, 0])
+            if x is None:
+                return None
+            found.append(x)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class All(_Several):
+    """What every member allows: a & b & c.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no members, or members that are not masks.
+
+    >>> from regard.masks import Causal, Sinks, Window
+    >>> print(Causal() & (Window(4) | Sinks(1)))
+    causal & (window(4) | sinks(1))
+    """
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Every member's rule."""
+        return reduce(torch.logical_and, (mask.allows(q, k) for mask in self.masks))
+
+    def _block(self, where: Part) -> Tensor:
+        return reduce(torch.logical_and, (mask._block(where) for mask in self.masks))
+
+    def _at(self, slot: Slot) -> Tensor:
+        return reduce(torch.logical_and, (mask._at(slot) for mask in self.masks))
+
+    def _intervals(self, q: Tensor) -> Intervals | None:
+        found = self._found(q)
+        return None if found is None else reduce(intersect, found)
+
+    def _undecided(self, where: Part, bk: int) -> Tensor:
+        return reduce(both, (mask._states(where, bk) for mask in self.masks))
+
+    def terms(self) -> tuple[Mask, ...]:
+        """The members."""
+        return self.masks
+
+    def reach(self) -> Reach:
+        """The tightest of the members' bounds: each of them bounds the whole."""
+        bounds = [mask.reach() for mask in self.masks]
+        return min(bounds, key=lambda x: float("inf") if x.tokens is None else x.tokens)
+
+    def __str__(self) -> str:
+        return " & ".join(
+            f"({mask})" if isinstance(mask, Any) else str(mask) for mask in self.masks
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Any(_Several):
+    """What at least one member allows: a | b | c.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: no members, or members that are not masks.
+
+    >>> from regard.masks import Causal, Sinks, Window
+    >>> print(Causal() & Window(4) | Sinks(1))
+    causal & window(4) | sinks(1)
+    """
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Some member's rule."""
+        return reduce(torch.logical_or, (mask.allows(q, k) for mask in self.masks))
+
+    def _block(self, where: Part) -> Tensor:
+        return reduce(torch.logical_or, (mask._block(where) for mask in self.masks))
+
+    def _at(self, slot: Slot) -> Tensor:
+        return reduce(torch.logical_or, (mask._at(slot) for mask in self.masks))
+
+    def _intervals(self, q: Tensor) -> Intervals | None:
+        found = self._found(q)
+        return None if found is None else reduce(unite, found)
+
+    def _undecided(self, where: Part, bk: int) -> Tensor:
+        return reduce(either, (mask._states(where, bk) for mask in self.masks))
+
+    def reach(self) -> Reach:
+        """A bound for what any of the members shows."""
+        return loosest([mask.reach() for mask in self.masks])
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.masks))
+
+
+@dataclass(frozen=True, eq=False)
+class Not(Mask):
+    """What a mask forbids: ~a. A slot without a key stays invisible.
+
+    Raises:
+        ArgumentTypeError: what is negated is not a mask.
+
+    >>> from regard.masks import Causal, Window
+    >>> print(Causal() & ~Window(4))
+    causal & ~window(4)
+    """
+
+    has_text: ClassVar[bool] = False  # written with an operator
+
+    mask: Mask
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mask, Mask):
+            raise ArgumentTypeError(
+                f"Not got {type(self.mask).__name__}; it takes a mask of regard.masks"
+            )
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """The opposite of the rule."""
+        return ~self.mask.allows(q, k)
+
+    def _block(self, where: Part) -> Tensor:
+        return ~self.mask._block(where)
+
+    def _at(self, slot: Slot) -> Tensor:
+        return ~self.mask._at(slot)
+
+    def _intervals(self, q: Tensor) -> Intervals | None:
+        found = self.mask._ranges(q[:, 0, :, 0])
+        return None if found is None else gaps(found)
+
+    def _undecided(self, where: Part, bk: int) -> Tensor:
+        return opposite(self.mask._states(where, bk))
+
+    def select_heads(self, heads: slice) -> Mask:
+        """What the mask of these heads forbids."""
+        return Not(self.mask.select_heads(heads))
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """Check that the mask can serve the call."""
+        self.mask.require(B, H, T, S)
+
+    def refusal(self) -> Refusal:
+        """A key inside the mask is what this one forbids."""
+        words = self.mask.refusal().words
+        outside = "outside "
+        inner = words.removeprefix(outside) if words.startswith(outside) else str(self.mask)
+        return Refusal(f"inside {inner}", "inside", str(self.mask))
+
+    def __str__(self) -> str:
+        return f"~({self.mask})" if isinstance(self.mask, _Several) else f"~{self.mask}"

@@ -4,15 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Lengths, Mask, check_rows, locate, row, some, table, whole, wholes
+from regard.masks.base import Lengths, Mask, Refusal, check_rows, four, whole, wholes
 from regard.masks.tiling import FAR, Intervals
+
+Rows = TypeVar("Rows", bound=tuple[Any, ...])
+
+
+def some(rows: Rows, name: str) -> Rows:
+    """Rows, at least one."""
+    if not rows:
+        raise ArgumentError(f"{name} of no batch rows; give at least one")
+    return rows
+
+
+def row(values: tuple[int, ...], like: Tensor) -> Tensor:
+    """One number per batch row, [B,1,1,1]."""
+    return torch.tensor(values, dtype=torch.int64, device=like.device)[:, None, None, None]
+
+
+def table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
+    """Lists of different lengths as one tensor [B, n], filled up with `fill` (None: each one's last
+    number).
+    """
+    n = max(map(len, rows))
+    filled = [[*x, *[x[-1] if fill is None else fill] * (n - len(x))] for x in rows]
+    return torch.tensor(filled, dtype=torch.int64, device=like.device).reshape(len(rows), n)
+
+
+def locate(bounds: Tensor, x: Tensor) -> Tensor:
+    """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch
+    first of 4.
+    """
+    if x.numel() == 1:  # also what a mask_mod sees, under vmap, which searchsorted does not like
+        return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
+    if bounds.shape[0] == 1:
+        return torch.searchsorted(bounds[0], x.contiguous(), right=True)
+    x = four(x)
+    x = x.expand(bounds.shape[0], *x.shape[1:])
+    found = torch.searchsorted(bounds, x.flatten(1).contiguous(), right=True)
+    return found.reshape(x.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +169,10 @@ class Document(Mask):
         flat, bounds = doc.reshape(B, t), bounds.expand(B, -1)
         starts, stops = (bounds.gather(1, flat - i).reshape(doc.shape) for i in (1, 0))
         return Intervals(starts, torch.where(inside, stops, starts))
+
+    def refusal(self) -> Refusal:
+        """The key is in another document."""
+        return Refusal("other document", "document", str(self))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Bounds for all rows, or for each batch row."""
@@ -254,6 +295,10 @@ class Padding(Mask):
         shape = (max(len(ends), q.shape[0]), 1, q.shape[2], -1)
         starts, stops = (ends[:, None, None, i::2].expand(shape) for i in (0, 1))
         return Intervals(starts, stops)
+
+    def refusal(self) -> Refusal:
+        """The key is padding."""
+        return Refusal("padding", "padding", str(self))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Runs for each batch row."""

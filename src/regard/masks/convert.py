@@ -10,7 +10,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Lengths, Mask, whole
 from regard.masks.batched import Padding
 from regard.masks.custom import Dense
-from regard.masks.local import Causal, Window
+from regard.masks.patterns import Causal, Window
 
 
 def from_drop(drop: Bool[Tensor, "*shape"]) -> Dense:

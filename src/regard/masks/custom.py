@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask, Part, Slot, four
+from regard.masks.base import Mask, Part, Reach, Refusal, Slot, four, loosest
 from regard.masks.tiling import Intervals, stack_heads
 from regard.span import count
 
@@ -84,6 +85,10 @@ class Heads(Mask):
         for mask in self.masks:
             mask.require(B, H, T, S)
 
+    def reach(self) -> Reach:
+        """A bound for what the mask of any head shows."""
+        return loosest([mask.reach() for mask in self.masks])
+
     def __str__(self) -> str:
         return f"heads(({', '.join(map(str, self.masks))}{',' * (len(self.masks) == 1)}))"
 
@@ -113,6 +118,8 @@ class Dense(Mask):
     >>> Dense(torch.ones(3, 3).tril().bool()).visible(Span(0, 3), Span(0, 3)).tolist()
     [[[1, 2, 3]]]
     """
+
+    has_text: ClassVar[bool] = False
 
     table: Tensor
 
@@ -168,6 +175,15 @@ class Dense(Mask):
         where = (slot.b, slot.h, slot.q_idx)
         return x[*(i * (n > 1) for i, n in zip(where, x.shape, strict=False)), slot.kv_idx]
 
+    @property
+    def by_slot(self) -> bool:
+        """True: a column is a place in the call."""
+        return True
+
+    def refusal(self) -> Refusal:
+        """The matrix that the caller gave says no."""
+        return Refusal("the given matrix says no", "given", str(self))
+
     def __str__(self) -> str:
         return f"dense({'x'.join(map(str, self.table.shape))})"
 
@@ -188,6 +204,8 @@ class Fn(Mask):
     >>> print(even, even.count(Span(0, 3), Span(0, 3)))
     even keys 6
     """
+
+    has_text: ClassVar[bool] = False
 
     rule: Callable[[Tensor, Tensor], Tensor]
     name: str = "fn"
@@ -216,6 +234,10 @@ class Fn(Mask):
                 "a shape that broadcasts to [batch, heads, queries, keys]"
             )
         return out
+
+    def refusal(self) -> Refusal:
+        """The function that the caller gave says no."""
+        return Refusal("the given function says no", "given", str(self))
 
     def __str__(self) -> str:
         return self.name

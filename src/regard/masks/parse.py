@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
-from collections.abc import Callable
 
 from regard.errors import ArgumentError, RegardError
 from regard.foreign import inert, told
-from regard.masks.base import Mask
-from regard.masks.batched import Document, Padding, Prefix
-from regard.masks.blocks import BigBird
-from regard.masks.custom import Heads
-from regard.masks.local import Causal, Chunk, Dilated, Full, Window
-from regard.masks.sparse import Global, Sinks, Strided
+from regard.masks.base import MASKS, Mask
+from regard.registry import close_to
 
-KNOWN: dict[str, Callable[..., Mask]] = {
-    mask.__name__.lower(): mask
-    for mask in (
-        Full,
-        Causal,
-        Window,
-        Chunk,
-        Prefix,
-        Document,
-        Padding,
-        Sinks,
-        Global,
-        Dilated,
-        Strided,
-        BigBird,
-        Heads,
-    )
-}
-"""The masks that text can name; a bare name is a call without arguments."""
+
+def readable() -> dict[str, type[Mask]]:
+    """The masks that text can name, by name: every dataclass of masks whose fields are numbers,
+    tuples or masks. A bare name is a call without arguments.
+
+    >>> sorted(readable())[:3]
+    ['bigbird', 'causal', 'chunk']
+    """
+    return {
+        name: kind
+        for name, kind in MASKS
+        if kind.has_text and "__dataclass_fields__" in kind.__dict__
+    }
+
 
 LARGEST = 1 << 53
 """No number of an expression is larger: no position is."""
@@ -85,7 +74,7 @@ class _Reader:
     """Walks the syntax tree; everything that is not listed is an error that shows its place."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.masks = text, 0
+        self.text, self.masks, self.known = text, 0, readable()
 
     def mask(self, node: ast.expr, depth: int) -> Mask:
         """A node that must be a mask."""
@@ -117,16 +106,15 @@ class _Reader:
         if self.masks > MOST:
             raise self.error(f"more than {MOST} masks", node)
         word = name.id.lower()
-        if word not in KNOWN:
-            close = difflib.get_close_matches(word[:60], KNOWN, n=2, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        if word not in self.known:
+            hint = close_to(word, list(self.known)).rstrip(";")
             raise self.error(f'unknown mask "{told(name.id, 60)}"{hint}', name)
         if None in keywords:
             raise self.error("** is not allowed", node)
         given = [self.value(x, depth + 1) for x in arguments]
         named = {str(key): self.value(x, depth + 1) for key, x in keywords.items()}
         try:
-            return KNOWN[word](*given, **named)
+            return self.known[word](*given, **named)
         except TypeError as problem:
             if isinstance(problem, RegardError):
                 raise self.error(str(problem), node) from None
@@ -136,6 +124,8 @@ class _Reader:
             raise self.error(f"{word}: {told(reason)}", node) from None
         except RegardError as problem:
             raise self.error(str(problem), node) from None
+        except ValueError as problem:  # of a class from elsewhere
+            raise self.error(f"{word}: {told(problem)}", node) from None
 
     def value(self, node: ast.expr, depth: int) -> object:
         """A number, True, False, None, a tuple of values, or a mask."""
@@ -182,6 +172,6 @@ def _error(what: str, text: str, column: int | None) -> ArgumentError:
         before, after = inert(line[first:column]), inert(line[column : column + _AROUND])
         place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
-        f"{what}{place}\n  known masks: {', '.join(KNOWN)}; joined by & | ~ and parentheses, "
+        f"{what}{place}\n  known masks: {', '.join(readable())}; joined by & | ~ and parentheses, "
         "for example: causal & window(4) | sinks(1)"
     )

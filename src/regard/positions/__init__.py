@@ -2,14 +2,6 @@
 reaches.
 """
 
-from regard.positions.extrapolation import (
-    base_reaches,
-    critical_base,
-    critical_dimension,
-    extrapolation_length,
-    long_term_decay,
-    small_bases,
-)
 from regard.positions.rotary import Rotary, rope_frequencies, rotate
 from regard.positions.scalings import (
     NTK,
@@ -21,7 +13,13 @@ from regard.positions.scalings import (
     RopeFrequencies,
     Scaling,
     YaRN,
+    base_reaches,
+    critical_base,
+    critical_dimension,
+    extrapolation_length,
+    long_term_decay,
     pair_index,
+    small_bases,
     yarn_mscale,
 )
 from regard.positions.sinusoidal import Learned, sinusoidal

@@ -31,8 +31,8 @@ def rope_frequencies(
     """Radians per position of each rotary pair, fp64, and the factors on cos and sin and on the
     softmax scale.
 
-    theta_i = base^(-2i/d), i < rotary_dim / 2, with d = rotary_dim; if proportional, d = dim and the pairs beyond
-    rotary_dim / 2 stand still (frequency 0). Then the scaling.
+    theta_i = base^(-2i/d), i < rotary_dim / 2, with d = rotary_dim; if proportional, d = dim and
+    the pairs beyond rotary_dim / 2 stand still (frequency 0). Then the scaling.
 
     Args:
         dim: the head dim D, even.
@@ -139,7 +139,8 @@ def rotate(
         ArgumentTypeError: x, inv_freq or positions have a wrong type.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)[None, None, None]
-    >>> [round(y, 6) for y in rotate(x, Span(1, 1), rope_frequencies(4).inv_freq).flatten().tolist()]
+    >>> turned = rotate(x, Span(1, 1), rope_frequencies(4).inv_freq)
+    >>> [round(y, 6) for y in turned.flatten().tolist()]
     [-1.984111, 1.959901, 2.462378, 4.0198]
 
     Source: Su et al. 2021 (arXiv 2104.09864), equation 34 (interleaved); in halves: GPT-NeoX.

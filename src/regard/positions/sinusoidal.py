@@ -28,7 +28,8 @@ def sinusoidal(
 
     interleaved:    PE[p, 2i] = sin(p b^(-2i/M)), PE[p, 2i+1] = cos(same)
     halves:         the same numbers as [all sines; all cosines]
-    tensor2tensor:  [sines; cosines] with exponent -i/(M/2 - 1), as tensor2tensor and fairseq: another table
+    tensor2tensor:  [sines; cosines] with exponent -i/(M/2 - 1), as in tensor2tensor and fairseq:
+                    another table
 
     With an odd dim the first two have one sine more than cosines, and the third ends in a zero.
 

@@ -42,9 +42,9 @@ def xpos_reach(
 class XPos(nn.Module):
     """Rotary, times a scale that grows with the position on one side and shrinks on the other.
 
-    q' = R(p) q * zeta^((p - c) / scale_base),  k' = R(p) k * zeta^(-(p - c) / scale_base), so that a score holds
-    zeta_i^((p_q - p_k) / scale_base): it decays with distance to the past, and **grows** towards
-    the future: causal only.
+    q' = R(p) q * zeta^((p - c) / scale_base),  k' = R(p) k * zeta^(-(p - c) / scale_base), so that
+    a score holds zeta_i^((p_q - p_k) / scale_base): it decays with distance to the past, and
+    **grows** towards the future: causal only.
 
     Args:
         dim: the head dim D, even.

@@ -295,7 +295,8 @@ def test_errors_of_rooms() -> None:
     Room("fixed", 8).check(3, 5)
     Room("ring", 8).check(100, 100)
     with pytest.raises(
-        regard.ArgumentError, match="kind is 'ring'; it must be growing, fixed, paged or quantised"
+        regard.ArgumentError,
+        match=r'unknown cache "ring"; did you mean growing\? known: growing, fixed, paged, quantised',
     ):
         that_keeps_all("ring")
     with pytest.raises(

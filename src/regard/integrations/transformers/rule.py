@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.masks import Dense, Full, Mask
+from regard.masks import Full, Mask
 from regard.span import Span
 
 NOTHING = ~Full()
@@ -231,7 +231,7 @@ def _spans(index: Any, q: Span, k: Span) -> tuple[Span, Span] | None:
 
 def _of_slots(rule: Mask) -> bool:
     """A dense table: its rows are the slots of the call, not positions."""
-    return any(isinstance(term, Dense) for term in rule.terms())
+    return rule.by_slot
 
 
 def _holds_mask(x: Any) -> bool:

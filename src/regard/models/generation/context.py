@@ -181,7 +181,7 @@ class Reading:
         if after is not None:
             check_after(after, model, room)
             self.room = after.room
-        elif self.room.cache in ("fixed", "paged") and self.room.max_context is None:
+        elif self.room.kind.needs_slots and self.room.max_context is None:
             raise ArgumentError(
                 f"cache={self.room.cache!r} needs max_context here: how many tokens the prompt "
                 "and a continuation may have"

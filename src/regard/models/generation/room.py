@@ -8,20 +8,14 @@ import copy
 import difflib
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
-from regard.caches import Cache, Growing, Latent, Paged, that_keeps_all
+from regard.caches import CACHES, Cache, Growing, Latent, LayerSize
 from regard.errors import ArgumentError
-from regard.masks import Causal, Mask, Sinks, Window, reach
+from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
 from regard.nn.dynamic_rotary import RowRotary
-
-KEEP_ALL, FORGET = ("growing", "fixed", "paged", "quantised"), ("ring", "streaming")
-"""The kinds of cache that keep every token, and those that keep the last ones."""
-SINKS = 4
-"""First tokens that "streaming" never forgets, as in arXiv 2309.17453, section 3.2."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +33,8 @@ class Room:
     "ring"       the last max_context tokens: the layers get that window  goes on without end
     "streaming"  the first 4 tokens and the last max_context - 4          goes on without end
     ===========  =======================================================  =====================================
+
+    A cache of your own has the name that its class says, as `kind`.
 
     "ring" and "streaming" change what the model computes from there on, in every chunking alike: a
     layer whose mask has no bound gets one (`narrow`).
@@ -61,12 +57,12 @@ class Room:
     max_context: int | None = None
 
     def __post_init__(self) -> None:
-        kinds = (*KEEP_ALL, *FORGET)
+        kinds = dict(sorted(CACHES, key=lambda entry: entry[1].forgets))
         if self.cache not in kinds:
             close = difflib.get_close_matches(str(self.cache), kinds, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
-        least = SINKS + 1 if self.cache == "streaming" else 1
+        least = self.kind.least
         if self.max_context is None:
             if self.forgets:
                 raise ArgumentError(
@@ -79,9 +75,19 @@ class Room:
             )
 
     @property
+    def kind(self) -> type[Cache]:
+        """The class of the cache."""
+        return CACHES.find(self.cache)
+
+    @property
     def forgets(self) -> bool:
         """Whether old tokens are forgotten."""
-        return self.cache in FORGET
+        return self.kind.forgets
+
+    @property
+    def narrowing(self) -> Mask | None:
+        """What a layer that keeps everything may still see; None changes no mask."""
+        return None if self.max_context is None else self.kind.narrowing(self.max_context)
 
     def check(self, held: int, new: int) -> None:
         """See that there is room for a prompt of so many tokens, and so many new ones.
@@ -106,14 +112,14 @@ class Room:
             ArgumentError: as `check`.
         """
         self.check(held, new)
-        if self.max_context is None and self.cache in ("fixed", "paged"):
+        if self.max_context is None and self.kind.needs_slots:
             return Room(self.cache, max(1, held + new))
         return self
 
     def caches(self, decoder: Decoder, rows: int = 1) -> list[Cache]:
         """An empty cache for each layer of a decoder that `narrow` has given, for so many rows."""
         found = decoder.new_caches()
-        if self.forgets or self == Room():
+        if self == Room() or self.narrowing is not None:
             return found
         return [
             self._made(layer, rows) if isinstance(cache, (Growing, Latent)) else cache
@@ -124,16 +130,7 @@ class Room:
         """A cache with the row of another, so many times; a paged one has pages of its own, which
         its rows share.
         """
-        if isinstance(cache, Paged):
-            size = cache.pool.page_size
-            assert self.max_context is not None, "a paged cache has a bound"
-            other: Cache = Paged(size, rows * -(-self.max_context // size))
-            other.fill(cache.contents())
-        else:
-            other = cache.fork()
-        if rows > 1:
-            other.select(torch.zeros(rows, dtype=torch.int64))
-        return other
+        return cache.repeated(rows, self.max_context)
 
     def narrow(self, decoder: Decoder) -> Decoder:
         """The decoder as it computes with this room: itself, or a twin with the same parameters and
@@ -154,7 +151,8 @@ class Room:
                 "and its prefix is run "
                 'again when they change; only cache="growing" can do that'
             )
-        if not self.forgets:
+        more = self.narrowing
+        if more is None:
             return decoder
         shared = {id(x): x for x in (*decoder.parameters(), *decoder.buffers())}
         twin = copy.deepcopy(decoder, shared)
@@ -166,47 +164,44 @@ class Room:
                     f"layer {i} is {type(layer.attention).__name__}, which keeps everything and "
                     "has no mask to narrow; "
                     f"cache={self.cache!r} cannot serve this model: choose one of "
-                    f"{', '.join(KEEP_ALL)}"
+                    f"{', '.join(name for name, kind in CACHES if not kind.forgets)}"
                 )
-            layer.attention = self._narrowed(layer.attention)
+            layer.attention = _narrowed(layer.attention, more)
         return twin
-
-    def _narrowed(self, attention: Attention) -> Attention:
-        assert self.max_context is not None, "checked by the constructor"
-        more: Mask = Window(self.max_context)
-        if self.cache == "streaming":
-            recent = self.max_context - SINKS
-            more = Window(recent) | Sinks(SINKS)
-            if attention.mask == Causal() and attention.bias is None:
-                try:
-                    return StreamingAttention(
-                        attention.project,  # type: ignore[arg-type]
-                        attention.output,
-                        sinks=SINKS,
-                        recent=recent,
-                        scale=attention.scale,
-                        softcap=attention.softcap,
-                        sink=attention.sink,
-                    ).train(attention.training)
-                except (ArgumentError, TypeError):
-                    pass  # its heads do not end with one rotary: distances cannot be kept inside
-        attention.mask = more if attention.mask is None else attention.mask & more
-        assert reach(attention.mask).window is not None, "a window bounds every mask"
-        return attention
 
     def _made(self, layer: nn.Module, rows: int) -> Cache:
         """The cache of a layer that keeps everything."""
-        if self.cache != "quantised":
-            return that_keeps_all(self.cache, self.max_context, rows=rows)
+        if not self.kind.needs_widths:
+            return self.kind.for_layer(LayerSize(self.max_context, rows))
         mixer = layer.get_submodule("attention")
         shape = mixer.project.shape if isinstance(mixer, Attention) else None
         if shape is None or len(shape.memory) > 2:
             raise ArgumentError(
                 f"{type(mixer).__name__} remembers more than keys and values; choose another "
-                "cache than 'quantised'"
+                f"cache than {self.cache!r}"
             )
         widths = [size // (shape.G if len(shape.memory) > 1 else 1) for size in shape.memory]
-        return that_keeps_all("quantised", widths=widths)
+        return self.kind.for_layer(LayerSize(self.max_context, rows, tuple(widths)))
+
+
+def _narrowed(attention: Attention, more: Mask) -> Attention:
+    """The attention with one more mask, or with positions that stay inside the cache."""
+    bound = more.reach()
+    if bound.sinks and attention.mask == Causal() and attention.bias is None:
+        try:
+            return StreamingAttention(
+                attention.project,  # type: ignore[arg-type]
+                attention.output,
+                sinks=bound.sinks,
+                recent=bound.window,  # type: ignore[arg-type]
+                scale=attention.scale,
+                softcap=attention.softcap,
+                sink=attention.sink,
+            ).train(attention.training)
+        except (ArgumentError, TypeError):
+            pass  # its heads do not end with one rotary: distances cannot be kept inside
+    attention.mask = more if attention.mask is None else attention.mask & more
+    return attention
 
 
 def follows_length(decoder: nn.Module) -> bool:

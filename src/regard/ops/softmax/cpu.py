@@ -11,7 +11,6 @@ from torch import Tensor
 
 from regard import masks
 from regard.biases import ALiBi, Bias
-from regard.masks.base import is_static
 from regard.masks.tiling import FAR
 from regard.ops.jit import has_numba
 from regard.ops.jit.decode import (
@@ -101,7 +100,7 @@ def _seen(call: Call, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if isinstance(call.mask, masks.Full):
         stops = _EVERY if empty is None else torch.where(empty, 0, FAR)[:, None, :, None]
         return _FIRST, stops.contiguous(), _NO_TABLE
-    if isinstance(call.q_positions, Span) and is_static(call.mask):
+    if isinstance(call.q_positions, Span) and call.mask.is_static:
         found = _ranges(call.mask, call.q_positions)
     else:
         found = call.mask.intervals(call.q_positions)

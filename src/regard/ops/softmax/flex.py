@@ -21,7 +21,6 @@ from torch import Tensor
 from regard import biases, masks
 from regard.biases import Bias
 from regard.masks import EMPTY, FULL, Mask
-from regard.masks.base import is_static
 from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
@@ -169,7 +168,7 @@ def block_mask(call: Call) -> Any:
     if call.sees_everything:
         return None
     q, k = call.q_positions, call.k_positions
-    lasts = isinstance(q, Span) and isinstance(k, Span) and is_static(call.mask)
+    lasts = isinstance(q, Span) and isinstance(k, Span) and call.mask.is_static
     build = _block_mask_cached if lasts else _block_mask  # a tensor in a mask may change
     return build(call.mask, q, k, call.q.device, (call.T, call.S))
 

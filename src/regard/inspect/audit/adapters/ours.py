@@ -21,7 +21,6 @@ from regard.inspect.audit.subject import (
     Subject,
 )
 from regard.masks import Mask
-from regard.masks.reach import reach
 from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
 from regard.nn.projections import Heads, Separate
@@ -138,7 +137,7 @@ class Decoder(_Ids):
     def reach(self) -> int | None:
         """The shortest window of a layer."""
         masks = [getattr(m, "mask", None) for m in self.network.modules()]
-        found = [reach(mask).tokens for mask in masks if isinstance(mask, Mask)]
+        found = [mask.reach().tokens for mask in masks if isinstance(mask, Mask)]
         return min((n for n in found if n), default=None)
 
     def held(self, memory: Any) -> int:

@@ -1,9 +1,11 @@
-"""The cache whose memory is allocated once."""
+"""The caches that keep everything in one block of memory: one that grows, and one that is allocated
+once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
+    LayerSize,
     Parts,
     check_crop,
     check_fits,
@@ -20,10 +23,82 @@ from regard.caches.base import (
     named,
 )
 from regard.caches.buffers import put
-from regard.caches.growing import written
 from regard.errors import ArgumentError
 from regard.pages import empty_like
-from regard.span import Positions, Span, as_tensor, count, part
+from regard.span import Positions, Span, as_tensor, count, follow, part
+
+
+class Growing(Cache):
+    """Keep all memory; every update appends behind the last slot, by concatenation.
+
+    What was given out never changes. A crop cuts slots off the end where no row keeps one, and
+    empties others.
+
+    Raises:
+        ArgumentError: an update does not fit what is held (parts, batch, heads, dims, dtype); the
+            cache is left as it was.
+
+    >>> import torch
+    >>> from regard.span import Span
+    >>> cache = Growing()
+    >>> _ = cache.update((torch.zeros(1, 2, 3, 4),), Span(0, 3))
+    >>> (memory,), positions = cache.update((torch.ones(1, 2, 1, 4),), Span(3, 1))
+    >>> memory.shape, positions, cache.bytes
+    (torch.Size([1, 2, 4, 4]), Span(start=0, length=4), 128)
+    >>> cache.crop(2)
+    >>> len(cache), cache.next(1)
+    (2, Span(start=2, length=1))
+    """
+
+    kind: ClassVar[str | None] = "growing"
+
+    def __init__(self) -> None:
+        self._memory: Parts | None = None
+        self._positions: Positions | None = None
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Append memory, each [B,n,T,d], at positions; return all of it, and all positions."""
+        check_update(memory, positions)
+        if self._memory is not None and self._positions is not None:
+            check_fits(self._memory, memory)
+            joined = zip(self._memory, memory, strict=True)
+            memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
+            positions = follow(self._positions, positions)
+        self._memory, self._positions = memory, positions
+        return memory, positions
+
+    def crop(self, length: int) -> None:
+        """Forget every token at position `length` or later."""
+        check_crop(length)
+        if self._memory is None or self._positions is None:
+            return
+        positions = kept_until(self._positions, length)
+        n = written(positions)
+        self._memory = tuple(m[:, :, :n] for m in self._memory)
+        self._positions = part(positions, slice(0, n))
+
+    def contents(self) -> Contents:
+        """The parts and their positions."""
+        if self._memory is None or self._positions is None:
+            return {}
+        return {**named(self._memory), "positions": self._positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Hold these parts and positions."""
+        positions = contents.get("positions")
+        self._memory = memory_of(contents) if contents else None
+        self._positions = None if isinstance(positions, int) else positions
+
+    def __len__(self) -> int:
+        return 0 if self._positions is None else count(self._positions)
+
+
+def written(positions: Positions) -> int:
+    """How many slots there are up to the last one that holds a token in any row."""
+    if isinstance(positions, Span):
+        return positions.length
+    used = (positions >= 0).any(0).nonzero()
+    return int(used[-1]) + 1 if len(used) else 0
 
 
 class Fixed(Cache):
@@ -50,6 +125,9 @@ class Fixed(Cache):
     (torch.Size([1, 2, 4, 4]), Span(start=0, length=4), 4, 256)
     """
 
+    kind: ClassVar[str | None] = "fixed"
+    needs_slots: ClassVar[bool] = True
+
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
             raise ArgumentError(f"Fixed capacity is {capacity}; it must be at least 1")
@@ -57,6 +135,12 @@ class Fixed(Cache):
         self._buffers: Parts | None = None
         self._positions: Positions = Span(0, 0)  # a tensor is a view of the table
         self._table: Tensor | None = None  # [B or 1, capacity], while positions are no Span
+
+    @classmethod
+    def for_layer(cls, size: LayerSize) -> Fixed:
+        """A cache of so many slots."""
+        assert size.slots is not None, "needs_slots"
+        return cls(size.slots)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -1,0 +1,312 @@
+"""Masks that are one pattern of positions: full, causal, window, chunk, dilated, sinks, global,
+strided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from regard.masks.base import LARGEST, Mask, Part, Reach, Refusal, whole, wholes
+from regard.masks.tiling import EMPTY, FAR, Intervals
+
+
+@dataclass(frozen=True, eq=False)
+class Full(Mask):
+    """Every query sees every key.
+
+    >>> from regard.span import Span
+    >>> Full().count(Span(0, 4), Span(0, 4))
+    16
+    """
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """True."""
+        return torch.ones((1,) * max(q.ndim, k.ndim), dtype=torch.bool, device=q.device)
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        return Intervals(torch.zeros_like(q), torch.full_like(q, FAR))
+
+
+@dataclass(frozen=True, eq=False)
+class Causal(Mask):
+    """A query sees itself and what came before: k <= q.
+
+    Positions are absolute, so it is the bottom-right triangle wherever queries are the last ones:
+    prefill, chunks, decode.
+
+    >>> from regard.span import Span
+    >>> Causal().visible(Span(2, 2), Span(0, 4)).tolist()
+    [[[3, 4]]]
+    """
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """k <= q."""
+        return k <= q
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        return Intervals(torch.zeros_like(q), q + 1)
+
+    def refusal(self) -> Refusal:
+        """The key comes after the query."""
+        return Refusal("future", "future", str(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Window(Mask):
+    """A query sees `size` keys looking back, its own included: q - k < size. What lies ahead is not
+    its business.
+
+    `causal & window(4)` is the sliding window of Mistral. With `ahead`, at most that many keys
+    after the query are
+    visible: k - q <= ahead. `Window(9, ahead=8)` is Longformer's window of 16 (arXiv 2004.05150).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: size below 1, ahead below 0, or not ints.
+
+    >>> from regard.span import Span
+    >>> (Causal() & Window(8)).count(Span(0, 64), Span(0, 64))
+    484
+    """
+
+    size: int
+    ahead: int | None = None
+
+    def __post_init__(self) -> None:
+        whole(
+            "Window size",
+            self.size,
+            1,
+            "a query always sees itself; leave the window out to see all",
+        )
+        if self.ahead is not None:
+            whole("Window ahead", self.ahead, 0, "0 is causal, None is no limit")
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Q - k < size, and k - q <= ahead."""
+        near = q - k < self.size
+        return near if self.ahead is None else near & (k - q <= self.ahead)
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        stops = torch.full_like(q, FAR) if self.ahead is None else q + (self.ahead + 1)
+        return Intervals(q - (self.size - 1), stops)
+
+    def reach(self) -> Reach:
+        """The last `size` keys."""
+        return Reach(self.size)
+
+    def refusal(self) -> Refusal:
+        """The key is outside the window."""
+        ahead = "" if self.ahead is None else f", {self.ahead} ahead"
+        return Refusal(f"outside window {self.size}{ahead}", "outside", str(self))
+
+    def near_misses(self) -> tuple[Mask, ...]:
+        """Windows of one key less and one more: the field counts a window in three ways."""
+        return tuple(
+            replace(self, size=size) for size in (self.size - 1, self.size + 1) if size > 0
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk(Mask):
+    """A query sees the keys of its own chunk of `size` positions: q // size == k // size (Llama 4).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: size below 1 or not an int.
+
+    >>> from regard.span import Span
+    >>> (Causal() & Chunk(3)).visible(Span(0, 5), Span(0, 5)).tolist()
+    [[[1, 2, 3, 1, 2]]]
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        whole("Chunk size", self.size, 1)
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Q // size == k // size."""
+        return q // self.size == k // self.size
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        start = q // self.size * self.size
+        return Intervals(start, start + self.size)
+
+    def reach(self) -> Reach:
+        """A chunk begins at most size - 1 keys back."""
+        return Reach(self.size)
+
+    def refusal(self) -> Refusal:
+        """The key is in another chunk."""
+        return Refusal(f"other chunk of {self.size}", "chunk", str(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Dilated(Mask):
+    """A window with gaps: looking back, every `step`-th key, `size` of them, the query's own
+    included.
+
+    q - k < size * step and (q - k) % step == 0: the dilated sliding window of Longformer (arXiv
+    2004.05150).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: size or step below 1 or not ints.
+
+    >>> from regard.span import Span
+    >>> (Causal() & Dilated(2, 3)).block(Span(6, 1), Span(0, 8)).int().tolist()
+    [[[[0, 0, 0, 1, 0, 0, 1, 0]]]]
+    """
+
+    size: int
+    step: int
+
+    def __post_init__(self) -> None:
+        whole("Dilated size", self.size, 1)
+        whole("Dilated step", self.step, 1, "1 is a plain window")
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Q - k < size * step, and (q - k) % step == 0."""
+        back = q - k
+        # a quotient, not size * step, which may be beyond 64 bits
+        return (back // self.step < self.size) & (back % self.step == 0)
+
+    def _undecided(self, where: Part, bk: int) -> Tensor:
+        hull = Window(min(self.size * self.step, LARGEST))._states(where, bk)
+        return torch.where(hull == EMPTY, hull, super()._undecided(where, bk))
+
+    def reach(self) -> Reach:
+        """The window with its gaps."""
+        return Reach(self.size * self.step)
+
+    def refusal(self) -> Refusal:
+        """The key is outside the window, or in one of its gaps."""
+        return Refusal(f"between the steps of {self}", "outside", str(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Sinks(Mask):
+    """Everybody sees the first n positions: k < n, as StreamingLLM keeps them (arXiv 2309.17453).
+
+    Not causal by itself: `causal & (window(8) | sinks(4))`. Not to be confused with `sink=`, a
+    logit without a key.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: n below 0 or not an int.
+
+    >>> from regard.masks import Causal, Window
+    >>> from regard.span import Span
+    >>> (Causal() & (Window(8) | Sinks(4))).count(Span(0, 64), Span(0, 64))
+    702
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        whole("Sinks n", self.n, 0)
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """K < n."""
+        return k < self.n
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        return Intervals(torch.zeros_like(q), torch.full_like(q, self.n))
+
+    def reach(self) -> Reach:
+        """The first n positions, and no others."""
+        return Reach(0, self.n)
+
+    def refusal(self) -> Refusal:
+        """The key stands behind the first n positions."""
+        return Refusal(f"behind the first {self.n}", "outside", str(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Global(Mask):
+    """Some positions see everything and are seen by everybody: q or k is among them (Longformer,
+    arXiv 2004.05150).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a position below 0 or not an int.
+
+    >>> from regard.masks import Window
+    >>> from regard.span import Span
+    >>> (Window(9, ahead=8) | Global((0, 1))).count(Span(0, 64), Span(0, 64))
+    1234
+    """
+
+    positions: Sequence[int]
+
+    def __post_init__(self) -> None:
+        found = wholes("Global positions", self.positions, 0)
+        object.__setattr__(self, "positions", tuple(sorted(set(found))))
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """Q or k is global."""
+        return self.has(q) | self.has(k)
+
+    def has(self, x: Tensor) -> Tensor:
+        """Which positions are global: bool, as x."""
+        found = torch.tensor(self.positions, dtype=x.dtype, device=x.device)
+        return (x[..., None] == found).any(-1)  # isin knows no vmap
+
+    def _intervals(self, q: Tensor) -> Intervals:
+        runs: list[list[int]] = []
+        for p in self.positions:
+            if runs and runs[-1][1] == p:
+                runs[-1][1] = p + 1
+            else:
+                runs.append([p, p + 1])
+        ends = torch.tensor(runs or [[0, 0]], device=q.device)  # [n, 2]
+        all_of_them = torch.zeros_like(ends)
+        all_of_them[0, 1] = FAR
+        mine = torch.where(self.has(q)[..., None], all_of_them, ends)  # [B,1,t,n,2]
+        return Intervals(mine[..., 0], mine[..., 1])
+
+    def refusal(self) -> Refusal:
+        """Neither the query nor the key is global."""
+        return Refusal("not global", "outside", str(self))
+
+
+@dataclass(frozen=True, eq=False)
+class Strided(Mask):
+    """The two patterns of the Sparse Transformer (arXiv 1904.10509); under `causal`, two hops reach
+    every earlier key.
+
+    strided: q - k < stride or (q - k) % stride == 0. fixed=c: q // stride == k // stride, or k %
+        stride >= stride - c: the last c columns of every block.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: stride below 1, fixed outside 1 to stride, or not ints.
+
+    >>> from regard.masks import Causal
+    >>> from regard.span import Span
+    >>> keys = Span(0, 64)
+    >>> (Causal() & Strided(8)).count(keys, keys)
+    708
+    >>> (Causal() & Strided(8, fixed=1)).count(keys, keys)
+    512
+    """
+
+    stride: int
+    fixed: int | None = None
+
+    def __post_init__(self) -> None:
+        whole("Strided stride", self.stride, 1)
+        if self.fixed is not None and whole("Strided fixed", self.fixed, 1) > self.stride:
+            whole(
+                "Strided stride",
+                self.stride,
+                self.fixed,
+                f"fixed={self.fixed} columns fit in a block",
+            )
+
+    def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
+        """The strided pattern, or the fixed one."""
+        if self.fixed is None:
+            return (q - k < self.stride) | ((q - k) % self.stride == 0)
+        same = q // self.stride == k // self.stride
+        return same | (k % self.stride >= self.stride - self.fixed)

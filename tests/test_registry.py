@@ -1,0 +1,85 @@
+"""Registries: who may have a name, what is found, what is forgotten."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import pytest
+
+from regard.errors import ArgumentError
+from regard.registry import Registry, close_to
+
+
+def kind(name: str, module: str = "elsewhere") -> type[object]:
+    return type(name, (), {"__module__": module})
+
+
+def test_a_name_of_the_package_stays_its_own() -> None:
+    found: Registry[object] = Registry("mask")
+    ours, theirs, later = kind("Ours", "regard.masks"), kind("Theirs"), kind("Later")
+    found.enter("a", ours)
+    with pytest.raises(ArgumentError) as error:
+        found.enter("a", theirs)
+    assert str(error.value) == (
+        "elsewhere.Theirs would be the mask 'a', which regard.masks.Ours is already; give it "
+        'another name by `kind = "..."` in the class, or rename it'
+    )
+    assert found.get("a") is ours
+    found.enter("b", theirs)
+    found.enter("b", later)  # a notebook that runs a cell again
+    assert found.get("b") is later
+    again = kind("Ours", "regard.masks")
+    found.enter("a", again)
+    assert found.get("a") is again
+
+
+def test_what_starts_like_the_package_is_not_of_it() -> None:
+    found: Registry[object] = Registry("mask")
+    found.enter("a", kind("A", "regard.masks"))
+    with pytest.raises(ArgumentError, match=r"regardless\.A would be the mask 'a'"):
+        found.enter("a", kind("A", "regardless"))
+
+
+def test_an_unknown_name_is_refused_with_the_list() -> None:
+    found: Registry[object] = Registry("cache")
+    for name in ("growing", "fixed", "ring"):
+        found.enter(name, kind(name))
+    with pytest.raises(ArgumentError) as error:
+        found.find("rings")
+    assert str(error.value) == (
+        'unknown cache "rings"; did you mean ring or growing? known: growing, fixed, ring'
+    )
+    with pytest.raises(ArgumentError, match='unknown cache "ring"; known: fixed'):
+        found.find("ring", ["fixed"])
+    assert found.find("ring", ["ring"]) is found.get("ring")
+    assert close_to("zzz", ["fixed"]) == ";"
+
+
+def test_abstract_and_private_classes_are_not_found() -> None:
+    class Abstract(ABC):
+        """No rule yet."""
+
+        @abstractmethod
+        def rule(self) -> None:
+            """A rule."""
+
+    found: Registry[object] = Registry("mask")
+    for made in (Abstract, kind("_Private"), kind("Public")):
+        found.enter(made.__name__, made)
+    assert [name for name, _ in found] == ["Public"]
+
+
+def test_what_is_entered_for_a_while_is_forgotten() -> None:
+    found: Registry[object] = Registry("mask")
+    found.enter("a", kind("A"))
+
+    def fail() -> None:
+        with found.temporary():
+            found.enter("b", kind("B"))
+            found.remove(found.find("a"))
+            assert [name for name, _ in found] == ["b"]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [name for name, _ in found] == ["a"]
