@@ -2,7 +2,9 @@
 back.
 """
 
-from regard.caches.base import Cache, Contents, Parts, kept
+from typing import Any
+
+from regard.caches.base import Cache, Contents, Parts, rollback_on_error
 from regard.caches.choose import for_reach, that_keeps_all
 from regard.caches.cross import Cross
 from regard.caches.files import load, save
@@ -30,8 +32,18 @@ __all__ = [
     "State",
     "Streaming",
     "for_reach",
-    "kept",
     "load",
+    "rollback_on_error",
     "save",
     "that_keeps_all",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Old names, for one release."""
+    if name == "kept":
+        from warnings import warn
+
+        warn("regard.caches.kept is now rollback_on_error", DeprecationWarning, stacklevel=2)
+        return rollback_on_error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

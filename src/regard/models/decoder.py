@@ -8,7 +8,7 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.caches import Cache, kept
+from regard.caches import Cache, rollback_on_error
 from regard.errors import ArgumentError
 from regard.nn import Block, Embed
 from regard.process import is_compiling
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or is_compiling():
             return self._forward(ids, positions, caches, backend, last, head)
-        with kept(*caches):  # of every layer: the last one may be the one that refuses
+        with rollback_on_error(*caches, layers=True):  # the last layer may be the one that refuses
             return self._forward(ids, positions, caches, backend, last, head)
 
     def _forward(

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_number
-from regard.caches import Cache, kept
+from regard.caches import Cache, rollback_on_error
 from regard.nn.attention import Attention
 from regard.nn.cross import CrossAttention
 from regard.nn.mixer import Mixer
@@ -300,7 +300,9 @@ class DecoderBlock(nn.Module):
         """
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
-        with kept(*caches):  # both: the second may refuse what the first has stored
+        with rollback_on_error(
+            *caches, layers=True
+        ):  # both: the second may refuse what the first has stored
             return self._forward(x, positions, caches, memory, memory_positions, backend)
 
     def _forward(
