@@ -84,10 +84,11 @@ class Attention(Mixer):
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] at its positions to itself and to what the cache holds."""
-        memory, seen = self.project.remember(x, positions), positions
+        project = self.project
+        memory, seen = project.remember(x, positions), positions
         if cache is not None:
-            if self.project.stale:
-                raise ArgumentError(f"a cache was given, but {self.project.stale}")
+            if project.stale:
+                raise ArgumentError(f"a cache was given, but {project.stale}")
             memory, seen = cache.update(memory, positions)
         return self._answer(x, positions, memory, seen, backend)
 
@@ -113,7 +114,7 @@ class Attention(Mixer):
             k,
             v,
             mask=self.mask,
-            bias=self._bias(),
+            bias=None if self.bias is None else self._bias(),
             scale=scale,
             softcap=self.softcap,
             sink=self.sink,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -38,7 +40,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """x [..., M] -> [..., M]."""
-        return self.down(self.activation(self.up(x)))
+        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.down`
+        return parts["down"](parts["activation"](parts["up"](x)))
 
 
 class GatedFeedForward(nn.Module):
@@ -69,7 +72,8 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """x [..., M] -> [..., M]."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.down`
+        return parts["down"](parts["activation"](parts["gate"](x)) * parts["up"](x))
 
 
 class SwiGLU(GatedFeedForward):

@@ -43,7 +43,9 @@ class RMSNorm(nn.Module):
         """Normalise x [..., dim]; positions are ignored: a norm may stand among the steps of a
         head.
         """
-        return rms_norm(x, self.weight, self.eps)
+        held = self._parameters  # as in `regard.nn.linear`
+        weight = held["weight"] if "weight" in held else self.weight
+        return rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """The size and eps."""
@@ -73,7 +75,9 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored."""
-        return rms_norm(x, self.weight, self.eps, 1.0)
+        held = self._parameters  # as in `regard.nn.linear`
+        weight = held["weight"] if "weight" in held else self.weight
+        return rms_norm(x, weight, self.eps, 1.0)  # type: ignore[arg-type]
 
 
 class HeadNorm(nn.Module):

@@ -89,20 +89,47 @@ def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `multiply` can do it, and is the faster one; `check_map` comes first."""
-    return (
-        weight.numel() >= LEAST
-        and 0 < x.numel() <= ROWS.get(x.dtype, 0) * weight.shape[1]
-        and _readable(x, weight, bias)
-    )
+def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """W x + b where compiled code can compute it, and is the faster; None where it cannot, is not,
+    or something does not fit.
+
+    A decoded token passes here for every matrix of the model: each fact is asked for once.
+    """
+    if type(x) not in _PLAIN or type(weight) not in _PLAIN or is_compiling():
+        return None
+    dtype, numbers = x.dtype, x.numel()
+    if dtype not in ROWS or weight.dtype != dtype or weight.ndim != 2:
+        return None
+    N, M = weight.shape
+    if not (0 < numbers <= ROWS[dtype] * M and N * M >= LEAST and x.shape[-1:] == (M,)):
+        return None
+    if not (x.is_cpu and weight.is_cpu and weight.is_contiguous()):
+        return None
+    if bias is not None and not (bias.shape == (N,) and _goes_with(bias, weight)):
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return None
+    if torch.is_autocast_enabled("cpu") or not has_numba():
+        return None
+    return _multiply(x, weight, bias, numbers // M)
 
 
 def _readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         at_hand(x, weight)
         and weight.is_contiguous()
-        and (bias is None or (at_hand(bias, weight) and bias.is_contiguous()))
+        and (bias is None or _goes_with(bias, weight))
+    )
+
+
+def _goes_with(bias: Tensor, weight: Tensor) -> bool:
+    """Whether compiled code may read the bias where it may read the weight."""
+    return (
+        bias.dtype == weight.dtype
+        and bias.is_cpu
+        and type(bias) in _PLAIN
+        and bias.is_contiguous()
+        and not (torch.is_grad_enabled() and bias.requires_grad)
     )
 
 
@@ -111,15 +138,15 @@ def at_hand(x: Tensor, weight: Tensor) -> bool:
     and Numba is there.
     """
     return (
-        x.dtype == weight.dtype
-        and x.dtype in ROWS
+        type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and not is_compiling()
+        and (dtype := x.dtype) in ROWS
+        and dtype == weight.dtype
         and x.is_cpu
         and weight.is_cpu
-        and type(x) in _PLAIN
-        and type(weight) in _PLAIN
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.is_autocast_enabled("cpu")
-        and not is_compiling()
         and has_numba()
     )
 
@@ -148,18 +175,18 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             "contiguous, not empty, without "
             "gradients, autocast or a compiled graph, and needs Numba: use regard.nn.linear.linear"
         )
-    return multiply(x, weight, bias)
+    return _multiply(x, weight, bias, x.numel() // weight.shape[1])
 
 
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same without a look at the arguments, for who has asked `check_map` and `suits`."""
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """The same without a look at the arguments."""
     entry, run, threads = _compiled()
     N, M = weight.shape
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=weight.dtype)
     at = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-    workers = min(threads(), 1 + weight.numel() // SHARE)
-    run(entry(weight.dtype), (0, x.numel() // M, M, N, *at, 0), workers)
+    workers = min(threads(), 1 + N * M // SHARE)
+    run(entry(weight.dtype), (0, rows, M, N, *at, 0), workers)
     return y
 
 

@@ -31,9 +31,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
-    _check(x, weight)
-    if 0 < x.numel() <= FEW and weight.is_contiguous() and at_hand(x, weight):
+    if (
+        at_hand(x, weight)  # first, since a compiled graph must not depend on the sizes below
+        and x.shape[-1:] == weight.shape
+        and 0 < x.numel() <= FEW
+        and weight.is_contiguous()
+    ):
         return _few(x, weight, eps, offset)
+    _check(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + offset if offset else weight.to(wide)
     return F.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
