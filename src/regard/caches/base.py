@@ -204,14 +204,17 @@ _OFFERED = "_offered_mark"
 
 def check_update(memory: Parts, positions: Positions) -> None:
     """New memory is parts [B,n,T,d] of one batch, with one position per slot, in rows B or 1."""
-    _check_integers(positions)
-    length, batches = count(positions), {m.shape[0]: None for m in memory}
+    if not isinstance(positions, Span):
+        _check_integers(positions)
+    length = count(positions)
+    batches: dict[int, None] = {}
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:
             raise ArgumentError(
                 f"memory {i} is {tuple(new.shape)} at {length} positions; "
                 "it must be [batch, heads, length, dim] with one position per slot"
             )
+        batches[new.shape[0]] = None
     if len(batches) > 1:
         sizes = " and ".join(str(b) for b in batches)
         raise ArgumentError(f"memory has parts of batch {sizes}; all must have one batch")
@@ -223,9 +226,7 @@ def check_update(memory: Parts, positions: Positions) -> None:
             )
 
 
-def _check_integers(positions: Positions) -> None:
-    if isinstance(positions, Span):
-        return
+def _check_integers(positions: Tensor) -> None:
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.bool
@@ -244,6 +245,13 @@ def _check_integers(positions: Positions) -> None:
 
 def check_fits(held: Parts, memory: Parts) -> None:
     """New memory has the parts, batch, heads, dims and dtypes of what is held."""
+    fits = len(held) == len(memory)
+    for old, new in zip(held, memory, strict=False):
+        a, b = old.shape, new.shape
+        fits = fits and a[:2] == b[:2] and a[3] == b[3]
+        fits = fits and old.dtype == new.dtype and old.device == new.device
+    if fits:  # what is wrong is found out only when something is
+        return
     kept_, given = ([_fixed(m) for m in ms] for ms in (held, memory))
     if kept_ != given:
         raise ArgumentError(

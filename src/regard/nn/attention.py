@@ -14,7 +14,7 @@ from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection, aimed, attention_spec, facing
 from regard.ops.softmax import attend
 from regard.span import Positions, count
-from regard.tap import tap
+from regard.tap import listening, tap
 
 
 class Attention(Mixer):
@@ -96,12 +96,16 @@ class Attention(Mixer):
         self, x: Tensor, positions: Positions, memory: Parts, seen: Positions, backend: str
     ) -> Tensor:
         """What x finds in memory, wherever that came from."""
-        project = facing(self.project, x.shape[1], count(seen))
-        q = tap("q", aimed(project, project.query(x, positions), positions, seen))
+        project, heard = facing(self.project, x.shape[1], count(seen)), listening()
+        q = aimed(project, project.query(x, positions), positions, seen)
+        q = tap("q", q) if heard else q
         k, v = project.recall(memory, seen)
-        k, v = tap("k", k), tap("v", v)
-        z = tap("z", project.finish(self._attend(q, k, v, positions, seen, backend), x))
-        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+        if heard:
+            k, v = tap("k", k), tap("v", v)
+        z = project.finish(self._attend(q, k, v, positions, seen, backend), x)
+        z = tap("z", z) if heard else z
+        out: Tensor = self.output(z.transpose(1, 2).flatten(2))
+        return tap("out", out) if heard else out
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, seen: Positions, backend: str

@@ -65,7 +65,8 @@ class PreNorm(Residual):
     ) -> Float[Tensor, "B T M"]:
         """x + sublayer(norm(x))."""
         norm: Any = self._modules["norm"]
-        return x + self.dropped(sublayer(norm(x)))
+        y = sublayer(norm(x))
+        return x + (self.dropout(y) if self.training else y)
 
 
 class PostNorm(Residual):

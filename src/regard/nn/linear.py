@@ -32,8 +32,11 @@ def linear(
     torch.float16
     """
     y = few_rows(x, weight, bias)
-    if y is not None:
-        return y
+    return _many_rows(x, weight, bias) if y is None else y
+
+
+def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W x + b by torch's products of matrices."""
     check_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
@@ -60,5 +63,8 @@ class Linear(nn.Linear):
         # Read from the dictionary, which takes a fifth of the time of `self.weight`.
         held = self._parameters
         if "weight" in held and "bias" in held:
-            return linear(x, held["weight"], held["bias"])  # type: ignore[arg-type]
-        return linear(x, self.weight, self.bias)  # a parametrization makes them on demand
+            weight, bias = held["weight"], held["bias"]
+        else:  # a parametrization makes them on demand
+            weight, bias = self.weight, self.bias
+        y = few_rows(x, weight, bias)  # type: ignore[arg-type]
+        return _many_rows(x, weight, bias) if y is None else y  # type: ignore[arg-type]
