@@ -13,7 +13,7 @@ from regard.errors import ArgumentError
 from regard.nn import Block, Embed
 from regard.process import is_compiling
 from regard.span import Positions, Span
-from regard.tap import place
+from regard.tap import listening, place
 
 
 class Decoder(nn.Module):
@@ -126,9 +126,12 @@ class Decoder(nn.Module):
         last: int | None,
         head: nn.Module | None,
     ) -> Tensor:
-        x = self.embed(ids, positions)
+        x, heard = self.embed(ids, positions), listening()
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
+            if not heard:
+                x = layer(x, positions, cache, backend=backend)
+                continue
             with place(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]

@@ -233,11 +233,13 @@ class Separate(nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
-        return self.q(x, positions)
+        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.q`
+        return parts["q"](x, positions)  # type: ignore[no-any-return]
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """k [B,G,S,D], without the late step, and v [B,G,S,E]."""
-        return self.k(x, positions), self.v(x, positions)
+        parts: dict[str, Any] = self._modules
+        return parts["k"](x, positions), parts["v"](x, positions)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Keys, behind the late step, and values."""

@@ -89,11 +89,14 @@ def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def few_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
+) -> Tensor | None:
     """W x + b where compiled code can compute it, and is the faster; None where it cannot, is not,
     or something does not fit.
 
-    A decoded token passes here for every matrix of the model: each fact is asked for once.
+    Every matrix of a model passes here for every decoded token, so that each fact is asked for
+    once, and in one function.
     """
     if type(x) not in _PLAIN or type(weight) not in _PLAIN or is_compiling():
         return None
@@ -101,36 +104,28 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     if dtype not in ROWS or weight.dtype != dtype or weight.ndim != 2:
         return None
     N, M = weight.shape
-    if not (0 < numbers <= ROWS[dtype] * M and N * M >= LEAST and x.shape[-1:] == (M,)):
+    if only_if_faster and (numbers > ROWS[dtype] * M or N * M < LEAST):
+        return None
+    if numbers == 0 or N == 0 or x.shape[-1:] != (M,):
         return None
     if not (x.is_cpu and weight.is_cpu and weight.is_contiguous()):
         return None
-    if bias is not None and not (bias.shape == (N,) and _goes_with(bias, weight)):
-        return None
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if bias is not None:
+        if type(bias) not in _PLAIN or bias.shape != (N,) or bias.dtype != dtype:
+            return None
+        if not (bias.is_cpu and bias.is_contiguous()):
+            return None
+    if torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, bias) if y is not None):
         return None
     if torch.is_autocast_enabled("cpu") or not has_numba():
         return None
-    return _multiply(x, weight, bias, numbers // M)
-
-
-def _readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return (
-        at_hand(x, weight)
-        and weight.is_contiguous()
-        and (bias is None or _goes_with(bias, weight))
-    )
-
-
-def _goes_with(bias: Tensor, weight: Tensor) -> bool:
-    """Whether compiled code may read the bias where it may read the weight."""
-    return (
-        bias.dtype == weight.dtype
-        and bias.is_cpu
-        and type(bias) in _PLAIN
-        and bias.is_contiguous()
-        and not (torch.is_grad_enabled() and bias.requires_grad)
-    )
+    entry, run, _ = _compiled()
+    x = x.contiguous()
+    y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    at = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    workers = min(torch.get_num_threads(), 1 + N * M // SHARE)
+    run(entry(dtype), (0, numbers // M, M, N, *at, 0), workers)
+    return y
 
 
 def at_hand(x: Tensor, weight: Tensor) -> bool:
@@ -167,7 +162,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     check_map(x, weight, bias)
-    if 0 in (x.numel(), weight.numel()) or not _readable(x, weight, bias):
+    y = few_rows(x, weight, bias, only_if_faster=False)
+    if y is None:
         raise ArgumentError(
             f"gemv was given x {_dtype(x)} {tuple(x.shape)} and weight {_dtype(weight)} "
             f"{tuple(weight.shape)}; it reads "
@@ -175,18 +171,6 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             "contiguous, not empty, without "
             "gradients, autocast or a compiled graph, and needs Numba: use regard.nn.linear.linear"
         )
-    return _multiply(x, weight, bias, x.numel() // weight.shape[1])
-
-
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """The same without a look at the arguments."""
-    entry, run, threads = _compiled()
-    N, M = weight.shape
-    x = x.contiguous()
-    y = torch.empty(*x.shape[:-1], N, dtype=weight.dtype)
-    at = (x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-    workers = min(threads(), 1 + N * M // SHARE)
-    run(entry(weight.dtype), (0, rows, M, N, *at, 0), workers)
     return y
 
 
