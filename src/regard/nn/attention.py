@@ -11,7 +11,7 @@ from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
-from regard.nn.projections import Projection, aimed, attention_spec, facing
+from regard.nn.projections import Projection, adjust_query, attention_spec, select_form
 from regard.ops.softmax import attend
 from regard.span import Positions, count
 from regard.tap import listening, tap
@@ -22,9 +22,9 @@ class Attention(Mixer):
 
     q = query(x);  memory = remember(x), kept by the cache with its positions;
     k, v = recall(memory, positions);
-    z = finish(attend(q, k, v), x);  out = output(z, heads joined)
+    z = postprocess(attend(q, k, v), x);  out = output(z, heads joined)
     a projection with several forms does this in the one for these lengths
-    (`regard.nn.projections.Forms`)
+    (`regard.nn.projections.HasForms`)
 
     Args:
         project: a `Projection`: query heads H, key/value heads G and every step on a head are its
@@ -87,8 +87,8 @@ class Attention(Mixer):
         project = self.project
         memory, seen = project.remember(x, positions), positions
         if cache is not None:
-            if project.stale:
-                raise ArgumentError(f"a cache was given, but {project.stale}")
+            if project.cache_unsafe_reason:
+                raise ArgumentError(f"a cache was given, but {project.cache_unsafe_reason}")
             memory, seen = cache.update(memory, positions)
         return self._answer(x, positions, memory, seen, backend)
 
@@ -96,13 +96,17 @@ class Attention(Mixer):
         self, x: Tensor, positions: Positions, memory: Parts, seen: Positions, backend: str
     ) -> Tensor:
         """What x finds in memory, wherever that came from."""
-        project, heard = facing(self.project, x.shape[1], count(seen)), listening()
-        q = aimed(project, project.query(x, positions), positions, seen)
+        project, heard = self.project, listening()
+        if hasattr(type(project), "select_form"):
+            project = select_form(project, x.shape[1], count(seen))
+        q = project.query(x, positions)
+        if hasattr(type(project), "adjust_query"):
+            q = adjust_query(project, q, positions, seen)
         q = tap("q", q) if heard else q
         k, v = project.recall(memory, seen)
         if heard:
             k, v = tap("k", k), tap("v", v)
-        z = project.finish(self._attend(q, k, v, positions, seen, backend), x)
+        z = project.postprocess(self._attend(q, k, v, positions, seen, backend), x)
         z = tap("z", z) if heard else z
         out: Tensor = self.output(z.transpose(1, 2).flatten(2))
         return tap("out", out) if heard else out

@@ -185,7 +185,7 @@ class AdditiveAttention(nn.Module):
         found = additive_attention(
             q, k, v, self.weight, q_positions=positions, k_positions=seen
         ).context
-        z = tap("z", self.project.finish(found, x))
+        z = tap("z", self.project.postprocess(found, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def new_cache(self) -> Cross:

@@ -62,9 +62,9 @@ class Linear(nn.Linear):
         """x [..., in] -> [..., out]."""
         # Read from the dictionary, which takes a fifth of the time of `self.weight`.
         held = self._parameters
-        if "weight" in held and "bias" in held:
-            weight, bias = held["weight"], held["bias"]
-        else:  # a parametrization makes them on demand
+        weight: Tensor | None = held.get("weight")
+        bias: Tensor | None = held.get("bias")
+        if weight is None or "bias" not in held:  # a parametrization makes them on demand
             weight, bias = self.weight, self.bias
-        y = few_rows(x, weight, bias)  # type: ignore[arg-type]
-        return _many_rows(x, weight, bias) if y is None else y  # type: ignore[arg-type]
+        y = few_rows(x, weight, bias)
+        return _many_rows(x, weight, bias) if y is None else y

@@ -44,8 +44,10 @@ class RMSNorm(nn.Module):
         head.
         """
         held = self._parameters  # as in `regard.nn.linear`
-        weight = held["weight"] if "weight" in held else self.weight
-        return rms_norm(x, weight, self.eps)  # type: ignore[arg-type]
+        weight = held.get("weight")
+        if weight is None:
+            weight = self.weight
+        return rms_norm(x, weight, self.eps)
 
     def extra_repr(self) -> str:
         """The size and eps."""
@@ -76,8 +78,10 @@ class OffsetRMSNorm(RMSNorm):
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored."""
         held = self._parameters  # as in `regard.nn.linear`
-        weight = held["weight"] if "weight" in held else self.weight
-        return rms_norm(x, weight, self.eps, 1.0)  # type: ignore[arg-type]
+        weight = held.get("weight")
+        if weight is None:
+            weight = self.weight
+        return rms_norm(x, weight, self.eps, 1.0)
 
 
 class HeadNorm(nn.Module):

@@ -90,7 +90,7 @@ class NSA(Mixer):
         keys, values: `Heads` that make G keys and values, one per branch. Keys of the compressed
             branch are remembered as their heads make them: give those no rotary.
         compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `Compress`.
-        late: a step on compressed keys at the position of their last token, such as a rotary; None
+        key_transform: a step on compressed keys at the position of their last token, such as a rotary; None
             is no step. The paper leaves open where positions enter; so a score depends on the
             distance only.
         gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
@@ -118,7 +118,7 @@ class NSA(Mixer):
         *,
         compress_key: nn.Module,
         compress_value: nn.Module,
-        late: nn.Module | None = None,
+        key_transform: nn.Module | None = None,
         gate: nn.Module,
         output: nn.Module,
         sizes: NSABlocks,
@@ -141,7 +141,11 @@ class NSA(Mixer):
             )
         check_groups(q.heads, G)
         self.q, self.keys, self.values = q, nn.ModuleList(keys), nn.ModuleList(values)
-        self.compress_key, self.compress_value, self.late = compress_key, compress_value, late
+        self.compress_key, self.compress_value, self.key_transform = (
+            compress_key,
+            compress_value,
+            key_transform,
+        )
         self.gate, self.output, self.sizes = gate, output, sizes
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
@@ -190,7 +194,7 @@ class NSA(Mixer):
         """
         k = self.compress_key(windows(k, laid, self.sizes))
         v = self.compress_value(windows(v, laid, self.sizes))
-        return (k if self.late is None else self.late(k, at)), v
+        return (k if self.key_transform is None else self.key_transform(k, at)), v
 
     def gated(
         self, zs: Float[Tensor, "3 B H T E"], x: Float[Tensor, "B T M"]

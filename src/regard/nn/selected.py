@@ -14,7 +14,7 @@ from regard.cost.selected import BlockSelection, IndexSelection, SelectedSpec, S
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.projections import Heads, Projection, aimed, facing
+from regard.nn.projections import Heads, Projection, adjust_query, select_form
 from regard.ops.selection.indexer import check_topk, index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import check_moba, moba_mask
 from regard.ops.softmax import attend, attention_weights
@@ -156,7 +156,7 @@ class SelectedAttention(Mixer):
     """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made
     from each call.
 
-    mask = choose(q, k, x);  z = finish(attend(q, k, v, mask), x);  out = output(z, heads joined)
+    mask = choose(q, k, x);  z = postprocess(attend(q, k, v, mask), x);  out = output(z, heads joined)
 
     Args:
         project: a `Projection`, also one that keeps a latent.
@@ -191,11 +191,11 @@ class SelectedAttention(Mixer):
         n = len(memory)
         memory = (*memory, *self.select.remember(x, positions))
         if cache is not None:
-            if self.project.stale:
-                raise ArgumentError(f"a cache was given, but {self.project.stale}")
+            if self.project.cache_unsafe_reason:
+                raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
             memory, seen = cache.update(memory, positions)
-        project = facing(self.project, x.shape[1], count(seen))
-        q = tap("q", aimed(project, project.query(x, positions), positions, seen))
+        project = select_form(self.project, x.shape[1], count(seen))
+        q = tap("q", adjust_query(project, project.query(x, positions), positions, seen))
         k, v = project.recall(memory[:n], seen)
         k, v = tap("k", k), tap("v", v)
         mask = self.select.choose(q, k, x, memory[n:], positions, seen)
@@ -209,7 +209,7 @@ class SelectedAttention(Mixer):
             k_positions=seen,
             backend=backend,
         )
-        z = tap("z", project.finish(z, x))
+        z = tap("z", project.postprocess(z, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     @property

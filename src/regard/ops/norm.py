@@ -37,7 +37,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         and 0 < x.numel() <= FEW
         and weight.is_contiguous()
     ):
-        return _few(x, weight, eps, offset)
+        entry, run = _compiled()
+        x = x.contiguous()
+        y, M = torch.empty_like(x), x.shape[-1]
+        bits = struct.unpack("2q", struct.pack("2d", eps, offset))
+        at = (x.data_ptr(), weight.data_ptr(), y.data_ptr())
+        run(entry(x.dtype), (0, x.numel() // M, M, *at, *bits), 1)
+        return y
     _check(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + offset if offset else weight.to(wide)
@@ -67,16 +73,6 @@ def _check(x: Tensor, weight: Tensor) -> None:
             "number of the weight for each feature: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
-
-
-def _few(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    entry, run = _compiled()
-    x = x.contiguous()
-    y, M = torch.empty_like(x), x.shape[-1]
-    bits = struct.unpack("2q", struct.pack("2d", eps, offset))
-    at = (x.data_ptr(), weight.data_ptr(), y.data_ptr())
-    run(entry(x.dtype), (0, x.numel() // M, M, *at, *bits), 1)
-    return y
 
 
 @cache

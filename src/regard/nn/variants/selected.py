@@ -72,7 +72,7 @@ def nsa(
         [Heads(dim, groups, D) for _ in range(3)],
         compress_key=Compress(compress, D),
         compress_value=Compress(compress, D),
-        late=rotary,
+        key_transform=rotary,
         gate=nn.Linear(dim, 3 * heads),
         output=join(dim, heads, D),
         sizes=sizes,
