@@ -5,18 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.generation.context import Context, Reading, check_after, encoded, padded
+from regard.models.generation.context import (
+    Context,
+    LanguageModel,
+    Reading,
+    check_after,
+    encoded,
+    padded,
+)
 from regard.models.generation.room import Room
 from regard.models.generation.sampling import Sampler, Sampling
-
-if TYPE_CHECKING:
-    from regard.models.model import Model
 
 
 class Stops:
@@ -136,7 +140,7 @@ class Continuation:
     (None, 2, 'length')
     """
 
-    def __init__(self, model: Model, prompt: str, options: Options) -> None:
+    def __init__(self, model: LanguageModel, prompt: str, options: Options) -> None:
         self.prompt = prompt
         self.ids: list[int] = []
         self.text = ""
@@ -182,7 +186,7 @@ class _Decoding:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         prompts: Sequence[str],
         options: Options,
         after: Reading | None = None,
@@ -355,7 +359,7 @@ class Generation(_Decoding):
     """
 
     def __init__(
-        self, model: Model, prompt: str, options: Options, after: Reading | None = None
+        self, model: LanguageModel, prompt: str, options: Options, after: Reading | None = None
     ) -> None:
         super().__init__(model, [prompt], options, after)
 
