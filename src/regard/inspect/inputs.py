@@ -15,8 +15,8 @@ from regard.inspect.row import array
 from regard.nn import Heads, Separate
 from regard.nn.dynamic_rotary import RowRotary
 from regard.nn.latent import Latent
-from regard.nn.nsa import BRANCHES, NSA
 from regard.nn.projections import Fused, States
+from regard.nn.selected import BRANCHES, NSA
 from regard.nn.streaming import StreamingAttention
 from regard.positions import Rotary, rotate
 from regard.span import Positions, as_tensor

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard.nn.nsa import NSA, Compress
 from regard.nn.projections import Heads
-from regard.nn.selected import Indexer, MoBA, SelectedAttention
+from regard.nn.selected import NSA, Compress, Indexer, MoBA, SelectedAttention
 from regard.nn.variants.parts import head_size, join, separate
 from regard.nn.variants.registry import variant
 from regard.ops.selection.nsa import NSABlocks
