@@ -165,7 +165,8 @@ class Block(nn.Module):
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import mha
-    >>> block = Block(mha(8, 2), nn.Linear(8, 8), PreNorm(nn.LayerNorm(8)), PreNorm(nn.LayerNorm(8)))
+    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> block = Block(mha(8, 2), nn.Linear(8, 8), *paths)
     >>> block(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 

@@ -51,7 +51,8 @@ def changes(module: nn.Module, old: Lengths, new: Lengths) -> bool:
     the old.
 
     >>> from regard.positions import LongRoPE
-    >>> rotary = RowRotary(Rotary(4, scaling=LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0), length="current"))
+    >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0)
+    >>> rotary = RowRotary(Rotary(4, scaling=scaling, length="current"))
     >>> [changes(rotary, (n,), (n + 1,)) for n in (8, 16, 17)]
     [False, True, False]
     """

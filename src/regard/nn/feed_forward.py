@@ -286,7 +286,8 @@ class SoftmaxRouter(Router):
     """Weights are a softmax of the logits, over all experts or over the chosen ones.
 
     l = W x + b;  C = the k experts with the highest l
-    w_e = scale exp(l_e) / sum_{j in all} exp(l_j),  or with `normalise`  scale exp(l_e) / sum_{j in C} exp(l_j)
+    w_e = scale exp(l_e) / sum_{j in all} exp(l_j),
+    or with `normalise` w_e = scale exp(l_e) / sum_{j in C} exp(l_j)
 
     The second is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then softmax"
     (gpt-oss): the same numbers. The first is Switch's, DeepSeek-V2's, and Qwen-MoE's with

@@ -41,7 +41,8 @@ class Gated(nn.Module):
         ArgumentError: the gate does not fit the heads that attention gives.
 
     >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> Gated(project, Heads(8, 4, 2)).postprocess(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
+    >>> gated = Gated(project, Heads(8, 4, 2))
+    >>> gated.postprocess(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
     tensor([0.5000, 0.5000], grad_fn=<SelectBackward0>)
 
     Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per number

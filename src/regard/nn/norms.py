@@ -88,7 +88,8 @@ class HeadNorm(nn.Module):
     """Group norm with a group per head: each head's mean becomes 0 and its variance 1, then a
     weight and a bias per channel.
 
-    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, over the last dimension, in fp32 or better
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias,
+    over the last dimension, in fp32 or better
 
     Args:
         heads: the number of heads H.

@@ -1,5 +1,5 @@
-"""Attention to selected keys. A selector (MoBA, DeepSeek's indexer) chooses the keys that each query
-reads; native sparse attention mixes compressed, selected and nearby keys.
+"""Attention to selected keys. A selector (MoBA, DeepSeek's indexer) chooses the keys that each
+query reads; native sparse attention mixes compressed, selected and nearby keys.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class SelectedAttention(Mixer):
     """project -> remember -> recall -> choose -> attend -> output: `Attention` with a mask made
     from each call.
 
-    mask = choose(q, k, x);  z = postprocess(attend(q, k, v, mask), x);  out = output(z, heads joined)
+    mask = choose(q, k, x);  z = postprocess(attend(q, k, v, mask), x);
+    out = output(z, heads joined)
 
     Args:
         project: a `Projection`, also one that keeps a latent.
@@ -345,9 +346,9 @@ class NSA(Mixer):
         keys, values: `Heads` that make G keys and values, one per branch. Keys of the compressed
             branch are remembered as their heads make them: give those no rotary.
         compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `Compress`.
-        key_transform: a step on compressed keys at the position of their last token, such as a rotary; None
-            is no step. The paper leaves open where positions enter; so a score depends on the
-            distance only.
+        key_transform: a step on compressed keys at the position of their last token, such as a
+            rotary; None is no step. The paper leaves open where positions enter; so a score depends
+            on the distance only.
         gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
         output: a module [B,T,H*E] -> [B,T,M].
         sizes: of blocks and window.

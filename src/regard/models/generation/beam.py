@@ -118,8 +118,10 @@ def beam_search(
 
     >>> def count(ids):  # what follows n is n + 1, or 9
     ...     logits = torch.full((*ids.shape, 10), -torch.inf)
-    ...     return logits.scatter(-1, (ids + 1).clamp(max=9)[..., None], 0.0).index_fill(-1, torch.tensor(9), -1.0)
-    >>> (found,) = beam_search(count, torch.tensor([6]), end=9, limit=5, reorder=lambda rows: None, beams=2)
+    ...     logits = logits.scatter(-1, (ids + 1).clamp(max=9)[..., None], 0.0)
+    ...     return logits.index_fill(-1, torch.tensor(9), -1.0)
+    >>> first = torch.tensor([6])
+    >>> (found,) = beam_search(count, first, end=9, limit=5, reorder=lambda rows: None, beams=2)
     >>> [(hypothesis.ids, round(hypothesis.score, 3)) for hypothesis in found]
     [((7, 8), -0.209), ((7,), -0.813)]
 

@@ -62,8 +62,10 @@ class Context:
 
     >>> import regard, torch
     >>> context = Context(regard.load("tiny").decoder)
-    >>> context.read(torch.tensor([[1, 2, 3, 4]]), chunk=3).shape, context.read(torch.tensor([[5]])).shape
-    (torch.Size([1, 1024]), torch.Size([1, 1024]))
+    >>> context.read(torch.tensor([[1, 2, 3, 4]]), chunk=3).shape
+    torch.Size([1, 1024])
+    >>> context.read(torch.tensor([[5]])).shape
+    torch.Size([1, 1024])
     """
 
     def __init__(self, decoder: Decoder, room: Room | None = None, rows: int = 1) -> None:
@@ -184,7 +186,8 @@ class Reading:
     >>> import regard
     >>> model = regard.load("tiny")
     >>> read = model.read("Return the")
-    >>> one, two = ("".join(model.generate(text, after=read, max_tokens=2)) for text in (" list", ""))
+    >>> texts = " list", ""
+    >>> one, two = ("".join(model.generate(text, after=read, max_tokens=2)) for text in texts)
     >>> two == "".join(model.generate("Return the", max_tokens=2))
     True
     """
