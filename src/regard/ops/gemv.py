@@ -90,7 +90,7 @@ def _dtype(x: Tensor) -> str:
 
 
 def few_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
+    x: object, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
 ) -> Tensor | None:
     """W x + b where compiled code can compute it, and is the faster; None where it cannot, is not,
     or something does not fit.
@@ -98,7 +98,9 @@ def few_rows(
     Every matrix of a model passes here for every decoded token, so that each fact is asked for
     once, and in one function.
     """
-    if type(x) not in _PLAIN or type(weight) not in _PLAIN or is_compiling():
+    if not isinstance(x, Tensor) or type(x) not in _PLAIN or type(weight) not in _PLAIN:
+        return None
+    if is_compiling():  # a graph must not depend on the sizes below
         return None
     dtype, numbers = x.dtype, x.numel()
     if dtype not in ROWS or weight.dtype != dtype or weight.ndim != 2:
@@ -128,12 +130,13 @@ def few_rows(
     return y
 
 
-def at_hand(x: Tensor, weight: Tensor) -> bool:
+def at_hand(x: object, weight: Tensor) -> bool:
     """Whether compiled code may read both: one dtype on a CPU, no graph, no gradient, no autocast;
     and Numba is there.
     """
     return (
-        type(x) in _PLAIN
+        isinstance(x, Tensor)
+        and type(x) in _PLAIN
         and type(weight) in _PLAIN
         and not is_compiling()
         and (dtype := x.dtype) in ROWS
