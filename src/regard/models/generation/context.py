@@ -23,26 +23,23 @@ from regard.span import Positions, count, part
 
 
 class LanguageModel(Protocol):
-    """What generation asks of a model; `regard.models.Model` answers it."""
+    """What generation needs of a model; `regard.models.Model` has it."""
 
-    @property
-    def decoder(self) -> Decoder:
-        """The network, ids [B,T] -> logits [B,T,V]."""
+    config: Any
+    """The config of its family, with vocab_size."""
+    decoder: Decoder
+    """ids [B,T] -> logits [B,T,V]."""
+    ends: frozenset[int]
+    """The ids that end a text."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """What turns text into ids, and ids into text."""
-
-    @property
-    def config(self) -> Any:
-        """The config of its family, with `vocab_size`."""
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """The ids that end a text."""
+        """Text <-> ids."""
+        ...
 
     def encode(self, text: str) -> Int[Tensor, "1 T"]:
-        """The ids of a text, with what the tokenizer puts around it."""
+        """The ids [1,T] of a text, with what the tokenizer puts around it."""
+        ...
 
 
 class Context:
