@@ -39,9 +39,10 @@ def is_compiling() -> bool:
     >>> is_compiling()
     False
     """
-    # dynamo makes both of the first two True, and never sees the last
-    return torch.compiler.is_compiling() and (
-        torch.compiler.is_dynamo_compiling() or _of_this_thread()
+    # In a graph dynamo takes the first for True and sees no more; elsewhere it is False. The second
+    # is what `torch.compiler.is_compiling()` reads: this line is passed for every layer and token.
+    return torch.compiler.is_dynamo_compiling() or (
+        torch.compiler._is_compiling_flag and _of_this_thread()
     )
 
 

@@ -257,6 +257,13 @@ def tap(name: str, x: Tensor) -> Tensor:
     return x
 
 
+def listening() -> bool:
+    """Whether a trace is open in this thread. A part with several taps asks once, and passes them
+    only then.
+    """
+    return bool(_open.stack)
+
+
 def place(name: str) -> AbstractContextManager[None]:
     """A context in which taps are named `name.<tap>`; it does nothing when nobody listens."""
     return _Place(name) if _open.stack else _NOWHERE

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.caches import Cache, Parts, kept
+from regard.caches import Cache, Parts, rollback_on_error
 from regard.span import Positions, Span, as_tensor
 from tests.caches.kinds import Kind
 from tests.oracles.oracle import softmax_attention
@@ -288,7 +288,7 @@ def assert_a_failed_update_is_taken_back(kind: Kind, run: list[Step], n: int) ->
         assert len(driver.cache) == held
         assert torch.equal(as_tensor(driver.cache.next(1)), as_tensor(where))
         try:
-            with kept(driver.cache):
+            with rollback_on_error(driver.cache):
                 driver.cache.update(driver.tokens(positions), positions)
                 driver.cache.update(
                     (*driver.tokens(positions), *driver.tokens(positions)), positions

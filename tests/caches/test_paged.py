@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.caches import Paged, Pool, kept
+from regard.caches import Paged, Pool, rollback_on_error
 from regard.caches.paged import Table
 from regard.span import Span, as_tensor
 
@@ -223,7 +223,7 @@ def test_an_update_of_shared_pages_is_taken_back() -> None:
     cache.update(tokens(2, 6), Span(0, 6))
     fork, before = cache.fork(), rows(cache)
     try:
-        with kept(fork):
+        with rollback_on_error(fork):
             fork.update(tokens(2, 9, seed=3), Span(6, 9))
             raise KeyError
     except KeyError:

@@ -367,7 +367,7 @@ def test_states_is_a_projection() -> None:
     states = States(nn.Linear(6, 8), 8)
     assert isinstance(states, Projection)
     z = torch.randn(1, 1, 2, 8)
-    assert torch.equal(states.finish(z, z), z)
+    assert torch.equal(states.postprocess(z, z), z)
     assert "1 heads, keys of 8, states of 8" in repr(states)
 
 

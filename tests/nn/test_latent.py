@@ -21,7 +21,7 @@ from regard.cost import attention_flops
 from regard.cost import latent as cost
 from regard.nn import Attention, Latent, Separate
 from regard.nn.latent import Absorbed, LowRank, Naive
-from regard.nn.projections import Forms, Projection, facing
+from regard.nn.projections import HasForms, Projection, select_form
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Positions, Span, as_tensor
@@ -311,10 +311,10 @@ def test_auto_takes_the_cheaper_form() -> None:
         chosen.add(absorb)
     assert chosen == {True, False}
     layer = build()
-    assert facing(layer.project, 40, 40) is layer.project
-    assert isinstance(facing(layer.project, 1, 40), Absorbed)
+    assert select_form(layer.project, 40, 40) is layer.project
+    assert isinstance(select_form(layer.project, 1, 40), Absorbed)
     for form, kind in (("naive", Naive), ("expand", Latent), ("absorb", Absorbed)):
-        assert {type(facing(build(form).project, *n)) for n in ((1, 9), (9, 9))} == {kind}
+        assert {type(select_form(build(form).project, *n)) for n in ((1, 9), (9, 9))} == {kind}
 
 
 def test_pairs_are_those_of_the_mask() -> None:
@@ -370,7 +370,7 @@ def test_the_shape_of_v3_without_its_memory() -> None:
     assert sum(naive.project.shape.memory) == 40_960
     matrices = (7168 + 128 * 192) * 1536 + 7168 * 576 + 128 * 256 * 512 + 128 * 128 * 7168
     assert layer.describe(1024).parameters.value == matrices + 1536 + 512
-    form = facing(layer.project, 1, 1024)
+    form = select_form(layer.project, 1, 1024)
     assert form.shape == (128, 1, 576, 512, (576,))
     assert layer.project.shape[:4] == (128, 128, 192, 128)
 
@@ -678,7 +678,7 @@ def test_a_rotary_that_follows_the_length_takes_no_cache() -> None:
     layer = Attention(latent, nn.Linear(H * 7, M), mask=masks.Causal())
     assert layer(torch.randn(1, 12, M)).shape == (1, 12, M)
     for form in (latent, Absorbed(latent)):
-        assert form.stale is not None
+        assert form.cache_unsafe_reason is not None
     with pytest.raises(regard.ArgumentError, match=r"a cache was given, but .* follows the length"):
         layer(torch.randn(1, 2, M), None, Growing())
 
@@ -687,11 +687,11 @@ def test_projections_have_one_protocol() -> None:
     latent = build().project
     for project in (latent, Absorbed(latent), build("naive").project):
         assert isinstance(project, Projection)
-    assert isinstance(latent, Forms)
+    assert isinstance(latent, HasForms)
     plain_one = VARIANTS["gqa"].example().project
     assert isinstance(plain_one, Separate)
-    assert not isinstance(plain_one, Forms)
-    assert facing(plain_one, 1, 5) is plain_one
+    assert not isinstance(plain_one, HasForms)
+    assert select_form(plain_one, 1, 5) is plain_one
     x = torch.randn(1, 3, M)
     assert torch.equal(
         Absorbed(latent).remember(x, Span(0, 3))[0], latent.remember(x, Span(0, 3))[0]

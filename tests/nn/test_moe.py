@@ -12,8 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.feed_forward import SwiGLU
-from regard.nn.moe import ClippedSwiGLU, Groups, MoE, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.feed_forward import (
+    ClippedSwiGLU,
+    Groups,
+    MoE,
+    Router,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SwiGLU,
+)
 from tests.oracles import moe as oracle
 from tests.rules import GRADIENT, assert_close_rule
 

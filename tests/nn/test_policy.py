@@ -76,7 +76,7 @@ class Naive(Separate):
 
     def __init__(self, *heads: Heads) -> None:
         super().__init__(*heads)
-        self.stale = None
+        self.cache_unsafe_reason = None
 
 
 def frequencies(scaling: Scaling, length: int) -> tuple[list[float], float]:

@@ -19,8 +19,15 @@ import regard
 from regard.caches import Growing
 from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
 from regard.nn import Heads, Latent, Separate
-from regard.nn.nsa import NSA, Compress
-from regard.nn.selected import Indexer, MoBA, SelectedAttention, Selector, indexer_losses
+from regard.nn.selected import (
+    NSA,
+    Compress,
+    Indexer,
+    MoBA,
+    SelectedAttention,
+    Selector,
+    indexer_losses,
+)
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.selected import dsa, moba, nsa
 from regard.ops.selection import NSABlocks

@@ -412,8 +412,8 @@ def test_a_gate_leaves_a_latent_its_forms() -> None:
     module = made(
         Attention(Gated(latent, Heads(DIM, 4, 8)), nn.Linear(DIM, DIM), mask=masks.Causal())
     )
-    assert isinstance(module.project.facing(40, 40), Gated)
-    assert module.project.facing(1, 40).shape.G == 1
+    assert isinstance(module.project.select_form(40, 40), Gated)
+    assert module.project.select_form(1, 40).shape.G == 1
     x, cache = tokens(T), module.new_cache()
     with torch.no_grad():
         steps = [module(x[:, i : i + 1], None, cache) for i in range(T)]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from regard import pages
 from regard.ops import gemv as module
 from regard.ops import norm
-from regard.ops.gemv import gemv, suits
+from regard.ops.gemv import few_rows, gemv
 from regard.ops.norm import rms_norm
 from tests.rules import assert_close_rule
 
@@ -63,6 +63,10 @@ def test_a_wrong_weight_is_noticed() -> None:
         assert_close_rule(gemv(x, wrong), F.linear(x, w), F.linear(x.double(), w.double()))
 
 
+def suits(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> bool:
+    return few_rows(x, w, b) is not None
+
+
 def test_when_it_runs() -> None:
     x, w = torch.randn(1, 256), torch.randn(256, 256)
     assert suits(x, w, None)
@@ -73,6 +77,11 @@ def test_when_it_runs() -> None:
         "a small weight": suits(x, w[:8], None),
         "no rows": suits(x[:0], w, None),
         "a view": suits(x, w.T, None),
+        "another size": suits(x[:, :-1], w, None),
+        "another bias": suits(x, w, torch.zeros(255)),
+        "the dtype of the bias": suits(x, w, torch.zeros(256).double()),
+        "a gradient of the bias": suits(x, w, torch.zeros(256).requires_grad_()),
+        "a vector": suits(x, w.flatten(), None),
         "dtypes": suits(x.half(), w, None),
         "fp64": suits(x.double(), w.double(), None),
         "a gradient": suits(x, w.clone().requires_grad_(), None),

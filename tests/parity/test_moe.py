@@ -12,8 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.nn.feed_forward import SwiGLU
-from regard.nn.moe import ClippedSwiGLU, Groups, MoE, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.feed_forward import (
+    ClippedSwiGLU,
+    Groups,
+    MoE,
+    Router,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SwiGLU,
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")

@@ -2,7 +2,17 @@
 back.
 """
 
-from regard.caches.base import CACHES, Cache, Contents, LayerSize, Parts, kept, that_keeps_all
+from typing import Any
+
+from regard.caches.base import (
+    CACHES,
+    Cache,
+    Contents,
+    LayerSize,
+    Parts,
+    rollback_on_error,
+    that_keeps_all,
+)
 from regard.caches.contiguous import Fixed, Growing
 from regard.caches.cross import Cross
 from regard.caches.files import load, save
@@ -31,11 +41,21 @@ __all__ = [
     "State",
     "Streaming",
     "for_reach",
-    "kept",
     "load",
+    "rollback_on_error",
     "save",
     "that_keeps_all",
 ]
 
 # a cache in a file of its own is found without a line here
 import_all(__name__, __path__)
+
+
+def __getattr__(name: str) -> Any:
+    """Old names, for one release."""
+    if name == "kept":
+        from warnings import warn
+
+        warn("regard.caches.kept is now rollback_on_error", DeprecationWarning, stacklevel=2)
+        return rollback_on_error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,8 +5,7 @@ asks for caches.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -242,40 +241,71 @@ def that_keeps_all(
     return found.for_layer(LayerSize(slots, rows, tuple(widths)))
 
 
-@contextmanager
-def kept(*caches: Cache | None) -> Iterator[None]:
-    """If the block raises, the caches are afterwards as they were before: a refused call changes no
-    cache.
+class rollback_on_error:  # noqa: N801  (a context manager, used like a function)
+    """A context manager: if its block raises, the caches are afterwards as they were before it.
+
+    Blocks may be nested. A model marks the caches of all its layers in one place (`layers=True`):
+    the first block inside that names one of them uses the mark that is already there, and only a
+    later one makes a mark of its own. So each cache is marked once a call, by the outermost caller.
+
+    Args:
+        *caches: the caches; None is passed over.
+        layers: whether the block calls layers that have blocks of their own for these caches. The
+            caches must not be changed between the two blocks.
 
     >>> from regard.caches import Growing
     >>> cache = Growing()
     >>> try:
-    ...     with kept(cache):
+    ...     with rollback_on_error(cache):
     ...         _ = cache.update((torch.ones(1, 1, 2, 4),), Span(0, 2))
     ...         _ = 1 / 0
     ... except ZeroDivisionError:
     ...     len(cache)
     0
     """
-    marks = [(cache, cache.mark()) for cache in caches if cache is not None]
-    try:
-        yield
-    except BaseException:
-        for cache, mark in marks:
-            cache.restore(mark)
-        raise
+
+    __slots__ = ("_caches", "_layers", "_marks")
+
+    def __init__(self, *caches: Cache | None, layers: bool = False) -> None:
+        self._caches, self._layers = caches, layers
+        self._marks: list[tuple[Cache, Any]] = []
+
+    def __enter__(self) -> None:
+        marks = self._marks = []
+        for cache in self._caches:
+            if cache is not None:
+                offered = cache.__dict__.pop(_OFFERED, None)
+                marks.append((cache, cache.mark() if offered is None else offered[0]))
+        if self._layers:  # a cache that is named twice has one mark, and offers the first
+            for cache, mark in reversed(marks):
+                cache.__dict__[_OFFERED] = (mark,)
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        if self._layers:
+            for cache, _ in self._marks:
+                cache.__dict__.pop(_OFFERED, None)
+        if kind is not None:
+            for cache, mark in self._marks:
+                cache.restore(mark)
+
+
+_OFFERED = "_offered_mark"
+"""The attribute of a cache that holds the mark which the next block inside takes: a tuple of one."""
 
 
 def check_update(memory: Parts, positions: Positions) -> None:
     """New memory is parts [B,n,T,d] of one batch, with one position per slot, in rows B or 1."""
-    _check_integers(positions)
-    length, batches = count(positions), {m.shape[0]: None for m in memory}
+    if not isinstance(positions, Span):
+        _check_integers(positions)
+    length = count(positions)
+    batches: dict[int, None] = {}
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:
             raise ArgumentError(
                 f"memory {i} is {tuple(new.shape)} at {length} positions; "
                 "it must be [batch, heads, length, dim] with one position per slot"
             )
+        batches[new.shape[0]] = None
     if len(batches) > 1:
         sizes = " and ".join(str(b) for b in batches)
         raise ArgumentError(f"memory has parts of batch {sizes}; all must have one batch")
@@ -287,9 +317,7 @@ def check_update(memory: Parts, positions: Positions) -> None:
             )
 
 
-def _check_integers(positions: Positions) -> None:
-    if isinstance(positions, Span):
-        return
+def _check_integers(positions: Tensor) -> None:
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.bool
@@ -308,6 +336,13 @@ def _check_integers(positions: Positions) -> None:
 
 def check_fits(held: Parts, memory: Parts) -> None:
     """New memory has the parts, batch, heads, dims and dtypes of what is held."""
+    fits = len(held) == len(memory)
+    for old, new in zip(held, memory, strict=False):
+        a, b = old.shape, new.shape
+        fits = fits and a[:2] == b[:2] and a[3] == b[3]
+        fits = fits and old.dtype == new.dtype and old.device == new.device
+    if fits:  # what is wrong is found out only when something is
+        return
     kept_, given = ([_fixed(m) for m in ms] for ms in (held, memory))
     if kept_ != given:
         raise ArgumentError(

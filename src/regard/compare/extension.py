@@ -243,11 +243,13 @@ def _project(project: Recomputed, policy: Keeping, target: int) -> Separate:
         return project
     if policy in ("pre_rope", "re_rotate"):
         kind = PreRope if policy == "pre_rope" else ReRotate
-        return kind(project.q, project.k, project.v, project.late)
+        return kind(project.q, project.k, project.v, project.key_transform)
     for heads in (project.q, project.k):
-        heads.steps.append(_rotary(project.late.rotary, target if policy == "frozen" else None))
+        heads.steps.append(
+            _rotary(project.key_transform.rotary, target if policy == "frozen" else None)
+        )
     found = Separate(project.q, project.k, project.v)
-    found.stale = None  # to show what is refused otherwise
+    found.cache_unsafe_reason = None  # to show what is refused otherwise
     return found
 
 

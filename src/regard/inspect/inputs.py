@@ -15,8 +15,8 @@ from regard.inspect.row import array
 from regard.nn import Heads, Separate
 from regard.nn.dynamic_rotary import RowRotary
 from regard.nn.latent import Latent
-from regard.nn.nsa import BRANCHES, NSA
 from regard.nn.projections import Fused, States
+from regard.nn.selected import BRANCHES, NSA
 from regard.nn.streaming import StreamingAttention
 from regard.positions import Rotary, rotate
 from regard.span import Positions, as_tensor
@@ -123,7 +123,7 @@ def _separate(project: Separate, ask: Ask, extra: nn.Module | None) -> Inputs:
     q = heads_steps(project.q, ask.x, ask.positions, "q")
     k = heads_steps(project.k, ask.memory, ask.k_positions, "k")
     v = heads_steps(project.v, ask.memory, ask.k_positions, "v")
-    late = [step for step in (project.late,) if step is not None]
+    late = [step for step in (project.key_transform,) if step is not None]
     if late:
         q += run_steps(late, q[-1][2], ask.positions, "q")
         k += run_steps(late, k[-1][2], ask.k_positions, "k")

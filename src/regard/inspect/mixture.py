@@ -16,7 +16,7 @@ from regard.inspect.reading import Site
 from regard.inspect.row import array, row_of
 from regard.nn.gated import Differential
 from regard.nn.infini import InfiniAttention
-from regard.nn.nsa import BRANCHES, NSA
+from regard.nn.selected import BRANCHES, NSA
 from regard.ops.memory import infini_attention
 from regard.span import Span
 

@@ -17,7 +17,7 @@ from regard.errors import ArgumentTypeError
 from regard.inspect.parts import Tensors
 from regard.masks import Mask
 from regard.nn import Attention
-from regard.nn.projections import aimed, facing
+from regard.nn.projections import adjust_query, select_form
 from regard.span import Span
 
 ROUNDS = 5
@@ -104,14 +104,14 @@ def stages(
 
 def _made(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
     at, found = Span(0, x.shape[1]), []
-    project = facing(attention.project, x.shape[1], x.shape[1])
+    project = select_form(attention.project, x.shape[1], x.shape[1])
 
     def stage(name: str, equation: str, run: Callable[[], Tensor]) -> Tensor:
         values, seconds = timed(run)
         found.append(Stage(name, equation, values, seconds))
         return values
 
-    q = stage("q", "W_q x, in heads", lambda: aimed(project, project.query(x, at), at, at))
+    q = stage("q", "W_q x, in heads", lambda: adjust_query(project, project.query(x, at), at, at))
     memory = project.remember(x, at)
     both = project.recall(memory, at)
     # keys and values come of one call: each is told with the time of both
@@ -143,7 +143,7 @@ def _made(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
     z = stage(
         "z",
         "weights v, by the layer's kernel",
-        lambda: project.finish(attend(q, k, v, mask=mask, sink=sink, **options), x),
+        lambda: project.postprocess(attend(q, k, v, mask=mask, sink=sink, **options), x),
     )
     stage("out", "W_O [z_1 .. z_H]", lambda: attention.output(z.transpose(1, 2).flatten(2)))
     return found

@@ -8,12 +8,12 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.caches import Cache, kept
+from regard.caches import Cache, rollback_on_error
 from regard.errors import ArgumentError
 from regard.nn import Block, Embed
 from regard.process import is_compiling
 from regard.span import Positions, Span
-from regard.tap import place
+from regard.tap import listening, place
 
 
 class Decoder(nn.Module):
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or is_compiling():
             return self._forward(ids, positions, caches, backend, last, head)
-        with kept(*caches):  # of every layer: the last one may be the one that refuses
+        with rollback_on_error(*caches, layers=True):  # the last layer may be the one that refuses
             return self._forward(ids, positions, caches, backend, last, head)
 
     def _forward(
@@ -126,9 +126,12 @@ class Decoder(nn.Module):
         last: int | None,
         head: nn.Module | None,
     ) -> Tensor:
-        x = self.embed(ids, positions)
+        x, heard = self.embed(ids, positions), listening()
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
+            if not heard:
+                x = layer(x, positions, cache, backend=backend)
+                continue
             with place(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]

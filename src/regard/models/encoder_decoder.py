@@ -9,7 +9,7 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.caches import kept
+from regard.caches import rollback_on_error
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.models.encoder import Encoder
@@ -119,7 +119,7 @@ class EncoderDecoder(nn.Module):
             positions = caches[0].own.next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or is_compiling():
             return self._decode(ids, caches, positions, memory, memory_positions, backend)
-        with kept(*(cache for pair in caches for cache in pair)):
+        with rollback_on_error(*(cache for pair in caches for cache in pair), layers=True):
             return self._decode(ids, caches, positions, memory, memory_positions, backend)
 
     def _decode(

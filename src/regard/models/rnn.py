@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard.arguments import check_positions
 from regard.errors import ArgumentError
-from regard.models.generation.greedy import greedy
+from regard.models.generation.beam import greedy
 from regard.nn.rnn import (
     BahdanauDecoder,
     Carried,

@@ -23,15 +23,23 @@ from regard.nn.blocks import (
 from regard.nn.cross import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import Prefix, rotary_heads
 from regard.nn.embedding import CappedLogits, Embed, Sinusoidal
-from regard.nn.feed_forward import FeedForward, GatedFeedForward, SwiGLU
+from regard.nn.feed_forward import (
+    ClippedSwiGLU,
+    FeedForward,
+    GatedFeedForward,
+    Groups,
+    MoE,
+    Router,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SwiGLU,
+)
 from regard.nn.gated import Differential, Gated
 from regard.nn.infini import InfiniAttention
 from regard.nn.latent import Latent
 from regard.nn.linear import Linear
 from regard.nn.longformer import Longformer
-from regard.nn.moe import ClippedSwiGLU, Groups, MoE, Router, SigmoidRouter, SoftmaxRouter
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
-from regard.nn.nsa import NSA
 from regard.nn.projections import (
     Clipped,
     Fused,
@@ -43,7 +51,7 @@ from regard.nn.projections import (
     Unprojected,
 )
 from regard.nn.recurrent import Recurrent
-from regard.nn.selected import SelectedAttention
+from regard.nn.selected import NSA, SelectedAttention
 from regard.nn.streaming import StreamingAttention
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
-from regard.nn.projections import Projection, aimed, attention_spec, facing
+from regard.nn.projections import Projection, adjust_query, attention_spec, select_form
 from regard.ops.softmax import attend
 from regard.span import Positions, count
-from regard.tap import tap
+from regard.tap import listening, tap
 
 
 class Attention(Mixer):
@@ -22,9 +22,9 @@ class Attention(Mixer):
 
     q = query(x);  memory = remember(x), kept by the cache with its positions;
     k, v = recall(memory, positions);
-    z = finish(attend(q, k, v), x);  out = output(z, heads joined)
+    z = postprocess(attend(q, k, v), x);  out = output(z, heads joined)
     a projection with several forms does this in the one for these lengths
-    (`regard.nn.projections.Forms`)
+    (`regard.nn.projections.HasForms`)
 
     Args:
         project: a `Projection`: query heads H, key/value heads G and every step on a head are its
@@ -84,10 +84,11 @@ class Attention(Mixer):
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] at its positions to itself and to what the cache holds."""
-        memory, seen = self.project.remember(x, positions), positions
+        project = self.project
+        memory, seen = project.remember(x, positions), positions
         if cache is not None:
-            if self.project.stale:
-                raise ArgumentError(f"a cache was given, but {self.project.stale}")
+            if project.cache_unsafe_reason:
+                raise ArgumentError(f"a cache was given, but {project.cache_unsafe_reason}")
             memory, seen = cache.update(memory, positions)
         return self._answer(x, positions, memory, seen, backend)
 
@@ -95,12 +96,20 @@ class Attention(Mixer):
         self, x: Tensor, positions: Positions, memory: Parts, seen: Positions, backend: str
     ) -> Tensor:
         """What x finds in memory, wherever that came from."""
-        project = facing(self.project, x.shape[1], count(seen))
-        q = tap("q", aimed(project, project.query(x, positions), positions, seen))
+        project, heard = self.project, listening()
+        if hasattr(type(project), "select_form"):
+            project = select_form(project, x.shape[1], count(seen))
+        q = project.query(x, positions)
+        if hasattr(type(project), "adjust_query"):
+            q = adjust_query(project, q, positions, seen)
+        q = tap("q", q) if heard else q
         k, v = project.recall(memory, seen)
-        k, v = tap("k", k), tap("v", v)
-        z = tap("z", project.finish(self._attend(q, k, v, positions, seen, backend), x))
-        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+        if heard:
+            k, v = tap("k", k), tap("v", v)
+        z = project.postprocess(self._attend(q, k, v, positions, seen, backend), x)
+        z = tap("z", z) if heard else z
+        out: Tensor = self.output(z.transpose(1, 2).flatten(2))
+        return tap("out", out) if heard else out
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, seen: Positions, backend: str
@@ -113,7 +122,7 @@ class Attention(Mixer):
             k,
             v,
             mask=self.mask,
-            bias=self._bias(),
+            bias=None if self.bias is None else self._bias(),
             scale=scale,
             softcap=self.softcap,
             sink=self.sink,

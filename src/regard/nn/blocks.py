@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.arguments import check_number
-from regard.caches import Cache, kept
+from regard.caches import Cache, rollback_on_error
 from regard.nn.attention import Attention
 from regard.nn.cross import CrossAttention
 from regard.nn.mixer import Mixer
@@ -37,8 +37,8 @@ class Residual(nn.Module, ABC):
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.norm, self.dropout = norm, nn.Dropout(dropout)
 
-    def kept(self, x: Tensor) -> Tensor:
-        """What of the sublayer's output is added: all of it, but for dropout in training."""
+    def dropped(self, x: Tensor) -> Tensor:
+        """The sublayer's output, with dropout in training."""
         return self.dropout(x) if self.training else x
 
     @abstractmethod
@@ -64,7 +64,9 @@ class PreNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + sublayer(norm(x))."""
-        return x + self.kept(sublayer(self.norm(x)))
+        norm: Any = self._modules["norm"]
+        y = sublayer(norm(x))
+        return x + (self.dropout(y) if self.training else y)
 
 
 class PostNorm(Residual):
@@ -81,7 +83,7 @@ class PostNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """norm(x + sublayer(x))."""
-        return self.norm(x + self.kept(sublayer(x)))
+        return self.norm(x + self.dropped(sublayer(x)))
 
 
 class NormedPath(Residual):
@@ -100,7 +102,7 @@ class NormedPath(Residual):
     ) -> Float[Tensor, "B T M"]:
         """norm(x) + sublayer(norm(x))."""
         normed = self.norm(x)
-        return normed + self.kept(sublayer(normed))
+        return normed + self.dropped(sublayer(normed))
 
 
 class OutputNorm(Residual):
@@ -117,7 +119,7 @@ class OutputNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + norm(sublayer(x))."""
-        return x + self.kept(self.norm(sublayer(x)))
+        return x + self.dropped(self.norm(sublayer(x)))
 
 
 class Sandwich(Residual):
@@ -145,7 +147,7 @@ class Sandwich(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """x + after(sublayer(norm(x)))."""
-        return x + self.kept(self.after(sublayer(self.norm(x))))
+        return x + self.dropped(self.after(sublayer(self.norm(x))))
 
 
 class Block(nn.Module):
@@ -163,7 +165,8 @@ class Block(nn.Module):
     >>> import torch
     >>> from regard.nn.blocks import PreNorm
     >>> from regard.nn.variants import mha
-    >>> block = Block(mha(8, 2), nn.Linear(8, 8), PreNorm(nn.LayerNorm(8)), PreNorm(nn.LayerNorm(8)))
+    >>> paths = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
+    >>> block = Block(mha(8, 2), nn.Linear(8, 8), *paths)
     >>> block(torch.zeros(1, 3, 8)).shape
     torch.Size([1, 3, 8])
 
@@ -191,10 +194,12 @@ class Block(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """x [B,T,M] -> [B,T,M]."""
-        x = self.around_attention(
-            x, lambda normed: self.attention(normed, positions, cache, backend=backend)
+        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.attention`
+        attention = parts["attention"]
+        x = parts["around_attention"](
+            x, lambda normed: attention(normed, positions, cache, backend=backend)
         )
-        return self.around_feed_forward(x, self.feed_forward)
+        return parts["around_feed_forward"](x, parts["feed_forward"])
 
     def new_cache(self) -> Cache:
         """An empty cache of the kind that suits the attention."""
@@ -300,7 +305,9 @@ class DecoderBlock(nn.Module):
         """
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
-        with kept(*caches):  # both: the second may refuse what the first has stored
+        with rollback_on_error(
+            *caches, layers=True
+        ):  # both: the second may refuse what the first has stored
             return self._forward(x, positions, caches, memory, memory_positions, backend)
 
     def _forward(

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, Cross, Parts, kept
+from regard.caches import Cache, Cross, Parts, rollback_on_error
 from regard.cost import Description
 from regard.cost.softmax import AdditiveSpec, CrossSpec
 from regard.cost.spec import Weights
@@ -63,7 +63,7 @@ class CrossAttention(Attention):
         if cache is None or is_compiling():
             held, seen = recollect(self.project, memory, memory_positions, cache)
             return self._answer(x, positions, held, seen, backend)
-        with kept(cache):
+        with rollback_on_error(cache):
             held, seen = recollect(self.project, memory, memory_positions, cache)
             return self._answer(x, positions, held, seen, backend)
 
@@ -167,7 +167,7 @@ class AdditiveAttention(nn.Module):
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
             return self._forward(x, positions, cache, memory, memory_positions)
-        with kept(cache):
+        with rollback_on_error(cache):
             return self._forward(x, positions, cache, memory, memory_positions)
 
     def _forward(
@@ -185,7 +185,7 @@ class AdditiveAttention(nn.Module):
         found = additive_attention(
             q, k, v, self.weight, q_positions=positions, k_positions=seen
         ).context
-        z = tap("z", self.project.finish(found, x))
+        z = tap("z", self.project.postprocess(found, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def new_cache(self) -> Cross:

@@ -51,7 +51,8 @@ def changes(module: nn.Module, old: Lengths, new: Lengths) -> bool:
     the old.
 
     >>> from regard.positions import LongRoPE
-    >>> rotary = RowRotary(Rotary(4, scaling=LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0), length="current"))
+    >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0)
+    >>> rotary = RowRotary(Rotary(4, scaling=scaling, length="current"))
     >>> [changes(rotary, (n,), (n + 1,)) for n in (8, 16, 17)]
     [False, True, False]
     """
@@ -184,7 +185,7 @@ def rotary_heads(
     >>> from regard.positions import DynamicNTK
     >>> rotary = Rotary(8, scaling=DynamicNTK(2.0, 16), length="current")
     >>> project = rotary_heads(32, 4, 2, 8, rotary, policy="re_rotate")
-    >>> project.stale, project.shape.memory
+    >>> project.cache_unsafe_reason, project.shape.memory
     (None, (16, 16, 1))
 
     Source: section 3.3 of Peng et al. 2023 (arXiv 2309.00071): cache keys before they are rotated.
@@ -228,16 +229,16 @@ class PreRope(Separate):
     True
     """
 
-    late: RowRotary
+    key_transform: RowRotary
 
     def __init__(self, q: Heads, k: Heads, v: Heads, rotary: RowRotary) -> None:
-        super().__init__(q, k, v, late=rotary)
+        super().__init__(q, k, v, key_transform=rotary)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D], rotated for the length that the call itself shows."""
-        return self.late(self.q(x, positions), _given(positions))
+        return self.key_transform(self.q(x, positions), _given(positions))
 
-    def aim(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
+    def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
         """Queries rotated with the frequencies of the largest key position, where that is another
         length than their own.
         """
@@ -245,7 +246,9 @@ class PreRope(Separate):
         rows = max(len(old), len(new))
         if by_row(old, rows) == by_row(new, rows):
             return q
-        return self.late.again(q, positions, torch.tensor(old, device=q.device)[:, None], new)
+        return self.key_transform.again(
+            q, positions, torch.tensor(old, device=q.device)[:, None], new
+        )
 
 
 class ReRotate(PreRope):
@@ -269,13 +272,13 @@ class ReRotate(PreRope):
         positions = _given(positions)
         k, v = super().remember(x, positions)
         length = torch.tensor(lengths(positions), device=x.device)[:, None, None, None]
-        return self.late(k, positions), v, length.expand(x.shape[0], 1, x.shape[1], 1)
+        return self.key_transform(k, positions), v, length.expand(x.shape[0], 1, x.shape[1], 1)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
         """Keys as one pass would rotate them now, and values."""
         k, v, length = memory
         positions = _given(positions)
-        return self.late.again(k, positions, length[:, 0, :, 0], lengths(positions)), v
+        return self.key_transform.again(k, positions, length[:, 0, :, 0], lengths(positions)), v
 
     @property
     def shape(self) -> ProjectionShape:
@@ -307,11 +310,11 @@ class Recomputed(ReRotate):
         k, v, length = memory
         positions = _given(positions)
         now = lengths(positions)
-        if not all(self.late.same(0, n) for n in now):
+        if not all(self.key_transform.same(0, n) for n in now):
             held = torch.where(as_tensor(positions, k.device) >= 0, length[:, 0, :, 0], -1)
             for row, n in zip(held.tolist(), by_row(now, len(held)), strict=True):
                 for old in set(row) - {-1}:
-                    if not self.late.same(old, n):
+                    if not self.key_transform.same(old, n):
                         raise ArgumentError(
                             f"a key was rotated for length {old}, and the frequencies of length "
                             f"{n} are others; run the whole "

@@ -20,10 +20,10 @@ from regard.nn.projections import (
     Projection,
     ProjectionShape,
     Separate,
-    aimed,
+    adjust_query,
     attention_spec,
-    facing,
-    stale,
+    cache_unsafe_reason,
+    select_form,
 )
 from regard.span import Positions
 
@@ -41,7 +41,8 @@ class Gated(nn.Module):
         ArgumentError: the gate does not fit the heads that attention gives.
 
     >>> project = Separate(Heads(8, 4, 2), Heads(8, 2, 2), Heads(8, 2, 2))
-    >>> Gated(project, Heads(8, 4, 2)).finish(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
+    >>> gated = Gated(project, Heads(8, 4, 2))
+    >>> gated.postprocess(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
     tensor([0.5000, 0.5000], grad_fn=<SelectBackward0>)
 
     Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per number
@@ -69,18 +70,18 @@ class Gated(nn.Module):
         """As the projection."""
         return self.project.recall(memory, positions)
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The heads, gated."""
-        return self.project.finish(z, x) * self.gate(x, None).sigmoid()
+        return self.project.postprocess(z, x) * self.gate(x, None).sigmoid()
 
-    def facing(self, queries: int, keys: int) -> Projection:
+    def select_form(self, queries: int, keys: int) -> Projection:
         """The projection's form for so many queries against so many keys, gated."""
-        form = facing(self.project, queries, keys)
+        form = select_form(self.project, queries, keys)
         return self if form is self.project else _GatedForm(form, self.gate)
 
-    def aim(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
+    def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
         """As the projection."""
-        return aimed(self.project, q, positions, seen)
+        return adjust_query(self.project, q, positions, seen)
 
     def spec(self, weights: Weights, visible: Visible) -> Spec:
         """The cost of attention through the projection; `weights` hold those of the gate, too."""
@@ -92,9 +93,9 @@ class Gated(nn.Module):
         return self.project.shape
 
     @property
-    def stale(self) -> str | None:
+    def cache_unsafe_reason(self) -> str | None:
         """As the projection's."""
-        return self.project.stale
+        return self.project.cache_unsafe_reason
 
 
 class _GatedForm:
@@ -103,11 +104,11 @@ class _GatedForm:
     def __init__(self, form: Projection, gate: Heads) -> None:
         self.form, self.gate = form, gate
         self.query, self.remember, self.recall = form.query, form.remember, form.recall
-        self.shape, self.stale = form.shape, form.stale
+        self.shape, self.cache_unsafe_reason = form.shape, form.cache_unsafe_reason
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The form's heads, gated."""
-        return self.form.finish(z, x) * self.gate(x, None).sigmoid()
+        return self.form.postprocess(z, x) * self.gate(x, None).sigmoid()
 
 
 class Differential(Separate):
@@ -144,7 +145,13 @@ class Differential(Separate):
                 "k twice the heads of v and the head dim of q, depth at least 0"
             )
         check_groups(q.heads // 2, v.heads)
-        self.q, self.k, self.v, self.late, self.stale = q, k, v, None, stale(k)
+        self.q, self.k, self.v, self.key_transform, self.cache_unsafe_reason = (
+            q,
+            k,
+            v,
+            None,
+            cache_unsafe_reason(k),
+        )
         self.start = 0.8 - 0.6 * math.exp(-0.3 * depth)
         self.a1, self.b1, self.a2, self.b2 = (
             nn.Parameter(0.1 * torch.randn(q.head_dim)) for _ in range(4)
@@ -156,7 +163,7 @@ class Differential(Separate):
         k, v = super().recall(memory, positions)
         return k, v.repeat(1, 2, 1, 1)
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The first pattern's heads less those of the second, normed: [B,2H,T,E] -> [B,H,T,E]."""
         first, second = z.chunk(2, dim=1)
         return self.norm(first - self.share.to(z.dtype) * second) * (1 - self.start)

@@ -154,7 +154,7 @@ class InfiniAttention(Mixer):
         )
         if cache is not None:
             cache.store(state, positions)
-        z = tap("z", self.project.finish(z, x))
+        z = tap("z", self.project.postprocess(z, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def new_cache(self) -> Memory:

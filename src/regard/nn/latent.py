@@ -18,7 +18,7 @@ from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import Heads, Projection, ProjectionShape, stale
+from regard.nn.projections import Heads, Projection, ProjectionShape, cache_unsafe_reason
 from regard.positions import Rotary
 from regard.span import Positions
 
@@ -88,7 +88,7 @@ class Latent(nn.Module):
     >>> (memory,) = latent.remember(torch.zeros(1, 5, 32), Span(0, 5))
     >>> memory.shape, [x.shape[1] for x in latent.recall((memory,), Span(0, 5))]
     (torch.Size([1, 1, 5, 20]), [4, 4])
-    >>> type(latent.facing(1, 5)).__name__
+    >>> type(latent.select_form(1, 5)).__name__
     'Absorbed'
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 to 47, and section 2.1.2 on
@@ -149,11 +149,11 @@ class Latent(nn.Module):
         nope, v = self.kv_up(c[:, 0], positions).split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, turned.expand(-1, self.heads, -1, -1)), dim=-1), v
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Heads as attention gave them."""
         return z
 
-    def facing(self, queries: int, keys: int) -> Projection:
+    def select_form(self, queries: int, keys: int) -> Projection:
         """The form for so many queries against so many keys."""
         absorb = self.form == "absorb"
         if self.form == "auto":
@@ -201,9 +201,9 @@ class Latent(nn.Module):
         return float(self.shape.D**-0.5 * self.rotary.softmax_factor)
 
     @property
-    def stale(self) -> str | None:
+    def cache_unsafe_reason(self) -> str | None:
         """A rotary that follows the length makes the remembered key stale."""
-        return stale(self.rotary)
+        return cache_unsafe_reason(self.rotary)
 
     def extra_repr(self) -> str:
         """The heads, the rank and the form."""
@@ -239,7 +239,7 @@ class Absorbed:
         """k [B,1,S,r+d_rope] is the memory, and v [B,1,S,r] a view of it."""
         return memory[0], memory[0][..., : self.latent.kv_rank]
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The mean latents [B,H,T,r] -> the heads [B,H,T,E]."""
         _, w_v = self.latent.up()
         return torch.einsum("bhtr,her->bhte", z, w_v)
@@ -251,9 +251,9 @@ class Absorbed:
         return ProjectionShape(self.latent.heads, 1, memory[0], r, memory)
 
     @property
-    def stale(self) -> str | None:
+    def cache_unsafe_reason(self) -> str | None:
         """As the latent's."""
-        return self.latent.stale
+        return self.latent.cache_unsafe_reason
 
 
 class Naive(Latent):
@@ -276,7 +276,7 @@ class Naive(Latent):
         k, v = memory
         return k, v
 
-    def facing(self, queries: int, keys: int) -> Projection:
+    def select_form(self, queries: int, keys: int) -> Projection:
         """Itself."""
         return self
 

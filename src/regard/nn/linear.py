@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.ops.gemv import check_map, multiply, suits
+from regard.ops.gemv import check_map, few_rows
 
 FEW = 16
 """Rows from which on fp16 matrices are multiplied in fp32 on a CPU."""
@@ -31,9 +31,13 @@ def linear(
     >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
     torch.float16
     """
+    y = few_rows(x, weight, bias)
+    return _many_rows(x, weight, bias) if y is None else y
+
+
+def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W x + b by torch's products of matrices."""
     check_map(x, weight, bias)
-    if suits(x, weight, bias):
-        return multiply(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
         return F.linear(x, weight, bias)
@@ -56,4 +60,11 @@ class Linear(nn.Linear):
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
         """x [..., in] -> [..., out]."""
-        return linear(x, self.weight, self.bias)
+        # Read from the dictionary, which takes a fifth of the time of `self.weight`.
+        held = self._parameters
+        weight: Tensor | None = held.get("weight")
+        bias: Tensor | None = held.get("bias")
+        if weight is None or "bias" not in held:  # a parametrization makes them on demand
+            weight, bias = self.weight, self.bias
+        y = few_rows(x, weight, bias)
+        return _many_rows(x, weight, bias) if y is None else y

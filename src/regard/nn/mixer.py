@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, kept
+from regard.caches import Cache, rollback_on_error
 from regard.cost import Description, Spec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
@@ -56,7 +56,7 @@ class Mixer(nn.Module):
             positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
         if cache is None or is_compiling():
             return self.mix(x, positions, cache, backend)
-        with kept(cache):
+        with rollback_on_error(cache):
             return self.mix(x, positions, cache, backend)
 
     @abstractmethod

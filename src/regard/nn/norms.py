@@ -43,7 +43,11 @@ class RMSNorm(nn.Module):
         """Normalise x [..., dim]; positions are ignored: a norm may stand among the steps of a
         head.
         """
-        return rms_norm(x, self.weight, self.eps)
+        held = self._parameters  # as in `regard.nn.linear`
+        weight = held.get("weight")
+        if weight is None:
+            weight = self.weight
+        return rms_norm(x, weight, self.eps)
 
     def extra_repr(self) -> str:
         """The size and eps."""
@@ -73,14 +77,19 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored."""
-        return rms_norm(x, self.weight, self.eps, 1.0)
+        held = self._parameters  # as in `regard.nn.linear`
+        weight = held.get("weight")
+        if weight is None:
+            weight = self.weight
+        return rms_norm(x, weight, self.eps, 1.0)
 
 
 class HeadNorm(nn.Module):
     """Group norm with a group per head: each head's mean becomes 0 and its variance 1, then a
     weight and a bias per channel.
 
-    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, over the last dimension, in fp32 or better
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias,
+    over the last dimension, in fp32 or better
 
     Args:
         heads: the number of heads H.

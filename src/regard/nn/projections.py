@@ -5,7 +5,7 @@ keys and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -34,9 +34,9 @@ class Projection(Protocol):
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         """What was remembered, and where it stands -> k [B,G,S,D], v [B,G,S,E]."""
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
-        """What attention gave, [B,H,T,E] -> the heads that the output joins; x [B,T,M] is where the
-        queries came from.
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
+        """The result of attention [B,H,T,E] -> the heads that the output joins. x [B,T,M] are the
+        hidden states that the queries were made from.
         """
 
     @property
@@ -44,49 +44,50 @@ class Projection(Protocol):
         """The sizes that its queries, keys, values and memory have."""
 
     @property
-    def stale(self) -> str | None:
-        """Why what it remembers goes stale in a cache, or None if it does not."""
+    def cache_unsafe_reason(self) -> str | None:
+        """Why a cache must not keep what it remembers, or None if it may."""
 
 
 @runtime_checkable
-class Forms(Projection, Protocol):
-    """A projection with several forms, equal in exact arithmetic, of which lengths decide: latents,
-    expanded or not.
+class HasForms(Projection, Protocol):
+    """A projection with several forms that are equal in exact arithmetic; the lengths of a call
+    decide which is used. Latents, for example, are expanded or not.
 
     All forms remember the same, so that they share a cache.
     """
 
-    def facing(self, queries: int, keys: int) -> Projection:
+    def select_form(self, queries: int, keys: int) -> Projection:
         """The form for so many queries against so many keys in memory."""
 
     def spec(self, weights: Weights, visible: Visible) -> Spec:
         """The cost of attention through this projection, by the form that has fewer FLOPs."""
 
 
-def facing(project: Projection, queries: int, keys: int) -> Projection:
-    """The form of a projection for so many queries against so many keys: itself, unless it has
-    `Forms`.
+def select_form(project: Projection, queries: int, keys: int) -> Projection:
+    """The form of a projection for so many queries against so many keys: itself, unless it
+    `HasForms`.
     """
-    has_forms = hasattr(
-        type(project), "facing"
-    )  # as isinstance, which would evaluate every property
-    return cast("Forms", project).facing(queries, keys) if has_forms else project
+    # asked of the class, since isinstance would evaluate every property
+    has_forms = hasattr(type(project), "select_form")
+    return cast("HasForms", project).select_form(queries, keys) if has_forms else project
 
 
 @runtime_checkable
-class Aims(Projection, Protocol):
+class AdjustsQuery(Projection, Protocol):
     """A projection whose queries depend on where the keys in memory stand, such as rotary
     frequencies that follow the length.
     """
 
-    def aim(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
+    def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
         """Queries [B,H,T,D] at positions -> those for keys at the positions seen."""
 
 
-def aimed(project: Projection, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
-    """Queries for keys at the positions seen: as they are, unless the projection `Aims` them."""
-    aims = hasattr(type(project), "aim")
-    return cast("Aims", project).aim(q, positions, seen) if aims else q
+def adjust_query(project: Projection, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
+    """Queries for keys at the positions seen: as they are, unless the projection adjusts them
+    (`AdjustsQuery`).
+    """
+    adjusts = hasattr(type(project), "adjust_query")
+    return cast("AdjustsQuery", project).adjust_query(q, positions, seen) if adjusts else q
 
 
 class ProjectionShape(NamedTuple):
@@ -127,7 +128,7 @@ def attention_spec(project: Projection, weights: Weights, visible: Visible) -> S
         weights: the parameters of the layer, counted.
         visible: the keys that a query sees.
     """
-    if isinstance(project, Forms):
+    if isinstance(project, HasForms):
         return project.spec(weights, visible)
     return SoftmaxSpec(weights, project.shape.parts, project.shape.heads, visible)
 
@@ -186,10 +187,14 @@ class Heads(nn.Module):
         """
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
-        x = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
-        for step in self.steps:
-            x = step(x, positions)
-        return x
+        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.linear`
+        y, flat = parts["linear"](x), parts["flat"]
+        if type(flat) is not nn.Identity or flat._forward_hooks or flat._forward_pre_hooks:
+            y = flat(y)
+        y = y.reshape(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+        for step in parts["steps"]._modules.values():
+            y = step(y, positions)
+        return y
 
     def extra_repr(self) -> str:
         """The number of heads and their size."""
@@ -203,8 +208,8 @@ class Separate(nn.Module):
     Args:
         q: `Heads` that make H query heads.
         k, v: `Heads` that make G key and value heads; G divides H.
-        late: a step on keys when they are recalled, such as a rotary whose frequencies follow the
-            length: keys are then remembered without it (`regard.nn.dynamic_rotary`).
+        key_transform: a step on keys when they are recalled, such as a rotary whose frequencies
+            follow the length: keys are then remembered without it (`regard.nn.dynamic_rotary`).
 
     Raises:
         ArgumentError: k and v differ in heads, G does not divide H, or q and k differ in head dim.
@@ -215,7 +220,9 @@ class Separate(nn.Module):
     [2, 2]
     """
 
-    def __init__(self, q: Heads, k: Heads, v: Heads, *, late: nn.Module | None = None) -> None:
+    def __init__(
+        self, q: Heads, k: Heads, v: Heads, *, key_transform: nn.Module | None = None
+    ) -> None:
         super().__init__()
         check_groups(q.heads, k.heads)
         if k.heads != v.heads or q.head_dim != k.head_dim:
@@ -223,24 +230,27 @@ class Separate(nn.Module):
                 f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}: "
                 "k and v need the same number of heads, q and k the same head dim"
             )
-        self.q, self.k, self.v, self.late = q, k, v, late
+        self.q, self.k, self.v, self.key_transform = q, k, v, key_transform
         # keys rotated by frequencies of the present length go stale when it grows
-        self.stale = stale(k)
+        self.cache_unsafe_reason = cache_unsafe_reason(k)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
-        return self.q(x, positions)
+        parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.q`
+        q: Tensor = parts["q"](x, positions)
+        return q
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """k [B,G,S,D], without the late step, and v [B,G,S,E]."""
-        return self.k(x, positions), self.v(x, positions)
+        """k [B,G,S,D], before `key_transform`, and v [B,G,S,E]."""
+        parts: dict[str, Any] = self._modules
+        return parts["k"](x, positions), parts["v"](x, positions)
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys, behind the late step, and values."""
+        """Keys, after `key_transform`, and values."""
         k, v = memory
-        return (k if self.late is None else self.late(k, positions)), v
+        return (k if self.key_transform is None else self.key_transform(k, positions)), v
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Heads as attention gave them."""
         return z
 
@@ -251,8 +261,8 @@ class Separate(nn.Module):
         return ProjectionShape(self.q.heads, G, D, E, (G * D, G * E))
 
 
-def stale(heads: nn.Module) -> str | None:
-    """Why keys of these heads go stale in a cache, or None."""
+def cache_unsafe_reason(heads: nn.Module) -> str | None:
+    """Why a cache must not keep the keys of these heads, or None if it may."""
     for step in heads.modules():
         if isinstance(step, Rotary) and step.follows:
             return (
@@ -284,7 +294,7 @@ class Unprojected(nn.Module):
     Source: Raschka 2024, "Build a Large Language Model (From Scratch)", section 3.3.
     """
 
-    stale: str | None = None
+    cache_unsafe_reason: str | None = None
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -309,7 +319,7 @@ class Unprojected(nn.Module):
         """What was remembered, twice."""
         return memory[0], memory[0]
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The head as it is."""
         return z
 
@@ -400,7 +410,7 @@ class Fused(nn.Module):
     torch.Size([16, 8])
     """
 
-    stale: str | None = None
+    cache_unsafe_reason: str | None = None
 
     def __init__(
         self,
@@ -442,7 +452,7 @@ class Fused(nn.Module):
         k, v = memory
         return k, v
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Heads as attention gave them."""
         return z
 
@@ -555,7 +565,7 @@ class States(nn.Module):
     1508.04025), equation 8.
     """
 
-    stale: str | None = None
+    cache_unsafe_reason: str | None = None
 
     def __init__(
         self, query: int | nn.Linear, states: int, *, heads: int = 1, key: nn.Linear | None = None
@@ -595,7 +605,7 @@ class States(nn.Module):
         """Keys and values."""
         return memory[0], memory[-1]
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Heads as attention gave them."""
         return z
 

@@ -124,7 +124,7 @@ class Recurrent(Mixer):
         z, after = self.rule(x, q, k, v, before, positions, form)
         if cache is not None:
             cache.store(after, positions)
-        z = self.project.finish(z, x)
+        z = self.project.postprocess(z, x)
         z = z if self.norm is None else self.norm(z)
         z = tap("z", z if self.gate is None else z * F.silu(self.gate(x, positions)))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))

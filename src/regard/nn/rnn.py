@@ -33,7 +33,8 @@ def scan(
 ) -> tuple[Float[Tensor, "B L R"], Hidden]:
     """Run a recurrent network over the tokens of each row, in the order of their positions.
 
-    h_t = f(h_{t-1}, x_t) over the slots at positions >= 0; other slots are passed over, wherever they stand, and get 0.
+    h_t = f(h_{t-1}, x_t) over the slots at positions >= 0; other slots are passed over, wherever
+    they stand, and get 0.
 
     Args:
         rnn: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
@@ -186,7 +187,8 @@ class PlainDecoder(RecurrentDecoder):
     >>> from regard.span import Span
     >>> decoder = PlainDecoder(nn.GRU(3, 4, batch_first=True))
     >>> source = Source(torch.zeros(1, 5, 4), Span(0, 5))
-    >>> features, carried = decoder(torch.zeros(1, 2, 3), decoder.begin((torch.zeros(1, 1, 4),), source))
+    >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
+    >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
     >>> features.shape
     torch.Size([1, 2, 4])
 
@@ -223,7 +225,8 @@ class LuongDecoder(RecurrentDecoder):
     >>> from regard.span import Span
     >>> decoder = LuongDecoder(nn.GRU(3, 4, batch_first=True), luong(4, memory_dim=6), 6)
     >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> features, carried = decoder(torch.zeros(1, 2, 3), decoder.begin((torch.zeros(1, 1, 4),), source))
+    >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
+    >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
     >>> features.shape, len(carried.cross)
     (torch.Size([1, 2, 4]), 5)
 
@@ -254,7 +257,8 @@ class BahdanauDecoder(RecurrentDecoder):
     """Attention from the previous state, in front of the network: what was found takes part in the
     next state.
 
-    c_t = attention(s_{t-1}, h);  s_t = f(s_{t-1}, [y_{t-1}; c_t]);  features maxout(U s_t + V y_{t-1} + C c_t + b)
+    c_t = attention(s_{t-1}, h);  s_t = f(s_{t-1}, [y_{t-1}; c_t]);
+    features maxout(U s_t + V y_{t-1} + C c_t + b)
 
     Args:
         rnn: the network over [y; c], batch_first=True, one direction.
@@ -269,7 +273,8 @@ class BahdanauDecoder(RecurrentDecoder):
     >>> from regard.span import Span
     >>> decoder = BahdanauDecoder(nn.GRU(9, 4, batch_first=True), bahdanau(4, memory_dim=6), 6)
     >>> source = Source(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> features, carried = decoder(torch.zeros(1, 2, 3), decoder.begin((torch.zeros(1, 1, 4),), source))
+    >>> begun = decoder.begin((torch.zeros(1, 1, 4),), source)
+    >>> features, carried = decoder(torch.zeros(1, 2, 3), begun)
     >>> features.shape, len(carried.cross)
     (torch.Size([1, 2, 4]), 5)
 

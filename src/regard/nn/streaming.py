@@ -165,7 +165,9 @@ def check_rotary(project: Separate) -> None:
             "the same Rotary: "
             "a query that looks at sinks is turned back"
         )
-    if project.late is not None:
-        raise ArgumentError(f"project has the late step {project.late}; keys are kept rotated here")
-    if project.stale:
-        raise ArgumentError(project.stale)
+    if project.key_transform is not None:
+        raise ArgumentError(
+            f"project has the key_transform {project.key_transform}; keys are kept rotated here"
+        )
+    if project.cache_unsafe_reason:
+        raise ArgumentError(project.cache_unsafe_reason)

@@ -90,37 +90,69 @@ def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def suits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `multiply` can do it, and is the faster one; `check_map` comes first."""
-    return (
-        weight.numel() >= LEAST
-        and 0 < x.numel() <= ROWS.get(x.dtype, 0) * weight.shape[1]
-        and _readable(x, weight, bias)
+def few_rows(
+    x: object, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
+) -> Tensor | None:
+    """W x + b where compiled code can compute it, and is the faster; None where it cannot, is not,
+    or something does not fit.
+
+    Every matrix of a model passes here for every decoded token, so that each fact is asked for
+    once, and in one function.
+    """
+    if not isinstance(x, Tensor) or type(x) not in _PLAIN or type(weight) not in _PLAIN:
+        return None
+    if is_compiling():  # a graph must not depend on the sizes below
+        return None
+    dtype, numbers = x.dtype, x.numel()
+    if dtype not in ROWS or weight.dtype != dtype or weight.ndim != 2:
+        return None
+    N, M = weight.shape
+    if only_if_faster and (numbers > ROWS[dtype] * M or N * M < LEAST):
+        return None
+    if numbers == 0 or N == 0 or x.shape[-1:] != (M,):
+        return None
+    if not (x.is_cpu and weight.is_cpu and weight.is_contiguous()):
+        return None
+    if bias is not None:
+        if type(bias) not in _PLAIN or bias.shape != (N,) or bias.dtype != dtype:
+            return None
+        if not (bias.is_cpu and bias.is_contiguous()):
+            return None
+    if torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, bias) if y is not None):
+        return None
+    if torch.is_autocast_enabled("cpu") or not has_numba():
+        return None
+    x = x.contiguous()
+    y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    record = GEMV.pack_numbers(
+        numbers // M,
+        M,
+        N,
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
     )
+    workers = min(openmp.threads(), 1 + N * M // SHARE)
+    openmp.run(_entry()(dtype), record, workers)
+    return y
 
 
-def _readable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return (
-        at_hand(x, weight)
-        and weight.is_contiguous()
-        and (bias is None or (at_hand(bias, weight) and bias.is_contiguous()))
-    )
-
-
-def at_hand(x: Tensor, weight: Tensor) -> bool:
+def at_hand(x: object, weight: Tensor) -> bool:
     """Whether compiled code may read both: one dtype on a CPU, no graph, no gradient, no autocast;
     and Numba is there.
     """
     return (
-        x.dtype == weight.dtype
-        and x.dtype in ROWS
-        and x.is_cpu
-        and weight.is_cpu
+        isinstance(x, Tensor)
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
+        and not is_compiling()
+        and (dtype := x.dtype) in ROWS
+        and dtype == weight.dtype
+        and x.is_cpu
+        and weight.is_cpu
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.is_autocast_enabled("cpu")
-        and not is_compiling()
         and has_numba()
     )
 
@@ -141,7 +173,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
     check_map(x, weight, bias)
-    if 0 in (x.numel(), weight.numel()) or not _readable(x, weight, bias):
+    y = few_rows(x, weight, bias, only_if_faster=False)
+    if y is None:
         raise ArgumentError(
             f"gemv was given x {_dtype(x)} {tuple(x.shape)} and weight {_dtype(weight)} "
             f"{tuple(weight.shape)}; it reads "
@@ -149,26 +182,6 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             "contiguous, not empty, without "
             "gradients, autocast or a compiled graph, and needs Numba: use regard.nn.linear.linear"
         )
-    return multiply(x, weight, bias)
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same without a look at the arguments, for who has asked `check_map` and `suits`."""
-    entry = _entry()
-    N, M = weight.shape
-    x = x.contiguous()
-    y = torch.empty(*x.shape[:-1], N, dtype=weight.dtype)
-    record = GEMV.pack_numbers(
-        x.numel() // M,
-        M,
-        N,
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-    )
-    workers = min(openmp.threads(), 1 + weight.numel() // SHARE)
-    openmp.run(entry(weight.dtype), record, workers)
     return y
 
 

@@ -32,9 +32,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
+    if (
+        at_hand(x, weight)  # first, since a compiled graph must not depend on the sizes below
+        and x.shape[-1:] == weight.shape
+        and 0 < x.numel() <= FEW
+        and weight.is_contiguous()
+    ):
+        x = x.contiguous()
+        y, M = torch.empty_like(x), x.shape[-1]
+        record = NORM.pack_numbers(
+            x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
+        )
+        openmp.run(_entry()(x.dtype), record, 1)
+        return y
     _check(x, weight)
-    if 0 < x.numel() <= FEW and weight.is_contiguous() and at_hand(x, weight):
-        return _few(x, weight, eps, offset)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + offset if offset else weight.to(wide)
     return F.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
@@ -63,16 +74,6 @@ def _check(x: Tensor, weight: Tensor) -> None:
             "number of the weight for each feature: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
-
-
-def _few(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    x = x.contiguous()
-    y, M = torch.empty_like(x), x.shape[-1]
-    record = NORM.pack_numbers(
-        x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
-    )
-    openmp.run(_entry()(x.dtype), record, 1)
-    return y
 
 
 @cache

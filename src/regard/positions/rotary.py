@@ -254,7 +254,15 @@ class Rotary(nn.Module):
         Raises:
             ArgumentError: x is not [B, H, L, dim], or positions do not fit it.
         """
-        _check(x, positions, self.layout, self.inv_freq)
+        fits = (
+            isinstance(x, Tensor)
+            and isinstance(positions, Span)
+            and x.ndim == 4
+            and x.shape[2:] == (positions.length, self.dim)
+            and x.is_floating_point()
+        )
+        if not fits:  # what is wrong is found out only when something is
+            _check(x, positions, self.layout, self.inv_freq)
         if x.shape[-1] != self.dim:
             raise ArgumentError(
                 f"x has head dim {x.shape[-1]}; this rotary was made for {self.dim}"

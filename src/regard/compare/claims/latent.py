@@ -19,7 +19,7 @@ from regard.compare.claims.timed import by_length, ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention
-from regard.nn.projections import facing
+from regard.nn.projections import select_form
 from regard.nn.variants import mha, mla
 from regard.span import Span
 from regard.view.curves import Line, Picture
@@ -39,7 +39,7 @@ def _step(module: Attention, form: Any, x: Tensor) -> Callable[[], Tensor]:
         module.project.remember(last, at)  # what a cache would keep of it
         q, (k, v) = form.query(last, at), form.recall(memory, held)
         z = attend(q, k, v, mask=Causal(), scale=module.scale, q_positions=at, k_positions=held)
-        return module.output(form.finish(z, last).transpose(1, 2).flatten(2))
+        return module.output(form.postprocess(z, last).transpose(1, 2).flatten(2))
 
     return step
 
@@ -71,7 +71,7 @@ def _measure_counts(_budget: float, seed: int) -> Numbers:
 @torch.inference_mode()
 def _measure(budget: float, seed: int) -> Numbers:
     heads, latent = _pair(seed)
-    naive, absorbed = latent.project, facing(latent.project, 1, LENGTHS[-1])
+    naive, absorbed = latent.project, select_form(latent.project, 1, LENGTHS[-1])
     rows = []
     for length in LENGTHS:
         x = torch.randn(1, length, DIM)

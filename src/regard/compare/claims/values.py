@@ -60,7 +60,7 @@ class TurnedValues(Separate):
         k, v = super().remember(x, positions)
         return k, self.rotary(v, positions)
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """R(-i) z_i, or z as it is."""
         return rotate(z, self._at, -self.rotary.inv_freq) if self.back else z
 

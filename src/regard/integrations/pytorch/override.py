@@ -30,7 +30,7 @@ from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import Memory
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.dispatch import choose, run
+from regard.ops.softmax.dispatch import decide, run_on
 from regard.process import is_compiling
 from regard.span import Span
 
@@ -261,11 +261,13 @@ def _attention(
             if why is None
             else None
         )
-        kernel = "" if call is None else choose(call).name
-        if call is not None and (kernel in FASTER or _thread.always or _skips(call, attn_mask)):
-            _thread.took(kernel)
-            return run(call, kernel).out
-        _thread.left(why or (NOT_MASKED if call is None else AS_FAST))
+        if call is not None:
+            kernel, call = decide(call)
+            if kernel.name in FASTER or _thread.always or _skips(call, attn_mask):
+                _thread.took(kernel.name)
+                return run_on(kernel, call).out
+            why = AS_FAST
+        _thread.left(why or NOT_MASKED)
     return _torch_attention(
         query,
         key,

@@ -19,8 +19,8 @@ from regard.models.assembly.shared import ready_for_training
 from regard.models.checkpoint.family import Raw, check_sizes
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, Latent, PreNorm, RMSNorm, SwiGLU
+from regard.nn.feed_forward import Groups, MoE, Router
 from regard.nn.linear import Linear
-from regard.nn.moe import Groups, MoE, Router
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 

@@ -128,7 +128,7 @@ def _heads(mixer: Mixer) -> Sequence[Heads | Fused] | None:
     if type(mixer) is not Attention:
         return None
     project = mixer.project.project if isinstance(mixer.project, Gated) else mixer.project
-    if isinstance(project, Separate) and project.late is None:
+    if isinstance(project, Separate) and project.key_transform is None:
         return project.q, project.k
     return (project,) if isinstance(project, Fused) else None
 

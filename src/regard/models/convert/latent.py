@@ -337,7 +337,7 @@ def _check(block: nn.Module, embed: Embed) -> None:
         "norms or other steps on heads": any(not isinstance(s, Rotary) for s in steps)
         or any(not isinstance(f, nn.Identity) for f in flat),
         "a bias on queries": project.q.linear.bias is not None,
-        "rotary positions that follow the length": project.late is not None,
+        "rotary positions that follow the length": project.key_transform is not None,
         "a rotary that turns a part of each head": any(2 * len(r.inv_freq) < r.dim for r in rotary),
         "norms of another kind": any(
             not isinstance(p, PreNorm) or type(p.norm) is not RMSNorm for p in norms

@@ -12,7 +12,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly import deepseek, grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn.moe import SoftmaxRouter
+from regard.nn.feed_forward import SoftmaxRouter
 
 METHODS = ("greedy", "group_limited_greedy")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from regard.models.assembly import deepseek, grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn.moe import SigmoidRouter
+from regard.nn.feed_forward import SigmoidRouter
 from regard.positions.rotary import Layout
 
 

@@ -22,8 +22,8 @@ from regard.models.checkpoint.family import Family, Raw
 from regard.models.checkpoint.names import Names, Rule
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm
+from regard.nn.feed_forward import ClippedSwiGLU, MoE, SoftmaxRouter
 from regard.nn.linear import Linear
-from regard.nn.moe import ClippedSwiGLU, MoE, SoftmaxRouter
 from regard.positions import Rotary
 
 YARN = {

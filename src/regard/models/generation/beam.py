@@ -1,4 +1,6 @@
-"""Beam search: the search itself, and its use by a model that continues a prompt."""
+"""Searches for likely texts: greedy search, which takes the likeliest token at each step, and beam
+search, with its use by a model that continues a prompt.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -14,13 +16,50 @@ from torch import Tensor
 
 from regard.arguments import check_number
 from regard.errors import ArgumentError
-from regard.models.generation.context import Context, encoded, padded
+from regard.models.generation.context import Context, LanguageModel, encoded, padded
 from regard.models.generation.generate import Options
 from regard.models.generation.room import Room
 from regard.models.generation.sampling import check_largest, top
 
-if TYPE_CHECKING:
-    from regard.models.model import Model
+
+@torch.no_grad()
+def greedy(
+    step: Callable[[Tensor], Tensor], first: Int[Tensor, " B"], *, end: int, limit: int
+) -> Int[Tensor, "B n"]:
+    """Feed each row its own likeliest token until every row has said `end`, or `limit` tokens are
+    there.
+
+    y_t = argmax step(y_{t-1})
+
+    Args:
+        step: from ids [B,1] to logits [B,1,V]; it keeps what it needs from one call to the next.
+        first: the ids that start the rows.
+        end: the id that ends a row; a row that has ended is filled with it.
+        limit: the most tokens, at least 1.
+
+    Returns:
+        [B, n] with n <= limit, without `first`.
+
+    Raises:
+        ArgumentError: limit is less than 1, or first is not one id per row.
+
+    >>> def count(ids):  # what follows n is n + 1
+    ...     return torch.nn.functional.one_hot(ids + 1, 10).double()
+    >>> greedy(count, torch.tensor([0, 2]), end=4, limit=9).tolist()
+    [[1, 2, 3, 4], [3, 4, 4, 4]]
+    """
+    if limit < 1:
+        raise ArgumentError(f"limit is {limit}; it must be at least 1")
+    if first.ndim != 1:
+        raise ArgumentError(f"first is {tuple(first.shape)}; it must be one id per row, [batch]")
+    ids, done, found = first, torch.zeros_like(first, dtype=torch.bool), []
+    for _ in range(limit):
+        ids = step(ids[:, None])[:, -1].argmax(-1).masked_fill(done, end)
+        found.append(ids)
+        done = done | (ids == end)
+        if bool(done.all()):
+            break
+    return torch.stack(found, 1)
 
 
 class Hypothesis(NamedTuple):
@@ -79,8 +118,10 @@ def beam_search(
 
     >>> def count(ids):  # what follows n is n + 1, or 9
     ...     logits = torch.full((*ids.shape, 10), -torch.inf)
-    ...     return logits.scatter(-1, (ids + 1).clamp(max=9)[..., None], 0.0).index_fill(-1, torch.tensor(9), -1.0)
-    >>> (found,) = beam_search(count, torch.tensor([6]), end=9, limit=5, reorder=lambda rows: None, beams=2)
+    ...     logits = logits.scatter(-1, (ids + 1).clamp(max=9)[..., None], 0.0)
+    ...     return logits.index_fill(-1, torch.tensor(9), -1.0)
+    >>> first = torch.tensor([6])
+    >>> (found,) = beam_search(count, first, end=9, limit=5, reorder=lambda rows: None, beams=2)
     >>> [(hypothesis.ids, round(hypothesis.score, 3)) for hypothesis in found]
     [((7, 8), -0.209), ((7,), -0.813)]
 
@@ -219,7 +260,12 @@ class Search:
 
 @torch.inference_mode()
 def search(
-    model: Model, prompt: str, options: Options, *, beams: int = 4, length_penalty: float = 1.0
+    model: LanguageModel,
+    prompt: str,
+    options: Options,
+    *,
+    beams: int = 4,
+    length_penalty: float = 1.0,
 ) -> Search:
     """The best continuations of a prompt, best first, as `beam_search` ranks them.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -17,11 +17,29 @@ from regard.caches import Cache
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.room import Room, follows_length
+from regard.models.tokenizer import Tokenizer
 from regard.nn import Prefix
 from regard.span import Positions, count, part
 
-if TYPE_CHECKING:
-    from regard.models.model import Model
+
+class LanguageModel(Protocol):
+    """What generation needs of a model; `regard.models.Model` has it."""
+
+    config: Any
+    """The config of its family, with vocab_size."""
+    decoder: Decoder
+    """ids [B,T] -> logits [B,T,V]."""
+    ends: frozenset[int]
+    """The ids that end a text."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text <-> ids."""
+        ...
+
+    def encode(self, text: str) -> Int[Tensor, "1 T"]:
+        """The ids [1,T] of a text, with what the tokenizer puts around it."""
+        ...
 
 
 class Context:
@@ -41,8 +59,10 @@ class Context:
 
     >>> import regard, torch
     >>> context = Context(regard.load("tiny").decoder)
-    >>> context.read(torch.tensor([[1, 2, 3, 4]]), chunk=3).shape, context.read(torch.tensor([[5]])).shape
-    (torch.Size([1, 1024]), torch.Size([1, 1024]))
+    >>> context.read(torch.tensor([[1, 2, 3, 4]]), chunk=3).shape
+    torch.Size([1, 1024])
+    >>> context.read(torch.tensor([[5]])).shape
+    torch.Size([1, 1024])
     """
 
     def __init__(self, decoder: Decoder, room: Room | None = None, rows: int = 1) -> None:
@@ -163,14 +183,15 @@ class Reading:
     >>> import regard
     >>> model = regard.load("tiny")
     >>> read = model.read("Return the")
-    >>> one, two = ("".join(model.generate(text, after=read, max_tokens=2)) for text in (" list", ""))
+    >>> texts = " list", ""
+    >>> one, two = ("".join(model.generate(text, after=read, max_tokens=2)) for text in texts)
     >>> two == "".join(model.generate("Return the", max_tokens=2))
     True
     """
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         prompt: str,
         *,
         after: Reading | None = None,
@@ -209,7 +230,7 @@ class Reading:
         return self._context.fork(rows)
 
 
-def check_after(after: Reading, model: Model, room: Room | None) -> None:
+def check_after(after: Reading, model: LanguageModel, room: Room | None) -> None:
     """See that a reading is of this model, and that no other cache is asked for.
 
     Raises:
@@ -224,7 +245,7 @@ def check_after(after: Reading, model: Model, room: Room | None) -> None:
         )
 
 
-def encoded(model: Model, text: str, *, begun: bool) -> list[int]:
+def encoded(model: LanguageModel, text: str, *, begun: bool) -> list[int]:
     """The ids of a text; what the tokenizer puts around a text belongs to one that is not begun
     yet.
 

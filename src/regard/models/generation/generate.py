@@ -5,18 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.generation.context import Context, Reading, check_after, encoded, padded
+from regard.models.generation.context import (
+    Context,
+    LanguageModel,
+    Reading,
+    check_after,
+    encoded,
+    padded,
+)
 from regard.models.generation.room import Room
 from regard.models.generation.sampling import Sampler, Sampling
-
-if TYPE_CHECKING:
-    from regard.models.model import Model
 
 
 class Stops:
@@ -136,7 +140,7 @@ class Continuation:
     (None, 2, 'length')
     """
 
-    def __init__(self, model: Model, prompt: str, options: Options) -> None:
+    def __init__(self, model: LanguageModel, prompt: str, options: Options) -> None:
         self.prompt = prompt
         self.ids: list[int] = []
         self.text = ""
@@ -167,19 +171,8 @@ class Continuation:
         return piece
 
 
-class Batch:
-    """Continuations of several prompts, made while it is iterated over, once: pairs (row, piece of
-    text).
-
-    Prompts of different length are padded on the left, at position -1. A row that has finished
-    leaves the batch. What a row gets does not depend on the others: row i is what its prompt alone
-    gives with seed + i, up to the rounding of a batch.
-
-    Args:
-        model: the model.
-        prompts: none of them empty, unless something was read before.
-        options: what is asked for.
-        after: what was read before all of them, or None.
+class _Decoding:
+    """The work that a `Batch` and a `Generation` have in common, and its measurements.
 
     Attributes:
         rows: a `Continuation` for each prompt.
@@ -187,22 +180,13 @@ class Batch:
         prefill_seconds: the part of it that reading the prompts took.
         decode_seconds: the part of it behind the first token of each row, which comes out of the
             prompts' pass.
-        prompt_tokens: of all prompts; what was read before them is not counted.
-        cache_bytes: the most that the caches of all layers held.
-
-    Raises:
-        ArgumentError: there is no prompt or an empty one, an option does not fit the model, or
-            there is no room.
-
-    >>> import regard
-    >>> batch = regard.load("tiny").generate(["Return the", "If"], max_tokens=3)
-    >>> [row for row, piece in batch]
-    [0, 1, 0, 1, 0, 1]
+        prompt_tokens: the tokens of all prompts; those of a prefix that was read before are not
+            counted.
     """
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         prompts: Sequence[str],
         options: Options,
         after: Reading | None = None,
@@ -226,11 +210,8 @@ class Batch:
         self._context = Context(model.decoder, self._room, len(prompts)) if after is None else None
         self._pieces = self._run()
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self) -> Self:
         return self
-
-    def __next__(self) -> tuple[int, str]:
-        return next(self._pieces)
 
     @property
     def cache_bytes(self) -> int:
@@ -324,8 +305,44 @@ class Batch:
         self._sampler.select(kept)
 
 
-class Generation:
-    """The continuation of a prompt, made while it is iterated over, once: a `Batch` of one.
+class Batch(_Decoding):
+    """Continuations of several prompts, made while it is iterated over, once: pairs (row, piece of
+    text).
+
+    Prompts of different length are padded on the left, at position -1. A row that has finished
+    leaves the batch. What a row gets does not depend on the others: row i is what its prompt alone
+    gives with seed + i, up to the rounding of a batch.
+
+    Args:
+        model: the model.
+        prompts: none of them empty, unless something was read before.
+        options: what is asked for.
+        after: what was read before all of them, or None.
+
+    Attributes:
+        rows: a `Continuation` for each prompt.
+        seconds, prefill_seconds, decode_seconds: the time in the model so far; the parts of it that
+            reading the prompts took, and all tokens of a row but its first.
+        prompt_tokens: the tokens of all prompts; those that were read before are not counted.
+
+    Raises:
+        ArgumentError: there is no prompt or an empty one, an option does not fit the model, or
+            there is no room.
+
+    >>> import regard
+    >>> batch = regard.load("tiny").generate(["Return the", "If"], max_tokens=3)
+    >>> [row for row, piece in batch]
+    [0, 1, 0, 1, 0, 1]
+    """
+
+    def __next__(self) -> tuple[int, str]:
+        return next(self._pieces)
+
+
+class Generation(_Decoding):
+    """The continuation of one prompt, made while it is iterated over, once: pieces of text.
+
+    It decodes as a `Batch` of one, and has the same measurements.
 
     Args:
         model, options, after: as in `Batch`.
@@ -342,75 +359,26 @@ class Generation:
     """
 
     def __init__(
-        self, model: Model, prompt: str, options: Options, after: Reading | None = None
+        self, model: LanguageModel, prompt: str, options: Options, after: Reading | None = None
     ) -> None:
-        self._batch = Batch(model, [prompt], options, after)
-        (self._row,) = self._batch.rows
-
-    def __iter__(self) -> Iterator[str]:
-        return self
+        super().__init__(model, [prompt], options, after)
 
     def __next__(self) -> str:
-        return next(self._batch)[1]
+        return next(self._pieces)[1]
 
     @property
     def ids(self) -> list[int]:
         """The new ids so far, those of a stop string included."""
-        return self._row.ids
+        return self.rows[0].ids
 
     @property
     def text(self) -> str:
         """The new text so far."""
-        return self._row.text
+        return self.rows[0].text
 
     @property
     def finished(self) -> Literal["end", "stop", "length"] | None:
         """Why it ended: a token that ends a text, a stop string, or max_tokens; None while it goes
         on.
         """
-        return self._row.finished
-
-    @property
-    def seconds(self) -> float:
-        """The time in the model so far."""
-        return self._batch.seconds
-
-    @property
-    def prefill_seconds(self) -> float:
-        """The part of it that reading the prompt took."""
-        return self._batch.prefill_seconds
-
-    @property
-    def decode_seconds(self) -> float:
-        """The part of it behind the first token, which comes out of the prompt's pass."""
-        return self._batch.decode_seconds
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt; what was read before it is not counted."""
-        return self._batch.prompt_tokens
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Tokens of the prompt read per second."""
-        return self._batch.prefill_tokens_per_second
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        """New tokens per second behind the first; 0 where there was only one."""
-        return self._batch.decode_tokens_per_second
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second of model time, the prompt's pass included."""
-        return self._batch.tokens_per_second
-
-    @property
-    def cache_bytes(self) -> int:
-        """The most bytes that the caches of all layers held so far."""
-        return self._batch.cache_bytes
-
-    @property
-    def cache(self) -> str:
-        """The kind of cache of the layers that keep everything."""
-        return self._batch.cache
+        return self.rows[0].finished

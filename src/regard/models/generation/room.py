@@ -23,16 +23,16 @@ class Room:
     """The cache of the layers that keep everything; layers with a window or a state of their own
     keep what they have.
 
-    ===========  =======================================================  =====================================
+    ===========  ===========================================  =========================
     cache        what it keeps                                            behind max_context tokens
-    ===========  =======================================================  =====================================
+    ===========  ===========================================  =========================
     "growing"    everything, appended                                     refuses before it starts
     "fixed"      everything, allocated once                               refuses before it starts
     "paged"      everything, in pages that rows share                     refuses before it starts
     "quantised"  everything, 8 bits but for the last 128: not exact       refuses before it starts
     "ring"       the last max_context tokens: the layers get that window  goes on without end
     "streaming"  the first 4 tokens and the last max_context - 4          goes on without end
-    ===========  =======================================================  =====================================
+    ===========  ===========================================  =========================
 
     A cache of your own has the name that its class says, as `kind`.
 

@@ -111,7 +111,8 @@ def distribution(
     Raises:
         ArgumentError: a row has NaN or +inf, or nothing above -inf.
 
-    >>> distribution(torch.tensor([[1.0, 3.0, 2.0]]), Sampling(temperature=1.0, top_k=2)).argsort().tolist()
+    >>> sampling = Sampling(temperature=1.0, top_k=2)
+    >>> distribution(torch.tensor([[1.0, 3.0, 2.0]]), sampling).argsort().tolist()
     [[0, 2, 1]]
     >>> distribution(torch.tensor([[1.0, 3.0, 2.0]]), Sampling()).tolist()
     [[0.0, 1.0, 0.0]]

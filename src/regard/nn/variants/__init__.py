@@ -3,7 +3,6 @@ what there is.
 """
 
 from regard.nn.variants.cross import bahdanau, cross_attention, luong
-from regard.nn.variants.latent import mla
 from regard.nn.variants.masked import (
     bigbird,
     chunked,
@@ -36,6 +35,7 @@ from regard.nn.variants.softmax import (
     learned_sink,
     mha,
     mha_per_head,
+    mla,
     mqa,
     qk_norm,
     qk_norm_after_rotary,

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard.nn.nsa import NSA, Compress
 from regard.nn.projections import Heads
-from regard.nn.selected import Indexer, MoBA, SelectedAttention
+from regard.nn.selected import NSA, Compress, Indexer, MoBA, SelectedAttention
 from regard.nn.variants.parts import head_size, join, separate
 from regard.nn.variants.registry import variant
 from regard.ops.selection.nsa import NSABlocks
@@ -72,7 +71,7 @@ def nsa(
         [Heads(dim, groups, D) for _ in range(3)],
         compress_key=Compress(compress, D),
         compress_value=Compress(compress, D),
-        late=rotary,
+        key_transform=rotary,
         gate=nn.Linear(dim, 3 * heads),
         output=join(dim, heads, D),
         sizes=sizes,
@@ -161,7 +160,8 @@ def dsa(
         ArgumentError: as `gqa`; topk or a size is below 1, or rotary_dim is odd or larger than
             index_dim.
 
-    >>> dsa(32, 4, groups=2, topk=4, index_heads=3, index_dim=8, rotary_dim=4).describe(100).kv_per_token
+    >>> layer = dsa(32, 4, groups=2, topk=4, index_heads=3, index_dim=8, rotary_dim=4)
+    >>> layer.describe(100).kv_per_token
     Figure(value=40, formula='16 + 16 + 8')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.

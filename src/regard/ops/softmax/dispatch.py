@@ -125,7 +125,11 @@ def run(call: Call, backend: str = "auto") -> Result:
     """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy
     of autocast.
     """
-    kernel, call = decide(call, backend)
+    return run_on(*decide(call, backend))
+
+
+def run_on(kernel: Kernel, call: Call) -> Result:
+    """Run a call on the kernel that `decide` gave for it, and show it to the open traces."""
     if watching := tap.watchers():
         return _shown(kernel, call, watching)
     device = call.q.device.type
