@@ -9,6 +9,7 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.arguments import head_size
 from regard.caches import kept
 from regard.errors import ArgumentError
 from regard.masks import Causal
@@ -19,7 +20,7 @@ from regard.nn.embedding import Embed, Sinusoidal
 from regard.nn.feed_forward import FeedForward
 from regard.nn.linear import Linear
 from regard.nn.variants.cross import cross_attention
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import place

@@ -12,15 +12,16 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import nn
 
+from regard.configs.base import Raw
+from regard.configs.reader import is_harmless
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.regular import opened, present
 from regard.files.seems import instead
 from regard.foreign import shown
 from regard.models import hub
 from regard.models.checkpoint import fill, read_config, read_raw
-from regard.models.checkpoint.config import is_harmless
-from regard.models.checkpoint.ends import read_ends
-from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.config import read_ends
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
 from regard.models.checkpoint.placed import placed, table
 from regard.models.checkpoint.store import Store

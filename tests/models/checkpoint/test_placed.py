@@ -17,6 +17,7 @@ from torch import Tensor
 import regard
 from regard import ArgumentError, FileError
 from regard.cli.app import run
+from regard.configs.base import ModelConfig
 from regard.inspect import head_scores, record
 from regard.models import Model
 from regard.models.checkpoint.family import Family
@@ -101,7 +102,7 @@ def test_names_of_many_parts_cost_few_passes() -> None:
 
 def test_two_mappings_that_fit_are_refused() -> None:
     both = Family(
-        object, lambda _: torch.nn.Identity(), {"w": "w", "a.w": "a", "b": "b", "a.b": "c"}
+        ModelConfig, lambda _: torch.nn.Identity(), {"w": "w", "a.w": "a", "b": "b", "a.b": "c"}
     )
     with pytest.raises(FileError, match=r"can be read in two ways: 'a\.w' is a\.w or w; rename"):
         placed(Path(), ["a.w", "a.b"], both, table(both))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import FileError
+from regard.configs.base import ModelConfig
 from regard.models.checkpoint import Family, Rule, fill, rows, transposed
 from regard.models.checkpoint.names import bind
 from regard.models.checkpoint.store import Store
@@ -219,7 +220,7 @@ TABLE: dict[str, str | Rule] = {
         lambda parts: torch.stack(list(parts)),
     ),
 }
-FAMILY = Family(object, lambda _: Pair(), TABLE, prefixes=("model.",), buffers=(r".*\.cache",))
+FAMILY = Family(ModelConfig, lambda _: Pair(), TABLE, prefixes=("model.",), buffers=(r".*\.cache",))
 
 
 def stored(model: Pair) -> dict[str, Tensor]:

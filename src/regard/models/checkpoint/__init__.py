@@ -3,7 +3,7 @@ are hostile data.
 """
 
 from regard.models.checkpoint.config import read_config, read_raw
-from regard.models.checkpoint.family import Family, check_sizes
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Rule, rows, transposed
 from regard.models.checkpoint.weights import fill
 from regard.models.checkpoint.write import write
@@ -11,7 +11,6 @@ from regard.models.checkpoint.write import write
 __all__ = [
     "Family",
     "Rule",
-    "check_sizes",
     "fill",
     "read_config",
     "read_raw",

@@ -53,7 +53,8 @@ def placed(
         FileError: two ways fit all names, and give them to different parameters; or two stored
             names mean one parameter.
 
-    >>> family = Family(object, str, {}, prefixes=("model.",))
+    >>> from regard.configs.base import ModelConfig
+    >>> family = Family(ModelConfig, str, {}, prefixes=("model.",))
     >>> known = {"model.layers.0.w", "head"}.__contains__
     >>> placed(Path("a"), ["layers.0.w", "head"], family, known).names
     {'layers.0.w': 'model.layers.0.w', 'head': 'head'}
@@ -83,7 +84,8 @@ def placed(
 def table(family: Family) -> Callable[[str], bool]:
     """Whether a name is one of a family's table, in a model of any number of layers.
 
-    >>> has = table(Family(object, str, {"h.{}.w": "layers.{}.weight"}))
+    >>> from regard.configs.base import ModelConfig
+    >>> has = table(Family(ModelConfig, str, {"h.{}.w": "layers.{}.weight"}))
     >>> has("h.12.w"), has("h.w")
     (True, False)
     """

@@ -14,13 +14,13 @@ from typing import cast
 from safetensors import SafetensorError
 from torch import Tensor
 
+from regard.configs.base import Raw
+from regard.configs.reader import IGNORED
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import present
 from regard.files.strict import read_json
 from regard.files.write import sync, workplace
 from regard.foreign import told
-from regard.models.checkpoint.config import IGNORED
-from regard.models.checkpoint.family import Raw
 from regard.models.convert.layer import Checkpoint
 from regard.models.save import save
 
