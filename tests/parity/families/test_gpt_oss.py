@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from regard.models.assembly import rope
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
@@ -273,7 +274,7 @@ def test_what_a_file_leaves_out() -> None:
     assert read(rope_scaling=None) == read()
     default = {"rope_type": "default", "rope_theta": 1e4}
     unscaled = read(rope_scaling="absent", rope_theta="absent", rope_parameters=default)
-    assert (unscaled.rotary().scaling, unscaled.rope_theta) == (None, 1e4)
+    assert (rope.rotary(unscaled.rope).scaling, unscaled.rope_theta) == (None, 1e4)
 
 
 @pytest.mark.parametrize(
