@@ -16,8 +16,7 @@ from pathlib import Path
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import check_name
 from regard.foreign import shown
-from regard.models.checkpoint.advice import other_weights
-from regard.models.checkpoint.shards import INDEX, SINGLE, read_index
+from regard.models.checkpoint.store import INDEX, SINGLE, other_weights, read_index
 
 PREFIX = "hub:"
 INSTALL = "python -m pip install 'regard[hub]'"

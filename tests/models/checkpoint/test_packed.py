@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.checkpoint import packed
-from regard.models.checkpoint.packed import unpack_fp8, unpack_mxfp4
+from regard.models.checkpoint import quantized
+from regard.models.checkpoint.quantized import unpack_fp8, unpack_mxfp4
 from tests.oracles import moe as oracle
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,7 +56,7 @@ def test_mxfp4_of_many_shapes_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     for i, j in ((0, 0), (1, 2)):
         assert_same(whole[i, j], oracle.mxfp4_row(blocks[i, j].tolist(), scales[i, j].tolist()))
     for piece in (16, 48, 112):
-        monkeypatch.setattr(packed, "PIECE", piece)
+        monkeypatch.setattr(quantized, "PIECE", piece)
         assert torch.equal(unpack_mxfp4(blocks, scales), whole)
     turned = unpack_mxfp4(blocks.transpose(0, 1), scales.transpose(0, 1))
     assert torch.equal(turned, whole.transpose(0, 1))

@@ -22,7 +22,7 @@ from regard.inspect import head_scores, record
 from regard.models import Model
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
-from regard.models.checkpoint.placed import placed, table
+from regard.models.checkpoint.weights import placed, table
 from regard.models.convert import Wanted, convert
 from regard.models.families import FAMILIES, family, gpt_neox
 from regard.models.save import save

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 import regard
 from regard import FileError
 from regard.configs.base import ModelConfig
-from regard.models.checkpoint import Family, Rule, fill, rows, transposed
-from regard.models.checkpoint.names import bind
+from regard.models.checkpoint.family import Family
+from regard.models.checkpoint.names import Rule, bind, rows, transposed
 from regard.models.checkpoint.store import Store
+from regard.models.checkpoint.weights import fill
 from regard.models.save import save
 from tests.models import small
 

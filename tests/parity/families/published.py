@@ -14,7 +14,7 @@ from torch import nn
 import regard
 from regard.configs.reader import parse
 from regard.models.checkpoint.names import bind
-from regard.models.checkpoint.placed import placed as place
+from regard.models.checkpoint.weights import placed as place
 from regard.models.families import family
 from regard.models.generation.context import Context
 from regard.models.model import Model

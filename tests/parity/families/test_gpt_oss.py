@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from regard.models.assembly import rope
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
+from regard.models.assembly import rope
 from regard.models.families import family
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs

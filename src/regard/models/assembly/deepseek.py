@@ -15,7 +15,7 @@ from regard import masks
 from regard.configs.deepseek import DeepseekConfig
 from regard.errors import ArgumentError
 from regard.models.assembly import grouped, rope
-from regard.models.assembly.shared import ready_for_training
+from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, Latent, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear

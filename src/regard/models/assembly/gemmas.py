@@ -12,7 +12,7 @@ from regard import masks
 from regard.configs.gemma import GemmaConfig
 from regard.models.assembly import grouped, rope
 from regard.models.assembly.grouped import OURS, THEIRS
-from regard.models.assembly.shared import ready_for_training
+from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, OffsetRMSNorm, Sandwich
 from regard.nn.embedding import CappedLogits

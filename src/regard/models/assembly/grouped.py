@@ -11,7 +11,7 @@ from torch import nn
 from regard import masks
 from regard.configs.llama import GroupedQueryConfig
 from regard.models.assembly import rope
-from regard.models.assembly.shared import ready_for_training
+from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear

@@ -17,8 +17,8 @@ from regard.errors import ArgumentError, FileError
 from regard.files import strict
 from regard.files.regular import inside, present
 from regard.foreign import shown, told
-from regard.models.checkpoint.advice import without_config
 from regard.models.checkpoint.family import Family
+from regard.models.checkpoint.store import without_config
 from regard.models.tokenizer import Tokenizer
 
 _PER_TENSOR = 64  # experts that one tensor may hold

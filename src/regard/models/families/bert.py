@@ -14,7 +14,7 @@ from torch import nn
 
 from regard.arguments import head_size
 from regard.configs.bert import BertConfig
-from regard.models.assembly.shared import activation
+from regard.models.assembly.parts import activation
 from regard.models.checkpoint.family import Family, Raw
 from regard.models.checkpoint.names import both
 from regard.models.encoder import Encoder, HeadedEncoder

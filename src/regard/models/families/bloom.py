@@ -12,7 +12,7 @@ from regard import masks
 from regard.arguments import head_size
 from regard.biases import ALiBi
 from regard.configs.gpt import BloomConfig
-from regard.models.assembly.shared import embedding_and_head, ready_for_training
+from regard.models.assembly.parts import embedding_and_head, ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder

@@ -12,11 +12,7 @@ from torch import nn
 from regard import masks
 from regard.arguments import head_size
 from regard.configs.gpt import GPT2Config
-from regard.models.assembly.shared import (
-    activation,
-    embedding_and_head,
-    ready_for_training,
-)
+from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Names, transposed
 from regard.models.decoder import Decoder

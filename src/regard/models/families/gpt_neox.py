@@ -11,11 +11,7 @@ from torch import nn
 from regard import masks
 from regard.configs.gpt import GPTNeoXConfig
 from regard.models.assembly import rope
-from regard.models.assembly.shared import (
-    activation,
-    embedding_and_head,
-    ready_for_training,
-)
+from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder

@@ -17,7 +17,7 @@ from regard.arguments import head_size
 from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.configs.gpt import MPT_ATTENTION, MptConfig
-from regard.models.assembly.shared import embedding_and_head, ready_for_training
+from regard.models.assembly.parts import embedding_and_head, ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm

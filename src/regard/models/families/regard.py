@@ -15,7 +15,7 @@ from torch import nn
 
 from regard.configs.regard import RegardConfig
 from regard.models.assembly.mechanism import layer_of
-from regard.models.assembly.shared import ready_for_training
+from regard.models.assembly.parts import ready_for_training
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
 from regard.models.decoder import Decoder

@@ -13,7 +13,7 @@ from regard.biases import T5Relative
 from regard.biases.t5 import check_buckets
 from regard.configs.t5 import T5Config
 from regard.masks import Causal
-from regard.models.assembly.shared import activation
+from regard.models.assembly.parts import activation
 from regard.models.checkpoint.family import Family, Raw
 from regard.models.checkpoint.names import Rule, same
 from regard.models.encoder import Encoder

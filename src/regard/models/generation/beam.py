@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -14,13 +14,10 @@ from torch import Tensor
 
 from regard.arguments import check_number
 from regard.errors import ArgumentError
-from regard.models.generation.context import Context, encoded, padded
+from regard.models.generation.context import Context, LanguageModel, encoded, padded
 from regard.models.generation.generate import Options
 from regard.models.generation.room import Room
 from regard.models.generation.sampling import check_largest, top
-
-if TYPE_CHECKING:
-    from regard.models.model import Model
 
 
 class Hypothesis(NamedTuple):
@@ -219,7 +216,12 @@ class Search:
 
 @torch.inference_mode()
 def search(
-    model: Model, prompt: str, options: Options, *, beams: int = 4, length_penalty: float = 1.0
+    model: LanguageModel,
+    prompt: str,
+    options: Options,
+    *,
+    beams: int = 4,
+    length_penalty: float = 1.0,
 ) -> Search:
     """The best continuations of a prompt, best first, as `beam_search` ranks them.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -17,11 +17,29 @@ from regard.caches import Cache
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.room import Room, follows_length
+from regard.models.tokenizer import Tokenizer
 from regard.nn import Prefix
 from regard.span import Positions, count, part
 
-if TYPE_CHECKING:
-    from regard.models.model import Model
+
+class LanguageModel(Protocol):
+    """What generation needs of a model; `regard.models.Model` has it."""
+
+    config: Any
+    """The config of its family, with vocab_size."""
+    decoder: Decoder
+    """ids [B,T] -> logits [B,T,V]."""
+    ends: frozenset[int]
+    """The ids that end a text."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text <-> ids."""
+        ...
+
+    def encode(self, text: str) -> Int[Tensor, "1 T"]:
+        """The ids [1,T] of a text, with what the tokenizer puts around it."""
+        ...
 
 
 class Context:
@@ -170,7 +188,7 @@ class Reading:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         prompt: str,
         *,
         after: Reading | None = None,
@@ -209,7 +227,7 @@ class Reading:
         return self._context.fork(rows)
 
 
-def check_after(after: Reading, model: Model, room: Room | None) -> None:
+def check_after(after: Reading, model: LanguageModel, room: Room | None) -> None:
     """See that a reading is of this model, and that no other cache is asked for.
 
     Raises:
@@ -224,7 +242,7 @@ def check_after(after: Reading, model: Model, room: Room | None) -> None:
         )
 
 
-def encoded(model: Model, text: str, *, begun: bool) -> list[int]:
+def encoded(model: LanguageModel, text: str, *, begun: bool) -> list[int]:
     """The ids of a text; what the tokenizer puts around a text belongs to one that is not begun
     yet.
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.generation.context import Context, Reading, check_after, encoded, padded
+from regard.models.generation.context import (
+    Context,
+    LanguageModel,
+    Reading,
+    check_after,
+    encoded,
+    padded,
+)
 from regard.models.generation.room import Room
 from regard.models.generation.sampling import Sampler, Sampling
-
-if TYPE_CHECKING:
-    from regard.models.model import Model
 
 
 class Stops:
@@ -136,7 +140,7 @@ class Continuation:
     (None, 2, 'length')
     """
 
-    def __init__(self, model: Model, prompt: str, options: Options) -> None:
+    def __init__(self, model: LanguageModel, prompt: str, options: Options) -> None:
         self.prompt = prompt
         self.ids: list[int] = []
         self.text = ""
@@ -202,7 +206,7 @@ class Batch:
 
     def __init__(
         self,
-        model: Model,
+        model: LanguageModel,
         prompts: Sequence[str],
         options: Options,
         after: Reading | None = None,
@@ -342,7 +346,7 @@ class Generation:
     """
 
     def __init__(
-        self, model: Model, prompt: str, options: Options, after: Reading | None = None
+        self, model: LanguageModel, prompt: str, options: Options, after: Reading | None = None
     ) -> None:
         self._batch = Batch(model, [prompt], options, after)
         (self._row,) = self._batch.rows

@@ -1,4 +1,4 @@
-"""What many families build alike: activations by name, tied heads, and initial weights."""
+"""Parts that many families build alike: activations by name, tied heads, and initial weights."""
 
 from __future__ import annotations
 
