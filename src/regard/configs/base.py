@@ -30,8 +30,9 @@ class UnknownKey(ArgumentError):
 
     >>> raise UnknownKey(("rope_scaling", "fator"), "rope_scaling has the unknown key 'fator'")
     Traceback (most recent call last):
-    regard.configs.base.UnknownKey: rope_scaling has the unknown key 'fator'. If it changes nothing that is \
-computed, pass it over: regard.load(folder, ignore=('rope_scaling.fator',)), or --ignore 'rope_scaling.fator'
+    regard.configs.base.UnknownKey: rope_scaling has the unknown key 'fator'. If it
+    changes nothing that is computed, pass it over: regard.load(folder,
+    ignore=('rope_scaling.fator',)), or --ignore 'rope_scaling.fator'
     """
 
     def __init__(self, path: tuple[str, ...], reason: str) -> None:

@@ -61,8 +61,8 @@ class GroupedQueryConfig(ModelConfig):
             ArgumentError: head_dim is missing and hidden_size is not divisible by the heads; or as
                 `normalize_rope`.
 
-        >>> raw = {"num_attention_heads": 4, "hidden_size": 32, "rope_parameters": {"rope_theta": 1e6}}
-        >>> found = LlamaConfig.normalize_keys(raw)
+        >>> sizes = {"num_attention_heads": 4, "hidden_size": 32}
+        >>> found = LlamaConfig.normalize_keys({**sizes, "rope_parameters": {"rope_theta": 1e6}})
         >>> found["num_key_value_heads"], found["head_dim"], found["rope_theta"]
         (4, 8, 1000000.0)
         """

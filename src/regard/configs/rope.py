@@ -241,9 +241,11 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
             not as they should be; or rope_parameters are per layer type where the family has one
             for all, or the reverse.
 
-    >>> normalize_rope({"rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}, "vocab_size": 8})
-    {'vocab_size': 8, 'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
-    >>> normalize_rope({"rope_theta": 1e6, "rope_local_base_freq": 1e4}, layered=True)["rope_parameters"]["sliding_attention"]
+    >>> linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    >>> normalize_rope({"rope_parameters": linear})
+    {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
+    >>> bases = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    >>> normalize_rope(bases, layered=True)["rope_parameters"]["sliding_attention"]
     {'rope_theta': 10000.0, 'rope_scaling': None}
     """
     ours = {*LIFTED, "rope_scaling", "rope_parameters"}

@@ -27,7 +27,8 @@ from regard.tap import place
 
 
 class EncoderDecoder(nn.Module):
-    """source ids -> encoder -> memory;  target ids, memory -> decoder -> logits for the token after each.
+    """source ids -> encoder -> memory;  target ids, memory -> decoder -> logits for the token after
+    each.
 
     Args:
         encoder: an `Encoder`.

@@ -58,7 +58,8 @@ def repository_of(source: str | Path) -> str | None:
     Raises:
         FileError: it may be both; or what stands behind "hub:" is no name of a repository.
 
-    >>> repository_of("hub:org/name"), repository_of("org-that-is-no-folder/name"), repository_of(Path("org/name"))
+    >>> sources = ("hub:org/name", "org-that-is-no-folder/name", Path("org/name"))
+    >>> tuple(repository_of(source) for source in sources)
     ('org/name', 'org-that-is-no-folder/name', None)
     >>> repository_of("./org/name"), repository_of("tiny")
     (None, None)

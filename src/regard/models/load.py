@@ -147,8 +147,7 @@ def load(
     beside = _adapters(folder, ignore)
     config, passed = read_config(folder, found, raw, tensors=len(store.tensors), ignore=ignore)
     config, headless = _settled(found, config, raw, store)
-    with torch.device("meta"):
-        network = found.build(config)
+    network = found.build_empty(config)
     if headless:
         cast("Decoder", network).head = None
     filled = fill(

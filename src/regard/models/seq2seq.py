@@ -37,7 +37,8 @@ class Seq2Seq(Tokenized):
     >>> from regard.models.families import t5
     >>> import regard
     >>> config = t5.Config(1024, 8, 4, 16, 1, 2)
-    >>> model = Seq2Seq(t5.build(config).eval(), regard.load("tiny").tokenizer, config, start=0, ends=[1])
+    >>> network, tokenizer = t5.build(config).eval(), regard.load("tiny").tokenizer
+    >>> model = Seq2Seq(network, tokenizer, config, start=0, ends=[1])
     >>> len(model.generate(["to be", "or not"], max_tokens=3, beams=2))
     2
     >>> ids, positions = model.encode("to be")

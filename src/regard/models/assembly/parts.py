@@ -23,7 +23,8 @@ def ready_for_training(decoder: Decoder) -> Decoder:
     it; one of its own has 0.5. Biases are 0.
 
     >>> from regard.nn import Embed
-    >>> made = ready_for_training(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
+    >>> embed, head = Embed(nn.Embedding(7, 4)), nn.Linear(4, 7)
+    >>> made = ready_for_training(Decoder(embed, [], nn.Identity(), head))
     >>> float(made.head.bias.detach().abs().sum())
     0.0
     """

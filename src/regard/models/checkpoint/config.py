@@ -1,5 +1,5 @@
-"""The config.json and generation_config.json of a checkpoint folder: which family it is, its config,
-and which tokens end a text.
+"""The config.json and generation_config.json of a checkpoint folder: which family it is, its
+config, and which tokens end a text.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
 from regard.models.checkpoint.names import Names
@@ -61,7 +62,41 @@ class Family:
     check: Callable[[Any], object] = _accept
     text: str = "decoder"
 
+    def build_empty(self, config: ModelConfig) -> nn.Module:
+        """The model of a config on the device "meta": its parameters have sizes and no values.
+
+        Initial values would be lost there, and drawing them takes most of the time: of a model with
+        24 layers 0.2 of 0.25 seconds.
+
+        >>> from regard.models.families import llama
+        >>> made = llama.FAMILY.build_empty(llama.Config(9, 8, 8, 1, 2, 1, 4))
+        >>> made.head.weight.device.type, tuple(made.head.weight.shape)
+        ('meta', (9, 8))
+        """
+        with torch.device("meta"), _NoInitialValues():
+            return self.build(config)
+
     def dtype_of(self, ours: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype of one parameter in a model of this dtype."""
         stays = any(fnmatchcase(ours, pattern) for pattern in self.exact)
         return torch.promote_types(dtype, torch.float32) if stays else dtype
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Where it is on, the functions of `torch.nn.init` leave a tensor on the device "meta" as it
+    is: on that device each of them is computed in Python, for nothing.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)

@@ -51,7 +51,8 @@ def unpack_mxfp4(
         ArgumentError: blocks are not [..., G, 16], or scales do not go with them.
         ArgumentTypeError: they are not uint8, or the dtype cannot hold the values.
 
-    >>> unpack_mxfp4(torch.full((1, 16), 0x92, dtype=torch.uint8), torch.tensor([128], dtype=torch.uint8))[:4]
+    >>> blocks = torch.full((1, 16), 0x92, dtype=torch.uint8)
+    >>> unpack_mxfp4(blocks, torch.tensor([128], dtype=torch.uint8))[:4]
     tensor([ 2., -1.,  2., -1.])
 
     Source: Open Compute Project 2023, OCP Microscaling Formats (MX) Specification 1.0, sections
@@ -93,7 +94,9 @@ def unpack_fp8(
     """A matrix of eight-bit floats with a factor for each square block, as DeepSeek-V3 files hold
     theirs.
 
-    w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block],  multiplied in float32 and rounded once
+    w[i, j] = float(weight[i, j]) * scale_inv[i // block, j // block]
+
+    The product is made in float32 and rounded once.
 
     weight [N,K] and scale_inv [ceil(N / block), ceil(K / block)] give [N,K]. (The name is the
     files': the inverse of what the weight was multiplied by, and so a factor here.)
@@ -111,7 +114,8 @@ def unpack_fp8(
 
     >>> unpack_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]), block=2)
     Traceback (most recent call last):
-    regard.errors.ArgumentError: scale_inv is (1, 2); a weight of (2, 2) in blocks of 2 x 2 has (1, 1)
+    regard.errors.ArgumentError: scale_inv is (1, 2); a weight of (2, 2) in blocks of 2 x 2
+    has (1, 1)
     >>> unpack_fp8(torch.ones(2, 4).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]), block=2)[0]
     tensor([2., 2., 3., 3.])
 
@@ -213,8 +217,8 @@ def unpacked(store: Store, said: Any) -> Store:
     True
     >>> unpacked(store, {"quant_method": "gptq"})
     Traceback (most recent call last):
-    regard.errors.FileError: folder/config.json: quantization_config has the quant_method 'gptq'; supported are 'mxfp4' \
-and 'fp8': take a plain checkpoint
+    regard.errors.FileError: folder/config.json: quantization_config has the quant_method 'gptq';
+    supported are 'mxfp4' and 'fp8': take a plain checkpoint
     """
     if said is None:
         return store

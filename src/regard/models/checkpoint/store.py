@@ -120,8 +120,8 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
     >>> check_finite("a", torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]]))
     Traceback (most recent call last):
-    regard.errors.FileError: 'a' holds 1 NaN and 1 infinite values of 4, the first at [1, 0]; it is damaged, or its \
-training was: take another checkpoint
+    regard.errors.FileError: 'a' holds 1 NaN and 1 infinite values of 4, the first at [1, 0];
+    it is damaged, or its training was: take another checkpoint
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
@@ -278,8 +278,8 @@ def without_weights(folder: Path, names: Iterable[str]) -> FileError:
     how to go on.
 
     >>> print(without_weights(Path("a"), ["config.json", "model.gguf"]))
-    a/model.safetensors is missing; the folder holds 'model.gguf', a GGUF file of llama.cpp; get the safetensors of \
-the model, before its quantisation
+    a/model.safetensors is missing; the folder holds 'model.gguf', a GGUF file of llama.cpp; get
+    the safetensors of the model, before its quantisation
     """
     said = other_weights(names)
     said = (
@@ -295,7 +295,8 @@ def other_weights(names: Iterable[str]) -> str:
     step; "" without one.
 
     >>> other_weights(["README.md", "model-q4.gguf"])
-    "'model-q4.gguf', a GGUF file of llama.cpp; get the safetensors of the model, before its quantisation"
+    "'model-q4.gguf', a GGUF file of llama.cpp; get the safetensors of the model, before its
+    quantisation"
     """
     names = sorted(names)
     for pattern, kind in _WEIGHTS.items():

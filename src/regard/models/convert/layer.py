@@ -45,7 +45,8 @@ class Layer:
         layout: which dims make a pair.
 
     >>> from regard.nn.variants import gqa
-    >>> layer = Layer.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *(PreNorm(RMSNorm(8)) for _ in range(2))))
+    >>> norms = [PreNorm(RMSNorm(8)) for _ in range(2)]
+    >>> layer = Layer.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
     >>> layer.k.shape, layer.o.shape, layer.pairs
     (torch.Size([2, 2, 9]), torch.Size([4, 8, 2]), 1)
     """
@@ -237,8 +238,7 @@ def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
     """
     found = family(type_of(config))
     assert found is not None
-    with torch.device("meta"):
-        network = found.build(config)
+    network = found.build_empty(config)
     before: list[nn.Parameter] = []  # held, so that no id is given twice
     made: dict[int, nn.Parameter] = {}
     lost = set(weights) - {name for name, _ in network.named_parameters(remove_duplicate=False)}

@@ -138,30 +138,45 @@ class Wanted:
 
     def _contradiction(self) -> str | None:
         """What does not go together, or None."""
-        heads, fewer = self.kv_heads is not None, self.to == "mqa" or self.kv_heads is not None
-        reasons = {
-            "rank is given, and belongs to mla: give to mla": self.rank is not None
-            and self.to != "mla",
-            "kv_heads is given, and mla has none: leave it out": heads and self.to == "mla",
-            "kv_heads is given, and mha has as many as queries: leave it out": heads
-            and self.to == "mha",
-            f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out": self.to == "mqa"
-            and self.kv_heads not in (None, 1),
-            "gqa is asked for, and kv_heads is missing": self.to == "gqa" and not heads,
-            f"groups by {self.pooling} are for fewer key/value heads: give kv_heads": self.pooling
-            != "mean"
-            and not fewer,
-            f"scaling {self.scaling} is given without a context": self.scaling != "yarn"
-            and self.context is None,
-            "stored_layout is given without rotary_layout, the one that comes out": self.stored_layout
-            is not None
-            and self.rotary_layout is None,
-            "rotary_layout is given, and the rotary key of mla is always interleaved: leave it "
-            "out": self.to == "mla"
-            and self.rotary_layout is not None
-            and self.stored_layout is None,
-        }
-        return next((reason for reason, wrong in reasons.items() if wrong), None)
+        heads = self.kv_heads is not None
+        fewer = heads or self.to == "mqa"
+        rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
+        checks = (
+            (
+                self.rank is not None and self.to != "mla",
+                "rank is given, and belongs to mla: give to mla",
+            ),
+            (heads and self.to == "mla", "kv_heads is given, and mla has none: leave it out"),
+            (
+                heads and self.to == "mha",
+                "kv_heads is given, and mha has as many as queries: leave it out",
+            ),
+            (
+                self.to == "mqa" and self.kv_heads not in (None, 1),
+                f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out",
+            ),
+            (self.to == "gqa" and not heads, "gqa is asked for, and kv_heads is missing"),
+            (
+                self.pooling != "mean" and not fewer,
+                f"groups by {self.pooling} are for fewer key/value heads: give kv_heads",
+            ),
+            (
+                self.scaling != "yarn" and self.context is None,
+                f"scaling {self.scaling} is given without a context",
+            ),
+            (
+                stored and not rotary,
+                "stored_layout is given without rotary_layout, the one that comes out",
+            ),
+            (
+                self.to == "mla" and rotary and not stored,
+                (
+                    "rotary_layout is given, and the rotary key of mla is always interleaved: "
+                    "leave it out"
+                ),
+            ),
+        )
+        return next((reason for wrong, reason in checks if wrong), None)
 
 
 def convert(
@@ -332,7 +347,8 @@ def check_out(source: Path, out: Path) -> None:
 
     >>> check_out(Path("a"), Path("a"))
     Traceback (most recent call last):
-    regard.errors.ArgumentError: out is a, which is the source or lies in it; a conversion never writes there: give another folder
+    regard.errors.ArgumentError: out is a, which is the source or lies in it; a
+    conversion never writes there: give another folder
     """
     if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
         raise ArgumentError(

@@ -1,6 +1,9 @@
 """A decoder of our own kind: pre-norm blocks of any causal mechanism in the catalogue, and SwiGLU.
 
-x = E[id] + positions;  x = x + mechanism(norm(x));  x = x + W_down (silu(W_gate norm(x)) * W_up norm(x));  logits = W norm(x)
+    x = E[id] + positions
+    x = x + mechanism(norm(x))
+    x = x + W_down (silu(W_gate norm(x)) * W_up norm(x))
+    logits = W norm(x)
 
 The parameters are stored under the names that they have here. Other libraries do not know this
 model_type.
