@@ -18,6 +18,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.header import Stored
+from regard.files.reading import DEFAULT, Buffering
 from regard.foreign import shown
 from regard.models.checkpoint.store import Store
 
@@ -33,6 +34,8 @@ def unpack_mxfp4(
     blocks: UInt8[Tensor, "*b G 16"],
     scales: UInt8[Tensor, "*b G"],
     dtype: torch.dtype = torch.float32,
+    *,
+    piece: int = PIECE,
 ) -> Float[Tensor, "*b n"]:
     """Weights in blocks of 32 four-bit numbers that share a power of two, as `openai/gpt-oss` files
     hold their experts.
@@ -46,6 +49,7 @@ def unpack_mxfp4(
         blocks: two numbers a byte.
         scales: an exponent per block, biased by 127.
         dtype: of the result; float16 has too little range and is refused.
+        piece: bytes of `blocks` that are unpacked at a time, a multiple of 16.
 
     Raises:
         ArgumentError: blocks are not [..., G, 16], or scales do not go with them.
@@ -77,10 +81,10 @@ def unpack_mxfp4(
     exponents = torch.arange(256, device=blocks.device)
     powers = (exponents.double() - 127).exp2().masked_fill(exponents == 255, torch.nan).float()
     out = torch.empty(scales.numel(), 32, dtype=dtype, device=blocks.device)
-    flat, factors, step = blocks.flatten(), powers[scales.flatten().int(), None], PIECE // 16
+    flat, factors, step = blocks.flatten(), powers[scales.flatten().int(), None], piece // 16
     for i in range(0, scales.numel(), step):
-        piece = pairs[:, 0].index_select(0, flat[16 * i : 16 * (i + step)].int())
-        out[i : i + step] = piece.view(torch.float32).view(-1, 32) * factors[i : i + step]
+        numbers = pairs[:, 0].index_select(0, flat[16 * i : 16 * (i + step)].int())
+        out[i : i + step] = numbers.view(torch.float32).view(-1, 32) * factors[i : i + step]
     return out.reshape(*blocks.shape[:-2], 32 * blocks.shape[-2])
 
 
@@ -182,15 +186,17 @@ class Unpacked(Store):
     packed: Store
     pairs: Mapping[str, Pair]
 
-    def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, names: Iterable[str] | None = None, buffering: Buffering = DEFAULT
+    ) -> Iterator[tuple[str, Tensor]]:
         """As `Store.read`; the memory in use is also that of the scales, and of one plain
         tensor.
         """
         chosen = list(self.tensors if names is None else names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
-        scales = dict(self.packed.read([pair.scales for pair in pairs.values()]))
+        scales = dict(self.packed.read([pair.scales for pair in pairs.values()], buffering))
         whole = [n for n in chosen if n not in self.pairs]
-        for name, tensor in self.packed.read([*whole, *pairs]):
+        for name, tensor in self.packed.read([*whole, *pairs], buffering):
             if name in pairs:
                 pair = pairs[name]
                 yield pair.plain.name, pair.unpack(tensor, scales.pop(pair.scales))

@@ -20,6 +20,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, FileError
 from regard.files import reading, strict
 from regard.files.header import HEADER_LIMIT, PICKLE, Header, Stored, instead, read_header
+from regard.files.reading import Buffering
 from regard.files.regular import Mark, inside, whole
 from regard.foreign import shown
 
@@ -79,7 +80,9 @@ class Store:
         total = sum(x.bytes for x in found.values())
         return cls(folder, MappingProxyType(found), total, MappingProxyType(marks))
 
-    def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, names: Iterable[str] | None = None, buffering: Buffering = reading.DEFAULT
+    ) -> Iterator[tuple[str, Tensor]]:
         """Name and values of tensors, in the order of the files; each owns its memory.
 
         A few tensors are read ahead of the caller. The memory in use is what the caller keeps, and
@@ -87,6 +90,7 @@ class Store:
 
         Args:
             names: which tensors; None for all.
+            buffering: how much is read at a time.
 
         Raises:
             ArgumentError: a name is not that of a tensor.
@@ -103,7 +107,8 @@ class Store:
             close = difflib.get_close_matches(name, self.tensors, 1)
             hint = f"; did you mean {shown(close[0])}?" if close else ""
             raise ArgumentError(f"names: {self.folder} has no tensor {shown(name)}{hint}")
-        return reading.read([x for name, x in self.tensors.items() if name in chosen], self.marks)
+        wanted = [x for name, x in self.tensors.items() if name in chosen]
+        return reading.read(wanted, self.marks, buffering)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
