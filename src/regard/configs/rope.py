@@ -178,7 +178,7 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
             f"{where}.rope_type is {said['rope_type']!r} and {where}.type is {said['type']!r}; "
             "remove the wrong one"
         )
-    return kinds[0]
+    return str(kinds[0])
 
 
 def number(where: str, value: object) -> float:

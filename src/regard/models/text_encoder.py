@@ -306,7 +306,8 @@ class TextEncoder(Tokenized):
         """
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
-        return self.network(ids, positions, segments, backend=backend)
+        states: Tensor = self.network(ids, positions, segments, backend=backend)
+        return states
 
     def pool(
         self,

@@ -13,9 +13,10 @@ from dataclasses import replace
 from torch import nn
 
 from regard.arguments import head_size
+from regard.configs.base import Raw
 from regard.configs.bert import BertConfig
 from regard.models.assembly.parts import activation
-from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, Embed, FeedForward, PostNorm

@@ -11,10 +11,11 @@ from torch import nn
 
 from regard.biases import T5Relative
 from regard.biases.t5 import check_buckets
+from regard.configs.base import Raw
 from regard.configs.t5 import T5Config
 from regard.masks import Causal
 from regard.models.assembly.parts import activation
-from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Rule, same
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
