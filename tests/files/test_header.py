@@ -5,7 +5,10 @@ allocated.
 from __future__ import annotations
 
 import json
+import os
 import struct
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import Tensor
 
+import regard
 from regard.errors import ArgumentError, FileError
 from regard.files import strict
 from regard.files.header import DTYPES, instead, read_header
@@ -343,6 +347,40 @@ def test_caps(tmp_path: Path) -> None:
     lists = '{"a":[' + "[]," * (1 << 21) + "[]]}"
     said = error_of(path, file_of(lists))
     assert said.startswith("(its header has 4194307 brackets and commas; at most 4194304 are read)")
+
+
+SPARSE = """
+import resource, sys
+from pathlib import Path
+from regard.errors import FileError
+from regard.files.header import read_header
+path = Path(sys.argv[1])
+print(read_header(path).tensors[0].bytes)
+resource.setrlimit(resource.RLIMIT_AS, (1 << 37, 1 << 37))
+try:
+    read_header(path)
+except FileError as error:
+    print(error)
+"""
+
+
+def test_a_sparse_file_that_cannot_be_mapped(tmp_path: Path) -> None:
+    """A terabyte that the disk does not hold, where a process may have an eighth of that."""
+    size = 2**40
+    path = tmp_path / "a"
+    path.write_bytes(file_of({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}, 0))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + size)
+    done = subprocess.run(
+        [sys.executable, "-c", SPARSE, str(path)],
+        env={**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    said = f"{path} has {path.stat().st_size} bytes, and the memory to map them is not to be had"
+    assert done.stdout.splitlines() == [str(size), said]
 
 
 def test_what_the_library_forgives(tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: i
     try:
         with safe_open(path, framework="numpy"):
             pass
+    except MemoryError:  # it maps the file; a sparse one may be larger than any address space
+        raise FileError(
+            f"{path} has {size} bytes, and the memory to map them is not to be had"
+        ) from None
     except (SafetensorError, OSError) as e:
         if "ncomplete" in str(e):  # how it says that the data is longer or shorter than described
             _check_length(path, table, data, size)
