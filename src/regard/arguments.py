@@ -206,6 +206,25 @@ def check_groups(heads: int, groups: int) -> None:
         )
 
 
+def head_size(dim: int, heads: int, head_dim: int | None) -> int:
+    """The given head dim, or dim / heads where that is whole.
+
+    Raises:
+        ArgumentError: no head dim is given, and dim is not divisible by heads.
+
+    >>> head_size(32, 4, None)
+    8
+    """
+    if head_dim is not None:
+        return head_dim
+    if heads < 1 or dim % heads:
+        allowed = ", ".join(map(str, divisors(dim)))
+        raise ArgumentError(
+            f"dim {dim} is not divisible by {heads} heads; give head_dim, or one of {allowed} heads"
+        )
+    return dim // heads
+
+
 def divisors(n: int) -> list[int]:
     """What divides a number without a rest, in order; none for numbers below 1 and for those that
     nobody means.

@@ -15,7 +15,7 @@ import pytest
 
 import regard
 from regard.cli import main
-from regard.cost.known import KNOWN, model_of
+from regard.configs.known import KNOWN, model_of
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import MACHINES
 
@@ -333,7 +333,7 @@ with contextlib.suppress(SystemExit):
     main(["cost", "gpt3", "--json"])
 print(json.dumps(sorted({*sys.modules} - before)), file=sys.stderr)
 """
-LIGHT = ("arguments", "cli", "cost", "errors", "files", "foreign", "span")
+LIGHT = ("arguments", "cli", "configs", "cost", "errors", "files", "foreign", "span")
 
 
 def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:

@@ -16,7 +16,7 @@ from regard.bench import timing
 from regard.compare import speed
 from regard.compare.mechanisms import NAMES, Contestant, Shape, configs, contestants, decoder
 from regard.compare.speed import Timing
-from regard.cost.config import read
+from regard.configs.reader import read_sizes
 from regard.cost.report import CostReport, Setting
 from regard.errors import ArgumentError
 from regard.models.assembly.mechanism import decoders
@@ -57,7 +57,8 @@ def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
     if name in COUNTED:
         raw = {"model_type": "regard", **asdict(made[name])}
         assert (
-            row["kv_bytes"] == CostReport(read(raw, name), Setting(context, dtype="fp32")).kv_bytes
+            row["kv_bytes"]
+            == CostReport(read_sizes(raw, name), Setting(context, dtype="fp32")).kv_bytes
         )
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from regard.cost import config, model_of
-from regard.cost.known import KNOWN
+from regard.configs import CONFIGS, COUNTED_ONLY
+from regard.configs.known import KNOWN
+from regard.configs.reader import parse, read_sizes
+from regard.cost import model_of
 from regard.cost.softmax import SoftmaxSpec
-from regard.models.checkpoint.config import parse
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block
 from regard.nn.mixer import Mixer
@@ -24,7 +25,7 @@ def built(raw: dict[str, Any]) -> nn.Module:
     found = family(raw["model_type"])
     assert found is not None
     with torch.device("meta"):
-        network: nn.Module = found.build(parse(found, raw))
+        network: nn.Module = found.build(parse(found.config, raw))
     return network
 
 
@@ -61,19 +62,19 @@ def of_kinds(network: nn.Module) -> tuple[int, int, int]:
 
 def test_every_family_has_a_small_config() -> None:
     assert {raw["model_type"] for raw in TINY.values()} == set(FAMILIES)
-    assert set(FAMILIES) - {"gemma3"} <= set(config.READERS)
+    assert set(FAMILIES) == set(CONFIGS) - COUNTED_ONLY
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_parameters_of_every_family(name: str) -> None:
-    network, model = network_of(name), config.read(TINY[name], name)
+    network, model = network_of(name), read_sizes(TINY[name], name)
     assert model.parameters == parameters(network)
 
 
 @pytest.mark.parametrize("name", [name for name in TINY if TINY[name]["model_type"] != "t5"])
 def test_biases_and_norms_of_every_family(name: str) -> None:
     """A learned table of positions is a matrix here; T5's table of distances is a bias there."""
-    parts = {part.name: part.parameters for part in config.read(TINY[name], name).parts}
+    parts = {part.name: part.parameters for part in read_sizes(TINY[name], name).parts}
     matrices, biases, norms = of_kinds(network_of(name))
     learned = parts.get("positions", 0) if TINY[name].get("model_type") != "bert" else 2 * 24
     if name in ("gpt2", "regard, learned"):
@@ -89,7 +90,7 @@ HEADED = [
     name
     for name, raw in TINY.items()
     if raw["model_type"] not in ("bert", "t5")
-    and all(isinstance(layer.mixer, SoftmaxSpec) for layer in config.read(raw, name).layers)
+    and all(isinstance(layer.mixer, SoftmaxSpec) for layer in read_sizes(raw, name).layers)
 ]
 
 
@@ -103,7 +104,7 @@ def test_most_families_have_heads() -> None:
 def test_windows_of_every_family(name: str) -> None:
     """A mask that is built shows as many keys to the last of 12 tokens as are counted."""
     layers = [m for m in network_of(name).modules() if isinstance(m, Attention)]
-    model = config.read(TINY[name], name)
+    model = read_sizes(TINY[name], name)
     told = [
         m.seen(12) for layer in model.layers for m in layer.mixers if isinstance(m, SoftmaxSpec)
     ]
@@ -120,7 +121,7 @@ def test_windows_of_every_family(name: str) -> None:
 @pytest.mark.parametrize("context", [1, 12, 40])
 def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context: int) -> None:
     """What a config says of a layer and what the built module says of itself are the same."""
-    model = config.read(TINY[name], name)
+    model = read_sizes(TINY[name], name)
     blocks = [m for m in network_of(name).modules() if isinstance(m, Block)]
     assert len(blocks) == len(model.layers)
     for block, layer in zip(blocks, model.layers, strict=True):
@@ -145,7 +146,7 @@ def test_known_models_with_few_layers_and_experts(name: str) -> None:
     raw |= {key: value for key, value in SMALL.items() if key in raw}
     if raw["model_type"] == "deepseek_v3":
         raw |= {"n_group": 4, "topk_group": 2}
-    assert config.read(raw, name).parameters == parameters(built(raw))
+    assert read_sizes(raw, name).parameters == parameters(built(raw))
 
 
 @pytest.mark.parametrize(
@@ -163,11 +164,11 @@ def test_known_models_with_few_layers_and_experts(name: str) -> None:
 def test_another_model_has_another_count(name: str, changed: dict[str, Any]) -> None:
     """Negative control."""
     network = network_of(name)
-    assert config.read({**TINY[name], **changed}, name).parameters != parameters(network)
+    assert read_sizes({**TINY[name], **changed}, name).parameters != parameters(network)
 
 
 def test_a_token_meets_its_experts_only() -> None:
-    model = config.read(TINY["gpt_oss"], "gpt_oss")
+    model = read_sizes(TINY["gpt_oss"], "gpt_oss")
     rows = {part.name: part for part in model.parts}
     assert rows["experts"].parameters == 4 * rows["experts"].active
     assert model_of("mixtral-8x7b").active * 2 < model_of("mixtral-8x7b").parameters

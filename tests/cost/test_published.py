@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from regard.configs.known import KNOWN
 from regard.cost import CostReport, Setting, model_of
 from regard.cost.infini import (
     InfiniSpec,
@@ -14,7 +15,6 @@ from regard.cost.infini import (
     segment_cache,
     summary_tokens,
 )
-from regard.cost.known import KNOWN
 from regard.cost.latent import LatentSpec, latent_numbers, naive_numbers
 from regard.cost.selected import NSASpec, nsa_tokens
 from regard.cost.sizes import Sizes

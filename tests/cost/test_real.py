@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from regard.cost import config
+from regard.configs.reader import parse, read_sizes
 from regard.cost.latent import LatentSpec
 from regard.cost.model import Model
 from regard.cost.report import CostReport, Setting
 from regard.cost.softmax import SoftmaxSpec
-from regard.models.checkpoint.config import parse
 from regard.models.decoder import Decoder
 from regard.models.families import family
 from regard.models.generation.context import Context
@@ -24,7 +23,7 @@ from tests.cost.tiny import TINY
 def running(raw: dict[str, Any]) -> Decoder:
     found = family(raw["model_type"])
     assert found is not None
-    network = found.build(parse(found, raw))
+    network = found.build(parse(found.config, raw))
     assert isinstance(network, Decoder)
     return network.eval()
 
@@ -49,7 +48,7 @@ def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
     """Three windows and more, and less than one, when a ring has room for the rest already; fp32,
     as the weights are.
     """
-    report = CostReport(config.read(TINY[name], name), Setting(tokens, rows, "fp32"))
+    report = CostReport(read_sizes(TINY[name], name), Setting(tokens, rows, "fp32"))
     rings = [m for m in report.model.mixers if isinstance(m, SoftmaxSpec) and m.window is not None]
     room = sum(4 * max(0, (m.window or 0) - tokens) * m.cached(1).per_token for m in rings)
     assert report.kv_bytes + rows * room == read(TINY[name], tokens, rows=rows).bytes
@@ -64,14 +63,14 @@ def test_bytes_of_real_caches_in_8_bits(name: str, tokens: int) -> None:
     are.
     """
     raw = {**TINY[name], "n_positions": 256} if name == "gpt2" else TINY[name]
-    report = CostReport(config.read(raw, name), Setting(tokens, 1, "fp32", "int8"))
+    report = CostReport(read_sizes(raw, name), Setting(tokens, 1, "fp32", "int8"))
     assert report.kv_bytes == read(raw, tokens, Room("quantised")).bytes
 
 
 def test_a_cache_without_scales_would_be_smaller() -> None:
     """Negative control."""
     real = read(TINY["llama"], 200, Room("quantised")).bytes
-    model = config.read(TINY["llama"], "llama")
+    model = read_sizes(TINY["llama"], "llama")
     assert CostReport(model, Setting(200, 1, "fp32", "fp8")).kv_bytes < real
     assert CostReport(model, Setting(200, 1, "fp32")).kv_bytes > real
 
@@ -127,7 +126,7 @@ COUNTED = [
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("tokens", [17])
 def test_what_the_flop_counter_sees_of_a_prompt(name: str, tokens: int) -> None:
-    model = config.read(TINY[name], name)
+    model = read_sizes(TINY[name], name)
     report = CostReport(model, Setting(tokens))
     assert report.prefill_flops + spared(model, tokens) == counted(TINY[name], tokens)
 
@@ -135,13 +134,13 @@ def test_what_the_flop_counter_sees_of_a_prompt(name: str, tokens: int) -> None:
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_what_the_flop_counter_sees_of_a_token(name: str, tokens: int) -> None:
-    report = CostReport(config.read(TINY[name], name), Setting(tokens + 1))
+    report = CostReport(read_sizes(TINY[name], name), Setting(tokens + 1))
     assert report.decode_flops == counted(TINY[name], tokens, 1)
 
 
 def test_another_width_is_another_count() -> None:
     """Negative control."""
-    model = config.read({**TINY["llama"], "intermediate_size": 41}, "llama")
+    model = read_sizes({**TINY["llama"], "intermediate_size": 41}, "llama")
     assert CostReport(model, Setting(17)).prefill_flops + spared(model, 17) != counted(
         TINY["llama"], 17
     )

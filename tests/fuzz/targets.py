@@ -340,9 +340,9 @@ def _cost(name: str) -> Callable[[Path], None]:
 
 
 def _use_cost(folder: Path) -> None:
-    from regard.cost.config import read_file
+    from regard.configs.reader import read_sizes_file
 
-    found = read_file(folder)
+    found = read_sizes_file(folder)
     str(found.parameters)
 
 

@@ -6,8 +6,8 @@ import json as json_format
 from collections.abc import Sequence
 from typing import Any
 
+from regard.configs.known import KNOWN, model_of
 from regard.cost import CostReport
-from regard.cost.known import KNOWN, model_of
 from regard.cost.roofline import MACHINES, Machine, bounds, fit, intensity
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import FIGURES, times

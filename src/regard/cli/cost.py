@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cost.known import KNOWN, model_of
+from regard.configs.known import KNOWN, model_of
 from regard.cost.model import Model
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of

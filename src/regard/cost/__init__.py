@@ -17,15 +17,15 @@ from regard.cost.softmax import attention_flops
 from regard.cost.spec import Description, Figure, Spec
 
 if TYPE_CHECKING:
-    from regard.cost.known import model_of
+    from regard.configs.known import model_of
     from regard.cost.report import CostReport, Setting
     from regard.cost.roofline import machine_of
 
 _HOMES = {
-    "CostReport": "report",
-    "Setting": "report",
-    "machine_of": "roofline",
-    "model_of": "known",
+    "CostReport": "regard.cost.report",
+    "Setting": "regard.cost.report",
+    "machine_of": "regard.cost.roofline",
+    "model_of": "regard.configs.known",
 }
 _RENAMED = {"Bill": "CostReport"}
 
@@ -59,4 +59,4 @@ def __getattr__(name: str) -> Any:
         name = new
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)

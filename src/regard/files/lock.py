@@ -42,7 +42,8 @@ def locked(folder: Path) -> Iterator[None]:
     ...     with locked(Path()):
     ...         pass
     Traceback (most recent call last):
-    regard.errors.FileError: . is being written by another run; wait until that ends, or give another folder
+    regard.errors.FileError: . is being written by another run; wait until that
+    ends, or give another folder
     """
     try:
         handle = hold(folder)

@@ -54,7 +54,8 @@ def inside(folder: Path, name: str) -> Path:
 
     >>> inside(Path("model"), "../secrets")
     Traceback (most recent call last):
-    regard.errors.FileError: model: '../secrets' is no plain file name; a model's files lie in its own folder
+    regard.errors.FileError: model: '../secrets' is no plain file name; a model's
+    files lie in its own folder
     """
     check_name(folder, name)
     path = folder / name

@@ -116,7 +116,8 @@ def check_place(path: Path) -> None:
 
     >>> check_place(Path("no such folder/page.html"))
     Traceback (most recent call last):
-    regard.errors.FileError: no such folder/page.html: there is no folder 'no such folder'; make it first
+    regard.errors.FileError: no such folder/page.html: there is no folder
+    'no such folder'; make it first
     """
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise FileError(f"{path} is a device or a pipe; give the name of a file")

@@ -136,7 +136,8 @@ class Decoder(nn.Module):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]
         x = self.norm(x)
-        return x if head is None else head(x)
+        out: Tensor = x if head is None else head(x)
+        return out
 
     def new_caches(self) -> list[Cache]:
         """An empty cache for each layer, of the kind that suits it."""

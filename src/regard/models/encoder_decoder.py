@@ -9,6 +9,7 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.arguments import head_size
 from regard.caches import rollback_on_error
 from regard.errors import ArgumentError
 from regard.masks import Causal
@@ -19,14 +20,15 @@ from regard.nn.embedding import Embed, Sinusoidal
 from regard.nn.feed_forward import FeedForward
 from regard.nn.linear import Linear
 from regard.nn.variants.cross import cross_attention
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.process import is_compiling
 from regard.span import Positions, Span
 from regard.tap import place
 
 
 class EncoderDecoder(nn.Module):
-    """source ids -> encoder -> memory;  target ids, memory -> decoder -> logits for the token after each.
+    """source ids -> encoder -> memory;  target ids, memory -> decoder -> logits for the token after
+    each.
 
     Args:
         encoder: an `Encoder`.
@@ -93,7 +95,8 @@ class EncoderDecoder(nn.Module):
     ) -> Float[Tensor, "B S M"]:
         """What the decoder reads of a source [B,S]; slots at position -1 are padding."""
         with place("encoder"):
-            return self.encoder(ids, positions, backend=backend)
+            states: Tensor = self.encoder(ids, positions, backend=backend)
+            return states
 
     def decode(
         self,
@@ -143,7 +146,8 @@ class EncoderDecoder(nn.Module):
                     memory_positions=memory_positions,
                     backend=backend,
                 )
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def new_caches(self) -> list[BlockCaches]:
         """Empty caches for a target and its source, a pair for each layer of the decoder."""

@@ -16,8 +16,7 @@ from pathlib import Path
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import check_name
 from regard.foreign import shown
-from regard.models.checkpoint.advice import other_weights
-from regard.models.checkpoint.shards import INDEX, SINGLE, read_index
+from regard.models.checkpoint.store import INDEX, SINGLE, other_weights, read_index
 
 PREFIX = "hub:"
 INSTALL = "python -m pip install 'regard[hub]'"
@@ -59,7 +58,8 @@ def repository_of(source: str | Path) -> str | None:
     Raises:
         FileError: it may be both; or what stands behind "hub:" is no name of a repository.
 
-    >>> repository_of("hub:org/name"), repository_of("org-that-is-no-folder/name"), repository_of(Path("org/name"))
+    >>> sources = ("hub:org/name", "org-that-is-no-folder/name", Path("org/name"))
+    >>> tuple(repository_of(source) for source in sources)
     ('org/name', 'org-that-is-no-folder/name', None)
     >>> repository_of("./org/name"), repository_of("tiny")
     (None, None)

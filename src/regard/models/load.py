@@ -12,19 +12,19 @@ from typing import Any, Literal, TypeVar, cast, overload
 import torch
 from torch import nn
 
+from regard.configs.base import Raw
+from regard.configs.reader import is_harmless
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.files.header import instead
 from regard.files.regular import opened, present
-from regard.files.seems import instead
 from regard.foreign import shown
 from regard.models import hub
-from regard.models.checkpoint import fill, read_config, read_raw
-from regard.models.checkpoint.config import is_harmless
-from regard.models.checkpoint.ends import read_ends
-from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.config import read_config, read_ends, read_raw
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
-from regard.models.checkpoint.placed import placed, table
+from regard.models.checkpoint.quantized import unpacked
 from regard.models.checkpoint.store import Store
-from regard.models.checkpoint.unpacked import unpacked
+from regard.models.checkpoint.weights import fill, placed, table
 from regard.models.decoder import Decoder
 from regard.models.demo import minilm
 from regard.models.encoder import HeadedEncoder
@@ -147,8 +147,7 @@ def load(
     beside = _adapters(folder, ignore)
     config, passed = read_config(folder, found, raw, tensors=len(store.tensors), ignore=ignore)
     config, headless = _settled(found, config, raw, store)
-    with torch.device("meta"):
-        network = found.build(config)
+    network = found.build_empty(config)
     if headless:
         cast("Decoder", network).head = None
     filled = fill(

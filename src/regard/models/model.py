@@ -104,7 +104,8 @@ class Model:
         torch.Size([1, 3, 1024])
         """
         check_ids(ids, self.config.vocab_size)
-        return self.decoder(ids, positions, caches, backend=backend)
+        logits: Tensor = self.decoder(ids, positions, caches, backend=backend)
+        return logits
 
     __call__ = forward
 
@@ -214,7 +215,8 @@ class Model:
         >>> model = regard.load("tiny")
         >>> "".join(model.generate("Return the", max_tokens=9, stop=" of")).count(" of")
         0
-        >>> batch = model.generate(["Return the", "If a"], max_tokens=9, temperature=0.8, top_p=0.9, seed=1)
+        >>> prompts, choices = ["Return the", "If a"], {"temperature": 0.8, "top_p": 0.9, "seed": 1}
+        >>> batch = model.generate(prompts, max_tokens=9, **choices)
         >>> sorted({row for row, piece in batch}), [row.finished for row in batch.rows]
         ([0, 1], ['length', 'length'])
         """
@@ -245,7 +247,8 @@ class Model:
         >>> import regard
         >>> model = regard.load("tiny")
         >>> read = model.read("Return the")
-        >>> ["".join(model.generate("", after=read, max_tokens=3, temperature=1.0, seed=s)) != "" for s in (1, 2)]
+        >>> draw = {"after": read, "max_tokens": 3, "temperature": 1.0}
+        >>> ["".join(model.generate("", seed=seed, **draw)) != "" for seed in (1, 2)]
         [True, True]
         """
         return Reading(self, prompt, after=after, chunk=chunk, room=_room(cache, max_context))

@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
 
 
 class RecurrentEncoderDecoder(nn.Module):
-    """source ids -> encoder -> states;  target ids, what the decoder does with the states -> logits.
+    """source ids -> encoder -> states;  target ids, states -> decoder -> logits.
 
     The decoder starts where the encoder ended: behind the last token, or, for a bidirectional
     encoder, behind the first, where its backward direction ends.
@@ -196,7 +196,8 @@ def recurrent(
     Raises:
         ArgumentError: a name is unknown, or a size is less than 1.
 
-    >>> recurrent(11, 8, 16, cell="lstm", attention="bahdanau").decoder.attention.project.shape.memory
+    >>> model = recurrent(11, 8, 16, cell="lstm", attention="bahdanau")
+    >>> model.decoder.attention.project.shape.memory
     (16, 32)
 
     Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473); Luong

@@ -37,7 +37,8 @@ class Seq2Seq(Tokenized):
     >>> from regard.models.families import t5
     >>> import regard
     >>> config = t5.Config(1024, 8, 4, 16, 1, 2)
-    >>> model = Seq2Seq(t5.build(config).eval(), regard.load("tiny").tokenizer, config, start=0, ends=[1])
+    >>> network, tokenizer = t5.build(config).eval(), regard.load("tiny").tokenizer
+    >>> model = Seq2Seq(network, tokenizer, config, start=0, ends=[1])
     >>> len(model.generate(["to be", "or not"], max_tokens=3, beams=2))
     2
     >>> ids, positions = model.encode("to be")
@@ -90,9 +91,10 @@ class Seq2Seq(Tokenized):
         """
         for ids, positions in ((source_ids, source_positions), (target_ids, target_positions)):
             self._check(ids, positions)
-        return self.network(
+        logits: Tensor = self.network(
             source_ids, target_ids, source_positions, target_positions, backend=backend
         )
+        return logits
 
     __call__ = forward
 

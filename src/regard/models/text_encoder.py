@@ -58,7 +58,8 @@ def pool(
 ) -> Float[Tensor, "B M"]:
     """The vector of each text: from its tokens only, what padding holds changes nothing.
 
-    mean: (1/n) sum_t x_t;  mean_sqrt_len: (1/sqrt(n)) sum_t x_t;  max: max_t x_t;  cls: x_0;  then y / |y|
+    mean: (1/n) sum_t x_t;  mean_sqrt_len: (1/sqrt(n)) sum_t x_t;  max: max_t x_t;  cls: x_0
+    then y / |y|
 
     Computed in fp32 or better; a text without tokens has 0.
 
@@ -203,7 +204,8 @@ class TextEncoder(Tokenized):
     >>> import regard
     >>> from regard.models.families import bert
     >>> config = bert.Config(1024, 8, 1, 2, 16, 32)
-    >>> model = TextEncoder(bert.build(config).eval(), regard.load("tiny").tokenizer, config, longest=32)
+    >>> network, tokenizer = bert.build(config).eval(), regard.load("tiny").tokenizer
+    >>> model = TextEncoder(network, tokenizer, config, longest=32)
     >>> tokens = model.encode(["to be", "or not to be"])
     >>> states = model.hidden(*tokens)
     >>> model.pool(states, tokens.positions, mode="max").shape
@@ -304,7 +306,8 @@ class TextEncoder(Tokenized):
         """
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
-        return self.network(ids, positions, segments, backend=backend)
+        states: Tensor = self.network(ids, positions, segments, backend=backend)
+        return states
 
     def pool(
         self,

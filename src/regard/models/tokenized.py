@@ -26,7 +26,8 @@ class Tokenized:
 
     >>> Tokenized(nn.Identity(), None, config=None).tokenizer
     Traceback (most recent call last):
-    regard.errors.FileError: this model has no tokenizer: its folder holds no tokenizer.json; give ids instead of texts
+    regard.errors.FileError: this model has no tokenizer: its folder holds no
+    tokenizer.json; give ids instead of texts
     """
 
     def __init__(

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from regard import masks
+from regard.configs.rope import RopeSettings, normalize_rope
 from regard.errors import ArgumentError
-from regard.models.assembly.rope import heads, plain, rotary
+from regard.models.assembly import rope
+from regard.models.assembly.rope import heads
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, Prefix, PreNorm, RMSNorm, SwiGLU
 from regard.positions import DynamicNTK, LongRoPE, Rotary, YaRN
@@ -133,9 +135,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MAX = 64
 
 
+def rotary(*settings: Any, **more: Any) -> Rotary:
+    return rope.rotary(RopeSettings(*settings, **more))
+
+
 def make(scaling: dict[str, Any], head_dim: int, theta: float, **more: Any) -> Rotary:
     """As a family does: the config in one form, then the rotary."""
-    found = plain({"rope_parameters": scaling | {"rope_theta": theta}})
+    found = normalize_rope({"rope_parameters": scaling | {"rope_theta": theta}})
     assert found["rope_theta"] == theta
     partial = found.get("partial_rotary_factor", 1.0)
     return rotary(head_dim, theta, found["rope_scaling"], MAX, partial=partial, **more)
@@ -295,7 +301,7 @@ PUBLISHED: list[tuple[dict[str, Any], int, dict[int, float], float, float, float
 )
 def test_published_configs(case: Any) -> None:
     raw, dim, pairs, total, rotary_factor, softmax_factor = case
-    found = plain(raw)
+    found = normalize_rope(raw)
     made = rotary(dim, found["rope_theta"], found["rope_scaling"], raw["max_position_embeddings"])
     for i, frequency in pairs.items():
         assert float(made.inv_freq[i]) == pytest.approx(frequency, rel=1e-11)
@@ -315,7 +321,7 @@ def test_phi_3_mini_128k() -> None:
         "original_max_position_embeddings": 4096,
         "rope_scaling": {**LISTS, "type": "su"},
     }
-    found = plain(raw)
+    found = normalize_rope(raw)
     assert found["rope_scaling"]["rope_type"] == "longrope"
     original = found["original_max_position_embeddings"]
     made = rotary(96, found["rope_theta"], found["rope_scaling"], 131072, original=original)
@@ -345,11 +351,11 @@ def test_gemma_3_in_both_forms() -> None:
         "sliding_attention": {"rope_theta": 10000, "rope_scaling": None},
     }
     for raw in (hub, new, hub | new):
-        assert plain(raw, layered=True) == {"vocab_size": 7, "rope_parameters": want}
-    bare = plain({"partial_rotary_factor": 0.5}, layered=True)["rope_parameters"]
+        assert normalize_rope(raw, layered=True) == {"vocab_size": 7, "rope_parameters": want}
+    bare = normalize_rope({"partial_rotary_factor": 0.5}, layered=True)["rope_parameters"]
     only = {"partial_rotary_factor": 0.5, "rope_scaling": None}
     assert bare == {"full_attention": only, "sliding_attention": only}
-    half = plain({"rope_parameters": inside | {"sliding_attention": None}}, layered=True)
+    half = normalize_rope({"rope_parameters": inside | {"sliding_attention": None}}, layered=True)
     assert half["rope_parameters"]["sliding_attention"] == {"rope_scaling": None}
 
 
@@ -388,14 +394,14 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("raw, want", FORMS)
 def test_every_form_is_one(raw: dict[str, Any], want: dict[str, Any]) -> None:
     before = repr(raw)
-    assert plain(raw) == want
-    assert plain(plain(raw)) == want
+    assert normalize_rope(raw) == want
+    assert normalize_rope(normalize_rope(raw)) == want
     assert repr(raw) == before
 
 
 def test_null_is_absent_and_finetuned_shapes_nothing() -> None:
     scaling = {"type": "yarn", "factor": 16.0, "beta_fast": None, "finetuned": True}
-    found = plain({"rope_scaling": scaling})["rope_scaling"]
+    found = normalize_rope({"rope_scaling": scaling})["rope_scaling"]
     assert found == {"rope_type": "yarn", "factor": 16.0, "finetuned": True}
     assert rotary(64, 1e4, found, 4096).scaling == YaRN(16.0, 4096)
 
@@ -555,7 +561,7 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("raw, message", FLAWS)
 def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        plain(raw)
+        normalize_rope(raw)
 
 
 LAYERED_FLAWS: list[tuple[dict[str, Any], str]] = [
@@ -601,7 +607,7 @@ LAYERED_FLAWS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize("raw, message", LAYERED_FLAWS)
 def test_what_is_wrong_in_a_layer_type_is_named(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        plain(raw, layered=True)
+        normalize_rope(raw, layered=True)
 
 
 BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [

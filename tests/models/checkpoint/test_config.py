@@ -11,6 +11,8 @@ import pytest
 
 import regard
 from regard import FileError
+from regard.files.strict import LONGEST
+from regard.models.checkpoint.config import read_json
 from tests.models import small
 
 
@@ -188,9 +190,16 @@ def test_a_config_that_lies_elsewhere(folder: Path, tmp_path: Path) -> None:
         regard.load(folder)
 
 
-def test_a_config_longer_than_configs_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.models.checkpoint.config.LONGEST", 10)
-    with pytest.raises(FileError, match=r"config\.json has \d+ bytes; at most 10 are read"):
+def test_a_config_longer_than_configs_are(folder: Path) -> None:
+    size = (folder / "config.json").stat().st_size
+    assert read_json(folder, "config.json", limit=size)["model_type"] == "llama"
+    with pytest.raises(FileError, match=rf"config\.json has {size} bytes; at most 10 are read"):
+        read_json(folder, "config.json", limit=10)
+    with (folder / "config.json").open("wb") as file:
+        file.truncate(LONGEST + 1)
+    with pytest.raises(
+        FileError, match=rf"config\.json has {LONGEST + 1} bytes; at most {LONGEST}"
+    ):
         regard.load(folder)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import ArgumentError, ArgumentTypeError, FileError
 from regard.cli.app import run
-from regard.models.checkpoint.config import IGNORED, MARKS, is_harmless, parse
+from regard.configs.reader import IGNORED, MARKS, is_harmless, parse
 from regard.models.families import FAMILIES, bert, family, mpt
 from regard.models.save import save
 from tests.models import small
@@ -90,12 +90,12 @@ def test_they_are_harmless_in_every_family(name: str) -> None:
     """No key of the lists shapes a family's network; and a family lists only what is its own."""
     found = family(name)
     assert found is not None
-    own = {*found.config.__dataclass_fields__, *found.fixed}
+    own = {*found.config.__dataclass_fields__, *found.config.fixed}
     for key in (*HARMLESS, *QUIET):
         assert is_harmless(key), key
         assert key not in own, key
-    assert not any(is_harmless(key) for key in found.fixed)
-    assert not found.ignored & IGNORED
+    assert not any(is_harmless(key) for key in found.config.fixed)
+    assert not found.config.ignored & IGNORED
     assert not any(key in IGNORED for key in MARKS)
 
 
@@ -135,7 +135,7 @@ def test_an_unknown_key_of_an_inner_object(folder: Path) -> None:
     assert model.config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
     raw = MPT_7B | {"attn_config": MPT_7B["attn_config"] | {"colour": 1}}
     with pytest.raises(ArgumentError, match=r"or --ignore 'attn_config\.colour'"):
-        parse(mpt.FAMILY, raw)
+        parse(mpt.Config, raw)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from torch import Tensor
 import regard
 from regard import ArgumentError, FileError
 from regard.cli.app import run
+from regard.configs.base import ModelConfig
 from regard.inspect import head_scores, record
 from regard.models import Model
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
-from regard.models.checkpoint.placed import placed, table
+from regard.models.checkpoint.weights import placed, table
 from regard.models.convert import Wanted, convert
 from regard.models.families import FAMILIES, family, gpt_neox
 from regard.models.save import save
@@ -101,7 +102,7 @@ def test_names_of_many_parts_cost_few_passes() -> None:
 
 def test_two_mappings_that_fit_are_refused() -> None:
     both = Family(
-        object, lambda _: torch.nn.Identity(), {"w": "w", "a.w": "a", "b": "b", "a.b": "c"}
+        ModelConfig, lambda _: torch.nn.Identity(), {"w": "w", "a.w": "a", "b": "b", "a.b": "c"}
     )
     with pytest.raises(FileError, match=r"can be read in two ways: 'a\.w' is a\.w or w; rename"):
         placed(Path(), ["a.w", "a.b"], both, table(both))

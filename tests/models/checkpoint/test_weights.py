@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 import regard
 from regard import FileError
-from regard.models.checkpoint import Family, Rule, fill, rows, transposed
-from regard.models.checkpoint.names import bind
+from regard.configs.base import ModelConfig
+from regard.models.checkpoint.family import Family
+from regard.models.checkpoint.names import Rule, bind, rows, transposed
 from regard.models.checkpoint.store import Store
+from regard.models.checkpoint.weights import fill
 from regard.models.save import save
 from tests.models import small
 
@@ -219,7 +221,7 @@ TABLE: dict[str, str | Rule] = {
         lambda parts: torch.stack(list(parts)),
     ),
 }
-FAMILY = Family(object, lambda _: Pair(), TABLE, prefixes=("model.",), buffers=(r".*\.cache",))
+FAMILY = Family(ModelConfig, lambda _: Pair(), TABLE, prefixes=("model.",), buffers=(r".*\.cache",))
 
 
 def stored(model: Pair) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from regard.errors import ArgumentError, FileError
 from regard.files.lock import locked
 from regard.models.convert import Wanted, convert, measure
 from regard.models.convert import run as subject
-from regard.models.convert import write as writing
+from regard.models.convert import run as writing
 from regard.models.convert.report import windows
 from regard.models.model import Model
 from regard.train.finetune import heal

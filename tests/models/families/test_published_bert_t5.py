@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from regard.configs.reader import parse
 from regard.errors import ArgumentError
-from regard.models.checkpoint.config import parse
 from regard.models.checkpoint.names import bind
 from regard.models.families import bert, family, t5
 from tests.parity.families.published import build, count, layer, placed
@@ -150,7 +150,7 @@ def test_published_sizes(raw: dict[str, Any], size: int) -> None:
 
 def test_the_head_for_hidden_words_is_what_is_stored() -> None:
     """bert-base-uncased with the head, without the pooler: 109,514,298."""
-    config = parse(bert.FAMILY, BERT)
+    config = parse(bert.Config, BERT)
     stored = ["bert.embeddings.word_embeddings.weight", "cls.predictions.bias"]
     settled = bert.FAMILY.settle(config, BERT, stored)
     assert (settled.pooler, settled.masked_words) == (False, True)
@@ -248,11 +248,11 @@ def test_a_stored_output_that_is_not_scaled_is_its_own() -> None:
         "dense_act_fn": "gelu_new",
         "is_gated_act": True,
     }
-    config = parse(t5.FAMILY, raw)
+    config = parse(t5.Config, raw)
     assert config.tie_word_embeddings
     assert not t5.FAMILY.settle(config, raw, ["lm_head.weight"]).tie_word_embeddings
     assert t5.FAMILY.settle(config, raw, ["shared.weight"]).tie_word_embeddings
-    tied = parse(t5.FAMILY, T5_SMALL)
+    tied = parse(t5.Config, T5_SMALL)
     assert t5.FAMILY.settle(tied, T5_SMALL, ["lm_head.weight"]) == tied
 
 
@@ -336,4 +336,4 @@ def test_refused(raw: dict[str, Any], message: str) -> None:
     found = family(raw["model_type"])
     assert found is not None
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        parse(found, raw)
+        found.check(parse(found.config, raw))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from regard.biases.alibi import alibi_slopes
+from regard.configs.base import ACTIVATIONS, rename_keys
+from regard.configs.reader import parse
 from regard.errors import ArgumentError
-from regard.models.assembly.shared import ACTIVATIONS, activation, respelled
-from regard.models.checkpoint.config import parse
+from regard.models.assembly.parts import activation
 from regard.models.families import family
 from regard.nn.projections import Clipped
 from tests.parity.families.published import build, count, layer, placed
@@ -590,13 +591,13 @@ def test_what_is_refused(message: str) -> None:
     found = family(raw["model_type"])
     assert found is not None
     with pytest.raises(ArgumentError, match=message):
-        parse(found, changed)
+        found.check(parse(found.config, changed))
 
 
 def test_a_null_says_nothing() -> None:
-    assert respelled({"a": None, "b": 1}, {"a": "b"}) == {"b": 1}
-    assert respelled({"a": 1, "b": 1}, {"a": "b"}) == {"b": 1}
-    assert respelled({"a": 1, "b": None}, {"a": "b"}) == {"b": 1}
+    assert rename_keys({"a": None, "b": 1}, {"a": "b"}) == {"b": 1}
+    assert rename_keys({"a": 1, "b": 1}, {"a": "b"}) == {"b": 1}
+    assert rename_keys({"a": 1, "b": None}, {"a": "b"}) == {"b": 1}
 
 
 def test_activations_are_those_of_their_names() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import regard
-from regard.models.checkpoint.config import parse
+from regard.configs.reader import parse
 from regard.models.checkpoint.names import bind
-from regard.models.checkpoint.placed import placed as place
+from regard.models.checkpoint.weights import placed as place
 from regard.models.families import family
 from regard.models.generation.context import Context
 from regard.models.model import Model
@@ -26,7 +26,7 @@ def build(raw: dict[str, Any]) -> tuple[Any, nn.Module]:
     """The config of a config.json, and its model without memory."""
     found = family(raw["model_type"])
     assert found is not None
-    config = parse(found, raw)
+    config = parse(found.config, raw)
     with torch.device("meta"):
         return config, found.build(config)
 

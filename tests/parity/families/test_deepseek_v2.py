@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from regard.configs.reader import parse
 from regard.errors import ArgumentError
-from regard.models.checkpoint.config import parse
 from regard.models.families import family
 from regard.nn.feed_forward import Groups
 from regard.positions import Rotary
@@ -301,7 +301,7 @@ def test_published_names() -> None:
             {"head_dim": 128},
             r"head_dim is 128, and the two parts of a query head, 128 \+ 64, make it 64",
         ),
-        ({"num_experts_per_tok": 65}, "k is 65; there are 64 experts"),
+        ({"num_experts_per_tok": 65}, "num_experts_per_tok is 65, and n_routed_experts 64"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "which follows the length"),
         ({"auto_map": {"AutoModel": "mine.Other"}}, "auto_map names 'mine.Other'"),
         ({"qk_rope_head_dim": 63}, "63"),
@@ -311,11 +311,13 @@ def test_it_refuses(change: dict[str, Any], message: str) -> None:
     found = family("deepseek_v2")
     assert found is not None
     with pytest.raises(ArgumentError, match=message):
-        parse(found, LITE | change)
+        found.check(parse(found.config, LITE | change))
 
 
 def test_older_files_do_not_name_key_heads() -> None:
     found = family("deepseek_v2")
     assert found is not None
     raw = {k: v for k, v in LITE.items() if k != "num_key_value_heads"}
-    assert parse(found, raw) == parse(found, LITE | {"head_dim": 64, "qk_head_dim": 192})
+    assert parse(found.config, raw) == parse(
+        found.config, LITE | {"head_dim": 64, "qk_head_dim": 192}
+    )

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import regard
+from regard.configs.reader import parse
 from regard.errors import ArgumentError, FileError
-from regard.models.checkpoint.config import parse
 from regard.models.families import family
 from regard.models.save import save
 from regard.nn.feed_forward import Groups
@@ -284,7 +284,7 @@ def test_it_refuses(change: dict[str, Any], message: str) -> None:
     found = family("deepseek_v3")
     assert found is not None
     with pytest.raises(ArgumentError, match=message):
-        parse(found, V3 | change)
+        found.check(parse(found.config, V3 | change))
 
 
 def test_what_a_narrower_dtype_would_spoil_stays(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.masks import Causal, Window
-from regard.models.checkpoint.config import parse
+from regard.models.assembly import rope
 from regard.models.families import family
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
@@ -251,7 +252,7 @@ def test_fresh_layers_add_nothing() -> None:
     """What writes to the residual path starts at 0, each expert's matrix too; the rest does not."""
     found = family("gpt_oss")
     assert found is not None
-    network = found.build(parse(found, {"model_type": "gpt_oss"} | SMALL))
+    network = found.build(parse(found.config, {"model_type": "gpt_oss"} | SMALL))
     x = torch.randn(1, 5, 36)
     for block in network.layers:
         assert torch.equal(block(x), x)
@@ -261,7 +262,7 @@ def test_fresh_layers_add_nothing() -> None:
 def read(**change: Any) -> Any:
     found = family("gpt_oss")
     assert found is not None
-    return parse(found, {k: v for k, v in (GPT_OSS_20B | change).items() if v != "absent"})
+    return parse(found.config, {k: v for k, v in (GPT_OSS_20B | change).items() if v != "absent"})
 
 
 def test_what_a_file_leaves_out() -> None:
@@ -273,7 +274,7 @@ def test_what_a_file_leaves_out() -> None:
     assert read(rope_scaling=None) == read()
     default = {"rope_type": "default", "rope_theta": 1e4}
     unscaled = read(rope_scaling="absent", rope_theta="absent", rope_parameters=default)
-    assert (unscaled.rotary().scaling, unscaled.rope_theta) == (None, 1e4)
+    assert (rope.rotary(unscaled.rope).scaling, unscaled.rope_theta) == (None, 1e4)
 
 
 @pytest.mark.parametrize(

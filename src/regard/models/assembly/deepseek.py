@@ -6,23 +6,21 @@ Source: DeepSeek-AI 2024 (arXiv 2405.04434); DeepSeek-AI 2024 (arXiv 2412.19437)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from regard import masks
+from regard.configs.deepseek import DeepseekConfig
 from regard.errors import ArgumentError
 from regard.models.assembly import grouped, rope
-from regard.models.assembly.shared import ready_for_training
-from regard.models.checkpoint.family import Raw, check_sizes
+from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, Latent, PreNorm, RMSNorm, SwiGLU
 from regard.nn.feed_forward import Groups, MoE, Router
 from regard.nn.linear import Linear
 from regard.positions import Rotary
-from regard.positions.rotary import Layout
 
 OURS, THEIRS = grouped.OURS, grouped.THEIRS
 PROJECT = OURS + "attention.project."
@@ -56,79 +54,6 @@ BUFFERS = (*grouped.BUFFERS, r"model\.layers\.61\..*")
 """What else a file may hold: the layer that predicts a second token is another model behind V3's 61
 layers.
 """
-IGNORED = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
-"""Keys of training and of other code: the model is computed here."""
-CODE = "Deepseek"
-"""What the class names of the published code begin with."""
-FIXED = {"hidden_act": ("silu",), "moe_layer_freq": (1,)}
-"""Keys that are understood with these values only."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """The keys of config.json that both have.
-
-    Raises:
-        ArgumentError: a size is out of range, rope_scaling is not understood or follows the length,
-            heads share keys, or the experts cannot be chosen as the keys say.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    kv_lora_rank: int
-    q_lora_rank: int | None
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    n_routed_experts: int
-    num_experts_per_tok: int
-    n_shared_experts: int
-    first_k_dense_replace: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    max_position_embeddings: int = 2048
-    attention_bias: bool = False
-    tie_word_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        check_sizes(self, zero=("first_k_dense_replace",))
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise ArgumentError(
-                f"num_key_value_heads is {self.num_key_value_heads}, and num_attention_heads "
-                f"{self.num_attention_heads}; heads share one latent, and each has its own keys: "
-                "make them equal"
-            )
-        if self.rotary().follows:
-            raise ArgumentError(
-                f"rope_scaling is {dict(self.rope_scaling or {})}, which follows the length; what "
-                "a latent cache keeps is "
-                "rotated already: supported are yarn, linear and none"
-            )
-        self.router()
-
-    def rotary(self) -> Rotary:
-        """The rotary positions of every layer."""
-        return rope.rotary(
-            self.qk_rope_head_dim,
-            self.rope_theta,
-            self.rope_scaling,
-            self.max_position_embeddings,
-            layout=self.layout(),
-        )
-
-    def layout(self) -> Layout:
-        """Which dims make a pair."""
-        return "interleaved"
-
-    def router(self) -> Router:
-        """How a token chooses its experts; each family says."""
-        raise NotImplementedError
 
 
 def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
@@ -145,40 +70,36 @@ def groups(n_group: int | None, topk_group: int | None, best: int) -> Groups:
     return Groups(n_group, topk_group, best)
 
 
-def plain(raw: Raw) -> dict[str, Any]:
-    """Older files lack num_key_value_heads; newer ones name two sums of other keys, which are
-    checked.
+def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
+    """Check the numbers of the rotary scaling, and the choice of experts.
 
     Raises:
-        ArgumentError: head_dim or qk_head_dim contradicts qk_rope_head_dim and qk_nope_head_dim.
+        ArgumentError: a number is out of range, or the experts cannot be chosen as the keys say.
     """
-    found = rope.plain(raw)
-    if found.get("num_key_value_heads") is None:
-        found["num_key_value_heads"] = found.get("num_attention_heads")
-    nope, turned = found.get("qk_nope_head_dim"), found.get("qk_rope_head_dim")
-    if isinstance(nope, int) and isinstance(turned, int):
-        for key, allowed in (("head_dim", turned), ("qk_head_dim", nope + turned)):
-            said = found.pop(key, None)
-            if said not in (None, allowed):
-                raise ArgumentError(
-                    f"{key} is {said}, and the two parts of a query head, {nope} + {turned}, make "
-                    f"it {allowed}"
-                )
-    return found
+    rope.rotary(config.rope)
+    with torch.device("meta"):  # its sizes are checked, and nothing is allocated
+        router()
 
 
-def decoder(config: Config) -> Decoder:
-    """A decoder with fresh weights: the first layers dense, the others with experts."""
+def decoder(config: DeepseekConfig, router: Callable[[], Router]) -> Decoder:
+    """A decoder with fresh weights: the first layers dense, the others with experts.
+
+    Args:
+        config: the config.
+        router: makes the router of a layer.
+    """
     embedding = nn.Embedding(config.vocab_size, config.hidden_size)
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rotary = config.rotary()
-    layers = [_block(config, rotary, layer) for layer in range(config.num_hidden_layers)]
+    rotary = rope.rotary(config.rope)
+    layers = [_block(config, rotary, router, layer) for layer in range(config.num_hidden_layers)]
     return ready_for_training(Decoder(Embed(embedding), layers, _norm(config), head))
 
 
-def _block(config: Config, rotary: Rotary, layer: int) -> Block:
+def _block(
+    config: DeepseekConfig, rotary: Rotary, router: Callable[[], Router], layer: int
+) -> Block:
     M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
     project = Latent(
         M,
@@ -196,9 +117,9 @@ def _block(config: Config, rotary: Rotary, layer: int) -> Block:
     if layer >= config.first_k_dense_replace:
         width = config.moe_intermediate_size
         experts = [SwiGLU(M, width) for _ in range(config.n_routed_experts)]
-        feed_forward = MoE(config.router(), experts, SwiGLU(M, width * config.n_shared_experts))
+        feed_forward = MoE(router(), experts, SwiGLU(M, width * config.n_shared_experts))
     return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
 
 
-def _norm(config: Config) -> RMSNorm:
+def _norm(config: DeepseekConfig) -> RMSNorm:
     return RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

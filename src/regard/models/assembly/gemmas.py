@@ -5,15 +5,14 @@ norms on either side.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
 from regard import masks
-from regard.arguments import check_number
+from regard.configs.gemma import GemmaConfig
 from regard.models.assembly import grouped, rope
 from regard.models.assembly.grouped import OURS, THEIRS
-from regard.models.assembly.shared import ready_for_training
+from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, OffsetRMSNorm, Sandwich
 from regard.nn.embedding import CappedLogits
@@ -37,44 +36,7 @@ drops out.
 """
 
 
-@dataclass(frozen=True)
-class Config(grouped.Config):
-    """The keys of config.json that all Gemmas have in common.
-
-    Raises:
-        ArgumentError: rms_norm_eps is not above 0; or as `regard.models.assembly.grouped.Config`.
-    """
-
-    max_position_embeddings: int = 8192
-    attention_bias: bool = False
-    tie_word_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("rms_norm_eps", self.rms_norm_eps, 0, float("inf"), "above 0")
-
-
-@dataclass(frozen=True)
-class WindowedConfig(Config):
-    """The keys that came with Gemma 2: a scale of its own, a cap on logits, and windows in some
-    layers.
-
-    Raises:
-        ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as `Config`.
-    """
-
-    query_pre_attn_scalar: float = 256
-    final_logit_softcapping: float | None = None
-    sliding_window: int | None = 4096
-    layer_types: tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("query_pre_attn_scalar", "final_logit_softcapping"):
-            check_number(key, getattr(self, key), 0, float("inf"), "above 0")
-
-
-def decoder(config: Config, layers: Sequence[Block], cap: float | None = None) -> Decoder:
+def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = None) -> Decoder:
     """A decoder with fresh weights: the embedding times sqrt(M), the layers, a norm, and a head,
     capped or not.
     """
@@ -88,7 +50,7 @@ def decoder(config: Config, layers: Sequence[Block], cap: float | None = None) -
 
 
 def attention(
-    config: Config,
+    config: GemmaConfig,
     rotary: Rotary,
     window: int | None = None,
     *,
@@ -113,17 +75,17 @@ def attention(
     return Attention(project, output, mask=mask, scale=scale, softcap=softcap)
 
 
-def feed_forward(config: Config) -> GatedFeedForward:
+def feed_forward(config: GemmaConfig) -> GatedFeedForward:
     """GeGLU, with the form of GELU that has a tanh."""
     return GatedFeedForward(config.hidden_size, config.intermediate_size, nn.GELU("tanh"))
 
 
-def sandwich(config: Config, mixer: Attention) -> Block:
+def sandwich(config: GemmaConfig, mixer: Attention) -> Block:
     """A block with a norm on either side of the attention and of the feed-forward layer."""
     paths = [Sandwich(norm(config), norm(config)) for _ in range(2)]
     return Block(mixer, feed_forward(config), *paths)
 
 
-def norm(config: Config, dim: int | None = None) -> OffsetRMSNorm:
+def norm(config: GemmaConfig, dim: int | None = None) -> OffsetRMSNorm:
     """A norm of the model's vectors, or of others, with the config's eps."""
     return OffsetRMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

@@ -4,17 +4,14 @@ names in checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from regard import masks
-from regard.arguments import check_groups
+from regard.configs.llama import GroupedQueryConfig
 from regard.models.assembly import rope
-from regard.models.assembly.shared import ready_for_training
-from regard.models.checkpoint.family import Raw, check_sizes
+from regard.models.assembly.parts import ready_for_training
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, PreNorm, RMSNorm, SwiGLU
 from regard.nn.linear import Linear
@@ -57,62 +54,16 @@ BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 """Stored by older versions; they follow from the config."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """The keys of config.json that these families have in common.
+def check(config: GroupedQueryConfig) -> None:
+    """Check the numbers of the rotary scaling.
 
     Raises:
-        ArgumentError: a size is less than 1, num_key_value_heads does not divide
-            num_attention_heads, or what is said of rotary positions or windows is not understood.
+        ArgumentError: as `rope.rotary`.
     """
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    max_position_embeddings: int = 2048
-    tie_word_embeddings: bool = False
-
-    def __post_init__(self) -> None:
-        check_sizes(self, zero=("max_window_layers",))
-        check_groups(self.num_attention_heads, self.num_key_value_heads)
-        self.rotary()
-        self.windows()
-
-    def rotary(self) -> Rotary:
-        """The rotary positions of every layer."""
-        return rope.rotary(
-            self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings
-        )
-
-    def windows(self) -> tuple[int | None, ...]:
-        """How far each layer looks back; None is all the way."""
-        return (None,) * self.num_hidden_layers
+    rope.rotary(config.rope)
 
 
-def plain(raw: Raw) -> dict[str, Any]:
-    """Older files lack head_dim, or num_key_value_heads; newer ones nest what rotary needs.
-
-    >>> found = plain({"num_attention_heads": 4, "hidden_size": 32, "rope_parameters": {"rope_theta": 1e6}})
-    >>> found["num_key_value_heads"], found["head_dim"], found["rope_theta"]
-    (4, 8, 1000000.0)
-    """
-    found = rope.plain(raw)
-    heads, size = found.get("num_attention_heads"), found.get("hidden_size")
-    if isinstance(heads, int) and isinstance(size, int) and heads > 0:
-        for key, value in (("num_key_value_heads", heads), ("head_dim", size // heads)):
-            if found.get(key) is None:
-                found[key] = value
-    return found
-
-
-def decoder(config: Config, block: Callable[[Rotary, int | None], Block]) -> Decoder:
+def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
     """A decoder with fresh weights, from a function that makes a block from the rotary and the
     layer's window.
     """
@@ -120,13 +71,13 @@ def decoder(config: Config, block: Callable[[Rotary, int | None], Block]) -> Dec
     head = Linear(config.hidden_size, config.vocab_size, bias=False)
     if config.tie_word_embeddings:
         head.weight = embedding.weight
-    rotary = config.rotary()
+    rotary = rope.rotary(config.rope)
     layers = [block(rotary, window) for window in config.windows()]
     return ready_for_training(Decoder(Embed(embedding), layers, norm(config), head))
 
 
 def attention(
-    config: Config,
+    config: GroupedQueryConfig,
     rotary: Rotary,
     window: int | None = None,
     *,
@@ -162,12 +113,12 @@ def attention(
     return Attention(project, Linear(H * D, M, bias=output_bias), mask=mask)
 
 
-def block(config: Config, mixer: Attention, *, bias: bool = False) -> Block:
+def block(config: GroupedQueryConfig, mixer: Attention, *, bias: bool = False) -> Block:
     """Norms in front of the attention and of a SwiGLU; `bias` is the latter's."""
     feed_forward = SwiGLU(config.hidden_size, config.intermediate_size, bias=bias)
     return Block(mixer, feed_forward, PreNorm(norm(config)), PreNorm(norm(config)))
 
 
-def norm(config: Config, dim: int | None = None) -> RMSNorm:
+def norm(config: GroupedQueryConfig, dim: int | None = None) -> RMSNorm:
     """A norm of the model's vectors, or of others, with the config's eps."""
     return RMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)

@@ -1,21 +1,6 @@
-"""Checkpoint folders: config.json, safetensors and tokenizer.json, with Hugging Face's names; files
+"""Checkpoint folders: config.json, safetensors and tokenizer.json, with Hugging Face's names. Files
 are hostile data.
+
+`config` reads config.json, `store` the headers and the tensors, `quantized` block formats; `family`
+and `names` are what a family says, and `weights` fills a model by it.
 """
-
-from regard.models.checkpoint.config import read_config, read_raw
-from regard.models.checkpoint.family import Family, check_sizes
-from regard.models.checkpoint.names import Rule, rows, transposed
-from regard.models.checkpoint.weights import fill
-from regard.models.checkpoint.write import write
-
-__all__ = [
-    "Family",
-    "Rule",
-    "check_sizes",
-    "fill",
-    "read_config",
-    "read_raw",
-    "rows",
-    "transposed",
-    "write",
-]

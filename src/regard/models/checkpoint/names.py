@@ -54,7 +54,8 @@ def transposed(ours: str) -> Rule:
 def rows(*ours: str) -> Rule:
     """Parameters that are stored below one another, in this order.
 
-    >>> [x.tolist() for x in rows("a", "b").take(torch.arange(3), [torch.Size([1]), torch.Size([2])])]
+    >>> sizes = [torch.Size([1]), torch.Size([2])]
+    >>> [x.tolist() for x in rows("a", "b").take(torch.arange(3), sizes)]
     [[0], [1, 2]]
     """
     return Rule(
@@ -89,11 +90,11 @@ def bind(model: nn.Module, names: Names) -> dict[str, Binding]:
     >>> list(bind(stacked, {"h.{}.w": "{}.weight", "h.{}.b": "{}.bias", "lm_head": "head.weight"}))
     ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
     """
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if names is OWN:
-        every = model.named_parameters(remove_duplicate=False)
-        return {name: Binding(same(name), (name,)) for name, _ in every}
+        return {name: Binding(same(name), (name,)) for name in every}
     by_pattern: dict[str, list[tuple[str, ...]]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
+    for name in every:
         numbers = tuple(part for part in name.split(".") if part.isdigit())
         by_pattern.setdefault(pattern(name), []).append(numbers)
     found: dict[str, Binding] = {}
@@ -104,7 +105,7 @@ def bind(model: nn.Module, names: Names) -> dict[str, Binding]:
             ours = tuple(n for name in rule.ours for n in _expand(name, numbers, by_pattern))
             found[theirs.format(*numbers)] = Binding(rule, ours)
             bound.update(ours)
-    unnamed = {name for name, _ in model.named_parameters(remove_duplicate=False)} - bound
+    unnamed = set(every) - bound
     assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
     return found
 

@@ -1,12 +1,16 @@
 """The tensors of a checkpoint folder: what they are, from the headers alone, and their values, on
 demand.
+
+They lie in model.safetensors, or in the shards that an index names. Of a folder that has neither,
+or no config.json, an error says what it seems to be instead, and the next step.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,14 +18,14 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, FileError
-from regard.files import reading
-from regard.files.header import Stored
-from regard.files.regular import Mark, inside
+from regard.files import reading, strict
+from regard.files.header import HEADER_LIMIT, PICKLE, Header, Stored, instead, read_header
+from regard.files.reading import Buffering
+from regard.files.regular import Mark, inside, whole
 from regard.foreign import shown
-from regard.models.checkpoint.shards import read_headers
 
-__all__ = ["Store", "Stored", "check_finite", "inside"]
-
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _CHUNK = 1 << 20
 
 
@@ -76,7 +80,9 @@ class Store:
         total = sum(x.bytes for x in found.values())
         return cls(folder, MappingProxyType(found), total, MappingProxyType(marks))
 
-    def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, names: Iterable[str] | None = None, buffering: Buffering = reading.DEFAULT
+    ) -> Iterator[tuple[str, Tensor]]:
         """Name and values of tensors, in the order of the files; each owns its memory.
 
         A few tensors are read ahead of the caller. The memory in use is what the caller keeps, and
@@ -84,6 +90,7 @@ class Store:
 
         Args:
             names: which tensors; None for all.
+            buffering: how much is read at a time.
 
         Raises:
             ArgumentError: a name is not that of a tensor.
@@ -100,7 +107,8 @@ class Store:
             close = difflib.get_close_matches(name, self.tensors, 1)
             hint = f"; did you mean {shown(close[0])}?" if close else ""
             raise ArgumentError(f"names: {self.folder} has no tensor {shown(name)}{hint}")
-        return reading.read([x for name, x in self.tensors.items() if name in chosen], self.marks)
+        wanted = [x for name, x in self.tensors.items() if name in chosen]
+        return reading.read(wanted, self.marks, buffering)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -117,8 +125,8 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
     >>> check_finite("a", torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]]))
     Traceback (most recent call last):
-    regard.errors.FileError: 'a' holds 1 NaN and 1 infinite values of 4, the first at [1, 0]; it is damaged, or its \
-training was: take another checkpoint
+    regard.errors.FileError: 'a' holds 1 NaN and 1 infinite values of 4, the first at [1, 0];
+    it is damaged, or its training was: take another checkpoint
     """
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return
@@ -157,3 +165,180 @@ def _all_finite(values: Tensor) -> bool:
         return True
     least, greatest = values.aminmax()
     return bool(least.isfinite() & greatest.isfinite())
+
+
+def read_headers(folder: Path) -> list[Header]:
+    """The checked headers of a folder's weights, in the order of the files' names.
+
+    Where there is a model.safetensors it is the model, index or not, as for transformers. Shards
+    hold together what the index says: each of its tensors in the shard that it names, and no
+    others.
+
+    Raises:
+        FileError: there are no weights; or a file, a header or the index is not what it should be.
+
+    >>> from safetensors.torch import save_file
+    >>> import torch
+    >>> save_file({"a": torch.zeros(2)}, "model.safetensors")
+    >>> [x.name for header in read_headers(Path()) for x in header.tensors]
+    ['a']
+    """
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError as e:
+        raise FileError(f"{folder} cannot be read as a folder: {e.strerror}") from e
+    if SINGLE in names:
+        return [read_header(inside(folder, SINGLE))]
+    if INDEX not in names:
+        raise without_weights(folder, names)
+    path, places = inside(folder, INDEX), read_index(folder)
+    files = sorted(set(places.values()))
+    headers = [read_header(_shard(folder, name, path)) for name in files]
+    _check_places(places, headers, path)
+    return headers
+
+
+def read_index(folder: Path) -> Mapping[str, str]:
+    """Tensor -> shard, from model.safetensors.index.json. What it says of sizes is not believed:
+    the headers have them.
+
+    Raises:
+        FileError: it is missing, no JSON object, or has no weight_map of names.
+    """
+    path = inside(folder, INDEX)
+    raw = whole(path, HEADER_LIMIT)
+    try:
+        found = strict.parse(raw)
+    except ArgumentError as e:
+        kind = "" if raw.lstrip().startswith(b"{") else instead(raw[:64])
+        raise FileError(f"{path} {e}{f'; {kind}' if kind else ''}") from e
+    places = found.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise FileError(
+            f"{path}: weight_map is {shown(places)}; it must name a shard for every tensor"
+        )
+    wrong = next((name for name, file in places.items() if not isinstance(file, str)), None)
+    if wrong is not None:
+        raise FileError(
+            f"{path}: weight_map gives {shown(wrong)} {shown(places[wrong])}; it must be a file "
+            "name"
+        )
+    return places
+
+
+def _shard(folder: Path, name: str, index: Path) -> Path:
+    try:
+        return inside(folder, name)
+    except FileError as e:
+        raise FileError(f"{e} ({index.name} names it)") from e
+
+
+def _check_places(places: Mapping[str, str], headers: Sequence[Header], index: Path) -> None:
+    """Every tensor of the index is in the shard that it names, and the shards hold no others."""
+    by_shard: dict[str, set[str]] = {}
+    for name, file in places.items():
+        by_shard.setdefault(file, set()).add(name)
+    for header in headers:
+        listed = by_shard[header.file.name]
+        held = {x.name for x in header.tensors}
+        for names, said in (
+            (listed - held, "that the index places there and it lacks"),
+            (held - listed, "that the index does not place there"),
+        ):
+            if names:
+                some = ", ".join(shown(name) for name in sorted(names)[:5])
+                raise FileError(
+                    f"{header.file}: {len(names)} tensors {said}: {some}; "
+                    f"are {index.name} and the shards of one download?"
+                )
+
+
+_ADAPTER = (
+    "an adapter, which is nothing without its base model; merge it into that first (peft: "
+    "merge_and_unload)"
+)
+_WEIGHTS = {
+    "adapter_config.json": _ADAPTER,
+    "adapter_model.*": _ADAPTER,
+    "*.index.json": "an index whose name is not model.safetensors.index.json",
+    "*.bin": f"PyTorch weights, a pickle, {PICKLE}",
+    "*.pt": f"PyTorch weights, a pickle, {PICKLE}",
+    "*.pth": f"PyTorch weights, a pickle, {PICKLE}",
+    "*.ckpt": f"a training checkpoint, a pickle, {PICKLE}",
+    "model-*-of-*.safetensors": "a shard; download model.safetensors.index.json, which says what "
+    "the shards hold",
+    "*.safetensors": "a safetensors file of another name; rename it to model.safetensors if it is "
+    "the whole model",
+    "*.gguf": "a GGUF file of llama.cpp; get the safetensors of the model, before its quantisation",
+    "*.h5": "TensorFlow weights; convert them to safetensors elsewhere",
+    "*.msgpack": "Flax weights; convert them to safetensors elsewhere",
+    "*.onnx": "an ONNX graph; get the safetensors of the model",
+    "*.npz": "NumPy arrays; convert them to safetensors elsewhere",
+}
+"""Names of files that hold weights which are not read -> what they are, the most telling first."""
+
+
+def without_weights(folder: Path, names: Iterable[str]) -> FileError:
+    """The error of a folder that has neither model.safetensors nor its index: what there is, and
+    how to go on.
+
+    >>> print(without_weights(Path("a"), ["config.json", "model.gguf"]))
+    a/model.safetensors is missing; the folder holds 'model.gguf', a GGUF file of llama.cpp; get
+    the safetensors of the model, before its quantisation
+    """
+    said = other_weights(names)
+    said = (
+        f"the folder holds {said}"
+        if said
+        else "a model folder holds it, or model.safetensors.index.json and its shards"
+    )
+    return FileError(f"{folder / 'model.safetensors'} is missing; {said}")
+
+
+def other_weights(names: Iterable[str]) -> str:
+    """The first of some file names that holds weights which are not read: what it is, and the next
+    step; "" without one.
+
+    >>> other_weights(["README.md", "model-q4.gguf"])
+    "'model-q4.gguf', a GGUF file of llama.cpp; get the safetensors of the model, before its
+    quantisation"
+    """
+    names = sorted(names)
+    for pattern, kind in _WEIGHTS.items():
+        found = [name for name in names if fnmatchcase(name.lower(), pattern)]
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            return f"{shown(found[0])}{more}, {kind}"
+    return ""
+
+
+def without_config(folder: Path) -> FileError:
+    """The error of a folder that has no config.json: what there is instead, and how to go on.
+
+    >>> folder = Path("no-config")
+    >>> folder.mkdir()
+    >>> print(without_config(folder))
+    no-config/config.json is missing; a model folder holds config.json and model.safetensors
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except OSError as e:
+        return FileError(f"{folder} cannot be read as a folder: {e.strerror}")
+    inner = [name for name in names if (folder / name / "config.json").is_file()]
+    if {"model.safetensors", "model.safetensors.index.json"} & {*names}:
+        said = "the folder holds the weights without it; get it from where they came from"
+    elif kind := other_weights(names):
+        said = f"the folder holds {kind}"
+    elif folder.name.startswith("models--") and "snapshots" in names:
+        said = (
+            "the folder is a whole repository of Hugging Face's cache; give one of the folders "
+            "in its snapshots"
+        )
+    elif inner:
+        said = (
+            f"it is in the folder {shown(inner[0])} here, and in {len(inner)} in all: give "
+            "that folder"
+        )
+    else:
+        said = "a model folder holds config.json and model.safetensors"
+    return FileError(f"{folder / 'config.json'} is missing; {said}")

@@ -26,6 +26,7 @@ from regard.models.convert.layer import (
     separate,
     stored,
 )
+from regard.models.families import type_of
 from regard.nn import Heads
 from regard.positions import Rotary
 
@@ -202,7 +203,7 @@ def _regrouped(config: Any, groups: int) -> Any:
         options = {**config.attention_options, "groups": groups}
         return replace(config, attention="gqa", attention_options=options)
     raise ArgumentError(
-        f"the config {type(config).__module__.rpartition('.')[2]} has no number of key/value "
+        f"the config {type_of(config)} has no number of key/value "
         "heads to write; "
         "it can be converted from llama, mistral, qwen2, qwen3, olmo2, phi3, gemma, gpt_oss, and "
         "regard's gqa and mqa"

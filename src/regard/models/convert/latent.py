@@ -134,7 +134,8 @@ def query_gram(layer: Layer) -> Float[Tensor, "G D D"]:
     unturned.
     """
     q = layer.q * layer.gain
-    return (q @ q.mT).unflatten(0, (-1, layer.share)).sum(1)
+    gram: Tensor = (q @ q.mT).unflatten(0, (-1, layer.share)).sum(1)
+    return gram
 
 
 def curve(cuts: list[Cut], full: int) -> dict[int, float]:

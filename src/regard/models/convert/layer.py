@@ -45,7 +45,8 @@ class Layer:
         layout: which dims make a pair.
 
     >>> from regard.nn.variants import gqa
-    >>> layer = Layer.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *(PreNorm(RMSNorm(8)) for _ in range(2))))
+    >>> norms = [PreNorm(RMSNorm(8)) for _ in range(2)]
+    >>> layer = Layer.of(Block(gqa(8, 4, groups=2), nn.Linear(8, 8), *norms))
     >>> layer.k.shape, layer.o.shape, layer.pairs
     (torch.Size([2, 2, 9]), torch.Size([4, 8, 2]), 1)
     """
@@ -98,16 +99,19 @@ class Layer:
     def pair_weights(self) -> Float[Tensor, "G p"]:
         """How much a pair of a key head counts: the norm of the queries that read it."""
         z, _ = self.split(self.q * self.gain)
-        return z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
+        norms: Tensor = z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
+        return norms
 
     def rest_gram(self) -> Float[Tensor, "G r r"]:
         """Of the queries that read a key head, in the dims that do not turn."""
         _, rest = self.split(self.q * self.gain)
-        return (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
+        gram: Tensor = (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
+        return gram
 
     def value_gram(self) -> Float[Tensor, "G E E"]:
         """Of the output maps that read a value head."""
-        return (self.o.mT @ self.o).unflatten(0, (-1, self.share)).sum(1)
+        gram: Tensor = (self.o.mT @ self.o).unflatten(0, (-1, self.share)).sum(1)
+        return gram
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
         """The Frobenius norm of the score forms that keys x make with the queries, its mean square
@@ -164,7 +168,9 @@ def _by_head(heads: Heads) -> Tensor:
     linear = heads.linear
     weight = linear.weight.detach().double()
     bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach().double()
-    return torch.cat((weight, bias[:, None]), 1).unflatten(0, (heads.heads, heads.head_dim))
+    both = torch.cat((weight, bias[:, None]), 1)
+    by_head: Tensor = both.unflatten(0, (heads.heads, heads.head_dim))
+    return by_head
 
 
 def _gain(block: nn.Module, M: int) -> Tensor:
@@ -237,8 +243,7 @@ def rebuilt(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
     """
     found = family(type_of(config))
     assert found is not None
-    with torch.device("meta"):
-        network = found.build(config)
+    network = found.build_empty(config)
     before: list[nn.Parameter] = []  # held, so that no id is given twice
     made: dict[int, nn.Parameter] = {}
     lost = set(weights) - {name for name, _ in network.named_parameters(remove_duplicate=False)}

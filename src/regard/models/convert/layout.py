@@ -25,7 +25,7 @@ from regard.models.convert.layer import (
     rebuilt,
     separate,
 )
-from regard.models.families import deepseek_v3, llama, mistral
+from regard.models.families import deepseek_v3, llama, mistral, type_of
 from regard.models.families import regard as own
 from regard.nn import Heads, Latent
 from regard.nn.latent import LowRank
@@ -123,7 +123,7 @@ def _renamed(config: Any, layout: Layout) -> Any:
         return _as_llama(config)
     plain = isinstance(config, (llama.Config, mistral.Config))
     reasons = {
-        f"config keys of {type(config).__module__.rpartition('.')[2]}": not plain,
+        f"config keys of {type_of(config)}": not plain,
         "other rotary frequencies": plain and config.rope_scaling is not None,
         "biases": isinstance(config, llama.Config) and (config.attention_bias or config.mlp_bias),
         "a window": plain and any(config.windows()),
@@ -213,4 +213,5 @@ def _turned(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
     """Rows start to start + len(rows) of each head, in another order."""
     each = x.detach().unflatten(0, (heads, -1)).clone()
     each[:, start : start + len(rows)] = each[:, start + rows]
-    return each.flatten(0, 1)
+    rows: Tensor = each.flatten(0, 1)
+    return rows

@@ -1,19 +1,31 @@
-"""A folder in, another folder out, and a report of what lies between."""
+"""Converting a checkpoint folder into another, and a report of what changed.
+
+The new folder is written whole or not at all, with everything of the source that is not a weight.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias, get_args
+from typing import TypeAlias, cast, get_args
 
 import torch
 from jaxtyping import Int
+from safetensors import SafetensorError
 from torch import Tensor
 
-from regard.errors import ArgumentError
-from regard.models.checkpoint.config import read_json
+from regard.configs.base import Raw
+from regard.configs.reader import IGNORED
+from regard.errors import ArgumentError, FileError
+from regard.files.regular import present
+from regard.files.strict import read_json
+from regard.files.write import sync, workplace
+from regard.foreign import told
 from regard.models.convert.context import Extension, to_context
 from regard.models.convert.dtype import DTYPES, to_dtype
 from regard.models.convert.heads import Pooling, to_groups
@@ -21,11 +33,45 @@ from regard.models.convert.latent import to_latent
 from regard.models.convert.layer import Checkpoint, Step, rebuilt
 from regard.models.convert.layout import to_layout
 from regard.models.convert.report import Healing, Report, Sizes, measure, windows
-from regard.models.convert.write import place_for, put, write
 from regard.models.load import folder_of, load
 from regard.models.model import Model
+from regard.models.save import save
 from regard.nn.projections import Projection
 from regard.positions.rotary import Layout
+
+BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "generation_config.json",
+    "chat_template.jinja",
+    "LICENSE",
+    "LICENSE.txt",
+)
+"""Files that go along as they are."""
+STAY_BEHIND = frozenset(
+    {
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "model_type",
+        "name_or_path",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
+"""Keys of config.json that speak of the source alone."""
+ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM"}
+"""What transformers calls the families that a conversion may end in."""
+
 
 TARGETS = ("mha", "gqa", "mqa", "mla")
 """What attention can become."""
@@ -92,30 +138,45 @@ class Wanted:
 
     def _contradiction(self) -> str | None:
         """What does not go together, or None."""
-        heads, fewer = self.kv_heads is not None, self.to == "mqa" or self.kv_heads is not None
-        reasons = {
-            "rank is given, and belongs to mla: give to mla": self.rank is not None
-            and self.to != "mla",
-            "kv_heads is given, and mla has none: leave it out": heads and self.to == "mla",
-            "kv_heads is given, and mha has as many as queries: leave it out": heads
-            and self.to == "mha",
-            f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out": self.to == "mqa"
-            and self.kv_heads not in (None, 1),
-            "gqa is asked for, and kv_heads is missing": self.to == "gqa" and not heads,
-            f"groups by {self.pooling} are for fewer key/value heads: give kv_heads": self.pooling
-            != "mean"
-            and not fewer,
-            f"scaling {self.scaling} is given without a context": self.scaling != "yarn"
-            and self.context is None,
-            "stored_layout is given without rotary_layout, the one that comes out": self.stored_layout
-            is not None
-            and self.rotary_layout is None,
-            "rotary_layout is given, and the rotary key of mla is always interleaved: leave it "
-            "out": self.to == "mla"
-            and self.rotary_layout is not None
-            and self.stored_layout is None,
-        }
-        return next((reason for reason, wrong in reasons.items() if wrong), None)
+        heads = self.kv_heads is not None
+        fewer = heads or self.to == "mqa"
+        rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
+        checks = (
+            (
+                self.rank is not None and self.to != "mla",
+                "rank is given, and belongs to mla: give to mla",
+            ),
+            (heads and self.to == "mla", "kv_heads is given, and mla has none: leave it out"),
+            (
+                heads and self.to == "mha",
+                "kv_heads is given, and mha has as many as queries: leave it out",
+            ),
+            (
+                self.to == "mqa" and self.kv_heads not in (None, 1),
+                f"kv_heads is {self.kv_heads}, and mqa has 1: leave it out",
+            ),
+            (self.to == "gqa" and not heads, "gqa is asked for, and kv_heads is missing"),
+            (
+                self.pooling != "mean" and not fewer,
+                f"groups by {self.pooling} are for fewer key/value heads: give kv_heads",
+            ),
+            (
+                self.scaling != "yarn" and self.context is None,
+                f"scaling {self.scaling} is given without a context",
+            ),
+            (
+                stored and not rotary,
+                "stored_layout is given without rotary_layout, the one that comes out",
+            ),
+            (
+                self.to == "mla" and rotary and not stored,
+                (
+                    "rotary_layout is given, and the rotary key of mla is always interleaved: "
+                    "leave it out"
+                ),
+            ),
+        )
+        return next((reason for wrong, reason in checks if wrong), None)
 
 
 def convert(
@@ -203,7 +264,7 @@ def _convert(
         tell(f"healing on {ids.numel():,} tokens")
         after, healing = _healed(after, heal, ids)
     tell(f"writing {target}")
-    write(after, folder, read_json(folder, "config.json"), place)
+    write(after, folder, read_json(folder / "config.json"), place)
     again = load(place, kind=Model)
     tell(f"measuring on {ids.numel():,} tokens")
     measured = measure(before.decoder, again.decoder, ids, text=source_text)
@@ -275,3 +336,90 @@ def _healed(held: Checkpoint, heal: Heal, ids: Tensor) -> tuple[Checkpoint, Heal
     copy = rebuilt(held.config, {name: x.clone() for name, x in held.weights().items()})
     done = heal(copy.network.requires_grad_(True), ids)
     return Checkpoint(copy.network.eval().requires_grad_(False), held.config), done
+
+
+def check_out(source: Path, out: Path) -> None:
+    """Refuse to write over anything.
+
+    Raises:
+        ArgumentError: out is the source, or lies in it.
+        FileError: out is a file, or a folder that holds something.
+
+    >>> check_out(Path("a"), Path("a"))
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: out is a, which is the source or lies in it; a
+    conversion never writes there: give another folder
+    """
+    if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
+        raise ArgumentError(
+            f"out is {out}, which is the source or lies in it; a conversion never writes there: "
+            "give another folder"
+        )
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise FileError(f"{out} is there and is no folder; give another name")
+    if out.is_dir() and any(out.iterdir()):
+        raise FileError(f"{out} is not empty; nothing is written over: give a new folder")
+
+
+@contextmanager
+def place_for(source: Path, out: Path) -> Iterator[Path]:
+    """A folder beside `out` for what is to become it, and for nobody else, from the beginning of
+    the work to its end.
+
+    Whatever fails leaves nothing behind, and what a killed conversion left is swept.
+
+    Raises:
+        ArgumentError, FileError: as `check_out`; another run is writing `out`; or the disk refuses.
+    """
+    check_out(source, out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with workplace(out, alone=True) as folder:
+            check_out(source, out)  # another run may have finished it meanwhile
+            yield folder
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(
+            f"{out}: cannot write the folder: {told(error)}; free some space, or choose another"
+        ) from error
+
+
+def put(folder: Path, out: Path) -> None:
+    """Rename a folder that is whole to `out`.
+
+    Raises:
+        OSError: the disk refuses, or something came to be in `out` meanwhile.
+    """
+    if out.is_dir():
+        out.rmdir()
+    folder.rename(out)
+    sync(out.parent)
+
+
+def write(held: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
+    """Write a converted model into a folder, with everything of the source that is not a weight.
+
+    Raises:
+        FileError: a file of the source cannot be read.
+        OSError, SafetensorError: the disk refuses; `place_for` tells it of the folder that the user
+            named.
+    """
+    assert held.network.head is not None  # `convert` refuses a model without one
+    dtype = cast("Tensor", held.network.head.weight).dtype
+    save(held.network, held.config, folder, dtype)
+    path = folder / "config.json"
+    config = read_json(path)
+    kept = {key: raw[key] for key in raw if key in IGNORED - STAY_BEHIND and key not in config}
+    name = config["model_type"]
+    if name == raw.get("model_type") and "architectures" in raw:
+        kept["architectures"] = raw["architectures"]
+    elif name in ARCHITECTURES:
+        kept["architectures"] = [ARCHITECTURES[name]]
+    path.write_text(json.dumps({**config, **kept}, indent=2) + "\n", "utf-8")
+    for file in BESIDE:
+        if (there := present(source, file)) is not None:
+            shutil.copyfile(there, folder / file)
+    for written_file in folder.iterdir():
+        sync(written_file)
+    sync(folder)

@@ -1,41 +1,19 @@
-"""One file per family, named as `model_type` in its config.json: a config with Hugging Face's keys,
-a builder, a name table.
+"""One file per family, named as `model_type` in its config.json: a builder and a name table.
 
-Families never import one another; what they share stands in `models/checkpoint`, `models/assembly`
-and `nn`.
+The family's config, which needs no torch, stands in `regard.configs`. Families never import one
+another; what they share stands in `models/checkpoint`, `models/assembly` and `nn`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any, cast
+from typing import cast
 
+from regard.configs import LOADABLE, config_class
+from regard.configs.base import ModelConfig
 from regard.models.checkpoint.family import Family
 
-FILES = {
-    "bert": "bert",
-    "bloom": "bloom",
-    "deepseek_v2": "deepseek_v2",
-    "deepseek_v3": "deepseek_v3",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3_text",
-    "gemma3_text": "gemma3_text",
-    "gpt2": "gpt2",
-    "gpt_neox": "gpt_neox",
-    "gpt_oss": "gpt_oss",
-    "llama": "llama",
-    "mistral": "mistral",
-    "mpt": "mpt",
-    "olmo2": "olmo2",
-    "phi3": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "regard": "regard",
-    "t5": "t5",
-}
-"""model_type -> the file that describes it."""
-FAMILIES = tuple(sorted(FILES))
+FAMILIES = LOADABLE
 """Every supported model_type."""
 
 
@@ -45,13 +23,13 @@ def family(model_type: str) -> Family | None:
     >>> family("llama").text
     'decoder'
     """
-    if model_type not in FILES:
+    kind = config_class(model_type)
+    if kind is None or model_type not in FAMILIES:
         return None
-    module = importlib.import_module(f"regard.models.families.{FILES[model_type]}")
+    module = importlib.import_module(f"{__name__}.{kind.model_types[0]}")
     return cast("Family", module.FAMILY)
 
 
-def type_of(config: Any) -> str:
+def type_of(config: ModelConfig) -> str:
     """The `model_type` of a config."""
-    file = type(config).__module__.rpartition(".")[2]
-    return file if file in FILES else next(name for name, where in FILES.items() if where == file)
+    return config.model_types[0]

@@ -8,50 +8,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import nn
 
-from regard.models.assembly.shared import activation
-from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.arguments import head_size
+from regard.configs.base import Raw
+from regard.configs.bert import BertConfig
+from regard.models.assembly.parts import activation
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.nn import Attention, Block, Embed, FeedForward, PostNorm
 from regard.nn.linear import Linear
-from regard.nn.variants.parts import head_size, join, separate
+from regard.nn.variants.parts import join, separate
 from regard.positions import Learned
 
-
-@dataclass(frozen=True)
-class Config:
-    """The keys of a BERT config.json that shape the model, and what config.json does not tell but
-    the stored tensors do.
-
-    Attributes:
-        pooler: whether there is a pooler.
-        masked_words: whether there is a head for hidden words, whose matrix is the embedding.
-
-    Raises:
-        ArgumentError: a size is less than 1, num_attention_heads does not divide hidden_size, or
-            hidden_act is unknown.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    intermediate_size: int
-    max_position_embeddings: int
-    hidden_act: str = "gelu"
-    type_vocab_size: int = 2
-    layer_norm_eps: float = 1e-12
-    pooler: bool = True
-    masked_words: bool = False
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        head_size(self.hidden_size, self.num_attention_heads, None)
-        activation(self.hidden_act)
+Config = BertConfig
 
 
 def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
@@ -142,20 +115,6 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    ignored=frozenset(
-        {
-            "pooler_fc_size",
-            "pooler_num_attention_heads",
-            "pooler_num_fc_layers",
-            "pooler_size_per_head",
-        }
-    ),
-    fixed={
-        "directionality": ("bidi",),
-        "pooler_type": ("first_token_transform",),
-        "position_embedding_type": ("absolute",),
-        "tie_word_embeddings": (True,),
-    },
     settle=settle,
     respell=respell,
     prefixes=("bert.",),

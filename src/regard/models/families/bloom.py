@@ -6,55 +6,21 @@ Source: Le Scao et al. 2022 (arXiv 2211.05100); key names as in Hugging Face che
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from torch import nn
 
 from regard import masks
-from regard.arguments import check_number
+from regard.arguments import head_size
 from regard.biases import ALiBi
-from regard.models.assembly.shared import embedding_and_head, ready_for_training, respelled
-from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.configs.gpt import BloomConfig
+from regard.models.assembly.parts import embedding_and_head, ready_for_training
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import both
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
 from regard.nn.blocks import NormedPath
 from regard.nn.linear import Linear
-from regard.nn.variants.parts import head_size
 
-
-@dataclass(frozen=True)
-class Config:
-    """The keys of a BLOOM config.json that shape the model.
-
-    Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, or n_head does not
-            divide hidden_size.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    n_layer: int
-    n_head: int
-    layer_norm_epsilon: float = 1e-5
-    apply_residual_connection_post_layernorm: bool = False
-    tie_word_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        check_number("layer_norm_epsilon", self.layer_norm_epsilon, 0, float("inf"), "above 0")
-        head_size(self.hidden_size, self.n_head, None)
-
-
-def plain(raw: Raw) -> dict[str, Any]:
-    """Older files have n_embed; the general names of the other sizes are understood, too."""
-    names = {
-        "n_embed": "hidden_size",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    }
-    return respelled(raw, names)
+Config = BloomConfig
 
 
 def build(config: Config) -> Decoder:
@@ -107,20 +73,6 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    ignored=frozenset(
-        {
-            "attention_softmax_in_fp32",
-            "bias_dropout_fusion",
-            "masked_softmax_fusion",
-            "offset_alibi",
-            "seq_length",
-            "skip_bias_add",
-            "skip_bias_add_qkv",
-            "slow_but_exact",
-        }
-    ),
-    fixed={"n_inner": (None,)},
-    plain=plain,
     prefixes=("transformer.",),
     head="lm_head.weight",
 )

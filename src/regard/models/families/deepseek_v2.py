@@ -6,66 +6,52 @@ Source: DeepSeek-AI 2024 (arXiv 2405.04434); key names as in Hugging Face checkp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
+from regard.configs.deepseek import DeepseekV2Config
 from regard.errors import ArgumentError
 from regard.models.assembly import deepseek, grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn.feed_forward import SoftmaxRouter
 
+Config = DeepseekV2Config
 METHODS = ("greedy", "group_limited_greedy")
 
 
-@dataclass(frozen=True)
-class Config(deepseek.Config):
-    """The keys of a DeepSeek-V2 config.json that shape the model.
+def router(config: Config) -> SoftmaxRouter:
+    """Softmax over all experts; groups are compared by their best expert, and count only where
+    topk_method says so.
 
     Raises:
-        ArgumentError: as `regard.models.assembly.deepseek.Config`; or topk_method is unknown.
+        ArgumentError: topk_method is unknown, or the experts cannot be chosen as the keys say.
     """
-
-    topk_method: str = "greedy"
-    n_group: int | None = None
-    topk_group: int | None = None
-    routed_scaling_factor: float = 1.0
-
-    def router(self) -> SoftmaxRouter:
-        """Softmax over all experts; groups are compared by their best expert, and count only where
-        topk_method says so.
-        """
-        if self.topk_method not in METHODS:
-            raise ArgumentError(
-                f"topk_method is {self.topk_method!r}; supported are "
-                f"{' and '.join(map(repr, METHODS))}"
-            )
-        limited = self.topk_method == "group_limited_greedy"
-        groups = deepseek.groups(self.n_group, self.topk_group, 1) if limited else None
-        return SoftmaxRouter(
-            self.hidden_size,
-            self.n_routed_experts,
-            self.num_experts_per_tok,
-            groups=groups,
-            scale=self.routed_scaling_factor,
+    if config.topk_method not in METHODS:
+        raise ArgumentError(
+            f"topk_method is {config.topk_method!r}; supported are "
+            f"{' and '.join(map(repr, METHODS))}"
         )
+    limited = config.topk_method == "group_limited_greedy"
+    groups = deepseek.groups(config.n_group, config.topk_group, 1) if limited else None
+    return SoftmaxRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        groups=groups,
+        scale=config.routed_scaling_factor,
+    )
 
 
 def build(config: Config) -> Decoder:
     """The decoder of a config, with fresh weights."""
-    return deepseek.decoder(config)
+    return deepseek.decoder(config, partial(router, config))
 
 
 FAMILY = Family(
     Config,
     build,
     deepseek.NAMES,
-    ignored=deepseek.IGNORED,
-    # the authors' code scales weights only where it does not renormalise them, and transformers
-    # never does the latter
-    fixed=deepseek.FIXED
-    | {"mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
-    code=deepseek.CODE,
-    plain=deepseek.plain,
+    check=lambda config: deepseek.check(config, partial(router, config)),
     prefixes=grouped.PREFIXES,
     head=grouped.HEAD,
     buffers=deepseek.BUFFERS,

@@ -7,65 +7,20 @@ Hugging Face checkpoints.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from torch import nn
 
 from regard import masks
-from regard.arguments import check_number
-from regard.models.assembly.shared import (
-    activation,
-    embedding_and_head,
-    ready_for_training,
-    respelled,
-)
-from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.arguments import head_size
+from regard.configs.gpt import GPT2Config
+from regard.models.assembly.parts import activation, embedding_and_head, ready_for_training
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Names, transposed
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
 from regard.nn.linear import Linear
-from regard.nn.variants.parts import head_size
 from regard.positions import Learned
 
-
-@dataclass(frozen=True)
-class Config:
-    """The keys of a GPT-2 config.json that shape the model.
-
-    Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_head does not divide
-            n_embd, or the activation is not known.
-    """
-
-    vocab_size: int
-    n_positions: int
-    n_embd: int
-    n_layer: int
-    n_head: int
-    n_inner: int | None = None
-    activation_function: str = "gelu_new"
-    layer_norm_epsilon: float = 1e-5
-    scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    tie_word_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        check_number("layer_norm_epsilon", self.layer_norm_epsilon, 0, float("inf"), "above 0")
-        head_size(self.n_embd, self.n_head, None)
-        activation(self.activation_function, "activation_function")
-
-
-def plain(raw: Raw) -> dict[str, Any]:
-    """The general names of sizes are understood, too."""
-    names = {
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    }
-    return respelled(raw, names)
+Config = GPT2Config
 
 
 def build(config: Config) -> Decoder:
@@ -89,8 +44,7 @@ def _block(config: Config, layer: int) -> Block:
         scale /= layer + 1
     project = Fused(M, H, H, D, order="parts")
     attention = Attention(project, Linear(M, M), mask=masks.Causal(), scale=scale)
-    hidden = 4 * M if config.n_inner is None else config.n_inner
-    feed_forward = FeedForward(M, hidden, activation(config.activation_function))
+    feed_forward = FeedForward(M, config.hidden, activation(config.activation_function))
     return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
 
 
@@ -120,8 +74,6 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    ignored=frozenset({"n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"}),
-    plain=plain,
     prefixes=("transformer.",),
     head="lm_head.weight",
     buffers=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),

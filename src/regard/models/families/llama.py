@@ -5,25 +5,14 @@ Source: Touvron et al. 2023 (arXiv 2307.09288); key names as in Hugging Face che
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from regard.configs.llama import LlamaConfig
 from regard.models.assembly import grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block
 from regard.positions import Rotary
 
-
-@dataclass(frozen=True)
-class Config(grouped.Config):
-    """The keys of a Llama config.json that shape the model.
-
-    Raises:
-        ArgumentError: as `regard.models.assembly.grouped.Config`.
-    """
-
-    attention_bias: bool = False
-    mlp_bias: bool = False
+Config = LlamaConfig
 
 
 def build(config: Config) -> Decoder:
@@ -41,9 +30,7 @@ FAMILY = Family(
     Config,
     build,
     grouped.NAMES,
-    ignored=frozenset({"is_llama_config", "max_sequence_length"}),
-    fixed={"hidden_act": ("silu",), "rope_interleaved": (False,)},
-    plain=grouped.plain,
+    check=grouped.check,
     prefixes=grouped.PREFIXES,
     head=grouped.HEAD,
     buffers=grouped.BUFFERS,

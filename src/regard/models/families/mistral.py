@@ -5,28 +5,12 @@ Source: Jiang et al. 2023 (arXiv 2310.06825); key names as in Hugging Face check
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from regard.cost import layer_types
+from regard.configs.llama import MistralConfig
 from regard.models.assembly import grouped
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
-
-@dataclass(frozen=True)
-class Config(grouped.Config):
-    """The keys of a Mistral config.json that shape the model.
-
-    Raises:
-        ArgumentError: as `regard.models.assembly.grouped.Config`.
-    """
-
-    max_position_embeddings: int = 131072
-    sliding_window: int | None = 4096
-
-    def windows(self) -> tuple[int | None, ...]:
-        """One window for all layers, or none."""
-        return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
+Config = MistralConfig
 
 
 def build(config: Config) -> Decoder:
@@ -41,8 +25,7 @@ FAMILY = Family(
     Config,
     build,
     grouped.NAMES,
-    fixed={"hidden_act": ("silu",)},
-    plain=grouped.plain,
+    check=grouped.check,
     prefixes=grouped.PREFIXES,
     head=grouped.HEAD,
     buffers=grouped.BUFFERS,

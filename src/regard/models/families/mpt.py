@@ -10,92 +10,21 @@ Source: MosaicML 2023, "Introducing MPT-7B"; key names as in Hugging Face checkp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
 from torch import nn
 
 from regard import masks
-from regard.arguments import check_number
+from regard.arguments import head_size
 from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
-from regard.errors import ArgumentError
-from regard.foreign import shown
-from regard.models.assembly.shared import embedding_and_head, ready_for_training, respelled
-from regard.models.checkpoint.config import is_harmless
-from regard.models.checkpoint.family import Family, Raw, UnknownKey, check_sizes
+from regard.configs.gpt import MPT_ATTENTION, MptConfig
+from regard.models.assembly.parts import embedding_and_head, ready_for_training
+from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, Embed, FeedForward, Fused, PreNorm
 from regard.nn.linear import Linear
 from regard.nn.projections import Clipped
-from regard.nn.variants.parts import head_size
 
-ATTENTION = {"alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
-"""The keys of attn_config that shape the model, and what they are where they are not given."""
-FIXED_ATTENTION: dict[str, tuple[Any, ...]] = {
-    "alibi": (True,),
-    "attn_type": ("multihead_attention",),
-    "attn_uses_sequence_id": (False,),
-    "prefix_lm": (False,),
-    "qk_ln": (False,),
-}
-"""Keys of attn_config that are understood with these values only."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """The keys of an MPT config.json that shape the model.
-
-    Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_heads does not divide
-            d_model, or attn_config asks for what is not supported.
-    """
-
-    vocab_size: int
-    d_model: int
-    n_heads: int
-    n_layers: int
-    max_seq_len: int = 2048
-    layer_norm_epsilon: float = 1e-5
-    attn_config: Mapping[str, Any] = field(default_factory=dict)
-    tie_word_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        check_number("layer_norm_epsilon", self.layer_norm_epsilon, 0, float("inf"), "above 0")
-        head_size(self.d_model, self.n_heads, None)
-        for key, value in self.attn_config.items():
-            name, allowed = f"attn_config.{key}", FIXED_ATTENTION.get(key)
-            if allowed is not None and value not in allowed:
-                raise ArgumentError(f"{name} is {value!r}; only {allowed[0]!r} is supported")
-            if allowed is None and key not in ATTENTION:
-                raise UnknownKey(
-                    ("attn_config", key), f"attn_config has the unknown key {shown(key)}"
-                )
-            if key == "alibi_bias_max" and value is None:
-                raise ArgumentError(f"{name} is null; it must be above 0")
-            if key in ATTENTION:
-                check_number(name, value, 0, float("inf"), "above 0")
-
-
-def plain(raw: Raw) -> dict[str, Any]:
-    """The general names of sizes are understood, too; of attn_config what shapes the model is
-    kept.
-    """
-    names = {
-        "hidden_size": "d_model",
-        "num_attention_heads": "n_heads",
-        "num_hidden_layers": "n_layers",
-    }
-    found = respelled(raw, names)
-    attention = found["attn_config"] = {} if (own := found.get("attn_config")) is None else own
-    if isinstance(attention, Mapping):
-        without = {"attn_impl", "is_encoder_decoder"}
-        found["attn_config"] = {
-            k: v for k, v in attention.items() if not (k in without or is_harmless(k))
-        }
-    return found
+Config = MptConfig
 
 
 def build(config: Config) -> Decoder:
@@ -112,7 +41,7 @@ def _norm(config: Config) -> nn.LayerNorm:
 
 def _block(config: Config) -> Block:
     M, H = config.d_model, config.n_heads
-    D, own = head_size(M, H, None), ATTENTION | dict(config.attn_config)
+    D, own = head_size(M, H, None), MPT_ATTENTION | dict(config.attn_config)
     project = Fused(M, H, H, D, bias=False)
     if own["clip_qkv"] is not None:
         project = Clipped(M, H, H, D, limit=own["clip_qkv"], bias=False)
@@ -147,24 +76,6 @@ FAMILY = Family(
     Config,
     build,
     NAMES,
-    ignored=frozenset(
-        {
-            "embedding_fraction",
-            "init_config",
-            "init_device",
-            "learned_pos_emb",
-            "tokenizer_name",
-            "verbose",
-        }
-    ),
-    fixed={
-        "expansion_ratio": (4,),
-        "logit_scale": (None,),
-        "no_bias": (True,),
-        "norm_type": ("low_precision_layernorm", "layernorm"),
-    },
-    code="MPT",
-    plain=plain,
     prefixes=("transformer.",),
     head="lm_head.weight",
 )

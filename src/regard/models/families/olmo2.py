@@ -6,8 +6,7 @@ Source: OLMo 2, 2025 (arXiv 2501.00656); key names as in Hugging Face checkpoint
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from regard.configs.llama import Olmo2Config
 from regard.models.assembly import grouped
 from regard.models.assembly.grouped import OURS, THEIRS
 from regard.models.checkpoint.family import Family
@@ -15,17 +14,7 @@ from regard.models.decoder import Decoder
 from regard.nn import Block, OutputNorm, SwiGLU
 from regard.positions import Rotary
 
-
-@dataclass(frozen=True)
-class Config(grouped.Config):
-    """The keys of an OLMo 2 config.json that shape the model.
-
-    Raises:
-        ArgumentError: as `regard.models.assembly.grouped.Config`.
-    """
-
-    rms_norm_eps: float = 1e-5
-    attention_bias: bool = False
+Config = Olmo2Config
 
 
 def build(config: Config) -> Decoder:
@@ -58,8 +47,7 @@ FAMILY = Family(
     Config,
     build,
     grouped.OUTSIDE | grouped.ATTENTION | grouped.FEED_FORWARD | NORMS,
-    fixed={"hidden_act": ("silu",)},
-    plain=grouped.plain,
+    check=grouped.check,
     prefixes=grouped.PREFIXES,
     head=grouped.HEAD,
     buffers=grouped.BUFFERS,

@@ -6,54 +6,14 @@ Source: Abdin et al. 2024 (arXiv 2404.14219); key names as in Hugging Face check
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from regard.cost import layer_types
-from regard.errors import ArgumentError
-from regard.models.assembly import grouped, rope
+from regard.configs.llama import Phi3Config
+from regard.models.assembly import grouped
 from regard.models.assembly.grouped import OURS, THEIRS
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Names, rows
 from regard.models.decoder import Decoder
-from regard.positions import Rotary
 
-
-@dataclass(frozen=True)
-class Config(grouped.Config):
-    """The keys of a Phi 3 config.json that shape the model.
-
-    Raises:
-        ArgumentError: as `regard.models.assembly.grouped.Config`; or rope_scaling is of a type that
-            Phi 3 does not have.
-    """
-
-    rms_norm_eps: float = 1e-5
-    max_position_embeddings: int = 4096
-    original_max_position_embeddings: int = 4096
-    partial_rotary_factor: float = 1.0
-    sliding_window: int | None = None
-
-    def rotary(self) -> Rotary:
-        """Part of each head turns; with LongRoPE by one list up to the trained length, by another
-        beyond it.
-        """
-        kind = "default" if self.rope_scaling is None else self.rope_scaling.get("rope_type")
-        if kind not in ("default", "longrope"):
-            raise ArgumentError(
-                f"rope_scaling.rope_type is {kind!r}; phi3 has longrope (once called su) or none"
-            )
-        return rope.rotary(
-            self.head_dim,
-            self.rope_theta,
-            self.rope_scaling,
-            self.max_position_embeddings,
-            partial=self.partial_rotary_factor,
-            original=self.original_max_position_embeddings,
-        )
-
-    def windows(self) -> tuple[int | None, ...]:
-        """One window for all layers, or none."""
-        return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
+Config = Phi3Config
 
 
 def build(config: Config) -> Decoder:
@@ -77,16 +37,7 @@ FAMILY = Family(
     Config,
     build,
     {**grouped.OUTSIDE, **grouped.PRE_NORMS, **FUSED},
-    fixed={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "lm_head_bias": (False,),
-        "full_attn_mod": (1,),
-        "interpolate_factor": (1,),
-    },
-    code="Phi3",
-    plain=grouped.plain,
+    check=grouped.check,
     prefixes=grouped.PREFIXES,
     head=grouped.HEAD,
     buffers=grouped.BUFFERS,

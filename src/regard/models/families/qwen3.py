@@ -6,49 +6,15 @@ Source: Yang et al. 2025 (arXiv 2505.09388); key names as in Hugging Face checkp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from regard.cost import layer_types
+from regard.configs.llama import Qwen3Config
 from regard.models.assembly import grouped
 from regard.models.assembly.grouped import OURS, THEIRS
-from regard.models.checkpoint.family import Family, Raw
+from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Block
 from regard.positions import Rotary
 
-
-@dataclass(frozen=True)
-class Config(grouped.Config):
-    """The keys of a Qwen 3 config.json that shape the model.
-
-    Raises:
-        ArgumentError: as `regard.models.assembly.grouped.Config`.
-    """
-
-    max_position_embeddings: int = 32768
-    attention_bias: bool = False
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: tuple[str, ...] | None = None
-
-    def windows(self) -> tuple[int | None, ...]:
-        """What `layer_types` say, or a window from layer `max_window_layers` on, if windows are
-        used.
-        """
-        return layer_types.windows(
-            self.num_hidden_layers,
-            sliding_window=self.sliding_window,
-            layer_types=self.layer_types,
-            max_window_layers=self.max_window_layers,
-            use_sliding_window=self.use_sliding_window,
-        )
-
-
-def plain(raw: Raw) -> dict[str, Any]:
-    """A file without head_dim means 128, whatever the model's size."""
-    return grouped.plain({"head_dim": 128, **raw})
+Config = Qwen3Config
 
 
 def build(config: Config) -> Decoder:
@@ -77,8 +43,7 @@ FAMILY = Family(
     Config,
     build,
     grouped.NAMES | HEAD_NORMS,
-    fixed={"hidden_act": ("silu",)},
-    plain=plain,
+    check=grouped.check,
     prefixes=grouped.PREFIXES,
     head=grouped.HEAD,
     buffers=grouped.BUFFERS,

@@ -1,6 +1,9 @@
 """A decoder of our own kind: pre-norm blocks of any causal mechanism in the catalogue, and SwiGLU.
 
-x = E[id] + positions;  x = x + mechanism(norm(x));  x = x + W_down (silu(W_gate norm(x)) * W_up norm(x));  logits = W norm(x)
+    x = E[id] + positions
+    x = x + mechanism(norm(x))
+    x = x + W_down (silu(W_gate norm(x)) * W_up norm(x))
+    logits = W norm(x)
 
 The parameters are stored under the names that they have here. Other libraries do not know this
 model_type.
@@ -8,16 +11,15 @@ model_type.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from regard.configs.regard import RegardConfig
 from regard.models.assembly.mechanism import layer_of
-from regard.models.assembly.shared import ready_for_training
-from regard.models.checkpoint.family import Family, check_sizes
+from regard.models.assembly.parts import ready_for_training
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import OWN
 from regard.models.decoder import Decoder
 from regard.nn import Block, Embed, PreNorm, RMSNorm, Sinusoidal, SwiGLU
@@ -27,37 +29,16 @@ from regard.positions import Learned
 
 
 @dataclass(frozen=True)
-class Config:
-    """The keys of its config.json.
-
-    Attributes:
-        attention: the name of a mechanism in `regard.nn.variants`.
-        attention_options: its constructor's options, as plain values.
-        position: "catalogue" (as the mechanism has them), "rope", "alibi", "learned", "sinusoidal"
-            or "none".
-        window: None, or the most keys that a query sees, its own included.
-        max_position_embeddings: the length of training; learned positions end there.
+class Config(RegardConfig):
+    """The config, whose mechanism is checked, too.
 
     Raises:
         ArgumentError: a size is less than 1, or the mechanism cannot be a decoder's layer with
             these options, positions and window.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    attention: str
-    attention_options: Mapping[str, Any] = field(default_factory=dict)
-    position: str = "catalogue"
-    window: int | None = None
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-
     def __post_init__(self) -> None:
-        check_sizes(self)
+        super().__post_init__()
         with torch.device("meta"):  # its sizes are checked, and nothing is allocated
             self.mixer(0)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from torch import nn
 
 from regard.biases import T5Relative
 from regard.biases.t5 import check_buckets
-from regard.errors import ArgumentError
+from regard.configs.base import Raw
+from regard.configs.t5 import T5Config
 from regard.masks import Causal
-from regard.models.assembly.shared import activation
-from regard.models.checkpoint.family import Family, Raw, check_sizes
+from regard.models.assembly.parts import activation
+from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Rule, same
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder
@@ -113,61 +114,7 @@ def draw(model: EncoderDecoder, head_dim: int) -> None:
         nn.init.normal_(cast("nn.Linear", part).weight)
 
 
-@dataclass(frozen=True)
-class Config:
-    """The keys of a T5 config.json that shape the model.
-
-    Raises:
-        ArgumentError: a size is less than 1, the buckets do not fit the distance, or
-            feed_forward_proj is not understood.
-    """
-
-    vocab_size: int
-    d_model: int
-    d_kv: int
-    d_ff: int
-    num_layers: int
-    num_heads: int
-    num_decoder_layers: int | None = None
-    relative_attention_num_buckets: int = 32
-    relative_attention_max_distance: int = 128
-    layer_norm_epsilon: float = 1e-6
-    feed_forward_proj: str = "relu"
-    tie_word_embeddings: bool = True
-    scale_decoder_outputs: bool = True
-    pad_token_id: int = 0
-    eos_token_id: int = 1
-    decoder_start_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        check_sizes(self, zero={"pad_token_id", "eos_token_id", "decoder_start_token_id"})
-        n, distance = self.relative_attention_num_buckets, self.relative_attention_max_distance
-        for both in (True, False):
-            check_buckets(n, bidirectional=both, max_distance=distance)
-        activation(_activation(self.feed_forward_proj)[1], "feed_forward_proj")
-
-
-def _activation(proj: str) -> tuple[bool, str]:
-    """Whether there is a gate, and what makes it: gated-gelu has always meant the approximation
-    with tanh.
-    """
-    name = proj.removeprefix("gated-")
-    return name != proj, "gelu_new" if proj == "gated-gelu" else name
-
-
-def plain(raw: Raw) -> dict[str, Any]:
-    """Newer files repeat what feed_forward_proj says; older ones tell by tie_word_embeddings
-    whether the output is scaled.
-    """
-    found = dict(raw)
-    said = str(found.get("feed_forward_proj", "relu"))
-    for key, value in zip(("is_gated_act", "dense_act_fn"), _activation(said), strict=True):
-        if found.pop(key, value) != value:
-            raise ArgumentError(
-                f"{key} is {raw[key]!r}, and feed_forward_proj {said!r} says {value!r}; keep one"
-            )
-    found.setdefault("scale_decoder_outputs", found.get("tie_word_embeddings") is not False)
-    return found
+Config = T5Config
 
 
 def settle(config: Config, _: Raw, stored: Collection[str]) -> Config:
@@ -184,9 +131,10 @@ def build(config: Config) -> EncoderDecoder:
     sizes, norm = Sizes(M, config.num_heads, D), partial(RMSNorm, M, eps=config.layer_norm_epsilon)
     buckets = config.relative_attention_num_buckets, config.relative_attention_max_distance
     both, ahead = (stack_bias(sizes, *buckets, bidirectional=x) for x in (True, False))
-    n = config.num_layers if config.num_decoder_layers is None else config.num_decoder_layers
     readers = [reader(sizes, both, _feed_forward(config), norm) for _ in range(config.num_layers)]
-    writers = [writer(sizes, ahead, _feed_forward(config), norm) for _ in range(n)]
+    writers = [
+        writer(sizes, ahead, _feed_forward(config), norm) for _ in range(config.decoder_layers)
+    ]
     scale = M**-0.5 if config.scale_decoder_outputs else 1.0
     embed, head = Embed(nn.Embedding(V, M)), ScaledLogits(M, V, scale=scale)
     model = EncoderDecoder(Encoder(embed, readers, norm()), embed, writers, norm(), head)
@@ -197,7 +145,7 @@ def build(config: Config) -> EncoderDecoder:
 
 
 def _feed_forward(config: Config) -> nn.Module:
-    gated, name = _activation(config.feed_forward_proj)
+    gated, name = config.activation
     sizes, f = (config.d_model, config.d_ff), activation(name)
     return GatedFeedForward(*sizes, f) if gated else FeedForward(*sizes, f, bias=False)
 
@@ -233,14 +181,26 @@ NAMES = {
 }
 """Checkpoint name -> name here."""
 
+
+def check(config: Config) -> None:
+    """Check that the buckets of relative positions fit the distance.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    buckets = config.relative_attention_num_buckets
+    for both in (True, False):
+        check_buckets(
+            buckets, bidirectional=both, max_distance=config.relative_attention_max_distance
+        )
+
+
 FAMILY = Family(
     Config,
     build,
     NAMES,
-    ignored=frozenset({"n_positions"}),
-    fixed={"is_encoder_decoder": (True,)},
-    plain=plain,
     settle=settle,
+    check=check,
     buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
     text="encoder-decoder",
 )

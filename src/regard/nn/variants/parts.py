@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from regard.arguments import divisors
-from regard.errors import ArgumentError
+from regard.arguments import head_size as head_size
 from regard.nn.linear import Linear
 from regard.nn.projections import Heads, Separate
-
-
-def head_size(dim: int, heads: int, head_dim: int | None) -> int:
-    """The given head dim, or dim / heads where that is whole."""
-    if head_dim is not None:
-        return head_dim
-    if heads < 1 or dim % heads:
-        allowed = ", ".join(map(str, divisors(dim)))
-        raise ArgumentError(
-            f"dim {dim} is not divisible by {heads} heads; give head_dim, or one of {allowed} heads"
-        )
-    return dim // heads
 
 
 def separate(

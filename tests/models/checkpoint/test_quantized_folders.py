@@ -16,8 +16,8 @@ from torch import Tensor
 
 import regard
 from regard.errors import ArgumentError, FileError
+from regard.models.checkpoint.quantized import unpacked
 from regard.models.checkpoint.store import Store
-from regard.models.checkpoint.unpacked import unpacked
 from tests.oracles import moe as oracle
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,6 +1,6 @@
 """Published models by name, as keys of their config.json; `model_of` looks a model up.
 
-The table is data: `regard.cost.config` reads its entries as it reads any config.json.
+The table is data: `regard.configs.reader` reads its entries as it reads any config.json.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from regard.cost import config
+from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost.model import Model
 from regard.errors import ArgumentError
 
@@ -343,12 +343,12 @@ def model_of(source: str) -> Model:
     name = source.lower()
     if name in KNOWN:
         entry = KNOWN[name]
-        model = config.read(entry.config, name, name)
+        model = read_sizes(entry.config, name, name)
         notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
         return replace(model, notes=notes)
     path = Path(source)
     if path.exists() or path.suffix == ".json":
-        return config.read_file(path)
+        return read_sizes_file(path)
     close = difflib.get_close_matches(name, KNOWN, 4, 0.4)
     better = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
     raise ArgumentError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from regard.cost.layer_types import windows
+from regard.configs.layer_types import windows
 from regard.errors import ArgumentError
 
 FULL, SLIDING = "full_attention", "sliding_attention"

@@ -1,16 +1,13 @@
-"""What many families share: activations by name, alternative config keys, tied heads and initial
-weights.
-"""
+"""Parts that many families build alike: activations by name, tied heads, and initial weights."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 from torch import nn
 
-from regard.errors import ArgumentError
+from regard.configs.base import ACTIVATIONS, check_activation
 from regard.models.decoder import Decoder
 from regard.nn import Block
 from regard.nn.linear import Linear
@@ -26,7 +23,8 @@ def ready_for_training(decoder: Decoder) -> Decoder:
     it; one of its own has 0.5. Biases are 0.
 
     >>> from regard.nn import Embed
-    >>> made = ready_for_training(Decoder(Embed(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7)))
+    >>> embed, head = Embed(nn.Embedding(7, 4)), nn.Linear(4, 7)
+    >>> made = ready_for_training(Decoder(embed, [], nn.Identity(), head))
     >>> float(made.head.bias.detach().abs().sum())
     0.0
     """
@@ -77,54 +75,20 @@ def embedding_and_head(vocabulary: int, dim: int, *, tied: bool) -> tuple[nn.Emb
     return embedding, head
 
 
-def respelled(raw: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A config.json with other names of a key replaced by the family's own; a null says nothing.
-
-    Args:
-        raw: the parsed config.json; it is not changed.
-        names: other name -> the family's own.
-
-    Raises:
-        ArgumentError: both are given, and differ.
-
-    >>> respelled({"n_embed": 64, "n_layer": 2}, {"n_embed": "hidden_size"})
-    {'n_layer': 2, 'hidden_size': 64}
-    """
-    found = dict(raw)
-    for other, own in names.items():
-        value = found.pop(other, None)
-        if value is None:
-            continue
-        if found.get(own) not in (None, value):
-            raise ArgumentError(
-                f"{other} is {value!r} and {own} is {found[own]!r}; they mean the same: keep one"
-            )
-        found[own] = value
-    return found
-
-
 def _gelu_tanh() -> nn.Module:
     return nn.GELU("tanh")
 
 
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
-    "gelu_python": nn.GELU,
-    "gelu_accurate": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_new": _gelu_tanh,
-    "gelu_python_tanh": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    "gelu_tanh": _gelu_tanh,
     "linear": nn.Identity,
     "relu": nn.ReLU,
     "sigmoid": nn.Sigmoid,
     "silu": nn.SiLU,
-    "swish": nn.SiLU,
     "tanh": nn.Tanh,
 }
-"""Name -> module. "gelu" is x Phi(x) with the error function; five names mean its approximation
-with tanh.
-"""
+"""What a name of `regard.configs.base.ACTIVATIONS` means -> its module."""
 
 
 def activation(name: str, key: str = "hidden_act") -> nn.Module:
@@ -142,10 +106,5 @@ def activation(name: str, key: str = "hidden_act") -> nn.Module:
 
     Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2, for both forms of GELU.
     """
-    if name not in ACTIVATIONS:
-        close = difflib.get_close_matches(name[:60], ACTIVATIONS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise ArgumentError(
-            f"{key} is {name!r}; supported are {', '.join(sorted(ACTIVATIONS))}{hint}"
-        )
-    return ACTIVATIONS[name]()
+    check_activation(name, key)
+    return NONLINEARITIES[ACTIVATIONS[name]]()

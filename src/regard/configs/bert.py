@@ -1,0 +1,87 @@
+"""The config of BERT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from regard.arguments import head_size
+from regard.configs.base import ModelConfig, check_activation, check_sizes
+from regard.cost.feed_forward import Dense
+from regard.cost.model import Layer, Model
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import HeadShape, Weights
+
+
+@dataclass(frozen=True)
+class BertConfig(ModelConfig):
+    """The keys of a BERT config.json that shape the model, and what config.json does not say but
+    the stored tensors do.
+
+    Attributes:
+        pooler: whether there is a pooler.
+        masked_words: whether there is a head for hidden words, whose matrix is the embedding.
+
+    Raises:
+        ArgumentError: a size is less than 1, num_attention_heads does not divide hidden_size, or
+            hidden_act is unknown.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    max_position_embeddings: int
+    hidden_act: str = "gelu"
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    pooler: bool = True
+    masked_words: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("bert",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+        }
+    )
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "directionality": ("bidi",),
+        "pooler_type": ("first_token_transform",),
+        "position_embedding_type": ("absolute",),
+        "tie_word_embeddings": (True,),
+    }
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        head_size(self.hidden_size, self.num_attention_heads, None)
+        check_activation(self.hidden_act)
+
+    def sizes(self, name: str) -> Model:
+        """The sizes of the encoder, with its tables of positions and segments, and its pooler. A
+        head for hidden words is not counted.
+        """
+        M, H = self.hidden_size, self.num_attention_heads
+        D, norm = head_size(M, H, None), Weights(norms=2 * M)
+        layer = Layer(
+            SoftmaxSpec.of(M, HeadShape(H, H, D, D), bias=True, output_bias=True, causal=False),
+            Dense(M, self.intermediate_size, gated=False, bias=True),
+            norm + norm,
+        )
+        return Model(
+            name,
+            self.vocab_size,
+            M,
+            (layer,) * self.num_hidden_layers,
+            positions=(self.max_position_embeddings + self.type_vocab_size) * M,
+            rows=2,
+            norms=norm,
+            head=False,
+            top=Weights(M * M, M) if self.pooler else Weights(),
+            decodes=False,
+            longest=self.max_position_embeddings,
+        )

@@ -1,0 +1,195 @@
+"""The configs of DeepSeek-V2 and V3: multi-head latent attention, and dense layers below mixtures
+of experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from regard.configs.base import ModelConfig, Raw, check_sizes
+from regard.configs.llama import check_experts
+from regard.configs.rope import RopeSettings, normalize_rope
+from regard.cost.feed_forward import Dense, Experts, FeedForward
+from regard.cost.latent import LatentSpec
+from regard.cost.model import Layer, Model
+from regard.cost.spec import Weights
+from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class DeepseekConfig(ModelConfig, ABC):
+    """The keys that both have.
+
+    Raises:
+        ArgumentError: a size is out of range, rope_scaling is not understood or follows the length,
+            heads share keys, or a token uses more experts than there are.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    first_k_dense_replace: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+
+    # keys of training and of other code
+    ignored: ClassVar[frozenset[str]] = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
+    code: ClassVar[str | None] = "Deepseek"
+    layout: ClassVar[Literal["half", "interleaved"]] = "interleaved"
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero=("first_k_dense_replace",))
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ArgumentError(
+                f"num_key_value_heads is {self.num_key_value_heads}, and num_attention_heads "
+                f"{self.num_attention_heads}; heads share one latent, and each has its own keys: "
+                "make them equal"
+            )
+        if self.rope.follows:
+            raise ArgumentError(
+                f"rope_scaling is {dict(self.rope_scaling or {})}, which follows the length; what "
+                "a latent cache keeps is "
+                "rotated already: supported are yarn, linear and none"
+            )
+        check_experts("n_routed_experts", self.n_routed_experts, self.num_experts_per_tok)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+        """Older files lack num_key_value_heads; newer ones name two sums of other keys, which are
+        checked.
+
+        Raises:
+            ArgumentError: head_dim or qk_head_dim contradicts qk_rope_head_dim and
+                qk_nope_head_dim.
+        """
+        found = normalize_rope(raw)
+        if found.get("num_key_value_heads") is None:
+            found["num_key_value_heads"] = found.get("num_attention_heads")
+        nope, turned = found.get("qk_nope_head_dim"), found.get("qk_rope_head_dim")
+        if isinstance(nope, int) and isinstance(turned, int):
+            for key, allowed in (("head_dim", turned), ("qk_head_dim", nope + turned)):
+                said = found.pop(key, None)
+                if said not in (None, allowed):
+                    raise ArgumentError(
+                        f"{key} is {said}, and the two parts of a query head, {nope} + {turned}, "
+                        f"make it {allowed}"
+                    )
+        return found
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The settings of the rotary positions of every layer."""
+        return RopeSettings(
+            self.qk_rope_head_dim,
+            self.rope_theta,
+            self.rope_scaling,
+            self.max_position_embeddings,
+            layout=self.layout,
+        )
+
+    router_biases: ClassVar[bool] = False
+
+    def sizes(self, name: str) -> Model:
+        """The sizes of the decoder: the first layers are dense, the others have experts."""
+        M, width = self.hidden_size, self.moe_intermediate_size
+        mixer = LatentSpec.of(
+            M,
+            self.num_attention_heads,
+            self.kv_lora_rank,
+            self.qk_nope_head_dim,
+            self.qk_rope_head_dim,
+            self.v_head_dim,
+            self.q_lora_rank,
+            bias=self.attention_bias,
+        )
+        dense: FeedForward = Dense(M, self.intermediate_size)
+        experts: FeedForward = Experts(
+            Dense(M, width),
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            Dense(M, width * self.n_shared_experts),
+            self.n_routed_experts if self.router_biases else 0,
+        )
+        first, norms = self.first_k_dense_replace, Weights(norms=2 * M)
+        layers = (
+            Layer(mixer, dense if layer < first else experts, norms)
+            for layer in range(self.num_hidden_layers)
+        )
+        return Model(
+            name,
+            self.vocab_size,
+            M,
+            tuple(layers),
+            norms=Weights(norms=M),
+            tied=self.tie_word_embeddings,
+        )
+
+
+FIXED = {"hidden_act": ("silu",), "moe_layer_freq": (1,)}
+"""Keys that both understand with these values only."""
+
+
+@dataclass(frozen=True)
+class DeepseekV2Config(DeepseekConfig):
+    """The keys of DeepSeek-V2."""
+
+    topk_method: str = "greedy"
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
+    # the authors' code scales weights only where it does not renormalise them, and transformers
+    # never does the latter
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = FIXED | {
+        "mlp_bias": (False,),
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+    }
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config(DeepseekConfig):
+    """The keys of DeepSeek-V3, and R1."""
+
+    n_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = 2.5
+    norm_topk_prob: bool = True
+    rope_interleave: bool = True
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
+    # how many layers behind the last predict a second token: they are not loaded
+    ignored: ClassVar[frozenset[str]] = DeepseekConfig.ignored | {"num_nextn_predict_layers"}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = FIXED | {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
+    # the correction that balances the use of experts: one number for each
+    router_biases: ClassVar[bool] = True
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The settings of the rotary positions; neighbours make a pair, unless rope_interleave is
+        false.
+        """
+        return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")

@@ -1,0 +1,209 @@
+"""The configs of Gemma, Gemma 2 and Gemma 3 (its text).
+
+A config.json of the Gemma 3 that also sees pictures (`model_type` "gemma3") is read, too: its
+`text_config` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from regard.arguments import check_number
+from regard.configs import layer_types
+from regard.configs.base import Raw
+from regard.configs.layer_types import FULL, SLIDING
+from regard.configs.llama import GroupedQueryConfig
+from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class GemmaConfig(GroupedQueryConfig):
+    """The keys of Gemma, which the later ones have, too.
+
+    Raises:
+        ArgumentError: rms_norm_eps is not above 0; or as `GroupedQueryConfig`.
+    """
+
+    max_position_embeddings: int = 8192
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma",)
+    # two keys name the activation, and files of both kinds are around: "gelu" in `hidden_act` of
+    # the first ones means the form with tanh, as their authors computed it
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("gelu", "gelu_pytorch_tanh"),
+        "hidden_activation": (None, "gelu_pytorch_tanh"),
+        "use_bidirectional_attention": (None, False),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("rms_norm_eps", self.rms_norm_eps, 0, float("inf"), "above 0")
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+        """The rotary settings in one form; a file without head_dim means 256, whatever the model's
+        size.
+        """
+        return normalize_rope({"head_dim": 256, **raw})
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output has."""
+        return self.attention_bias, self.attention_bias
+
+
+@dataclass(frozen=True)
+class WindowedGemmaConfig(GemmaConfig):
+    """The keys that came with Gemma 2: a scale of its own, a cap on logits, norms on either side,
+    and windows in some layers.
+
+    Raises:
+        ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as `GemmaConfig`.
+    """
+
+    query_pre_attn_scalar: float = 256
+    final_logit_softcapping: float | None = None
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
+    norms_per_block: ClassVar[int] = 4
+    window_pattern: ClassVar[int]
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("gelu_pytorch_tanh",),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "use_bidirectional_attention": (None, False),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("query_pre_attn_scalar", "final_logit_softcapping"):
+            check_number(key, getattr(self, key), 0, float("inf"), "above 0")
+
+    def windows(self) -> tuple[int | None, ...]:
+        """What `layer_types` say, or a window in every layer but each `window_pattern`-th."""
+        return layer_types.windows(
+            self.num_hidden_layers,
+            sliding_window=self.sliding_window,
+            layer_types=self.layer_types,
+            sliding_window_pattern=self.window_pattern if self.layer_types is None else None,
+        )
+
+
+@dataclass(frozen=True)
+class Gemma2Config(WindowedGemmaConfig):
+    """The keys of Gemma 2, which also caps scores, and has a window in layers 0, 2, 4, ...
+
+    Raises:
+        ArgumentError: attn_logit_softcapping is not above 0; or as `WindowedGemmaConfig`.
+    """
+
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
+    window_pattern: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cap = self.attn_logit_softcapping
+        check_number("attn_logit_softcapping", cap, 0, float("inf"), "above 0")
+
+
+SIZES = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+"""What the `text_config` of a Gemma 3 leaves out where it is as here."""
+PICTURES = {
+    "text_config",
+    "vision_config",
+    "mm_tokens_per_image",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+    "boi_token_id",
+    "eoi_token_id",
+    "image_token_id",
+}
+"""Keys of a model that also sees pictures."""
+
+
+@dataclass(frozen=True)
+class Gemma3Config(WindowedGemmaConfig):
+    """The keys of Gemma 3: a norm on each head in place of the cap on scores, a window in five
+    layers of six, and another rotary base in the layers with a window.
+
+    Raises:
+        ArgumentError: rope_local_base_freq is not above 1; or as `WindowedGemmaConfig`.
+    """
+
+    max_position_embeddings: int = 131072
+    rope_theta: float = 1000000.0
+    rope_local_base_freq: float = 10000.0
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3_text", "gemma3")
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **WindowedGemmaConfig.fixed,
+        "attn_logit_softcapping": (None,),
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern"})
+    window_pattern: ClassVar[int] = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        base = self.rope_local_base_freq
+        check_number("rope_local_base_freq", base, 1, float("inf"), "above 1")
+        check_rope(self.local_rope)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+        """One form for the rotary bases of both kinds of layers, and for which layers are of which
+        kind.
+        """
+        if raw.get("model_type") == "gemma3":
+            raw = _text(raw)
+        found = normalize_rope({"head_dim": 256, **raw}, layered=True)
+        both = found.pop("rope_parameters")
+        full, sliding = both[FULL], both[SLIDING]
+        if sliding["rope_scaling"] is not None:
+            raise ArgumentError(
+                f"rope_parameters.{SLIDING} is scaled, {sliding['rope_scaling']}; only {FULL} may "
+                "be in gemma3_text"
+            )
+        for key, value in (("rope_theta", full), ("rope_local_base_freq", sliding)):
+            if "rope_theta" in value:
+                found[key] = value["rope_theta"]
+        found["rope_scaling"] = full["rope_scaling"]
+        pattern, layers = found.pop("sliding_window_pattern", None), found.get("num_hidden_layers")
+        if pattern is not None and isinstance(layers, int):
+            given, width = found.get("layer_types"), found.get("sliding_window", cls.sliding_window)
+            spans = layer_types.windows(
+                layers, sliding_window=width, layer_types=given, sliding_window_pattern=pattern
+            )
+            found["layer_types"] = [FULL if span is None else SLIDING for span in spans]
+        return found
+
+    @property
+    def local_rope(self) -> RopeSettings:
+        """The rotary settings of layers with a window; those of the others are `rope`."""
+        return RopeSettings(
+            self.head_dim, self.rope_local_base_freq, None, self.max_position_embeddings
+        )
+
+    @property
+    def head_norms(self) -> int:
+        """One norm on each head of queries, and one on each head of keys."""
+        return 2 * self.head_dim
+
+
+def _text(raw: Raw) -> dict[str, Any]:
+    """The config of the language model in that of one that also sees pictures."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ArgumentError(
+            f"text_config is {text!r}; a gemma3 has the language model's keys there"
+        )
+    rest = {key: value for key, value in raw.items() if key not in PICTURES}
+    return SIZES | rest | dict(text)

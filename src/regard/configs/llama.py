@@ -1,0 +1,453 @@
+"""The configs of Llama and its relatives: grouped queries, rotary positions, gated feed-forward
+layers or experts, and RMS norms.
+
+Source of the keys: Hugging Face checkpoints. Papers: see the builders in `regard.models.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from regard.arguments import check_groups, check_number
+from regard.configs import layer_types
+from regard.configs.base import ModelConfig, Raw, check_sizes
+from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.cost.feed_forward import Dense, Experts, FeedForward
+from regard.cost.model import Layer, Model
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import HeadShape, Weights
+from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class GroupedQueryConfig(ModelConfig):
+    """The keys that Llama, its relatives and the Gemmas have in common.
+
+    Raises:
+        ArgumentError: a size is less than 1, num_key_value_heads does not divide
+            num_attention_heads, or what is said of rotary positions or windows is not understood.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+    norms_per_block: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero=("max_window_layers",))
+        check_groups(self.num_attention_heads, self.num_key_value_heads)
+        check_rope(self.rope)
+        self.windows()
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+        """The config.json with head_dim and num_key_value_heads, which older files lack, and with
+        the rotary settings in one form.
+
+        Raises:
+            ArgumentError: head_dim is missing and hidden_size is not divisible by the heads; or as
+                `normalize_rope`.
+
+        >>> sizes = {"num_attention_heads": 4, "hidden_size": 32}
+        >>> found = LlamaConfig.normalize_keys({**sizes, "rope_parameters": {"rope_theta": 1e6}})
+        >>> found["num_key_value_heads"], found["head_dim"], found["rope_theta"]
+        (4, 8, 1000000.0)
+        """
+        found = normalize_rope(raw)
+        heads, size = found.get("num_attention_heads"), found.get("hidden_size")
+        if isinstance(heads, int) and isinstance(size, int) and heads > 0:
+            if found.get("num_key_value_heads") is None:
+                found["num_key_value_heads"] = heads
+            if found.get("head_dim") is None:
+                if size % heads:
+                    raise ArgumentError(
+                        f"hidden_size {size} is not divisible by {heads} heads, and head_dim is "
+                        "not given"
+                    )
+                found["head_dim"] = size // heads
+        return found
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The settings of the rotary positions of every layer."""
+        return RopeSettings(
+            self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings
+        )
+
+    def windows(self) -> tuple[int | None, ...]:
+        """How many keys a query of each layer sees; None is all before it."""
+        return (None,) * self.num_hidden_layers
+
+    def sizes(self, name: str) -> Model:
+        """The sizes of the decoder."""
+        M, feed_forward = self.hidden_size, self.feed_forward()
+        norms = Weights(norms=self.norms_per_block * M)
+        layers = (Layer(self.attention(window), feed_forward, norms) for window in self.windows())
+        return Model(
+            name,
+            self.vocab_size,
+            M,
+            tuple(layers),
+            norms=Weights(norms=M),
+            tied=self.tie_word_embeddings,
+        )
+
+    def attention(self, window: int | None) -> SoftmaxSpec:
+        """The sizes of the attention of a layer with this window."""
+        H, G, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        bias, output_bias = self.biases
+        return SoftmaxSpec.of(
+            self.hidden_size,
+            HeadShape(H, G, D, D),
+            bias=bias,
+            output_bias=output_bias,
+            norms=self.head_norms,
+            window=window,
+        )
+
+    def feed_forward(self) -> FeedForward:
+        """The sizes of every feed-forward layer."""
+        return Dense(self.hidden_size, self.intermediate_size)
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output has."""
+        return False, False
+
+    @property
+    def head_norms(self) -> int:
+        """The number of parameters of the norms on queries and keys."""
+        return 0
+
+
+@dataclass(frozen=True)
+class LlamaConfig(GroupedQueryConfig):
+    """The keys of Llama 1 to 3."""
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "max_sequence_length"})
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "rope_interleaved": (False,),
+    }
+
+    def feed_forward(self) -> FeedForward:
+        """The sizes of every feed-forward layer."""
+        return Dense(self.hidden_size, self.intermediate_size, bias=self.mlp_bias)
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output has."""
+        return self.attention_bias, self.attention_bias
+
+
+@dataclass(frozen=True)
+class MistralConfig(GroupedQueryConfig):
+    """The keys of Mistral, which has one window for all layers, or none."""
+
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+    model_types: ClassVar[tuple[str, ...]] = ("mistral",)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """One window for all layers, or none."""
+        return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
+
+
+@dataclass(frozen=True)
+class MixtralConfig(MistralConfig):
+    """The keys of Mixtral: Mistral whose feed-forward layers are mixtures of experts."""
+
+    sliding_window: int | None = None
+    num_local_experts: int = field(kw_only=True)
+    num_experts_per_tok: int = field(kw_only=True)
+
+    model_types: ClassVar[tuple[str, ...]] = ("mixtral",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
+
+    def feed_forward(self) -> FeedForward:
+        """The sizes of every mixture of experts."""
+        expert = Dense(self.hidden_size, self.intermediate_size)
+        return Experts(expert, self.num_local_experts, self.num_experts_per_tok)
+
+
+@dataclass(frozen=True)
+class Qwen2Config(GroupedQueryConfig):
+    """The keys of Qwen 2 and 2.5. The biases are not among them: queries, keys and values always
+    have one.
+    """
+
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: tuple[str, ...] | None = None
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen2",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "use_mrope": (False,),
+    }
+
+    def windows(self) -> tuple[int | None, ...]:
+        """What `layer_types` say, or a window from layer `max_window_layers` on, if windows are
+        used.
+        """
+        return layer_types.windows(
+            self.num_hidden_layers,
+            sliding_window=self.sliding_window,
+            layer_types=self.layer_types,
+            max_window_layers=self.max_window_layers,
+            use_sliding_window=self.use_sliding_window,
+        )
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Queries, keys and values have biases, and the output has none."""
+        return True, False
+
+
+@dataclass(frozen=True)
+class Qwen3Config(Qwen2Config):
+    """The keys of Qwen 3: the windows of Qwen 2, and a norm on each head of queries and keys in
+    place of the biases.
+    """
+
+    attention_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"hidden_act": ("silu",)}
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+        """The keys of Llama; a file without head_dim means 128, whatever the model's size."""
+        return super().normalize_keys({"head_dim": 128, **raw})
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output has."""
+        return self.attention_bias, self.attention_bias
+
+    @property
+    def head_norms(self) -> int:
+        """One norm on each head of queries, and one on each head of keys."""
+        return 2 * self.head_dim
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(Qwen3Config):
+    """The keys of Qwen 3 with a mixture of experts in every layer."""
+
+    moe_intermediate_size: int = field(kw_only=True)
+    num_experts: int = field(kw_only=True)
+    num_experts_per_tok: int = field(kw_only=True)
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts("num_experts", self.num_experts, self.num_experts_per_tok)
+
+    def feed_forward(self) -> FeedForward:
+        """The sizes of every mixture of experts."""
+        expert = Dense(self.hidden_size, self.moe_intermediate_size)
+        return Experts(expert, self.num_experts, self.num_experts_per_tok)
+
+
+@dataclass(frozen=True)
+class Olmo2Config(GroupedQueryConfig):
+    """The keys of OLMo 2."""
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("olmo2",)
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output has."""
+        return self.attention_bias, self.attention_bias
+
+    @property
+    def head_norms(self) -> int:
+        """One norm over all heads of queries, and one over all heads of keys."""
+        return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class Phi3Config(GroupedQueryConfig):
+    """The keys of Phi 3, 3.5 and 4-mini.
+
+    Raises:
+        ArgumentError: as `GroupedQueryConfig`; or rope_scaling is of a type that Phi 3 does not
+            have.
+    """
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 4096
+    original_max_position_embeddings: int = 4096
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+
+    model_types: ClassVar[tuple[str, ...]] = ("phi3",)
+    code: ClassVar[str | None] = "Phi3"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "lm_head_bias": (False,),
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind = "default" if self.rope_scaling is None else self.rope_scaling.get("rope_type")
+        if kind not in ("default", "longrope"):
+            raise ArgumentError(
+                f"rope_scaling.rope_type is {kind!r}; phi3 has longrope (once called su) or none"
+            )
+
+    @property
+    def rope(self) -> RopeSettings:
+        """Part of each head turns; with LongRoPE by one list up to the trained length, by another
+        beyond it.
+        """
+        return super().rope._replace(
+            partial=self.partial_rotary_factor, original=self.original_max_position_embeddings
+        )
+
+    def windows(self) -> tuple[int | None, ...]:
+        """One window for all layers, or none."""
+        return layer_types.windows(self.num_hidden_layers, sliding_window=self.sliding_window)
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+"""The scaling of a gpt-oss file that names none."""
+
+
+@dataclass(frozen=True)
+class GptOssConfig(GroupedQueryConfig):
+    """The keys of gpt-oss.
+
+    Raises:
+        ArgumentError: as `GroupedQueryConfig`; a token uses more experts than there are; or a
+            number of the experts is not above 0.
+    """
+
+    head_dim: int = 64
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    sliding_window: int | None = 128
+    layer_types: tuple[str, ...] | None = None
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150000.0
+    rope_scaling: Mapping[str, Any] | None = field(default_factory=lambda: dict(YARN))
+    max_position_embeddings: int = 131072
+    attention_bias: bool = True
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    model_types: ClassVar[tuple[str, ...]] = ("gpt_oss",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"initial_context_length"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("swiglu_limit", "swiglu_alpha"):
+            check_number(name, getattr(self, name), 0, float("inf"), "a finite number above 0")
+        check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+        """Files that say nothing of rotary scaling, or null, have the usual one, as transformers
+        reads them.
+
+        experts_per_token is an older num_experts_per_tok.
+        """
+        found = normalize_rope(raw)
+        if found["rope_scaling"] is None:
+            said = raw.get("rope_scaling") or raw.get("rope_parameters")
+            found["rope_scaling"] = {"rope_type": "default"} if said else dict(YARN)
+        older, newer = found.pop("experts_per_token", None), found.get("num_experts_per_tok")
+        if older is not None and newer not in (None, older):
+            raise ArgumentError(
+                f"experts_per_token is {older} and num_experts_per_tok is {newer}; they mean the "
+                "same: keep one"
+            )
+        return found if older is None else found | {"num_experts_per_tok": older}
+
+    def windows(self) -> tuple[int | None, ...]:
+        """What `layer_types` say; if there are none, layers 0, 2, 4, ... are local."""
+        pattern = None if self.layer_types is not None or self.sliding_window is None else 2
+        return layer_types.windows(
+            self.num_hidden_layers,
+            sliding_window=self.sliding_window,
+            layer_types=self.layer_types,
+            sliding_window_pattern=pattern,
+        )
+
+    def attention(self, window: int | None) -> SoftmaxSpec:
+        """The sizes of the attention, with one sink per head."""
+        H, G, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        return SoftmaxSpec.of(
+            self.hidden_size,
+            HeadShape(H, G, D, D),
+            bias=self.attention_bias,
+            output_bias=self.attention_bias,
+            extra=H,
+            window=window,
+        )
+
+    def feed_forward(self) -> FeedForward:
+        """The sizes of every mixture of experts, whose router has biases."""
+        expert = Dense(self.hidden_size, self.intermediate_size, bias=True)
+        count = self.num_local_experts
+        return Experts(expert, count, self.num_experts_per_tok, router_bias=count)
+
+
+def check_experts(key: str, experts: int, per_token: int) -> None:
+    """Check that a token uses no more experts than there are.
+
+    Args:
+        key: the key of the number of experts, for the message.
+        experts, per_token: how many there are, and how many a token uses.
+
+    Raises:
+        ArgumentError: it uses more.
+
+    >>> check_experts("num_experts", 8, 2)
+    """
+    if per_token > experts:
+        raise ArgumentError(f"num_experts_per_tok is {per_token}, and {key} {experts}")

@@ -1,0 +1,540 @@
+"""Reading a config.json: every key is understood, or it is refused by name.
+
+`parse` makes the config of a family from a parsed file and checks every key; `regard.load` uses it.
+`read_sizes` makes the sizes of the model from the same config; `regard cost` uses it. Counting
+needs less: it passes over keys that are unknown or that change no size, and the settings of rotary
+positions, so that models are counted whose other keys are not supported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+from regard.configs import CONFIGS, config_class
+from regard.configs.base import ModelConfig, Raw, UnknownKey
+from regard.cost.model import Model
+from regard.errors import ArgumentError, FileError
+from regard.files.strict import read_json
+from regard.foreign import inert, shown, told
+
+MOST_UNKNOWN = 64
+"""The most unknown keys that are passed over: each costs another reading of the whole config."""
+_LONGEST_HINT = 100
+_SIZES = (
+    # the first word that stands in a key's name decides
+    ("window_layers", 1 << 31),
+    ("layer", 1 << 9),
+    ("expert", 1 << 14),
+    ("vocab", 1 << 24),
+    ("theta", 1 << 53),
+    ("base", 1 << 53),
+    *(
+        (word, 1 << 31)
+        for word in (
+            "position",
+            "length",
+            "seq",
+            "ctx",
+            "window",
+            "distance",
+            "chunk",
+            "context",
+            "token_id",
+        )
+    ),
+    ("dim", 1 << 20),
+    ("head", 1 << 16),
+    ("", 1 << 20),
+)
+"""Part of a key's name -> the largest whole number that is believed: ten times what any published
+model has, and more.
+"""
+
+IGNORED = frozenset(
+    {
+        # what the file and the model are called, where they came from, and in which classes others
+        # hold them
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "finetuning_task",
+        "keys_to_ignore_at_inference",
+        "language",
+        "model_type",
+        "name",
+        "name_or_path",
+        "sentence_transformers",
+        "tokenizer_class",
+        "transformers_version",
+        # which code computes it elsewhere, in which precision, and what that code returns
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "experts_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_router_logits",
+        "pretraining_tp",
+        "quantization_config",
+        "return_dict",
+        "tf_legacy_loss",
+        "torch_dtype",
+        "torchscript",
+        "use_bfloat16",
+        "use_cache",
+        "xla_device",
+        # training: dropout, losses and first weights
+        "activation_dropout",
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_pdrop",
+        "classifier_dropout",
+        "dropout",
+        "dropout_rate",
+        "emb_pdrop",
+        "embd_pdrop",
+        "gradient_checkpointing",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "initializer_factor",
+        "initializer_range",
+        "neftune_noise_alpha",
+        "resid_pdrop",
+        "router_aux_loss_coef",
+        # a head that sorts texts into classes: its weights, where there are some, are refused by
+        # their names
+        "_num_labels",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_hidden_size",
+        "summary_last_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        # what transformers generates by; generation is told by `generate` here
+        "assistant_confidence_threshold",
+        "assistant_early_stop",
+        "assistant_lookbehind",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "cache_implementation",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "guidance_scale",
+        "length_penalty",
+        "low_memory",
+        "max_length",
+        "max_new_tokens",
+        "max_time",
+        "min_length",
+        "min_new_tokens",
+        "no_repeat_ngram_size",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_logits",
+        "output_scores",
+        "penalty_alpha",
+        "prefix",
+        "prompt_lookup_num_tokens",
+        "remove_invalid_values",
+        "renormalize_logits",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "suppress_tokens",
+        "target_lookbehind",
+        "task_specific_params",
+        "temperature",
+        "token_healing",
+        "top_k",
+        "top_p",
+        "typical_p",
+        # ids of single tokens: which one ends a text is read with the tokenizer
+        "bos_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "eos_token_id",
+        "mask_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "unk_token_id",
+    }
+)
+"""Keys that do not shape the computation of any family: how to train, how to generate, how the file
+came to be.
+"""
+
+MARKS = (
+    "_attn_implementation*",
+    "_experts_implementation*",
+    "_flash_attn_2_enabled",
+    "transformers.js_config",
+    "unsloth_*",
+    "use_flash_attn",
+    "use_flash_attention",
+    "use_flash_attention_2",
+)
+"""Patterns of keys that other tools leave in any folder: which kernel they computed the same with,
+and their own names.
+"""
+
+FIXED: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (None,),
+    "is_decoder": (False,),
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "tie_encoder_decoder": (False,),
+    # where the weights are not in the usual files, those that would be read are others
+    "transformers_weights": (None, "model.safetensors", "model.safetensors.index.json"),
+}
+"""Keys that every family understands with these values only, unless it says otherwise."""
+
+
+CHANGE_SIZES = frozenset(
+    {
+        "add_cross_attention",
+        "attention_bias",
+        "decoder_sparse_step",
+        "expansion_ratio",
+        "lm_head_bias",
+        "mlp_bias",
+        "mlp_only_layers",
+        "moe_layer_freq",
+        "n_inner",
+        "no_bias",
+        "position_embedding_type",
+        "pruned_heads",
+    }
+)
+"""Keys that change sizes: where a family understands one of them with some values only, others are
+refused when the model is counted, too.
+"""
+ROPE_KEYS = frozenset(
+    {
+        "partial_rotary_factor",
+        "rope_local_base_freq",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "rotary_emb_base",
+        "rotary_pct",
+    }
+)
+"""Keys of rotary positions, which change no size."""
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""A dtype of config.json -> its name in `regard.cost.kv_formats.BITS`."""
+
+
+def is_mark(key: str) -> bool:
+    """Whether a key is one that other tools leave in any folder.
+
+    >>> is_mark("_attn_implementation_autoset"), is_mark("attention")
+    (True, False)
+    """
+    return any(fnmatchcase(key, pattern) for pattern in MARKS)
+
+
+def is_harmless(key: str) -> bool:
+    """Whether a key changes the numbers of no family: it is in `IGNORED`, or a mark of another
+    tool.
+    """
+    return key in IGNORED or is_mark(key)
+
+
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def parse(kind: type[Config], raw: Raw) -> Config:
+    """The config of a family, of which every key is checked: it shapes the model, is known not to,
+    or has a value that is understood.
+
+    Args:
+        kind: the config class of the family.
+        raw: the parsed config.json.
+
+    Raises:
+        ArgumentError: a key is unknown (then it is an `UnknownKey`), missing, of the wrong type, or
+            out of range.
+    """
+    check_code(kind, raw)
+    return _parsed(kind, raw, sizes_only=False)
+
+
+def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
+    known = {f.name: f for f in fields(kind)}
+    found = kind.normalize_keys(raw)
+    fixed = {k: v for k, v in {**FIXED, **kind.fixed}.items() if k not in known}
+    for key, value in found.items():
+        if sizes_only and key not in known and (value is None or key not in CHANGE_SIZES):
+            continue
+        if key in fixed and value not in fixed[key]:
+            allowed = " or ".join(repr(v) for v in fixed[key])
+            raise ArgumentError(
+                f"{key} is {value!r}; only {allowed} is supported for {raw.get('model_type')}"
+            )
+        if sizes_only or key in known or key in fixed or key in kind.ignored or is_harmless(key):
+            continue
+        close = difflib.get_close_matches(key[:_LONGEST_HINT], [*known, *fixed], 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UnknownKey((key,), f"unknown key {shown(key)}{hint}")
+    hints = typing.get_type_hints(kind)
+    if sizes_only:  # a null says nothing, unless it means something for this key
+        found = {
+            k: v for k, v in found.items() if v is not None or type(None) in _kinds(hints.get(k))
+        }
+    required = [
+        n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING
+    ]
+    if missing := [name for name in required if name not in found]:
+        raise ArgumentError(f"it lacks {', '.join(missing)}")
+    for name in known.keys() & found.keys():
+        _check_sizes(name, found[name])
+    return kind(**{n: _typed(n, found[n], hints[n]) for n in known if n in found})
+
+
+def parse_passing_over(
+    kind: type[Config],
+    raw: Raw,
+    passes: Callable[[str], bool],
+    reading: Callable[[type[Config], Raw], Config] = parse,
+) -> tuple[Config, tuple[str, ...]]:
+    """The config of a family, and the unknown keys that were passed over.
+
+    Args:
+        kind, raw: as in `parse`.
+        passes: whether an unknown key is passed over; a key of an inner object has the outer one's
+            name and a dot in front.
+        reading: what reads a file in which no key is unknown.
+
+    Raises:
+        ArgumentError: as `parse`; or there are more than `MOST_UNKNOWN` such keys.
+    """
+    passed: list[str] = []
+    for _ in range(MOST_UNKNOWN):
+        try:
+            return reading(kind, raw), tuple(passed)
+        except UnknownKey as unknown:
+            rest = _without(raw, unknown.path)
+            if rest is None or not passes(unknown.key):
+                raise
+            raw = rest
+            passed.append(unknown.key)
+    raise ArgumentError(
+        f"it has more than {MOST_UNKNOWN} unknown keys; at most so many are passed over"
+    )
+
+
+def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
+    """The sizes of the model of a parsed config.json.
+
+    Args:
+        raw: the keys of Hugging Face; those that do not change sizes are ignored.
+        name: what the model is called.
+        where: the file, for messages.
+
+    Raises:
+        ArgumentError: model_type is not known, or a key is missing, of a wrong type, or has a value
+            that is not counted.
+
+    >>> sizes = {"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+    >>> read_sizes({"model_type": "gpt2", "vocab_size": 50257, **sizes}, "gpt2").parameters
+    124439808
+    """
+    model_type = raw.get("model_type")
+    kind = config_class(model_type) if isinstance(model_type, str) else None
+    if kind is None:
+        close = difflib.get_close_matches(str(model_type)[:60], CONFIGS, 1)
+        better = f"; did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(
+            f"{where}: model_type {shown(model_type)} is not known{better} Known are "
+            f"{', '.join(CONFIGS)}; "
+            "for another one give the sizes as flags: --layers --dim --heads ..."
+        )
+    try:
+        config, _ = parse_passing_over(kind, _without_rope(raw), lambda _: True, _parsed_sizes)
+        model = config.sizes(name)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{where}: {told(error)}; or give the sizes as flags: --layers --dim --heads ..."
+        ) from error
+    text = raw.get("text_config")
+    said = text if isinstance(text, Mapping) and config.model_types[0] != model_type else raw
+    dtype = str(said.get("dtype") or said.get("torch_dtype")).removeprefix("torch.")
+    return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model
+
+
+def _parsed_sizes(kind: type[Config], raw: Raw) -> Config:
+    return _parsed(kind, raw, sizes_only=True)
+
+
+def _without_rope(raw: Raw) -> dict[str, Any]:
+    """A config.json without the settings of rotary positions, those of its text_config too."""
+    found = {key: value for key, value in raw.items() if key not in ROPE_KEYS}
+    text = found.get("text_config")
+    return found | {"text_config": _without_rope(text)} if isinstance(text, Mapping) else found
+
+
+def read_sizes_file(path: Path) -> Model:
+    """The sizes of the model of a config.json, or of the folder that it is in.
+
+    Raises:
+        FileError: the file is not there, too large, or no JSON object.
+        ArgumentError: as `read_sizes`.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise FileError(f"{path} is no file; give a config.json, or the folder that it is in")
+    raw = read_json(path)
+    try:
+        return read_sizes(raw, inert(path.parent.name) or str(path), str(path))
+    except ArgumentError as error:
+        raise ArgumentError(told(error, 2000)) from error
+
+
+def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
+    """A config without one key, which may stand in the text_config of a model that also sees
+    pictures; None without it.
+    """
+    inner = raw.get(path[0])
+    if len(path) > 1 and isinstance(inner, Mapping):
+        rest = _without(inner, path[1:])
+        return None if rest is None else {**raw, path[0]: rest}
+    if len(path) == 1 and path[0] in raw:
+        return {key: value for key, value in raw.items() if key != path[0]}
+    if isinstance(text := raw.get("text_config"), Mapping):
+        rest = _without(text, path)
+        return None if rest is None else {**raw, "text_config": rest}
+    return None
+
+
+def _check_sizes(name: str, value: object) -> None:
+    """Whole numbers of a key, of a list or of an object are not larger than anybody means them.
+
+    Raises:
+        ArgumentError: one is: it would only cost time and memory.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_sizes(f"{name}.{key}", inner)
+    elif isinstance(value, (list, tuple)):
+        for i, inner in enumerate(value):
+            _check_sizes(f"{name}[{i}]", inner)
+    elif type(value) is int:
+        last = name.rpartition(".")[2].lower()
+        most = next(limit for word, limit in _SIZES if word in last)
+        if abs(value) > most:
+            raise ArgumentError(f"{name} is {value}; at most {most} is believed")
+
+
+def check_dtypes(raw: Raw) -> None:
+    """`dtype` and its older name do not contradict one another."""
+    new, old = raw.get("dtype"), raw.get("torch_dtype")
+    if new is not None and old is not None and new != old:
+        raise ArgumentError(
+            f"dtype is {new!r} and torch_dtype is {old!r}; they mean the same: keep one"
+        )
+
+
+def _typed(name: str, value: Any, wanted: Any) -> Any:
+    """A JSON value as the type that a field has; lists become tuples."""
+    for kind in _kinds(wanted):
+        origin = typing.get_origin(kind) or kind
+        if origin is tuple and isinstance(value, list):
+            inner = typing.get_args(kind)[0]
+            return tuple(_typed(f"{name}[{i}]", x, inner) for i, x in enumerate(value))
+        if isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, dict):
+            return value
+        if type(value) is origin or (origin is float and type(value) is int):
+            return value
+    allowed = " or ".join(_shown(kind) for kind in _kinds(wanted))
+    raise ArgumentError(f"{name} is {value!r}; it must be {allowed}")
+
+
+def _kinds(wanted: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(wanted) in (typing.Union, types.UnionType)
+    return typing.get_args(wanted) if union else (wanted,)
+
+
+def _shown(kind: Any) -> str:
+    if kind is type(None):
+        return "null"
+    if typing.get_origin(kind) is tuple:
+        return f"a list of {typing.get_args(kind)[0].__name__}"
+    return "an object" if typing.get_origin(kind) else str(kind.__name__)
+
+
+PREPARES_INPUTS = frozenset(
+    {
+        "AutoFeatureExtractor",
+        "AutoImageProcessor",
+        "AutoProcessor",
+        "AutoTokenizer",
+        "AutoVideoProcessor",
+    }
+)
+"""Entries of an `auto_map` that name no network: they make ids or pixels, before anything here is
+computed.
+"""
+
+
+def check_code(kind: type[ModelConfig], raw: Raw) -> None:
+    """An `auto_map` may name tokenizers, and the published code that the family was made from;
+    nothing of it is run.
+
+    Args:
+        kind: the config class, with the beginning of the family's class names.
+        raw: the config.json.
+
+    Raises:
+        UnknownKey: it names another class for the network, which may compute something else than
+            the family does.
+
+    >>> from regard.configs.llama import Phi3Config
+    >>> check_code(Phi3Config, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}})
+    >>> check_code(Phi3Config, {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}})
+    """
+    said = raw.get("auto_map")
+    if said is None:
+        return
+    named = said if isinstance(said, Mapping) else {"": said}
+    for role, name in named.items():
+        if role in PREPARES_INPUTS:
+            continue
+        if kind.code is None:
+            raise UnknownKey(
+                ("auto_map",),
+                "auto_map asks for code that comes with the checkpoint, which is never run and "
+                "may compute something "
+                "else; use a checkpoint of the family's own code",
+            )
+        if not str(name).rpartition(".")[2].startswith(kind.code):
+            raise UnknownKey(
+                ("auto_map",),
+                f"auto_map names {shown(str(name))}, which is not the published code of "
+                f"{raw.get('model_type')} and is never "
+                "run; use a checkpoint of the family's own code",
+            )

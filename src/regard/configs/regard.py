@@ -1,0 +1,84 @@
+"""The config of regard's own decoders: any causal mechanism of the catalogue, and SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from regard.configs.base import ModelConfig, check_sizes
+from regard.cost.feed_forward import Dense
+from regard.cost.mechanisms import mechanism
+from regard.cost.model import Layer, Model
+from regard.cost.spec import Weights
+from regard.errors import ArgumentError
+
+DECODER_OPTIONS = ("is_causal", "bidirectional")
+"""Options that a decoder sets itself."""
+
+
+@dataclass(frozen=True)
+class RegardConfig(ModelConfig):
+    """The keys of its config.json.
+
+    Attributes:
+        attention: the name of a mechanism in `regard.nn.variants`.
+        attention_options: its constructor's options, as plain values.
+        position: "catalogue" (as the mechanism has them), "rope", "alibi", "learned", "sinusoidal"
+            or "none".
+        window: None, or the most keys that a query sees, its own included.
+        max_position_embeddings: the length of training; learned positions end there.
+
+    Raises:
+        ArgumentError: a size is less than 1. `regard.models.families.regard.Config` also checks the
+            mechanism.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    attention: str
+    attention_options: Mapping[str, Any] = field(default_factory=dict)
+    position: str = "catalogue"
+    window: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("regard",)
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+
+    def sizes(self, name: str) -> Model:
+        """The sizes of the decoder.
+
+        Raises:
+            ArgumentError: its mechanism is not counted.
+        """
+        M, H = self.hidden_size, self.num_attention_heads
+        options = {k: v for k, v in self.attention_options.items() if k not in DECODER_OPTIONS}
+        if self.window is not None:
+            options["window"] = self.window
+        if self.attention == "mha" and options.pop("bias", False):
+            raise ArgumentError("mha with bias is not counted; gpt2 has the same shape")
+        layer = Layer(
+            mechanism(self.attention, M, H, options),
+            Dense(M, self.intermediate_size),
+            Weights(norms=2 * M),
+        )
+        rows = self.max_position_embeddings if self.position == "learned" else 0
+        return Model(
+            name,
+            self.vocab_size,
+            M,
+            (layer,) * self.num_hidden_layers,
+            positions=rows * M,
+            rows=int(rows > 0),
+            longest=rows or None,
+            norms=Weights(norms=M),
+            tied=self.tie_word_embeddings,
+            dtype="fp32",
+        )

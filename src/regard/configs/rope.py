@@ -1,0 +1,331 @@
+"""The rotary settings of a config.json, in one form whichever they came in, and checked.
+
+Files say the base, the part of each head that turns and the scaling at the top level, in
+`rope_scaling` or in `rope_parameters`. `normalize_rope` brings them into one form;
+`regard.models.assembly.rope` makes the rotary modules.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from regard.configs.base import UnknownKey
+from regard.configs.layer_types import FULL, SLIDING
+from regard.errors import ArgumentError
+from regard.foreign import shown
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+class Keys(NamedTuple):
+    """The keys of a rope type, beside the type itself and what `normalize_rope` lifts out."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+TYPES: dict[str, Keys] = {
+    "default": Keys(),
+    "dynamic": Keys(("factor",)),
+    "linear": Keys(("factor",)),
+    "llama3": Keys(("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,)),
+    "longrope": Keys(("short_factor", "long_factor"), (ORIGINAL, "factor", "attention_factor")),
+    "proportional": Keys((), ("factor",)),
+    "yarn": Keys(
+        ("factor",),
+        (
+            ORIGINAL,
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+            "finetuned",
+        ),
+    ),
+}
+"""Rope type -> its keys. `finetuned`, of the first YaRN checkpoints, says how they were made and
+shapes nothing.
+"""
+
+OLD_NAMES = {"su": "longrope"}
+"""Rope types that were renamed."""
+
+
+FOLLOWING = ("dynamic", "longrope")
+"""Rope types whose frequencies follow the length of what is read."""
+
+
+class RopeSettings(NamedTuple):
+    """What `regard.models.assembly.rope.rotary` needs from a config.
+
+    Attributes:
+        head_dim: the head dim D.
+        theta: rope_theta, the base.
+        scaling: rope_scaling, as `normalize_rope` gives it or as a file has it; None is no scaling.
+        max_positions: max_position_embeddings.
+        partial: partial_rotary_factor, the part of each head that turns.
+        layout: which dims make a pair.
+        original: original_max_position_embeddings at the top level, where Phi-3 has it.
+    """
+
+    head_dim: int
+    theta: float
+    scaling: Mapping[str, Any] | None
+    max_positions: int
+    partial: float = 1.0
+    layout: Literal["half", "interleaved"] = "half"
+    original: int | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether the frequencies follow the length of what is read."""
+        return check_rope(self)["rope_type"] in FOLLOWING
+
+
+def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
+    """Check the keys of rotary settings, and that their numbers are numbers.
+
+    Returns:
+        The rope_scaling in its one form, `{"rope_type": "default"}` where there is none.
+
+    Raises:
+        ArgumentError: a number is none, partial_rotary_factor is not above 0 and at most 1, or a
+            key of the scaling is not as it should be. The ranges of the scaling's numbers are
+            checked when the rotary module is made.
+
+    >>> check_rope(RopeSettings(64, 1e4, {"type": "linear", "factor": 4.0}, 2048))
+    {'rope_type': 'linear', 'factor': 4.0}
+    """
+    number("rope_theta", settings.theta)
+    partial = settings.partial
+    if not 0 < number("partial_rotary_factor", partial) <= 1:
+        raise ArgumentError(f"partial_rotary_factor is {partial}; it must be above 0 and at most 1")
+    scaling = settings.scaling
+    found = None if scaling is None else normal(scaling, "rope_scaling")
+    return {"rope_type": "default"} if found is None else found
+
+
+def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """A rope_scaling with its type as `rope_type`, by its present name, and keys that are checked;
+    None if default.
+
+    Keys that are null are left out, as if absent, except a yarn's factor, which then follows from
+    the lengths.
+
+    Args:
+        given: the mapping in a config.json, without rope_theta and partial_rotary_factor.
+        where: what it is called there, for messages.
+
+    Raises:
+        ArgumentError: the type is unknown, absent beside other keys, or given twice and
+            differently; a key of the type is missing, unknown, or has a value of another kind.
+
+    >>> normal({"type": "linear", "factor": 4.0}, "rope_scaling")
+    {'rope_type': 'linear', 'factor': 4.0}
+    """
+    kind = _kind(given, where)
+    required, known = TYPES[kind].required, (*TYPES[kind].required, *TYPES[kind].optional)
+    found: dict[str, Any] = {"rope_type": kind}
+    for key, value in given.items():
+        if key in ("type", "rope_type"):
+            continue
+        if key not in known:
+            raise UnknownKey(
+                (*where.split("."), key),
+                f"{where} of rope_type {kind!r} has the unknown key "
+                f"{shown(key)}{near(key, known)}; "
+                f"its keys are {', '.join(known) or 'none'}",
+            )
+        if value is not None or (kind, key) == ("yarn", "factor"):
+            found[key] = _checked(f"{where}.{key}", key, value)
+    if lacking := [key for key in required if key not in found]:
+        raise ArgumentError(f"{where} of rope_type {kind!r} lacks {', '.join(lacking)}")
+    return None if kind == "default" else found
+
+
+def near(word: object, known: Iterable[str]) -> str:
+    """A hint at the known word that is nearest, or nothing.
+
+    >>> near("yarm", TYPES)
+    "; did you mean 'yarn'?"
+    """
+    close = difflib.get_close_matches(str(word)[:60], list(known), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _kind(given: Mapping[str, Any], where: str) -> str:
+    said = {name: given[name] for name in ("rope_type", "type") if given.get(name) is not None}
+    if not said:
+        if rest := [key for key in given if key not in ("rope_type", "type")]:
+            raise ArgumentError(
+                f"{where} has {', '.join(map(repr, rest))} and no rope_type; say which of "
+                f"{', '.join(TYPES)} it is"
+            )
+        return "default"
+    for name, kind in said.items():
+        if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in TYPES:
+            raise ArgumentError(
+                f"{where}.{name} is {short(kind)}{near(kind, (*TYPES, *OLD_NAMES))}; supported: "
+                f"{', '.join(TYPES)}"
+            )
+    kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
+    if kinds[0] != kinds[-1]:
+        raise ArgumentError(
+            f"{where}.rope_type is {said['rope_type']!r} and {where}.type is {said['type']!r}; "
+            "remove the wrong one"
+        )
+    return str(kinds[0])
+
+
+def number(where: str, value: object) -> float:
+    """A finite number as JSON has it, or an error: no string, no boolean, and no integer beyond the
+    range of a float.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= 1e300:
+        raise ArgumentError(f"{where} is {short(value)}; it must be a finite number")
+    return value
+
+
+def _checked(where: str, key: str, value: Any) -> Any:
+    """The value, if it is of the kind that its key asks for."""
+    if key in ("truncate", "finetuned"):
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{where} is {short(value)}; it must be true or false")
+    elif key in ("short_factor", "long_factor"):
+        if not isinstance(value, (list, tuple)):
+            raise ArgumentError(f"{where} is {short(value)}; it must be a list of numbers")
+        for i, x in enumerate(value):
+            number(f"{where}[{i}]", x)
+    elif key == ORIGINAL:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 53:
+            raise ArgumentError(f"{where} is {short(value)}; it must be an integer of at least 1")
+    elif value is not None:
+        number(where, value)
+    return value
+
+
+def short(value: object) -> str:
+    """A value as a message shows it, cut where it is long.
+
+    >>> short("x" * 100)[-5:]
+    'xx...'
+    """
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+LIFTED = ("rope_theta", "partial_rotary_factor")
+"""Keys that files have at the top level or inside, and `normalize_rope` at the top level."""
+
+
+def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str, Any]:
+    """A config.json with its rotary positions in one form, whichever it came in.
+
+    rope_theta and partial_rotary_factor stand at the top level if they are given at all;
+    rope_scaling is None, or a mapping with `rope_type` and the keys of the type; rope_parameters is
+    gone.
+
+    Args:
+        raw: the parsed config.json; it is not changed.
+        layered: for families whose layer types have frequencies of their own (Gemma 3): these keys
+            then stand in `rope_parameters`, a mapping for "full_attention" and one for
+            "sliding_attention", and nowhere else. In a file of the hub the sliding layers have the
+            base `rope_local_base_freq` and no scaling.
+
+    Raises:
+        ArgumentError: two places contradict each other, a rope type is not known, or its keys are
+            not as they should be; or rope_parameters are per layer type where the family has one
+            for all, or the reverse.
+
+    >>> linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
+    >>> normalize_rope({"rope_parameters": linear})
+    {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
+    >>> bases = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    >>> normalize_rope(bases, layered=True)["rope_parameters"]["sliding_attention"]
+    {'rope_theta': 10000.0, 'rope_scaling': None}
+    """
+    ours = {*LIFTED, "rope_scaling", "rope_parameters"}
+    if layered:
+        ours.add("rope_local_base_freq")
+    rest = {key: value for key, value in raw.items() if key not in ours}
+    top = {key: raw[key] for key in (*LIFTED, "rope_scaling") if raw.get(key) is not None}
+    nested = raw.get("rope_parameters")
+    types = _layer_types(nested)
+    if not layered:
+        if types:
+            raise ArgumentError(
+                f"rope_parameters are given per layer type ({', '.join(types)}); this family has "
+                "one for all layers"
+            )
+        return rest | _one(top, nested, "rope_parameters")
+    if nested and not types:
+        raise ArgumentError(
+            f"rope_parameters has {', '.join(nested)} for all layers; this family has them per "
+            "layer type, "
+            f"{FULL} and {SLIDING}"
+        )
+    local = {k: raw[k] for k in ("rope_local_base_freq", "partial_rotary_factor") if k in raw}
+    return rest | {
+        "rope_parameters": {
+            kind: _one(said, (nested or {}).get(kind), f"rope_parameters.{kind}", base)
+            for kind, said, base in (
+                (FULL, top, "rope_theta"),
+                (SLIDING, local, "rope_local_base_freq"),
+            )
+        }
+    }
+
+
+def _layer_types(nested: object) -> tuple[str, ...]:
+    """The layer types that rope_parameters speak of; none if they are flat, or not there."""
+    if nested is None:
+        return ()
+    if not isinstance(nested, Mapping):
+        raise ArgumentError(
+            f"rope_parameters is {short(nested)}; it must be an object of keys and values"
+        )
+    if not any(isinstance(value, Mapping) for value in nested.values()):
+        return ()
+    for key, value in nested.items():
+        if key not in (FULL, SLIDING):
+            raise ArgumentError(
+                f"rope_parameters has the unknown layer type {key!r}{near(key, (FULL, SLIDING))}; "
+                f"supported are {FULL} and {SLIDING}"
+            )
+        if value is not None and not isinstance(value, Mapping):
+            raise ArgumentError(f"rope_parameters.{key} is {short(value)}; it must be an object")
+    return tuple(nested)
+
+
+def _one(
+    top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str, base: str = "rope_theta"
+) -> dict[str, Any]:
+    """rope_theta, partial_rotary_factor and rope_scaling from the top level and from
+    rope_parameters, which must agree.
+    """
+    inner = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
+    if not isinstance(inner["rope_scaling"], Mapping):
+        raise ArgumentError(f"rope_scaling is {short(inner['rope_scaling'])}; it must be an object")
+    found: dict[str, Any] = {}
+    for key, at_top in (("rope_theta", base), ("partial_rotary_factor", "partial_rotary_factor")):
+        said = {at_top: top.get(at_top)} | {
+            f"{place}.{key}": keys.get(key) for place, keys in inner.items()
+        }
+        values = {place: number(place, x) for place, x in said.items() if x is not None}
+        if len({*values.values()}) > 1:
+            both = " and ".join(f"{place} is {value}" for place, value in values.items())
+            raise ArgumentError(f"{both}; remove the wrong one")
+        if values:
+            found[key] = next(iter(values.values()))
+    rests = {place: {k: keys[k] for k in keys if k not in LIFTED} for place, keys in inner.items()}
+    scalings = [normal(keys, place) for place, keys in rests.items() if keys]
+    if len(scalings) == 2 and scalings[0] != scalings[1]:
+        raise ArgumentError(
+            f"rope_scaling is {short(scalings[0])} and {where} says {short(scalings[1])}; remove "
+            "the wrong one"
+        )
+    return found | {"rope_scaling": scalings[0] if scalings else None}

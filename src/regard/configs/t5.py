@@ -1,0 +1,107 @@
+"""The config of T5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes
+from regard.cost.feed_forward import Dense
+from regard.cost.model import Layer, Model
+from regard.cost.softmax import CrossSpec, SoftmaxSpec
+from regard.cost.spec import HeadShape, Weights
+from regard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class T5Config(ModelConfig):
+    """The keys of a T5 config.json that shape the model.
+
+    Raises:
+        ArgumentError: a size is less than 1, or feed_forward_proj is not understood.
+    """
+
+    vocab_size: int
+    d_model: int
+    d_kv: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    num_decoder_layers: int | None = None
+    relative_attention_num_buckets: int = 32
+    relative_attention_max_distance: int = 128
+    layer_norm_epsilon: float = 1e-6
+    feed_forward_proj: str = "relu"
+    tie_word_embeddings: bool = True
+    scale_decoder_outputs: bool = True
+    pad_token_id: int = 0
+    eos_token_id: int = 1
+    decoder_start_token_id: int | None = None
+
+    model_types: ClassVar[tuple[str, ...]] = ("t5",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"n_positions"})
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_encoder_decoder": (True,)}
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero={"pad_token_id", "eos_token_id", "decoder_start_token_id"})
+        check_activation(self.activation[1], "feed_forward_proj")
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, Any]:
+        """Newer files repeat what feed_forward_proj says; older ones say by tie_word_embeddings
+        whether the output is scaled.
+        """
+        found = dict(raw)
+        said = str(found.get("feed_forward_proj", "relu"))
+        for key, value in zip(("is_gated_act", "dense_act_fn"), _activation(said), strict=True):
+            if found.pop(key, value) != value:
+                raise ArgumentError(
+                    f"{key} is {raw[key]!r}, and feed_forward_proj {said!r} says {value!r}; keep "
+                    "one"
+                )
+        found.setdefault("scale_decoder_outputs", found.get("tie_word_embeddings") is not False)
+        return found
+
+    @property
+    def activation(self) -> tuple[bool, str]:
+        """Whether the feed-forward layers have a gate, and the name of their nonlinearity."""
+        return _activation(self.feed_forward_proj)
+
+    @property
+    def decoder_layers(self) -> int:
+        """The number of layers of the decoder: as many as the encoder's, if the file does not
+        say.
+        """
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    def sizes(self, name: str) -> Model:
+        """The sizes of the encoder and the decoder, each with one table of relative position
+        biases.
+        """
+        M, H, D = self.d_model, self.num_heads, self.d_kv
+        feed = Dense(M, self.d_ff, gated=self.activation[0])
+        buckets = self.relative_attention_num_buckets * H
+        norm, shape = Weights(norms=M), HeadShape(H, H, D, D)
+        reader = Layer(SoftmaxSpec.of(M, shape, causal=False), feed, norm + norm)
+        writer = Layer(SoftmaxSpec.of(M, shape), feed, norm + norm + norm, CrossSpec.of(M, shape))
+        return Model(
+            name,
+            self.vocab_size,
+            M,
+            (writer,) * self.decoder_layers,
+            (reader,) * self.num_layers,
+            norms=norm + norm + Weights(biases=2 * buckets),
+            tied=self.tie_word_embeddings,
+            notes=(
+                "the prompt is the encoder's; the decoder's text is counted at the same length",
+            ),
+        )
+
+
+def _activation(proj: str) -> tuple[bool, str]:
+    """Whether there is a gate, and the nonlinearity: gated-gelu has always meant the approximation
+    with tanh.
+    """
+    name = proj.removeprefix("gated-")
+    return name != proj, "gelu_new" if proj == "gated-gelu" else name

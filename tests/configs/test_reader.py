@@ -1,0 +1,188 @@
+"""One reader of config.json: loading and counting read the same config, and counting needs less."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import regard
+from regard.configs import CONFIGS, COUNTED_ONLY, FILES, LOADABLE, config_class
+from regard.configs.base import ModelConfig, UnknownKey
+from regard.configs.reader import CHANGE_SIZES, FIXED, ROPE_KEYS, parse, read_sizes
+from regard.errors import ArgumentError
+from regard.models.families import family
+from tests.cost.tiny import LLAMA, TINY
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        **LLAMA,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+EVERY = TINY | MIXTURES
+CODE = """
+import json, sys
+from regard.configs.reader import parse, read_sizes
+from regard.configs import config_class
+for name, raw in json.load(sys.stdin).items():
+    parse(config_class(raw["model_type"]), raw)
+    read_sizes(raw, name)
+json.dump(sorted(sys.modules), sys.stdout)
+"""
+
+
+def config_of(raw: dict[str, Any]) -> type[ModelConfig]:
+    found = config_class(raw["model_type"])
+    assert found is not None
+    return found
+
+
+def test_every_model_type_has_one_class_and_a_small_config() -> None:
+    assert {raw["model_type"] for raw in EVERY.values()} == set(CONFIGS) == set(FILES)
+    for name in CONFIGS:
+        found = config_class(name)
+        assert found is not None
+        assert name in found.model_types
+        assert found.model_types[0] in CONFIGS
+    assert config_class("lama") is None
+    assert set(LOADABLE) | COUNTED_ONLY == set(CONFIGS)
+    assert all(family(name) is None for name in COUNTED_ONLY)
+
+
+@pytest.mark.parametrize("name", LOADABLE)
+def test_loading_and_counting_read_through_one_class(name: str) -> None:
+    found, counted = family(name), config_class(name)
+    assert found is not None
+    assert counted is not None
+    # the class of regard's own decoders also builds its mechanism, which needs torch
+    assert found.config is counted or (name == "regard" and issubclass(found.config, counted))
+    assert [f.name for f in fields(found.config)] == [f.name for f in fields(counted)]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_the_strict_config_has_the_sizes_that_are_counted(name: str) -> None:
+    raw = EVERY[name]
+    assert parse(config_of(raw), raw).sizes(name) == read_sizes(raw, name)
+
+
+def test_all_of_it_without_torch() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        input=json.dumps(EVERY),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    found = set(json.loads(done.stdout))
+    assert {"torch", "numpy", "numba", "safetensors", "tokenizers"}.isdisjoint(found)
+    assert "regard.configs.llama" in found
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_counting_passes_over_what_loading_refuses(name: str) -> None:
+    raw = {**EVERY[name], "a_key_of_tomorrow": 1}
+    with pytest.raises(UnknownKey, match="unknown key 'a_key_of_tomorrow'"):
+        parse(config_of(raw), raw)
+    assert read_sizes(raw, name) == read_sizes(EVERY[name], name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "gelu"},
+        {"rope_scaling": {"rope_type": "of tomorrow", "factor": 2}},
+        {"rope_theta": "large"},
+        {"auto_map": {"AutoModel": "mine.Model"}},
+        {"is_decoder": True},
+        {"tie_word_embeddings": None},
+    ],
+)
+def test_counting_passes_over_what_changes_no_size(change: dict[str, Any]) -> None:
+    raw = {**TINY["llama"], **change}
+    with pytest.raises(ArgumentError):
+        parse(config_of(raw), raw)
+    assert read_sizes(raw, "llama") == read_sizes(TINY["llama"], "llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("phi3", {"attention_bias": True}),
+        ("phi3", {"mlp_bias": True}),
+        ("bloom", {"n_inner": 7}),
+        ("mpt", {"expansion_ratio": 2}),
+        ("mpt", {"no_bias": False}),
+        ("gpt2", {"add_cross_attention": True}),
+        ("bert", {"position_embedding_type": "relative_key"}),
+        ("deepseek_v3", {"moe_layer_freq": 2}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ],
+)
+def test_what_changes_sizes_is_refused_by_both(name: str, change: dict[str, Any]) -> None:
+    raw = {**EVERY[name], **change}
+    (key,) = change
+    for read in (lambda: parse(config_of(raw), raw), lambda: read_sizes(raw, name)):
+        with pytest.raises(ArgumentError, match=f"{key} is .*; only .* is supported for {name}"):
+            read()
+    assert key in CHANGE_SIZES
+
+
+def test_the_lists_of_keys_do_not_contradict_each_other() -> None:
+    assert not CHANGE_SIZES & ROPE_KEYS
+    sized = {
+        key
+        for name in CONFIGS
+        for key in {**FIXED, **(config_class(name) or ModelConfig).fixed}
+        if key in CHANGE_SIZES
+    }
+    assert sized == CHANGE_SIZES, "every one of them is fixed in some family"
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_mixtures_that_are_counted_only(name: str) -> None:
+    """By hand: a router and gated experts in each of 3 layers."""
+    raw = EVERY[name]
+    width = raw.get("moe_intermediate_size", 40)
+    parts = {part.name: part.parameters for part in read_sizes(raw, name).parts}
+    assert parts["experts"] == 3 * 4 * 3 * 24 * width
+    assert parts["router"] == 3 * 4 * 24
+    with pytest.raises(ArgumentError, match="num_experts_per_tok is 5"):
+        read_sizes({**raw, "num_experts_per_tok": 5}, name)
+
+
+def test_too_many_unknown_keys_inside() -> None:
+    raw = {**TINY["mpt"], "attn_config": {f"key {i}": 1 for i in range(99)}}
+    with pytest.raises(ArgumentError, match="more than 64 unknown keys"):
+        read_sizes(raw, "mpt")
+    raw["attn_config"] = {"one more": 1}
+    assert read_sizes(raw, "mpt") == read_sizes(TINY["mpt"], "mpt")
+
+
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [({}, "bf16"), ({"torch_dtype": "float16"}, "fp16"), ({"dtype": "torch.float32"}, "fp32")],
+)
+def test_the_dtype_that_is_counted(named: dict[str, str], wanted: str) -> None:
+    assert read_sizes({**TINY["llama"], **named}, "llama").dtype == wanted
+    text = {**TINY["gemma3"]["text_config"], **named}
+    assert read_sizes({**TINY["gemma3"], "text_config": text}, "gemma3").dtype == wanted
