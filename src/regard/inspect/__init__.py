@@ -1,6 +1,8 @@
 """Looking inside a model: explain one query token, choose a head, score what heads do."""
 
-from regard.inspect.audit import Audit, Finding, audit
+import sys
+
+from regard.audit import Audit, Finding, audit
 from regard.inspect.choose import (
     Choice,
     check_index,
@@ -32,6 +34,9 @@ from regard.inspect.recording import Place, Recording, Top
 from regard.inspect.report import report
 from regard.inspect.row_sums import RowSums, row_sums
 from regard.inspect.tiles import Tile, walk
+
+# the package of this name moved to regard.audit; imports of it by the former name still work
+sys.modules.setdefault(f"{__name__}.audit", sys.modules["regard.audit"])
 
 __all__ = [
     "MOST_TOKENS",
