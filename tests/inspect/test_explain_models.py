@@ -21,12 +21,11 @@ from regard import Trace
 from regard.cli._explain_target import read
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
-from regard.inspect.capture import recorded
-from regard.inspect.place import Place
-from regard.inspect.readers import reading
-from regard.inspect.reading import Words
+from regard.inspect.explain.capture import recorded
+from regard.inspect.explain.reading import Words, reading
+from regard.inspect.explain.steps import ROWS
+from regard.inspect.record.place import Place
 from regard.inspect.report import report
-from regard.inspect.steps import ROWS
 from regard.models import demo, recurrent
 from regard.models.families import bert, t5
 from regard.models.seq2seq import Seq2Seq

@@ -7,8 +7,8 @@ checks, names the fault behind the findings and makes every example small.
 
 from __future__ import annotations
 
+from regard.audit.battery import audit
 from regard.audit.findings import FAULTS, Audit, Checked, Fault, Finding, NotTried
-from regard.audit.run import audit
 from regard.audit.subject import NEW, Claim, Reply
 
 __all__ = [

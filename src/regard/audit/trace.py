@@ -1,8 +1,8 @@
 """Judge the attention that is found in a module's operations: its scale, softmax, bias, heads,
 roles and rotary positions.
 
-The definition needs projections that it can read. A trace needs none, because
-`regard.audit.graph` finds attention in the recorded operations themselves.
+The definition needs projections that it can read. A trace needs none, because `regard.audit.graph`
+finds attention in the recorded operations themselves.
 """
 
 from __future__ import annotations

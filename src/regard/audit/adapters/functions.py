@@ -1,5 +1,5 @@
-"""Functions `attend(q, k, v, ...)`, and the user's own adapter: calls that are given a target or
-q, k and v.
+"""Functions `attend(q, k, v, ...)`, and the user's own adapter: calls that are given a target or q,
+k and v.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What reaches a token that should not: later tokens, padding, another row, keys beyond the
-window.
-"""
+"""What reaches a token that should not: later tokens, padding, other rows, keys beyond the window."""
 
 from __future__ import annotations
 
