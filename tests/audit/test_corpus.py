@@ -46,4 +46,4 @@ def test_the_table_of_the_documentation_is_that_of_the_corpus() -> None:
     """Each entry is audited above; `python -m tests.audit.corpus.write` writes the
     table.
     """
-    assert between((Path(__file__).parents[3] / DOCUMENT).read_text()) == rows()
+    assert between((Path(__file__).parents[2] / DOCUMENT).read_text()) == rows()

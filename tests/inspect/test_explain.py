@@ -20,7 +20,7 @@ from regard.inspect import explain
 from regard.inspect.explain.capture import Watch
 from regard.inspect.explain.mask_reasons import why_masked
 from regard.inspect.explain.reading import reading
-from regard.inspect.explain.softmax_row import finish_online, online, softmax
+from regard.inspect.explain.row import finish_online, online, softmax
 from regard.inspect.explain.steps import pool_largest
 from regard.nn import Attention, Heads, RMSNorm, Separate
 from regard.positions import Rotary
@@ -333,9 +333,9 @@ def test_reasons_name_the_term_that_says_no() -> None:
 
 def test_a_row_that_sees_nothing_has_weights_of_zero() -> None:
     found = softmax(np.array([-np.inf, -np.inf]))
-    assert found["weights"].tolist() == [0.0, 0.0]
-    assert found["lse"] == -math.inf
-    assert found["total"] == 0.0
+    assert found.weights.tolist() == [0.0, 0.0]
+    assert found.lse == -math.inf
+    assert found.total == 0.0
 
 
 def test_small_patterns_keep_the_largest_weight() -> None:

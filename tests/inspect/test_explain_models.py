@@ -289,7 +289,8 @@ def test_a_decoder_in_half_precision_is_told_so() -> None:
 
 def test_a_notebook_shows_the_page_as_inert_text() -> None:
     found = explain(model(), TEXT, layer=1, head=0)
-    shown = replace(found, model="<script>alert(1)</script>")._repr_html_()
+    hostile = replace(found.where, model="<script>alert(1)</script>")
+    shown = replace(found, where=hostile)._repr_html_()
     assert shown.startswith("<pre")
     assert "<script" not in shown
     assert "&lt;script&gt;" in shown

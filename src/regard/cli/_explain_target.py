@@ -183,7 +183,7 @@ class Look:
             key=self.key,
             call=call,
         )
-        return replace(found, chosen_by=self.choice.rule)
+        return replace(found, where=replace(found.where, chosen_by=self.choice.rule))
 
 
 def page(

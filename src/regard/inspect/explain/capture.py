@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from regard.inspect.explain.explanation import Array
 from regard.inspect.explain.reading import Reading, Site
 from regard.inspect.record.models import Recorder
 from regard.inspect.record.place import Block, Place
 from regard.inspect.record.recording import Recording
-from regard.nn.longformer import Longformer
+from regard.nn.explain import explainable
 from regard.span import as_tensor
 
 if TYPE_CHECKING:
@@ -29,11 +30,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Query i of a sequence in one call at a place: row `row` of step `number`."""
+    """Query i of a sequence in one call at a place: row `row` of step `number`.
+
+    branch: what the place's name has behind that of the site, such as "window"; "" of the site
+        itself.
+    """
 
     place: Place
     number: int
     row: int
+    branch: str = ""
 
     @property
     def step(self) -> Step:
@@ -91,15 +97,15 @@ def calls_at(capture: Capture, site: Site, query: int) -> list[Call]:
     found = []
     for name, place in capture.recording.places.items():
         if name == site.place or name.startswith(site.place + "."):
-            found += _of(place, query)
+            found += _of(place, query, name[len(site.place) + 1 :])
     return found
 
 
-def _of(place: Place, query: int) -> list[Call]:
+def _of(place: Place, query: int, branch: str) -> list[Call]:
     if len(place.steps) > 1 and all(step.T == 1 for step in place.steps):
-        return [Call(place, query, 0)] if query < len(place.steps) else []
+        return [Call(place, query, 0, branch)] if query < len(place.steps) else []
     return [
-        Call(place, number, row)
+        Call(place, number, row, branch)
         for number, step in enumerate(place.steps)
         if len(step.columns)  # a branch without a complete block has no keys
         for row in (as_tensor(step.q_positions)[0] == query).nonzero()[:1, 0].tolist()
@@ -107,10 +113,10 @@ def _of(place: Place, query: int) -> list[Call]:
 
 
 def counting(site: Site, calls: list[Call]) -> list[Call]:
-    """The calls whose answers go on: of a global query of Longformer the last, which replaces the
-    local one.
+    """The calls whose answers go on: the last of several, where the mechanism says that it replaces
+    the others.
     """
-    return calls[-1:] if isinstance(site.attention, Longformer) else calls
+    return calls[-1:] if explainable(site.attention).replaces_calls else calls
 
 
 def main_call(calls: list[Call], head: int) -> Call:
@@ -140,14 +146,12 @@ class Capture:
     hidden: `x` [T,M], what the attention was given, and where there is one, `memory` [S,M3];
         `entering` and `residual` [T,M], in front of its residual path and behind it; `embedding`;
         `last`, behind the last block.
-    rule: of a recurrence, the arguments of its rule and what came out.
     apart: the largest difference of the network's output to that of a run that nobody looked at.
     """
 
     recording: Recording
     taps: dict[str, Tensor] = field(default_factory=dict)
     hidden: dict[str, Tensor] = field(default_factory=dict)
-    rule: tuple[tuple[Any, ...], Any] | None = None
     apart: float = 0.0
 
 
@@ -200,9 +204,8 @@ def recorded(read: Reading) -> Recording:
 def capture(read: Reading, site: Site) -> Capture:
     """Run twice, once with everything at one site kept, and once as when nobody looks."""
     kept: dict[str, list[Tensor]] = {}
-    rule: list[tuple[tuple[Any, ...], Any]] = []
     with torch.inference_mode(), ExitStack() as hooks:
-        for handle in _hooks(read, site, kept, rule):
+        for handle in _hooks(read, site, kept):
             hooks.callback(handle.remove)
         with Watch((site,), site) as watch:
             seen = read.run()
@@ -214,7 +217,6 @@ def capture(read: Reading, site: Site) -> Capture:
         watch.recording(model=read.name),
         {n: x for n, x in taps.items() if x is not None},
         hidden,
-        rule[-1] if rule else None,
         apart,
     )
 
@@ -232,9 +234,10 @@ def _joined(watch: Watch, name: str) -> Tensor | None:
     return torch.cat(parts, 1 if letter == "out" else 2)[0]
 
 
-def _hooks(read: Reading, site: Site, kept: dict[str, list[Tensor]], rule: list[Any]) -> list[Any]:
+def _hooks(read: Reading, site: Site, kept: dict[str, list[Tensor]]) -> list[RemovableHandle]:
     """Hooks that keep what enters and leaves the modules around a site."""
-    attention, hooks, thread = site.attention, [], get_ident()
+    attention, thread = site.attention, get_ident()
+    hooks: list[RemovableHandle] = []
 
     def keep(name: str, x: Any) -> None:
         x = x[0] if isinstance(x, tuple) else x
@@ -254,14 +257,6 @@ def _hooks(read: Reading, site: Site, kept: dict[str, list[Tensor]], rule: list[
             site.around.register_forward_pre_hook(lambda _, args: keep("entering", args[0]))
         )
         hooks.append(site.around.register_forward_hook(_after(keep, "residual")))
-    own = getattr(attention, "rule", None)
-    if isinstance(own, nn.Module):
-
-        def ruled(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            if get_ident() == thread:
-                rule.append((args, out))
-
-        hooks.append(own.register_forward_hook(ruled))
     return hooks
 
 

@@ -14,8 +14,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.capture import calls_at, counting, look, looks_of
 from regard.inspect.explain.reading import Reading, Site, Source, Tokens, check_index, reading
 from regard.models.model import Model
-from regard.nn.cross import AdditiveAttention
-from regard.nn.recurrent import Recurrent
+from regard.nn.explain import explainable
 
 RULE = (
     "the head that looks hardest at one other token: the largest single weight of the query on a "
@@ -125,7 +124,7 @@ def strongest(
     0
     """
     sites = read.main if place is None else (read.site(place=place),)
-    if all(isinstance(site.attention, (Recurrent, AdditiveAttention)) for site in sites):
+    if all(explainable(site.attention).has_own_row for site in sites):
         first = sites[
             0 if layer is None else check_index("layer", layer, len(sites), "layer", "layers")
         ]

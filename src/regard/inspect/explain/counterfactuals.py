@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from regard.biases import ALiBi
@@ -13,7 +14,7 @@ from regard.cost import Description, attention_flops
 from regard.cost.latent import latent_numbers
 from regard.cost.softmax import attention_bytes
 from regard.inspect.explain.explanation import Array, Cost, Elsewhere, Held
-from regard.inspect.explain.softmax_row import Chain, Row, softmax
+from regard.inspect.explain.row import Chain, Row, softmax
 from regard.span import Span
 
 TOP, CAP = 4, 5.0
@@ -78,8 +79,7 @@ def _others(row: Row) -> Iterator[tuple[str, str, Array | None]]:
     near = (at >= 0) & (np.abs(mine - at) < wide)
 
     def of(changed: Chain, less: float | None = sink) -> Array:
-        found: Array = softmax(changed.steps()[-1].values, less)["weights"]
-        return found
+        return softmax(changed.steps()[-1].values, less).weights
 
     yield (
         f"window {wide}",
@@ -106,11 +106,11 @@ def _others(row: Row) -> Iterator[tuple[str, str, Array | None]]:
     yield "linear", "φ(q_i) · φ(k_j) / Σ,  φ = elu + 1", _linear(chain)
 
 
-def _top(chain: Chain) -> Array:
+def _top(chain: Chain) -> NDArray[np.bool_]:
     s = chain.steps()[-1].values
     keep = np.zeros(len(s), bool)
     keep[np.argsort(-s, kind="stable")[:TOP]] = True
-    found: Array = keep & chain.visible
+    found: NDArray[np.bool_] = keep & chain.visible
     return found
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.foreign import shown, whole
-from regard.inspect.explain.additive import additive
 from regard.inspect.explain.capture import (
     Call,
     Capture,
@@ -23,25 +23,34 @@ from regard.inspect.explain.capture import (
 )
 from regard.inspect.explain.choose import KEY_RULE, find_token
 from regard.inspect.explain.counterfactuals import counterfactuals, row_cost
-from regard.inspect.explain.effective import recurrent
-from regard.inspect.explain.explanation import EQUATIONS, Array, Explanation
+from regard.inspect.explain.explanation import (
+    Array,
+    Elsewhere,
+    Explanation,
+    HeadPatterns,
+    RowTokens,
+    ScoreChain,
+    SoftmaxRow,
+    State,
+    Where,
+)
 from regard.inspect.explain.layer import tensors_of
 from regard.inspect.explain.mask_reasons import why_masked
-from regard.inspect.explain.mixture import mixture
 from regard.inspect.explain.reading import Reading, Site, Source, Tokens, check_index, reading
-from regard.inspect.explain.softmax_row import (
+from regard.inspect.explain.row import (
     Checks,
-    Fields,
     Row,
     apart,
-    finish_online,
+    array,
+    layer_run,
+    mixture,
+    own_scores,
     row_of,
     scored,
-    values_seen,
+    state_of,
 )
-from regard.inspect.explain.steps import Ask, mixed, patterns, projected
-from regard.nn.cross import AdditiveAttention
-from regard.nn.recurrent import Recurrent
+from regard.inspect.explain.steps import hidden_states, mixed, patterns, projected
+from regard.nn.explain import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tap import NAMES, edited
 
@@ -98,9 +107,11 @@ def which_call(call: int | str, names: Sequence[str]) -> int:
     raise ArgumentError(f"call is {shown(call)}; the calls for this query are {', '.join(names)}")
 
 
-def keys_of(at: Target, positions: Sequence[int], *, blocks: bool = False) -> Fields:
-    """ids, pieces and positions of keys, by where they stand; a block of keys is called by its last
-    token.
+def tokens_of(
+    at: Target, positions: Sequence[int], rows: Sequence[str], *, blocks: bool = False
+) -> RowTokens:
+    """The tokens of keys by where they stand, and those of the queries; a block of keys is called
+    by its last token.
     """
     tokens, ids, pieces = at.columns, [], []
     for n, p in enumerate(positions):
@@ -108,7 +119,14 @@ def keys_of(at: Target, positions: Sequence[int], *, blocks: bool = False) -> Fi
         ids.append(tokens.ids[p] if real else -1)
         name = tokens.pieces[p] if real else "‹empty›"
         pieces.append(f"block {n} …{name}" if blocks and real else name)
-    return {"ids": np.array(ids), "pieces": tuple(pieces), "positions": np.array(positions)}
+    return RowTokens(
+        np.array(ids),
+        tuple(pieces),
+        np.array(positions),
+        at.rows.pieces[at.i],
+        at.i,
+        tuple(rows),
+    )
 
 
 def find_key(
@@ -137,45 +155,11 @@ def find_key(
     return int(best.argmax()), rule
 
 
-def sizes_of(at: Target, found: Capture, call: Call, row: Row) -> dict[str, int]:
-    """The letters of the call."""
-    return {
-        "layers": len(at.read.main),
-        "H": len(call.weights),
-        "G": call.groups,
-        "T": len(at.rows.ids),
-        "S": len(call.keys),
-        "D": row.chain.k.shape[1],
-        "E": row.v.shape[1],
-        "M": found.taps["out"].shape[1],
-    }
-
-
 def row_pieces(at: Target, call: Call) -> tuple[str, ...]:
     """The pieces of all queries of the call."""
     at_rows = as_tensor(call.step.q_positions)[0].tolist()
     known = at.rows.pieces
     return tuple(known[p] if 0 <= p < len(known) else "‹empty›" for p in at_rows)
-
-
-def metadata(at: Target, found: Capture) -> Fields:
-    """What was run, and where to look."""
-    read, site, i = at.read, at.site, at.i
-    T, trained, notes = len(at.rows.ids), read.trained, []
-    if trained is not None and trained < T:
-        notes.append(f"the text has {T} tokens; the model was trained on at most {trained}")
-    return {
-        "model": read.name,
-        "text": read.text,
-        "place": site.place,
-        "layer": site.layer,
-        "query": i,
-        "mechanism": type(site.attention).__name__,
-        "query_piece": at.rows.pieces[i],
-        "query_position": i,
-        "notes": (*read.notes, *notes),
-        "predictions": predictions(at, found),
-    }
 
 
 def predictions(at: Target, found: Capture) -> tuple[tuple[str, int, float], ...]:
@@ -248,25 +232,122 @@ def explain(
     site = read.site(layer, place)
     read = _noted(read, site)
     at = Target(read, site, find_token(read.sides[site.rows], query))
+    mechanism = explainable(site.attention)
     with torch.inference_mode():
         found = capture(read, site)
-        if isinstance(site.attention, Recurrent):
-            parts = _recurrent(at, found, head, key)
-        elif isinstance(site.attention, AdditiveAttention):
-            parts = _additive(at, found, head, key)
+        if mechanism.has_own_row:
+            walk = _own_row(at, mechanism, found, head, key)
         else:
-            parts = _softmax(at, found, head, key, call)
-        fields, checks = parts
-        told = metadata(at, found)
-        tensors = tensors_of(site.attention, found.hidden, found.taps, own=at.own)
+            walk = _recorded_row(at, found, head, key, call)
+        return _explanation(at, mechanism, found, walk)
+
+
+@dataclass(frozen=True, eq=False)
+class _Walk:
+    """A row that is explained, whether a kernel's call or the mechanism itself gave it."""
+
+    head: int
+    group: int
+    key: int
+    key_chosen_by: str
+    tokens: RowTokens
+    q: Array
+    k: Array
+    v: Array
+    score: ScoreChain
+    softmax: SoftmaxRow
+    visible: NDArray[np.bool_]
+    query: ProjectionQuery
+    columns: Tensor
+    dtype: torch.dtype
+    checks: Checks
+    kind: str = "softmax"
+    kernel: str = "the module's own"
+    keys_are: str = "keys"
+    call: int = 0
+    calls: tuple[str, ...] = ("",)
+    recorded: tuple[Row, tuple[Call, ...]] | None = None
+    state: State | None = None
+
+
+def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk) -> Explanation:
+    """What stands in front of the row and behind it, and the whole."""
+    site, head, row = at.site, walk.head, walk.softmax
+    given = (walk.q, walk.k, walk.v)
+    inputs, checks = projected(mechanism, walk.query, head, walk.group, given, walk.columns)
+    seen_values = np.where(walk.visible[:, None], walk.v, 0.0)
+    output, output_checks = mixed(mechanism, row.weights, seen_values, found, head, at.i)
+    hidden, hidden_checks = hidden_states(found, site, at.i)
+    elsewhere: tuple[Elsewhere, ...] = ()
+    heads, mix = HeadPatterns(), None
+    if walk.recorded is not None:
+        one, calls = walk.recorded
+        H, G = one.call.place.H, one.call.groups
+        elsewhere = counterfactuals(one, row.weights, output.mixed, walk.key)
+        heads = patterns(one.call, head, MOST_TOKENS)
+        mix = mixture(mechanism, found, calls, one.call, head, at.i, len(at.columns.ids))
+    else:
+        H, G = (len(found.taps[name]) for name in "qk")
+    sizes = {
+        "layers": len(at.read.main),
+        "H": H,
+        "G": G,
+        "T": len(at.rows.ids),
+        "S": len(walk.k),
+        "D": walk.k.shape[1],
+        "E": walk.v.shape[1],
+        "M": found.taps["out"].shape[1],
+    }
+    where = Where(
+        at.read.name,
+        at.read.text,
+        site.place,
+        type(site.attention).__name__,
+        site.layer,
+        head,
+        walk.group,
+        at.i,
+        walk.key,
+        sizes,
+        walk.kind,
+        walk.kernel,
+        str(walk.dtype)[6:],
+        walk.keys_are,
+        walk.call,
+        walk.calls,
+        key_chosen_by=walk.key_chosen_by,
+        notes=_notes(at),
+    )
+    checks = {**checks, **walk.checks, **output_checks, **hidden_checks}
     checks["the network without an observer"] = found.apart
-    drawn = {name: value for name, value in fields.items() if name not in _INNER}
     return Explanation(
-        **{**told, **drawn}, checks=checks, equations=dict(EQUATIONS), tensors=tensors
+        where,
+        walk.tokens,
+        hidden,
+        inputs,
+        walk.score,
+        row,
+        output,
+        heads,
+        checks,
+        row_cost(site.attention, sizes, int(walk.visible.sum()), walk.dtype.itemsize),
+        mix,
+        walk.state,
+        elsewhere,
+        predictions(at, found),
+        tensors_of(site.attention, found.hidden, found.taps, own=at.own),
     )
 
 
-_INNER = ("visible",)
+def _notes(at: Target) -> tuple[str, ...]:
+    """What a reader should know of the run."""
+    T, trained = len(at.rows.ids), at.read.trained
+    if trained is None or trained >= T:
+        return at.read.notes
+    return (
+        *at.read.notes,
+        f"the text has {T} tokens; the model was trained on at most {trained}",
+    )
 
 
 def _noted(read: Reading, site: Site) -> Reading:
@@ -301,9 +382,10 @@ def _cannot_show(edited_names: Collection[str], site: Site) -> str:
     )
 
 
-def _softmax(
+def _recorded_row(
     at: Target, found: Capture, head: int, key: int | str | None, call: int | str | None
-) -> tuple[Fields, Checks]:
+) -> _Walk:
+    """The row of a call that a softmax kernel answered."""
     calls = calls_at(found, at.site, at.i)
     if not calls:
         raise ArgumentError(
@@ -318,151 +400,105 @@ def _softmax(
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
     counted = counting(at.site, calls)
     chosen = main_call(counted, head) if call is None else calls[which_call(call, names)]
-    row = row_of(chosen, head)
-    fields, checks = scored(row)
-    named = keys_of(at, chosen.keys.tolist(), blocks=chosen.place.name.endswith(".compressed"))
-    j, rule = find_key(at, key, fields["weights"], chosen.keys.tolist(), row.chain.visible)
-    ask = _ask_of(at, found, row, calls.index(chosen))
-    made, made_checks = projected(ask, row.chain.q, row.chain.k, row.v)
-    after, after_checks = mixed(fields["weights"], values_seen(row), found, at.site, head, at.i)
-    lse, z = finish_online(fields["online"], row.sink)
-    checks["online softmax"] = max(
-        apart(np.array(lse), np.array(fields["lse"])), apart(z, after["mixed"])
+    number, row, step = calls.index(chosen), row_of(chosen, head), chosen.step
+    steps, softmax, checks = scored(row)
+    chain, blocks = row.chain, chosen.branch.endswith("compressed")
+    positions = chosen.keys.tolist()
+    j, rule = find_key(at, key, softmax.weights, positions, chain.visible)
+    reasons = why_masked(
+        step.mask, step.q_positions, chosen.row, chain.visible, head, step.k_positions
     )
-    fields |= named | made | after | patterns(chosen, head, MOST_TOKENS)
-    fields |= {
-        "head": head,
-        "key": j,
-        "key_chosen_by": rule,
-        "call": calls.index(chosen),
-        "calls": names,
-    }
-    fields["mixture"] = mixture(found, at.site, calls, chosen, head, at.i, len(at.columns.ids))
-    return fields | _told(at, found, row, j, fields), {**made_checks, **checks, **after_checks}
+    query, columns = _query(
+        at, found, step.q_positions, step.k_positions, chosen.branch, number, len(chain.q)
+    )
+    return _Walk(
+        head,
+        row.group,
+        j,
+        rule,
+        tokens_of(at, positions, row_pieces(at, chosen), blocks=blocks),
+        chain.q,
+        chain.k,
+        row.v,
+        ScoreChain(chain.scale, steps, chain.q * chain.k[j], reasons),
+        softmax,
+        chain.visible,
+        query,
+        columns,
+        step.q.dtype,
+        checks,
+        kernel=step.kernel,
+        keys_are=chosen.place.held,
+        call=number,
+        calls=names,
+        recorded=(row, tuple(calls)),
+    )
 
 
-def _told(at: Target, found: Capture, row: Row, key: int, fields: Fields) -> Fields:
-    """What a row says beside its numbers: sizes, reasons, costs, and other mechanisms."""
-    step, chain, sizes = row.call.step, row.chain, sizes_of(at, found, row.call, row)
-    return {
-        "group": row.group,
-        "sizes": sizes,
-        "kernel": step.kernel,
-        "dtype": str(step.q.dtype)[6:],
-        "keys_are": row.call.place.held,
-        "products": chain.q * chain.k[key],
-        "masked": why_masked(
-            step.mask, step.q_positions, row.call.row, chain.visible, row.head, step.k_positions
-        ),
-        "elsewhere": counterfactuals(row, fields["weights"], fields["mixed"], key),
-        "cost": row_cost(at.site.attention, sizes, int(chain.visible.sum()), step.q.element_size()),
-        "row_pieces": row_pieces(at, row.call),
-    }
-
-
-def _ask_of(at: Target, found: Capture, row: Row, branch: int) -> Ask:
-    step, width = row.call.step, row.chain.k.shape[1]
-    where = (step.q_positions, step.k_positions)
-    return _ask(at, found, *where, row.head, row.group, branch, width)
-
-
-def _recurrent(
-    at: Target, found: Capture, head: int, key: int | str | None
-) -> tuple[Fields, Checks]:
-    assert isinstance(at.site.attention, Recurrent)
-    head = check_index("head", head, found.taps["q"].shape[0], "head", "heads")
-    fields, checks = recurrent(at.site.attention, found.rule, head, at.i)
-    return _plain(at, found, head, key, fields, checks)
-
-
-def _additive(
-    at: Target, found: Capture, head: int, key: int | str | None
-) -> tuple[Fields, Checks]:
-    assert isinstance(at.site.attention, AdditiveAttention)
-    head = check_index("head", head, found.taps["q"].shape[0], "head", "heads")
-    fields, checks = additive(at.site.attention, found, head, at.i)
-    return _plain(at, found, head, key, fields, checks)
-
-
-def _plain(
-    at: Target, found: Capture, head: int, key: int | str | None, fields: Fields, checks: Checks
-) -> tuple[Fields, Checks]:
-    """What mechanisms without a recorded call have: one head, keys in the order of their tokens,
-    and no other mechanism beside.
+def _own_row(
+    at: Target, mechanism: Explainable, found: Capture, head: int, key: int | str | None
+) -> _Walk:
+    """The row that a mechanism tells itself, because no softmax kernel ran: keys in the order of
+    their tokens.
     """
-    q, k, v, visible, read = (fields.pop(n) for n in ("q_row", "k_rows", "v", "visible", "read"))
-    H, G, S = found.taps["q"].shape[0], found.taps["k"].shape[0], len(k)
-    group, positions = head // (H // G), list(range(S))
-    j, rule = find_key(at, key, fields["weights"], positions, visible)
-    T = len(at.read.sides[at.site.rows].ids)
-    ask = _ask(at, found, Span(0, T), Span(0, S), head, group, 0, k.shape[1])
-    made, made_checks = projected(ask, q, k, v)
-    after, after_checks = mixed(fields["weights"], v, found, at.site, head, at.i)
-    checks["output of the mechanism"] = apart(after["mixed"], read)
-    sizes = {
-        "layers": len(at.read.main),
-        "H": H,
-        "G": G,
-        "T": T,
-        "S": S,
-        "D": k.shape[1],
-        "E": v.shape[1],
-        "M": len(after["out"]),
-    }
-    fields.setdefault("products", q * k[j])
-    fields |= (
-        keys_of(at, positions)
-        | made
-        | after
-        | {
-            "head": head,
-            "group": group,
-            "key": j,
-            "key_chosen_by": rule,
-            "sizes": sizes,
-            "kernel": "the module's own",
-            "dtype": str(found.taps["q"].dtype)[6:],
-            "masked": tuple("" if seen else "future" for seen in visible),
-            "pattern": np.zeros((0, 0)),
-            "pool": 0,
-            "patterns": np.zeros((0, 0, 0)),
-            "elsewhere": (),
-            "cost": row_cost(
-                at.site.attention, sizes, int(visible.sum()), found.taps["q"].element_size()
-            ),
-            "row_pieces": at.read.sides[at.site.rows].pieces,
-        }
+    run = layer_run(found)
+    if missing := [name for name in ("q", "k", "v", "z") if name not in run.taps]:
+        raise ArgumentError(
+            f"{at.site.place} is a {type(at.site.attention).__name__}, which tells its rows itself "
+            f"and has no tap {', '.join(missing)}; pass q, k, v and z through regard.tap.tap"
+        )
+    head = check_index("head", head, run.q.shape[1], "head", "heads")
+    told = mechanism.explain_row(run, head, at.i)
+    assert told is not None, "has_own_row"
+    group, S = run.group(head), run.k.shape[2]
+    q, k, v = (array(x) for x in (run.q[0, head, at.i], run.k[0, group], run.v[0, group]))
+    steps, softmax = own_scores(told)
+    visible = ~np.isneginf(steps[-1].values)
+    j, rule = find_key(at, key, softmax.weights, range(S), visible)
+    products = q * k[j] if told.products is None else array(told.products[j])
+    reasons = tuple("" if seen else "future" for seen in visible)
+    T = len(at.rows.ids)
+    query, columns = _query(at, found, Span(0, T), Span(0, S), "", 0, k.shape[1])
+    read = softmax.weights @ np.where(visible[:, None], v, 0.0)
+    return _Walk(
+        head,
+        group,
+        j,
+        rule,
+        tokens_of(at, range(S), at.rows.pieces),
+        q,
+        k,
+        v,
+        ScoreChain(told.scale, steps, products, reasons),
+        softmax,
+        visible,
+        query,
+        columns,
+        run.q.dtype,
+        {"output of the mechanism": apart(read, told.read), **told.checks},
+        kind=told.kind,
+        state=None if told.state is None else state_of(*told.state),
     )
-    if callable(fields["products"]):
-        fields["products"] = fields["products"](j)
-    return fields, {**made_checks, **checks, **after_checks}
 
 
-def _ask(
+def _query(
     at: Target,
     found: Capture,
     q: Positions,
     k: Positions,
-    head: int,
-    group: int,
-    branch: int,
-    width: int,
-) -> Ask:
+    branch: str,
+    number: int,
+    head_dim: int,
+) -> tuple[ProjectionQuery, Tensor]:
+    """What the mechanism is asked about the inputs of a call, and which rows of its memory the
+    call's keys are.
+    """
     x = found.hidden["x"]
     memory = x if at.own else found.hidden.get("memory")
     if memory is None:  # a cache gave it: states of an encoder, which are the values
         memory = found.taps["v"].transpose(0, 1).flatten(1)
-    T = Span(0, x.shape[0])  # a call of some rows only was made of them
-    return Ask(
-        at.site.attention,
-        x,
-        T if at.own else q,
-        at.i,
-        memory,
-        Span(0, memory.shape[0]),
-        head,
-        group,
-        branch,
-        width,
-        as_tensor(k)[0],
-    )
+    # a call of some rows only was made of all
+    positions = Span(0, x.shape[0]) if at.own else q
+    where = Span(0, memory.shape[0])
+    query = ProjectionQuery(x[None], positions, memory[None], where, at.i, branch, number, head_dim)
+    return query, as_tensor(k)[0]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,113 +175,38 @@ def plain(x: Any) -> Any:
 SCHEMA = 2
 
 
-@dataclass(frozen=True, eq=False)
-class Explanation:
-    """One query and one key, in one head of one layer: every number from the embedding to the
-    prediction.
+def _nothing() -> Array:
+    return np.zeros(0)
 
-    Letters as everywhere: T queries, n keys of the call, M model dim, H query heads, G key/value
-    heads, D and E dims of one head. Recorded arrays have the model's own values; recomputed ones
-    are float64, and `checks` says how far they are apart.
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """What was run, and which query, key and head are explained.
 
     Attributes:
-        model, text: what was run. `notes`: what a reader should know. `chosen_by`, `key_chosen_by`:
-            the rules that chose.
-        kind: "softmax", "additive" (another score), or "linear" (no softmax: `weights` are what a
-            recurrence applies).
-        place, mechanism, kernel, dtype, keys_are: where, by what module, on which kernel, and what
-            its keys are.
-        layer, head, group, query, key, call: where; head h reads key/value head `group` = h //
-            (H/G); `query` is a token of the row side, `key` an index of the call's keys, `call`
-            which of `calls` (branches, passes).
+        model, text: what was run. notes: what a reader should know.
+        place, mechanism, kernel, dtype, keys_are: at which attention, by what module, on which
+            kernel, and what its keys are.
+        kind: "softmax", "additive" (another score), or "linear" (no softmax: the weights are what
+            the mechanism applies to the values).
+        layer, head, group: head h reads key/value head `group` = h // (H/G).
+        query, key: `query` is a token of the row side, `key` an index of the call's keys.
+        call, calls: which of the calls (branches, passes) for this query, and their names.
         sizes: {"layers", "H", "G", "T", "S", "D", "E", "M"}.
-        ids, pieces, positions: of the n keys. query_piece, query_position: of the query.
-            row_pieces: of all queries.
-        embedding, entering, normed: [M] of the query token: embedded, entering the layer, and what
-            attention was given.
-        q: steps of the query [D]; k: steps of all keys [n, D]; values: steps of the values; v: the
-            values [n, E].
-        layout, angles, angle: pairs of the rotary embedding and their angles of keys [n, pairs] and
-            of the query, in radians.
-        pairs: for each dim the pair that it belongs to, -1 where it is not turned.
-        scale, scores: steps from q . k to the masked score, each [n], -inf where masked.
-        products: [D], the terms of q . k of the key. masked: for each key, why the query may not
-            see it; "" where it may.
-        row_max, exps, total, lse, weights: softmax of the row: m, exp(s - m) [n], their sum, ln sum
-            exp(s), and p [n].
-        sink: the head's sink logit, one more term of the weights' denominator, or None. online: the
-            same, block by block.
-        contributions, mixed, z: p_j v_j [n, E], their sum [E], and the head behind what finishes it
-            [E'].
-        joined: z of all heads; head_out, shares: what this head writes [M], and each head's share
-            of `out`, (out_h . out) / (out . out): together 1, less the share of a bias.
-        out, residual: what attention writes [M], and the hidden state behind its path [M].
-        pattern, visible: weights of the whole head [T, n], NaN where masked; [0, 0] for long texts.
-        pool, patterns: heads of the layer [H, t, s], each cell the largest weight of pool x pool,
-            NaN where masked.
-        mixture, state, cost, elsewhere: of mixed heads; of recurrences; what it costs; the same
-            under other mechanisms.
-        predictions: the likeliest tokens: (piece, id, probability).
-        tensors: of the whole layer: each stage's name, equation, shape, mean, std and seconds; None
-            where nobody timed it.
-        checks: what was compared -> largest absolute difference. equations: step -> equation.
+        chosen_by, key_chosen_by: the rules that chose the head and the key, where rules did.
     """
 
     model: str
     text: str
     place: str
+    mechanism: str
     layer: int
     head: int
     group: int
     query: int
     key: int
     sizes: dict[str, int]
-    ids: NDArray[np.integer[Any]]
-    pieces: tuple[str, ...]
-    positions: NDArray[np.integer[Any]]
-    query_piece: str
-    query_position: int
-    row_pieces: tuple[str, ...]
-    q: tuple[Step, ...]
-    k: tuple[Step, ...]
-    values: tuple[Step, ...]
-    v: Array
-    layout: str
-    angles: Array
-    angle: Array
-    pairs: tuple[int, ...]
-    scale: float
-    scores: tuple[Step, ...]
-    products: Array
-    masked: tuple[str, ...]
-    row_max: float
-    exps: Array
-    total: float
-    lse: float
-    sink: float | None
-    weights: Array
-    online: tuple[Block, ...]
-    contributions: Array
-    mixed: Array
-    z: Array
-    joined: Array
-    head_out: Array
-    shares: Array
-    out: Array
-    pattern: Array
-    pool: int
-    patterns: Array
-    elsewhere: tuple[Elsewhere, ...]
-    cost: Cost | None
-    predictions: tuple[tuple[str, int, float], ...]
-    checks: dict[str, float]
-    equations: dict[str, str]
-    embedding: Array = field(default_factory=lambda: np.zeros(0))
-    entering: Array = field(default_factory=lambda: np.zeros(0))
-    normed: Array = field(default_factory=lambda: np.zeros(0))
-    residual: Array = field(default_factory=lambda: np.zeros(0))
     kind: str = "softmax"
-    mechanism: str = ""
     kernel: str = ""
     dtype: str = "float32"
     keys_are: str = "keys"
@@ -289,9 +215,263 @@ class Explanation:
     chosen_by: str = ""
     key_chosen_by: str = ""
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class RowTokens:
+    """The tokens of the row: ids, pieces and positions of its n keys, the piece and the position of
+    the query, and the pieces of all queries.
+    """
+
+    ids: NDArray[np.integer[Any]]
+    pieces: tuple[str, ...]
+    positions: NDArray[np.integer[Any]]
+    query_piece: str
+    query_position: int
+    row_pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryAngles:
+    """Pairs of the rotary embedding and their angles in radians: of the keys [n, pairs], and of the
+    query [pairs].
+
+    Attributes:
+        layout: "half" or "interleaved"; "" where nothing is turned.
+        pairs: for each dim the pair that it belongs to, -1 where it is not turned.
+    """
+
+    layout: str
+    angles: Array
+    angle: Array
+    pairs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class InputChain:
+    """How the query, the keys and the values came about.
+
+    Attributes:
+        q: the steps of the query [D]. k: the steps of all keys [n, D].
+        values: the steps of the values. v: the values [n, E].
+        rotary: the angles of queries and keys.
+    """
+
+    q: tuple[Step, ...]
+    k: tuple[Step, ...]
+    values: tuple[Step, ...]
+    v: Array
+    rotary: RotaryAngles
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreChain:
+    """The scores of the row.
+
+    Attributes:
+        scale: the factor on q . k.
+        steps: from q . k to the masked score, each [n], -inf where masked.
+        products: the terms [D] of q . k of the key.
+        masked: for each key, why the query may not see it; "" where it may.
+    """
+
+    scale: float
+    steps: tuple[Step, ...]
+    products: Array
+    masked: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SoftmaxRow:
+    """The softmax of the row: m, exp(s - m) [n], their sum, ln sum exp(s), and the weights p [n].
+
+    Attributes:
+        sink: the head's sink logit, one more term of the weights' denominator, or None; it is not
+            in the sum, nor in the lse.
+        online: the same, block by block.
+    """
+
+    row_max: float
+    exps: Array
+    total: float
+    lse: float
+    weights: Array
+    sink: float | None = None
+    online: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class HeadOutput:
+    """What follows the weights.
+
+    Attributes:
+        contributions, mixed, z: p_j v_j [n, E], their sum [E], and the head behind what finishes
+            it [E'].
+        joined: z of all heads.
+        head_out: what this head writes [M].
+        shares: each head's share of `out`, (out_h . out) / (out . out): together 1, less the share
+            of a bias.
+        out: what attention writes [M].
+    """
+
+    contributions: Array
+    mixed: Array
+    z: Array
+    joined: Array
+    head_out: Array
+    shares: Array
+    out: Array
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """The hidden state of the query token on its way, [M] each, empty where nothing was recorded:
+    embedded, entering the layer, as attention was given it, and behind the residual path.
+    """
+
+    embedding: Array = field(default_factory=_nothing)
+    entering: Array = field(default_factory=_nothing)
+    normed: Array = field(default_factory=_nothing)
+    residual: Array = field(default_factory=_nothing)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPatterns:
+    """Weights of whole heads.
+
+    Attributes:
+        whole: of the head that is explained [T, n], NaN where masked; [0, 0] for long texts.
+        pool, small: every head of the layer [H, t, s], each cell the largest weight of pool x pool,
+            NaN where masked.
+    """
+
+    whole: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    pool: int = 0
+    small: Array = field(default_factory=lambda: np.zeros((0, 0, 0)))
+
+
+T = TypeVar("T")
+
+
+class Part(Generic[T]):
+    """A number of an explanation by its short name: `found.weights` is `found.softmax.weights`."""
+
+    def __init__(self, read: Callable[[Explanation], T]) -> None:
+        self._read = read
+
+    @overload
+    def __get__(self, found: None, owner: type[Explanation]) -> Part[T]: ...
+
+    @overload
+    def __get__(self, found: Explanation, owner: type[Explanation]) -> T: ...
+
+    def __get__(self, found: Explanation | None, owner: type[Explanation]) -> T | Part[T]:
+        return self if found is None else self._read(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """One query and one key, in one head of one layer: every number from the embedding to the
+    prediction.
+
+    Letters as everywhere: T queries, n keys of the call, M model dim, H query heads, G key/value
+    heads, D and E dims of one head. Recorded arrays have the model's own values; recomputed ones
+    are float64, and `checks` says how far they are apart. Every number of the parts is also an
+    attribute of the explanation itself, under its own name: `found.weights`, `found.q`.
+
+    Attributes:
+        where: what was run, and which query, key and head are explained.
+        tokens: the tokens of the row.
+        hidden: the hidden state of the query token.
+        inputs: how the query, the keys and the values came about.
+        score: the scores of the row; `scores` are its steps.
+        softmax: the softmax of the row.
+        output: values mixed, heads joined, and what attention writes.
+        heads: weights of whole heads; `pattern` and `patterns` are its arrays.
+        mixture, state, cost, elsewhere: of mixed heads; of recurrences; what the row costs; the
+            same row under other mechanisms.
+        predictions: the likeliest tokens: (piece, id, probability).
+        tensors: of the whole layer: each stage's name, equation, shape, mean, std and seconds; None
+            where nobody timed it.
+        checks: what was compared -> largest absolute difference.
+        equations: step -> equation.
+    """
+
+    where: Where
+    tokens: RowTokens
+    hidden: HiddenStates
+    inputs: InputChain
+    score: ScoreChain
+    softmax: SoftmaxRow
+    output: HeadOutput
+    heads: HeadPatterns
+    checks: dict[str, float]
+    cost: Cost | None = None
     mixture: Mixture | None = None
     state: State | None = None
+    elsewhere: tuple[Elsewhere, ...] = ()
+    predictions: tuple[tuple[str, int, float], ...] = ()
     tensors: tuple[Tensors, ...] = ()
+    equations: dict[str, str] = field(default_factory=lambda: dict(EQUATIONS))
+
+    model = Part(lambda found: found.where.model)
+    text = Part(lambda found: found.where.text)
+    place = Part(lambda found: found.where.place)
+    mechanism = Part(lambda found: found.where.mechanism)
+    layer = Part(lambda found: found.where.layer)
+    head = Part(lambda found: found.where.head)
+    group = Part(lambda found: found.where.group)
+    query = Part(lambda found: found.where.query)
+    key = Part(lambda found: found.where.key)
+    sizes = Part(lambda found: found.where.sizes)
+    kind = Part(lambda found: found.where.kind)
+    kernel = Part(lambda found: found.where.kernel)
+    dtype = Part(lambda found: found.where.dtype)
+    keys_are = Part(lambda found: found.where.keys_are)
+    call = Part(lambda found: found.where.call)
+    calls = Part(lambda found: found.where.calls)
+    chosen_by = Part(lambda found: found.where.chosen_by)
+    key_chosen_by = Part(lambda found: found.where.key_chosen_by)
+    notes = Part(lambda found: found.where.notes)
+    ids = Part(lambda found: found.tokens.ids)
+    pieces = Part(lambda found: found.tokens.pieces)
+    positions = Part(lambda found: found.tokens.positions)
+    query_piece = Part(lambda found: found.tokens.query_piece)
+    query_position = Part(lambda found: found.tokens.query_position)
+    row_pieces = Part(lambda found: found.tokens.row_pieces)
+    embedding = Part(lambda found: found.hidden.embedding)
+    entering = Part(lambda found: found.hidden.entering)
+    normed = Part(lambda found: found.hidden.normed)
+    residual = Part(lambda found: found.hidden.residual)
+    q = Part(lambda found: found.inputs.q)
+    k = Part(lambda found: found.inputs.k)
+    values = Part(lambda found: found.inputs.values)
+    v = Part(lambda found: found.inputs.v)
+    layout = Part(lambda found: found.inputs.rotary.layout)
+    angles = Part(lambda found: found.inputs.rotary.angles)
+    angle = Part(lambda found: found.inputs.rotary.angle)
+    pairs = Part(lambda found: found.inputs.rotary.pairs)
+    scale = Part(lambda found: found.score.scale)
+    scores = Part(lambda found: found.score.steps)
+    products = Part(lambda found: found.score.products)
+    masked = Part(lambda found: found.score.masked)
+    row_max = Part(lambda found: found.softmax.row_max)
+    exps = Part(lambda found: found.softmax.exps)
+    total = Part(lambda found: found.softmax.total)
+    lse = Part(lambda found: found.softmax.lse)
+    weights = Part(lambda found: found.softmax.weights)
+    sink = Part(lambda found: found.softmax.sink)
+    online = Part(lambda found: found.softmax.online)
+    contributions = Part(lambda found: found.output.contributions)
+    mixed = Part(lambda found: found.output.mixed)
+    z = Part(lambda found: found.output.z)
+    joined = Part(lambda found: found.output.joined)
+    head_out = Part(lambda found: found.output.head_out)
+    shares = Part(lambda found: found.output.shares)
+    out = Part(lambda found: found.output.out)
+    pattern = Part(lambda found: found.heads.whole)
+    pool = Part(lambda found: found.heads.pool)
+    patterns = Part(lambda found: found.heads.small)
 
     @property
     def check(self) -> float:
@@ -311,12 +491,13 @@ class Explanation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON-ready values: arrays as lists, numbers to 9 digits, null where masked
-        or not finite.
+        """All of it as JSON-ready values, flat: arrays as lists, numbers to 9 digits, null where
+        masked or not finite.
         """
         found: dict[str, Any] = {"schema": SCHEMA, "check": plain(self.check)}
-        for each in fields(self):
-            found[each.name] = plain(getattr(self, each.name))
+        short = [name for name, each in vars(type(self)).items() if isinstance(each, Part)]
+        for name in (*short, *WHOLE):
+            found[name] = plain(getattr(self, name))
         found["chain"] = [{"name": n, "equation": e, "value": plain(x)} for n, e, x in self.chain]
         found["predictions"] = [
             {"piece": piece, "id": index, "probability": plain(p)}
@@ -330,3 +511,7 @@ class Explanation:
 
         text = "\n".join(line.plain for line in page(self.as_dict()))
         return f'<pre style="line-height:1.2">{html.escape(text)}</pre>'
+
+
+WHOLE = ("checks", "cost", "mixture", "state", "elsewhere", "tensors", "equations")
+"""The parts that `as_dict` gives as they are; of the others it gives every number by its name."""

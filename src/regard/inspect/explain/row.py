@@ -1,21 +1,34 @@
-"""The softmax of one query and head, link by link, from what was recorded: dot, scale, softcap,
-bias, mask, softmax.
+"""One row of one head: its scores link by link, its softmax, and what other rows are mixed with it.
+
+A `HeadRow` comes from a recorded call of a softmax kernel, or from the mechanism itself where no
+such kernel ran (`regard.nn.explain.EffectiveRow`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from regard.inspect.explain.capture import Call
-from regard.inspect.explain.explanation import EQUATIONS, Array, Block, Step
+from regard.caches import Parts
+from regard.inspect.explain.capture import Call, Capture
+from regard.inspect.explain.explanation import (
+    EQUATIONS,
+    Array,
+    Block,
+    Mixture,
+    SoftmaxRow,
+    State,
+    Step,
+    Term,
+)
+from regard.nn.explain import CallWeights, EffectiveRow, Explainable, LayerRun
 
-Fields: TypeAlias = dict[str, Any]
-"""Some attributes of an `Explanation`."""
 Checks: TypeAlias = dict[str, float]
 """What was compared -> the largest difference."""
 
@@ -36,7 +49,7 @@ class Chain(NamedTuple):
     scale: float
     softcap: float | None
     bias: Array | None
-    visible: Any
+    visible: NDArray[np.bool_]
 
     def steps(self) -> tuple[Step, ...]:
         """The scores [n] behind each link."""
@@ -107,32 +120,28 @@ def row_of(call: Call, head: int) -> Row:
     )
 
 
-def scored(row: Row) -> tuple[Fields, Checks]:
+def scored(row: Row) -> tuple[tuple[Step, ...], SoftmaxRow, Checks]:
     """The chain of scores, the softmax, and how far the kernel's own answers are from it."""
     steps = row.chain.steps()
-    found = softmax(steps[-1].values, row.sink)
-    ours = found["weights"]
+    ours = softmax(steps[-1].values, row.sink)
     denominator = row.lse if row.sink is None else float(np.logaddexp(row.lse, row.sink))
     with np.errstate(invalid="ignore"):
         theirs = np.where(np.isneginf(steps[-1].values), 0, np.exp(steps[-1].values - denominator))
     rest = 0.0 if row.sink is None else float(np.exp(row.sink - denominator))
     seen = bool(row.chain.visible.any())
+    blocks = online(steps[-1].values, values_seen(row))
+    lse, z = finish_online(blocks, row.sink)
+    mixed = ours.weights @ values_seen(row)
     checks = {
-        "weights against exp(s - lse) of the kernel": apart(ours, theirs),
+        "weights against exp(s - lse) of the kernel": apart(ours.weights, theirs),
         "row sum of exp(s - lse) of the kernel against 1": abs(float(theirs.sum()) + rest - 1)
         if seen
         else 0.0,
-        "lse of the kernel": apart(np.array(found["lse"]), np.array(row.lse)),
-        "output of the kernel": apart(ours @ values_seen(row), row.out),
+        "lse of the kernel": apart(np.array(ours.lse), np.array(row.lse)),
+        "output of the kernel": apart(mixed, row.out),
+        "online softmax": max(apart(np.array(lse), np.array(ours.lse)), apart(z, mixed)),
     }
-    fields = {
-        "scale": row.chain.scale,
-        "sink": row.sink,
-        "scores": steps,
-        "online": online(steps[-1].values, values_seen(row)),
-        **found,
-    }
-    return fields, checks
+    return steps, replace(ours, sink=row.sink, online=blocks), checks
 
 
 def values_seen(row: Row) -> Array:
@@ -140,7 +149,7 @@ def values_seen(row: Row) -> Array:
     return np.where(row.chain.visible[:, None], row.v, 0.0)
 
 
-def softmax(s: Array, sink: float | None = None) -> Fields:
+def softmax(s: Array, sink: float | None = None) -> SoftmaxRow:
     """Each part of the softmax of a row of scores: m, exp(s - m), their sum, ln sum exp(s), and the
     weights.
 
@@ -148,18 +157,18 @@ def softmax(s: Array, sink: float | None = None) -> Fields:
     lse.
 
     >>> found = softmax(np.array([0.0, 0.0, -np.inf]))
-    >>> found["row_max"], found["total"], found["weights"].tolist()
+    >>> found.row_max, found.total, found.weights.tolist()
     (0.0, 2.0, [0.5, 0.5, 0.0])
     """
     top = float(s.max(initial=-np.inf))
     if top == -np.inf:  # it sees nothing
         none = np.zeros_like(s)
-        return {"row_max": top, "exps": none, "total": 0.0, "lse": top, "weights": none}
+        return SoftmaxRow(top, none, 0.0, top, none)
     exps = np.exp(s - top)
     total = float(exps.sum())
     lse = top + float(np.log(total))
     weights = exps / total if sink is None else np.exp(s - np.logaddexp(lse, sink))
-    return {"row_max": top, "exps": exps, "total": total, "lse": lse, "weights": weights}
+    return SoftmaxRow(top, exps, total, lse, weights)
 
 
 def online(s: Array, v: Array, size: int | None = None) -> tuple[Block, ...]:
@@ -222,3 +231,107 @@ def apart(x: Array, y: Tensor | Array) -> float:
 def _head(block: Tensor, head: int) -> Tensor:
     """[B or 1, H or 1, 1, n] -> [n] of the head."""
     return block[0, head if block.shape[1] > 1 else 0, 0]
+
+
+def own_scores(found: EffectiveRow) -> tuple[tuple[Step, ...], SoftmaxRow]:
+    """The scores and the weights that a mechanism tells of a row itself."""
+    steps = tuple(
+        Step(link.name, link.equation or EQUATIONS.get(link.name, ""), array(link.values))
+        for link in found.scores
+    )
+    if found.weights is None:
+        return steps, softmax(steps[-1].values)
+    seen, weights = ~np.isneginf(steps[-1].values), array(found.weights)
+    top, none = float(weights[seen].max(initial=-np.inf)), np.full(len(weights), np.nan)
+    return steps, SoftmaxRow(top, none, float(weights[seen].sum()), float("nan"), weights)
+
+
+def state_of(parts: Parts, before: Parts) -> State:
+    """The state of a head, in numbers: its first part is the matrix S [D,E]."""
+    S, old = array(parts[0]), array(before[0])
+    sizes = np.linalg.svd(S, compute_uv=False) if S.ndim == 2 else np.abs(S)
+    share = sizes / max(float(sizes.sum()), np.finfo(float).tiny)
+    rank = float(np.exp(-(share * np.log(np.maximum(share, 1e-300))).sum()))
+    numbers = sum(int(part.numel()) for part in parts)
+    return State(
+        tuple(S.shape),
+        numbers,
+        numbers * parts[0].element_size(),
+        float(np.linalg.norm(S)),
+        float(np.linalg.norm(old)),
+        rank,
+        S,
+    )
+
+
+def mixture(
+    mechanism: Explainable,
+    found: Capture,
+    calls: Sequence[Call],
+    call: Call,
+    head: int,
+    i: int,
+    tokens: int,
+) -> Mixture | None:
+    """How the call's row enters what the head gives; None where it is all of it.
+
+    Args:
+        mechanism: the module that made the calls, which is asked first.
+        found: the run.
+        calls, call: the calls for the query, and the one that is explained.
+        head, i: whose row.
+        tokens: the tokens of the keys' sequence.
+    """
+    weights = [CallWeights(one.branch, torch.from_numpy(one.weights), one.keys) for one in calls]
+    run = layer_run(found)
+    told = mechanism.explain_mix(run, weights, list(calls).index(call), head, i)
+    if told is not None:
+        terms = tuple(Term(*term) for term in told.terms)
+        return Mixture(told.text, terms, None if told.row is None else array(told.row))
+    return _joined(found, calls, call, head, i, tokens) if len(calls) > 1 else None
+
+
+def layer_run(found: Capture) -> LayerRun:
+    """The run as a mechanism is asked about it."""
+    taps = {name: values[None] for name, values in found.taps.items()}
+    return LayerRun(found.hidden["x"][None], taps)
+
+
+def _joined(
+    found: Capture, calls: Sequence[Call], call: Call, head: int, i: int, tokens: int
+) -> Mixture:
+    """Several calls for one query: the last may replace the others, or all are joined by their lse.
+    Measured, not assumed.
+    """
+    outs = [row_of(one, head).out for one in calls]
+    z = array(found.taps["z"][head, i]) if "z" in found.taps else None
+    lses = np.array([row_of(one, head).lse for one in calls])
+    sink = row_of(call, head).sink
+    total = np.logaddexp.reduce(lses if sink is None else np.append(lses, sink))
+    with np.errstate(invalid="ignore"):
+        shares = np.where(np.isneginf(lses), 0.0, np.exp(lses - total))
+    joined = sum(share * out for share, out in zip(shares, outs, strict=True))
+    scale = max(float(np.abs(x).max(initial=0.0)) for x in outs) or 1.0
+
+    def goes_on(x: Array) -> bool:
+        return z is not None and float(np.abs(x - z).max()) <= 1e-5 * scale
+
+    same = [goes_on(out) for out in outs]
+    if any(same) and not (goes_on(joined) and not same[-1]):
+        last = len(same) - 1 - same[::-1].index(True)
+        shares = np.array([float(n == last) for n in range(len(same))])
+        text = (
+            f"{len(calls)} calls for this query; the kernel's answer that goes on is that of "
+            "one: the others are replaced"
+        )
+    else:
+        text = (
+            f"{len(calls)} calls for this query, joined exactly by their lse: one softmax over "
+            "all their keys"
+        )
+    rows = [one.by_key(tokens).numpy()[head] for one in calls]
+    terms = tuple(
+        Term(f"call {n}", float(share), float(row.sum()), one is call)
+        for n, (share, row, one) in enumerate(zip(shares, rows, calls, strict=True))
+    )
+    return Mixture(text, terms, sum(share * row for share, row in zip(shares, rows, strict=True)))
