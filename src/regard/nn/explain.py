@@ -237,11 +237,13 @@ def explainable(module: nn.Module) -> Explainable:
 
 
 class _Defaults(Explainable):
-    """The defaults for a module that is not `Explainable`, over its own projection and output."""
+    """The defaults for a module that is not `Explainable`, over its own projection and output; heads
+    that no output map joins are written as they are.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.project = getattr(module, "project", None)
-        self.output = module.get_submodule("output")
+        self.output = getattr(module, "output", nn.Identity())
 
 
 def rotary_of(step: nn.Module) -> Rotary | None:

@@ -1,4 +1,4 @@
-"""What reaches a token that should not: later tokens, padding, other rows, keys beyond the window."""
+"""What reaches a token wrongly: later tokens, padding, other rows, keys beyond the window."""
 
 from __future__ import annotations
 

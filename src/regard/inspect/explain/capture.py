@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class QueryCall:
     """Query i of a sequence in one call at a place: row `row` of step `number`.
 
     branch: what the place's name has behind that of the site, such as "window"; "" of the site
@@ -90,7 +90,7 @@ class Call:
         return found
 
 
-def calls_at(capture: Capture, site: Site, query: int) -> list[Call]:
+def calls_at(capture: Capture, site: Site, query: int) -> list[QueryCall]:
     """The calls at a site that query i takes part in, in the order of the run; in calls of one
     token each it is the i-th.
     """
@@ -101,32 +101,32 @@ def calls_at(capture: Capture, site: Site, query: int) -> list[Call]:
     return found
 
 
-def _of(place: Place, query: int, branch: str) -> list[Call]:
+def _of(place: Place, query: int, branch: str) -> list[QueryCall]:
     if len(place.steps) > 1 and all(step.T == 1 for step in place.steps):
-        return [Call(place, query, 0, branch)] if query < len(place.steps) else []
+        return [QueryCall(place, query, 0, branch)] if query < len(place.steps) else []
     return [
-        Call(place, number, row, branch)
+        QueryCall(place, number, row, branch)
         for number, step in enumerate(place.steps)
         if len(step.columns)  # a branch without a complete block has no keys
         for row in (as_tensor(step.q_positions)[0] == query).nonzero()[:1, 0].tolist()
     ]
 
 
-def counting(site: Site, calls: list[Call]) -> list[Call]:
+def counting(site: Site, calls: list[QueryCall]) -> list[QueryCall]:
     """The calls whose answers go on: the last of several, where the mechanism says that it replaces
     the others.
     """
     return calls[-1:] if explainable(site.attention).replaces_calls else calls
 
 
-def main_call(calls: list[Call], head: int) -> Call:
+def main_call(calls: list[QueryCall], head: int) -> QueryCall:
     """Of several calls the one in which the head has the largest weight on one key; of one,
     that.
     """
     return max(calls, key=lambda call: float(call.weights[head].max(initial=0.0)))
 
 
-def looks_of(calls: list[Call], length: int) -> Tensor:
+def looks_of(calls: list[QueryCall], length: int) -> Tensor:
     """Weights [H,length] by the key's position, each head's of its main call."""
     heads = range(len(calls[0].weights))
     return torch.stack([main_call(calls, head).by_key(length)[head] for head in heads])

@@ -14,14 +14,14 @@ from regard.cost import Description, attention_flops
 from regard.cost.latent import latent_numbers
 from regard.cost.softmax import attention_bytes
 from regard.inspect.explain.explanation import Array, Cost, Elsewhere, Held
-from regard.inspect.explain.row import Chain, Row, softmax
+from regard.inspect.explain.row import KernelRow, ScoreFunction, softmax
 from regard.span import Span
 
 TOP, CAP = 4, 5.0
 """The keys that top-k leaves, and a cap: small, so that a short text shows them."""
 
 
-def counterfactuals(row: Row, weights: Array, z: Array, key: int) -> tuple[Elsewhere, ...]:
+def counterfactuals(row: KernelRow, weights: Array, z: Array, key: int) -> tuple[Elsewhere, ...]:
     """The row as it is, under other rules: each a change of one thing.
 
     weights [n], z [E]: of the row as it is. key: the one that is followed.
@@ -72,13 +72,13 @@ def small_window(keys: int) -> int:
     return min(8, max(1, keys // 2))
 
 
-def _others(row: Row) -> Iterator[tuple[str, str, Array | None]]:
+def _others(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
     chain, sink = row.chain, row.sink
     at, mine = row.call.keys.numpy(), row.call.position
     wide = small_window(int(chain.visible.sum()))
     near = (at >= 0) & (np.abs(mine - at) < wide)
 
-    def of(changed: Chain, less: float | None = sink) -> Array:
+    def of(changed: ScoreFunction, less: float | None = sink) -> Array:
         return softmax(changed.steps()[-1].values, less).weights
 
     yield (
@@ -106,7 +106,7 @@ def _others(row: Row) -> Iterator[tuple[str, str, Array | None]]:
     yield "linear", "φ(q_i) · φ(k_j) / Σ,  φ = elu + 1", _linear(chain)
 
 
-def _top(chain: Chain) -> NDArray[np.bool_]:
+def _top(chain: ScoreFunction) -> NDArray[np.bool_]:
     s = chain.steps()[-1].values
     keep = np.zeros(len(s), bool)
     keep[np.argsort(-s, kind="stable")[:TOP]] = True
@@ -114,14 +114,14 @@ def _top(chain: Chain) -> NDArray[np.bool_]:
     return found
 
 
-def _alibi(row: Row, at: Array, mine: int) -> Array:
+def _alibi(row: KernelRow, at: Array, mine: int) -> Array:
     """-m_h (i - j), with the slope of the head."""
     slopes = ALiBi(row.call.place.H).block(Span(1, 1), Span(0, 1))[0, :, 0, 0]
     found: Array = float(slopes[row.head]) * np.abs(mine - at)
     return found
 
 
-def _linear(chain: Chain) -> Array:
+def _linear(chain: ScoreFunction) -> Array:
     """Linear attention by elu + 1, over what the mask allows."""
     q, k = (np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))) for x in (chain.q, chain.k))
     a = np.where(chain.visible, np.where(chain.visible[:, None], k, 0) @ q, 0.0)

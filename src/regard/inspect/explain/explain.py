@@ -14,8 +14,8 @@ from torch import Tensor
 from regard.errors import ArgumentError
 from regard.foreign import shown, whole
 from regard.inspect.explain.capture import (
-    Call,
     Capture,
+    QueryCall,
     calls_at,
     capture,
     counting,
@@ -28,18 +28,18 @@ from regard.inspect.explain.explanation import (
     Elsewhere,
     Explanation,
     HeadPatterns,
+    Location,
     RowTokens,
     ScoreChain,
     SoftmaxRow,
     State,
-    Where,
 )
 from regard.inspect.explain.layer import tensors_of
 from regard.inspect.explain.mask_reasons import why_masked
 from regard.inspect.explain.reading import Reading, Site, Source, Tokens, check_index, reading
 from regard.inspect.explain.row import (
     Checks,
-    Row,
+    KernelRow,
     apart,
     array,
     layer_run,
@@ -81,7 +81,7 @@ class Target:
         return self.site.rows == self.site.columns
 
 
-def call_names(site: Site, calls: Sequence[Call]) -> tuple[str, ...]:
+def call_names(site: Site, calls: Sequence[QueryCall]) -> tuple[str, ...]:
     """What each call is called: the branch that it is at, else its number."""
     found = []
     for n, call in enumerate(calls):
@@ -155,7 +155,7 @@ def find_key(
     return int(best.argmax()), rule
 
 
-def row_pieces(at: Target, call: Call) -> tuple[str, ...]:
+def row_pieces(at: Target, call: QueryCall) -> tuple[str, ...]:
     """The pieces of all queries of the call."""
     at_rows = as_tensor(call.step.q_positions)[0].tolist()
     known = at.rows.pieces
@@ -266,7 +266,7 @@ class _Walk:
     keys_are: str = "keys"
     call: int = 0
     calls: tuple[str, ...] = ("",)
-    recorded: tuple[Row, tuple[Call, ...]] | None = None
+    recorded: tuple[KernelRow, tuple[QueryCall, ...]] | None = None
     state: State | None = None
 
 
@@ -298,7 +298,7 @@ def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk
         "E": walk.v.shape[1],
         "M": found.taps["out"].shape[1],
     }
-    where = Where(
+    where = Location(
         at.read.name,
         at.read.text,
         site.place,

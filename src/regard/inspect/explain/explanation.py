@@ -180,7 +180,7 @@ def _nothing() -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Where:
+class Location:
     """What was run, and which query, key and head are explained.
 
     Attributes:
@@ -353,19 +353,19 @@ class HeadPatterns:
 T = TypeVar("T")
 
 
-class Part(Generic[T]):
+class Shortcut(Generic[T]):
     """A number of an explanation by its short name: `found.weights` is `found.softmax.weights`."""
 
     def __init__(self, read: Callable[[Explanation], T]) -> None:
         self._read = read
 
     @overload
-    def __get__(self, found: None, owner: type[Explanation]) -> Part[T]: ...
+    def __get__(self, found: None, owner: type[Explanation]) -> Shortcut[T]: ...
 
     @overload
     def __get__(self, found: Explanation, owner: type[Explanation]) -> T: ...
 
-    def __get__(self, found: Explanation | None, owner: type[Explanation]) -> T | Part[T]:
+    def __get__(self, found: Explanation | None, owner: type[Explanation]) -> T | Shortcut[T]:
         return self if found is None else self._read(found)
 
 
@@ -397,7 +397,7 @@ class Explanation:
         equations: step -> equation.
     """
 
-    where: Where
+    where: Location
     tokens: RowTokens
     hidden: HiddenStates
     inputs: InputChain
@@ -414,64 +414,64 @@ class Explanation:
     tensors: tuple[Tensors, ...] = ()
     equations: dict[str, str] = field(default_factory=lambda: dict(EQUATIONS))
 
-    model = Part(lambda found: found.where.model)
-    text = Part(lambda found: found.where.text)
-    place = Part(lambda found: found.where.place)
-    mechanism = Part(lambda found: found.where.mechanism)
-    layer = Part(lambda found: found.where.layer)
-    head = Part(lambda found: found.where.head)
-    group = Part(lambda found: found.where.group)
-    query = Part(lambda found: found.where.query)
-    key = Part(lambda found: found.where.key)
-    sizes = Part(lambda found: found.where.sizes)
-    kind = Part(lambda found: found.where.kind)
-    kernel = Part(lambda found: found.where.kernel)
-    dtype = Part(lambda found: found.where.dtype)
-    keys_are = Part(lambda found: found.where.keys_are)
-    call = Part(lambda found: found.where.call)
-    calls = Part(lambda found: found.where.calls)
-    chosen_by = Part(lambda found: found.where.chosen_by)
-    key_chosen_by = Part(lambda found: found.where.key_chosen_by)
-    notes = Part(lambda found: found.where.notes)
-    ids = Part(lambda found: found.tokens.ids)
-    pieces = Part(lambda found: found.tokens.pieces)
-    positions = Part(lambda found: found.tokens.positions)
-    query_piece = Part(lambda found: found.tokens.query_piece)
-    query_position = Part(lambda found: found.tokens.query_position)
-    row_pieces = Part(lambda found: found.tokens.row_pieces)
-    embedding = Part(lambda found: found.hidden.embedding)
-    entering = Part(lambda found: found.hidden.entering)
-    normed = Part(lambda found: found.hidden.normed)
-    residual = Part(lambda found: found.hidden.residual)
-    q = Part(lambda found: found.inputs.q)
-    k = Part(lambda found: found.inputs.k)
-    values = Part(lambda found: found.inputs.values)
-    v = Part(lambda found: found.inputs.v)
-    layout = Part(lambda found: found.inputs.rotary.layout)
-    angles = Part(lambda found: found.inputs.rotary.angles)
-    angle = Part(lambda found: found.inputs.rotary.angle)
-    pairs = Part(lambda found: found.inputs.rotary.pairs)
-    scale = Part(lambda found: found.score.scale)
-    scores = Part(lambda found: found.score.steps)
-    products = Part(lambda found: found.score.products)
-    masked = Part(lambda found: found.score.masked)
-    row_max = Part(lambda found: found.softmax.row_max)
-    exps = Part(lambda found: found.softmax.exps)
-    total = Part(lambda found: found.softmax.total)
-    lse = Part(lambda found: found.softmax.lse)
-    weights = Part(lambda found: found.softmax.weights)
-    sink = Part(lambda found: found.softmax.sink)
-    online = Part(lambda found: found.softmax.online)
-    contributions = Part(lambda found: found.output.contributions)
-    mixed = Part(lambda found: found.output.mixed)
-    z = Part(lambda found: found.output.z)
-    joined = Part(lambda found: found.output.joined)
-    head_out = Part(lambda found: found.output.head_out)
-    shares = Part(lambda found: found.output.shares)
-    out = Part(lambda found: found.output.out)
-    pattern = Part(lambda found: found.heads.whole)
-    pool = Part(lambda found: found.heads.pool)
-    patterns = Part(lambda found: found.heads.small)
+    model = Shortcut(lambda found: found.where.model)
+    text = Shortcut(lambda found: found.where.text)
+    place = Shortcut(lambda found: found.where.place)
+    mechanism = Shortcut(lambda found: found.where.mechanism)
+    layer = Shortcut(lambda found: found.where.layer)
+    head = Shortcut(lambda found: found.where.head)
+    group = Shortcut(lambda found: found.where.group)
+    query = Shortcut(lambda found: found.where.query)
+    key = Shortcut(lambda found: found.where.key)
+    sizes = Shortcut(lambda found: found.where.sizes)
+    kind = Shortcut(lambda found: found.where.kind)
+    kernel = Shortcut(lambda found: found.where.kernel)
+    dtype = Shortcut(lambda found: found.where.dtype)
+    keys_are = Shortcut(lambda found: found.where.keys_are)
+    call = Shortcut(lambda found: found.where.call)
+    calls = Shortcut(lambda found: found.where.calls)
+    chosen_by = Shortcut(lambda found: found.where.chosen_by)
+    key_chosen_by = Shortcut(lambda found: found.where.key_chosen_by)
+    notes = Shortcut(lambda found: found.where.notes)
+    ids = Shortcut(lambda found: found.tokens.ids)
+    pieces = Shortcut(lambda found: found.tokens.pieces)
+    positions = Shortcut(lambda found: found.tokens.positions)
+    query_piece = Shortcut(lambda found: found.tokens.query_piece)
+    query_position = Shortcut(lambda found: found.tokens.query_position)
+    row_pieces = Shortcut(lambda found: found.tokens.row_pieces)
+    embedding = Shortcut(lambda found: found.hidden.embedding)
+    entering = Shortcut(lambda found: found.hidden.entering)
+    normed = Shortcut(lambda found: found.hidden.normed)
+    residual = Shortcut(lambda found: found.hidden.residual)
+    q = Shortcut(lambda found: found.inputs.q)
+    k = Shortcut(lambda found: found.inputs.k)
+    values = Shortcut(lambda found: found.inputs.values)
+    v = Shortcut(lambda found: found.inputs.v)
+    layout = Shortcut(lambda found: found.inputs.rotary.layout)
+    angles = Shortcut(lambda found: found.inputs.rotary.angles)
+    angle = Shortcut(lambda found: found.inputs.rotary.angle)
+    pairs = Shortcut(lambda found: found.inputs.rotary.pairs)
+    scale = Shortcut(lambda found: found.score.scale)
+    scores = Shortcut(lambda found: found.score.steps)
+    products = Shortcut(lambda found: found.score.products)
+    masked = Shortcut(lambda found: found.score.masked)
+    row_max = Shortcut(lambda found: found.softmax.row_max)
+    exps = Shortcut(lambda found: found.softmax.exps)
+    total = Shortcut(lambda found: found.softmax.total)
+    lse = Shortcut(lambda found: found.softmax.lse)
+    weights = Shortcut(lambda found: found.softmax.weights)
+    sink = Shortcut(lambda found: found.softmax.sink)
+    online = Shortcut(lambda found: found.softmax.online)
+    contributions = Shortcut(lambda found: found.output.contributions)
+    mixed = Shortcut(lambda found: found.output.mixed)
+    z = Shortcut(lambda found: found.output.z)
+    joined = Shortcut(lambda found: found.output.joined)
+    head_out = Shortcut(lambda found: found.output.head_out)
+    shares = Shortcut(lambda found: found.output.shares)
+    out = Shortcut(lambda found: found.output.out)
+    pattern = Shortcut(lambda found: found.heads.whole)
+    pool = Shortcut(lambda found: found.heads.pool)
+    patterns = Shortcut(lambda found: found.heads.small)
 
     @property
     def check(self) -> float:
@@ -495,7 +495,7 @@ class Explanation:
         masked or not finite.
         """
         found: dict[str, Any] = {"schema": SCHEMA, "check": plain(self.check)}
-        short = [name for name, each in vars(type(self)).items() if isinstance(each, Part)]
+        short = [name for name, each in vars(type(self)).items() if isinstance(each, Shortcut)]
         for name in (*short, *WHOLE):
             found[name] = plain(getattr(self, name))
         found["chain"] = [{"name": n, "equation": e, "value": plain(x)} for n, e, x in self.chain]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regard.caches import Parts
-from regard.inspect.explain.capture import Call, Capture
+from regard.inspect.explain.capture import Capture, QueryCall
 from regard.inspect.explain.explanation import (
     EQUATIONS,
     Array,
@@ -38,7 +38,7 @@ most.
 """
 
 
-class Chain(NamedTuple):
+class ScoreFunction(NamedTuple):
     """One score's function of the row: q [D], k [n,D], and what happens to q . k on its way.
 
     bias: [n], or None. visible: [n].
@@ -70,14 +70,14 @@ class Chain(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class KernelRow:
     """One head of a call: `chain`, values v [n,E], the sink's logit, and what the kernel answered:
     lse and out [E].
     """
 
-    call: Call
+    call: QueryCall
     head: int
-    chain: Chain
+    chain: ScoreFunction
     v: Array
     sink: float | None
     lse: float
@@ -89,7 +89,7 @@ class Row:
         return self.head // (self.call.place.H // self.call.groups)
 
 
-def row_of(call: Call, head: int) -> Row:
+def row_of(call: QueryCall, head: int) -> KernelRow:
     """The row of a head in a call, in float64."""
     step, place, i = call.step, call.place, call.row
     group = head // (place.H // call.groups)
@@ -97,7 +97,7 @@ def row_of(call: Call, head: int) -> Row:
     if step.bias is not None:
         bias = array(_head(step.bias.block(*where, dtype=torch.float64), head))
     visible = _head(step.mask.block(*where), head).numpy()
-    chain = Chain(
+    chain = ScoreFunction(
         array(step.q[0, head, i]),
         array(place.keys(step)[0, group]),
         step.scale,
@@ -109,7 +109,7 @@ def row_of(call: Call, head: int) -> Row:
     assert values is not None, "a watch keeps values"
     assert step.out is not None, "and outputs"
     sink = None if step.sink is None else float(step.sink[head])
-    return Row(
+    return KernelRow(
         call,
         head,
         chain,
@@ -120,7 +120,7 @@ def row_of(call: Call, head: int) -> Row:
     )
 
 
-def scored(row: Row) -> tuple[tuple[Step, ...], SoftmaxRow, Checks]:
+def scored(row: KernelRow) -> tuple[tuple[Step, ...], SoftmaxRow, Checks]:
     """The chain of scores, the softmax, and how far the kernel's own answers are from it."""
     steps = row.chain.steps()
     ours = softmax(steps[-1].values, row.sink)
@@ -144,7 +144,7 @@ def scored(row: Row) -> tuple[tuple[Step, ...], SoftmaxRow, Checks]:
     return steps, replace(ours, sink=row.sink, online=blocks), checks
 
 
-def values_seen(row: Row) -> Array:
+def values_seen(row: KernelRow) -> Array:
     """Values [n,E], 0 where the mask says no: what is masked may hold anything."""
     return np.where(row.chain.visible[:, None], row.v, 0.0)
 
@@ -267,8 +267,8 @@ def state_of(parts: Parts, before: Parts) -> State:
 def mixture(
     mechanism: Explainable,
     found: Capture,
-    calls: Sequence[Call],
-    call: Call,
+    calls: Sequence[QueryCall],
+    call: QueryCall,
     head: int,
     i: int,
     tokens: int,
@@ -298,7 +298,7 @@ def layer_run(found: Capture) -> LayerRun:
 
 
 def _joined(
-    found: Capture, calls: Sequence[Call], call: Call, head: int, i: int, tokens: int
+    found: Capture, calls: Sequence[QueryCall], call: QueryCall, head: int, i: int, tokens: int
 ) -> Mixture:
     """Several calls for one query: the last may replace the others, or all are joined by their lse.
     Measured, not assumed.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.inspect.explain.capture import Call, Capture
+from regard.inspect.explain.capture import Capture, QueryCall
 from regard.inspect.explain.explanation import (
     Array,
     HeadOutput,
@@ -175,7 +175,7 @@ def hidden_states(found: Capture, site: Site, i: int) -> tuple[HiddenStates, Che
     return HiddenStates(embedding, entering, normed, residual), checks
 
 
-def patterns(call: Call, head: int, whole: int) -> HeadPatterns:
+def patterns(call: QueryCall, head: int, whole: int) -> HeadPatterns:
     """The pattern of the head, if it has at most `whole` queries and keys, and small ones of every
     head.
 
