@@ -237,8 +237,8 @@ def explainable(module: nn.Module) -> Explainable:
 
 
 class _Defaults(Explainable):
-    """The defaults for a module that is not `Explainable`, over its own projection and output; heads
-    that no output map joins are written as they are.
+    """The defaults for a module that is not `Explainable`, over its own projection and output map;
+    heads that no output map joins are written as they are.
     """
 
     def __init__(self, module: nn.Module) -> None:
