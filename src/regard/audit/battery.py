@@ -19,6 +19,25 @@ from regard.audit.subject import CannotTry, Claim, NotApplicable
 from regard.errors import ArgumentError
 from regard.process import quiet
 
+MOST, LONGEST = 8, 24
+SHRUNK_BY_LENGTH = (
+    "future",
+    "window",
+    "keys",
+    "definition",
+    "batch",
+    "mask rows",
+    "padding",
+    "left padding",
+    "empty rows",
+    "weights",
+    "large scores",
+    "repeatable",
+    "state",
+    "input",
+    "positions",
+)
+
 
 class Check(NamedTuple):
     """A check: run(probe, T) -> findings.
@@ -73,26 +92,6 @@ CHECKS = (
 """Every other check. A new one is a function here or in a file of its own, and one line of this
 table.
 """
-
-
-MOST, LONGEST = 8, 24
-SHRUNK_BY_LENGTH = (
-    "future",
-    "window",
-    "keys",
-    "definition",
-    "batch",
-    "mask rows",
-    "padding",
-    "left padding",
-    "empty rows",
-    "weights",
-    "large scores",
-    "repeatable",
-    "state",
-    "input",
-    "positions",
-)
 
 
 def shrunk(probe: Probe, check: Check, finding: Finding) -> Finding:

@@ -10,6 +10,12 @@ from typing import Any, Literal, TypeAlias
 Severity: TypeAlias = Literal["error", "warning"]
 
 
+_LEAKS = ("future-leak", "padding-leak", "window-off-by-one", "window-ignored")
+_RUNS = ("cache-differs", "left-padding-shift")
+_MASKS = ("mask-added", "mask-ignored", "mask-polarity", "mask-rows", "padding-on-queries")
+_PLACES = ("left-padding-shift", "position-shift")
+
+
 @dataclass(frozen=True)
 class Finding:
     """One fault, with the smallest input that shows it.
@@ -159,11 +165,6 @@ class Fault:
     severity: Severity = "error"
     brings: tuple[str, ...] = ()
 
-
-_LEAKS = ("future-leak", "padding-leak", "window-off-by-one", "window-ignored")
-_RUNS = ("cache-differs", "left-padding-shift")
-_MASKS = ("mask-added", "mask-ignored", "mask-polarity", "mask-rows", "padding-on-queries")
-_PLACES = ("left-padding-shift", "position-shift")
 
 FAULTS: dict[str, Fault] = {
     "not-repeatable": Fault(

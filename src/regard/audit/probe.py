@@ -18,6 +18,11 @@ from regard.audit.subject import NEW, Ask, CannotTry, NotApplicable, Reply, Subj
 FACTOR = 2.0
 
 
+MOST_NUMBERS = 500_000_000
+"""Parameters of which no second copy in float64 is made."""
+T = 6
+
+
 class Gap(NamedTuple):
     """Where an output is furthest from what it should be: beyond the rule."""
 
@@ -209,10 +214,6 @@ class Probe:
         return torch.cat(outs, 1), memory
 
 
-MOST_NUMBERS = 500_000_000
-"""Parameters of which no second copy in float64 is made."""
-
-
 def widened(subject: Subject) -> Subject | None:
     """The subject in float64, or None where it does not run there, or is too large."""
     state = subject.state()
@@ -224,9 +225,6 @@ def widened(subject: Subject) -> Subject | None:
     except Exception:  # its own limits are no finding
         return None
     return wide if out.dtype == torch.float64 else None
-
-
-T = 6
 
 
 def begun(subject: Subject, heard: dict[str, Heard], seed: int, *, strict: bool) -> Probe:

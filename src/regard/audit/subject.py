@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 
+NEW = object()
+"""As `Ask.memory`: begin a new cache."""
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -81,10 +84,6 @@ class Ask(NamedTuple):
     positions: Tensor | None = None
     memory: Any = None
     weights: bool = False
-
-
-NEW = object()
-"""As `Ask.memory`: begin a new cache."""
 
 
 class Reply(NamedTuple):

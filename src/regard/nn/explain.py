@@ -65,6 +65,7 @@ class InputSteps(NamedTuple):
         q, k, v: the steps.
         rotary: the rotation of queries and keys, or None.
         rotary_start: the first dim that it turns.
+        keys_are_blocks: whether a key stands for a block of tokens, at the position of its last.
     """
 
     q: Links = ()
@@ -72,6 +73,7 @@ class InputSteps(NamedTuple):
     v: Links = ()
     rotary: Rotary | None = None
     rotary_start: int = 0
+    keys_are_blocks: bool = False
 
 
 class LayerRun(NamedTuple):

@@ -215,7 +215,7 @@ class NSA(Mixer):
         q = self.q.explain_steps(query.x, query.positions, "q")
         rotary, branch = first_rotary(self.q.steps), BRANCHES.index(query.branch)
         if query.branch == "compressed":
-            return InputSteps(q, rotary=rotary)
+            return InputSteps(q, rotary=rotary, keys_are_blocks=True)
         keys, values = self.keys[branch], self.values[branch]
         assert isinstance(keys, Heads)
         assert isinstance(values, Heads)

@@ -33,6 +33,15 @@ from regard.models import Model, Seq2Seq, TextEncoder
 from regard.nn.mixer import Mixer
 from regard.process import seeded
 
+FLAGS = {
+    "dim": "--dim",
+    "heads": "--heads",
+    "kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "window": "--window",
+}
+OTHERS = "name an adapter: --adapter package.module:function, adapter(target, x, ...) -> output"
+
 
 def imported(path: str) -> Any:
     """What "package.module:name" names; the folder of the process is looked in, too.
@@ -105,15 +114,6 @@ def constructed(make: Callable[..., nn.Module], claim: Claim, options: dict[str,
     if not isinstance(made, nn.Module):
         raise ArgumentTypeError(f"{label} made {type(made).__name__}; it must be a torch.nn.Module")
     return made
-
-
-FLAGS = {
-    "dim": "--dim",
-    "heads": "--heads",
-    "kv_heads": "--kv-heads",
-    "head_dim": "--head-dim",
-    "window": "--window",
-}
 
 
 def _flag(name: str) -> str:
@@ -199,9 +199,6 @@ class ValueOverflow(Exception):
     def __init__(self, subject: Subject, said: str) -> None:
         super().__init__(said)
         self.subject = subject
-
-
-OTHERS = "name an adapter: --adapter package.module:function, adapter(target, x, ...) -> output"
 
 
 def find(

@@ -33,6 +33,15 @@ FARTHEST = 64
 """A given bias tells distances apart up to here."""
 
 
+KNOWN = {
+    "keep": "rows",
+    "tokens": "padding",
+    "positions": "positions",
+    "memory": "memory",
+    "weights": "weights",
+}
+
+
 class Function(Subject):
     """attend(q [B,H,T,D], k [B,G,S,D], v [B,G,S,D], ...) -> [B,H,T,D], between projections whose
     weights are known.
@@ -225,15 +234,6 @@ def _known(known: Any, claim: Claim) -> Keywords:
     biases = [n for n in known if not isinstance(known[n].default, bool)]  # a flag is no bias
     extra: dict[str, Any] = {"bias": first(BIAS, biases), "sinks": first(SINKS, known)}
     return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None, **extra)
-
-
-KNOWN = {
-    "keep": "rows",
-    "tokens": "padding",
-    "positions": "positions",
-    "memory": "memory",
-    "weights": "weights",
-}
 
 
 class Custom(Subject):

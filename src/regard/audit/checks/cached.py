@@ -16,6 +16,9 @@ from regard.audit.subject import Ask, CannotTry, NotApplicable, Subject
 SHORTEST, SLOW, LONGEST = 7, 40, 400
 
 
+SHIFT = 11
+
+
 def length(probe: Probe) -> int:
     """Three windows and one token, or a few tokens where there is no window, or one that is too
     long.
@@ -152,9 +155,6 @@ def grows(probe: Probe, T: int | None = None) -> list[Finding]:
 
 def _say(chunks: tuple[int, ...]) -> str:
     return " + ".join(str(n) for n in chunks)
-
-
-SHIFT = 11
 
 
 def shift(probe: Probe, T: int = 5) -> list[Finding]:

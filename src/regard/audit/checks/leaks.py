@@ -16,6 +16,17 @@ from regard.audit.subject import NEW, CannotTry, Influence, NotApplicable, Subje
 LONGEST = 9
 
 
+_WORDS = {
+    "weights": " when its weights are wanted",
+    "padding": " when padding is marked",
+    "memory": " when it fills a cache",
+    "flag": " although its causal flag is set",
+}
+FAR = (293, 149, 75, 37)
+"""Lengths that no block divides; the first that the code takes."""
+PLACES = (0, 20, 70, 135, 200, 283, 290)
+
+
 def future(probe: Probe, T: int | None = None) -> list[Finding]:
     """No token sees a later one, on any path: plain, with weights wanted, with padding marked, into
     a cache.
@@ -42,14 +53,6 @@ def _unclear(probe: Probe, T: int) -> list[Finding]:
     if not found:
         raise CannotTry("it shows some later tokens and not all; say --causal or --bidirectional")
     return found
-
-
-_WORDS = {
-    "weights": " when its weights are wanted",
-    "padding": " when padding is marked",
-    "memory": " when it fills a cache",
-    "flag": " although its causal flag is set",
-}
 
 
 def _future(probe: Probe, T: int, path: str) -> list[Finding]:
@@ -105,11 +108,6 @@ def reach(
         return reply.out if reply.out.shape[1] == T else reply.out.expand(-1, T, -1) * 0
 
     return influence(run, x, probe.changed, columns)
-
-
-FAR = (293, 149, 75, 37)
-"""Lengths that no block divides; the first that the code takes."""
-PLACES = (0, 20, 70, 135, 200, 283, 290)
 
 
 def keys(probe: Probe, T: int | None = None) -> list[Finding]:

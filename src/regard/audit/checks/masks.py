@@ -29,6 +29,9 @@ _MEANS = {
 }
 
 
+PADS = 3
+
+
 def heard(probe: Probe) -> list[Finding]:
     """Masks do what is claimed of them."""
     found = []
@@ -140,9 +143,6 @@ def rows(probe: Probe, T: int = 4) -> list[Finding]:
             off.got,
         )
     ]
-
-
-PADS = 3
 
 
 def _need_padding(probe: Probe) -> None:

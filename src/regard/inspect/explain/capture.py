@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from regard.inspect.record.place import Step
 
 
+TAPS = ("q", "k", "v", "z", "out")
+"""What is kept at the site that is looked at; none of these makes a fused kernel refuse."""
+
+
 @dataclass(frozen=True, eq=False)
 class QueryCall:
     """Query i of a sequence in one call at a place: row `row` of step `number`.
@@ -130,10 +134,6 @@ def looks_of(calls: list[QueryCall], length: int) -> Tensor:
     """Weights [H,length] by the key's position, each head's of its main call."""
     heads = range(len(calls[0].weights))
     return torch.stack([main_call(calls, head).by_key(length)[head] for head in heads])
-
-
-TAPS = ("q", "k", "v", "z", "out")
-"""What is kept at the site that is looked at; none of these makes a fused kernel refuse."""
 
 
 @dataclass(frozen=True, eq=False)

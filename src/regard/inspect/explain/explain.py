@@ -57,6 +57,10 @@ from regard.tap import NAMES, edited
 PREDICTIONS = 5
 
 
+MOST_TOKENS = 512
+"""The longest text whose whole pattern is kept; of longer ones the row is, and a small picture."""
+
+
 @dataclass(frozen=True, eq=False)
 class Target:
     """Where to look: an attention of what is read, and the index of the query."""
@@ -81,13 +85,12 @@ class Target:
         return self.site.rows == self.site.columns
 
 
-def call_names(site: Site, calls: Sequence[QueryCall]) -> tuple[str, ...]:
+def call_names(calls: Sequence[QueryCall]) -> tuple[str, ...]:
     """What each call is called: the branch that it is at, else its number."""
-    found = []
-    for n, call in enumerate(calls):
-        branch = call.place.name[len(site.place) + 1 :]
-        found.append(branch if branch and not branch.startswith("part") else f"call {n}")
-    return tuple(found)
+    return tuple(
+        call.branch if call.branch and not call.branch.startswith("part") else f"call {n}"
+        for n, call in enumerate(calls)
+    )
 
 
 def which_call(call: int | str, names: Sequence[str]) -> int:
@@ -173,10 +176,6 @@ def predictions(at: Target, found: Capture) -> tuple[tuple[str, int, float], ...
     return tuple(zip(read.names(ids), ids, likely.values.tolist(), strict=True))
 
 
-MOST_TOKENS = 512
-"""The longest text whose whole pattern is kept; of longer ones the row is, and a small picture."""
-
-
 def explain(
     model: Source | Reading,
     text: str | None = None,
@@ -250,7 +249,8 @@ class _Walk:
     group: int
     key: int
     key_chosen_by: str
-    tokens: RowTokens
+    positions: Sequence[int]
+    row_pieces: tuple[str, ...]
     q: Array
     k: Array
     v: Array
@@ -274,7 +274,9 @@ def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk
     """What stands in front of the row and behind it, and the whole."""
     site, head, row = at.site, walk.head, walk.softmax
     given = (walk.q, walk.k, walk.v)
-    inputs, checks = projected(mechanism, walk.query, head, walk.group, given, walk.columns)
+    told = mechanism.explain_inputs(walk.query)
+    inputs, checks = projected(told, walk.query, head, walk.group, given, walk.columns)
+    tokens = tokens_of(at, walk.positions, walk.row_pieces, blocks=told.keys_are_blocks)
     seen_values = np.where(walk.visible[:, None], walk.v, 0.0)
     output, output_checks = mixed(mechanism, row.weights, seen_values, found, head, at.i)
     hidden, hidden_checks = hidden_states(found, site, at.i)
@@ -299,43 +301,43 @@ def _explanation(at: Target, mechanism: Explainable, found: Capture, walk: _Walk
         "M": found.taps["out"].shape[1],
     }
     where = Location(
-        at.read.name,
-        at.read.text,
-        site.place,
-        type(site.attention).__name__,
-        site.layer,
-        head,
-        walk.group,
-        at.i,
-        walk.key,
-        sizes,
-        walk.kind,
-        walk.kernel,
-        str(walk.dtype)[6:],
-        walk.keys_are,
-        walk.call,
-        walk.calls,
+        model=at.read.name,
+        text=at.read.text,
+        place=site.place,
+        mechanism=type(site.attention).__name__,
+        layer=site.layer,
+        head=head,
+        group=walk.group,
+        query=at.i,
+        key=walk.key,
+        sizes=sizes,
+        kind=walk.kind,
+        kernel=walk.kernel,
+        dtype=str(walk.dtype)[6:],
+        keys_are=walk.keys_are,
+        call=walk.call,
+        calls=walk.calls,
         key_chosen_by=walk.key_chosen_by,
         notes=_notes(at),
     )
     checks = {**checks, **walk.checks, **output_checks, **hidden_checks}
     checks["the network without an observer"] = found.apart
     return Explanation(
-        where,
-        walk.tokens,
-        hidden,
-        inputs,
-        walk.score,
-        row,
-        output,
-        heads,
-        checks,
-        row_cost(site.attention, sizes, int(walk.visible.sum()), walk.dtype.itemsize),
-        mix,
-        walk.state,
-        elsewhere,
-        predictions(at, found),
-        tensors_of(site.attention, found.hidden, found.taps, own=at.own),
+        where=where,
+        tokens=tokens,
+        hidden=hidden,
+        inputs=inputs,
+        score=walk.score,
+        softmax=row,
+        output=output,
+        heads=heads,
+        checks=checks,
+        cost=row_cost(site.attention, sizes, int(walk.visible.sum()), walk.dtype.itemsize),
+        mixture=mix,
+        state=walk.state,
+        elsewhere=elsewhere,
+        predictions=predictions(at, found),
+        tensors=tensors_of(site.attention, found.hidden, found.taps, own=at.own),
     )
 
 
@@ -391,18 +393,19 @@ def _recorded_row(
         raise ArgumentError(
             f"{at.site.place} is a {type(at.site.attention).__name__}, which ran no softmax for "
             f"query {at.i}; "
-            "choose another layer or place"
+            "choose another layer or place, or let the mechanism say its rows "
+            "(regard.nn.explain.Explainable.explain_row)"
         )
     # a branch of the place has a name of its own, under which it may be edited
     if inner := sorted({name for each in calls for name in each.step.edited}):
         raise ArgumentError(_cannot_show(inner, at.site))
-    names = call_names(at.site, calls)
+    names = call_names(calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
     counted = counting(at.site, calls)
     chosen = main_call(counted, head) if call is None else calls[which_call(call, names)]
     number, row, step = calls.index(chosen), row_of(chosen, head), chosen.step
     steps, softmax, checks = scored(row)
-    chain, blocks = row.chain, chosen.branch.endswith("compressed")
+    chain = row.chain
     positions = chosen.keys.tolist()
     j, rule = find_key(at, key, softmax.weights, positions, chain.visible)
     reasons = why_masked(
@@ -416,7 +419,8 @@ def _recorded_row(
         row.group,
         j,
         rule,
-        tokens_of(at, positions, row_pieces(at, chosen), blocks=blocks),
+        positions,
+        row_pieces(at, chosen),
         chain.q,
         chain.k,
         row.v,
@@ -465,7 +469,8 @@ def _own_row(
         group,
         j,
         rule,
-        tokens_of(at, range(S), at.rows.pieces),
+        range(S),
+        at.rows.pieces,
         q,
         k,
         v,

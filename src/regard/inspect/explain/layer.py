@@ -33,6 +33,14 @@ ROUNDS = 5
 """Each stage is timed so often, and the fastest counts."""
 
 
+MOST_PAIRS = 2**22
+"""Scores, over all heads, up to which the stages of their size are made."""
+DROPOUT = 0.1
+"""Of the residual path, as in the notes' run; in evaluation mode, which is what is shown, it does
+nothing.
+"""
+
+
 class Stage(NamedTuple):
     """What one stage made.
 
@@ -172,10 +180,6 @@ def timed(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
     return values, min(times)
 
 
-MOST_PAIRS = 2**22
-"""Scores, over all heads, up to which the stages of their size are made."""
-
-
 def tensors_of(
     attention: Any,
     hidden: Mapping[str, Tensor],
@@ -206,12 +210,6 @@ def tensors_of(
         made = stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
         return tuple(stage.told() for stage in made)
     return tuple(summary(name, "as the layer had it", x, None) for name, x in taps.items())
-
-
-DROPOUT = 0.1
-"""Of the residual path, as in the notes' run; in evaluation mode, which is what is shown, it does
-nothing.
-"""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ MOST_PAIRS = 2**25
 
 
 def projected(
-    mechanism: Explainable,
+    found: InputSteps,
     query: ProjectionQuery,
     head: int,
     group: int,
@@ -43,13 +43,12 @@ def projected(
     attention was given.
 
     Args:
-        mechanism: the module that is asked.
-        query: the call whose inputs are explained.
+        found: what the mechanism says of the inputs.
+        query: what it was asked.
         head, group: the query head, and the key/value head that it reads.
         given: q [D], k [n,D] and v [n,E] as they were recorded.
         columns: which rows of the memory the call's keys are.
     """
-    found = mechanism.explain_inputs(query)
     steps: dict[str, tuple[Step, ...]] = {}
     checks: Checks = {}
     for name, made, got in zip("qkv", (found.q, found.k, found.v), given, strict=True):

@@ -21,6 +21,9 @@ ROWS = 64
 """Rows that are looked at where a number needs whole rows; the result says how many."""
 
 
+SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
+
+
 @dataclass(frozen=True, eq=False)
 class Measures:
     """Numbers of the heads of a place. heads: which; rows: how many rows there are.
@@ -230,9 +233,6 @@ def _spread(place: Place, rows: int, batch: int) -> list[slice]:
     n = min(rows, len(tokens))
     chosen = sorted({round(i * (len(tokens) - 1) / max(1, n - 1)) for i in range(n)})
     return [slice(tokens[i], tokens[i] + 1) for i in chosen]
-
-
-SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
 
 
 def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "layers H"]]:

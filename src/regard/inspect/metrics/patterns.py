@@ -10,6 +10,9 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 
+SINKS = 4
+"""How many first keys count as sinks."""
+
 
 def copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
     """Pairs (i, j): id_j = id_i and j < i, in the order of i.
@@ -60,10 +63,6 @@ def repeated_ids(
     else:
         half = torch.randint(vocabulary, (batch, length), generator=own)
     return half.repeat(1, 2)
-
-
-SINKS = 4
-"""How many first keys count as sinks."""
 
 
 def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"]:

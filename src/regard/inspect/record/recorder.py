@@ -29,6 +29,10 @@ from regard.tap import Opening, Trace
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+KEEP = ("v", "out")
+"""What is kept beside q, k, lse and the rule, if asked for."""
+
+
 class Store:
     """Keys of one form, in memory that doubles when it is full. A column's newest key is known,
     older ones stay.
@@ -374,10 +378,6 @@ def _moved(at: Tensor, asked: Tensor) -> bool:
 
 def _kept(positions: Positions) -> Positions:
     return positions if isinstance(positions, Span) else positions.detach().to("cpu", copy=True)
-
-
-KEEP = ("v", "out")
-"""What is kept beside q, k, lse and the rule, if asked for."""
 
 
 class Selection(TypedDict, total=False):

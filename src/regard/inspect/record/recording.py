@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from regard.inspect.record.tiles import Pooled
 
 
+_ROWS = 256
+
+
 class Top(NamedTuple):
     """The keys that a query attends to most, and what is left: columns [n], weights [n], the
     others' sum and number.
@@ -224,9 +227,6 @@ class Recording:
         _check_batch(place, batch)
         parts = _part("rows", rows, place.T), _part("columns", columns, place.N)
         return place.block(*parts, slice(head, head + 1))
-
-
-_ROWS = 256
 
 
 def _check_batch(place: Place, batch: int) -> None:

@@ -19,6 +19,15 @@ from regard.masks import Mask
 from regard.ops.softmax.call import Call
 from regard.span import as_tensor
 
+_DEEPEST = 50
+_KINDS = {
+    masks.All: "all",
+    masks.Any: "any",
+    masks.Heads: "heads",
+    masks.Selected: "selected",
+    masks.Blocks: "blocks",
+}
+
 
 def copied(rule: Any) -> Any:
     """A mask or bias over copies of its tensors, on the CPU: what the caller does with its own
@@ -65,8 +74,6 @@ def written_out(
 
 Keep = Callable[[Tensor], str]
 """Keeps a tensor, and says under which name."""
-
-_DEEPEST = 50
 
 
 def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
@@ -165,12 +172,3 @@ def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias 
             tensors[data["t5"]], bool(data["bidirectional"]), int(data["max_distance"])
         )
     return biases.Dense(tensors[data["dense"]])
-
-
-_KINDS = {
-    masks.All: "all",
-    masks.Any: "any",
-    masks.Heads: "heads",
-    masks.Selected: "selected",
-    masks.Blocks: "blocks",
-}

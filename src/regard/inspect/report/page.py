@@ -66,6 +66,18 @@ least.
 """
 
 
+OVERHEAD = 450_000
+"""Bytes of the page besides its arrays, roughly."""
+PACKED = 1.25
+"""Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then
+base64.
+"""
+AUDITED = 1 << 15
+"""Scores of each place that the page's audit looks at: sampled rows, and it says how many."""
+BUDGET = 8_000_000
+"""Bytes of the page: heads are embedded exactly until it is nearly full."""
+
+
 class Glance(NamedTuple):
     """All recorded heads of a place: thumbnails, and a number for each by metric (None: not
     finite).
@@ -198,16 +210,6 @@ def stored(x: Tensor) -> NDArray[Any]:
 def packed(x: NDArray[Any]) -> float:
     """Bytes that an array takes, about: bits and bytes of patterns compress well, floats do not."""
     return x.nbytes * (0.25 if x.dtype == np.uint8 else 1.0)
-
-
-OVERHEAD = 450_000
-"""Bytes of the page besides its arrays, roughly."""
-PACKED = 1.25
-"""Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then
-base64.
-"""
-AUDITED = 1 << 15
-"""Scores of each place that the page's audit looks at: sampled rows, and it says how many."""
 
 
 class PageData:
@@ -434,10 +436,6 @@ def _inside(name: str, index: int, count: int) -> int:
     if not -count <= index < count:
         raise ArgumentError(f"{name} is {index}; it must be {-count} to {count - 1}")
     return index % count
-
-
-BUDGET = 8_000_000
-"""Bytes of the page: heads are embedded exactly until it is nearly full."""
 
 
 def report(
