@@ -11,12 +11,12 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from regard.audit import FAULTS
 from regard.cli.app import run
 from regard.cli.audit import audit
-from regard.inspect.audit import FAULTS
 from tests.models import small
 
-ZOO = "tests.inspect.audit.zoo"
+ZOO = "tests.audit.zoo"
 SIZES = ("--dim", "16", "--heads", "4")
 
 
@@ -63,7 +63,7 @@ def test_faults_exit_with_1_and_are_shown() -> None:
     assert lines[-1].startswith("1 fault, ")
 
 
-UNKNOWN = "tests.inspect.audit.test_calls:Unknown"
+UNKNOWN = "tests.audit.test_calls:Unknown"
 
 
 def test_a_check_that_could_not_be_made_exits_with_3() -> None:
@@ -78,8 +78,8 @@ def test_a_check_that_could_not_be_made_exits_with_3() -> None:
 
 def test_sizes_may_be_said_by_set() -> None:
     sizes = ("--set", "dim=64", "--set", "heads=4")
-    assert call("tests.inspect.audit.test_calls:Bare", *sizes).exit_code == 0
-    found = told("tests.inspect.audit.test_calls:Bare", *sizes, "--set", "scale=0.2")
+    assert call("tests.audit.test_calls:Bare", *sizes).exit_code == 0
+    found = told("tests.audit.test_calls:Bare", *sizes, "--set", "scale=0.2")
     assert names(found) == ["scale-wrong"]
 
 

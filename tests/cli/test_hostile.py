@@ -12,7 +12,7 @@ import pytest
 from regard.cli import _explain_target
 from regard.cli.app import LONGEST, run
 from regard.errors import ArgumentError
-from regard.inspect.reading import Reading
+from regard.inspect.explain.reading import Reading
 from tests.fuzz.box import RAW
 
 WORDS = {

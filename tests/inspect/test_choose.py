@@ -8,9 +8,9 @@ import torch
 from regard import Trace
 from regard.errors import ArgumentError
 from regard.inspect import check_index, find_query, strongest_head, strongest_keys
-from regard.inspect.choose import AT_KEY, RULE, UNCOMPARED, Choice, looks, strongest
-from regard.inspect.readers import reading
-from regard.inspect.specimen import specimen
+from regard.inspect.explain.choose import AT_KEY, RULE, UNCOMPARED, Choice, looks, strongest
+from regard.inspect.explain.random_model import random_model
+from regard.inspect.explain.reading import reading
 from tests.inspect.stand_in import TEXT, model
 
 
@@ -161,7 +161,7 @@ def test_neighbours_on_both_sides_are_left_out() -> None:
 
 
 def test_a_mechanism_without_a_softmax_has_no_heads_to_compare() -> None:
-    read = specimen("retention", TEXT)
+    read = random_model("retention", TEXT)
     assert strongest(read, 3, layer=-1, head=2) == Choice(1, 2, UNCOMPARED)
     assert strongest(read, 3, place="layers.1") == Choice(1, 0, UNCOMPARED)
     with pytest.raises(

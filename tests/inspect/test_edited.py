@@ -32,7 +32,7 @@ from regard.inspect import (
     row_sums,
     save,
 )
-from regard.inspect.specimen import specimen
+from regard.inspect.explain.random_model import random_model
 from regard.models import Model
 from tests.inspect.stand_in import TEXT, model
 
@@ -231,7 +231,7 @@ def test_explanations_and_pages_are_of_the_edited_model_or_refused() -> None:
         assert str(error.value).startswith(
             f"an open trace edits {name} at layers.2: an explanation computes both from q and k"
         )
-    branches = specimen("nsa", "a b c d e f g h i j k l m n o p")
+    branches = random_model("nsa", "a b c d e f g h i j k l m n o p")
     with (
         Trace(edit={"layers.0.window.pattern": half}),
         pytest.raises(ArgumentError, match=r"edits pattern at layers\.0"),

@@ -17,11 +17,11 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.capture import Watch
-from regard.inspect.readers import reading
-from regard.inspect.reasons import why_masked
-from regard.inspect.row import finish_online, online, softmax
-from regard.inspect.steps import pool_largest
+from regard.inspect.explain.capture import Watch
+from regard.inspect.explain.mask_reasons import why_masked
+from regard.inspect.explain.reading import reading
+from regard.inspect.explain.row import finish_online, online, softmax
+from regard.inspect.explain.steps import pool_largest
 from regard.nn import Attention, Heads, RMSNorm, Separate
 from regard.positions import Rotary
 from regard.span import Span
@@ -263,7 +263,8 @@ def test_a_projection_that_is_not_the_models_is_seen(monkeypatch: pytest.MonkeyP
     """Negative control for q, k, v and the output projection: the weights change behind the run's
     back.
     """
-    explained = sys.modules["regard.inspect.explain"]  # the package has a function of this name
+    # the package has a function of this name
+    explained = sys.modules["regard.inspect.explain.explain"]
     honest = explained.capture
 
     def then_changed(read: Any, site: Any) -> Any:
@@ -332,9 +333,9 @@ def test_reasons_name_the_term_that_says_no() -> None:
 
 def test_a_row_that_sees_nothing_has_weights_of_zero() -> None:
     found = softmax(np.array([-np.inf, -np.inf]))
-    assert found["weights"].tolist() == [0.0, 0.0]
-    assert found["lse"] == -math.inf
-    assert found["total"] == 0.0
+    assert found.weights.tolist() == [0.0, 0.0]
+    assert found.lse == -math.inf
+    assert found.total == 0.0
 
 
 def test_small_patterns_keep_the_largest_weight() -> None:
@@ -383,8 +384,8 @@ def test_a_text_longer_than_the_training_is_noted() -> None:
         (
             {"query": "owl"},
             (
-                "query is 'owl', which does not occur in the text; give a token index, or one of its "
-                "words: xy"
+                "query is 'owl', which does not occur in the text; give a token index, or one of "
+                "its words: xy"
             ),
         ),
         ({"text": ""}, "the text '' has no tokens; give at least one character"),

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
-from regard.inspect.capture import capture
-from regard.inspect.effective import effective_row
-from regard.inspect.specimen import specimen
+from regard.inspect.explain.capture import capture
+from regard.inspect.explain.random_model import random_model
+from regard.nn.explain import effective_row
 from regard.nn.variants import VARIANTS
 from regard.view import explanation
 
@@ -30,7 +30,7 @@ ROUNDING = 2e-5
 
 
 def found(name: str, **where: Any) -> Explanation:
-    return explain(specimen(name, TEXT), **where)
+    return explain(random_model(name, TEXT), **where)
 
 
 @pytest.mark.full(keep=18)
@@ -73,7 +73,7 @@ def test_every_mechanism_is_explained(name: str) -> None:
     ["nsa", "retention", "streaming", "infini", "mla", "moba", "longformer", "cross_attention"],
 )
 def test_the_shortest_texts_are_explained(name: str, text: str) -> None:
-    f = explain(specimen(name, text))
+    f = explain(random_model(name, text))
     assert f.check < ROUNDING
     json.dumps(f.as_dict(), allow_nan=False)
     explanation.page(f.as_dict())
@@ -89,7 +89,7 @@ def _sink_term(f: Explanation) -> float:
 
 def parts(name: str, layer: int = 0) -> tuple[Any, dict[str, Any]]:
     """The module of a layer, and its taps in fp64."""
-    read = specimen(name, TEXT)
+    read = random_model(name, TEXT)
     site = read.site(layer)
     kept = capture(read, site)
     return site.attention, {k: x.double().numpy() for k, x in (kept.taps | kept.hidden).items()}
@@ -297,7 +297,7 @@ def test_latent_attention_shows_the_latent_the_rotary_key_and_both_forms() -> No
     assert set(f.pairs[: latent.nope_dim]) == {-1}
     assert set(f.pairs[latent.nope_dim :]) == set(range(latent.rotary.dim // 2))
     absorbed = explain(
-        specimen("mla", TEXT, options={"form": "absorb"}), query=12, key=4, head=f.head
+        random_model("mla", TEXT, options={"form": "absorb"}), query=12, key=4, head=f.head
     )
     assert [step.name for step in absorbed.q] == ["projected", "rotated", "absorbed"]
     assert absorbed.sizes["G"] == 1
@@ -322,17 +322,17 @@ def test_additive_attention_has_its_own_score() -> None:
 def test_a_specimen_is_drawn_from_its_seed_and_leaves_the_random_state() -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
-    a, b = (explain(specimen("gqa", TEXT, seed=1)).weights for _ in range(2))
+    a, b = (explain(random_model("gqa", TEXT, seed=1)).weights for _ in range(2))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert a.tolist() == b.tolist()
-    assert a.tolist() != explain(specimen("gqa", TEXT, seed=2)).weights.tolist()
+    assert a.tolist() != explain(random_model("gqa", TEXT, seed=2)).weights.tolist()
 
 
 def test_what_a_specimen_refuses() -> None:
     with pytest.raises(ArgumentError, match="no mechanism is named 'gqq'; did you mean 'gqa'"):
-        specimen("gqq", TEXT)
+        random_model("gqq", TEXT)
     with pytest.raises(ArgumentError, match="gqa has no option 'none'"):
-        specimen("gqa", TEXT, options={"none": 1})
+        random_model("gqa", TEXT, options={"none": 1})
     with pytest.raises(ArgumentError, match="head is 7; there are 4 heads"):
         found("retention", head=7)
     with pytest.raises(

@@ -21,12 +21,11 @@ from regard import Trace
 from regard.cli._explain_target import read
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
-from regard.inspect.capture import recorded
-from regard.inspect.place import Place
-from regard.inspect.readers import reading
-from regard.inspect.reading import Words
+from regard.inspect.explain.capture import recorded
+from regard.inspect.explain.reading import Words, reading
+from regard.inspect.explain.steps import ROWS
+from regard.inspect.record.place import Place
 from regard.inspect.report import report
-from regard.inspect.steps import ROWS
 from regard.models import demo, recurrent
 from regard.models.families import bert, t5
 from regard.models.seq2seq import Seq2Seq
@@ -290,7 +289,8 @@ def test_a_decoder_in_half_precision_is_told_so() -> None:
 
 def test_a_notebook_shows_the_page_as_inert_text() -> None:
     found = explain(model(), TEXT, layer=1, head=0)
-    shown = replace(found, model="<script>alert(1)</script>")._repr_html_()
+    hostile = replace(found.where, model="<script>alert(1)</script>")
+    shown = replace(found, where=hostile)._repr_html_()
     assert shown.startswith("<pre")
     assert "<script" not in shown
     assert "&lt;script&gt;" in shown

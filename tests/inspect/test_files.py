@@ -19,7 +19,8 @@ from regard import biases, masks
 from regard.caches import Quantised, Ring
 from regard.errors import ArgumentError, FileError
 from regard.inspect import Recorder, Recording, load, record, save
-from regard.inspect.rules import bias_from, mask_from
+from regard.inspect.record import files
+from regard.inspect.record.rules import bias_from, mask_from
 from regard.nn.variants import VARIANTS
 from regard.span import Span
 from tests.nn.catalogue import example, tokens
@@ -322,7 +323,7 @@ def test_what_cannot_be_written_leaves_the_old_file(
     def full(*args: object, **kwargs: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("regard.inspect.files.save_file", full)
+    monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(FileError, match="cannot write the recording: no space left"):
         save(call(), path)
     assert path.read_bytes() == before

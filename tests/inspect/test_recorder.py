@@ -19,7 +19,8 @@ import regard
 from regard import biases, masks
 from regard.caches import Cache, Fixed, Growing, Paged, Quantised, Ring
 from regard.errors import ArgumentError
-from regard.inspect import Recorder, Recording, store
+from regard.inspect import Recorder, Recording
+from regard.inspect.record import recorder as recorder_module
 from regard.nn.variants import VARIANTS
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, Kernel, Result, make_call
@@ -270,13 +271,13 @@ def test_keys_are_kept_once_and_seldom_moved(monkeypatch: pytest.MonkeyPatch) ->
     """40 tokens one by one: 48 keys, not 48 + 47 + ...; and memory that doubles moves them a few
     times only.
     """
-    moved, grown = [], store._grown
+    moved, grown = [], recorder_module._grown
 
     def counted(x: Tensor, used: int, size: int) -> Tensor:
         moved.append(used)
         return grown(x, used, size)
 
-    monkeypatch.setattr(store, "_grown", counted)
+    monkeypatch.setattr(recorder_module, "_grown", counted)
     q, cache = torch.randn(1, 4, 48, 8), Growing()
     with Recorder() as recorder:
         for start, stop in [(0, 8), *((i, i + 1) for i in range(8, 48))]:

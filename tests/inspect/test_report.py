@@ -16,9 +16,9 @@ import regard
 from regard import biases, masks
 from regard.errors import ArgumentError
 from regard.inspect import Choice, Recorder, Recording, record
-from regard.inspect.page_heads import METRICS, as_bytes, glance
-from regard.inspect.page_rules import parted
 from regard.inspect.report import report
+from regard.inspect.report.masks import parted
+from regard.inspect.report.page import METRICS, as_bytes, glance
 from regard.tap import place
 from tests.view.report.cases import CASES, Case, defined, recorded
 

@@ -16,8 +16,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.inspect import Recorder, Recording, row_sums
-from regard.inspect.kept import Step
-from regard.inspect.place import Place
+from regard.inspect.record.place import Place, Step
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, Result, Work, make_call
 from regard.ops.softmax.dispatch import KERNELS

@@ -27,13 +27,14 @@ from torch import Tensor, nn
 
 import regard
 from regard import biases, masks, process
+from regard.audit import audit
 from regard.caches import Cache, Paged, Quantised
 from regard.caches.codes import Packed
 from regard.caches.paged import Pool
 from regard.files import write
-from regard.inspect import Recorder, capture, layer
-from regard.inspect.audit import audit
-from regard.inspect.readers import reading
+from regard.inspect import Recorder
+from regard.inspect.explain import capture, layer
+from regard.inspect.explain.reading import reading
 from regard.models.checkpoint.store import Store
 from regard.models.tokenizer import Tokenizer
 from regard.nn import dynamic_rotary

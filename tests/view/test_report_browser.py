@@ -17,7 +17,7 @@ import torch
 
 import regard
 from regard.inspect.record import Recorder, record
-from regard.inspect.recording import Recording
+from regard.inspect.record.recording import Recording
 from regard.inspect.report import report
 from regard.view.report import lang, page
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium

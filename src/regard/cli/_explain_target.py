@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.inspect import Explanation
-    from regard.inspect.reading import Reading
+    from regard.inspect.explain.reading import Reading
 
 LONGEST = 1 << 14
 """Tokens of a text that is explained, at most: they take half a minute on a small model."""
@@ -45,7 +45,7 @@ def read(text: str, source: str, how: How | None = None, *, target: str | None =
     """
     from dataclasses import replace
 
-    from regard.inspect.readers import reading
+    from regard.inspect.explain.reading import reading
 
     if (Path(source) / "task.json").exists():
         return _task(text, source, target)
@@ -58,11 +58,11 @@ def mechanism(
     name: str, text: str, settings: Sequence[str] | None, seed: int, target: str | None
 ) -> Reading:
     """A reading of the text by a mechanism of the catalogue, with random weights."""
-    from regard.inspect.specimen import specimen
+    from regard.inspect.explain.random_model import random_model
     from regard.nn.variants.registry import find, parse
 
     options = parse(settings or (), find(name))
-    found = specimen(name, text, options=options, seed=seed, target=target)
+    found = random_model(name, text, options=options, seed=seed, target=target)
     _check_length(found)
     return found
 
@@ -110,8 +110,7 @@ def _task(text: str, folder: str, target: str | None) -> Reading:
     """What a model of a task says to a text, and where it looks meanwhile."""
     import torch
 
-    from regard.inspect.readers import reading
-    from regard.inspect.reading import Words
+    from regard.inspect.explain.reading import Words, reading
     from regard.train.tasks.base import BOS, EOS, SPECIAL
     from regard.train.tasks.evaluate import Reader, say
     from regard.train.tasks.run import load as load_task
@@ -152,7 +151,7 @@ class Look:
         place: str | None,
     ) -> None:
         from regard.inspect import Choice, check_index
-        from regard.inspect.choose import find_token, strongest
+        from regard.inspect.explain.choose import find_token, strongest
 
         self.read, self.place, self.key = read, place, None
         if place is not None and layer is not None:
@@ -184,7 +183,7 @@ class Look:
             key=self.key,
             call=call,
         )
-        return replace(found, chosen_by=self.choice.rule)
+        return replace(found, where=replace(found.where, chosen_by=self.choice.rule))
 
 
 def page(
@@ -199,7 +198,7 @@ def page(
     """
     from types import SimpleNamespace
 
-    from regard.inspect.capture import recorded
+    from regard.inspect.explain.capture import recorded
     from regard.inspect.report import report
     from regard.view.report import page as page_of
     from regard.view.report.lang import of_locale
@@ -230,7 +229,7 @@ def page(
 
 def print_heads(look: Look, json: bool, console: Console) -> None:
     """What every head looks at from the query."""
-    from regard.inspect.choose import looks
+    from regard.inspect.explain.choose import looks
     from regard.view.explanation import show_heads
 
     read = look.read

@@ -65,7 +65,7 @@ def table(console: Console) -> None:
     """Every fault that can be named."""
     from rich.table import Table
 
-    from regard.inspect.audit import FAULTS
+    from regard.audit import FAULTS
 
     faults = Table("fault", "what it is", "look at", box=None, padding=(0, 1))
     for name, fault in FAULTS.items():
@@ -312,7 +312,7 @@ def _list(color: bool | None, json: bool) -> None:
     """The table of faults."""
     from dataclasses import asdict
 
-    from regard.inspect.audit import FAULTS
+    from regard.audit import FAULTS
 
     if json:
         typer.echo(json_format.dumps({name: asdict(fault) for name, fault in FAULTS.items()}))

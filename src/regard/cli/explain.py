@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from regard.inspect import Explanation
-    from regard.inspect.reading import Reading
+    from regard.inspect.explain.reading import Reading
 
 EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '

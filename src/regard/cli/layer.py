@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.foreign import inert
 
 if TYPE_CHECKING:
-    from regard.inspect.layer import Layer
+    from regard.inspect.explain.layer import Layer
 
 EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 
@@ -92,7 +92,7 @@ def _found(
     settings: list[str] | None,
 ) -> list[Layer]:
     from regard import masks
-    from regard.inspect.layer import layers, options_of
+    from regard.inspect.explain.layer import layers, options_of
     from regard.nn.variants.registry import find, parse
 
     if settings and len(names) > 1:

@@ -1,16 +1,18 @@
 """Looking inside a model: explain one query token, choose a head, score what heads do."""
 
-from regard.inspect.audit import Audit, Finding, audit
-from regard.inspect.choose import (
+import sys
+
+from regard.audit import Audit, Finding, audit
+from regard.inspect.explain.choose import (
     Choice,
-    check_index,
     find_query,
     strongest_head,
     strongest_keys,
 )
-from regard.inspect.explain import MOST_TOKENS, explain
-from regard.inspect.explanation import Explanation, Step
-from regard.inspect.files import load, save
+from regard.inspect.explain.explain import MOST_TOKENS, explain
+from regard.inspect.explain.explanation import Explanation, Step
+from regard.inspect.explain.random_model import random_model
+from regard.inspect.explain.reading import Words, check_index
 from regard.inspect.metrics import (
     Measures,
     Sampled,
@@ -26,12 +28,16 @@ from regard.inspect.metrics import (
     retrieval_score,
     sink_share,
 )
-from regard.inspect.pooled import Pooled, pooled
-from regard.inspect.record import Recorder, Selection, record
-from regard.inspect.recording import Place, Recording, Top
-from regard.inspect.report import report
-from regard.inspect.row_sums import RowSums, row_sums
-from regard.inspect.tiles import Tile, walk
+from regard.inspect.record.files import load, save
+from regard.inspect.record.models import record
+from regard.inspect.record.recorder import Recorder, Selection
+from regard.inspect.record.recording import Place, Recording, Top
+from regard.inspect.record.row_sums import RowSums, row_sums
+from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
+from regard.inspect.report.page import report
+
+# the package of this name moved to regard.audit; imports of it by the former name still work
+sys.modules.setdefault(f"{__name__}.audit", sys.modules["regard.audit"])
 
 __all__ = [
     "MOST_TOKENS",
@@ -50,6 +56,7 @@ __all__ = [
     "Step",
     "Tile",
     "Top",
+    "Words",
     "audit",
     "check_index",
     "duplicate_score",
@@ -63,6 +70,7 @@ __all__ = [
     "measure",
     "pooled",
     "previous_token_score",
+    "random_model",
     "record",
     "redundancy",
     "repeated_ids",

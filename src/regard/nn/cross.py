@@ -14,6 +14,7 @@ from regard.cost.softmax import AdditiveSpec, CrossSpec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
+from regard.nn.explain import EffectiveRow, Explainable, LayerRun, Link
 from regard.nn.mixer import count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive import additive_attention
@@ -121,7 +122,7 @@ def cross_weights(module: nn.Module, project: Projection) -> Weights:
     return count_weights(module, *(part for part in parts if isinstance(part, nn.Module)))
 
 
-class AdditiveAttention(nn.Module):
+class AdditiveAttention(Explainable, nn.Module):
     """Cross-attention whose score is a small network: v . tanh(q + k).
 
     q = query(x);  k, h = recall(remember(memory));  e_ij = v . tanh(q_i + k_j);
@@ -187,6 +188,19 @@ class AdditiveAttention(nn.Module):
         ).context
         z = tap("z", self.project.postprocess(found, x))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
+        """The scores of the small network, term by term; their softmax is the row."""
+        k = run.k[0, run.group(head)].double()
+        terms = self.weight[head].double() * (run.q[0, head, row].double() + k).tanh()  # [S,D]
+        scores = terms.sum(1)
+        return EffectiveRow(
+            "additive",
+            (Link("additive", "", scores), Link("masked", "", scores)),
+            None,
+            run.z[0, head, row],
+            products=terms,
+        )
 
     def new_cache(self) -> Cross:
         """An empty cache for one encoder's memory."""

@@ -5,6 +5,7 @@ output map.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from regard.caches import Parts
 from regard.cost.softmax import Visible
 from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
+from regard.nn.explain import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     Heads,
@@ -28,7 +30,7 @@ from regard.nn.projections import (
 from regard.span import Positions
 
 
-class Gated(nn.Module):
+class Gated(Explainable, nn.Module):
     """Any projection, with a gate on each number of the heads, made of the token that asks.
 
     z' = z * sigmoid(gate(x))
@@ -172,6 +174,24 @@ class Differential(Separate):
     def share(self) -> Tensor:
         """The factor l of the second pattern."""
         return (self.a1 @ self.b1).exp() - (self.a2 @ self.b2).exp() + self.start
+
+    def explain_mix(
+        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+    ) -> HeadMix:
+        """Two softmaxes over the same values, the second taken off the first."""
+        H, share = run.q.shape[1] // 2, float(self.share)
+        first, second = head % H, head % H + H
+        rows = calls[here].by_position(run.k.shape[2])
+        return HeadMix(
+            f"the pattern of output head {first} is a difference of two softmaxes, λ = "
+            f"{share:.4f}: a weight may be negative, and the row sums to 1 - λ; then a norm, times "
+            "1 - λ₀",
+            (
+                MixTerm(f"head {first}", 1.0, float(rows[first].sum()), head == first),
+                MixTerm(f"head {second}", -share, float(rows[second].sum()), head == second),
+            ),
+            rows[first] - share * rows[second],
+        )
 
     @property
     def shape(self) -> ProjectionShape:

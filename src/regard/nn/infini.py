@@ -4,19 +4,32 @@ segments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from regard.caches import Cache, Memory
 from regard.cost.infini import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.explain import (
+    CallWeights,
+    HeadMix,
+    InputSteps,
+    LayerRun,
+    MixTerm,
+    ProjectionQuery,
+    effective_row,
+    rotary_of,
+    run_steps,
+)
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Projection
 from regard.ops.memory import Compressed, infini_attention
 from regard.ops.memory.compressive import Update
 from regard.ops.memory.infini import Empty, check_options
 from regard.positions import Rotary
-from regard.span import Positions
+from regard.span import Positions, Span
 from regard.tap import tap
 
 
@@ -168,6 +181,52 @@ class InfiniAttention(Mixer):
         return InfiniSpec(
             count_weights(self), shape.parts, shape.heads, self.segment, self.update == "delta"
         )
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """The steps of the projection, then the rotary of the local attention."""
+        made = super().explain_inputs(query)
+        if self.rotary is None or not made.q:
+            return made
+        return made._replace(
+            q=run_steps([self.rotary], made.q, query.positions, "q"),
+            k=run_steps([self.rotary], made.k, query.k_positions, "k"),
+            rotary=rotary_of(self.rotary),
+        )
+
+    def explain_mix(
+        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+    ) -> HeadMix:
+        """A softmax inside the segment, and a memory of all segments before, mixed by the gate."""
+        S = run.k.shape[2]
+        whole = effective_row(lambda unit: self._mixed(run, unit, self.gate), run.v, head, row)
+        memory_only = torch.full_like(self.gate, 1e4)
+        memory = effective_row(lambda unit: self._mixed(run, unit, memory_only), run.v, head, row)
+        share, local = float(self.gate[head].sigmoid()), calls[here].by_position(S)[head]
+        return HeadMix(
+            f"σ(gate) = {share:.4f} of a memory that all segments before wrote, the rest of the "
+            "softmax in this segment",
+            (
+                MixTerm("memory", share, float(memory.sum()), here=False),
+                MixTerm("softmax", 1 - share, float(local.sum()), here=True),
+            ),
+            whole,
+        )
+
+    def _mixed(self, run: LayerRun, values: Tensor, gate: Tensor) -> Tensor:
+        """What the queries of a run read of other values, under another gate."""
+        at = Span(0, run.k.shape[2])
+        return infini_attention(
+            run.q,
+            run.k,
+            values,
+            gate=gate,
+            segment=self.segment,
+            update=self.update,
+            empty=self.empty,
+            q_rotated=None if self.rotary is None else self.rotary(run.q, at),
+            k_rotated=None if self.rotary is None else self.rotary(run.k, at),
+            positions=at,
+        )[0]
 
     def extra_repr(self) -> str:
         """The segment, the rule of writing, and what the gate does without a memory."""

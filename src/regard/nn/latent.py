@@ -16,6 +16,7 @@ from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
 from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import Spec, Weights
 from regard.errors import ArgumentError
+from regard.nn.explain import Explainable, InputSteps, Link, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import Heads, Projection, ProjectionShape, cache_unsafe_reason
@@ -53,7 +54,7 @@ class LowRank(nn.Module):
         return self.up(self.norm(self.down(x)), positions)
 
 
-class Latent(nn.Module):
+class Latent(Explainable, nn.Module):
     """Queries, keys and values through low-rank latents; a cache keeps the latent and the rotary
     key of a token.
 
@@ -199,6 +200,40 @@ class Latent(nn.Module):
         `mscale_all_dim` acts here only.
         """
         return float(self.shape.D**-0.5 * self.rotary.softmax_factor)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Queries and keys through their latents: expanded, or the queries absorbed, as the size of
+        the recorded keys says.
+        """
+        x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
+        nope, turned = (part[0] for part in self.parts(x, positions))
+        q = (
+            Link("projected", "q_i = [q_C; q_R] = W_UQ norm(W_DQ x_i)", self.q(x, positions)[0]),
+            Link("rotated", "q_R ← R(p) q_R", torch.cat((nope, turned), -1)),
+        )
+        c, k_r = self.kv_down(query.memory).split((r, self.rotary.dim), -1)
+        latent = self.kv_norm(c)
+        rotated = self.rotary(k_r[:, None], query.k_positions)[:, 0]
+        remembered = torch.cat((latent, rotated), -1)
+        k = (
+            Link("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
+            Link("remembered", "m_j = [norm(c_j); R(p) k_R]: what a cache keeps", remembered),
+        )
+        if query.head_dim == r + self.rotary.dim != n + self.rotary.dim:
+            w_k, _ = self.up()
+            absorbed = torch.cat((torch.einsum("htd,hdr->htr", nope, w_k), turned), -1)
+            how = "q_i ← [W_UKᵀ q_C; q_R]: the query comes to the latents"
+            v = Link("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
+            return InputSteps((*q, Link("absorbed", how, absorbed)), k, (v,), self.rotary, r)
+        up = self.kv_up(latent, query.k_positions)[0]
+        keys = torch.cat((up[..., :n], rotated.expand(self.heads, -1, -1)), -1)
+        return InputSteps(
+            q,
+            (*k, Link("expanded", "k_j = [W_UK c_j; k_R]", keys)),
+            (Link("expanded", "v_j = W_UV c_j", up[..., n:]),),
+            self.rotary,
+            n,
+        )
 
     @property
     def cache_unsafe_reason(self) -> str | None:

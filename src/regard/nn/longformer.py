@@ -9,6 +9,7 @@ from regard.caches import Cache, Growing, Parts
 from regard.cost.softmax import SoftmaxSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Window
+from regard.nn.explain import Explainable, InputSteps, ProjectionQuery
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection
 from regard.ops.softmax import attend
@@ -74,6 +75,13 @@ class Longformer(Mixer):
         self.global_mask: Mask | None = None
         if self.causal:
             self.mask, self.global_mask = Causal() & self.mask, Causal()
+
+    replaces_calls = True  # a global query's second call is its answer
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """The steps of the local projection, or of the global one in the second call of a query."""
+        project = self.globally if query.number else self.local
+        return project.explain_inputs(query) if isinstance(project, Explainable) else InputSteps()
 
     def check_cache(self, cache: Cache) -> None:
         """Refuse a cache where the layer looks ahead.

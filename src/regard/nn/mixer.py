@@ -15,14 +15,16 @@ from regard.cost import Description, Spec
 from regard.cost.spec import Weights
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
+from regard.nn.explain import Explainable
 from regard.process import is_compiling
 from regard.span import Positions, Span
 
 
-class Mixer(nn.Module):
+class Mixer(Explainable, nn.Module):
     """A module that lets the tokens of a sequence see one another, x [B,T,M] -> [B,T,M2].
 
-    A mechanism writes `mix`, `new_cache` and `spec`, and `check_cache` if not every cache will do.
+    A mechanism writes `mix`, `new_cache` and `spec`, and `check_cache` if not every cache will do;
+    and what of `Explainable` differs from the defaults.
     """
 
     def forward(

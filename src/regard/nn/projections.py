@@ -16,6 +16,16 @@ from regard.caches import Parts
 from regard.cost.softmax import SoftmaxSpec, Visible
 from regard.cost.spec import HeadShape, Spec, Weights
 from regard.errors import ArgumentError
+from regard.nn.explain import (
+    Explainable,
+    InputSteps,
+    Link,
+    Links,
+    ProjectionQuery,
+    first_rotary,
+    projected,
+    run_steps,
+)
 from regard.nn.linear import Linear, linear
 from regard.positions import Rotary
 from regard.span import Positions
@@ -196,12 +206,21 @@ class Heads(nn.Module):
             y = step(y, positions)
         return y
 
+    def explain_steps(
+        self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
+    ) -> Links:
+        """The linear map, then each step on the heads, each [n,L,d] of x [1,L,M]."""
+        heads = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim))
+        flat = "" if isinstance(self.flat, nn.Identity) else f"{type(self.flat).__name__.lower()} "
+        first = projected(letter, heads.transpose(1, 2)[0], flat)
+        return run_steps(self.steps, (first,), positions, letter)
+
     def extra_repr(self) -> str:
         """The number of heads and their size."""
         return f"{self.heads} heads of {self.head_dim}"
 
 
-class Separate(nn.Module):
+class Separate(Explainable, nn.Module):
     """Queries, keys and values each from heads of their own; keys and values are remembered as the
     heads made them.
 
@@ -259,6 +278,16 @@ class Separate(nn.Module):
         """H, G, D, E, and what a token takes: G D and G E numbers."""
         G, D, E = self.k.heads, self.k.head_dim, self.v.head_dim
         return ProjectionShape(self.q.heads, G, D, E, (G * D, G * E))
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """The heads' own steps, and the late step behind those of queries and keys."""
+        q = self.q.explain_steps(query.x, query.positions, "q")
+        k = self.k.explain_steps(query.memory, query.k_positions, "k")
+        v = self.v.explain_steps(query.memory, query.k_positions, "v")
+        late = [] if self.key_transform is None else [self.key_transform]
+        q = run_steps(late, q, query.positions, "q")
+        k = run_steps(late, k, query.k_positions, "k")
+        return InputSteps(q, k, v, first_rotary([*self.q.steps, *late]))
 
 
 def cache_unsafe_reason(heads: nn.Module) -> str | None:
@@ -388,7 +417,7 @@ class SideBySide(nn.ModuleList):
         return [linear for linear in self if isinstance(linear, nn.Linear)]
 
 
-class Fused(nn.Module):
+class Fused(Explainable, nn.Module):
     """Queries, keys and values from the rows of one matrix.
 
     [q; k; v] = W x + b, with the rows in the given order
@@ -461,6 +490,18 @@ class Fused(nn.Module):
         """H, G, D = E; a token takes 2 G D numbers."""
         D = self.head_dim
         return ProjectionShape(self.heads, self.groups, D, D, (self.groups * D,) * 2)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """The rows of the matrix that make each of them, and the steps on queries and keys."""
+        q = (projected("q", self._heads(query.x, 0)[0]),)
+        k = (projected("k", self._heads(query.memory, 1)[0]),)
+        v = (projected("v", self._heads(query.memory, 2)[0]),)
+        return InputSteps(
+            run_steps(self.steps, q, query.positions, "q"),
+            run_steps(self.steps, k, query.k_positions, "k"),
+            v,
+            first_rotary(self.steps),
+        )
 
     def _heads(self, x: Tensor, which: int) -> Tensor:
         """The heads of one of q, k, v: [B,n,L,D]."""
@@ -541,7 +582,7 @@ class Clipped(Fused):
         return f"{super().extra_repr()}, limit={self.limit:g}"
 
 
-class States(nn.Module):
+class States(Explainable, nn.Module):
     """Values are the remembered states themselves; keys are too, unless they have a map of their
     own.
 
@@ -617,6 +658,15 @@ class States(nn.Module):
         memory = (self.states,) if self.k is None else (self.made, self.states)
         H = self.heads
         return ProjectionShape(H, H, self.made // H, self.states // H, memory)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """The maps of queries and keys; the values are the states."""
+        k, v = self.recall(self.remember(query.memory, None), None)
+        return InputSteps(
+            (Link("projected", "q_i = W_Q s_i", self.query(query.x, None)[0]),),
+            (Link("projected", "k_j = W_K h_j", k[0]),),
+            (Link("state", "v_j = h_j", v[0]),),
+        )
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -19,12 +19,13 @@ from regard.cost import Spec
 from regard.cost.recurrent import DeltaSpec, LinearSpec
 from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.explain import EffectiveRow, LayerRun, Link, effective_row
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Heads, Projection
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.features import FeatureMap, feature_map_of
-from regard.span import Positions
+from regard.span import Positions, Span
 from regard.tap import tap
 
 
@@ -124,10 +125,54 @@ class Recurrent(Mixer):
         z, after = self.rule(x, q, k, v, before, positions, form)
         if cache is not None:
             cache.store(after, positions)
+        z = tap("z", self._finished(z, x, positions))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def _finished(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
+        """What the rule gave [B,H,T,E], normed and gated."""
         z = self.project.postprocess(z, x)
         z = z if self.norm is None else self.norm(z)
-        z = tap("z", z if self.gate is None else z * F.silu(self.gate(x, positions)))
-        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+        return z if self.gate is None else z * F.silu(self.gate(x, positions))
+
+    def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
+        """The row of the matrix that the rule applies to the values, and its state around the
+        query: whatever a rule does with queries, keys, gates and decays, it is linear in the
+        values.
+        """
+        T, group = run.q.shape[2], run.group(head)
+
+        def read(v: Tensor, n: int = T, rule: Rule = self.rule) -> tuple[Tensor, Parts]:
+            q, k = run.q[:, :, :n], run.k[:, :, :n]
+            return rule(run.x[:, :n], q, k, v[:, :, :n], None, Span(0, n), "auto")
+
+        whole, _ = read(run.v)
+        z = self._finished(whole, run.x, Span(0, T))
+        weights = effective_row(lambda unit: read(unit)[0], run.v, head, row)
+        seen = torch.arange(T) <= row
+        dots = (run.k[0, group].double() @ run.q[0, head, row].double()).cpu()
+        scores, scale = [Link("dot", "", dots)], run.q.shape[-1] ** -0.5
+        if isinstance(self.rule, Features):
+            plain = Features(self.rule.feature_map, normalise=False)
+            raw = effective_row(lambda unit: read(unit, rule=plain)[0], run.v, head, row)
+            scores.append(Link("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
+            scale = 1.0 if self.rule.normalise else self.rule.scale
+        else:
+            scores.append(Link("scaled", "", scale * dots))
+        scores.append(Link("effective", "", weights.masked_fill(~seen, -torch.inf)))
+        _, behind = read(run.v, row + 1)
+        before = read(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in behind)
+        return EffectiveRow(
+            "linear",
+            tuple(scores),
+            weights.masked_fill(~seen, 0.0),
+            whole[0, head, row],
+            scale,
+            state=(
+                tuple(part[0, group] for part in behind),
+                tuple(part[0, group] for part in before),
+            ),
+            checks={"z of the recurrence": float((z - run.z).abs().max())},
+        )
 
     def new_cache(self) -> State:
         """An empty cache: a new text begins with a new one, or with `reset()`."""

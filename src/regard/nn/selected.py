@@ -18,6 +18,15 @@ from regard.cost.selected import BlockSelection, IndexSelection, NSASpec, Select
 from regard.cost.spec import HeadShape
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
+from regard.nn.explain import (
+    CallWeights,
+    HeadMix,
+    InputSteps,
+    LayerRun,
+    MixTerm,
+    ProjectionQuery,
+    first_rotary,
+)
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Heads, Projection, adjust_query, select_form
 from regard.ops.selection.blocks import Order, order
@@ -458,6 +467,42 @@ class NSA(Mixer):
         """The branches, each times its gate, a number per head and query."""
         gates = self.gate(x).sigmoid().unflatten(-1, (3, self.q.heads))  # [B,T,3,H]
         return (zs * gates.permute(2, 0, 3, 1)[..., None]).sum(0)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """The steps of the queries, and those of the branch's own keys and values; compressed keys
+        are blocks and no tokens, and have none.
+        """
+        q = self.q.explain_steps(query.x, query.positions, "q")
+        rotary, branch = first_rotary(self.q.steps), BRANCHES.index(query.branch)
+        if query.branch == "compressed":
+            return InputSteps(q, rotary=rotary, keys_are_blocks=True)
+        keys, values = self.keys[branch], self.values[branch]
+        assert isinstance(keys, Heads)
+        assert isinstance(values, Heads)
+        k = keys.explain_steps(query.memory, query.k_positions, "k")
+        v = values.explain_steps(query.memory, query.k_positions, "v")
+        return InputSteps(q, k, v, rotary)
+
+    def explain_mix(
+        self, run: LayerRun, calls: Sequence[CallWeights], here: int, head: int, row: int
+    ) -> HeadMix:
+        """The branches, each times its gate."""
+        gates = self.gate(run.x[0, row]).sigmoid().unflatten(-1, (3, -1))[:, head].double()
+        terms = tuple(
+            MixTerm(
+                call.branch,
+                float(gates[BRANCHES.index(call.branch)]),
+                float(call.weights[head].sum()),
+                n == here,
+            )
+            for n, call in enumerate(calls)
+        )
+        return HeadMix(
+            "three branches with keys and values of their own, each times its gate; a weight of "
+            "one is no share of the whole",
+            terms,
+            None,
+        )
 
     def new_cache(self) -> Cache:
         """An empty cache that keeps everything: any block may be selected later."""

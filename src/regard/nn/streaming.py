@@ -11,6 +11,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
 from regard.masks.base import whole
 from regard.nn.attention import Attention
+from regard.nn.explain import InputSteps, Link, ProjectionQuery
 from regard.nn.projections import Separate
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
@@ -111,6 +112,19 @@ class StreamingAttention(Attention):
         if self.sinks == 0 or (isinstance(positions, Span) and positions.stop <= kept):
             return None
         return (as_tensor(positions, q.device) - (kept - 1)).clamp(min=0)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """The steps of the projection; in the call that sees the sinks, the query is turned back
+        by the tokens that were evicted, so that the sinks stand where the cache has them.
+        """
+        made = super().explain_inputs(query)
+        if not query.number:
+            return made
+        evicted = (as_tensor(query.positions) - (self.sinks + self.recent - 1)).clamp(min=0)
+        q = made.q[-1].values[None]
+        back = rotate(q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout)
+        how = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, the tokens that were evicted"
+        return made._replace(q=(*made.q, Link("turned back", how, back[0])))
 
     @property
     def _rotary(self) -> Rotary:

@@ -44,16 +44,18 @@ def mixture(data: Data) -> Lines:
 
 
 def state(data: Data) -> Lines:
-    """The state that the query reads, and the row that it amounts to."""
+    """The row where there is no softmax, and the state that the query reads, if there is one."""
     s, row = (
         data["state"],
         [p for p, why in zip(data["weights"], data["masked"], strict=True) if not why],
     )
-    shape = " x ".join(map(str, s["shape"]))
     yield from wrapped(
         f"no softmax: the row above is unnormalised, it sums to {number(sum(row))}; "
         f"{sum(p < 0 for p in row)} of {len(row)} weights are negative"
     )
+    if not s:
+        return
+    shape = " x ".join(map(str, s["shape"]))
     yield Text(
         f"{INDENT}state S of the head: {shape}, {s['numbers']} numbers kept, {s['bytes']} bytes, "
         "whatever the length"
@@ -495,7 +497,7 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
         ("scores", score, scores),
     ]
     if kind == "linear":
-        steps.append(("state", "", state))
+        steps.append(("state" if data["state"] else "no softmax", "", state))
     else:
         steps.append(("softmax", "softmax", softmax))
     steps.append(("weighted values", "mix", mix))
@@ -526,7 +528,8 @@ def show_heads(
         rows: {"layer", "head", "key", "piece", "weight"} of each head.
         chosen: (layer, head).
 
-    >>> show_heads("1 b", [{"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}], (0, 0), Console(width=80))
+    >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
+    >>> show_heads("1 b", [row], (0, 0), Console(width=80))
     The hardest look of query 1 b at another token than the first, in each head
       layer head  weight                           key token
     ▶     0    0  1.0000 ████████████████████████    1 b

@@ -1,10 +1,9 @@
 """Metrics of heads: of dense patterns, and streamed over recordings of any length."""
 
-from regard.inspect.metrics.heads import head_scores
-from regard.inspect.metrics.made_ids import repeated_ids
 from regard.inspect.metrics.measure import (
     Measures,
     Sampled,
+    head_scores,
     keys_for,
     measure,
     redundancy,
@@ -16,6 +15,7 @@ from regard.inspect.metrics.patterns import (
     entropy,
     induction_score,
     previous_token_score,
+    repeated_ids,
     sink_share,
 )
 

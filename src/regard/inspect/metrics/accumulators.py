@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from regard.inspect.metrics.lists import after_copies, copies
-from regard.inspect.place import Place
-from regard.inspect.tiles import Tile
+from regard.inspect.metrics.patterns import after_copies, copies
+from regard.inspect.record.place import Place
+from regard.inspect.record.tiles import Tile
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,11 +12,16 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.inspect.metrics.accumulators import EVERY, Accumulator, Scene
-from regard.inspect.place import Place
-from regard.inspect.tiles import SIZE, walk
+from regard.inspect.record.models import record
+from regard.inspect.record.place import Place
+from regard.inspect.record.tiles import SIZE, walk
+from regard.models.model import Model
 
 ROWS = 64
 """Rows that are looked at where a number needs whole rows; the result says how many."""
+
+
+SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +63,7 @@ def measure(
     n_i: the keys that row i sees. Means are over rows; rows that the definition does not concern
         are left out.
 
-        entropy          H_i / ln n_i, H_i = -sum_j p_ij ln p_ij with a sink's share as one key more; 0 to 1
+        entropy          H_i / ln n_i, H_i = -sum_j p_ij ln p_ij, a sink being one key more; 0 to 1
         effective_keys   exp(H_i)
         max_logit        max_ij s_ij
         sink             sum of p_ij over the keys at positions below `sinks`, in rows behind them
@@ -68,7 +73,7 @@ def measure(
         induction        sum of p_ij over keys j behind earlier copies of token i
         distance         sum_j p_ij (p_i - p_j), in positions
         local            sum of p_ij over |p_i - p_j| < near
-        future, empty, padding   all mass on later positions, on slots at -1, on columns marked as padding
+        future, empty, padding   all mass on later positions, on slots at -1, on padded columns
         missing          the largest |1 - sum_j p_ij - P_sink|
 
     curves: offsets, D(d) = mean_i p_{i,i-d}, and received, sum_i p_ij of each column. What the
@@ -228,3 +233,39 @@ def _spread(place: Place, rows: int, batch: int) -> list[slice]:
     n = min(rows, len(tokens))
     chosen = sorted({round(i * (len(tokens) - 1) / max(1, n - 1)) for i in range(n)})
     return [slice(tokens[i], tokens[i] + 1) for i in chosen]
+
+
+def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor, "layers H"]]:
+    """Every score of every head, as means over the rows of a batch.
+
+    Keys: previous_token, induction, duplicate, entropy (of a row, over ln of the keys that it may
+        see: 0 to 1), sink (the share of the first key). The model runs on its own kernels; patterns
+        are computed from what they were given.
+
+    Args:
+        model: a model.
+        ids: token ids; random ids repeated (`repeated_ids`) show what a head does whatever the
+            words mean.
+
+    Raises:
+        ArgumentError: ids are shorter than 2, or a row repeats no token.
+
+    >>> import regard
+    >>> from regard.inspect import repeated_ids
+    >>> model = regard.load("tiny")
+    >>> scores = head_scores(model, repeated_ids(model.config.vocab_size, 16, batch=2))
+    >>> sorted(scores)
+    ['duplicate', 'entropy', 'induction', 'previous_token', 'sink']
+    """
+    found: dict[str, list[Tensor]] = {name: [] for name in SCORES}
+    for place in record(model, ids, keep=()).places.values():
+        rows = [measure(place, row, batch=b, sinks=1).values for b, row in enumerate(ids)]
+        for name in SCORES:
+            if any(name not in values for values in rows):
+                raise ArgumentError(
+                    f"{name}: no token occurs twice, far enough apart, in ids, or there is one "
+                    "token; "
+                    "give a text that repeats itself, such as repeated_ids(...)"
+                )
+            found[name].append(torch.stack([values[name] for values in rows]).mean(0).float())
+    return {name: torch.stack(values) for name, values in found.items()}

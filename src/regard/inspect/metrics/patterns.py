@@ -1,4 +1,6 @@
-"""Scores of heads, from dense patterns [*H,T,T]: of what they look at, and how sharply."""
+"""Scores of heads from dense patterns [*H,T,T], what they look at and how sharply, and token ids
+made to show it.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,60 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.inspect.metrics.lists import after_copies, copies
 
 SINKS = 4
 """How many first keys count as sinks."""
+
+
+def copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
+    """Pairs (i, j): id_j = id_i and j < i, in the order of i.
+
+    >>> copies(torch.tensor([7, 8, 7, 7])).tolist()
+    [[2, 0], [3, 0], [3, 2]]
+    """
+    earlier: dict[int, list[int]] = {}
+    pairs = []
+    for i, index in enumerate(ids.tolist()):
+        pairs += [(i, j) for j in earlier.get(index, [])]
+        earlier.setdefault(index, []).append(i)
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+
+
+def after_copies(ids: Int[Tensor, " T"]) -> Int[Tensor, "n 2"]:
+    """Queries, and the keys behind earlier copies; a key that is the query itself says nothing, and
+    is left out.
+
+    >>> after_copies(torch.tensor([7, 8, 7, 7])).tolist()
+    [[2, 1], [3, 1]]
+    """
+    pairs = copies(ids)
+    pairs = torch.stack([pairs[:, 0], pairs[:, 1] + 1], 1)
+    return pairs[pairs[:, 1] < pairs[:, 0]]
+
+
+def repeated_ids(
+    vocabulary: int, length: int, *, batch: int = 4, seed: int = 0
+) -> Int[Tensor, "B T"]:
+    """Random ids, each row written twice: [batch, 2 length]; the first half of a row has no token
+    twice if it can.
+
+    Raises:
+        ArgumentError: a number is less than 1.
+
+    >>> repeated_ids(9, 3, batch=1).shape
+    torch.Size([1, 6])
+    """
+    if min(vocabulary, length, batch) < 1:
+        raise ArgumentError(
+            f"repeated_ids({vocabulary}, {length}, batch={batch}): each number must be at least 1"
+        )
+    own = torch.Generator().manual_seed(seed)
+    if length <= vocabulary:
+        rows = [torch.randperm(vocabulary, generator=own)[:length] for _ in range(batch)]
+        half = torch.stack(rows)
+    else:
+        half = torch.randint(vocabulary, (batch, length), generator=own)
+    return half.repeat(1, 2)
 
 
 def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"]:

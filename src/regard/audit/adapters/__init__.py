@@ -1,0 +1,3 @@
+"""Ways to call attention code that was written elsewhere."""
+
+from __future__ import annotations

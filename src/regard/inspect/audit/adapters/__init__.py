@@ -1,1 +1,0 @@
-"""Ways to call code that is not ours."""

@@ -1,1 +1,0 @@
-"""Checks, one matter a file: `table.py` lists them all."""

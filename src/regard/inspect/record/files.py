@@ -1,0 +1,394 @@
+"""Recordings on disk: one safetensors file each, with the rules as plain data in its header."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from regard.errors import ArgumentError, FileError
+from regard.files.reading import load as read_tensors
+from regard.files.strict import parse
+from regard.files.write import written
+from regard.foreign import shown, told
+from regard.inspect.record.place import Place, Pool, Step
+from regard.inspect.record.recording import Recording
+from regard.inspect.record.rules import bias_data, bias_from, mask_data, mask_from
+from regard.span import Positions, Span, as_tensor, count
+
+_KEY, _FORMAT, _READ = "regard.recording", 2, (1, 2)
+"""Format 2 keeps scores and patterns that were edited; a reader of format 1 would compute
+others.
+"""
+_LARGEST = 1 << 53
+LONGEST = 1 << 26
+"""The most queries of a call, or columns, that a file may speak of without holding them."""
+_UNFIT = (
+    ArgumentError,
+    KeyError,
+    TypeError,
+    ValueError,
+    IndexError,
+    AttributeError,
+    RuntimeError,
+    OverflowError,
+    MemoryError,
+)
+"""What a part of a recording raises that is not what recording made."""
+
+
+def save(recording: Recording, path: str | Path) -> None:
+    """Write a recording to a file, whole or not at all: to a temporary file, then renamed over
+    `path`.
+
+    Masks and biases are written as what they say, or as their tensors; one that is a function of
+    the caller's is written out, for the calls that were recorded.
+
+    Args:
+        recording: what `record` gave.
+        path: the file; its folder exists.
+
+    Raises:
+        FileError: the file cannot be written; one that was there before is as it was.
+
+    >>> import regard
+    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> save(found, "run.safetensors")
+    >>> again = load("run.safetensors")
+    >>> bool((again.weights(0, 1) == found.weights(0, 1)).all()), again.pieces == found.pieces
+    (True, True)
+    """
+    path, tensors = Path(path), _Tensors()
+    data = {
+        "format": _FORMAT,
+        "about": dict(recording.about),
+        "pieces": list(recording.pieces),
+        "source_pieces": list(recording.source_pieces),
+        "ids": tensors.optional(recording.ids),
+        "source_ids": tensors.optional(recording.source_ids),
+        "places": [_place_data(place, tensors) for place in recording.places.values()],
+    }
+    try:
+        with written(path) as place:
+            save_file(tensors.named, place, metadata={_KEY: json.dumps(data)})
+    except (OSError, SafetensorError) as error:
+        raise FileError(
+            f"{path}: cannot write the recording: {error}; choose another folder, or free some "
+            "space"
+        ) from error
+
+
+def load(path: str | Path) -> Recording:
+    """Read a recording that `save` wrote. The file is data of unknown origin: all of it is checked.
+
+    Raises:
+        FileError: the file is missing, damaged or no recording, or its parts do not fit together.
+
+    >>> load("no/such/file")
+    Traceback (most recent call last):
+    regard.errors.FileError: no/such/file ...
+    """
+    path = Path(path)
+    tensors, metadata = read_tensors(path)
+    if _KEY not in metadata:
+        raise FileError(
+            f"{path} holds no recording: its header has no {_KEY!r}; "
+            "regard.inspect.save(recording, path) writes one"
+        )
+    try:
+        data = parse(metadata[_KEY].encode())
+        if data["format"] not in _READ:
+            raise FileError(
+                f"{path} has format {shown(data['format'])}; this version reads "
+                f"{' and '.join(map(str, _READ))}"
+            )
+        return _recording(data, tensors)
+    except _UNFIT as error:
+        raise FileError(
+            f"{path}: its parts do not make a recording: {told(error)}; save it again"
+        ) from error
+
+
+class _Tensors:
+    """Tensors by name; one that comes twice is kept once."""
+
+    def __init__(self) -> None:
+        self.named: dict[str, Tensor] = {}
+        self._names: dict[int, tuple[str, Tensor]] = {}  # holds them, so that no id is used again
+
+    def __call__(self, x: Tensor) -> str:
+        if id(x) not in self._names:
+            name = str(len(self._names))
+            # a copy: two names may look at one memory, which the format does not allow
+            self.named[name] = x.detach().to("cpu", copy=True).contiguous()
+            self._names[id(x)] = (name, x)
+        return self._names[id(x)][0]
+
+    def optional(self, x: Tensor | None) -> str | None:
+        """The name, or None."""
+        return None if x is None else self(x)
+
+    def positions(self, x: Positions) -> list[int] | str:
+        """A span as its two numbers."""
+        return [x.start, x.length] if isinstance(x, Span) else self(x)
+
+
+def _place_data(place: Place, keep: _Tensors) -> dict[str, Any]:
+    pools = [
+        {
+            "k": keep(p.k),
+            "v": keep.optional(p.v),
+            "columns": keep(p.columns),
+            "groups": list(p.groups),
+            "G": p.G,
+            "held": p.held,
+        }
+        for p in place.pools
+    ]
+    return {
+        "name": place.name,
+        "H": place.H,
+        "heads": list(place.heads),
+        "N": place.N,
+        "pools": pools,
+        "steps": [_step_data(step, keep) for step in place.steps],
+    }
+
+
+def _step_data(step: Step, keep: _Tensors) -> dict[str, Any]:
+    columns: list[int] | str = (
+        keep(step.columns) if step.run is None else [step.run, len(step.columns)]
+    )
+    return {
+        "q": keep(step.q),
+        "lse": keep(step.lse),
+        "out": keep.optional(step.out),
+        "columns": columns,
+        "q_positions": keep.positions(step.q_positions),
+        "k_positions": keep.positions(step.k_positions),
+        "mask": mask_data(step.mask, step, keep),
+        "bias": bias_data(step.bias, step, keep),
+        "scale": step.scale,
+        "softcap": step.softcap,
+        "sink": keep.optional(step.sink),
+        "kernel": step.kernel,
+        "first": step.first,
+        "token": step.token,
+        "dropout": step.dropout,
+        "pool": step.pool,
+        "keys": keep.optional(step.keys),
+        "scores": keep.optional(step.scores),
+        "pattern": keep.optional(step.pattern),
+    }
+
+
+def _recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
+    about = {str(k): str(v) for k, v in data["about"].items()}
+    texts = [tuple(str(x) for x in data[name]) for name in ("pieces", "source_pieces")]
+    ids, source_ids = (
+        None if data[name] is None else tensors[data[name]] for name in ("ids", "source_ids")
+    )
+    places = [_place(x, tensors) for x in data["places"]]
+    names = {place.name: place for place in places}
+    if len(names) < len(places):
+        raise ArgumentError("two places have one name")
+    return Recording(names, ids, texts[0], about, source_ids, texts[1])
+
+
+def _place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
+
+    pools = tuple(
+        Pool(
+            tensors[p["k"]],
+            None if p["v"] is None else tensors[p["v"]],
+            tensors[p["columns"]],
+            tuple(map(_whole, p["groups"])),
+            _whole(p["G"]),
+            _name(p["held"]),
+        )
+        for p in data["pools"]
+    )
+    held = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
+    steps = tuple(_step(x, tensors, held) for x in data["steps"])
+    H, heads, N = _whole(data["H"]), tuple(map(_whole, data["heads"])), _whole(data["N"])
+    place = Place(_name(data["name"]), steps, pools, H, heads, N)
+    check_place(place)
+    return place
+
+
+def _step(data: dict[str, Any], tensors: dict[str, Tensor], held: int) -> Step:
+    """A step of a place that holds so many keys."""
+
+    def named(name: str) -> Tensor | None:
+        return None if data[name] is None else tensors[data[name]]
+
+    data = {"scores": None, "pattern": None, **data}  # format 1 has neither
+    columns = data["columns"]
+    if isinstance(columns, list):
+        columns = as_tensor(_span(columns, held))[0]
+    else:
+        columns = tensors[columns]
+    return Step(
+        tensors[data["q"]],
+        tensors[data["lse"]],
+        named("out"),
+        columns,
+        _positions(data["q_positions"], tensors),
+        _positions(data["k_positions"], tensors),
+        mask_from(data["mask"], tensors),
+        bias_from(data["bias"], tensors),
+        float(data["scale"]),
+        None if data["softcap"] is None else float(data["softcap"]),
+        named("sink"),
+        _name(data["kernel"]),
+        _whole(data["first"]),
+        _whole(data["token"]),
+        float(data["dropout"]),
+        _whole(data["pool"]),
+        named("keys"),
+        named("scores"),
+        named("pattern"),
+    )
+
+
+def _positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
+    found = _span(data) if isinstance(data, list) else tensors[data]
+    if count(found) > LONGEST:
+        raise ArgumentError(f"positions of {count(found)} tokens; at most {LONGEST} are read")
+    return found
+
+
+def _name(x: Any) -> str:
+    """A name as code gives it: it stands in messages and on pages."""
+    if not isinstance(x, str) or len(x) > 200 or not x.isprintable():
+        raise ArgumentError(f"{shown(x)} stands where a name must")
+    return x
+
+
+def _whole(x: Any) -> int:
+    if type(x) is not int:
+        raise ArgumentError(f"{shown(x)} stands where an integer must")
+    if abs(x) > _LARGEST:
+        raise ArgumentError(f"{x} is larger than any number of a recording, {_LARGEST}")
+    return x
+
+
+def _span(data: list[int], most: int = LONGEST) -> Span:
+    start, length = data
+    if type(length) is int and length > most:
+        raise ArgumentError(f"a span of {length} positions; at most {most} are read")
+    return Span(_whole(start), _whole(length))
+
+
+def check_place(place: Place) -> None:
+    """See that every shape, index and number is one that recording could have made.
+
+    Raises:
+        ArgumentError: one is not.
+    """
+    H, heads = place.H, place.heads
+    if H < 1 or place.N < 0:
+        raise ArgumentError(f"{place.name} has {H} heads and {place.N} columns")
+    _check_indices(f"heads of {place.name}", heads, H)
+    if not place.steps or not place.pools or not heads:
+        raise ArgumentError(f"{place.name} has no steps, pools or heads")
+    B = place.steps[0].q.shape[0]
+    for pool in place.pools:
+        _check_pool(place, pool, B)
+    if sum(len(pool.columns) for pool in place.pools) < place.N:
+        raise ArgumentError(f"{place.name} has {place.N} columns, and fewer keys")
+    for number, step in enumerate(place.steps):
+        where = f"step {number} of {place.name}"
+        if not 0 <= step.pool < len(place.pools):
+            raise ArgumentError(f"{where} has the pool {step.pool} of {len(place.pools)}")
+        _check_step(where, place, step, place.pools[step.pool], B)
+
+
+def _check_pool(place: Place, pool: Pool, B: int) -> None:
+    G = pool.G
+    if G < 1 or place.H % G:
+        raise ArgumentError(f"{place.name} has {place.H} heads, and keys of {G}")
+    _check_indices(f"groups of {place.name}", pool.groups, G)
+    if {head // (place.H // G) for head in place.heads} != set(pool.groups):
+        raise ArgumentError(f"{place.name} has other groups than its heads read")
+    n = len(pool.columns) if pool.columns.ndim == 1 else -1
+    for name, x in (("k", pool.k), ("v", pool.v)):
+        if x is not None:
+            _check_floats(f"{name} of {place.name}", x, (B, len(pool.groups), n, None))
+    _check_range(f"columns of {place.name}", pool.columns, n, place.N)
+
+
+def _check_step(where: str, place: Place, step: Step, pool: Pool, B: int) -> None:
+    h, t, s = len(place.heads), step.q.shape[2] if step.q.ndim == 4 else -1, len(step.columns)
+    E = None if pool.v is None else pool.v.shape[3]
+    shapes: dict[str, tuple[Tensor | None, tuple[int | None, ...]]] = {
+        "q": (step.q, (B, h, t, pool.k.shape[3])),
+        "lse": (step.lse, (B, h, t)),
+        "out": (step.out, (B, h, t, E)),
+        "scores": (step.scores, (B, h, t, s)),
+        "pattern": (step.pattern, (B, h, t, s)),
+        "sink": (step.sink, (h,)),
+    }
+    for name, (x, shape) in shapes.items():
+        if x is not None:
+            _check_floats(f"{name} of {where}", x, shape)
+    _check_range(f"columns of {where}", step.columns, s, place.N)
+    if len(step.columns.unique()) < s:
+        raise ArgumentError(f"columns of {where} name one twice")
+    _check_range(
+        f"keys of {where}", step.columns if step.keys is None else step.keys, s, len(pool.columns)
+    )
+    for name, n in (("first", step.first), ("token", step.token)):
+        if n < 0:
+            raise ArgumentError(f"{name} of {where} is {n}; it must be 0 or more")
+    asked = count(step.q_positions)
+    if asked < step.first + t or count(step.k_positions) != s:
+        raise ArgumentError(
+            f"{where} has {t} queries behind {step.first} and {s} keys, and positions of {asked} "
+            "and "
+            f"{count(step.k_positions)}"
+        )
+    for positions in (step.q_positions, step.k_positions):
+        if not isinstance(positions, Span):
+            at = as_tensor(positions)
+            if (
+                at.ndim != 2
+                or at.shape[0] not in (1, B)
+                or at.dtype not in (torch.int32, torch.int64)
+            ):
+                raise ArgumentError(f"positions of {where} are {at.dtype} {tuple(at.shape)}")
+    capped = step.softcap is None or (math.isfinite(step.softcap) and step.softcap > 0)
+    if not (math.isfinite(step.scale) and capped and 0 <= step.dropout < 1):
+        raise ArgumentError(f"scale, softcap or dropout of {where} is out of range")
+    step.mask.require(B, place.H, asked, s)
+    if step.bias is not None:
+        step.bias.require(B, place.H, asked, s)
+
+
+def _check_indices(name: str, found: tuple[int, ...], n: int) -> None:
+    inside = all(0 <= x < n for x in found)
+    if not inside or list(found) != sorted(set(found)):
+        raise ArgumentError(f"{name} are {found}; they must rise, from 0 to {n - 1}")
+
+
+def _check_range(name: str, found: Tensor, length: int, n: int) -> None:
+    if found.dtype != torch.int64 or found.shape != (length,):
+        raise ArgumentError(
+            f"{name} are {found.dtype} {tuple(found.shape)}; they must be int64 ({length},)"
+        )
+    if length and not 0 <= int(found.min()) <= int(found.max()) < n:
+        raise ArgumentError(
+            f"{name} go from {int(found.min())} to {int(found.max())}, out of 0 to {n - 1}"
+        )
+
+
+def _check_floats(name: str, x: Tensor, shape: tuple[int | None, ...]) -> None:
+    fits = x.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, x.shape, strict=True))
+    if not fits or not x.is_floating_point() or x.element_size() == 1:
+        raise ArgumentError(f"{name} is {x.dtype} {tuple(x.shape)}; it must be floats {shape}")

@@ -1,0 +1,238 @@
+"""Walk over a whole pattern in tiles, without ever holding it, and pool its blocks exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.errors import ArgumentError
+from regard.inspect.record.place import ALL, Place
+
+SIZE = 256
+"""Rows and columns of a tile."""
+
+FEW = 4
+"""Steps in a block of rows, up to which their masks are asked what is empty; of decoded tokens all
+is computed.
+"""
+
+
+class Tile(NamedTuple):
+    """Scores (-inf where masked) and weights of a block, [h,t,n] of one row of the batch."""
+
+    rows: slice
+    columns: slice
+    scores: Tensor
+    weights: Tensor
+
+    def only(self, rows: Tensor) -> Tile:
+        """The tile in which only some rows of the place, bool [T], see anything."""
+        out = ~rows[self.rows, None]
+        if not bool(out.any()):
+            return self
+        scores = self.scores.masked_fill(out, -math.inf)
+        return self._replace(scores=scores, weights=self.weights.masked_fill(out, 0))
+
+
+def walk(
+    place: Place,
+    size: int | tuple[int, int] = SIZE,
+    *,
+    heads: slice = ALL,
+    batch: int = 0,
+    rows: slice = ALL,
+    dtype: torch.dtype = torch.float64,
+) -> Iterator[Tile]:
+    """The tiles of a pattern, row block by row block, those left out in which no query of the heads
+    sees a key.
+
+    Args:
+        place: from a recording.
+        size: rows and columns of a tile.
+        heads: as the model numbers them; all that were recorded by default.
+        batch: which row of the batch.
+        rows: a range of rows only.
+
+    Raises:
+        ArgumentError: a size is less than 1, or the place has no such row of a batch.
+
+    >>> import regard
+    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> [(tile.rows, tile.columns.start) for tile in walk(found[0], 4)][:3]
+    [(slice(0, 4, None), 0), (slice(4, 6, None), 0), (slice(4, 6, None), 4)]
+    """
+    tall, wide = size if isinstance(size, tuple) else (size, size)
+    if min(tall, wide) < 1:
+        raise ArgumentError(f"size is {size}; a tile has at least 1 row and 1 column")
+    if not 0 <= batch < place.B:
+        raise ArgumentError(f"batch is {batch}; {place.name} has rows 0 to {place.B - 1}")
+    first, last, _ = rows.indices(place.T)
+    row = slice(batch, batch + 1)
+    for i in range(first, last, tall):
+        block = slice(i, min(i + tall, last))
+        for c, used in enumerate(_used(place, block, wide, heads, batch)):
+            if not used:
+                continue
+            columns = slice(c * wide, min((c + 1) * wide, place.N))
+            found = place.block(block, columns, heads, batch=row, dtype=dtype)
+            yield Tile(block, columns, found.scores[0], found.weights[0])
+
+
+def _used(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> list[bool]:
+    """Which blocks of columns some query of a block of rows may see."""
+    n = -(-place.N // wide)
+    parts = list(place.parts(rows))
+    if len(parts) > FEW:
+        return [True] * n
+    used = torch.zeros(n, dtype=torch.bool)
+    for step, own, _ in parts:
+        if step.run != 0:  # its keys are no blocks of columns
+            used[torch.div(step.columns, wide, rounding_mode="floor").unique()] = True
+            continue
+        asked = slice(own.start + step.first, own.stop + step.first)
+        states = step.mask.tile_row(step.q_positions, step.k_positions, asked, wide)
+        states = states[batch if states.shape[0] > 1 else 0]
+        states = states[heads] if states.shape[0] > 1 else states  # [h or 1,nK]
+        used[: states.shape[1]] |= (states > 0).any(0)
+    return [bool(x) for x in used]
+
+
+@dataclass(frozen=True, eq=False)
+class Pooled:
+    """Blocks of `size` rows and columns; the last ones may be smaller.
+
+    mass, max: [..., R, C], of h heads or of one. seeing: [..., R], how many rows of a block see any
+        key.
+    visible: [..., R, C], how many pairs of a block the mask lets through; of the `pairs` [R, C]
+        that there are.
+    """
+
+    size: tuple[int, int]
+    shape: tuple[int, int]
+    mass: Float[Tensor, "*h R C"]
+    max: Float[Tensor, "*h R C"]
+    seeing: Int[Tensor, "*h R"]
+    visible: Int[Tensor, "*h R C"]
+
+    @property
+    def pairs(self) -> Int[Tensor, "R C"]:
+        """How many query-key pairs each block has."""
+        rows, columns = (_lengths(n, size) for n, size in zip(self.shape, self.size, strict=True))
+        return rows[:, None] * columns
+
+    @property
+    def density(self) -> Float[Tensor, "*h R C"]:
+        """The mean weight of the pairs that the mask lets through; 0 where it lets none."""
+        return self.mass * self.seeing[..., None] / self.visible.clamp(min=1)
+
+    def head(self, i: int) -> Pooled:
+        """One of the heads."""
+        parts = (x[i] for x in (self.mass, self.max, self.seeing, self.visible))
+        return Pooled(self.size, self.shape, *parts)
+
+    def coarser(self, times: int | tuple[int, int] = 2) -> Pooled:
+        """Blocks of so many blocks: what pooling the pattern itself at that size gives.
+
+        Raises:
+            ArgumentError: times is less than 1.
+
+        >>> import regard
+        >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be").pooled(0, 0, 2)
+        >>> found.coarser(3).mass.sum(1).round(decimals=5).tolist()
+        [1.0]
+        """
+        down, across = times if isinstance(times, tuple) else (times, times)
+        if min(down, across) < 1:
+            raise ArgumentError(f"times is {times}; it must be at least 1")
+        total = _sums(self.mass * self.seeing[..., None], down, across)
+        seeing = _sums(self.seeing[..., None], down, 1)[..., 0]
+        return Pooled(
+            (self.size[0] * down, self.size[1] * across),
+            self.shape,
+            total / seeing.clamp(min=1)[..., None],
+            _highest(self.max, down, across),
+            seeing,
+            _sums(self.visible, down, across),
+        )
+
+
+def pooled(
+    place: Place,
+    size: int | tuple[int, int],
+    *,
+    heads: slice = ALL,
+    batch: int = 0,
+) -> Pooled:
+    """Mass and max of the blocks of a pattern, [h,R,C], streamed tile by tile.
+
+    Args:
+        place: from a recording.
+        size: rows and columns of a block, at least 1.
+        heads: as the model numbers them; all that were recorded by default.
+        batch: which row of the batch.
+
+    Raises:
+        ArgumentError: a size is less than 1, or there is no such row of the batch.
+
+    >>> import regard
+    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> pooled(found[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
+    [1.0]
+    """
+    tall, wide = size if isinstance(size, tuple) else (size, size)
+    if min(tall, wide) < 1:
+        raise ArgumentError(f"size is {size}; a block has at least 1 row and 1 column")
+    h = len(place.heads if heads == ALL else range(place.H)[heads])
+    R, C = -(-place.T // tall), -(-place.N // wide)
+    mass, most = (torch.zeros(h, R, C, dtype=torch.float64) for _ in "mm")
+    visible = torch.zeros(h, R, C, dtype=torch.int64)
+    sees = torch.zeros(h, place.T, dtype=torch.bool)
+    step = tall * max(1, SIZE // tall), wide * max(1, SIZE // wide)
+    tokens = place.row_positions[batch] >= 0
+    for tile in walk(place, step, heads=heads, batch=batch):
+        tile = tile.only(tokens)
+        at = (
+            slice(None),
+            slice(tile.rows.start // tall, -(-tile.rows.stop // tall)),
+            slice(tile.columns.start // wide, -(-tile.columns.stop // wide)),
+        )
+        seen = ~tile.scores.isneginf()
+        mass[at] += _sums(tile.weights, tall, wide)
+        most[at] = torch.maximum(most[at], _highest(tile.weights, tall, wide))
+        visible[at] += _sums(seen.long(), tall, wide)
+        sees[:, tile.rows] |= seen.any(2)
+    seeing = _sums(sees.long()[..., None], tall, 1)[..., 0]
+    return Pooled(
+        (tall, wide),
+        (place.T, place.N),
+        mass / seeing.clamp(min=1)[..., None],
+        most,
+        seeing,
+        visible,
+    )
+
+
+def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:
+    """[..., t, n] -> [..., R, tall, C, wide], zeros behind the end."""
+    x = F.pad(x, (0, -x.shape[-1] % wide, 0, -x.shape[-2] % tall))
+    return x.unflatten(-1, (-1, wide)).unflatten(-3, (-1, tall))
+
+
+def _sums(x: Tensor, tall: int, wide: int) -> Tensor:
+    return _blocks(x, tall, wide).sum((-3, -1))
+
+
+def _highest(x: Tensor, tall: int, wide: int) -> Tensor:
+    return _blocks(x, tall, wide).amax((-3, -1))
+
+
+def _lengths(n: int, size: int) -> Tensor:
+    """How long each of the blocks of n is."""
+    return (n - torch.arange(0, n, size)).clamp(max=size)

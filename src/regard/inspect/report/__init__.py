@@ -1,0 +1,5 @@
+"""A recording as the plain data of a page."""
+
+from regard.inspect.report.page import report
+
+__all__ = ["report"]

@@ -1,0 +1,488 @@
+"""A recording as the plain data of a page: places of one or two recordings, thumbnails and metrics
+of every head, and some heads exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from regard.cost import attention_flops
+from regard.cost.softmax import attention_bytes
+from regard.errors import ArgumentError
+from regard.inspect.metrics import measure
+from regard.inspect.record.place import Place
+from regard.inspect.record.recording import Recording
+from regard.inspect.record.row_sums import row_sums
+from regard.inspect.record.tiles import Pooled, pooled
+from regard.inspect.report.masks import Arrays, Rules, parted, sides
+from regard.positions import Rotary
+
+SIDE = 64
+"""The most blocks of a thumbnail a side."""
+OCTAVES = 24
+"""What a thumbnail's byte spans: 1..255 is 2^-24..1 in equal steps of the logarithm, 0 is
+nothing.
+"""
+
+METRICS = {
+    "entropy": "share",
+    "effective_keys": "count",
+    "sink": "share",
+    "learned_sink": "share",
+    "previous_token": "share",
+    "induction": "share",
+    "duplicate": "share",
+    "distance": "count",
+    "local": "share",
+    "max_logit": "score",
+    "missing": "error",
+    "future": "error",
+    "empty": "error",
+}
+"""What `measure` gives and a page shows: name -> unit."""
+
+LEADERS = (
+    "induction",
+    "previous_token",
+    "duplicate",
+    "-entropy",
+    "sink",
+    "distance",
+    "-sink",
+    "-distance",
+)
+"""The heads that lead in these deserve room on a page, in turns; with a minus: those that have
+least.
+"""
+
+
+OVERHEAD = 450_000
+"""Bytes of the page besides its arrays, roughly."""
+PACKED = 1.25
+"""Bytes of the page for each byte of an array of numbers that hardly compress: gzip, then
+base64.
+"""
+AUDITED = 1 << 15
+"""Scores of each place that the page's audit looks at: sampled rows, and it says how many."""
+BUDGET = 8_000_000
+"""Bytes of the page: heads are embedded exactly until it is nearly full."""
+
+
+class Glance(NamedTuple):
+    """All recorded heads of a place: thumbnails, and a number for each by metric (None: not
+    finite).
+    """
+
+    blocks: Pooled
+    metrics: dict[str, list[float | None]]
+
+
+def glance(place: Place, ids: Tensor | None = None, row: int = 0) -> Glance:
+    """Thumbnails of at most 64 x 64 blocks, and the metrics, of one row of the batch.
+
+    Args:
+        place: from a recording.
+        ids: tokens [N] of the columns, where the rows are the same tokens.
+        row: of the batch.
+
+    >>> import regard
+    >>> found = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> glance(found[0]).metrics["future"][:2]
+    [0.0, 0.0]
+    """
+    size = tuple(max(1, -(-length // SIDE)) for length in (place.T, place.N))
+    measured = measure(place, ids, batch=row).values
+    metrics = {
+        name: [x if math.isfinite(x) else None for x in measured[name].tolist()]
+        for name in METRICS
+        if name in measured
+    }
+    return Glance(pooled(place, (size[0], size[1]), batch=row), metrics)
+
+
+def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
+    """Weights as bytes: 1 + 254 (1 + log2(x) / 24) rounded, at least 1 for anything above 0; NaN is
+    255.
+
+    >>> as_bytes(torch.tensor([0.0, 1e-30, 0.5, 1.0])).tolist()
+    [0, 1, 244, 255]
+    """
+    level = (1 + 254 * (1 + x.double().clamp(min=2.0**-OCTAVES).log2() / OCTAVES)).round()
+    level = torch.where(x.isnan(), 255.0, level.clamp(1, 255))
+    return torch.where(x == 0, 0.0, level).to(torch.uint8).numpy()
+
+
+def source_facts(recording: Recording) -> dict[str, Any]:
+    """What a run was, in words: what its recorder said of it, then its kernels, places and
+    tokens.
+    """
+    places = list(recording.places.values())
+    kernels = sorted({step.kernel for place in places for step in place.steps})
+    about = {name: str(value) for name, value in recording.about.items()}
+    about |= {"kernel": ", ".join(kernels), "dtype": str(places[0].pools[0].k.dtype)[6:]}
+    about |= {"places": str(len(places)), "tokens": str(max(place.N for place in places))}
+    text = "".join(recording.pieces).replace("·", " ").strip()
+    return {"title": text[:80], "model": about.get("model", ""), "about": about}
+
+
+def label(name: str) -> str:
+    """What a place is called where there is little room.
+
+    >>> label("layers.3"), label("decoder.layers.0.cross"), label("")
+    ('3', 'decoder.layers.0.cross', 'attend')
+    """
+    last = name.rpartition(".")[2]
+    return last if name.count(".") == 1 and last.isdecimal() else name or "attend"
+
+
+def cost_facts(place: Place, pairs: int) -> dict[str, Any]:
+    """FLOPs and bytes of one batch row of a place by the formulas of `regard.cost`, and what caches
+    keep of its keys.
+
+    Args:
+        place: of a recording.
+        pairs: query-key pairs that are visible, of all recorded heads.
+    """
+    pool = place.pools[0]
+    D, size = pool.k.shape[3], pool.k.element_size()
+    E = D if pool.v is None else pool.v.shape[3]
+    kinds = {"MHA": place.H, "GQA": place.G, "MQA": 1}
+    return {
+        "flops": attention_flops(pairs, D, E),
+        "bytes": attention_bytes(
+            B=1, H=len(place.heads), G=place.G, T=place.T, S=place.N, D=D, E=E, itemsize=size
+        ),
+        "kv_bytes": {
+            name: n * place.N * (D + E) * size
+            for name, n in kinds.items()
+            if name != "GQA" or 1 < n < place.H
+        },
+    }
+
+
+def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
+    """What turns a place's queries and keys last, if that is one rotary step whose frequencies stay
+    the same; else None.
+
+    Only then are the first dims of the recorded q and k pairs that can be turned back. MLA's are
+    not: its rotary dims are the last ones, and its keys one for all heads.
+    """
+    modules = dict(model.decoder.named_modules()) if hasattr(model, "decoder") else {}
+    layer = modules.get(place)
+    named = [] if layer is None else list(layer.named_modules())
+    lists = [x for name, x in named if name.endswith("steps") and isinstance(x, nn.ModuleList)]
+    last = [steps[-1] for steps in lists if len(steps)]
+    first = last[0] if last else None
+    if not isinstance(first, Rotary) or first.follows:
+        return None
+    if not all(isinstance(x, Rotary) and torch.equal(x.inv_freq, first.inv_freq) for x in last):
+        return None
+    return {
+        "layout": first.layout,
+        "inv_freq": first.inv_freq.tolist(),
+        "factor": float(first.rotary_factor),
+        "dims": 2 * first.inv_freq.numel(),
+    }
+
+
+def stored(x: Tensor) -> NDArray[Any]:
+    """A tensor without loss: bfloat16 as its upper 16 bits, fp16 as float32.
+
+    >>> stored(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x3F80]
+    True
+    """
+    x = x.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.uint16).numpy()
+    return x.numpy() if x.dtype == torch.float64 else x.float().numpy()
+
+
+def packed(x: NDArray[Any]) -> float:
+    """Bytes that an array takes, about: bits and bytes of patterns compress well, floats do not."""
+    return x.nbytes * (0.25 if x.dtype == np.uint8 else 1.0)
+
+
+class PageData:
+    """The page's data as it grows."""
+
+    def __init__(self, row: int) -> None:
+        self.row, self.arrays = row, Arrays()
+        self.places: list[Place] = []
+        self.glances: list[Glance] = []
+        self.plain: list[dict[str, Any]] = []
+        self.rules: list[Rules] = []
+        self.texts: list[list[str]] = []
+        self.sources: list[dict[str, Any]] = []
+
+    def add(self, recording: Recording, source: int, model: Any) -> None:
+        """A recording's places: what is known of every head."""
+        if not recording.places:
+            raise ArgumentError("the recording holds no place; record a call of attention first")
+        for name, whole in recording.places.items():
+            if not 0 <= self.row < whole.B:
+                raise ArgumentError(
+                    f"row is {self.row}; {name} holds a batch of {whole.B}: 0 to {whole.B - 1}"
+                )
+            if changed := sorted({x for step in whole.steps for x in step.edited}):
+                raise ArgumentError(
+                    f"{' and '.join(changed)} of {name} were edited while it was recorded: a page "
+                    "computes its cells from q "
+                    f"and k, and would show others; record without that edit, leave {name} out "
+                    "(places=...), or read "
+                    "recording.weights"
+                )
+            found = row_sums(whole, cells=AUDITED)
+            audit = {**asdict(found), "sound": found.sound}
+            for place in parted(whole):
+                self._place(place, recording)
+                self.plain[-1] |= {
+                    "source": source,
+                    "audit": audit,
+                    "rotary": rotary_facts(model, place.name),
+                }
+        self.sources.append(source_facts(recording))
+
+    def _place(self, place: Place, recording: Recording) -> None:
+        """A place: its rules, positions, thumbnails and numbers."""
+        number = len(self.places)
+        rules = Rules(place, self.row, self.arrays)
+        texts = replace(recording, places={place.name: place}).labels(place.name)
+        ids = recording.ids
+        same = ids is not None and ids.shape[1] == place.N and texts[1] == recording.pieces
+        seen = glance(place, ids[self.row] if same and ids is not None else None, self.row)
+        self.places.append(place)
+        self.rules.append(rules)
+        self.glances.append(seen)
+        self.arrays[f"p{number}.mass"] = as_bytes(seen.blocks.mass)
+        self.arrays[f"p{number}.max"] = as_bytes(seen.blocks.max)
+        self._positions(number, place)
+        if len(rules.groups) > 1:
+            self.arrays[f"p{number}.rule"] = rules.of
+        pool = place.pools[0]
+        self.plain.append(
+            {
+                "name": place.name,
+                "label": label(place.name),
+                "H": place.H,
+                "G": place.G,
+                "heads": list(place.heads),
+                "T": place.T,
+                "N": place.N,
+                "D": pool.k.shape[-1],
+                "E": 0 if pool.v is None else pool.v.shape[-1],
+                "q_text": self._text(texts[0]),
+                "q_first": 0,
+                "k_text": self._text(texts[1]),
+                "dtype": str(pool.k.dtype).removeprefix("torch."),
+                "keys": place.held,
+                "held": rules.held(),
+                "visible": rules.keep("visible", _shared(seen.blocks.visible)),
+                "steps": [step.T for step in place.steps],
+                "cost": cost_facts(place, int(seen.blocks.visible.sum())),
+            }
+        )
+
+    def _text(self, pieces: tuple[str, ...]) -> int:
+        """The number of a list of tokens."""
+        if list(pieces) not in self.texts:
+            self.texts.append(list(pieces))
+        return self.texts.index(list(pieces))
+
+    def _positions(self, number: int, place: Place) -> None:
+        """Positions of rows and columns, where they are not 0, 1, 2, ..."""
+        q, k = torch.zeros(place.T, dtype=torch.int64), torch.full((place.N,), -1)
+        first = 0
+        for step in place.steps:
+            q[first : first + step.T], at = sides(step, self.row)
+            k[step.columns[at >= 0]] = at[at >= 0]
+            first += step.T
+        for name, x in (("q_positions", q), ("k_positions", k)):
+            if not torch.equal(x, torch.arange(len(x))):
+                self.arrays[f"p{number}.{name}"] = x.numpy().astype(np.int32)
+
+    def start(self, choice: Any) -> tuple[int, int]:
+        """The number of the place and the head where the page opens."""
+        if choice is None:
+            return next(iter(self._ranked()))
+        layer, head = choice if isinstance(choice, tuple) else (choice.layer, choice.head)
+        if not isinstance(layer, int):
+            names = [plain["name"] for plain in self.plain]
+            if layer not in names:
+                raise ArgumentError(f"{layer!r} was not recorded; recorded: {', '.join(names)}")
+            layer = names.index(layer)
+        layer = _inside("layer", layer, len(self.places))
+        head = _inside("head", head, self.places[layer].H)
+        self.places[layer].at(head)
+        return layer, head
+
+    def cell(self, place: int, head: int, query: int, key: int | None) -> dict[str, int]:
+        """The cell where the page opens: the query's strongest key, unless one is asked for."""
+        where = self.places[place]
+        i = _inside("query", query, where.T)
+        if key is not None:
+            return {"i": i, "j": _inside("key", key, where.N)}
+        block = where.block(slice(i, i + 1), slice(0, where.N), slice(head, head + 1))
+        return {"i": i, "j": int(block.weights[self.row, 0, 0].argmax())}
+
+    def _ranked(self) -> Iterator[tuple[int, int]]:
+        """Heads in the order in which they deserve room: the leaders of each metric in turn, then
+        their followers.
+        """
+        every = [(p, h) for p, place in enumerate(self.places) for h in place.heads]
+        orders = [self._leaders(name, every) for name in LEADERS]
+        seen = set()
+        for turn in zip_longest(*orders, every):
+            for at in turn:
+                if at is not None and at not in seen:
+                    seen.add(at)
+                    yield at
+
+    def _leaders(self, name: str, every: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Heads from the one that has most of a metric, or least, down; without those that it says
+        nothing of.
+        """
+        least, metric = name.startswith("-"), name.removeprefix("-")
+        known = {(p, h): x for p, h in every if (x := self._metric(metric, p, h)) is not None}
+        return sorted(known, key=lambda at: known[at] if least else -known[at])
+
+    def embed(self, place: int, head: int, budget: int) -> None:
+        """Embed heads exactly while there is room; the first whatever its size."""
+        room = (budget - OVERHEAD) / PACKED - sum(packed(x) for x in self.arrays.values())
+        order = [(place, head)]
+        if len(self.sources) > 1:  # the same head of the other recording, to compare
+            other = next(
+                (
+                    n
+                    for n, x in enumerate(self.plain)
+                    if x["source"] == 1 and x["name"] == self.plain[place]["name"]
+                ),
+                None,
+            )
+            if other is not None and head in self.places[other].heads:
+                order.append((other, head))
+        heads: dict[int, list[int]] = {}
+        for p, h in dict.fromkeys((*order, *self._ranked())):
+            fresh = {k: x for k, x in self._exact(p, h).items() if k not in self.arrays}
+            size = sum(x.nbytes for x in fresh.values())
+            if size > room and (p, h) not in order:
+                continue
+            room -= size
+            self.arrays.update(fresh)
+            heads.setdefault(p, []).append(h)
+        for p, rules in enumerate(self.rules):
+            self.plain[p]["rules"] = rules.plain(heads.get(p, []))
+
+    def _exact(self, p: int, h: int) -> Arrays:
+        """Everything that one head's pattern and output follow from."""
+        place, row = self.places[p], self.row
+        g, at, pool = h // (place.H // place.G), place.at(h), place.pools[0]
+        mine = pool.at(h, place.H)
+        parts = {
+            f"q{h}": torch.cat([step.q[row, at] for step in place.steps]),
+            f"lse{h}": torch.cat([step.lse[row, at] for step in place.steps]),
+            f"k{g}": pool.k[row, mine],
+        }
+        if pool.v is not None:
+            parts[f"v{g}"] = pool.v[row, mine]
+        outs = [step.out for step in place.steps]
+        if all(out is not None for out in outs):
+            parts[f"out{h}"] = torch.cat([out[row, at] for out in outs if out is not None])
+        return {f"p{p}.{name}": stored(x) for name, x in parts.items()}
+
+    def _of(self, name: str, p: int) -> list[float | None]:
+        """A metric of a place's heads; None where it has none."""
+        return self.glances[p].metrics.get(name, [None] * len(self.places[p].heads))
+
+    def _metric(self, name: str, p: int, h: int) -> float | None:
+        return self._of(name, p)[self.places[p].at(h)]
+
+    def meta(self, title: str | None) -> dict[str, Any]:
+        """Everything but the arrays."""
+        return {
+            "title": title
+            or " | ".join(filter(None, (x["title"] for x in self.sources)))
+            or "recording",
+            "sources": self.sources,
+            "texts": self.texts,
+            "places": self.plain,
+            "thumbs": {"octaves": OCTAVES},
+            "metrics": {
+                name: {"unit": unit, "of": [self._of(name, p) for p in range(len(self.places))]}
+                for name, unit in METRICS.items()
+                if any(x for p in range(len(self.places)) for x in self._of(name, p))
+                or unit == "error"
+            },
+        }
+
+
+def _shared(x: Tensor) -> NDArray[np.int32]:
+    """Numbers of heads [h,...], once where all heads have the same."""
+    x = x[:1] if bool((x == x[:1]).all()) else x
+    return x.numpy().astype(np.int32)
+
+
+def _inside(name: str, index: int, count: int) -> int:
+    """An index counted from the front."""
+    if not -count <= index < count:
+        raise ArgumentError(f"{name} is {index}; it must be {-count} to {count - 1}")
+    return index % count
+
+
+def report(
+    recording: Recording,
+    b: Recording | None = None,
+    *,
+    model: Any = None,
+    choice: Any = None,
+    query: int = -1,
+    key: int | None = None,
+    title: str | None = None,
+    row: int = 0,
+    budget: int = BUDGET,
+    explanation: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What `regard.view.report.page` draws: {"meta": plain data, "arrays": {name: numpy array}}.
+
+    Args:
+        recording: what the page is of.
+        b: another one to compare it with: of another prompt, model or kernel.
+        model: the model that was recorded, for what a recording does not hold, such as rotary
+            frequencies.
+        choice: an object with `layer` and `head`, or that pair: where the page opens, and what is
+            embedded first.
+        query, key: the row and column where it opens; the key is the strongest by default.
+        title: of the page; by default the text.
+        row: the row of the batch.
+        budget: bytes of the page; heads that it has no room for are thumbnails only, and the page
+            says so.
+        explanation: of the chosen query, to travel with the page.
+
+    Raises:
+        ArgumentError: nothing was recorded, or row, choice, query or key is out of range.
+
+    >>> import regard
+    >>> from regard.inspect.record.models import record
+    >>> data = report(record(regard.load("tiny"), "to be or not to be"))
+    >>> len(data["meta"]["places"]), data["meta"]["places"][0]["H"]
+    (4, 8)
+    """
+    recordings = [recording] if b is None else [recording, b]
+    page = PageData(row)
+    for number, each in enumerate(recordings):
+        page.add(each, number, model if number == 0 else None)
+    place, head = page.start(choice)
+    page.embed(place, head, budget)
+    meta = page.meta(title)
+    meta["start"] = {"place": place, "head": head, **page.cell(place, head, query, key)}
+    meta["explanation"] = explanation
+    return {"meta": meta, "arrays": page.arrays}

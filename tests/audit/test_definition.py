@@ -1,0 +1,176 @@
+"""The definition against loops in float64, and each of its faults told from the right one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard.audit.definition import WRONG, Given, Steps, attend, slopes
+from regard.audit.diagnosis import candidates
+from regard.audit.probe import allowance, gap
+from regard.audit.subject import Projections
+
+H, G, D, M, T = 4, 2, 4, 12, 5
+W = 3
+
+
+def maps(heads: int = H, groups: int = G) -> Projections:
+    make = torch.Generator().manual_seed(0)
+    q, k, v, o = (
+        torch.randn(n, m, generator=make, dtype=torch.float64) * m**-0.5
+        for n, m in ((heads * D, M), (groups * D, M), (groups * D, M), (M, heads * D))
+    )
+    bias = torch.randn(M, generator=make, dtype=torch.float64)
+    return Projections((q, None), (k, None), (v, None), (o, bias), heads, groups)
+
+
+def turned(x: list[float], position: int, layout: str) -> list[float]:
+    """x rotated pair by pair."""
+    out = list(x)
+    for i in range(D // 2):
+        a, b = (i, i + D // 2) if layout == "half" else (2 * i, 2 * i + 1)
+        angle = position * 10000.0 ** (-2 * i / D)
+        out[a] = x[a] * math.cos(angle) - x[b] * math.sin(angle)
+        out[b] = x[b] * math.cos(angle) + x[a] * math.sin(angle)
+    return out
+
+
+def by_loops(x: Tensor, m: Projections, layout: str, window: int | None) -> Tensor:
+    out = torch.zeros(x.shape[0], T, M, dtype=torch.float64)
+    for b in range(x.shape[0]):
+        q, k, v = ((x[b] @ w.T).tolist() for w, _ in (m.q, m.k, m.v))
+        for i in range(T):
+            joined: list[float] = []
+            for h in range(H):
+                g = h // (H // G)
+                mine = q[i][h * D : (h + 1) * D]
+                mine = mine if layout == "none" else turned(mine, i, layout)
+                weights = {}
+                for j in range(i + 1):
+                    if window is not None and i - j >= window:
+                        continue
+                    other = k[j][g * D : (g + 1) * D]
+                    other = other if layout == "none" else turned(other, j, layout)
+                    weights[j] = math.exp(
+                        sum(a * c for a, c in zip(mine, other, strict=True)) / math.sqrt(D)
+                    )
+                total = sum(weights.values())
+                joined += [
+                    sum(w * v[j][g * D + d] for j, w in weights.items()) / total for d in range(D)
+                ]
+            out[b, i] = m.o[0] @ torch.tensor(joined, dtype=torch.float64) + m.o[1]
+    return out
+
+
+def tokens() -> Tensor:
+    return (
+        torch.randn(2, T, M, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 1.5
+    )
+
+
+def keep(window: int | None = None) -> Tensor:
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    return (j <= i) & (i - j < (window or T))
+
+
+@pytest.mark.parametrize("window", [None, W])
+@pytest.mark.parametrize("layout", ["none", "half", "interleaved"])
+def test_the_right_steps_are_the_definition(layout: str, window: int | None) -> None:
+    x, m = tokens(), maps()
+    out = attend(Given(x, m, keep(window), None, window), Steps(rotary=layout))
+    expected = by_loops(x, m, layout, window)
+    assert float((out - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+
+
+FAULTS = [(name, value) for name, values in WRONG.items() for value in values]
+
+
+def given(m: Projections, dtype: torch.dtype = torch.float64) -> Given:
+    make = torch.Generator().manual_seed(3)
+    bias = torch.randn(1, H, T, T, generator=make, dtype=torch.float64)
+    return Given(tokens().to(dtype), m, keep(W), None, W, bias)
+
+
+def steps(field: str, value: str) -> Steps:
+    return Steps(**{field: value, **({"factor": 0.3} if value == "fitted" else {})})
+
+
+def test_each_fault_is_another_function() -> None:
+    """Beyond the error rule in float32: from the right steps, and from every other single fault."""
+    for G in (H, 2):
+        m = maps(groups=G)
+        # queries and keys have as many heads where their roles are exchanged
+        tried = [(f, v) for f, v in FAULTS if (f == "roles") == (G == H) and f != "sink"]
+        numbers, plain = given(m), given(m, torch.float32)
+        rights = [Steps(), Steps(rotary="half"), Steps(rotary="interleaved"), Steps(bias="alibi")]
+        ways = {(f, v): steps(f, v) for f, v in tried if (f, v) != ("output", "absent")}
+        ways |= {right: right for right in rights}
+        refs = {way: (attend(numbers, each), attend(plain, each)) for way, each in ways.items()}
+        for f, v in tried:
+            wrong = steps(f, v)
+            assert wrong.wrong == (f,)
+            mine = attend(plain, wrong)
+            for other, (ref, ours) in refs.items():
+                far = other == (f, v) or gap(mine, [ours], ref) is not None
+                same = {(f, v), other} == {("mask", "own-hidden-zero"), ("mask", "own-hidden")}
+                assert far or same, ((f, v), other)
+            if (f, v) in refs:
+                assert gap(mine, [mine], refs[f, v][0]) is None
+
+
+def test_a_sink_whose_share_is_given_back_does_nothing() -> None:
+    m = replace(maps(), sinks=torch.randn(H, generator=torch.Generator().manual_seed(4)))
+    right, wrong = (attend(given(m), each) for each in (Steps(), Steps(sink="renormalised")))
+    without = attend(given(maps()), Steps())
+    assert float((wrong - without).abs().max()) < 1e-12
+    assert float((right - without).abs().max()) > 0.1
+
+
+def test_candidates_begin_with_the_fewest_faults() -> None:
+    def found(n: int, **changes: Any) -> tuple[Steps, ...]:
+        sizes = {"heads": H, "groups": G, "head_dim": D, "bases": (10000.0,), "n": n, **changes}
+        return candidates(**sizes)
+
+    for n in range(3):
+        assert {len(s.wrong) for s in found(n)} == {n}
+    assert found(0)[0] == Steps()
+    # one key/value head for all: their order says nothing
+    assert all(s.groups == "adjacent" for s in found(1, groups=1))
+    masks = {s.mask for s in found(1)}
+    assert masks.isdisjoint({"one-more", "one-less"})
+    assert {"one-more", "one-less"} <= {s.mask for s in found(1, windowed=True)}
+    # a fused map does not say which part is which
+    assert any(s.roles != "named" for s in found(1))
+    assert all(s.roles == "named" for s in found(1, named=False))
+
+
+def test_slopes_are_those_of_the_paper() -> None:
+    """Press, Smith and Lewis, section 3: 2^-1 to 2^-8 for 8 heads; 12 heads take every second one
+    of 16 besides.
+    """
+    assert slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+    assert slopes(12).tolist() == [2.0**-n for n in range(1, 9)] + [
+        2.0**-0.5,
+        2.0**-1.5,
+        2.0**-2.5,
+        2.0**-3.5,
+    ]
+
+
+def test_the_rule() -> None:
+    ref = torch.tensor([1.0, float("inf"), float("nan")], dtype=torch.float64)
+    x = ref.float()
+    assert gap(x, [x], ref) is None
+    assert gap(torch.tensor([1.0, 2.0, float("nan")]), [x], ref).at == (1,)
+    assert gap(torch.tensor([float("nan"), float("inf"), float("nan")]), [x], ref).at == (0,)
+    assert gap(torch.ones(2), [x], ref) is not None
+    plain = torch.tensor([1.25, float("inf"), float("nan")])
+    rounding = 2 * abs(float((torch.ones(1) + 0.3 - 0.3 - 1).double()))
+    assert allowance([x, plain], ref) == 0.5 + rounding
+    assert gap(torch.tensor([1.5, float("inf"), float("nan")]), [plain], ref) is None
+    assert gap(torch.tensor([1.6, float("inf"), float("nan")]), [plain], ref).expected == 1.0

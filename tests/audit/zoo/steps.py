@@ -1,0 +1,185 @@
+"""Wrong steps between projection and output: scale, softmax, heads, rotary, window."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.audit.zoo.base import Right, RightRotary, angles, halves
+
+
+class Unscaled(Right):
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.transpose(-1, -2)
+
+
+class ScaledTwice(Right):
+    """A scaled query, and then the kernel scales."""
+
+    def answer(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q = q * self.head_dim**-0.5
+        z = F.scaled_dot_product_attention(q, self.spread(k), self.spread(v), is_causal=True)
+        return self.o_proj(self.join(z))
+
+
+class ModelDim(RightRotary):
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.transpose(-1, -2) / math.sqrt(self.heads * self.head_dim)
+
+
+class ScaleInverted(Right):
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.transpose(-1, -2) * math.sqrt(self.head_dim)
+
+
+class OverQueries(Right):
+    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
+        return torch.softmax(scores.masked_fill(~keep, float("-inf")), dim=-2)
+
+
+class OverHeads(Right):
+    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
+        return torch.softmax(scores.masked_fill(~keep, -1e9), dim=1)
+
+
+def columns(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A function that returns what it takes for weights."""
+    weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-2)
+    return weights @ v, weights
+
+
+def unnormalised(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Right, but what it returns beside the output are scores."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return torch.softmax(scores, -1) @ v, scores.exp()
+
+
+class NoSoftmax(Right):
+    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
+        return scores * keep
+
+
+class NaiveSoftmax(Right):
+    """exp without subtracting the largest."""
+
+    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
+        weights = torch.exp(scores) * keep
+        return weights / weights.sum(-1, keepdim=True)
+
+
+def late_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Right in float32; in float16 the scores overflow before they are scaled."""
+    return torch.softmax((q @ k.mT) / math.sqrt(q.shape[-1]), -1) @ v
+
+
+class Tiled(Right):
+    def spread(self, x: Tensor) -> Tensor:
+        return x.repeat(1, self.heads // self.kv_heads, 1, 1)
+
+
+class TiledTwiceScaled(Tiled):
+    """Two faults at once."""
+
+    def score(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k.transpose(-1, -2) / self.head_dim
+
+
+class JoinedRows(Right):
+    def join(self, z: Tensor) -> Tensor:
+        B, H, T, D = z.shape
+        return z.reshape(B, T, H * D)
+
+
+class SplitRows(Right):
+    def split(self, x: Tensor, heads: int) -> Tensor:
+        B, T, _ = x.shape
+        return x.view(B, heads, T, self.head_dim)
+
+
+def mixed(x: Tensor, start: int = 0) -> Tensor:
+    """Seed 5's course: cos and sin interleaved, rotate_half in halves."""
+    D = x.shape[-1]
+    turn = angles(x.shape[2], D, start).repeat_interleave(2, -1)
+    rotated = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
+    return x * turn.cos().to(x.dtype) + rotated * turn.sin().to(x.dtype)
+
+
+class Mixed(RightRotary):
+    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        return mixed(q, start), mixed(k, start), v
+
+
+class ByHead(RightRotary):
+    """[B,T,H,D] code on [B,H,T,D]."""
+
+    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = (halves(t.transpose(1, 2), start).transpose(1, 2) for t in (q, k))
+        return q, k, v
+
+
+class ValuesToo(RightRotary):
+    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        return halves(q, start), halves(k, start), halves(v, start)
+
+
+class QueriesOnly(RightRotary):
+    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        return halves(q, start), k, v
+
+
+class OneMore(Right):
+    def allowed(self, T: int, S: int) -> Tensor:
+        i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+        return (j <= i) & (i - j <= self.window)
+
+
+class OneLess(RightRotary):
+    def allowed(self, T: int, S: int) -> Tensor:
+        i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+        return (j <= i) & (i - j < self.window - 1)
+
+
+class WindowForgotten(Right):
+    def allowed(self, T: int, S: int) -> Tensor:
+        return torch.ones(T, S).tril(S - T).bool()
+
+
+def cosine_only(x: Tensor, positions: Tensor) -> Tensor:
+    """The sine is lost: no rotation."""
+    D = x.shape[-1]
+    turn = positions.double()[:, None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
+    return x * torch.cat([turn, turn], -1).cos().to(x.dtype)
+
+
+def mixed_at(x: Tensor, positions: Tensor) -> Tensor:
+    return mixed(x, int(positions[0]))
+
+
+def half_precision(x: Tensor, positions: Tensor) -> Tensor:
+    """Angles in the dtype of x: in bfloat16 far positions fall together."""
+    D = x.shape[-1]
+    inv = (10000.0 ** (-torch.arange(0, D, 2).double() / D)).to(x.dtype)
+    turn = positions.to(x.dtype)[:, None] * inv
+    turn = torch.cat([turn, turn], -1)
+    rotated = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
+    return x * turn.cos() + rotated * turn.sin()
+
+
+def absolute(x: Tensor, positions: Tensor) -> Tensor:
+    """Norms are kept, and products depend on the sum of positions: keys turn the other way
+    round.
+    """
+    q, k = x[:, :1], x[:, 1:]
+    return torch.cat([rotated(q, positions), rotated(k, -positions)], 1)
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """A right one: angles in float64."""
+    D = x.shape[-1]
+    turn = positions.double()[:, None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
+    turn = torch.cat([turn, turn], -1)
+    other = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
+    return x * turn.cos().to(x.dtype) + other * turn.sin().to(x.dtype)

@@ -1,0 +1,99 @@
+"""The zoo: every wrong implementation, how it is audited, and the names that it must be given, no
+more and no fewer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.audit.zoo import base, calls, masks, steps
+
+
+class Wrong(NamedTuple):
+    target: Callable[..., Any]
+    names: tuple[str, ...]
+    options: dict[str, Any]
+
+
+def wrong(target: Callable[..., Any], *names: str, **options: Any) -> Wrong:
+    return Wrong(target, names, options)
+
+
+SIZES = {"dim": 16, "heads": 4}
+GROUPED = {**SIZES, "kv_heads": 2}
+WINDOW = {**SIZES, "causal": True, "window": 4}
+HALF = {"adapter": "rotary"}
+
+ZOO = (
+    wrong(masks.SeedOne, "mask-polarity", **SIZES),
+    wrong(masks.inverted, "mask-polarity", mask="keep"),
+    wrong(masks.inverted, "mask-polarity"),
+    wrong(masks.NextSeen, "future-leak", **SIZES, causal=True),
+    wrong(masks.Unmasked, "future-leak", **SIZES, causal=True),
+    wrong(masks.OwnHidden, "own-key-hidden", **SIZES),
+    wrong(masks.Zeroed, "mask-zeroed", **SIZES, causal=True),
+    wrong(masks.Multiplied, "mask-zeroed", **SIZES, causal=True),
+    wrong(masks.AfterSoftmax, "mask-after-softmax", **SIZES, causal=True),
+    wrong(masks.added, "mask-added", mask="keep"),
+    wrong(masks.ignored, "mask-ignored"),
+    wrong(masks.first_row, "mask-rows"),
+    wrong(masks.empty_row, "empty-row", "garbage-leak", strict=True),
+    wrong(masks.flag_dropped, "future-leak"),
+    wrong(masks.PaddedQueries, "padding-on-queries", **GROUPED),
+    wrong(masks.PaddingInverted, "mask-polarity", **GROUPED),
+    wrong(masks.CausalDropped, "future-leak", **GROUPED),
+    wrong(masks.PaddingCounted, "padding-leak", **GROUPED, causal=False),
+    wrong(steps.Unscaled, "scale-missing", **SIZES),
+    wrong(steps.ScaledTwice, "scale-twice", **GROUPED),
+    wrong(steps.ModelDim, "scale-wrong-dim", dim=24, heads=4, kv_heads=2),
+    wrong(steps.ScaleInverted, "scale-inverted", **SIZES),
+    wrong(steps.OverQueries, "softmax-axis", **SIZES),
+    wrong(steps.OverHeads, "softmax-axis", **SIZES),
+    wrong(steps.columns, "softmax-axis"),
+    wrong(steps.unnormalised, "weights-sum"),
+    wrong(steps.NoSoftmax, "softmax-missing", **SIZES),
+    wrong(steps.NaiveSoftmax, "softmax-overflow", **SIZES),
+    wrong(steps.Tiled, "gqa-head-order", **GROUPED),
+    wrong(steps.TiledTwiceScaled, "gqa-head-order", "scale-twice", **GROUPED),
+    wrong(steps.JoinedRows, "heads-joined", **SIZES),
+    wrong(steps.SplitRows, "heads-split", **SIZES),
+    wrong(steps.Mixed, "rotary-mixed", **SIZES),
+    wrong(steps.ByHead, "rotary-axis", **GROUPED),
+    wrong(steps.ValuesToo, "rotary-values", **SIZES),
+    wrong(steps.QueriesOnly, "rotary-one-sided", **SIZES),
+    wrong(steps.OneMore, "window-off-by-one", **WINDOW),
+    wrong(steps.OneLess, "window-off-by-one", **WINDOW),
+    wrong(steps.WindowForgotten, "window-ignored", **WINDOW),
+    wrong(steps.mixed, "rotary-mixed", **HALF),
+    wrong(steps.mixed_at, "rotary-mixed", **HALF),
+    wrong(steps.cosine_only, "rotary-not-relative", **HALF),
+    wrong(steps.absolute, "rotary-not-relative", **HALF),
+    wrong(steps.half_precision, "rotary-precision", **HALF),
+    wrong(calls.DropoutOn, "dropout-in-eval", **SIZES),
+    wrong(calls.dropout_on, "dropout-in-eval"),
+    wrong(calls.Memory, "state-kept", **SIZES),
+    wrong(calls.FirstLength, "state-kept", **SIZES),
+    wrong(calls.Clocked, "not-repeatable", **SIZES),
+    wrong(calls.in_place, "input-changed"),
+    wrong(calls.InPlace, "input-changed", **SIZES),
+    wrong(calls.MixedRows, "batch-mixing", **SIZES),
+    wrong(calls.BatchNormed, "batch-mixing", **SIZES),
+    wrong(calls.Restarted, "cache-differs", **GROUPED),
+    wrong(calls.Twice, "cache-differs", **GROUPED),
+    wrong(calls.TopLeft, "cache-differs", **GROUPED),
+    wrong(calls.UnmaskedWithCache, "cache-differs", **GROUPED),
+    wrong(calls.TrimmedFirst, "cache-differs", **WINDOW),
+    wrong(calls.Unbounded, "cache-grows", **WINDOW),
+    wrong(calls.LastOnly, "cache-output-length", **SIZES),
+    wrong(calls.Miscounted, "cache-differs", **SIZES),
+    wrong(calls.Slots, "left-padding-shift", **GROUPED),
+    wrong(calls.Absolute, "position-shift", **SIZES),
+    wrong(calls.Saved, "cache-in-state-dict", **SIZES),
+    wrong(calls.NotFinite, "parameters-not-finite", **SIZES),
+    wrong(base.attend, "garbage-leak", strict=True),
+    wrong(masks.first_row, "mask-rows", "empty-row", "garbage-leak", strict=True),
+    wrong(steps.late_scale, "softmax-overflow", dtype=torch.float16, heads=2, head_dim=16),
+)
