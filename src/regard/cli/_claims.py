@@ -10,7 +10,7 @@ import typer
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from regard.compare.claims import Outcome
+    from regard.claims import Outcome
 
 PANEL = "Claims"
 ALL = "all"
@@ -41,8 +41,8 @@ OWN = ("names", "quality", "lesson", "context", "steps", "lr")
 
 def listing() -> str:
     """The claims, for --list."""
-    from regard.compare.claims import CLAIMS
-    from regard.compare.claims.told import listing as told
+    from regard.claims import CLAIMS
+    from regard.claims.render import listing as told
 
     return "claims\n" + told(list(CLAIMS.values()))
 
@@ -72,8 +72,8 @@ def run(options: dict[str, Any], command: str) -> None:
     import torch
 
     from regard.bench.machine import machine
-    from regard.compare.claims import CLAIMS, find_claim
-    from regard.compare.claims import run as run_claims
+    from regard.claims import CLAIMS, find_claim
+    from regard.claims import run as run_claims
     from regard.compare.experiment import Session, Store
 
     names = CLAIMS if ALL in options["claim"] else dict.fromkeys(options["claim"])
@@ -97,7 +97,7 @@ def run(options: dict[str, Any], command: str) -> None:
 
 
 def _echo(outcome: Outcome) -> None:
-    from regard.compare.claims.told import text
+    from regard.claims.render import text
 
     typer.echo(text(outcome) + "\n")
 
@@ -110,7 +110,7 @@ def _write(
     *,
     interrupted: bool,
 ) -> None:
-    from regard.compare.claims.told import as_csv, section, summary
+    from regard.claims.render import as_csv, section, summary
     from regard.view import findings
     from regard.view.html import write
 

@@ -1,8 +1,4 @@
-"""What is done one after another: dependent steps of recurrence and of attention, the time that
-follows, and generation.
-
-s_t = f(s_{t-1}, x_t) needs its predecessor;  z_i = sum_j p_ij v_j needs no other z
-"""
+"""Claims about work in order and side by side: recurrence, loops, generation, and the KV cache."""
 
 from __future__ import annotations
 
@@ -16,10 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from regard import attend
-from regard.compare.claims.base import Check, Claim, scattered
-from regard.compare.claims.timed import by_length, exponent, ratios, seconds, setting, slopes
-from regard.compare.claims.training import decoder
+from regard.claims.claim import OUTLINE, OVERVIEW, RASCHKA_NOTES, Check, Claim, Source, scattered
+from regard.claims.timing import by_length, exponent, ratios, seconds, setting, slopes
+from regard.claims.training import decoder
 from regard.compare.experiment import Numbers
+from regard.compare.speed import decode
 from regard.masks import Causal
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha
@@ -130,7 +127,7 @@ def _picture_steps(numbers: Mapping[str, Any]) -> Picture:
 
 STEPS = Claim(
     id="order",
-    seeds=("S4.5", "S4.23", "S5.3"),
+    sources=(Source(OVERVIEW, "2.1"), Source(OVERVIEW, "5.2"), Source(OUTLINE, "2")),
     says="A recurrent network takes its steps one after another, where attention takes the same "
     "few at any length.",
     predicts="Counted along the longest chain of operations that need one another: exponents of n "
@@ -142,7 +139,6 @@ STEPS = Claim(
     picture=_picture_steps,
     lesson="More work, and none of it waits: n^2 products against n steps in order.",
 )
-"""S4.5."""
 
 
 def _measure_time(budget: float, seed: int) -> Numbers:
@@ -182,7 +178,7 @@ def _picture_time(numbers: Mapping[str, Any]) -> Picture:
 
 TIME = Claim(
     id="order-time",
-    seeds=("S4.5", "S5.3"),
+    sources=(Source(OVERVIEW, "2.1"), Source(OUTLINE, "2")),
     says="Attention reads a text faster than a recurrent network.",
     predicts="Less time than an LSTM of the same width at every length.",
     scale="One layer of width 64 on one thread of this CPU, which has nothing to be parallel "
@@ -193,7 +189,6 @@ TIME = Claim(
     timed=True,
     lesson="Few steps in order against more work: with few cores and long rows the work decides.",
 )
-"""S4.5, in time."""
 
 TOKENS = 12
 
@@ -236,7 +231,7 @@ def _picture_generation(numbers: Mapping[str, Any]) -> Picture:
 
 GENERATION = Claim(
     id="order-generation",
-    seeds=("S4.1", "S4.23", "E4.12"),
+    sources=(Source(OVERVIEW, "1.1"), Source(OVERVIEW, "5.2")),
     says="Attention's work is fully parallel.",
     predicts="One pass, however many tokens: to train on them, and to generate them.",
     scale="Counted on a small decoder; greedy and one token at a time, as every model of this "
@@ -245,6 +240,154 @@ GENERATION = Claim(
     checks=_checks_generation,
     picture=_picture_generation,
     lesson="Training and prefill are parallel; generation waits for each token, with attention as "
-    "with recurrence (E4.12).",
+    "with recurrence.",
 )
-"""E4.12."""
+
+
+LOOP_LENGTHS, LOOP_DIM = (6, 16, 48), 3
+"""Six words of three numbers are the notes' own example."""
+
+
+def looped(x: Tensor) -> Tensor:
+    """s_ij = x_i . x_j, one after another.
+
+    >>> x = torch.arange(6.0).view(2, 3)
+    >>> torch.equal(looped(x), x @ x.T)
+    True
+    """
+    scores = x.new_zeros(len(x), len(x))
+    for i, one in enumerate(x):
+        for j, other in enumerate(x):
+            scores[i, j] = torch.dot(one, other)
+    return scores
+
+
+def _measure_loops(budget: float, seed: int) -> Numbers:
+    make, rows = torch.Generator().manual_seed(seed), []
+    for length in LOOP_LENGTHS:
+        x = torch.randn(length, LOOP_DIM, generator=make)
+        cases: dict[str, Callable[[], object]] = {
+            "loops": partial(looped, x),
+            "product": partial(torch.matmul, x, x.T),
+        }
+        error = float((looped(x.double()) - x.double() @ x.double().T).abs().max())
+        rows.append({"length": length, "error": error, "times": seconds(cases, budget, rounds=9)})
+    return {**setting(), "dim": LOOP_DIM, "by_length": rows}
+
+
+def _checks_loops(numbers: Mapping[str, Any]) -> list[Check]:
+    rows = numbers["by_length"]
+    return [
+        Check(
+            "both give the same scores: largest difference, in fp64",
+            max(r["error"] for r in rows),
+            high=1e-12,
+        ),
+        *(
+            scattered(
+                f"{r['length']} words: time of the loops by that of the product",
+                ratios(r["times"], "loops", "product"),
+                low=2.0,
+            )
+            for r in rows
+        ),
+        scattered("the loops' time: exponent of n", slopes(rows, "loops"), role="told"),
+    ]
+
+
+def _picture_loops(numbers: Mapping[str, Any]) -> Picture:
+    lines = by_length(numbers, "loops", "product")
+    return Picture("All scores of n words of three numbers", "words", "milliseconds", lines, "xy")
+
+
+LOOPS = Claim(
+    id="loops",
+    sources=(Source(RASCHKA_NOTES, "4.2"),),
+    says="A matrix product computes all scores faster than two loops do.",
+    predicts="The same scores, and more than twice the time for the loops at every length.",
+    scale="Python's loops over torch's numbers, as the note has them: most of their time is the "
+    "call of each small operation.",
+    measure=_measure_loops,
+    checks=_checks_loops,
+    picture=_picture_loops,
+    timed=True,
+    lesson="The arithmetic is the same; what is saved is n^2 calls.",
+)
+
+
+CACHE_LENGTHS = (32, 128, 512, 1024)
+
+
+def _measure_cache(budget: float, seed: int) -> Numbers:
+    config, model = decoder(256, dim=256, layers=4, heads=8, seed=seed)
+    rows = []
+    for length in CACHE_LENGTHS:
+        ids = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(length))
+        cases: dict[str, Callable[[], object]] = {
+            "cache": decode(model, config, length),
+            "no cache": partial(model, ids, last=1),
+        }
+        with torch.inference_mode():
+            caches = model.new_caches()
+            model(ids[:, :-1], None, caches)
+            error = float((model(ids[:, -1:], None, caches)[:, -1] - model(ids)[:, -1]).abs().max())
+        times = seconds(cases, budget, rounds=7)
+        rows.append(
+            {
+                "length": length,
+                "times": times,
+                "bytes": sum(cache.bytes for cache in caches),
+                "error": error,
+            }
+        )
+    return {**setting(), "dim": 256, "layers": 4, "by_length": rows}
+
+
+def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
+    rows = numbers["by_length"]
+    return [
+        Check(
+            "the next token is the same: largest difference of a logit",
+            max(r["error"] for r in rows),
+            high=1e-4,
+        ),
+        *(
+            scattered(
+                f"a step behind {r['length']} tokens: time without the cache by time with it",
+                ratios(r["times"], "no cache", "cache"),
+                low=1.0,
+            )
+            for r in rows
+        ),
+        scattered(
+            "time of a step without it: exponent of n", slopes(rows, "no cache"), role="told"
+        ),
+        scattered("time of a step with it: exponent of n", slopes(rows, "cache"), role="told"),
+        Check("the price: bytes of the cache at the longest", rows[-1]["bytes"], role="told"),
+    ]
+
+
+def _picture_cache(numbers: Mapping[str, Any]) -> Picture:
+    lines = by_length(numbers, "cache", "no cache")
+    return Picture(
+        "One more token, 4 layers of width 256", "tokens so far", "milliseconds", lines, "xy"
+    )
+
+
+KV_CACHE = Claim(
+    id="kv-cache",
+    sources=(Source(OVERVIEW, "5.2"),),
+    says="A cache of keys and values speeds generation up.",
+    predicts="The same tokens in less time, at every length.",
+    scale="A small model on this CPU, up to 1024 tokens; at great lengths a step with a cache "
+    "grows as well, since it reads all keys.",
+    measure=_measure_cache,
+    checks=_checks_cache,
+    picture=_picture_cache,
+    timed=True,
+    lesson="Generation is one pass per token with attention as well: the cache makes each "
+    "pass small, it does not make them parallel. The price is memory that grows with the "
+    "tokens.",
+)
+
+CLAIMS = (STEPS, TIME, GENERATION, LOOPS, KV_CACHE)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from regard.compare.claims.base import Check, Claim, scattered, steps
-from regard.compare.claims.timed import exponent
-from regard.compare.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
+from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered, steps
+from regard.claims.timing import exponent
+from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
 from regard.compare.speed import cache_bytes
 from regard.train.tasks import TASKS
@@ -186,7 +186,7 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
 CACHE = Claim(
     id="groups-cache",
-    seeds=("S4.19", "S4.20", "S5.14", "E4.7"),
+    sources=(Source(OVERVIEW, "5.1"), Source(OUTLINE, "MHA, MQA, GQA")),
     says="Multi-query, grouped-query and latent attention have smaller caches than multi-head "
     "attention.",
     predicts="The cache of MQA by the number of heads, that of GQA by the heads in a group, that "
@@ -196,13 +196,12 @@ CACHE = Claim(
     checks=_checks_cache,
     picture=_picture_bytes,
     shares="groups-cache",
-    lesson="Memory and traffic fall by the factor; the work of the scores does not (E4.7).",
+    lesson="Memory and traffic fall by the factor; the work of the scores does not.",
 )
-"""S5.14."""
 
 LINEAR = Claim(
     id="mqa-linear",
-    seeds=("S4.19", "E4.7"),
+    sources=(Source(OVERVIEW, "5.1"),),
     says="Multi-query attention lowers the complexity to O(n).",
     predicts="Work of the scores that grows as the prompt, not as its square.",
     scale="Counted, for prompts of 64 to 1024 tokens.",
@@ -211,13 +210,12 @@ LINEAR = Claim(
     picture=_picture_bytes,
     shares="groups-cache",
     lesson="The scores are n^2 per head in prefill and n per step for every variant; what falls "
-    "is the cache (E4.7).",
+    "is the cache.",
 )
-"""E4.7."""
 
 QUALITY = Claim(
     id="groups-quality",
-    seeds=("S4.20",),
+    sources=(Source(OVERVIEW, "5.1"),),
     says="Grouped-query attention keeps the quality of multi-head attention.",
     predicts="At most 0.05 nats per byte lost on text, by the same steps on the same data, and as "
     "much recalled.",
@@ -228,4 +226,5 @@ QUALITY = Claim(
     picture=_picture,
     lesson="At this size a few steps more weigh as much as the heads that are shared.",
 )
-"""S4.20."""
+
+CLAIMS = (CACHE, LINEAR, QUALITY)

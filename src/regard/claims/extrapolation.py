@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import regard
-from regard.compare.claims.base import Check, Claim, steps
-from regard.compare.claims.training import decoder, learn, right
+from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
+from regard.claims.training import decoder, learn, right
 from regard.compare.experiment import Numbers
 from regard.compare.reach import losses
 from regard.models.convert.context import Extension, to_context
@@ -284,7 +284,7 @@ _TOYS = (
 
 def _claim(
     id_: str,
-    seeds: tuple[str, ...],
+    sources: tuple[Source, ...],
     says: str,
     checks: Callable[[Mapping[str, Any]], list[Check]],
     lesson: str,
@@ -297,7 +297,7 @@ def _claim(
     )
     return Claim(
         id=id_,
-        seeds=seeds,
+        sources=sources,
         says=says,
         predicts=predicts or close,
         scale=_TOYS,
@@ -312,7 +312,7 @@ def _claim(
 _SPOKEN = {
     "linear": (
         "Position interpolation",
-        ("S5.22",),
+        (Source(OUTLINE, "position encodings"),),
         (
             "Positions between those that were trained want a little tuning: untuned it is nearly as "
             "bad as nothing."
@@ -320,7 +320,7 @@ _SPOKEN = {
     ),
     "ntk": (
         "NTK-aware scaling",
-        ("S5.23",),
+        (Source(OUTLINE, "position encodings"),),
         (
             "One base for all lengths: it turns the slow pairs less and leaves some of them beyond "
             "what they were trained on."
@@ -328,7 +328,7 @@ _SPOKEN = {
     ),
     "dynamic": (
         "Dynamic NTK",
-        ("S5.24", "E5.5"),
+        (Source(OUTLINE, "position encodings"),),
         (
             "The base follows the length of the text, and stays as trained for short ones; it is "
             "another method than NTK-aware scaling."
@@ -336,7 +336,7 @@ _SPOKEN = {
     ),
     "yarn": (
         "YaRN",
-        ("S5.25", "E5.5"),
+        (Source(OUTLINE, "position encodings"),),
         (
             "Interpolation by parts and a temperature: slow pairs are interpolated, fast ones left "
             "alone."
@@ -344,7 +344,7 @@ _SPOKEN = {
     ),
     "llama3": (
         "Llama 3's scaling",
-        ("S5.18",),
+        (Source(OUTLINE, "long contexts"),),
         "Interpolation by parts as well, with a ramp of its own.",
     ),
 }
@@ -352,7 +352,7 @@ _SPOKEN = {
 CLAIMS = (
     _claim(
         "longer",
-        ("S5.18",),
+        (Source(OUTLINE, "long contexts"),),
         "A model with rotary positions reads beyond its trained length as it is.",
         _checks_bare,
         "It does not: angles that training never showed break it. That is what the extensions are "
@@ -361,27 +361,26 @@ CLAIMS = (
     *(
         _claim(
             f"longer-{name}",
-            seeds,
+            sources,
             f"{title} lets a model read beyond its trained length without training.",
             _checks_of(name),
             lesson,
         )
-        for name, (title, seeds, lesson) in _SPOKEN.items()
+        for name, (title, sources, lesson) in _SPOKEN.items()
     ),
     _claim(
         "longer-alibi",
-        ("S5.26",),
+        (Source(OUTLINE, "position encodings"),),
         "A model with ALiBi reads beyond its trained length.",
         _checks_alibi,
         "Perplexity is not retrieval: far tokens are read and hardly seen.",
     ),
     _claim(
         "yarn-tuning",
-        ("S5.25", "E5.5"),
+        (Source(OUTLINE, "position encodings"),),
         "YaRN needs fine-tuning.",
         _checks_tuning,
-        "It gains from some, and works without (E5.5).",
+        "It gains from some, and works without.",
         f"Untuned it loses {CLOSE:g} nats per token or more at four times the trained length.",
     ),
 )
-"""S5.18 and S5.22 to S5.26."""

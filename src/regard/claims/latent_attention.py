@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from regard import attend
-from regard.compare.claims.base import Check, Claim, scattered
-from regard.compare.claims.timed import by_length, ratios, seconds, setting
+from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
+from regard.claims.timing import by_length, ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention
@@ -173,7 +173,7 @@ _SIZE = (
 
 CACHE = Claim(
     id="mla-cache",
-    seeds=("S2.15", "S2.16", "S2.19", "E2.7"),
+    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
     says="MLA's cache is smaller than that of multi-head attention.",
     predicts="Half of the numbers per token, or fewer.",
     scale=_SIZE + " Counted.",
@@ -183,11 +183,10 @@ CACHE = Claim(
     shares="mla-cache",
     lesson="One latent and one rotary key per token, in place of a key and a value for every head.",
 )
-"""S2.15."""
 
 WORK = Claim(
     id="mla-work",
-    seeds=("S2.18", "S2.19", "E2.7"),
+    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
     says="MLA computes less than multi-head attention, because its dimensions are smaller.",
     predicts="Fewer FLOPs per pair of query and key and head.",
     scale=_SIZE + " Counted.",
@@ -195,14 +194,12 @@ WORK = Claim(
     checks=_checks_work,
     picture=_picture_kept,
     shares="mla-cache",
-    lesson="It computes more per pair, in either form: MLA trades arithmetic for memory traffic "
-    "(E2.7).",
+    lesson="It computes more per pair, in either form: MLA trades arithmetic for memory traffic.",
 )
-"""E2.7."""
 
 ABSORBED = Claim(
     id="mla-absorbed",
-    seeds=("S2.18", "E2.7"),
+    sources=(Source(ATTN_JOURNEY, "6"),),
     says="A step of decoding is faster when queries are absorbed than when the cache is expanded "
     "to all heads.",
     predicts="At most 0.9 of the time, behind 256 tokens and behind 4096.",
@@ -212,13 +209,12 @@ ABSORBED = Claim(
     picture=_picture,
     timed=True,
     shares="mla-absorbed",
-    lesson="Absorption saves against expanding the cache, not against MHA (E2.7).",
+    lesson="Absorption saves against expanding the cache, not against MHA.",
 )
-"""S2.18."""
 
 STEP = Claim(
     id="mla-step",
-    seeds=("S2.15", "S2.19"),
+    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
     says="A step of decoding is faster with MLA than with multi-head attention.",
     predicts="At most 0.95 of the time behind a long cache.",
     scale=_SIZE + " Timed on this CPU, which computes where a GPU would wait for memory.",
@@ -230,4 +226,5 @@ STEP = Claim(
     lesson="It reads fewer bytes and computes more: which of the two decides depends on the "
     "machine.",
 )
-"""S2.19."""
+
+CLAIMS = (CACHE, WORK, ABSORBED, STEP)

@@ -1,4 +1,4 @@
-"""A claim: what is said, what it predicts, how it is measured, and the bounds that decide."""
+"""A claim: one sentence about attention, what it predicts, how that is measured, and the bounds that decide."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from regard.bench.timing import quartiles
 from regard.compare.experiment import Numbers
@@ -128,6 +128,28 @@ def verdict(checks: Sequence[Check]) -> str:
     return VERDICTS[1] if answers["limit"] - {"yes"} else VERDICTS[0]
 
 
+DEEPSEEK_NOTE = "Deepseek_based_llm_note"
+ATTN_JOURNEY = "AttnJourney"
+RASCHKA_NOTES = "x-jeff's chapter 3"
+OVERVIEW = "the overview"
+OUTLINE = "the outline"
+"""Short names of the public notes whose statements are tested; docs/claims.md has their titles."""
+
+
+class Source(NamedTuple):
+    """A note, and the section of it that says what a claim says.
+
+    >>> str(Source(ATTN_JOURNEY, "3.1")), str(Source(OUTLINE, "long contexts"))
+    ('AttnJourney, section 3.1', 'the outline, long contexts')
+    """
+
+    note: str
+    section: str
+
+    def __str__(self) -> str:
+        return f"{self.note}, {'section ' * self.section[0].isdigit()}{self.section}"
+
+
 Measure = Callable[[float, int], Numbers]
 """From a budget (1 is the default, 2 is twice the training or the timing) and a seed to plain
 numbers.
@@ -140,7 +162,7 @@ class Claim:
 
     Attributes:
         id: how it is asked for.
-        seeds: the lines of docs/seeds.md that it belongs to.
+        sources: the sections of the notes that say it.
         says: what is said, as the notes say it, in one sentence.
         predicts: what would be measured if that sentence were true.
         scale: what an experiment of this size can and cannot show.
@@ -155,7 +177,7 @@ class Claim:
     """
 
     id: str
-    seeds: tuple[str, ...]
+    sources: tuple[Source, ...]
     says: str
     predicts: str
     scale: str
@@ -215,7 +237,7 @@ class Outcome:
             for name in ("id", "says", "predicts", "scale", "lesson", "timed")
         }
         return said | {
-            "seeds": list(claim.seeds),
+            "sources": [str(source) for source in claim.sources],
             "verdict": self.verdict,
             "budget": self.budget,
             "seed": self.seed,

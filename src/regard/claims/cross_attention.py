@@ -1,6 +1,4 @@
-"""Translation of numbers in words: an encoder that must put all into one state, against one that is
-looked at again.
-"""
+"""Claims about attention between two sequences: a translation, and an image with its caption."""
 
 from __future__ import annotations
 
@@ -11,9 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.compare.claims.base import Check, Claim, steps
-from regard.compare.claims.training import learn
+from regard.claims.claim import (
+    ATTN_JOURNEY,
+    DEEPSEEK_NOTE,
+    OVERVIEW,
+    RASCHKA_NOTES,
+    Check,
+    Claim,
+    Source,
+    steps,
+)
+from regard.claims.training import learn
 from regard.compare.experiment import Numbers
+from regard.nn.variants import cross_attention
 from regard.train.losses import PairLoss, where
 from regard.train.tasks import TASKS
 from regard.train.tasks.base import EOS, Example
@@ -173,9 +181,9 @@ _MADE = (
     "moves the curve to the right, it does not lift its end."
 )
 
-CLAIM = Claim(
+FORGETTING = Claim(
     id="forgetting",
-    seeds=("S1.2", "S3.5", "S4.6", "E1.7"),
+    sources=(Source(DEEPSEEK_NOTE, "1.1.1"), Source(RASCHKA_NOTES, "2"), Source(OVERVIEW, "2.1")),
     says="A recurrent encoder and decoder without attention translate long sentences worse than "
     "short ones.",
     predicts="The share of right translations falls with the length of the source.",
@@ -185,13 +193,12 @@ CLAIM = Claim(
     picture=_picture,
     shares="forgetting",
     lesson="What fades forward is not what vanishes backward: forgetting and vanishing gradients "
-    "are two things (E1.7).",
+    "are two things.",
 )
-"""S1.2."""
 
 BEGINNING = Claim(
     id="forgetting-beginning",
-    seeds=("S1.4",),
+    sources=(Source(DEEPSEEK_NOTE, "1.1.1"),),
     says="What a recurrent translator loses of a long sentence is its beginning.",
     predicts="With all earlier words given right, fewer words are right at the beginning of a "
     "long translation than at its end.",
@@ -202,14 +209,13 @@ BEGINNING = Claim(
     checks=_checks_beginning,
     picture=_picture,
     shares="forgetting",
-    lesson="A state is dominated by recent input unless a gate keeps it (E1.8); what a decoder "
+    lesson="A state is dominated by recent input unless a gate keeps it; what a decoder "
     "makes of it is another question.",
 )
-"""S1.4."""
 
 BACK = Claim(
     id="looking-back",
-    seeds=("S1.5", "S3.6", "S4.7"),
+    sources=(Source(DEEPSEEK_NOTE, "1.1.2"), Source(RASCHKA_NOTES, "3"), Source(OVERVIEW, "2.1")),
     says="With attention long sentences are translated as well as short ones.",
     predicts="The same network with attention: hardly a difference between short and long sources.",
     scale=_MADE,
@@ -219,4 +225,71 @@ BACK = Claim(
     shares="forgetting",
     lesson="At the lengths that it was trained on: beyond them attention fails too.",
 )
-"""S3.6."""
+
+
+TEXT, IMAGE, DIM, HEADS = 7, 64, 32, 4
+"""Seven tokens of a text, and an image of 8 x 8 places."""
+
+
+@torch.no_grad()
+def _measure_image(_budget: float, seed: int) -> Numbers:
+    torch.manual_seed(seed)
+    layer = cross_attention(DIM, HEADS).eval()
+    text, image = torch.randn(1, TEXT, DIM), torch.randn(1, IMAGE, DIM)
+    rows = {"text": layer(text, memory=image).shape[1], "image": layer(image, memory=text).shape[1]}
+    return {"text": TEXT, "image": IMAGE, "rows": rows}
+
+
+def _checks_image(numbers: Mapping[str, Any]) -> list[Check]:
+    rows = numbers["rows"]["text"]  # as it is said: queries from the text
+    return [
+        Check(
+            "captioning: rows that come out, by the tokens of the text that is made",
+            rows / numbers["text"],
+            1.0,
+            1.0,
+        ),
+        Check(
+            "text to image: rows that come out, by the places of the image that is made",
+            rows / numbers["image"],
+            1.0,
+            1.0,
+            role="limit",
+        ),
+        Check(
+            "... with queries from the image and keys and values from the text",
+            numbers["rows"]["image"] / numbers["image"],
+            role="told",
+        ),
+    ]
+
+
+def _picture_image(numbers: Mapping[str, Any]) -> Picture:
+    lines = tuple(
+        Line(f"queries from the {name}", ((0.0, float(rows)), (1.0, float(rows))))
+        for name, rows in numbers["rows"].items()
+    )
+    return Picture(
+        "Rows that cross-attention gives: 7 tokens of text, 64 places of an image",
+        "",
+        "rows",
+        lines,
+    )
+
+
+IMAGE_TEXT = Claim(
+    id="image-text",
+    sources=(Source(OVERVIEW, "5.1"), Source(ATTN_JOURNEY, "5.3")),
+    says="Between image and text, the image gives keys and values and the text gives the queries.",
+    predicts="A row comes out for everything that is made: tokens of a caption, places of a "
+    "picture.",
+    scale="Exact: a matter of shapes. Which models do which: Flamingo (2204.14198) asks an image "
+    "from the text, Stable Diffusion (2112.10752, section 3.3) a text from the image.",
+    measure=_measure_image,
+    checks=_checks_image,
+    picture=_picture_image,
+    lesson="What is made asks, and what it is made from answers: right for captioning, reversed "
+    "for text to image.",
+)
+
+CLAIMS = (FORGETTING, BEGINNING, BACK, IMAGE_TEXT)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from regard.compare.claims.base import Check, Claim, steps
-from regard.compare.claims.training import decoder, learn, right
+from regard.claims.claim import OUTLINE, Check, Claim, Source, steps
+from regard.claims.training import decoder, learn, right
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
 from regard.train.tasks.base import Example, Task, Vocabulary
@@ -173,7 +173,7 @@ _TOY = (
 
 CLAIM = Claim(
     id="infini",
-    seeds=("S5.16", "E5.3"),
+    sources=(Source(OUTLINE, "Infini-attention"),),
     says="Infini-attention remembers what lies segments back, in a memory of fixed size.",
     predicts="Trained with its gate, it answers what a window of the same segment cannot know.",
     scale=_TOY,
@@ -184,11 +184,10 @@ CLAIM = Claim(
     lesson="The memory adds up outer products of keys and values: it recalls what was stored with "
     "keys that stay apart, and blurs the rest.",
 )
-"""S5.16."""
 
 FREE = Claim(
     id="infini-free",
-    seeds=("S5.16", "E5.10"),
+    sources=(Source(OUTLINE, "Infini-attention"),),
     says="Infini-attention is a free addition to a model that is trained already.",
     predicts="Put in place of its attention, with the gate as it begins, it recalls across "
     "segments, and loses nothing that was there.",
@@ -197,6 +196,7 @@ FREE = Claim(
     checks=_checks_free,
     picture=_picture,
     shares="infini",
-    lesson="Gates and projections must be trained with it (E5.10).",
+    lesson="Gates and projections must be trained with it.",
 )
-"""E5.10."""
+
+CLAIMS = (CLAIM, FREE)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard import attend, attention_weights
-from regard.compare.claims.base import Check, Claim
+from regard.claims.claim import ATTN_JOURNEY, DEEPSEEK_NOTE, RASCHKA_NOTES, Check, Claim, Source
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.masks import Dense as DenseMask
@@ -147,21 +147,24 @@ _EXACT = "Exact statements about arithmetic: they do not depend on the scale."
 
 CLAIM = Claim(
     id="minus-infinity",
-    seeds=("S1.11", "S2.4", "S3.25", "E3.6"),
+    sources=(
+        Source(DEEPSEEK_NOTE, "1.1.3"),
+        Source(ATTN_JOURNEY, "3.2"),
+        Source(RASCHKA_NOTES, "6.1"),
+    ),
     says="A key that scores minus infinity has a weight of exactly 0.",
     predicts="Zeros behind the mask, whatever the size of the other scores.",
     scale=_EXACT,
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0 (E3.6): the "
+    lesson="Where a row sees nothing, softmax of minus infinity alone is NaN, not 0: the "
     "empty row wants a definition, and ours is 0.",
 )
-"""S2.4."""
 
 HIDES = Claim(
     id="minus-infinity-hides",
-    seeds=("S2.4", "E2.2"),
+    sources=(Source(ATTN_JOURNEY, "3.2"),),
     says="Scores of minus infinity keep every trace of the masked positions out of the output.",
     predicts="Whatever stands in a masked value, the output does not change.",
     scale=_EXACT,
@@ -170,13 +173,12 @@ HIDES = Claim(
     picture=_picture,
     shares="minus-infinity",
     lesson="A weight of 0 times NaN or infinity is NaN: what is masked must be selected away, not "
-    "multiplied (E2.2).",
+    "multiplied.",
 )
-"""E2.2."""
 
 LARGE = Claim(
     id="large-negative",
-    seeds=("S1.11", "E1.5"),
+    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
     says="A large negative number does the same as minus infinity.",
     predicts="Weights of exactly 0 behind the mask, and the same rows everywhere else.",
     scale=_EXACT,
@@ -185,6 +187,7 @@ LARGE = Claim(
     picture=_picture,
     shares="minus-infinity",
     lesson="The two agree exactly where something is seen; an empty row becomes a silent average, "
-    "and in fp16 -1e9 is no number (E1.5).",
+    "and in fp16 -1e9 is no number.",
 )
-"""E1.5."""
+
+CLAIMS = (CLAIM, HIDES, LARGE)

@@ -11,8 +11,19 @@ from random import Random
 from statistics import mean
 from typing import Any
 
-from regard.compare.claims.base import Check, Claim, scattered, steps
-from regard.compare.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
+from regard.claims.claim import (
+    ATTN_JOURNEY,
+    DEEPSEEK_NOTE,
+    OUTLINE,
+    OVERVIEW,
+    RASCHKA_NOTES,
+    Check,
+    Claim,
+    Source,
+    scattered,
+    steps,
+)
+from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha, mha_per_head
 from regard.train.tasks.base import Example, Task, Vocabulary
@@ -96,7 +107,13 @@ def _picture_places(numbers: Mapping[str, Any]) -> Picture:
 
 CLAIM = Claim(
     id="heads",
-    seeds=("S1.15", "S2.10", "S4.14", "S4.16", "S5.6"),
+    sources=(
+        Source(DEEPSEEK_NOTE, "1.1.4"),
+        Source(ATTN_JOURNEY, "4"),
+        Source(OVERVIEW, "4"),
+        Source(OVERVIEW, "4.2"),
+        Source(OUTLINE, "3"),
+    ),
     says="Several heads look at several places at once, which one head as wide as all of them "
     "cannot.",
     predicts="What stands at two places is answered by several heads, and by one wide head no "
@@ -108,7 +125,6 @@ CLAIM = Claim(
     picture=_picture_places,
     lesson="What several heads buy is several distributions.",
 )
-"""S4.16."""
 
 
 def _measure_text(budget: float, seed: int) -> Numbers:
@@ -165,7 +181,7 @@ def _picture_text(numbers: Mapping[str, Any]) -> Picture:
 
 TEXT = Claim(
     id="heads-text",
-    seeds=("S2.10", "S4.16", "S5.6"),
+    sources=(Source(ATTN_JOURNEY, "4"), Source(OVERVIEW, "4.2"), Source(OUTLINE, "3")),
     says="Several heads model text better than one head as wide as all of them.",
     predicts="Less loss with the same parameters, data and steps, by more than the seeds differ.",
     scale="One layer of width 64, three seeds and 160 steps: it does not say how many heads a "
@@ -175,7 +191,6 @@ TEXT = Claim(
     picture=_picture_text,
     lesson="Heads of 8 numbers are small: more heads are not always better.",
 )
-"""S4.16, on text."""
 
 
 def _measure_cost(_budget: float, _seed: int) -> Numbers:
@@ -234,7 +249,7 @@ def _picture_cost(numbers: Mapping[str, Any]) -> Picture:
 
 WIDE = Claim(
     id="heads-wide",
-    seeds=("S4.26", "E4.14"),
+    sources=(Source(OVERVIEW, "6"),),
     says="One wide head costs more than several heads that share its width.",
     predicts="More FLOPs or more parameters for the one.",
     scale="Counted exactly, at width 64 and 96 tokens; the same at any size.",
@@ -242,14 +257,12 @@ WIDE = Claim(
     checks=_checks_cost,
     picture=_picture_cost,
     shares="heads-wide",
-    lesson="One wide head costs what several do; what several buy is several distributions "
-    "(E4.14).",
+    lesson="One wide head costs what several do; what several buy is several distributions.",
 )
-"""E4.14."""
 
 MORE = Claim(
     id="heads-more",
-    seeds=("S3.31", "E3.5"),
+    sources=(Source(RASCHKA_NOTES, "7"),),
     says="More heads cost more.",
     predicts="FLOPs that grow with the number of heads.",
     scale="Counted exactly, at width 64 and 96 tokens; the same at any size.",
@@ -257,7 +270,7 @@ MORE = Claim(
     checks=_checks_more,
     picture=_picture_cost,
     shares="heads-wide",
-    lesson="In a list, where each head brings matrices of its own; not where a fixed width is cut "
-    "(E3.5).",
+    lesson="In a list, where each head brings matrices of its own; not where a fixed width is cut.",
 )
-"""E3.5."""
+
+CLAIMS = (CLAIM, TEXT, WIDE, MORE)

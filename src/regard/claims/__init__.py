@@ -6,8 +6,9 @@ file: it holds, holds with limits, or does not hold. All run at toy scale, and e
 can and cannot show.
 """
 
-from regard.compare.claims.base import VERDICTS, Check, Claim, Outcome
-from regard.compare.claims.registry import CLAIMS, find_claim
-from regard.compare.claims.run import experiments, run
+from __future__ import annotations
+
+from regard.claims.claim import VERDICTS, Check, Claim, Outcome
+from regard.claims.registry import CLAIMS, experiments, find_claim, run
 
 __all__ = ["CLAIMS", "VERDICTS", "Check", "Claim", "Outcome", "experiments", "find_claim", "run"]

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from regard import attend, attention_weights
-from regard.compare.claims.base import Check, Claim, steps
+from regard.claims.claim import (
+    ATTN_JOURNEY,
+    DEEPSEEK_NOTE,
+    RASCHKA_NOTES,
+    Check,
+    Claim,
+    Source,
+    steps,
+)
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha
 from regard.view.curves import Line, Picture
@@ -142,7 +150,7 @@ _SMALL = (
 
 CLAIM = Claim(
     id="dropout",
-    seeds=("S2.8", "S3.26", "S3.27"),
+    sources=(Source(ATTN_JOURNEY, "3.3"), Source(RASCHKA_NOTES, "6.2")),
     says="Dropout sets weights to zero at random in training, scales the others by 1/(1-p), and "
     "does nothing in evaluation.",
     predicts="A share of p is dropped, the mean over draws is kept, and two evaluations agree to "
@@ -151,13 +159,12 @@ CLAIM = Claim(
     measure=_measure,
     checks=_checks,
     picture=_picture,
-    lesson="What is shown or timed runs without it (X5).",
+    lesson="What is shown or timed runs without it.",
 )
-"""S2.8."""
 
 SUMS = Claim(
     id="dropout-rows",
-    seeds=("S1.13", "E1.3", "E2.3", "X5"),
+    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
     says="Behind dropout the weights of a row are still a probability distribution.",
     predicts="Every row sums to 1.",
     scale=_SMALL,
@@ -165,14 +172,12 @@ SUMS = Claim(
     checks=_checks_sums,
     picture=_picture,
     shares="dropout",
-    lesson="They sum to 1 only on average (E2.3): a row that is printed in training is no "
-    "distribution (E1.3).",
+    lesson="They sum to 1 only on average: a row that is printed in training is no distribution.",
 )
-"""E2.3."""
 
 HALF = Claim(
     id="dropout-half",
-    seeds=("S3.27", "E3.2"),
+    sources=(Source(RASCHKA_NOTES, "6.2"),),
     says="Dropout of 50 % sets half of the weights to zero.",
     predicts="Half of all weights, and half of each row.",
     scale=_SMALL,
@@ -181,6 +186,7 @@ HALF = Claim(
     picture=_picture,
     shares="dropout",
     lesson="In expectation only: how many a row loses is binomial, and the printed draw took 15 "
-    "of 36 (E3.2).",
+    "of 36.",
 )
-"""E3.2."""
+
+CLAIMS = (CLAIM, SUMS, HALF)

@@ -1,17 +1,74 @@
-"""Claims as experiments of a session: kept, found again, told in the order of the list."""
+"""All claims by id, and running them as experiments whose numbers are kept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from difflib import get_close_matches
 
 import torch
 
 from regard import __version__
-from regard.compare.claims.base import Claim, Outcome
+from regard.claims import (
+    complexity,
+    cross_attention,
+    decode_mask,
+    dropout,
+    embeddings,
+    extrapolation,
+    grouped_query,
+    heads,
+    infini,
+    latent_attention,
+    mha_gpt_mla,
+    minus_infinity,
+    parallelism,
+    positions,
+    scale,
+)
+from regard.claims.claim import Claim, Outcome
 from regard.compare.experiment import Experiment, Numbers, Session
 from regard.errors import ArgumentError
 from regard.process import seeded
+
+CLAIMS: dict[str, Claim] = {
+    claim.id: claim
+    for claim in (
+        *scale.CLAIMS,
+        *minus_infinity.CLAIMS,
+        *dropout.CLAIMS,
+        *cross_attention.CLAIMS,
+        *parallelism.CLAIMS,
+        *heads.CLAIMS,
+        *mha_gpt_mla.CLAIMS,
+        *latent_attention.CLAIMS,
+        *grouped_query.CLAIMS,
+        *complexity.CLAIMS,
+        *positions.CLAIMS,
+        *extrapolation.CLAIMS,
+        *decode_mask.CLAIMS,
+        *infini.CLAIMS,
+        *embeddings.CLAIMS,
+    )
+}
+"""Id -> claim, in the order in which they are listed."""
+
+
+def find_claim(name: str) -> Claim:
+    """The claim of an id.
+
+    Raises:
+        ArgumentError: there is none; names the near ones.
+
+    >>> str(find_claim("scale").sources[1])
+    'AttnJourney, section 3.1'
+    """
+    if name not in CLAIMS:
+        near = get_close_matches(name, CLAIMS, 2) or list(CLAIMS)
+        raise ArgumentError(
+            f"there is no claim {name!r}; did you mean {' or '.join(near)}? --list tells them all"
+        )
+    return CLAIMS[name]
 
 
 def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> list[Experiment]:
@@ -27,7 +84,7 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
     Raises:
         ArgumentError: the budget is not above 0 and finite.
 
-    >>> from regard.compare.claims import find_claim
+    >>> from regard.claims import find_claim
     >>> [one.name for one in experiments([find_claim("scale")], budget=0.01)]
     ['claim/scale']
     """
@@ -50,7 +107,7 @@ def run(
         ArgumentError: as `experiments`.
 
     >>> from regard.compare import Session, Store
-    >>> from regard.compare.claims import find_claim
+    >>> from regard.claims import find_claim
     >>> [one.verdict for one in run(Session(Store(None)), [find_claim("minus-infinity")])]
     ['holds with limits']
     """

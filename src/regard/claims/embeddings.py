@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.compare.claims.base import Check, Claim
+from regard.claims.claim import OVERVIEW, Check, Claim, Source
 from regard.compare.experiment import Numbers
 from regard.view.curves import Line, Picture
 
@@ -116,7 +116,7 @@ def _picture(numbers: Mapping[str, Any]) -> Picture:
 
 CLAIM = Claim(
     id="features",
-    seeds=("S4.3",),
+    sources=(Source(OVERVIEW, "1.2"),),
     says="Each dim of an embedding stands for a feature of the token.",
     predicts="One dim tells three of four tokens that have a feature from those that have not; "
     "guessing tells half.",
@@ -128,4 +128,5 @@ CLAIM = Claim(
     lesson="What stands for a feature is a direction; which dims carry it is an accident of "
     "training.",
 )
-"""S4.3."""
+
+CLAIMS = (CLAIM,)

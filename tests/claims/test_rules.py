@@ -13,28 +13,71 @@ from typing import Any, get_args
 import pytest
 import torch
 
+from regard.claims import CLAIMS, VERDICTS, Check, Outcome, find_claim, run
+from regard.claims.claim import (
+    ATTN_JOURNEY,
+    DEEPSEEK_NOTE,
+    OUTLINE,
+    OVERVIEW,
+    RASCHKA_NOTES,
+    Role,
+    scattered,
+    verdict,
+)
+from regard.claims.render import as_csv, section, summary, text
+from regard.claims.timing import exponent, ratios, seconds, slopes, together
 from regard.compare import Session, Store
-from regard.compare.claims import CLAIMS, VERDICTS, Check, Outcome, find_claim, run
-from regard.compare.claims.base import Role, scattered, verdict
-from regard.compare.claims.timed import exponent, ratios, seconds, slopes, together
-from regard.compare.claims.told import as_csv, section, summary, text
 from regard.errors import ArgumentError
 from regard.view.curves import svg
-from tests.compare.claims.planted import CONTRARY, PLANTED, WIDE, changed
+from tests.claims.planted import CONTRARY, PLANTED, WIDE, changed
 
-SEEDS = (Path(__file__).parents[3] / "docs" / "seeds.md").read_text("utf-8")
+ROOT = Path(__file__).parents[2]
+SEEDS = (ROOT / "docs" / "seeds.md").read_text("utf-8")
+LINE = re.compile(r"\b([SE][1-5]\.\d+|X[1-5])\b(?!\.)")
+"""An id of a line of docs/seeds.md."""
+NOTES = {DEEPSEEK_NOTE, ATTN_JOURNEY, RASCHKA_NOTES, OVERVIEW, OUTLINE}
 SENTENCE = re.compile(r"[A-Z0-9][^.;:]*\.")
 """One statement: no second sentence, and nothing joined on by a semicolon or a colon."""
 
 
-def test_every_claim_is_listed_under_its_id_and_belongs_to_a_seed() -> None:
+def test_every_claim_is_listed_under_its_id_and_names_a_section_of_a_note() -> None:
     assert set(CLAIMS) == set(PLANTED)
     for name, claim in CLAIMS.items():
         assert claim.id == name
-        assert claim.seeds
-        assert all(f"| {seed} |" in SEEDS for seed in claim.seeds), claim.seeds
+        assert claim.sources
+        assert {source.note for source in claim.sources} <= NOTES
+        assert all(str(source).startswith(f"{source.note}, ") for source in claim.sources)
         for words in (claim.says, claim.predicts, claim.scale, claim.lesson):
             assert re.fullmatch(r"\S.+[.:]", words), words
+
+
+def test_the_page_of_the_notes_lists_the_lines_of_every_claim() -> None:
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|$", SEEDS, re.MULTILINE))
+    assert list(rows) == list(CLAIMS)
+    for name, lines in rows.items():
+        ids = lines.split(", ")
+        assert all(f"| {line} |" in SEEDS for line in ids), lines
+        notes = [line[1] for line in ids if line[0] == "S"]
+        said_in = {DEEPSEEK_NOTE: "1", ATTN_JOURNEY: "2", RASCHKA_NOTES: "3", OVERVIEW: "4"}
+        found = {said_in.get(source.note, "5") for source in CLAIMS[name].sources}
+        assert found == set(notes), name
+
+
+@pytest.mark.parametrize("folder", ["src", "docs", "tests"])
+def test_ids_of_lines_stand_on_the_page_of_the_notes_only(folder: str) -> None:
+    """The tests that check that page may name them, too."""
+    own = {ROOT / "docs" / "seeds.md", ROOT / "tests" / "docs" / "test_seeds.py", Path(__file__)}
+    files = {p for kind in ("py", "md", "js") for p in (ROOT / folder).rglob(f"*.{kind}")} - own
+    found = {p.name: LINE.findall(p.read_text("utf-8")) for p in files}
+    assert {name: ids for name, ids in found.items() if ids} == {}
+
+
+def test_an_id_of_a_line_is_found() -> None:
+    assert LINE.findall("as S2.3, E4.14 and (X5) say; not X1.2, S6.1 or AVX2") == [
+        "S2.3",
+        "E4.14",
+        "X5",
+    ]
 
 
 @pytest.mark.parametrize("name", CLAIMS)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from regard import attend
 from regard.caches import Cache, Fixed, Growing, Ring
-from regard.compare.claims.base import Check, Claim, steps
-from regard.compare.claims.training import BYTES, byte_loss, decoder, read_bytes
+from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Check, Claim, Source, steps
+from regard.claims.training import BYTES, byte_loss, decoder, read_bytes
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Mask, Window
 from regard.nn import Attention
@@ -164,7 +164,7 @@ _EXACT = "Exact statements; the sizes of the errors are those of random weights.
 
 CLAIM = Claim(
     id="decode-mask",
-    seeds=("S1.12", "E1.6", "X2"),
+    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
     says="With a cache of keys and values a step of decoding needs no mask.",
     predicts="Without the mask a step gives what it gives with it.",
     scale=_EXACT,
@@ -173,13 +173,12 @@ CLAIM = Claim(
     picture=_picture,
     shares="decode-mask",
     lesson="True of one query against exactly the keys that it may see; several tokens at once, a "
-    "window over a longer cache, empty slots and padding need one (E1.6).",
+    "window over a longer cache, empty slots and padding need one.",
 )
-"""S1.12."""
 
 ALWAYS = Claim(
     id="decode-mask-always",
-    seeds=("S4.27", "E4.5", "X2"),
+    sources=(Source(OVERVIEW, "6"),),
     says="At inference each step needs the causal mask, to hide the tokens that are not generated "
     "yet.",
     predicts="Without the mask a step of one token goes wrong.",
@@ -189,9 +188,8 @@ ALWAYS = Claim(
     picture=_picture,
     shares="decode-mask",
     lesson="Such tokens do not exist: with a cache nothing is hidden. Without a cache the mask "
-    "hides later tokens from earlier ones, which a second layer reads (E4.5).",
+    "hides later tokens from earlier ones, which a second layer reads.",
 )
-"""S4.27."""
 
 STEPS_OF_TRAINING = 120
 
@@ -256,7 +254,7 @@ def _picture_training(numbers: Mapping[str, Any]) -> Picture:
 
 TRAINING = Claim(
     id="training-mask",
-    seeds=("S1.12", "E1.6"),
+    sources=(Source(DEEPSEEK_NOTE, "1.1.3"),),
     says="Training needs no mask.",
     predicts="A language model that was trained without one predicts the next token as well.",
     scale="Two layers of width 48 and 120 steps on bytes.",
@@ -264,6 +262,7 @@ TRAINING = Claim(
     checks=_checks_training,
     picture=_picture_training,
     lesson="Training is where a causal language model needs it most: without it, it learns to "
-    "copy the answer that it can see (E1.6).",
+    "copy the answer that it can see.",
 )
-"""E1.6."""
+
+CLAIMS = (CLAIM, ALWAYS, TRAINING)

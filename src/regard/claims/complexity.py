@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from regard import attend, plan
-from regard.compare.claims.base import Check, Claim, scattered
-from regard.compare.claims.timed import by_length, exponent, ratios, seconds, setting, slopes
+from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered
+from regard.claims.timing import by_length, exponent, ratios, seconds, setting, slopes
 from regard.compare.experiment import Numbers
 from regard.linear import linear_attention
 from regard.masks import Causal, Mask, Strided, Window
@@ -116,7 +116,7 @@ _COUNTED = "Counted exactly, from 1024 to 8192 tokens."
 
 FULL = Claim(
     id="full-work",
-    seeds=("S4.22",),
+    sources=(Source(OVERVIEW, "5.2"),),
     says="The work of full attention grows as n^2.",
     predicts="Pairs of queries and keys with an exponent of 2.",
     scale=_COUNTED,
@@ -124,13 +124,12 @@ FULL = Claim(
     checks=_checks_full,
     picture=_picture_pairs,
     shares="full-work",
-    lesson="Quadratic work is not quadratic memory: a tiled kernel's memory grows with n (E4.11).",
+    lesson="Quadratic work is not quadratic memory: a tiled kernel's memory grows with n.",
 )
-"""S4.22."""
 
 SPARSE = Claim(
     id="sparse-work",
-    seeds=("S4.21", "S5.15", "E4.10"),
+    sources=(Source(OVERVIEW, "5.1"), Source(OUTLINE, "sparse attention")),
     says="The work of sparse attention grows as n log n.",
     predicts="Pairs of windows and of strides that stay in proportion to n log n.",
     scale=_COUNTED
@@ -140,14 +139,12 @@ SPARSE = Claim(
     checks=_checks_sparse,
     picture=_picture_pairs,
     shares="full-work",
-    lesson="A window is linear and a stride of sqrt(n) has n^1.5; n log n is Reformer's hashing "
-    "(E4.10).",
+    lesson="A window is linear and a stride of sqrt(n) has n^1.5; n log n is Reformer's hashing.",
 )
-"""E4.10."""
 
 LINEAR = Claim(
     id="linear-work",
-    seeds=("S5.17", "S5.18"),
+    sources=(Source(OUTLINE, "linear attention"), Source(OUTLINE, "long contexts")),
     says="The work of linear attention grows as n.",
     predicts="FLOPs of a layer with an exponent of 1.",
     scale=_COUNTED + " Each token adds to a state of fixed size and reads it.",
@@ -157,7 +154,6 @@ LINEAR = Claim(
     shares="full-work",
     lesson="What it pays with is a state of fixed size: it cannot keep every pair apart.",
 )
-"""S5.17."""
 
 
 def _measure_time(budget: float, seed: int) -> Numbers:
@@ -213,7 +209,7 @@ def _picture_time(numbers: Mapping[str, Any]) -> Picture:
 
 SPARSE_TIME = Claim(
     id="sparse-time",
-    seeds=("S4.21", "S5.18"),
+    sources=(Source(OVERVIEW, "5.1"), Source(OUTLINE, "long contexts")),
     says="Sparse attention is faster than full attention on long texts.",
     predicts="Less than half of the time at 8192 tokens.",
     scale="Up to 8192 tokens on this CPU, each with the kernel that regard chooses for it.",
@@ -224,4 +220,5 @@ SPARSE_TIME = Claim(
     lesson="Time follows the pairs where a kernel can skip whole tiles: a window leaves most of "
     "them empty, a stride none.",
 )
-"""S4.21."""
+
+CLAIMS = (FULL, SPARSE, LINEAR, SPARSE_TIME)

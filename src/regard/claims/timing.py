@@ -1,6 +1,4 @@
-"""What the timed claims share: interleaved rounds, their ratios round by round, and the exponent of
-a time.
-"""
+"""What the timed claims share: rounds in turns, ratios round by round, and the exponent of a time."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 
 from regard.bench.runner import threads
 from regard.bench.timing import interleaved
-from regard.compare.claims.base import steps
+from regard.claims.claim import steps
 from regard.view.curves import Line
 
 

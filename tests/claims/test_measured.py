@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from regard import attend, attention_weights
-from regard.compare import Session, Store
-from regard.compare.claims import (
+from regard.claims import (
     CLAIMS,
     VERDICTS,
     Outcome,
@@ -25,16 +24,17 @@ from regard.compare.claims import (
     dropout,
     experiments,
     find_claim,
-    groups,
+    grouped_query,
     heads,
     infini,
     minus_infinity,
-    order,
+    parallelism,
+    positions,
     run,
     scale,
-    values,
 )
-from regard.compare.claims.training import BYTES, byte_loss, decoder, held_bytes, learn, right
+from regard.claims.training import BYTES, byte_loss, decoder, held_bytes, learn, right
+from regard.compare import Session, Store
 from regard.errors import ArgumentError
 from regard.nn import Separate
 from regard.span import Span
@@ -160,7 +160,7 @@ def test_the_gradients_of_the_scale_are_those_of_the_formula() -> None:
 
 
 def test_dependent_steps_are_counted() -> None:
-    with order.Chain() as chain:
+    with parallelism.Chain() as chain:
         x = torch.zeros(8) + 1
         for _ in range(5):
             x = x * 2
@@ -202,7 +202,7 @@ def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_claims_run_at_a_tiny_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (groups, scale, values):  # one seed is enough to see that it runs
+    for module in (grouped_query, scale, positions):  # one seed is enough to see that it runs
         monkeypatch.setattr(module, "SEEDS", 1)
     found = measured(name)
     assert found.verdict in VERDICTS
@@ -298,11 +298,11 @@ def turned_by_loops(v: Tensor, p: Tensor, *, back: bool) -> Tensor:
 
 @pytest.mark.parametrize("back", [True, False])
 def test_turned_values_are_the_formula(back: bool) -> None:
-    model = values._model(values.WAYS[1 if back else 2], 0).double().requires_grad_(False)
+    model = positions._model(positions.WAYS[1 if back else 2], 0).double().requires_grad_(False)
     attention = model.layers[0].attention
     project = attention.project
     assert isinstance(project, Separate)
-    x, at = torch.randn(1, 6, values.DIM, dtype=torch.float64), Span(0, 6)
+    x, at = torch.randn(1, 6, positions.VALUES_DIM, dtype=torch.float64), Span(0, 6)
     q, k = project.query(x, at), project.remember(x, at)[0]
     p = attention_weights(q, k, mask=attention.mask)[0]
     wanted = turned_by_loops(project.v(x, at)[0], p, back=back)

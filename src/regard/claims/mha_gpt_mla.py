@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from regard import plan
-from regard.compare.claims.base import Check, Claim, scattered
-from regard.compare.claims.timed import ratios, seconds, setting
+from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
+from regard.claims.timing import ratios, seconds, setting
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Window
 from regard.nn import Attention, Fused, Separate
@@ -153,7 +153,7 @@ _SETTING = (
 
 CLAIM = Claim(
     id="fused",
-    seeds=("S2.20", "S2.25", "E2.8", "X5"),
+    sources=(Source(ATTN_JOURNEY, "6.2"), Source(ATTN_JOURNEY, "code")),
     says="GPT's attention is faster than standard multi-head attention.",
     predicts="At most 0.95 of its time, in training mode with a dropout of 0.1 in both, and in "
     "evaluation mode.",
@@ -164,14 +164,13 @@ CLAIM = Claim(
     timed=True,
     shares="fused",
     table=_table,
-    lesson="No arithmetic is saved (E2.8). A cold, single run in a fixed order, with dropout in "
-    "some of the kinds, compares nothing (X5).",
+    lesson="No arithmetic is saved. A cold, single run in a fixed order, with dropout in "
+    "some of the kinds, compares nothing.",
 )
-"""S2.20."""
 
 MLA_TIME = Claim(
     id="mla-time",
-    seeds=("S2.19", "S2.25", "E2.8"),
+    sources=(Source(ATTN_JOURNEY, "6.1"), Source(ATTN_JOURNEY, "code")),
     says="MLA is faster than standard multi-head attention.",
     predicts="At most 0.95 of its time with the same dropout in both, and in evaluation mode.",
     scale=_SETTING
@@ -184,9 +183,8 @@ MLA_TIME = Claim(
     shares="fused",
     table=_table,
     lesson="With narrower values it computes less in a prompt. Most of what the note measured is "
-    "the missing dropout (E2.8), and in decoding it is another question: `mla-step`.",
+    "the missing dropout, and in decoding it is another question: `mla-step`.",
 )
-"""E2.8."""
 
 
 def _pair() -> tuple[Attention, Attention]:
@@ -282,7 +280,7 @@ def _picture_work(numbers: Mapping[str, Any]) -> Picture:
 
 WORK = Claim(
     id="fused-work",
-    seeds=("S2.20", "E2.8"),
+    sources=(Source(ATTN_JOURNEY, "6.2"),),
     says="One matrix for queries, keys and values computes less than three.",
     predicts="Fewer FLOPs for the same result.",
     scale="Counted exactly, at width 512; the same at any size.",
@@ -292,11 +290,10 @@ WORK = Claim(
     shares="fused-work",
     lesson="The same arithmetic in one call: what it can save is calls and readings of the input.",
 )
-"""E2.8, counted."""
 
 MASK = Claim(
     id="mask-work",
-    seeds=("S2.21", "E2.9"),
+    sources=(Source(ATTN_JOURNEY, "6.2"),),
     says="A mask saves no multiplications.",
     predicts="As many FLOPs with a mask as without one.",
     scale="Counted by regard.plan at 4096 tokens.",
@@ -306,6 +303,7 @@ MASK = Claim(
     shares="fused-work",
     lesson="True of code that multiplies everything and fills in minus infinity afterwards; a "
     "kernel that skips masked tiles does half of the causal work, and a twentieth with a "
-    "window (E2.9).",
+    "window.",
 )
-"""E2.9."""
+
+CLAIMS = (CLAIM, MLA_TIME, WORK, MASK)

@@ -1,4 +1,4 @@
-"""What came of claims, as text for a terminal, as lines of CSV, and as sections of a page."""
+"""The outcomes of claims as text for a terminal, as lines of CSV, and as sections of a page."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import csv
 import io
 from collections.abc import Sequence
 
-from regard.compare.claims.base import VERDICTS, Check, Claim, Outcome
+from regard.claims.claim import VERDICTS, Check, Claim, Outcome
 from regard.view.findings import Section
 
 COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high", "answer", "role")
 
 
 def listing(claims: Sequence[Claim]) -> str:
-    """Each claim with what it says and the lines of the seed notes that it belongs to.
+    """Each claim with what it says and the sections of the notes that say it.
 
-    >>> from regard.compare.claims import find_claim
-    >>> listing([find_claim("scale")]).splitlines()[0]
-    '  scale                 S1.10, S2.3, S3.18'
+    >>> from regard.claims import find_claim
+    >>> listing([find_claim("scale-training")]).splitlines()[0]
+    '  scale-training        AttnJourney, section 3.1'
     """
-    return "\n".join(f"  {c.id:<22}{', '.join(c.seeds)}\n  {'':<22}{c.says}" for c in claims)
+    return "\n".join(f"  {c.id:<22}{_sources(c)}\n  {'':<22}{c.says}" for c in claims)
 
 
 def text(outcome: Outcome) -> str:
     """A claim, its verdict, and every number with the bounds that decided.
 
-    >>> from regard.compare.claims import find_claim
+    >>> from regard.claims import find_claim
     >>> claim = find_claim("minus-infinity")
     >>> text(Outcome(claim, claim.measure(1.0, 0))).splitlines()[0]
     'minus-infinity: holds with limits'
@@ -81,7 +81,7 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 def section(outcome: Outcome) -> Section:
     """A claim as a section of a page.
 
-    >>> from regard.compare.claims import find_claim
+    >>> from regard.claims import find_claim
     >>> claim = find_claim("minus-infinity")
     >>> section(Outcome(claim, claim.measure(1.0, 0))).badge
     'holds with limits'
@@ -94,7 +94,7 @@ def section(outcome: Outcome) -> Section:
         "predicts": claim.predicts,
         "scale": claim.scale,
         "lesson": claim.lesson,
-        "seeds": ", ".join(claim.seeds),
+        "said in": _sources(claim),
     }
     return Section(
         claim.id,
@@ -115,6 +115,10 @@ def value(check: Check) -> str:
     '0.0001235'
     """
     return f"{check.value:.4g}"
+
+
+def _sources(claim: Claim) -> str:
+    return "; ".join(map(str, claim.sources))
 
 
 def _mark(check: Check) -> str:

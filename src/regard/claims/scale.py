@@ -16,8 +16,19 @@ from typing import Any
 import torch
 
 from regard import attention_weights
-from regard.compare.claims.base import Check, Claim, scattered, steps
-from regard.compare.claims.training import BYTES, byte_loss, decoder, gradient_norms
+from regard.claims.claim import (
+    ATTN_JOURNEY,
+    DEEPSEEK_NOTE,
+    OUTLINE,
+    OVERVIEW,
+    RASCHKA_NOTES,
+    Check,
+    Claim,
+    Source,
+    scattered,
+    steps,
+)
+from regard.claims.training import BYTES, byte_loss, decoder, gradient_norms
 from regard.compare.experiment import Numbers
 from regard.nn import Attention, Separate
 from regard.view.curves import Line, Picture
@@ -97,7 +108,11 @@ _FRESH = (
 
 CLAIM = Claim(
     id="scale",
-    seeds=("S1.10", "S2.3", "S3.18"),
+    sources=(
+        Source(DEEPSEEK_NOTE, "1.1.3"),
+        Source(ATTN_JOURNEY, "3.1"),
+        Source(RASCHKA_NOTES, "5.1"),
+    ),
     says="Without the division by sqrt(d_k), and only without it, the scores grow with d_k and "
     "the softmax saturates.",
     predicts="A spread of sqrt(d); without the scale nearly all weight on one key at a large d, "
@@ -109,7 +124,6 @@ CLAIM = Claim(
     lesson="A product of d terms of variance 1 has variance d: the division takes out what is due "
     "to the size of the head alone.",
 )
-"""S2.3."""
 
 GRADIENT_DIMS, TOKENS, DRAWS = (16, 64, 256, 1024), 64, 5
 
@@ -228,7 +242,7 @@ def _picture_gradients(numbers: Mapping[str, Any]) -> Picture:
 
 VANISH = Claim(
     id="scale-vanish",
-    seeds=("S2.3", "S4.10", "S5.2", "E2.1", "X3"),
+    sources=(Source(ATTN_JOURNEY, "3.1"), Source(OVERVIEW, "3.2"), Source(OUTLINE, "1")),
     says="Without the scale gradients vanish, because the softmax saturates.",
     predicts="At a large d softmax lets next to no gradient through, and the queries, the scores "
     "and the weights get next to none.",
@@ -238,13 +252,12 @@ VANISH = Claim(
     picture=_picture_gradients,
     shares="scale-vanish",
     lesson="True of the scores and of most queries; the few queries that are not saturated get so "
-    "much that the sum over all is larger, not smaller (E2.1).",
+    "much that the sum over all is larger, not smaller.",
 )
-"""E2.1, the one half."""
 
 EXPLODE = Claim(
     id="scale-explode",
-    seeds=("S2.3", "E2.1", "X3"),
+    sources=(Source(ATTN_JOURNEY, "3.1"),),
     says="Without the scale gradients explode.",
     predicts="At a large d the gradients of the scores, of the queries and of the weights are "
     "many times those with the scale.",
@@ -254,10 +267,8 @@ EXPLODE = Claim(
     picture=_picture_gradients,
     shares="scale-vanish",
     lesson="The gradient of the scores never does: softmax has a slope of at most 1/2. That of "
-    "the weights has the factor d score / d q = k, which the scale would divide by sqrt(d) "
-    "(E2.1).",
+    "the weights has the factor d score / d q = k, which the scale would divide by sqrt(d).",
 )
-"""E2.1, the other half."""
 
 TRAINED_DIMS, WIDTH, SEEDS, STEPS = (16, 256), 64, 3, 100
 
@@ -346,7 +357,7 @@ def _picture_training(numbers: Mapping[str, Any]) -> Picture:
 
 TRAINING = Claim(
     id="scale-training",
-    seeds=("S2.3", "E2.1"),
+    sources=(Source(ATTN_JOURNEY, "3.1"),),
     says="Without the scale training becomes unstable.",
     predicts="The same model on the same data, without the scale: gradients spike higher, and as "
     "many steps learn less; at a small d hardly.",
@@ -355,7 +366,8 @@ TRAINING = Claim(
     measure=_measure_training,
     checks=_checks_training,
     picture=_picture_training,
-    lesson="Most queries learn nothing and a few learn too much (E2.1): training goes on, with "
+    lesson="Most queries learn nothing and a few learn too much: training goes on, with "
     "spikes and slower.",
 )
-"""S2.3: it trains, since it speaks of training."""
+
+CLAIMS = (CLAIM, VANISH, EXPLODE, TRAINING)
