@@ -15,14 +15,10 @@ from torch import Tensor
 from regard.bench.case import Outputs, Work
 from regard.bench.machine import Ceilings
 from regard.bench.timing import median, quartiles
+from regard.error_rule import FACTOR, GRADIENT_FACTOR, allowed_error
 
 SHARE = 1e-4
 """fp32 and fp64: the error that is allowed, as a share of the largest number of the answer."""
-
-FACTOR, GRADIENT_FACTOR = 2.0, 3.0
-"""Half types: the error that is allowed, in errors of the straightforward computation in the same
-dtype.
-"""
 
 SENTENCE = (
     f"fp32: max|x - ref| <= {SHARE:g} max|ref|; half types: <= {FACTOR:g} max|plain - ref| "
@@ -79,10 +75,8 @@ def _bound(name: str, dtype: torch.dtype, reference: Tensor, plain: Tensor | Non
         return 0.0
     if dtype in (torch.float32, torch.float64) or plain is None:
         return SHARE * float(reference.abs().max())
-    rounded = reference.to(dtype)
-    roundings = 2 * float((rounded + 0.3 - 0.3 - rounded).abs().max())
     factor = GRADIENT_FACTOR if name.startswith("d") else FACTOR
-    return factor * float((plain.to(reference) - reference).abs().max()) + roundings
+    return allowed_error([plain], reference, factor)
 
 
 def _share(verdict: Verdict) -> float:
