@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem
+from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
 from regard.biases import ALiBi
 from regard.masks import Causal, Window
 from regard.ops.softmax import attend, plan

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem
+from regard.bench.problems import AttentionProblem, way
 
 COMPILERS = ("c++", "g++", "clang++")
 

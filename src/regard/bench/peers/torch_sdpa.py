@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem, LatentProblem
+from regard.bench.problems import AttentionProblem, LatentProblem, way
 
 
 def attention(problem: AttentionProblem) -> Way:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.bench.case import Outputs, Problem, Sizes, Work
+from regard.bench.case import Outputs, Problem, Sizes, Way, Work
 from regard.caches import Quantised
 from regard.caches.base import Parts
 from regard.cost import attention_flops
@@ -287,3 +289,43 @@ def _coded(k: Tensor, v: Tensor, bits: int) -> tuple[Parts, Parts]:
     coded, _ = cache.update((k, v), Span(0, S))
     again, _ = cache.update((k[:, :, :0], v[:, :, :0]), Span(S, 0))
     return coded, tuple(settled(x.clone()) for x in again)
+
+
+def way(
+    problem: AttentionProblem,
+    attention: Callable[[], Any],
+    out: Callable[[Any], Tensor] = lambda found: found,
+    kernel: str = "",
+) -> Way:
+    """A call made ready to be timed; in training with the gradients of q, k and v.
+
+    Args:
+        problem: whose q, k and v the call reads.
+        attention: the call.
+        out: its result -> [B,H,T,D]; timed in training only, where the gradient comes through it.
+        kernel: its name.
+
+    >>> sizes = AttentionSizes(B=1, H=1, G=1, D=2, S=3, train=True)
+    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
+    >>> found = way(problem, lambda: problem.q + problem.k + problem.v)
+    >>> sorted(found.read(found.step()))
+    ['dk', 'dq', 'dv', 'out']
+    """
+    if not problem.train:
+
+        def call() -> Any:
+            with torch.no_grad():
+                return attention()
+
+        return Way(call, lambda found: {"out": out(found)}, kernel)
+    inputs = (problem.q, problem.k, problem.v)
+
+    def step() -> tuple[Tensor, ...]:
+        z = out(attention())
+        return (z, *torch.autograd.grad(z, inputs, problem.d_out))
+
+    return Way(step, _outputs_of_training, kernel)
+
+
+def _outputs_of_training(found: tuple[Tensor, ...]) -> Outputs:
+    return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
