@@ -103,10 +103,12 @@ class Row:
         kernel: which of its kernels ran, where it says so.
         seconds, quartiles, rounds: the median time of a call, its spread, and how many rounds.
         ratio: the median over rounds of its time by ours in that round: 2 is twice as slow as ours.
-        bytes_per_second, flops_per_second: the least that the problem takes, by the median time.
+        bytes_per_second, flops_per_second: the least that the problem takes, by the median time;
+            None where nothing is counted.
         of_read, of_gemm: these as shares of what the machine does at most: reads in the same
             rounds, multiplied before them.
         error, allowed: the largest error of its answer, and the rule's bound.
+        peak_bytes: memory that a call takes at most, its result included, where it was measured.
     """
 
     peer: str
@@ -123,6 +125,7 @@ class Row:
     of_gemm: float | None = None
     error: float | None = None
     allowed: float | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,9 +194,10 @@ def timed(
         return Row(name, "interrupted", "no round was complete", **right)  # type: ignore[arg-type]
     assert about.work is not None
     seconds, slower = median(times.own), times.by(times.reading)
-    read, gemm = about.work.bytes / seconds, about.work.flops / seconds
-    share = ceilings.of_read(read)
-    if ceilings.reading is not None and slower is not None:
+    read = about.work.bytes / seconds or None
+    gemm = about.work.flops / seconds or None
+    share = None if read is None else ceilings.of_read(read)
+    if read is not None and ceilings.reading is not None and slower is not None:
         share = about.work.bytes / ceilings.reading.bytes / slower
     return Row(
         name,
@@ -207,7 +211,7 @@ def timed(
         read,
         gemm,
         share,
-        ceilings.of_gemm(gemm, about.dtype),
+        None if gemm is None else ceilings.of_gemm(gemm, about.dtype),
         verdict.error,
         verdict.allowed,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ def measure(
     budget: Budget,
     ceilings: Ceilings,
     say: Say = lambda line: None,
+    peak: Callable[[str], int | None] | None = None,
 ) -> Measured:
     """One case at one size in one dtype: a row for each peer, ours first.
 
@@ -63,6 +64,7 @@ def measure(
         budget: how long.
         ceilings: what shares are of.
         say: told what is being done.
+        peak: a peer's name -> bytes that a call of it takes at most; None measures no memory.
 
     An interrupt while rounds run ends them: what is complete counts, and `interrupted` says so.
     Before, it is raised.
@@ -122,6 +124,9 @@ def measure(
             about,
             ceilings,
         )
+        if peak is not None and not interrupted:
+            say(f"{case.name}, {about.dtype_name}: memory of {name}")
+            rows[name] = replace(rows[name], peak_bytes=peak(name))
     return about.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
 
 
