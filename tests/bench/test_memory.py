@@ -75,3 +75,9 @@ def test_a_peer_is_found_by_its_names() -> None:
     settings = {"case": "kernels", "size": "small", "length": 16, "batch": None}
     found = peer_peak({**settings, "dtype": "float32", "threads": 1, "peer": "regard reference"})
     assert found is None or found >= 0
+
+
+def test_work_of_other_processes_is_not_counted() -> None:
+    settings = {"case": "startup", "size": "small", "length": None, "batch": None}
+    peer = {"dtype": "float32", "threads": 1, "peer": "python"}
+    assert peer_peak({**settings, **peer}) is None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.compare.lessons import Recall
+from regard.compare.comparison import Plan
 from regard.compare.mechanisms import Shape, configs, contestants
-from regard.compare.quality import Training
-from regard.compare.results import Plan
+from regard.compare.quality import Recall, Training
 from regard.compare.speed import Timing
 
 SHAPE = Shape(dim=32, layers=1, heads=4, window=8)

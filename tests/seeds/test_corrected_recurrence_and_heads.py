@@ -187,7 +187,7 @@ def test_out_is_the_projected_heads_and_nothing_more() -> None:
 
 
 def test_polarity_is_printed_with_the_mask() -> None:
-    """There is one polarity, said where a mask is made; foreign ones are turned round once, by name."""
+    """There is one polarity, which masks say; foreign ones are turned round once, by name."""
     blocked = given("mask").bool()
     for keep in (
         masks.from_drop(blocked),

@@ -19,9 +19,8 @@ from regard.positions import sinusoidal
 from regard.train import Settings, fit
 from regard.train.losses import PairLoss
 from regard.train.tasks import Example
-from regard.train.tasks.base import Task, Vocabulary
+from regard.train.tasks.base import Made, Task, Vocabulary
 from regard.train.tasks.evaluate import alignment, outcomes
-from regard.train.tasks.examples import Made
 from regard.train.tasks.models import Recipe, build
 
 # --- "The cat is on the mat.", and where a translation looks at "mat"

@@ -113,7 +113,7 @@ def peer_peak(settings: Mapping[str, Any]) -> int | None:
         settings: case, size, length, batch, dtype, threads and peer, as `regard bench` has them.
 
     Returns:
-        The bytes, or None where the system does not tell.
+        The bytes, or None where the system does not tell, or where other processes do the work.
     """
     import torch
 
@@ -124,6 +124,8 @@ def peer_peak(settings: Mapping[str, Any]) -> int | None:
     sizes = case.sizes[settings["size"]]
     sizes = sizes.resized(length=settings["length"], batch=settings["batch"])
     problem = sizes.problem(getattr(torch, settings["dtype"]), torch.device("cpu"))
+    if not any(problem.work):
+        return None
     (peer,) = (one for one in case.peers if one.name == settings["peer"])
     way = peer.prepare(problem)
     way.step()

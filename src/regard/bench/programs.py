@@ -1,4 +1,4 @@
-"""Cases of whole programs: a command that starts, a checkpoint that is read, a page that a browser draws.
+"""Cases of whole programs: a command that starts, a checkpoint that is read, a page that is drawn.
 
 A program has no operations and bytes to count, and its answer is that it has done its work. Reading
 a checkpoint is the exception: its bytes are counted, and some of its tensors are compared.
@@ -115,7 +115,7 @@ STARTUP = Case(
         _start_peer("python", "-c", "pass"),
     ),
 )
-"""`regard --help` and `regard cost` start without torch; `tests/surface/test_start.py` checks that."""
+"""`regard --help` and `regard cost` start without torch: `tests/surface/test_start.py`."""
 
 
 # How fast a checkpoint is read

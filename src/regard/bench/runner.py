@@ -70,10 +70,12 @@ def measure(
     Before, it is raised.
 
     >>> from regard.bench.problems import AttentionSizes
-    >>> same = [Peer(name, "", lambda p: Way(lambda: p.q, lambda x: {"out": 0 * x})) for name in ("ours", "wrong")]
-    >>> case = Case("demo", "", {}, (), tuple(same))
+    >>> def zeros(problem):
+    ...     return Way(lambda: problem.q, lambda q: {"out": 0 * q})
+    >>> case = Case("demo", "", {}, (), (Peer("ours", "", zeros), Peer("other", "", zeros)))
     >>> sizes, cpu = AttentionSizes(B=1, H=1, G=1, D=2, S=3), torch.device("cpu")
-    >>> found = measure(case, sizes, torch.float32, cpu, budget=Budget(rounds=1), ceilings=Ceilings(1.0))
+    >>> how = {"budget": Budget(rounds=1), "ceilings": Ceilings(1.0)}
+    >>> found = measure(case, sizes, torch.float32, cpu, **how)
     >>> [row.status for row in found.rows]
     ['wrong', 'wrong']
     """

@@ -22,7 +22,8 @@ ours` is a peer's time by ours, round by round; `MB` is the most memory that a c
 def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
     """The machine, and its ceilings.
 
-    >>> about = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"], "torch": "2", "regard": "1"}
+    >>> about = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"]}
+    >>> about |= {"torch": "2", "regard": "1"}
     >>> print(header(about, Ceilings(4e10)))
     CPU, 2 cores, 2 threads, avx2, torch 2, regard 1
     ceilings: reading 40.0 GB/s
@@ -71,7 +72,8 @@ def _line(row: Row) -> str:
         f"{name}{_time(row.seconds):>10}{f'{low} .. {high}':>19}{_cell(row.ratio, '.2f'):>8}"
         f"{_giga(row.bytes_per_second):>8}{_cell(row.of_read, '.0%'):>6}"
         f"{_giga(row.flops_per_second):>9}{_cell(row.of_gemm, '.0%'):>6}"
-        f"{_cell(row.error, '.1e'):>10}{_cell(row.allowed, '.1e'):>9}{_mega(row.peak_bytes):>9}  {row.kernel}"
+        f"{_cell(row.error, '.1e'):>10}{_cell(row.allowed, '.1e'):>9}"
+        f"{_mega(row.peak_bytes):>9}  {row.kernel}"
     ).rstrip()
 
 

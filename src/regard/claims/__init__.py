@@ -1,9 +1,9 @@
-"""What is said of attention, each as an experiment that anyone can run: a prediction, numbers, a
-plot, and a verdict.
+"""Statements about attention, each tested by an experiment that anyone can run.
 
-A `Claim` says what the seed notes say, measures it, and holds the numbers against the bounds in its
-file: it holds, holds with limits, or does not hold. All run at toy scale, and each says what that
-can and cannot show.
+A `Claim` is one sentence from the public notes that this project began from. It says what would be
+measured if the sentence were true, measures it, and holds the numbers against the bounds in its
+file. The sentence then holds, holds with limits, does not hold, or stays undecided. All experiments
+are small, and each claim says what its size can and cannot show.
 """
 
 from __future__ import annotations

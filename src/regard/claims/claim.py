@@ -1,4 +1,4 @@
-"""A claim: one sentence about attention, what it predicts, how that is measured, and the bounds that decide."""
+"""A claim: one sentence about attention, its measurement, and the bounds that decide."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ class Check:
     def bounds(self) -> str:
         """The bounds in words; a number that is only told has none.
 
-        >>> Check("", 0.0, low=1.0).bounds, Check("", 0.0, 1.0, 2.0).bounds, Check("", 0.0, high=3e-7).bounds
-        ('at least 1', '1 to 2', 'at most 3e-07')
+        >>> Check("", 0.0, low=1.0).bounds, Check("", 0.0, high=3e-7).bounds
+        ('at least 1', 'at most 3e-07')
+        >>> Check("", 0.0, 1.0, 2.0).bounds
+        '1 to 2'
         """
         if math.isinf(self.low) and math.isinf(self.high):
             return ""
@@ -101,8 +103,10 @@ def scattered(
     Up to three measurements (seeds, say) have no quartiles worth the name: their spread is all of
     them.
 
-    >>> scattered("seeds", [0.2, 0.4]).spread, scattered("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
-    ((0.2, 0.4), (2.0, 4.0))
+    >>> scattered("seeds", [0.2, 0.4]).spread
+    (0.2, 0.4)
+    >>> scattered("rounds", [1.0, 2.0, 3.0, 4.0, 50.0]).spread
+    (2.0, 4.0)
     """
     spread = (min(values), max(values)) if len(values) < 4 else quartiles(values)
     return Check(says, median(values), low, high, role, spread)

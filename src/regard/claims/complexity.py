@@ -1,7 +1,8 @@
 """How work and time grow with the length, for full, windowed, strided and linear attention:
 exponents of n.
 
-pairs of full: n^2 / 2;  of a window of w: n w;  of a stride of sqrt(n): n^1.5;  linear attention: a state of fixed size per token
+pairs:  full n^2 / 2;  a window of w: n w;  a stride of sqrt(n): n^1.5
+linear attention:  a state of fixed size per token
 """
 
 from __future__ import annotations

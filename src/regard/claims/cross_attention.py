@@ -1,4 +1,9 @@
-"""Claims about attention between two sequences: a translation, and an image with its caption."""
+"""Claims about attention between two sequences: a translation, and an image with its caption.
+
+The translation of numbers in words compares an encoder that must put all into one state with one
+whose every state the decoder attends to. Between an image and a text, cross-attention gives a row
+for each query, so that the shape of the output says who asks.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +29,8 @@ from regard.compare.experiment import Numbers
 from regard.nn.variants import cross_attention
 from regard.train.losses import PairLoss, where
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import EOS, Example
+from regard.train.tasks.base import EOS, Example, pad
 from regard.train.tasks.evaluate import by_length, outcomes
-from regard.train.tasks.examples import pad
 from regard.train.tasks.models import Recipe, build
 from regard.view.curves import Line, Picture
 

@@ -1,7 +1,8 @@
 """Dropout on weights: rows no longer sum to 1, the mean over draws is the undropped output, and in
 evaluation there is none.
 
-d_ij ~ Bernoulli(1 - p) / (1 - p):  E[sum_j d_ij w_ij v_j] = sum_j w_ij v_j,  Var[sum_j d_ij w_ij] = p / (1 - p) sum_j w_ij^2
+d_ij ~ Bernoulli(1 - p) / (1 - p)
+E[sum_j d_ij w_ij v_j] = sum_j w_ij v_j,  Var[sum_j d_ij w_ij] = p / (1 - p) sum_j w_ij^2
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ from regard.positions import critical_dimension
 from regard.train.corpus import read, split
 from regard.train.losses import AnswerLoss, evaluate
 from regard.train.tasks import TASKS
-from regard.train.tasks.base import Example, Task
-from regard.train.tasks.examples import Padded, pad
+from regard.train.tasks.base import Example, Padded, Task, pad
 from regard.view.curves import Line, Picture
 
 T, TIMES = 56, (1, 2, 4)
@@ -314,8 +313,8 @@ _SPOKEN = {
         "Position interpolation",
         (Source(OUTLINE, "position encodings"),),
         (
-            "Positions between those that were trained want a little tuning: untuned it is nearly as "
-            "bad as nothing."
+            "Positions between those that were trained want a little tuning: untuned it is nearly "
+            "as bad as nothing."
         ),
     ),
     "ntk": (

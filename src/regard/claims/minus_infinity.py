@@ -1,6 +1,7 @@
 """Minus infinity against a large negative number, as what a hidden key scores.
 
-weights = softmax(s + fill on hidden keys): with -inf they are 0; with a number c they are exp(c - m) against the visible ones
+weights = softmax(s + fill on hidden keys)
+with -inf they are 0;  with a number c they are exp(c - m) against the visible ones
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Claims about work in order and side by side: recurrence, loops, generation, and the KV cache."""
+"""Claims about work in order and in parallel: recurrence, loops, generation, and the KV cache.
+
+Dependent steps are counted along the longest chain of operations that need one another. Times are
+those of an LSTM against attention, of two loops against one matrix product, and of a decoding step
+with a cache of keys and values against one without.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Claims about positions: what each encoding does to a score, what a model knows without one, and rotated values."""
+"""Claims about positions: what an encoding does to scores, order without one, and rotated values.
+
+The pictured schemes score a query and a key that match, q = k in every pair of dims: sinusoidal
+p_i . p_j / D, rotary B(m) / (d/2), ALiBi -m_h |i - j|.
+
+Without positions and without a mask every row is a sum over a set, and rows follow their tokens.
+Under a causal mask row t is a sum over the first t + 1 tokens. One layer's last row is still a sum
+over a set, but the rows that a second layer reads are not.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 training does without it.
 
 q, k ~ N(0, 1):  std(q.k) = sqrt(d)
-of the scores:   dp/ds = diag(p) - p p^T, whose norm is at most 1/2, and 0 where one key takes everything
-of the weights:  ds_ij/dq_i = scale k_j, whose norm is scale sqrt(d): without the scale it grows with d
+of the scores:   dp/ds = diag(p) - p p^T; its norm is at most 1/2, and 0 where one key takes all
+of the weights:  ds_ij/dq_i = scale k_j; its norm is scale sqrt(d), which grows without the scale
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the timed claims share: rounds in turns, ratios round by round, and the exponent of a time."""
+"""What the timed claims share: rounds in turns, ratios round by round, and exponents of time."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ from regard.train.batches import Batches
 from regard.train.loop import fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss
 from regard.train.settings import Settings
-from regard.train.tasks.base import Task
-from regard.train.tasks.examples import IGNORED, Made, pad
+from regard.train.tasks.base import IGNORED, Made, Task, pad
 
 BYTES = 256
 

@@ -80,7 +80,7 @@ def bench(
     plot: Plot = None,
 ) -> None:
     """Time attention against the implementations that are installed, each checked against fp64
-    before; and what this package itself takes: its start, reading a checkpoint, a page, its kernels.
+    before; and this package itself: its start, reading a checkpoint, a page, its kernels.
 
     Medians, quartiles and ratios round by round; shares of the memory bandwidth and of the matrix
     products that the same run measures. A wrong answer, a failure or a case that does not fit makes

@@ -479,7 +479,8 @@ def table(found: Extended) -> str:
         ),
         (
             f"extended to {s['target']}; {s['windows']} windows of {s['text']}, the last "
-            f"{s['counted']} tokens counted; {s['trials']} passages for each depth, seed {s['seed']}"
+            f"{s['counted']} tokens counted; {s['trials']} passages for each depth, "
+            f"seed {s['seed']}"
         ),
         f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
         "",

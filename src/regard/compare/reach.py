@@ -63,7 +63,8 @@ def losses(
             and one more.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> [round(x / math.log(4), 4) for x in losses(flat, torch.zeros(99, dtype=torch.long), [40, 80]).tolist()]
+    >>> found = losses(flat, torch.zeros(99, dtype=torch.long), [40, 80])
+    >>> [round(x / math.log(4), 4) for x in found.tolist()]
     [1.0, 1.0]
     """
     if min(lengths) < counted or counted < 1 or windows < 1:

@@ -39,7 +39,7 @@ def no_fold(problem: AttentionProblem) -> str | None:
 
 
 def in_chunks(problem: AttentionProblem) -> Way:
-    """A window of W as chunks of W queries, each against a strided view of 2 W keys: one fused call."""
+    """A window of W in one fused call: chunks of W queries, each with a view of 2 W keys."""
     s = problem.sizes
     assert s.window is not None, "`no_chunks` has looked"
     B, H, G, D, T, W = s.B, s.H, s.G, s.D, s.S, s.window

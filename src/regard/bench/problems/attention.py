@@ -168,7 +168,8 @@ class AttentionProblem(Problem):
     coded: keys and values as the cache holds them, where there is one.
     pads: how many slots hold nothing, for each row; queries in such slots have no right answer.
 
-    >>> problem = AttentionSizes(B=1, H=2, G=1, D=4, S=3).problem(torch.float32, torch.device("cpu"))
+    >>> sizes = AttentionSizes(B=1, H=2, G=1, D=4, S=3)
+    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
     >>> problem.visible()[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     >>> problem.checked({"out": problem.q})["out"].shape

@@ -63,7 +63,8 @@ class LatentProblem(Problem):
     E), r] with the rows of a head side by side. `memory` [B,1,S,r+e] is latents and rope in one
     buffer, of which the two are views.
 
-    >>> problem = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4).problem(torch.float32, torch.device("cpu"))
+    >>> sizes = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4)
+    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
     >>> problem.reference()["out"].shape
     torch.Size([1, 2, 1, 4])
     """

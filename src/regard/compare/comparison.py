@@ -1,4 +1,4 @@
-"""The results of a comparison as data: speed, memory, quality, and the Pareto front."""
+"""A comparison from beginning to end, and its results: speed, memory, quality, the Pareto front."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from regard.compare.experiment import Numbers
-from regard.compare.lessons import Lesson
+from regard.compare import memory, quality, speed
+from regard.compare.experiment import Experiment, Numbers, Session, clock
 from regard.compare.mechanisms import Contestant, Shape, parameters
 from regard.compare.memory import HOW
-from regard.compare.quality import Pupil, Training, job_name
+from regard.compare.quality import Lesson, Pupil, Training, job_name
 from regard.compare.speed import Timing
 from regard.models.families.regard import Config
+
+
+MARGIN = 0.9
+"""The share of the remaining time that training may take; validation and judging need the rest."""
 
 
 def judged(
@@ -165,9 +169,12 @@ def beside(rows: Mapping[str, Numbers], name: str) -> Numbers:
     Two times overlap where the ranges between their quartiles do, or where either has fewer than
     `FEWEST` rounds.
 
-    >>> rows = {"a": {"seconds": 2.0, "quartiles": [1, 3], "rounds": 7}, "b": {"seconds": 4.0, "quartiles": [3, 5], "rounds": 7}}
-    >>> beside(rows, "b")["overlaps_first"], beside({**rows, "a": {**rows["a"], "quartiles": [1, 2]}}, "b")["overlaps_first"]
-    (True, False)
+    >>> first = {"seconds": 2.0, "quartiles": [1, 3], "rounds": 7}
+    >>> rows = {"a": first, "b": {"seconds": 4.0, "quartiles": [3, 5], "rounds": 7}}
+    >>> beside(rows, "b")["overlaps_first"]
+    True
+    >>> beside({**rows, "a": {**first, "quartiles": [1, 2]}}, "b")["overlaps_first"]
+    False
     """
     row, first = rows[name], next(iter(rows))
     if "seconds" not in row:
@@ -281,3 +288,104 @@ def _flat(entry: Numbers, plan: Plan) -> dict[str, Any]:
         for name in ("low", "high", "rate", "steps"):
             line[f"{lesson.name}_{name}"] = told.get(name)
     return line
+
+
+class Comparison:
+    """One comparison; `notes` has what a reader must know, as far as it has come.
+
+    Args:
+        plan: what is compared.
+        session: where measurements are kept.
+        machine: `regard.bench.machine.machine`.
+        minutes: for everything; training is shortened to fit, for all alike, and a note says so.
+        steps: of the optimiser in every lesson, whatever time they take; None is each lesson's own,
+            if there is time.
+        with_memory: whether peak memory is measured.
+
+    >>> from regard.compare.experiment import Store
+    >>> from regard.compare.mechanisms import Shape, contestants
+    >>> from regard.compare.mechanisms import configs
+    >>> shape = Shape(dim=16, layers=1, heads=2, window=8)
+    >>> found = contestants(["mqa"], shape)
+    >>> timing = speed.Timing(contexts=(4,), length=4, batch=1, rounds=1, sample=0.0)
+    >>> plan = Plan(found, configs(found, shape), shape, "sizes", timing)
+    >>> session = Session(Store(None))
+    >>> Comparison(plan, session, {}, with_memory=False).run()
+    >>> sorted(session.done)
+    ['decode/4', 'prefill/4', 'training/4']
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        session: Session,
+        machine: Mapping[str, Any],
+        *,
+        minutes: float = 30.0,
+        steps: int | None = None,
+        with_memory: bool = True,
+    ) -> None:
+        self.plan, self.session, self.machine = plan, session, machine
+        self.minutes, self.steps, self.with_memory = minutes, steps, with_memory
+        self.notes: list[str] = []
+
+    def run(self) -> None:
+        """Measure what the session does not have yet; an interrupt leaves what is done in the
+        session.
+        """
+        plan, session = self.plan, self.session
+        session.run(speed.experiments(plan.configs, plan.timing, self.machine))
+        if self.with_memory:
+            session.run(memory.experiments(plan.configs, plan.timing, self.machine))
+        if not plan.lessons:
+            return
+        pilots = session.run(quality.pilot(plan.pupils, plan.lessons))
+        seconds = {name.partition("/")[2]: found["seconds"] for name, found in pilots.items()}
+        steps = self._steps(seconds)
+        session.run(
+            quality.experiments(
+                plan.pupils, plan.lessons, plan.training, steps, seconds, session.tell
+            )
+        )
+
+    def _steps(self, seconds: Mapping[str, Mapping[str, float]]) -> dict[str, int]:
+        """Steps of each lesson, with a note about what that means."""
+        plan, session = self.plan, self.session
+        wanted = {one.name: self.steps or one.steps for one in plan.lessons}
+        runs = {
+            name: len(pupil.rates) * len(plan.training.seeds) for name, pupil in plan.pupils.items()
+        }
+        room = float("inf")
+        if self.steps is None:
+            room = MARGIN * (60 * self.minutes - session.elapsed)
+        settings = {
+            "models": {name: asdict(config) for name, config in plan.configs.items()},
+            "wanted": wanted,
+            "runs": runs,
+            "minutes": None if self.steps else self.minutes,
+            "lessons": {one.name: one.settings for one in plan.lessons},
+        }
+
+        def choose() -> Numbers:
+            steps, whole = quality.steps_that_fit(wanted, seconds, runs, room)
+            return {"steps": steps, "whole": whole}
+
+        # kept, so that a run that goes on trains as many steps as the one that stopped
+        found = session.run([Experiment("steps", settings, choose)])["steps"]
+        steps: dict[str, int] = found["steps"]
+        told = ", ".join(f"{name} {n}" for name, n in steps.items())
+        if steps == wanted:
+            self.note(f"steps: {told}; training was expected to take {clock(found['whole'])}")
+        else:
+            self.note(
+                f"steps: {told}; all of {', '.join(f'{name} {n}' for name, n in wanted.items())} "
+                "would take about "
+                f"{clock(found['whole'])}, and --minutes is {self.minutes:g}: every mechanism is "
+                "trained so much less"
+            )
+        return steps
+
+    def note(self, text: str) -> None:
+        """Add a note, and tell it."""
+        self.notes.append(text)
+        self.session.tell(text)
