@@ -17,7 +17,6 @@ from regard.compare.quality import Lesson, Pupil, Training, job_name
 from regard.compare.speed import Timing
 from regard.models.families.regard import Config
 
-
 MARGIN = 0.9
 """The share of the remaining time that training may take; validation and judging need the rest."""
 
