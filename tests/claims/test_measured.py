@@ -24,7 +24,6 @@ from regard.claims import (
     dropout,
     experiments,
     find_claim,
-    grouped_query,
     heads,
     infini,
     minus_infinity,
@@ -139,9 +138,7 @@ def test_the_gradients_of_the_scale_are_those_of_the_formula() -> None:
     x, target = torch.randn(2, n, dim, generator=make, dtype=torch.float64)
     maps = torch.randn(3, dim, dim, generator=make, dtype=torch.float64) * dim**-0.5
     q, k, v = (x @ m for m in maps)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scale, "TOKENS", n)
-        both = scale._gradients(dim, torch.Generator().manual_seed(5))
+    both = scale._gradients(dim, torch.Generator().manual_seed(5), tokens=n)
     for way, factor in (("unscaled", 1.0), ("scaled", dim**-0.5)):
         grads = torch.zeros(n, dim, dtype=torch.float64)
         for i in range(n):
@@ -191,9 +188,7 @@ def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
         attention="sliding_window",
         options={"groups": 4, "window": 8},
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(infini, "LAYERS", 1)
-        added = infini._added_to(window, 3)
+    added = infini._added_to(window, 3)
     own, old = added.state_dict(), window.state_dict()
     assert [name for name in own if name not in old] == ["layers.0.attention.gate"]
     assert all(torch.equal(own[name], old[name]) for name in old)
@@ -201,9 +196,7 @@ def test_adding_a_memory_changes_no_weight_that_was_trained() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", TRAINED)
-def test_trained_claims_run_at_a_tiny_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (grouped_query, scale, positions):  # one seed is enough to see that it runs
-        monkeypatch.setattr(module, "SEEDS", 1)
+def test_trained_claims_run_at_a_tiny_budget(name: str) -> None:
     found = measured(name)
     assert found.verdict in VERDICTS
     assert all(math.isfinite(check.value) for check in found.checks)

@@ -20,5 +20,7 @@ def plan(*names: str, same: str = "sizes", **more: Any) -> Plan:
 
 
 def taught(*names: str, seeds: tuple[int, ...] = (0,), **more: Any) -> Plan:
-    """With one lesson of short rows."""
-    return plan(*names, lessons=[Recall("mqar", 8, 4)], training=Training(seeds, **more))
+    """With one lesson of short rows: sixteen examples to choose by, and as many to judge by."""
+    return plan(
+        *names, lessons=[Recall("mqar", 8, 4, select=4, judged=4)], training=Training(seeds, **more)
+    )

@@ -27,13 +27,6 @@ def _interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen examples to choose by, and as many to judge by."""
-    monkeypatch.setattr(quality, "SELECT", 4)
-    monkeypatch.setattr(quality, "JUDGE", 4)
-
-
 def jobs(plan: Any, steps: int, **more: Any) -> list[Any]:
     lesson = plan.lessons[0].name
     seconds = {lesson: dict.fromkeys(plan.configs, 1.0)}

@@ -252,6 +252,15 @@ class Outcome:
         }
 
 
+def trials(budget: float, count: int) -> int:
+    """How many seeds a budget has: `count` from a budget of 1 on, fewer below, and at least one.
+
+    >>> trials(4.0, 3), trials(1.0, 3), trials(0.01, 3)
+    (3, 3, 1)
+    """
+    return max(1, min(count, round(count * budget)))
+
+
 def steps(budget: float, count: int, least: int = 2) -> int:
     """How many steps a budget has: count times the budget, and at least `least`.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered, steps
+from regard.claims.claim import OUTLINE, OVERVIEW, Check, Claim, Source, scattered, steps, trials
 from regard.claims.timing import exponent
 from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
@@ -62,7 +62,7 @@ def _measure(budget: float, seed: int) -> Numbers:
     rows = []
     for name in KINDS:
         row: dict[str, Any] = {"name": name, "text": [], "recall": []}
-        for trial in range(seed, seed + SEEDS):
+        for trial in range(seed, seed + trials(budget, SEEDS)):
             _, model = _decoder(name, BYTES, trial)
             read_bytes(model, steps(budget, STEPS), context=CONTEXT, seed=trial)
             row["text"].append(byte_loss(model, CONTEXT, rows=32))
@@ -74,7 +74,7 @@ def _measure(budget: float, seed: int) -> Numbers:
         "dim": DIM,
         "heads": HEADS,
         "layers": 2,
-        "seeds": SEEDS,
+        "seeds": trials(budget, SEEDS),
         "steps": steps(budget, STEPS),
         "by_name": rows,
     }

@@ -22,6 +22,7 @@ from regard.claims.claim import (
     Source,
     scattered,
     steps,
+    trials,
 )
 from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes, right
 from regard.compare.experiment import Numbers
@@ -63,7 +64,7 @@ def _measure_places(budget: float, seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
         shares = []
-        for trial in range(seed, seed + PLACES_SEEDS):
+        for trial in range(seed, seed + trials(budget, PLACES_SEEDS)):
             _, small = decoder(len(PLACES.vocabulary), dim=DIM, layers=1, heads=heads, seed=trial)
             learn(small, PLACES, steps(budget, PLACES_STEPS), lr=5e-3, seed=trial)
             shares.append(right(small, PLACES, "validation", 64))
@@ -131,7 +132,7 @@ def _measure_text(budget: float, seed: int) -> Numbers:
     rows = []
     for heads in HEADS:
         losses = []
-        for trial in range(seed, seed + TEXT_SEEDS):
+        for trial in range(seed, seed + trials(budget, TEXT_SEEDS)):
             _, model = decoder(BYTES, dim=DIM, layers=1, heads=heads, seed=trial)
             read_bytes(model, steps(budget, TEXT_STEPS), context=96, seed=trial)
             losses.append(byte_loss(model, 96, rows=32))

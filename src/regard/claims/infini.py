@@ -79,7 +79,11 @@ def _added_to(model: Decoder, seed: int) -> Decoder:
     """
     attention, options = KINDS_OF["infini"]
     _, fresh = decoder(
-        len(TASK.vocabulary), layers=LAYERS, attention=attention, options=options, seed=seed
+        len(TASK.vocabulary),
+        layers=len(model.layers),
+        attention=attention,
+        options=options,
+        seed=seed,
     )
     left = fresh.load_state_dict(model.state_dict(), strict=False)
     assert not left.unexpected_keys

@@ -27,6 +27,7 @@ from regard.claims.claim import (
     Source,
     scattered,
     steps,
+    trials,
 )
 from regard.claims.training import BYTES, byte_loss, decoder, read_bytes
 from regard.compare.experiment import Numbers
@@ -334,13 +335,18 @@ def _measure_values(budget: float, seed: int) -> Numbers:
     count, rows = steps(budget, VALUES_STEPS), []
     for way in WAYS:
         losses, moved = [], 0.0
-        for trial in range(seed, seed + VALUES_SEEDS):
+        for trial in range(seed, seed + trials(budget, VALUES_SEEDS)):
             model = _model(way, trial)
             read_bytes(model, count, context=VALUES_CONTEXT, seed=trial)
             losses.append(byte_loss(model, VALUES_CONTEXT, rows=32))
             moved = max(moved, _moved(model))  # a fresh model's outputs are 0: nothing would move
         rows.append({"way": way, "losses": losses, "moved": moved})
-    return {"steps": count, "seeds": VALUES_SEEDS, "dim": VALUES_DIM, "by_way": rows}
+    return {
+        "steps": count,
+        "seeds": trials(budget, VALUES_SEEDS),
+        "dim": VALUES_DIM,
+        "by_way": rows,
+    }
 
 
 def _checks_values(numbers: Mapping[str, Any]) -> list[Check]:

@@ -27,6 +27,7 @@ from regard.claims.claim import (
     Source,
     scattered,
     steps,
+    trials,
 )
 from regard.claims.training import BYTES, byte_loss, decoder, gradient_norms
 from regard.compare.experiment import Numbers
@@ -128,11 +129,13 @@ CLAIM = Claim(
 GRADIENT_DIMS, TOKENS, DRAWS = (16, 64, 256, 1024), 64, 5
 
 
-def _gradients(dim: int, make: torch.Generator) -> dict[str, dict[str, float]]:
+def _gradients(
+    dim: int, make: torch.Generator, tokens: int = TOKENS
+) -> dict[str, dict[str, float]]:
     """Norms of the gradients of one layer on random tokens, under a random gradient of its output,
     both ways.
     """
-    x, target = torch.randn(2, TOKENS, dim, generator=make, dtype=torch.float64)
+    x, target = torch.randn(2, tokens, dim, generator=make, dtype=torch.float64)
     maps = torch.randn(3, dim, dim, generator=make, dtype=torch.float64) * dim**-0.5
     q, k, v = x @ maps
     found = {}
@@ -300,13 +303,14 @@ def _trained(dim: int, way: str, seed: int, count: int) -> dict[str, float]:
 
 def _measure_training(budget: float, seed: int) -> Numbers:
     count, found = steps(budget, STEPS, least=4), []
+    seeds = range(seed, seed + trials(budget, SEEDS))
     for dim in TRAINED_DIMS:
         row: dict[str, Any] = {"dim": dim}
         for way in WAYS:
-            runs = [_trained(dim, way, trial, count) for trial in range(seed, seed + SEEDS)]
+            runs = [_trained(dim, way, trial, count) for trial in seeds]
             row[way] = {name: [one[name] for one in runs] for name in runs[0]}
         found.append(row)
-    return {"steps": count, "width": WIDTH, "seeds": SEEDS, "by_dim": found}
+    return {"steps": count, "width": WIDTH, "seeds": len(seeds), "by_dim": found}
 
 
 def _checks_training(numbers: Mapping[str, Any]) -> list[Check]:

@@ -91,6 +91,7 @@ class Text(Lesson):
         context: bytes that a row predicts.
         batch: rows.
         source: what the documents are called.
+        select, judged: rows by which a learning rate is chosen, and the model is judged.
 
     Raises:
         ArgumentError: there is too little text.
@@ -106,6 +107,8 @@ class Text(Lesson):
     batch: int
     source: str = DEFAULT
     steps: int = 300
+    select: int = SELECT
+    judged: int = JUDGE
     name = "text"
     measure = "bits_per_byte"
     better = "lower"
@@ -134,6 +137,7 @@ class Text(Lesson):
             "sha256": self._digest,
             "context": self.context,
             "batch": self.batch,
+            "rows": [self.select, self.judged],
         }
 
     @cached_property
@@ -147,11 +151,11 @@ class Text(Lesson):
     @property
     def selection(self) -> Rows:
         """Rows spread over the first third of what is held back."""
-        return validation_rows(self._streams[1], self.context, SELECT)
+        return validation_rows(self._streams[1], self.context, self.select)
 
     def judge(self, model: nn.Module) -> Numbers:
         """Bits for each byte of rows spread over the rest: the loss by log 2."""
-        rows = validation_rows(self._streams[2], self.context, JUDGE)
+        rows = validation_rows(self._streams[2], self.context, self.judged)
         return {"bits_per_byte": evaluate(model, rows) / math.log(2), "rows": len(rows)}
 
 
@@ -164,6 +168,8 @@ class Recall(Lesson):
         length: tokens of the longest row in training.
         batch: rows.
         steps: of the optimiser.
+        select, judged: a quarter of the examples by which a learning rate is chosen, and the model
+            is judged.
 
     Raises:
         ArgumentError: the task's rows cannot be so short.
@@ -176,6 +182,8 @@ class Recall(Lesson):
     length: int
     batch: int
     steps: int = 400
+    select: int = SELECT
+    judged: int = JUDGE
     measure = "accuracy"
     better = "higher"
     loss = AnswerLoss()
@@ -198,7 +206,12 @@ class Recall(Lesson):
     @property
     def settings(self) -> dict[str, Any]:
         """The task and its lengths."""
-        return {"task": self.name, "lengths": list(self.task.lengths), "batch": self.batch}
+        return {
+            "task": self.name,
+            "lengths": list(self.task.lengths),
+            "batch": self.batch,
+            "rows": [self.select, self.judged],
+        }
 
     def feed(self, seed: int) -> Feed:
         """Examples of the training split."""
@@ -207,13 +220,13 @@ class Recall(Lesson):
     @property
     def selection(self) -> Rows:
         """Examples of the validation split."""
-        return pad(self.task, self.task.examples("validation", 4 * SELECT, "select"))
+        return pad(self.task, self.task.examples("validation", 4 * self.select, "select"))
 
     def judge(self, model: nn.Module) -> Numbers:
         """The share of right answers on other examples of the validation split, each answer given
         the right ones before.
         """
-        rows = pad(self.task, self.task.examples("validation", 4 * JUDGE, "judge"))
+        rows = pad(self.task, self.task.examples("validation", 4 * self.judged, "judge"))
         answers = right = whole = 0
         with torch.no_grad():
             for part in rows.split(4 * self.batch):

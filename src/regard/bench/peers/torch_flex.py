@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +48,13 @@ def _compiled() -> Callable[..., Any]:
     return compiled
 
 
-def why_not(problem: AttentionProblem) -> str | None:
+def why_not(problem: AttentionProblem, compilers: Sequence[str] = COMPILERS) -> str | None:
     """On a CPU it has no gradient, and needs a compiler."""
     if problem.device.type != "cpu":
         return None
     if problem.train:
         return "has no gradient on a CPU"
-    if not any(map(shutil.which, COMPILERS)):
+    if not any(map(shutil.which, compilers)):
         return "needs a C++ compiler"
     return None
 

@@ -43,7 +43,7 @@ def straight(problem: AttentionProblem, dtype: torch.dtype, groups: list[int]) -
         q = problem.q.detach()[:, heads].to(dtype)
         k, v = (x.detach()[:, g : g + 1].to(dtype) for x in (problem.k, problem.v))
         d_out = None if problem.d_out is None else problem.d_out[:, heads].to(dtype)
-        step = max(1, BLOCK_BYTES // (s.B * ratio * s.S * dtype.itemsize))
+        step = max(1, problem.block_bytes // (s.B * ratio * s.S * dtype.itemsize))
         for name, x in _blocks(problem, q, k, v, d_out, heads, step).items():
             found.setdefault(name, []).append(x)
     return {name: torch.cat(parts, dim=1) for name, parts in found.items()}
@@ -167,6 +167,7 @@ class AttentionProblem(Problem):
 
     coded: keys and values as the cache holds them, where there is one.
     pads: how many slots hold nothing, for each row; queries in such slots have no right answer.
+    block_bytes, checked_pairs: what the reference holds at once, and how much it computes.
 
     >>> sizes = AttentionSizes(B=1, H=2, G=1, D=4, S=3)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
@@ -175,6 +176,9 @@ class AttentionProblem(Problem):
     >>> problem.checked({"out": problem.q})["out"].shape
     torch.Size([1, 2, 3, 4])
     """
+
+    block_bytes: int = BLOCK_BYTES
+    checked_pairs: int = PAIRS
 
     def __init__(self, sizes: AttentionSizes, dtype: torch.dtype, device: torch.device) -> None:
         self.sizes, self.dtype, self.device, self.train = sizes, dtype, device, sizes.train
@@ -249,7 +253,7 @@ class AttentionProblem(Problem):
     @cached_property
     def groups(self) -> list[int]:
         """The key/value heads that are checked: all, or the first and some evenly behind it."""
-        n = max(1, min(self.sizes.G, PAIRS * self.sizes.G // max(1, self.pairs)))
+        n = max(1, min(self.sizes.G, self.checked_pairs * self.sizes.G // max(1, self.pairs)))
         return sorted({math.floor(i * self.sizes.G / n) for i in range(n)})
 
     def reference(self) -> Outputs:
