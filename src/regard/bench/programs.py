@@ -138,19 +138,19 @@ class CheckpointSizes(ProgramSizes):
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and the shape of every tensor."""
         dim, inner = self.dim, self.inner
-        yield "model.embed_tokens.weight", (self.vocabulary, dim)
+        yield "embed_tokens.weight", (self.vocabulary, dim)
         for i in range(self.layers):
-            layer = f"model.layers.{i}"
+            layer = f"layers.{i}"
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 yield f"{layer}.{norm}.weight", (dim,)
             for name, rows in (("q", dim), ("k", self.keys), ("v", self.keys)):
-                yield f"{layer}.self_attn.{name}_proj.weight", (rows, dim)
-                yield f"{layer}.self_attn.{name}_proj.bias", (rows,)
-            yield f"{layer}.self_attn.o_proj.weight", (dim, dim)
+                yield f"{layer}.attention.{name}_proj.weight", (rows, dim)
+                yield f"{layer}.attention.{name}_proj.bias", (rows,)
+            yield f"{layer}.attention.o_proj.weight", (dim, dim)
             yield f"{layer}.mlp.gate_proj.weight", (inner, dim)
             yield f"{layer}.mlp.up_proj.weight", (inner, dim)
             yield f"{layer}.mlp.down_proj.weight", (dim, inner)
-        yield "model.norm.weight", (dim,)
+        yield "norm.weight", (dim,)
 
     def numbers(self) -> int:
         """Return how many numbers the tensors have."""

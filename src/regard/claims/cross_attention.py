@@ -94,7 +94,7 @@ def _thirds(model: nn.Module, examples: Sequence[Example]) -> list[list[int]]:
 
 def _shares(row: Mapping[str, Any], low: int, high: int) -> float:
     inside = [b for b in row["bins"] if b["low"] >= low and b["high"] <= high]
-    return sum(b["right"] for b in inside) / max(1, sum(b["examples"] for b in inside))
+    return float(sum(b["right"] for b in inside) / max(1, sum(b["examples"] for b in inside)))
 
 
 def _drop(row: Mapping[str, Any], trained: int) -> float:

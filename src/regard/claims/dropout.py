@@ -94,7 +94,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
 def _share_off(numbers: Mapping[str, Any]) -> float:
     count = numbers["draws"] * T * T
     return max(
-        abs(r["dropped_share"] - r["rate"]) / math.sqrt(r["rate"] * (1 - r["rate"]) / count)
+        float(abs(r["dropped_share"] - r["rate"]) / math.sqrt(r["rate"] * (1 - r["rate"]) / count))
         for r in numbers["by_rate"]
     )
 

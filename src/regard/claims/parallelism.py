@@ -79,7 +79,8 @@ class Chain(TorchDispatchMode):
 
 def _steps_of(run: Callable[[], Tensor]) -> int:
     """The longest chain of a call, up to its result."""
-    with torch.no_grad(), Chain() as chain:
+    chain = Chain()
+    with torch.no_grad(), chain:
         return chain.depth(run())
 
 

@@ -70,7 +70,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
         their own.
         """
         error = math.sqrt(2 / (n * m) + (2 / n + 2 / m) / row["dim"]) / 2
-        return abs(row["spread"] / row["dim"] ** 0.5 - 1) / error
+        return float(abs(row["spread"] / row["dim"] ** 0.5 - 1) / error)
 
     entropy = [r["scaled"]["entropy"] for r in rows]
     return [

@@ -95,7 +95,7 @@ def model(problem: ModelProblem) -> Way:
 
     def step() -> Tensor:
         with torch.no_grad():
-            logits = decoder(problem.ids, caches=caches)
+            logits: Tensor = decoder(problem.ids, caches=caches)
         for cache in caches:
             cache.crop(S)
         return logits

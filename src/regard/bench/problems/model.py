@@ -84,7 +84,8 @@ def _attention(
     scores = (q @ k.mT) * config.head_dim**-0.5
     hidden = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
     weights_ = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-    return (weights_ @ v).transpose(1, 2).flatten(2)
+    out: Tensor = (weights_ @ v).transpose(1, 2).flatten(2)
+    return out
 
 
 def _turn(config: qwen2.Config, x: Tensor, start: int) -> Tensor:
