@@ -86,7 +86,7 @@ def _share(verdict: Verdict) -> float:
 
 
 SCHEMA = 1
-"""Of the JSON; it rises when a name in it changes its meaning or goes away."""
+"""Version of the JSON; it rises when a name in it changes its meaning or goes away."""
 
 BAD = ("wrong", "failed")
 """Statuses that make a run fail. Others are "timed", "missing", "unable", "memory" and

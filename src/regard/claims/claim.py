@@ -75,7 +75,7 @@ class Check:
         return f"{self.low:.4g} to {self.high:.4g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values; a bound or a value that is not finite is None."""
+        """Return plain values; a bound or a value that is not finite is None."""
         finite = {
             name: value if math.isfinite(value) else None
             for name, value in (("value", self.value), ("low", self.low), ("high", self.high))
@@ -234,7 +234,7 @@ class Outcome:
         return [] if self.claim.table is None else self.claim.table(self.numbers)
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the claim and its outcome as plain values."""
         claim = self.claim
         said = {
             name: getattr(claim, name)

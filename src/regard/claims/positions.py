@@ -269,15 +269,14 @@ VALUES_STEPS, VALUES_CONTEXT = 200, 96
 
 
 class TurnedValues(Separate):
-    """As a projection with rotary queries and keys, with rotary values too; z is turned back where
-    asked.
+    """A projection that rotates its values too, not only its queries and keys.
 
-    The positions of a call are those that its queries were asked for: attention asks for them
-    first.
+    Attention asks for the queries of a call first, so the projection keeps their positions for
+    rotating the output back.
 
     Args:
-        before: its heads are used as they are.
-        back: whether what attention gives is turned back.
+        before: a projection with rotary queries and keys, whose heads are used as they are.
+        back: whether the output of attention is rotated back.
 
     >>> _, model = decoder(BYTES, dim=16, heads=2)
     >>> turned = TurnedValues(model.layers[0].attention.project, back=True)
@@ -292,19 +291,19 @@ class TurnedValues(Separate):
         self._at: Positions = Span(0, 0)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """As before."""
+        """Return the rotated queries, and keep their positions."""
         assert positions is not None
         self._at = positions
         return super().query(x, positions)
 
     def remember(self, x: Tensor, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Keys as before, and values turned."""
+        """Return the rotated keys and the rotated values."""
         assert positions is not None
         k, v = super().remember(x, positions)
         return k, self.rotary(v, positions)
 
     def finish(self, z: Tensor, x: Tensor) -> Tensor:
-        """R(-i) z_i, or z as it is."""
+        """Return R(-i) z_i where the output is rotated back, else z."""
         return rotate(z, self._at, -self.rotary.inv_freq) if self.back else z
 
 

@@ -27,12 +27,15 @@ Names = Annotated[
 Budget = Annotated[
     float,
     typer.Option(
-        help="Of each claim: 2 trains and times twice as much. 1 is about two minutes.",
+        help="How long each claim is trained and timed: 1 is about two minutes, 2 twice as long.",
         rich_help_panel=PANEL,
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(help="Of each claim's weights and data.", min=0, rich_help_panel=PANEL)
+    int,
+    typer.Option(
+        help="Random seed for the weights and the data of claims.", min=0, rich_help_panel=PANEL
+    ),
 ]
 
 OWN = ("names", "quality", "lesson", "context", "steps", "lr")

@@ -41,7 +41,9 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16 or float16; repeatable.", show_default="the case's"),
 ]
 Rounds = Annotated[int, typer.Option(help="Rounds; each times every peer once.", min=1)]
-Seconds = Annotated[float, typer.Option(help="Of rounds, for each case and dtype.", min=0.01)]
+Seconds = Annotated[
+    float, typer.Option(help="Seconds of rounds for each case and dtype.", min=0.01)
+]
 Threads = Annotated[int | None, typer.Option(help="Threads.", min=1, show_default="torch's")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Only = Annotated[

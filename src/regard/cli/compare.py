@@ -28,7 +28,7 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MECHANISM",
-        help="Of --list; or of the catalogue with its options: gqa:groups=1, retention.",
+        help="Names of --list, or of the catalogue with options: gqa:groups=1, retention.",
         show_default="the default set",
     ),
 ]

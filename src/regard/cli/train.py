@@ -56,8 +56,8 @@ def merged(
 
 
 TASKS = ("translate", "translate-back", "dates", "copy", "induction", "mqar", "passkey")
-"""As `regard.train.tasks.TASKS`, for a help text that imports no torch; the tests compare the
-two.
+"""The names of `regard.train.tasks.TASKS`, for a help text that imports no torch. The tests compare
+the two.
 """
 
 SHARED = (

@@ -85,7 +85,7 @@ def front(points: Sequence[tuple[float, ...]]) -> list[int]:
 
 
 SCHEMA = 1
-"""Of the JSON; it rises when a name in it changes its meaning or goes away."""
+"""Version of the JSON; it rises when a name in it changes its meaning or goes away."""
 
 COSTS = ("kv_bytes", "decode_seconds")
 """What quality is drawn against."""

@@ -284,8 +284,8 @@ RATES = (3e-3,)
 """Learning rates of mechanisms with a cache of tokens."""
 
 RATES_OF_STATES = (1e-3, 3e-3, 1e-2)
-"""Of those with a state, which are known to depend on it much more; each gets its best, which is in
-their favour.
+"""Learning rates for mechanisms with a state. They depend on the rate much more than the others, so
+each is trained at all three and counts at its best, which favours them.
 """
 
 PILOT = 5

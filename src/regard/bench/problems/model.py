@@ -147,7 +147,7 @@ class ModelSizes(Sizes):
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
     def config(self) -> qwen2.Config:
-        """As a config.json would say it."""
+        """Return the config of a checkpoint of this shape."""
         return qwen2.Config(
             vocab_size=self.vocabulary,
             hidden_size=self.dim,

@@ -182,7 +182,7 @@ class Bin:
 
     @property
     def share(self) -> float:
-        """Of right answers."""
+        """The share of right answers."""
         return self.right / self.examples
 
     @property
