@@ -126,7 +126,7 @@ class CheckpointSizes(ProgramSizes):
     """The tensors of Qwen2-0.5B, if not said otherwise: random numbers in one safetensors file.
 
     >>> print(CheckpointSizes())
-    24 layers M896 vocabulary 151936, 988 MB
+    24 layers M896 vocabulary 151936, 0.988 GB
     """
 
     layers: int = 24
@@ -166,7 +166,7 @@ class CheckpointSizes(ProgramSizes):
 
     def __str__(self) -> str:
         size = self.numbers() * torch.float16.itemsize
-        return f"{self.layers} layers M{self.dim} vocabulary {self.vocabulary}, {size / 1e6:.3g} MB"
+        return f"{self.layers} layers M{self.dim} vocabulary {self.vocabulary}, {size / 1e9:.3g} GB"
 
 
 class CheckpointProblem(ProgramProblem):
