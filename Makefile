@@ -25,7 +25,7 @@ arrows:  ## which package may import which: the contracts in pyproject.toml
 	$(PYTHON) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
 
 bench: full  ## figures count only behind a green gate
-	$(PYTHON) -m bench
+	$(PYTHON) -m regard bench
 
 format:
 	$(PYTHON) -m ruff check --fix .

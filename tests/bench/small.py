@@ -8,6 +8,7 @@ import torch
 
 from regard.bench import Sizes
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
+from regard.bench.programs import CheckpointSizes, PageSizes, StartSizes
 
 CPU = torch.device("cpu")
 HEADS: dict[str, Any] = {"B": 2, "H": 4, "G": 2, "D": 8}
@@ -22,5 +23,11 @@ SMALL: dict[str, Sizes] = {
     "training-step": AttentionSizes(**HEADS, S=19, train=True),
     "alibi": AttentionSizes(**HEADS, S=19, alibi=True),
     "left-padded": AttentionSizes(B=4, H=4, G=2, D=8, S=24, padded=True),
+    "overhead": AttentionSizes(**HEADS, S=19),
+    "kernels": AttentionSizes(**HEADS, S=19),
+    "kernels-training": AttentionSizes(**HEADS, S=19, train=True),
+    "startup": StartSizes(),
+    "read-checkpoint": CheckpointSizes(layers=1, dim=16, inner=24, keys=8, vocabulary=31),
+    "draw-page": PageSizes(layers=1, heads=2, tokens=12),
     "model-decode": ModelSizes(20, layers=2, dim=32, inner=48, H=4, G=2, vocabulary=97),
 }

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard.bench.result import FACTOR, GRADIENT_FACTOR, SHARE, compare
+from regard.bench.result import SHARE, compare
+from regard.error_rule import FACTOR, GRADIENT_FACTOR, two_roundings
 
 REFERENCE = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -26,9 +27,7 @@ def test_half_types_may_be_off_by_so_many_errors_of_plain(name: str, factor: flo
     # 1 + 1/4: sums with 0.3 in the rounding term are of a known size
     reference = {name: torch.full((4,), 64.0, dtype=torch.float64)}
     plain = {name: torch.full((4,), 65.0, dtype=torch.bfloat16)}
-    rounded = torch.tensor(64.0, dtype=torch.bfloat16)
-    roundings = 2 * float((rounded + 0.3 - 0.3 - rounded).abs())
-    bound = factor * 1.0 + roundings
+    bound = factor * 1.0 + two_roundings(reference[name], torch.bfloat16)
     verdict = compare({name: torch.full((4,), 64.5, dtype=torch.bfloat16)}, reference, plain)
     assert verdict.right
     assert verdict.allowed == pytest.approx(bound)

@@ -219,10 +219,34 @@ def test_the_json_of_a_run() -> None:
         "of_gemm",
         "error",
         "allowed",
+        "peak_bytes",
     }
     assert (right["kernel"], right["ratio"]) == ("some kernel", 1.0)
     assert wrong["error"] is None  # NaN is no JSON
     assert case["flops"] == found.work.flops if found.work else False
+
+
+def test_memory_is_measured_of_those_that_were_right() -> None:
+    asked: list[str] = []
+
+    def peak(name: str) -> int:
+        asked.append(name)
+        return 5_000_000
+
+    case = Case("test", "A test.", {}, (), (peer("regard"), peer("wrong", lambda found: {})))
+    found = measure(
+        case,
+        SIZES,
+        torch.float32,
+        CPU,
+        budget=Budget(rounds=1, sample=0.0),
+        ceilings=TOP,
+        peak=peak,
+    )
+    assert asked == ["regard"]
+    assert [row.peak_bytes for row in found.rows] == [5_000_000, None]
+    line = next(x for x in table(found).splitlines() if x.startswith("  regard"))
+    assert " 5.0 " in line
 
 
 def test_shares_are_of_reading_in_the_same_rounds() -> None:

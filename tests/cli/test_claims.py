@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from regard.claims import CLAIMS
 from regard.cli import main
-from regard.compare.claims import CLAIMS
 
 QUICK = ("--claim", "minus-infinity", "--claim", "decode-mask")
 

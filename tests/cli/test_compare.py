@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from regard.cli import main
-from regard.compare import experiment, lessons
+from regard.compare import experiment, quality
 from regard.compare.mechanisms import NAMES
 
 SMALL = (
@@ -50,8 +50,8 @@ def _interrupts() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen examples to choose by, and as many to judge by."""
-    monkeypatch.setattr(lessons, "SELECT", 4)
-    monkeypatch.setattr(lessons, "JUDGE", 4)
+    monkeypatch.setattr(quality, "SELECT", 4)
+    monkeypatch.setattr(quality, "JUDGE", 4)
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from regard.compare.lessons import Recall
+from regard.compare.comparison import Plan
 from regard.compare.mechanisms import Shape, configs, contestants
-from regard.compare.quality import Training
-from regard.compare.results import Plan
+from regard.compare.quality import Recall, Training
 from regard.compare.speed import Timing
 
 SHAPE = Shape(dim=32, layers=1, heads=4, window=8)
@@ -21,5 +20,7 @@ def plan(*names: str, same: str = "sizes", **more: Any) -> Plan:
 
 
 def taught(*names: str, seeds: tuple[int, ...] = (0,), **more: Any) -> Plan:
-    """With one lesson of short rows."""
-    return plan(*names, lessons=[Recall("mqar", 8, 4)], training=Training(seeds, **more))
+    """With one lesson of short rows: sixteen examples to choose by, and as many to judge by."""
+    return plan(
+        *names, lessons=[Recall("mqar", 8, 4, select=4, judged=4)], training=Training(seeds, **more)
+    )

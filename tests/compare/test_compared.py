@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from regard.compare.comparison import as_csv, as_json, beside, cost_of, gather, on_front
 from regard.compare.output import charts, costs, curves, overlapping, page, table
-from regard.compare.results import as_csv, as_json, beside, cost_of, gather, on_front
 from tests.compare import small
 from tests.compare.small import MACHINE, taught
 

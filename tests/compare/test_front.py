@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from regard.compare.results import front
+from regard.compare.comparison import front
 
 
 def brute(points: list[tuple[float, ...]]) -> list[int]:

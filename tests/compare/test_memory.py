@@ -1,60 +1,19 @@
-"""Peak memory: what is allocated is seen, in this process and in the one that measures
-mechanisms.
-"""
+"""Peak memory of mechanisms: what the process that measures them is asked, and what it answers."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from regard.compare import memory, peak
-from regard.compare.memory import ALLOCATOR
+from regard.bench.memory import PROCESS
+from regard.compare import memory
 from regard.errors import RegardError
 from tests.compare.small import MACHINE, TIMING, plan
 
-MIB = 1 << 20
 
-
-def fresh(code: str) -> list[int]:
-    """What a new process prints, with the allocator as it is measured with."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"from regard.compare.peak import peak\n{code}"],
-        env={**os.environ, **ALLOCATOR},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [int(n) for n in done.stdout.split()]
-
-
-@pytest.mark.skipif(not peak.CLEAR.exists(), reason="this system does not tell")
-def test_what_is_allocated_is_the_peak() -> None:
-    """Also when it is freed again, and when as much was used and freed before; what was held before
-    does not count.
-    """
-    used, held = fresh(
-        f"work = lambda: len(bytearray({64 * MIB}))\nwork()\nprint(peak(work))\n"
-        f"held = bytearray({64 * MIB})\nprint(peak(lambda: None))"
-    )
-    # Linux adds up pages in batches, so that a count is some hundred KiB behind
-    assert 63 * MIB <= used < 68 * MIB
-    assert held < 4 * MIB
-
-
-def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peak, "STATUS", tmp_path / "none")
-    monkeypatch.setattr(peak, "CLEAR", tmp_path / "none" / "none")
-    assert peak.resident() is None
-    assert peak.peak(lambda: None) is None
-
-
-def test_an_experiment_asks_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_asks_the_program() -> None:
     found = {
         one.name: one for one in memory.experiments(plan("mha", "mqa").configs, TIMING, MACHINE)
     }
@@ -78,7 +37,7 @@ def test_the_program_measures_a_prompt_and_a_step() -> None:
     plain.
     """
     (one,) = memory.experiments(plan("mqa").configs, TIMING, MACHINE)
-    found = peak.run(json.loads(json.dumps(one.settings)))
+    found = memory.peaks(json.loads(json.dumps(one.settings)))
     assert set(found) == {"prefill", "training"}
-    if peak.CLEAR.exists():
+    if (PROCESS / "clear_refs").exists():
         assert all(isinstance(n, int) and n >= 0 for n in found.values())

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from regard.compare import lessons, quality
+from regard.compare import quality
+from regard.compare.comparison import Comparison, judged
 from regard.compare.experiment import Session, Store
 from regard.compare.quality import Training, job_name, pilot, steps_that_fit
-from regard.compare.results import judged
-from regard.compare.run import Comparison
 from regard.errors import ArgumentError
 from tests.compare.small import MACHINE, taught
 
@@ -26,13 +25,6 @@ def _interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(autouse=True)
-def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen examples to choose by, and as many to judge by."""
-    monkeypatch.setattr(lessons, "SELECT", 4)
-    monkeypatch.setattr(lessons, "JUDGE", 4)
 
 
 def jobs(plan: Any, steps: int, **more: Any) -> list[Any]:

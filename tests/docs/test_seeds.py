@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
+from regard.claims import CLAIMS
 from regard.cli import COMMANDS
 from regard.cli.app import load, run
-from regard.compare.claims import CLAIMS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seeds.md"

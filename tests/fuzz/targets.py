@@ -284,8 +284,8 @@ def _use_training(folder: Path) -> None:
 def _task(folder: Path) -> None:
     from safetensors.torch import save_model
 
+    from regard.train.tasks import find_task
     from regard.train.tasks.models import Recipe, build, recipe
-    from regard.train.tasks.table import find_task
 
     task = find_task("copy")
     sizes = recipe(task, "gru").with_({"dim": 8})

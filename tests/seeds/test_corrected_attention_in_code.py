@@ -1,4 +1,7 @@
-"""What the third seed note gets wrong, got right: the ids are those of docs/seeds.md."""
+"""What x-jeff's notes on chapter 3 of "Build a Large Language Model" get wrong, done right.
+
+docs/seeds.md lists each error.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x - y).detach().abs().max())
 
 
-# --- E3.2: half of the weights, in expectation only
+# --- half of the weights, in expectation only
 
 
 def test_the_printed_dropout_drops_15_of_36_and_empties_a_row() -> None:
@@ -48,7 +51,7 @@ def test_how_many_weights_dropout_takes_is_binomial() -> None:
     assert float((lost == n / 2).double().mean()) < 0.25, "exactly half is the exception"
 
 
-# --- E3.3: the list of heads and the split projection
+# --- the list of heads and the split projection
 
 
 def test_the_two_forms_of_several_heads_differ_until_three_things_are_equal() -> None:
@@ -80,7 +83,7 @@ def test_the_two_forms_of_several_heads_differ_until_three_things_are_equal() ->
     assert apart(same(x), listed) > 0.01
 
 
-# --- E3.4: nothing that grows with the context is saved
+# --- nothing that grows with the context is saved
 
 
 def test_a_mask_is_in_no_state_dict() -> None:
@@ -91,7 +94,7 @@ def test_a_mask_is_in_no_state_dict() -> None:
     assert sum(x.numel() for x in module.state_dict().values()) == 4 * 8 * 8
 
 
-# --- E3.6 and E3.7: what "masking is renormalising" needs
+# --- what "masking is renormalising" needs
 
 
 def both(q: Tensor, k: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""What the fifth seed note gets wrong, got right: the ids are those of docs/seeds.md."""
+"""What the outline of attention (the fifth note) gets wrong, done right.
+
+docs/seeds.md lists each error.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from regard.nn.variants import VARIANTS, mha
 from regard.ops.memory import compressive
 from regard.positions import NTK, DynamicNTK, YaRN, rope_frequencies
 
-# --- E5.1 to E5.4: whose method, which paper
+# --- whose method, which paper
 
 PAPERS = [
     (positions.YaRN, "2309.00071"),
@@ -51,7 +54,7 @@ def test_the_catalogue_names_the_papers_too() -> None:
         assert paper in VARIANTS[name].source
 
 
-# --- E5.5: four scalings that are four methods
+# --- four scalings that are four methods
 
 
 def test_yarn_interpolates_by_parts_and_warms_the_softmax() -> None:
@@ -89,7 +92,7 @@ def test_ntk_and_dynamic_ntk_are_two_methods() -> None:
     assert float(lengths[1]) < float(lengths[0]) < float(plain[-1])
 
 
-# --- E5.6 and X4: the width of the model is no product
+# --- the width of the model is no product
 
 
 @pytest.mark.parametrize(
@@ -107,7 +110,7 @@ def test_heads_need_not_multiply_to_the_width(M: int, H: int, D: int) -> None:
     assert layer(torch.randn(1, 3, m)).shape == (1, 3, m)
 
 
-# --- E5.9: norms and softmax as torch has them
+# --- norms and softmax as torch has them
 
 
 def test_layer_norm_and_softmax_need_what_the_note_leaves_out() -> None:
@@ -121,7 +124,7 @@ def test_layer_norm_and_softmax_need_what_the_note_leaves_out() -> None:
     assert [name for name, _ in nn.LayerNorm(8, bias=True).named_parameters()] == ["weight", "bias"]
 
 
-# --- E5.10: what a compressive memory loses
+# --- what a compressive memory loses
 
 
 def test_random_keys_recall_close_to_the_mean_of_all_values() -> None:
@@ -159,7 +162,7 @@ def test_an_open_gate_is_no_free_addition() -> None:
     assert float((read - mean).norm()) < 0.5 * float((past - mean).norm())
 
 
-# --- E5.11: names
+# --- names
 
 
 def test_the_names_are_spelt_right(root: Path) -> None:

@@ -1,4 +1,7 @@
-"""What the fourth seed note gets wrong, got right: the ids are those of docs/seeds.md."""
+"""What the overview of attention (the fourth note) gets wrong, done right.
+
+docs/seeds.md lists each error.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(*shape, dtype=torch.float64)
 
 
-# --- E4.1 and E4.2: the arithmetic of GPT-3
+# --- the arithmetic of GPT-3
 
 
 def test_attention_is_a_third_of_gpt_3() -> None:
@@ -59,7 +62,7 @@ def test_what_is_split_into_heads_is_the_width_of_the_model() -> None:
     assert "head_dim" in LETTERS["D"].synonyms
 
 
-# --- E4.3 and E4.4: along which axis the sum is 1
+# --- along which axis the sum is 1
 
 
 def test_rows_sum_to_1_and_columns_do_not() -> None:
@@ -87,7 +90,7 @@ def test_two_weights_of_a_row_cannot_both_be_near_1() -> None:
         assert float(second.max()) <= 0.5
 
 
-# --- E4.6: where the mask acts, and the own key
+# --- where the mask acts, and the own key
 
 
 def test_the_mask_comes_before_the_softmax_and_leaves_the_own_key() -> None:
@@ -104,7 +107,7 @@ def test_the_mask_comes_before_the_softmax_and_leaves_the_own_key() -> None:
     assert not regard.attend(q, k, k, mask=others)[0, 0, 0].any(), "the first row would be empty"
 
 
-# --- E4.7: what multi-query attention saves
+# --- what multi-query attention saves
 
 
 @pytest.mark.parametrize("H", [4, 16])
@@ -128,7 +131,7 @@ def test_multi_query_attention_saves_cache_and_not_scores(H: int) -> None:
     assert plans[0].flops == plans[1].flops == H * 64 * 64 * 2 * 64, "n^2 per head in prefill"
 
 
-# --- E4.10: how sparse patterns grow
+# --- how sparse patterns grow
 
 
 def pairs(mask: Mask, n: int) -> int:
@@ -167,7 +170,7 @@ def test_bigbird_is_linear() -> None:
     assert counts[2] / 2048 == pytest.approx((2 + 3 + 2) * 16, rel=0.05 + 2 * 16 * 2048 / counts[2])
 
 
-# --- E4.12: parallel in training, one after the other in generation
+# --- parallel in training, one after the other in generation
 
 
 def test_training_is_one_pass_and_generation_one_pass_per_token() -> None:
@@ -183,7 +186,7 @@ def test_training_is_one_pass_and_generation_one_pass_per_token() -> None:
     assert calls == [prompt, 1, 1, 1, 1], "each token waits for the one in front of it"
 
 
-# --- E4.14: one wide head or several
+# --- one wide head or several
 
 
 @pytest.mark.parametrize("heads", [1, 2, 8, 16])

@@ -1,4 +1,4 @@
-"""What the second seed note gets wrong, got right: the ids are those of docs/seeds.md."""
+"""What AttnJourney (the second note) gets wrong, done right. docs/seeds.md lists each error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x - y).detach().abs().max())
 
 
-# --- E2.1 and X3: why scale
+# --- why scale
 
 
 @pytest.mark.parametrize(("D", "measured"), [(64, 7.94), (128, 11.4), (4096, 64.3)])
@@ -101,7 +101,7 @@ def test_the_gradient_of_the_weights_is_larger_without_the_scale_and_most_querie
     assert each_unscaled.max() > 20 * each_scaled.max(), "and a few far too much"
 
 
-# --- E2.3 and X5: dropout and what is shown
+# --- dropout and what is shown
 
 
 def test_with_dropout_rows_no_longer_sum_to_1_and_evaluation_has_none() -> None:
@@ -119,7 +119,7 @@ def test_with_dropout_rows_no_longer_sum_to_1_and_evaluation_has_none() -> None:
     assert not regard.load("tiny").decoder.training
 
 
-# --- E2.5: one input, three projections
+# --- one input, three projections
 
 
 def test_one_input_gives_three_different_projections() -> None:
@@ -136,7 +136,7 @@ def test_one_input_gives_three_different_projections() -> None:
     assert apart(joined, rows) < 1e-14
 
 
-# --- E2.8: no arithmetic is behind "GPT attention is faster"
+# --- no arithmetic is behind "GPT attention is faster"
 
 
 def test_one_fused_matrix_computes_as_much_as_three() -> None:
@@ -154,7 +154,7 @@ def test_one_fused_matrix_computes_as_much_as_three() -> None:
     assert apart(fused.double()(x.double()), apart_.double()(x.double())) < 1e-12
 
 
-# --- E2.9: masked tiles are not computed
+# --- masked tiles are not computed
 
 
 def test_masked_tiles_are_skipped() -> None:
@@ -176,7 +176,7 @@ def test_masked_tiles_are_skipped() -> None:
     )
 
 
-# --- E2.10: rotating values
+# --- rotating values
 
 
 def rotated_values(x: Tensor, positions: Positions, *, undo: bool) -> Tensor:
@@ -223,7 +223,7 @@ def test_rotated_values_depend_on_the_distance_once_they_are_turned_back() -> No
     assert apart(made, torch.tensor(by_hand, dtype=torch.float64)) < 1e-12
 
 
-# --- E2.11: permute gives a view
+# --- permute gives a view
 
 
 def test_permute_gives_a_view_that_view_refuses() -> None:
@@ -241,7 +241,7 @@ def test_permute_gives_a_view_that_view_refuses() -> None:
     assert torch.equal(out, regard.attend(*[heads.contiguous()] * 3))
 
 
-# --- E2.12: what an MLA needs before it can be compared
+# --- what an MLA needs before it can be compared
 
 
 class Unturned(Rotary):

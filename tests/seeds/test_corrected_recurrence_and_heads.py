@@ -1,4 +1,7 @@
-"""What the first seed note gets wrong, got right: the ids are those of docs/seeds.md."""
+"""What Deepseek_based_llm_note, chapter 1.1 (the first note) gets wrong, done right.
+
+docs/seeds.md lists each error.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def apart(x: Tensor, y: Tensor) -> float:
     return float((x - y).detach().abs().max())
 
 
-# --- E1.2 and E1.3: one sequence unmasked; rows that are no distribution
+# --- one sequence unmasked; rows that are no distribution
 
 
 def test_every_sequence_of_a_batch_is_masked() -> None:
@@ -60,7 +63,7 @@ def test_rows_of_the_run_are_no_distributions_and_ours_are() -> None:
     assert float((ours.sum(-1) - 1).abs().max()) <= 4 * torch.finfo(torch.float64).eps
 
 
-# --- E1.4: the scale is part of what is called a score
+# --- the scale is part of what is called a score
 
 
 def test_a_score_is_scaled_once() -> None:
@@ -86,7 +89,7 @@ def test_a_score_is_scaled_once() -> None:
         assert (apart(made[0, :, :3], wrong) < 1e-8) == fits
 
 
-# --- E1.5: -inf and -1e9
+# --- -inf and -1e9
 
 
 def test_a_large_negative_number_differs_from_a_mask_exactly_where_nothing_is_seen() -> None:
@@ -108,7 +111,7 @@ def test_a_large_negative_number_differs_from_a_mask_exactly_where_nothing_is_se
     assert apart(replaced, torch.full_like(replaced, 1 / 8)) < 1e-12, "uniform, as in the note"
 
 
-# --- E1.7 and E1.8: forgetting, vanishing, and who weighs how much in a state
+# --- forgetting, vanishing, and who weighs how much in a state
 
 
 def one_unit(w: float, u: float) -> nn.RNN:
@@ -168,7 +171,7 @@ def test_a_state_is_dominated_by_recent_input_and_a_gate_can_change_that() -> No
         assert math.isclose(float(kept[0] / kept[-1]), ratio, rel_tol=1e-9)
 
 
-# --- E1.10: what is called the output of attention
+# --- what is called the output of attention
 
 
 def test_out_is_the_projected_heads_and_nothing_more() -> None:
@@ -184,12 +187,12 @@ def test_out_is_the_projected_heads_and_nothing_more() -> None:
 
 
 def test_polarity_is_printed_with_the_mask() -> None:
-    """X1: one polarity, said where a mask is made; foreign ones are turned round once, by name."""
+    """There is one polarity, which masks say; foreign ones are turned round once, by name."""
     blocked = given("mask").bool()
     for keep in (
         masks.from_drop(blocked),
         masks.from_additive(blocked.double().masked_fill(blocked, -math.inf)),
     ):
         assert torch.equal(keep.block(Span(0, 4), Span(0, 4))[0, 0], ~blocked)
-    assert "True = may attend" in str(masks.__doc__)
+    assert "True = may attend" in " ".join(str(masks.__doc__).split())
     assert (str(Causal()), str(~Causal())) == ("causal", "~causal")

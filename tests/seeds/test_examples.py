@@ -1,4 +1,4 @@
-"""The examples that the seed notes give, shown: the ids are those of docs/seeds.md."""
+"""The examples that the notes give, shown; docs/seeds.md lists where each note has them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from regard.positions import sinusoidal
 from regard.train import Settings, fit
 from regard.train.losses import PairLoss
 from regard.train.tasks import Example
-from regard.train.tasks.base import Task, Vocabulary
+from regard.train.tasks.base import Made, Task, Vocabulary
 from regard.train.tasks.evaluate import alignment, outcomes
-from regard.train.tasks.examples import Made
 from regard.train.tasks.models import Recipe, build
 
-# --- S1.6: "The cat is on the mat.", and where a translation looks at "mat"
+# --- "The cat is on the mat.", and where a translation looks at "mat"
 
 THINGS = {"cat": "猫", "mat": "垫子", "dog": "狗", "box": "箱子", "bird": "鸟", "bed": "床"}
 PLACES = {"on": "上", "under": "下", "behind": "后"}
@@ -71,7 +70,7 @@ def test_a_translation_looks_at_the_source_word_and_its_neighbours() -> None:
     assert float(at[3:].sum()) > 0.8, "on the mat"
 
 
-# --- S4.2: pieces of words
+# --- pieces of words
 
 
 def test_a_word_is_cut_into_pieces_that_join_to_it() -> None:
@@ -83,7 +82,7 @@ def test_a_word_is_cut_into_pieces_that_join_to_it() -> None:
     assert "".join(pieces) == "unhappiness"
 
 
-# --- S4.4: positions, because order matters
+# --- positions, because order matters
 
 
 def middle(words: list[str], *, positions: bool) -> Tensor:
@@ -107,7 +106,7 @@ def test_without_positions_i_hit_him_is_he_hits_me() -> None:
     assert float(told) > 0.01
 
 
-# --- S4.9 to S4.13: "a fluffy blue creature"
+# --- "a fluffy blue creature"
 
 
 def test_creature_reads_fluffy() -> None:
@@ -135,7 +134,7 @@ def test_creature_reads_fluffy() -> None:
     assert found.check < 1e-5
 
 
-# --- S5.10: LayerNorm with a bias
+# --- LayerNorm with a bias
 
 
 def test_layer_norm_by_hand() -> None:

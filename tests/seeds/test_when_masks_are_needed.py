@@ -1,4 +1,4 @@
-"""When decoding, padding and training need a mask: E1.6, E4.5 and X2 of docs/seeds.md."""
+"""When decoding, padding and training need a mask: two of the notes contradict each other here."""
 
 from __future__ import annotations
 

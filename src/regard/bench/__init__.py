@@ -1,9 +1,10 @@
-"""Ours against other people's implementations, in one process: the same numbers in, equal numbers
-out, timed in turns.
+"""Benchmarks: regard against other implementations in one process, each answer checked before it is
+timed.
 
 A `Case` has `Sizes`, which make a `Problem`; a `Peer` solves problems. `measure` runs what can be
-run, checks every output before it is timed, and gives a row for each peer, also for those that are
-missing or wrong. `regard bench` is the command.
+run, checks every output, times the peers in turns, and gives a row for each, also for those that
+are missing or wrong. Cases of whole programs (`regard.bench.programs`) time this package itself.
+`regard bench` is the command.
 """
 
 from regard.bench.case import Case, Peer, Problem, Sizes, Way, Work

@@ -17,21 +17,25 @@ from regard.bench.peers import (
     x_transformers,
 )
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
+from regard.bench.programs import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ("small", "default", "paper")
-"""A second or so; the sizes of bench/RESULTS.md; the longest that papers report."""
+"""A second or so; the sizes of docs/benchmarks.md; the longest that papers report."""
 
 ATTENTION: tuple[Peer[Any], ...] = (
     ours.ATTENTION,
     torch_sdpa.ATTENTION,
     torch_sdpa.FOLDED,
+    torch_sdpa.CHUNKED,
     torch_flex.ATTENTION,
     *hugging_face.ATTENTION,
     onnx_runtime.ATTENTION,
     x_transformers.ATTENTION,
 )
 LATENT: tuple[Peer[Any], ...] = (ours.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT)
+BARE: tuple[Peer[Any], ...] = (ours.OVER_SDPA, torch_sdpa.ATTENTION)
+KERNELS: tuple[Peer[Any], ...] = (ours.ATTENTION, *ours.KERNELS)
 MODEL: tuple[Peer[Any], ...] = (ours.MODEL, *hugging_face.MODEL, llama_cpp.MODEL)
 
 
@@ -117,6 +121,30 @@ _CASES = (
         (FP32, BF16, FP16),
         MODEL,
     ),
+    Case(
+        "overhead",
+        "What `attend` adds to a bare call of the kernel that it runs.",
+        _lengths(16, 512, 2048, H=8, D=64),
+        (FP32, BF16),
+        BARE,
+    ),
+    Case(
+        "kernels",
+        "Each kernel of regard on one causal call of one head.",
+        _lengths(512, 8192, 32768, H=1, G=1, D=64),
+        (FP32,),
+        KERNELS,
+    ),
+    Case(
+        "kernels-training",
+        "The same with its gradient.",
+        _lengths(512, 8192, 32768, H=1, G=1, D=64, train=True),
+        (FP32,),
+        KERNELS,
+    ),
+    STARTUP,
+    READ_CHECKPOINT,
+    DRAW_PAGE,
 )
 CASES = {case.name: case for case in _CASES}
 """Name -> case."""

@@ -147,7 +147,8 @@ class Ceilings:
         """Measure both; reading is the best of several ways to read, since each may have a limit of
         its own.
 
-        >>> top = Ceilings.measure([torch.float32], torch.device("cpu"), rounds=1, read_bytes=1 << 16, side=16)
+        >>> small = {"rounds": 1, "read_bytes": 1 << 16, "side": 16}
+        >>> top = Ceilings.measure([torch.float32], torch.device("cpu"), **small)
         >>> top.read > 0 and top.gemm[torch.float32] > 0
         True
         """

@@ -15,14 +15,10 @@ from torch import Tensor
 from regard.bench.case import Outputs, Work
 from regard.bench.machine import Ceilings
 from regard.bench.timing import median, quartiles
+from regard.error_rule import FACTOR, GRADIENT_FACTOR, allowed_error
 
 SHARE = 1e-4
 """fp32 and fp64: the error that is allowed, as a share of the largest number of the answer."""
-
-FACTOR, GRADIENT_FACTOR = 2.0, 3.0
-"""Half types: the error that is allowed, in errors of the straightforward computation in the same
-dtype.
-"""
 
 SENTENCE = (
     f"fp32: max|x - ref| <= {SHARE:g} max|ref|; half types: <= {FACTOR:g} max|plain - ref| "
@@ -79,10 +75,8 @@ def _bound(name: str, dtype: torch.dtype, reference: Tensor, plain: Tensor | Non
         return 0.0
     if dtype in (torch.float32, torch.float64) or plain is None:
         return SHARE * float(reference.abs().max())
-    rounded = reference.to(dtype)
-    roundings = 2 * float((rounded + 0.3 - 0.3 - rounded).abs().max())
     factor = GRADIENT_FACTOR if name.startswith("d") else FACTOR
-    return factor * float((plain.to(reference) - reference).abs().max()) + roundings
+    return allowed_error([plain], reference, factor)
 
 
 def _share(verdict: Verdict) -> float:
@@ -92,7 +86,7 @@ def _share(verdict: Verdict) -> float:
 
 
 SCHEMA = 1
-"""Of the JSON; it rises when a name in it changes its meaning or goes away."""
+"""Version of the JSON; it rises when a name in it changes its meaning or goes away."""
 
 BAD = ("wrong", "failed")
 """Statuses that make a run fail. Others are "timed", "missing", "unable", "memory" and
@@ -109,10 +103,12 @@ class Row:
         kernel: which of its kernels ran, where it says so.
         seconds, quartiles, rounds: the median time of a call, its spread, and how many rounds.
         ratio: the median over rounds of its time by ours in that round: 2 is twice as slow as ours.
-        bytes_per_second, flops_per_second: the least that the problem takes, by the median time.
+        bytes_per_second, flops_per_second: the least that the problem takes, by the median time;
+            None where nothing is counted.
         of_read, of_gemm: these as shares of what the machine does at most: reads in the same
             rounds, multiplied before them.
         error, allowed: the largest error of its answer, and the rule's bound.
+        peak_bytes: memory that a call takes at most, its result included, where it was measured.
     """
 
     peer: str
@@ -129,13 +125,14 @@ class Row:
     of_gemm: float | None = None
     error: float | None = None
     allowed: float | None = None
+    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Measured:
     """A case at one size in one dtype.
 
-    >>> found = Measured("demo", "", "B1", torch.float32, "cpu").refuse("needs 9.0 GiB, 1.0 GiB are free")
+    >>> found = Measured("demo", "", "B1", torch.float32, "cpu").refuse("needs 9.0 GiB")
     >>> found.failed, found.dtype_name
     (True, 'float32')
     """
@@ -197,9 +194,10 @@ def timed(
         return Row(name, "interrupted", "no round was complete", **right)  # type: ignore[arg-type]
     assert about.work is not None
     seconds, slower = median(times.own), times.by(times.reading)
-    read, gemm = about.work.bytes / seconds, about.work.flops / seconds
-    share = ceilings.of_read(read)
-    if ceilings.reading is not None and slower is not None:
+    read = about.work.bytes / seconds or None
+    gemm = about.work.flops / seconds or None
+    share = None if read is None else ceilings.of_read(read)
+    if read is not None and ceilings.reading is not None and slower is not None:
         share = about.work.bytes / ceilings.reading.bytes / slower
     return Row(
         name,
@@ -213,7 +211,7 @@ def timed(
         read,
         gemm,
         share,
-        ceilings.of_gemm(gemm, about.dtype),
+        None if gemm is None else ceilings.of_gemm(gemm, about.dtype),
         verdict.error,
         verdict.allowed,
     )
@@ -225,8 +223,8 @@ def as_json(
     """The whole run; every number is finite or null, times are seconds.
 
     >>> told = as_json({}, Ceilings(4e10, {torch.float32: 2e11}), [], interrupted=False)
-    >>> told["schema"], told["ceilings"]
-    (1, {'read_bytes_per_second': 40000000000.0, 'gemm_flops_per_second': {'float32': 200000000000.0}})
+    >>> told["schema"], told["ceilings"]["gemm_flops_per_second"]
+    (1, {'float32': 200000000000.0})
     """
     gemm = {str(dtype).removeprefix("torch."): top for dtype, top in ceilings.gemm.items()}
     return {

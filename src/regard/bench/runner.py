@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ def measure(
     budget: Budget,
     ceilings: Ceilings,
     say: Say = lambda line: None,
+    peak: Callable[[str], int | None] | None = None,
 ) -> Measured:
     """One case at one size in one dtype: a row for each peer, ours first.
 
@@ -63,15 +64,18 @@ def measure(
         budget: how long.
         ceilings: what shares are of.
         say: told what is being done.
+        peak: a peer's name -> bytes that a call of it takes at most; None measures no memory.
 
     An interrupt while rounds run ends them: what is complete counts, and `interrupted` says so.
     Before, it is raised.
 
     >>> from regard.bench.problems import AttentionSizes
-    >>> same = [Peer(name, "", lambda p: Way(lambda: p.q, lambda x: {"out": 0 * x})) for name in ("ours", "wrong")]
-    >>> case = Case("demo", "", {}, (), tuple(same))
+    >>> def zeros(problem):
+    ...     return Way(lambda: problem.q, lambda q: {"out": 0 * q})
+    >>> case = Case("demo", "", {}, (), (Peer("ours", "", zeros), Peer("other", "", zeros)))
     >>> sizes, cpu = AttentionSizes(B=1, H=1, G=1, D=2, S=3), torch.device("cpu")
-    >>> found = measure(case, sizes, torch.float32, cpu, budget=Budget(rounds=1), ceilings=Ceilings(1.0))
+    >>> how = {"budget": Budget(rounds=1), "ceilings": Ceilings(1.0)}
+    >>> found = measure(case, sizes, torch.float32, cpu, **how)
     >>> [row.status for row in found.rows]
     ['wrong', 'wrong']
     """
@@ -122,6 +126,9 @@ def measure(
             about,
             ceilings,
         )
+        if peak is not None and not interrupted:
+            say(f"{case.name}, {about.dtype_name}: memory of {name}")
+            rows[name] = replace(rows[name], peak_bytes=peak(name))
     return about.with_rows([rows[peer.name] for peer in case.peers], interrupted=interrupted)
 
 

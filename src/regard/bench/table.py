@@ -11,17 +11,19 @@ from regard.bench.result import Measured, Row
 
 COLUMNS = (
     f"{'':22}{'median':>10}{'quartiles':>19}{'x ours':>8}{'GB/s':>8}{'read':>6}"
-    f"{'GFLOP/s':>9}{'gemm':>6}{'error':>10}{'allowed':>9}  kernel"
+    f"{'GFLOP/s':>9}{'gemm':>6}{'error':>10}{'allowed':>9}{'MB':>9}  kernel"
 )
 """`read` is the share of reading memory in the same turns, `gemm` of the ceiling in the header; `x
-ours` is a peer's time by ours, round by round.
+ours` is a peer's time by ours, round by round; `MB` is the most memory that a call takes, with
+--memory.
 """
 
 
 def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
     """The machine, and its ceilings.
 
-    >>> about = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"], "torch": "2", "regard": "1"}
+    >>> about = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"]}
+    >>> about |= {"torch": "2", "regard": "1"}
     >>> print(header(about, Ceilings(4e10)))
     CPU, 2 cores, 2 threads, avx2, torch 2, regard 1
     ceilings: reading 40.0 GB/s
@@ -51,7 +53,7 @@ def table(found: Measured) -> str:
       refused: needs 9 GiB
     """
     work = ""
-    if found.work is not None:
+    if found.work is not None and any(found.work):
         work = f" ({found.work.flops / 1e9:.3g} GFLOP, {found.work.bytes / 1e6:.3g} MB at least)"
     lines = [f"{found.case}: {found.about} {found.sizes}, {found.dtype_name}{work}"]
     if found.refused:
@@ -65,15 +67,22 @@ def _line(row: Row) -> str:
     if row.seconds is None:
         return f"{name}{row.status}: {row.why}"
     assert row.quartiles is not None
-    assert row.bytes_per_second is not None
-    assert row.flops_per_second is not None
     low, high = (f"{1e3 * x:.3g}" for x in row.quartiles)
     return (
         f"{name}{_time(row.seconds):>10}{f'{low} .. {high}':>19}{_cell(row.ratio, '.2f'):>8}"
-        f"{row.bytes_per_second / 1e9:>8.1f}{_cell(row.of_read, '.0%'):>6}"
-        f"{row.flops_per_second / 1e9:>9.1f}{_cell(row.of_gemm, '.0%'):>6}"
-        f"{_cell(row.error, '.1e'):>10}{_cell(row.allowed, '.1e'):>9}  {row.kernel}"
+        f"{_giga(row.bytes_per_second):>8}{_cell(row.of_read, '.0%'):>6}"
+        f"{_giga(row.flops_per_second):>9}{_cell(row.of_gemm, '.0%'):>6}"
+        f"{_cell(row.error, '.1e'):>10}{_cell(row.allowed, '.1e'):>9}"
+        f"{_mega(row.peak_bytes):>9}  {row.kernel}"
     ).rstrip()
+
+
+def _giga(x: float | None) -> str:
+    return _cell(None if x is None else x / 1e9, ".1f")
+
+
+def _mega(x: int | None) -> str:
+    return _cell(None if x is None else x / 1e6, ".1f")
 
 
 def _time(seconds: float) -> str:

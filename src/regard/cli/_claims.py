@@ -10,7 +10,7 @@ import typer
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from regard.compare.claims import Outcome
+    from regard.claims import Outcome
 
 PANEL = "Claims"
 ALL = "all"
@@ -27,12 +27,15 @@ Names = Annotated[
 Budget = Annotated[
     float,
     typer.Option(
-        help="Of each claim: 2 trains and times twice as much. 1 is about two minutes.",
+        help="How long each claim is trained and timed: 1 is about two minutes, 2 twice as long.",
         rich_help_panel=PANEL,
     ),
 ]
 Seed = Annotated[
-    int, typer.Option(help="Of each claim's weights and data.", min=0, rich_help_panel=PANEL)
+    int,
+    typer.Option(
+        help="Random seed for the weights and the data of claims.", min=0, rich_help_panel=PANEL
+    ),
 ]
 
 OWN = ("names", "quality", "lesson", "context", "steps", "lr")
@@ -41,8 +44,8 @@ OWN = ("names", "quality", "lesson", "context", "steps", "lr")
 
 def listing() -> str:
     """The claims, for --list."""
-    from regard.compare.claims import CLAIMS
-    from regard.compare.claims.told import listing as told
+    from regard.claims import CLAIMS
+    from regard.claims.render import listing as told
 
     return "claims\n" + told(list(CLAIMS.values()))
 
@@ -72,8 +75,8 @@ def run(options: dict[str, Any], command: str) -> None:
     import torch
 
     from regard.bench.machine import machine
-    from regard.compare.claims import CLAIMS, find_claim
-    from regard.compare.claims import run as run_claims
+    from regard.claims import CLAIMS, find_claim
+    from regard.claims import run as run_claims
     from regard.compare.experiment import Session, Store
 
     names = CLAIMS if ALL in options["claim"] else dict.fromkeys(options["claim"])
@@ -97,7 +100,7 @@ def run(options: dict[str, Any], command: str) -> None:
 
 
 def _echo(outcome: Outcome) -> None:
-    from regard.compare.claims.told import text
+    from regard.claims.render import text
 
     typer.echo(text(outcome) + "\n")
 
@@ -110,7 +113,7 @@ def _write(
     *,
     interrupted: bool,
 ) -> None:
-    from regard.compare.claims.told import as_csv, section, summary
+    from regard.claims.render import as_csv, section, summary
     from regard.view import findings
     from regard.view.html import write
 

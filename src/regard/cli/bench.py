@@ -1,10 +1,11 @@
-"""`regard bench`: ours against what else is installed, checked for equal outputs and timed in
+"""`regard bench`: regard against what else is installed, checked for equal outputs and timed in
 turns, in one process.
 """
 
 from __future__ import annotations
 
 import json as json_format
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,10 @@ Names = Annotated[
 ]
 Size = Annotated[str, typer.Option(help="small, default or paper.")]
 Length = Annotated[
-    int | None, typer.Option(help="Tokens, in place of the size's.", min=1, show_default=False)
+    int | None,
+    typer.Option(
+        help="Tokens, in place of the size's; whole programs have none.", min=1, show_default=False
+    ),
 ]
 Batch = Annotated[
     int | None, typer.Option(help="Batch rows, in place of the size's.", min=1, show_default=False)
@@ -37,13 +41,21 @@ Dtype = Annotated[
     typer.Option(help="float32, bfloat16 or float16; repeatable.", show_default="the case's"),
 ]
 Rounds = Annotated[int, typer.Option(help="Rounds; each times every peer once.", min=1)]
-Seconds = Annotated[float, typer.Option(help="Of rounds, for each case and dtype.", min=0.01)]
+Seconds = Annotated[
+    float, typer.Option(help="Seconds of rounds for each case and dtype.", min=0.01)
+]
 Threads = Annotated[int | None, typer.Option(help="Threads.", min=1, show_default="torch's")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Only = Annotated[
     list[str] | None,
     typer.Option(
         "--peer", help="A peer beside ours; repeatable.", show_default="all that are there"
+    ),
+]
+Memory = Annotated[
+    bool,
+    typer.Option(
+        "--memory", help="Measure the most memory of each peer too, in a process of its own."
     ),
 ]
 List = Annotated[bool, typer.Option("--list", help="List cases, sizes and peers, and stop.")]
@@ -64,12 +76,13 @@ def bench(
     threads: Threads = None,
     device: Device = "cpu",
     peer: Only = None,
+    memory: Memory = False,
     list_: List = False,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
     """Time attention against the implementations that are installed, each checked against fp64
-    before.
+    before; and this package itself: its start, reading a checkpoint, a page, its kernels.
 
     Medians, quartiles and ratios round by round; shares of the memory bandwidth and of the matrix
     products that the same run measures. A wrong answer, a failure or a case that does not fit makes
@@ -87,11 +100,14 @@ def bench(
         return
     where, dtypes = _device(device), _dtypes(dtype)
     jobs = _jobs(cases, size, length, batch, dtypes)
+    if memory and where.type != "cpu":
+        raise typer.BadParameter("memory is measured on a CPU only", param_hint="--memory")
     _check_files(json, plot)
     if plot is not None:
         drawing.require()
+    chosen = {"size": size, "length": length, "batch": batch} if memory else None
     with use(threads):
-        code = _run(jobs, where, Budget(rounds, seconds), json, plot)
+        code = _run(jobs, where, Budget(rounds, seconds), json, plot, chosen)
     raise typer.Exit(code)
 
 
@@ -101,8 +117,12 @@ def _run(
     budget: Budget,
     json: str | None,
     plot: Path | None,
+    memory: dict[str, Any] | None,
 ) -> int:
-    """Measure, print, write; the exit code."""
+    """Measure, print, write; the exit code.
+
+    memory: the options that the sizes were made from, where memory is measured.
+    """
     from regard.bench import Ceilings, measure
     from regard.bench.machine import machine
     from regard.bench.result import as_json
@@ -118,8 +138,18 @@ def _run(
         ceilings = Ceilings.measure(dict.fromkeys(dtype for *_, dtype in jobs), device)
         echo(header(about, ceilings))
         for case, sizes, dtype in jobs:
+            peak = None if memory is None else _peak(case, dtype, memory)
             found.append(
-                measure(case, sizes, dtype, device, budget=budget, ceilings=ceilings, say=_say)
+                measure(
+                    case,
+                    sizes,
+                    dtype,
+                    device,
+                    budget=budget,
+                    ceilings=ceilings,
+                    say=_say,
+                    peak=peak,
+                )
             )
             echo("\n" + table(found[-1]))
             if found[-1].interrupted:
@@ -134,6 +164,21 @@ def _run(
     if interrupted:
         return 130
     return int(any(one.failed for one in found))
+
+
+def _peak(case: Case, dtype: torch.dtype, chosen: dict[str, Any]) -> Callable[[str], int | None]:
+    """What measures the memory of a peer of a case, by its name."""
+    import torch
+
+    from regard.bench.memory import in_child
+
+    settings = {**chosen, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
+    settings["threads"] = torch.get_num_threads()
+    return lambda name: in_child(
+        "regard.bench.memory:peer_peak",
+        {**settings, "peer": name},
+        advice="leave --memory out to go without it",
+    )
 
 
 def _write(figures: dict[str, Any], json: str | None) -> None:

@@ -15,8 +15,7 @@ from regard.cli import _claims, _targets
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from regard.compare.results import Plan
-    from regard.compare.run import Comparison
+    from regard.compare.comparison import Comparison, Plan
 
 _SIZES, _TIME, _QUALITY, _OUT = "Sizes", "What is measured", "Quality", "Output"
 
@@ -29,7 +28,7 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="MECHANISM",
-        help="Of --list; or of the catalogue with its options: gqa:groups=1, retention.",
+        help="Names of --list, or of the catalogue with options: gqa:groups=1, retention.",
         show_default="the default set",
     ),
 ]
@@ -174,10 +173,9 @@ def _plan(o: dict[str, Any]) -> Plan:
     """What is compared, from the command's options by name."""
     import torch
 
-    from regard.compare.lessons import RECALL, lessons
+    from regard.compare.comparison import Plan
     from regard.compare.mechanisms import Shape, configs, contestants
-    from regard.compare.quality import Training
-    from regard.compare.results import Plan
+    from regard.compare.quality import RECALL, Training, lessons
     from regard.compare.speed import Timing
 
     _check_quality(o)
@@ -213,8 +211,8 @@ def _comparison(plan: Plan, o: dict[str, Any]) -> Comparison:
     import torch
 
     from regard.bench.machine import machine
+    from regard.compare.comparison import Comparison
     from regard.compare.experiment import Session, Store
-    from regard.compare.run import Comparison
 
     about = machine(torch.device("cpu"))
     session = Session(Store(o["out"], {"machine": about}), _say)
@@ -240,8 +238,8 @@ def _run(comparison: Comparison) -> bool:
 
 def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupted: bool) -> None:
     """Print and write what there is."""
+    from regard.compare.comparison import as_csv, as_json
     from regard.compare.output import page, table
-    from regard.compare.results import as_csv, as_json
     from regard.view.html import write
 
     plan, done = comparison.plan, comparison.session.done
@@ -256,8 +254,8 @@ def _show(comparison: Comparison, command: str, o: dict[str, Any], *, interrupte
 
 
 def _listing() -> str:
-    from regard.compare.lessons import RECALL
     from regard.compare.mechanisms import Shape, contestants
+    from regard.compare.quality import RECALL
     from regard.nn.variants import VARIANTS
     from regard.train.tasks import TASKS
 

@@ -5,6 +5,7 @@ An `Experiment` is data and a function that gives numbers; a `Session` runs them
 as a small JSON file, and goes on where an earlier run has stopped.
 """
 
+from regard.compare.comparison import front
 from regard.compare.experiment import Experiment, Session, Store
 from regard.compare.mechanisms import (
     NAMES,
@@ -14,7 +15,6 @@ from regard.compare.mechanisms import (
     contestants,
     same_parameters,
 )
-from regard.compare.results import front
 
 __all__ = [
     "NAMES",

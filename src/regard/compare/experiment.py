@@ -20,7 +20,7 @@ from regard.files.write import written
 LONGEST = 64 << 20
 """Bytes of a kept measurement, at most."""
 SCHEMA = 1
-"""Of a kept measurement; it rises when a name in it changes its meaning."""
+"""Version of the files of measurements; it rises when a name in them changes its meaning."""
 
 Numbers: TypeAlias = dict[str, Any]
 """What was found, as plain values: what JSON can hold, finite numbers only."""
@@ -221,5 +221,5 @@ def clock(seconds: float) -> str:
 
 
 def _plain(values: Any) -> Any:
-    """As they come back from a file."""
+    """Return the values as they come back from a JSON file."""
     return json.loads(json.dumps(values, allow_nan=False))

@@ -31,7 +31,7 @@ from regard.view.curves import Line, Picture
 
 UNSCALED = "unscaled"
 METHODS = (UNSCALED, *get_args(Extension))
-"""As it is, and the ways of `regard convert --context`."""
+"""No extension, and the ways of `regard convert --context`."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ def lengths_for(trained: int, target: int) -> tuple[int, ...]:
 
 Keeping: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
 POLICIES: tuple[Keeping, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
-"""Of keys that were rotated for a shorter length: `regard.nn.dynamic_rotary`, and keeping them as
-they are.
+"""What to do with cached keys that were rotated for a shorter length: keep them as they are, or one
+of the ways of `regard.nn.dynamic_rotary`.
 """
 
 
@@ -368,7 +368,7 @@ class Extended:
     methods: Mapping[str, Numbers]
 
     def as_dict(self, command: str) -> dict[str, Any]:
-        """As plain values, with the command that makes them again."""
+        """Return plain values, with the command that makes them again."""
         return {"command": command, **self.start, "methods": dict(self.methods)}
 
 
@@ -481,7 +481,8 @@ def table(found: Extended) -> str:
         ),
         (
             f"extended to {s['target']}; {s['windows']} windows of {s['text']}, the last "
-            f"{s['counted']} tokens counted; {s['trials']} passages for each depth, seed {s['seed']}"
+            f"{s['counted']} tokens counted; {s['trials']} passages for each depth, "
+            f"seed {s['seed']}"
         ),
         f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
         "",

@@ -66,7 +66,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Of the feed-forward layers."""
+        """The width of the feed-forward layers."""
         return self.hidden or -(-self.dim * 8 // 3 // 32) * 32
 
 
@@ -110,8 +110,8 @@ class Contestant:
 
 
 def _mla(shape: Shape) -> dict[str, Any]:
-    """As in DeepSeek-V2, D for nope and value and D/2 for rotary; the latent has 2 D, as few heads
-    as there are here.
+    """Return the proportions of DeepSeek-V2: D for nope and value, D/2 for rotary. The latent has
+    2 D, since there are few heads here.
     """
     D = shape.head_dim
     rope = max(2, D // 4 * 2)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from regard.bench.memory import in_child, peak
 from regard.compare.experiment import Experiment, Numbers
-from regard.compare.speed import MACHINE, Timing
-from regard.errors import RegardError
+from regard.compare.mechanisms import decoder
+from regard.compare.speed import MACHINE, Timing, prefill, training
 from regard.models.families.regard import Config
 
 HOW = (
@@ -23,9 +20,6 @@ HOW = (
     "weights are not counted; the work has run once before, so that kernels are compiled"
 )
 """What is measured."""
-
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""So that glibc gives freed tensors back to the system at once, and they do not count as held."""
 
 
 def experiments(
@@ -51,11 +45,11 @@ def experiments(
 
 
 def measure(settings: Mapping[str, Any], command: Sequence[str] | None = None) -> Numbers:
-    """Run `regard.compare.peak` in a new process.
+    """Run `peaks` in a new process.
 
     Args:
         settings: model (a config's fields), threads, context, length and batch.
-        command: another program with the same manners, for tests.
+        command: another program that reads and writes the same JSON, for tests.
 
     Returns:
         `prefill` and `training`: bytes; None where the system does not tell.
@@ -63,19 +57,29 @@ def measure(settings: Mapping[str, Any], command: Sequence[str] | None = None) -
     Raises:
         RegardError: the process fails; says how it ended.
     """
-    done = subprocess.run(  # noqa: S603 (our own module, by the path of this Python)
-        command or [sys.executable, "-m", "regard.compare.peak"],
-        input=json.dumps(settings),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    found: Numbers = in_child(
+        "regard.compare.memory:peaks",
+        settings,
+        advice="--no-memory goes without it",
+        command=command,
     )
-    if done.returncode:
-        last = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-        raise RegardError(
-            f"the process that measures memory ended with {done.returncode}: {last}; --no-memory "
-            "goes without it"
-        )
-    found: Numbers = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def peaks(settings: Numbers) -> Numbers:
+    """Peak bytes of a prompt and of a training step; each has run once before."""
+    torch.set_num_threads(settings["threads"])
+    config = Config(**settings["model"])
+    model = decoder(config)
+
+    def step() -> None:
+        training(model, config, settings["length"], settings["batch"])()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    steps = peak(step)
+    model.zero_grad(set_to_none=True)
+    model.eval().requires_grad_(False)
+    prompt = prefill(model, config, settings["context"])
+    prompt()
+    return {"prefill": peak(prompt), "training": steps}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from regard.compare.results import COSTS, FEWEST, cost_of, front
+from regard.compare.comparison import COSTS, FEWEST, cost_of, front
 from regard.view.compared import Chart, ComparedPage, Grid
 from regard.view.curves import Line, Picture
 from regard.view.scatter import Axis, Mark
@@ -14,8 +14,8 @@ ABSENT = "-"
 
 
 def table(told: Mapping[str, Any]) -> str:
-    """The comparison as `regard.compare.results.as_json` tells it: what it ran on, costs, quality,
-    fronts, and notes.
+    """The comparison as `regard.compare.comparison.as_json` tells it: what it ran on, costs,
+    quality, fronts, and notes.
     """
     parts = [header(told), *("\n".join(_aligned(rows(told))) for rows in (memory_rows, time_rows))]
     if legend := overlapping(told):
@@ -279,7 +279,7 @@ TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded 
 
 
 def page(told: Mapping[str, Any]) -> str:
-    """The page of a comparison as `regard.compare.results.as_json` tells it: HTML that needs
+    """The page of a comparison as `regard.compare.comparison.as_json` tells it: HTML that needs
     nothing else.
     """
     m = told["machine"]

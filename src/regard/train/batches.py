@@ -162,8 +162,9 @@ def by_frequency(tokens: Int[Tensor, " N"]) -> Int[Tensor, " kinds"]:
     >>> by_frequency(torch.tensor([5, 7, 7, 2, 7, 2])).tolist()
     [7, 2, 5]
     """
-    kinds, counts = tokens.unique(return_counts=True)
-    return kinds[counts.argsort(descending=True, stable=True)]
+    counts = torch.bincount(tokens)
+    kinds = counts.nonzero().flatten()
+    return kinds[counts[kinds].argsort(descending=True, stable=True)].to(tokens.dtype)
 
 
 def validation_rows(tokens: Int[Tensor, " N"], context: int, limit: int) -> Int[Tensor, "rows row"]:

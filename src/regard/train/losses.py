@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.span import Positions
 from regard.train.batches import Rows
-from regard.train.tasks.base import PAD
-from regard.train.tasks.examples import IGNORED, Padded
+from regard.train.tasks.base import IGNORED, PAD, Padded
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """`loss(model, rows)`: the mean loss of a batch, a scalar."""
@@ -63,7 +62,8 @@ def smoothed_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Cross entropy with a target that leaves a little to every word.
 
-    loss = mean over labels y != ignored of  -(1 - eps) log p_y - (eps / V) sum_k log p_k,   p = softmax(logits)
+    p = softmax(logits)
+    loss = mean over labels y != ignored of  -(1 - eps) log p_y - (eps / V) sum_k log p_k
 
     Args:
         logits: [..., V].

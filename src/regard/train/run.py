@@ -51,7 +51,8 @@ def config_of(options: Mapping[str, Any], vocab_size: int) -> Any:
             config refuses.
 
     >>> options = dict(dim=32, layers=2, heads=4, hidden=None, context=16, tie=False)
-    >>> config_of({**options, "attention": "gqa", "kv_heads": 1, "window": 8}, 257).attention_options
+    >>> options |= {"attention": "gqa", "kv_heads": 1, "window": 8}
+    >>> config_of(options, 257).attention_options
     {'groups': 1}
     """
     o = options

@@ -17,6 +17,7 @@ from regard.models.generation import beam_search
 from regard.nn.blocks import PreNorm
 from regard.tap import Trace
 from regard.train.tasks import BOS, EOS, TASKS, Example
+from regard.train.tasks.base import pad
 from regard.train.tasks.evaluate import (
     Bin,
     Outcome,
@@ -27,7 +28,6 @@ from regard.train.tasks.evaluate import (
     outcomes,
     say,
 )
-from regard.train.tasks.examples import pad
 from regard.train.tasks.models import PAIRS, ROWS, Recipe, build, check_model, names, recipe
 
 COPY, MQAR, INDUCTION = TASKS["copy"], TASKS["mqar"], TASKS["induction"]

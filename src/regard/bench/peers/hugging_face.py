@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem
+from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
 from regard.models.checkpoint.names import bind
 from regard.models.families import qwen2
 

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem
+from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, way
 from regard.biases import ALiBi
 from regard.masks import Causal, Window
 from regard.ops.softmax import attend, plan
 from regard.pages import settle
 
 
-def attention(problem: AttentionProblem) -> Way:
-    """`regard.attend`."""
+def attention(problem: AttentionProblem, backend: str = "auto") -> Way:
+    """`regard.attend` with the kernel that it chooses, or with one kernel."""
+    options = {**_options(problem), "backend": backend}
+    kernel = plan(problem.q, problem.k, problem.v, **options).kernel
+    return way(problem, lambda: attend(problem.q, problem.k, problem.v, **options), kernel=kernel)
+
+
+def refusal(problem: AttentionProblem, backend: str) -> str | None:
+    """Why a kernel does not take the problem, or None."""
+    choice = plan(problem.q, problem.k, problem.v, **_options(problem))[backend]
+    return "; ".join(choice.reasons) or None
+
+
+def kernel_bytes(problem: AttentionProblem, backend: str) -> int:
+    """The memory that a kernel says it takes beyond its inputs and outputs."""
+    work = plan(problem.q, problem.k, problem.v, **_options(problem))[backend].work
+    return 0 if work is None else work.bytes
+
+
+def _options(problem: AttentionProblem) -> dict[str, Any]:
+    """The mask, the bias and the positions of a problem."""
     sizes = problem.sizes
     options: dict[str, Any] = {}
     if sizes.queries > 1:
@@ -27,8 +46,7 @@ def attention(problem: AttentionProblem) -> Way:
     if any(problem.pads):
         positions = _positions(problem)
         options |= {"k_positions": positions, "q_positions": positions[:, -sizes.queries :]}
-    kernel = plan(problem.q, problem.k, problem.v, **options).kernel
-    return way(problem, lambda: attend(problem.q, problem.k, problem.v, **options), kernel=kernel)
+    return options
 
 
 def codes(problem: AttentionProblem) -> Way:
@@ -77,7 +95,7 @@ def model(problem: ModelProblem) -> Way:
 
     def step() -> Tensor:
         with torch.no_grad():
-            logits = decoder(problem.ids, caches=caches)
+            logits: Tensor = decoder(problem.ids, caches=caches)
         for cache in caches:
             cache.crop(S)
         return logits
@@ -92,6 +110,17 @@ def model(problem: ModelProblem) -> Way:
 
 
 ATTENTION = Peer("regard", "regard.attend, backend auto.", attention)
+OVER_SDPA = Peer("regard", "regard.attend, backend sdpa.", partial(attention, backend="sdpa"))
+KERNELS = tuple(
+    Peer(
+        f"regard {name}",
+        f"regard.attend, backend {name}.",
+        partial(attention, backend=name),
+        why_not=partial(refusal, backend=name),
+        bytes=partial(kernel_bytes, backend=name),
+    )
+    for name in ("cpu", "gemm", "sdpa", "tiled", "flex", "reference")
+)
 CODES = Peer("regard, codes", "regard.attend over a Quantised cache.", codes, why_not=no_codes)
 LATENT = Peer("regard", "regard.attend over the latents, absorbed.", latent)
 MODEL = Peer("regard", "A model of regard's with a Fixed cache.", model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem
+from regard.bench.problems import AttentionProblem, way
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -49,13 +48,13 @@ def _compiled() -> Callable[..., Any]:
     return compiled
 
 
-def why_not(problem: AttentionProblem) -> str | None:
+def why_not(problem: AttentionProblem, compilers: Sequence[str] = COMPILERS) -> str | None:
     """On a CPU it has no gradient, and needs a compiler."""
     if problem.device.type != "cpu":
         return None
     if problem.train:
         return "has no gradient on a CPU"
-    if not any(map(shutil.which, COMPILERS)):
+    if not any(map(shutil.which, compilers)):
         return "needs a C++ compiler"
     return None
 

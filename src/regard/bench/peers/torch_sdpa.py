@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem, LatentProblem
+from regard.bench.problems import AttentionProblem, LatentProblem, way
 
 
 def attention(problem: AttentionProblem) -> Way:
@@ -36,6 +35,37 @@ def no_fold(problem: AttentionProblem) -> str | None:
     s = problem.sizes
     if s.queries > 1 or s.G == s.H or s.alibi or s.padded or s.train or s.window:
         return "folds one query that sees every key"
+    return None
+
+
+def in_chunks(problem: AttentionProblem) -> Way:
+    """A window of W in one fused call: chunks of W queries, each with a view of 2 W keys."""
+    s = problem.sizes
+    assert s.window is not None, "`no_chunks` has looked"
+    B, H, G, D, T, W = s.B, s.H, s.G, s.D, s.S, s.window
+    n = -(-T // W)
+    L = n * W
+    i, j = torch.arange(W)[:, None], torch.arange(2 * W)[None]
+    mask = ((j - W <= i) & (j - W > i - W)).expand(n, 1, W, 2 * W).clone()
+    mask[0] &= j >= W
+    mask = mask.to(problem.device)
+
+    def call() -> Tensor:
+        q = F.pad(problem.q, (0, 0, 0, L - T)).contiguous()
+        k, v = (F.pad(x, (0, 0, W, L - T)).contiguous() for x in (problem.k, problem.v))
+        qs = q.as_strided((n, B * H, W, D), (W * D, L * D, D, 1))
+        ks, vs = (x.as_strided((n, B * G, 2 * W, D), (W * D, (L + W) * D, D, 1)) for x in (k, v))
+        out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, enable_gqa=G != H)
+        return out.view(n, B, H, W, D).permute(1, 2, 0, 3, 4).reshape(B, H, L, D)[:, :, :T]
+
+    return way(problem, call)
+
+
+def no_chunks(problem: AttentionProblem) -> str | None:
+    """Why a problem cannot be cut into chunks."""
+    s = problem.sizes
+    if s.window is None or s.queries != s.S or s.alibi or s.padded:
+        return "chunks are for a causal window without padding or bias"
     return None
 
 
@@ -87,5 +117,8 @@ ATTENTION = Peer(
 )
 FOLDED = Peer(
     "torch SDPA folded", "SDPA with the groups folded into queries.", folded, why_not=no_fold
+)
+CHUNKED = Peer(
+    "torch SDPA in chunks", "SDPA over strided views of a window.", in_chunks, why_not=no_chunks
 )
 ABSORBED = Peer("torch SDPA absorbed", "SDPA over latents, the absorbed form by hand.", absorbed)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.bench.case import Peer, Way
-from regard.bench.peers.gradients import way
-from regard.bench.problems import AttentionProblem
+from regard.bench.problems import AttentionProblem, way
 
 
 def attention(problem: AttentionProblem) -> Way:

@@ -2,7 +2,7 @@
 whole model.
 """
 
-from regard.bench.problems.attention import AttentionProblem, AttentionSizes
+from regard.bench.problems.attention import AttentionProblem, AttentionSizes, way
 from regard.bench.problems.latent import LatentProblem, LatentSizes
 from regard.bench.problems.model import ModelProblem, ModelSizes
 
@@ -13,4 +13,5 @@ __all__ = [
     "LatentSizes",
     "ModelProblem",
     "ModelSizes",
+    "way",
 ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from regard.bench.case import Outputs, Problem, Sizes, Work
+from regard.bench.case import Outputs, Problem, Sizes, Way, Work
 from regard.caches import Quantised
 from regard.caches.base import Parts
 from regard.cost import attention_flops
@@ -41,7 +43,7 @@ def straight(problem: AttentionProblem, dtype: torch.dtype, groups: list[int]) -
         q = problem.q.detach()[:, heads].to(dtype)
         k, v = (x.detach()[:, g : g + 1].to(dtype) for x in (problem.k, problem.v))
         d_out = None if problem.d_out is None else problem.d_out[:, heads].to(dtype)
-        step = max(1, BLOCK_BYTES // (s.B * ratio * s.S * dtype.itemsize))
+        step = max(1, problem.block_bytes // (s.B * ratio * s.S * dtype.itemsize))
         for name, x in _blocks(problem, q, k, v, d_out, heads, step).items():
             found.setdefault(name, []).append(x)
     return {name: torch.cat(parts, dim=1) for name, parts in found.items()}
@@ -165,13 +167,18 @@ class AttentionProblem(Problem):
 
     coded: keys and values as the cache holds them, where there is one.
     pads: how many slots hold nothing, for each row; queries in such slots have no right answer.
+    block_bytes, checked_pairs: what the reference holds at once, and how much it computes.
 
-    >>> problem = AttentionSizes(B=1, H=2, G=1, D=4, S=3).problem(torch.float32, torch.device("cpu"))
+    >>> sizes = AttentionSizes(B=1, H=2, G=1, D=4, S=3)
+    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
     >>> problem.visible()[0, 0].int().tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     >>> problem.checked({"out": problem.q})["out"].shape
     torch.Size([1, 2, 3, 4])
     """
+
+    block_bytes: int = BLOCK_BYTES
+    checked_pairs: int = PAIRS
 
     def __init__(self, sizes: AttentionSizes, dtype: torch.dtype, device: torch.device) -> None:
         self.sizes, self.dtype, self.device, self.train = sizes, dtype, device, sizes.train
@@ -246,7 +253,7 @@ class AttentionProblem(Problem):
     @cached_property
     def groups(self) -> list[int]:
         """The key/value heads that are checked: all, or the first and some evenly behind it."""
-        n = max(1, min(self.sizes.G, PAIRS * self.sizes.G // max(1, self.pairs)))
+        n = max(1, min(self.sizes.G, self.checked_pairs * self.sizes.G // max(1, self.pairs)))
         return sorted({math.floor(i * self.sizes.G / n) for i in range(n)})
 
     def reference(self) -> Outputs:
@@ -287,3 +294,43 @@ def _coded(k: Tensor, v: Tensor, bits: int) -> tuple[Parts, Parts]:
     coded, _ = cache.update((k, v), Span(0, S))
     again, _ = cache.update((k[:, :, :0], v[:, :, :0]), Span(S, 0))
     return coded, tuple(settled(x.clone()) for x in again)
+
+
+def way(
+    problem: AttentionProblem,
+    attention: Callable[[], Any],
+    out: Callable[[Any], Tensor] = lambda found: found,
+    kernel: str = "",
+) -> Way:
+    """A call made ready to be timed; in training with the gradients of q, k and v.
+
+    Args:
+        problem: whose q, k and v the call reads.
+        attention: the call.
+        out: its result -> [B,H,T,D]; timed in training only, where the gradient comes through it.
+        kernel: its name.
+
+    >>> sizes = AttentionSizes(B=1, H=1, G=1, D=2, S=3, train=True)
+    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
+    >>> found = way(problem, lambda: problem.q + problem.k + problem.v)
+    >>> sorted(found.read(found.step()))
+    ['dk', 'dq', 'dv', 'out']
+    """
+    if not problem.train:
+
+        def call() -> Any:
+            with torch.no_grad():
+                return attention()
+
+        return Way(call, lambda found: {"out": out(found)}, kernel)
+    inputs = (problem.q, problem.k, problem.v)
+
+    def step() -> tuple[Tensor, ...]:
+        z = out(attention())
+        return (z, *torch.autograd.grad(z, inputs, problem.d_out))
+
+    return Way(step, _outputs_of_training, kernel)
+
+
+def _outputs_of_training(found: tuple[Tensor, ...]) -> Outputs:
+    return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))

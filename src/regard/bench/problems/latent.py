@@ -63,7 +63,8 @@ class LatentProblem(Problem):
     E), r] with the rows of a head side by side. `memory` [B,1,S,r+e] is latents and rope in one
     buffer, of which the two are views.
 
-    >>> problem = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4).problem(torch.float32, torch.device("cpu"))
+    >>> sizes = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4)
+    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
     >>> problem.reference()["out"].shape
     torch.Size([1, 2, 1, 4])
     """
@@ -78,7 +79,8 @@ class LatentProblem(Problem):
 
         self.q_nope, self.q_rope = made(s.B, s.H, 1, s.nope), made(s.B, s.H, 1, s.rope)
         self.memory = made(s.B, 1, s.S, s.rank + s.rope)
-        self.latents, self.rope = self.memory.split((s.rank, s.rope), dim=-1)
+        self.latents, self.rope = self.memory[..., : s.rank], self.memory[..., s.rank :]
+        self.chunks = s.chunks
         self.weight = made(s.H * (s.nope + s.value), s.rank) * s.rank**-0.5
 
     @property
@@ -110,7 +112,7 @@ class LatentProblem(Problem):
         weight = self.weight.unflatten(0, (s.H, -1))
         latents, rope = self.latents.to(dtype), self.rope.to(dtype)
         outs = []
-        for heads in torch.arange(s.H).chunk(s.chunks):
+        for heads in torch.arange(s.H).chunk(self.chunks):
             w = weight[heads].to(dtype)
             k, v = (latents @ w.mT[None]).split((s.nope, s.value), dim=-1)  # [B,h,S,d], [B,h,S,E]
             nope, turned = (q[:, heads].to(dtype) for q in (self.q_nope, self.q_rope))

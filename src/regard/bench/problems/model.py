@@ -84,7 +84,8 @@ def _attention(
     scores = (q @ k.mT) * config.head_dim**-0.5
     hidden = torch.ones(T, S, dtype=torch.bool, device=x.device).triu(S - T + 1)
     weights_ = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-    return (weights_ @ v).transpose(1, 2).flatten(2)
+    out: Tensor = (weights_ @ v).transpose(1, 2).flatten(2)
+    return out
 
 
 def _turn(config: qwen2.Config, x: Tensor, start: int) -> Tensor:
@@ -146,7 +147,7 @@ class ModelSizes(Sizes):
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
     def config(self) -> qwen2.Config:
-        """As a config.json would say it."""
+        """Return the config of a checkpoint of this shape."""
         return qwen2.Config(
             vocab_size=self.vocabulary,
             hidden_size=self.dim,

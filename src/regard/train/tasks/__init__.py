@@ -2,7 +2,32 @@
 seed.
 """
 
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from regard.errors import ArgumentError
 from regard.train.tasks.base import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
-from regard.train.tasks.table import TASKS, find_task
+from regard.train.tasks.recall import COPY, INDUCTION, MQAR, PASSKEY
+from regard.train.tasks.translate import BACK, DATES, TRANSLATE
+
+TASKS = {task.name: task for task in (TRANSLATE, BACK, DATES, COPY, INDUCTION, MQAR, PASSKEY)}
+"""Name -> task."""
+
+
+def find_task(name: str) -> Task:
+    """The task of a name.
+
+    Raises:
+        ArgumentError: there is none; names the near ones.
+
+    >>> find_task("mqar").kind
+    'rows'
+    """
+    if name not in TASKS:
+        near = get_close_matches(name[:60], TASKS, 2) or list(TASKS)
+        raise ArgumentError(f"there is no task {name!r}; did you mean {' or '.join(near)}?")
+    return TASKS[name]
+
 
 __all__ = ["BOS", "EOS", "PAD", "SPLITS", "TASKS", "Example", "Task", "Vocabulary", "find_task"]

@@ -17,8 +17,7 @@ from regard.models.generation import beam_search, greedy
 from regard.nn.rnn import Carried
 from regard.tap import Trace
 from regard.train.losses import where
-from regard.train.tasks.base import BOS, EOS, Example, Task
-from regard.train.tasks.examples import IGNORED, Padded, pad
+from regard.train.tasks.base import BOS, EOS, IGNORED, Example, Padded, Task, pad
 
 Reader = EncoderDecoder | RecurrentEncoderDecoder
 """A model that reads a source and says a target."""
@@ -170,7 +169,8 @@ def _filled(model: nn.Module, task: Task, rows: Padded) -> list[list[str]]:
 class Bin:
     """How many sources of `low` to `high` tokens were answered right.
 
-    >>> Bin("validation", 1, 4, 20, 20).share, [round(x, 3) for x in Bin("validation", 1, 4, 20, 20).interval]
+    >>> whole = Bin("validation", 1, 4, 20, 20)
+    >>> whole.share, [round(x, 3) for x in whole.interval]
     (1.0, [0.839, 1.0])
     """
 
@@ -182,7 +182,7 @@ class Bin:
 
     @property
     def share(self) -> float:
-        """Of right answers."""
+        """The share of right answers."""
         return self.right / self.examples
 
     @property

@@ -31,7 +31,7 @@ ROWS = ("decoder", *CELLS)
 """Models that continue a row."""
 
 MECHANISM = ("attention", "kv_heads", "position", "window", "set")
-"""Of a recipe: what a decoder attends with."""
+"""Options of a recipe that choose the attention of a decoder."""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,10 @@ from regard.train.losses import AnswerLoss, PairLoss
 from regard.train.progress import show
 from regard.train.run import check_device
 from regard.train.settings import Settings
-from regard.train.tasks.base import Task
-from regard.train.tasks.examples import Made, pad
+from regard.train.tasks import find_task
+from regard.train.tasks.base import Made, Task, pad
 from regard.train.tasks.models import Recipe, build, recipe
 from regard.train.tasks.report import Report, examine, lines, read_series, write_report
-from regard.train.tasks.table import find_task
 from regard.view.chart import Series
 
 VALIDATION = 128

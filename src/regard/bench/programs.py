@@ -1,0 +1,373 @@
+"""Cases of whole programs: a command that starts, a checkpoint that is read, a page that is drawn.
+
+A program has no operations and bytes to count, and its answer is that it has done its work. Reading
+a checkpoint is the exception: its bytes are counted, and some of its tensors are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from regard.bench.case import Case, Outputs, Peer, Problem, Sizes, Way, Work
+
+SIZES = ("small", "default", "paper")
+
+
+class ProgramProblem(Problem):
+    """A program whose only answer is whether it has done its work: "done" is 1."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device = dtype, device
+
+    @property
+    def work(self) -> Work:
+        """Nothing is counted."""
+        return Work(0, 0)
+
+    def reference(self) -> Outputs:
+        """The work is done."""
+        return {"done": torch.ones(1, dtype=torch.float64)}
+
+    def plain(self) -> Outputs:
+        """The work is done."""
+        return {}
+
+
+class ProgramSizes(Sizes):
+    """Sizes that have neither tokens nor batch rows: other numbers of them change nothing."""
+
+    def resized(self, *, length: int | None = None, batch: int | None = None) -> Sizes:
+        """Return the same sizes."""
+        return self
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return 0: the memory belongs to other processes."""
+        return 0
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """Return what tables show."""
+
+
+def _temporary_folder(owner: object) -> Path:
+    """A new folder that is removed with its owner."""
+    folder = tempfile.mkdtemp(prefix="regard-bench-")
+    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(command, capture_output=True, check=False)  # noqa: S603 (no shell, our own arguments)
+
+
+def _done(good: bool) -> Outputs:  # noqa: FBT001
+    return {"done": torch.tensor([float(good)])}
+
+
+# How soon a command starts
+
+
+@dataclass(frozen=True)
+class StartSizes(ProgramSizes):
+    """A new process for each start."""
+
+    def problem(self, dtype: torch.dtype, device: torch.device) -> ProgramProblem:
+        """Return what every start is held to: the exit code 0."""
+        return ProgramProblem(dtype, device)
+
+    def __str__(self) -> str:
+        return "a new process"
+
+
+def _start(arguments: tuple[str, ...], _: ProgramProblem) -> Way:
+    step = partial(_run, [sys.executable, *arguments])
+    return Way(step, lambda ended: _done(ended.returncode == 0))
+
+
+def _start_peer(name: str, *arguments: str) -> Peer[ProgramProblem]:
+    return Peer(name, f"python {' '.join(arguments)}", partial(_start, arguments))
+
+
+STARTUP = Case(
+    "startup",
+    "A command from its start to its end, in a new process.",
+    dict.fromkeys(SIZES, StartSizes()),
+    (torch.float32,),
+    (
+        _start_peer("regard --help", "-m", "regard", "--help"),
+        _start_peer("regard cost gpt3", "-m", "regard", "cost", "gpt3", "--json"),
+        _start_peer("import regard", "-c", "import regard"),
+        _start_peer("import torch", "-c", "import torch"),
+        _start_peer("python", "-c", "pass"),
+    ),
+)
+"""`regard --help` and `regard cost` start without torch: `tests/surface/test_start.py`."""
+
+
+# How fast a checkpoint is read
+
+
+@dataclass(frozen=True)
+class CheckpointSizes(ProgramSizes):
+    """The tensors of Qwen2-0.5B, if not said otherwise: random numbers in one safetensors file.
+
+    >>> print(CheckpointSizes())
+    24 layers M896 vocabulary 151936, 0.988 GB
+    """
+
+    layers: int = 24
+    dim: int = 896
+    inner: int = 4864
+    keys: int = 128
+    vocabulary: int = 151_936
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name and the shape of every tensor."""
+        dim, inner = self.dim, self.inner
+        yield "embed_tokens.weight", (self.vocabulary, dim)
+        for i in range(self.layers):
+            layer = f"layers.{i}"
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                yield f"{layer}.{norm}.weight", (dim,)
+            for name, rows in (("q", dim), ("k", self.keys), ("v", self.keys)):
+                yield f"{layer}.attention.{name}_proj.weight", (rows, dim)
+                yield f"{layer}.attention.{name}_proj.bias", (rows,)
+            yield f"{layer}.attention.o_proj.weight", (dim, dim)
+            yield f"{layer}.mlp.gate_proj.weight", (inner, dim)
+            yield f"{layer}.mlp.up_proj.weight", (inner, dim)
+            yield f"{layer}.mlp.down_proj.weight", (dim, inner)
+        yield "norm.weight", (dim,)
+
+    def numbers(self) -> int:
+        """Return how many numbers the tensors have."""
+        return sum(torch.Size(shape).numel() for _, shape in self.shapes())
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory for the tensors that are written, read, and read once more."""
+        return 3 * self.numbers() * dtype.itemsize
+
+    def problem(self, dtype: torch.dtype, device: torch.device) -> CheckpointProblem:
+        """Write the file into a temporary folder."""
+        return CheckpointProblem(self, dtype, device)
+
+    def __str__(self) -> str:
+        size = self.numbers() * torch.float16.itemsize
+        return f"{self.layers} layers M{self.dim} vocabulary {self.vocabulary}, {size / 1e9:.3g} GB"
+
+
+class CheckpointProblem(ProgramProblem):
+    """A checkpoint on disk; the answer is its first and its last tensor.
+
+    folder: holds model.safetensors, and is removed with the problem.
+    """
+
+    def __init__(self, sizes: CheckpointSizes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.sizes = sizes
+        self.folder = _temporary_folder(self)
+        make = torch.Generator().manual_seed(0)
+        tensors = {
+            name: torch.randn(shape, generator=make).to(dtype) for name, shape in sizes.shapes()
+        }
+        save_file(tensors, self.file)
+        self._answer = {name: tensors[name].clone() for name in self.compared(tensors)}
+
+    @property
+    def file(self) -> Path:
+        """The only file of the checkpoint."""
+        return self.folder / "model.safetensors"
+
+    @staticmethod
+    def compared(tensors: dict[str, Tensor]) -> Outputs:
+        """Return the tensors that are compared, the first and the last by name."""
+        return {name: tensors[name] for name in (min(tensors), max(tensors))}
+
+    @property
+    def work(self) -> Work:
+        """The bytes of the tensors, read once."""
+        return Work(0, self.sizes.numbers() * self.dtype.itemsize)
+
+    def reference(self) -> Outputs:
+        """Return what was written."""
+        return self._answer
+
+
+def _read_store(problem: CheckpointProblem) -> Way:
+    from regard.models.checkpoint.store import Store
+
+    return Way(lambda: dict(Store.open(problem.folder).read()), problem.compared)
+
+
+def _read_and_copy(problem: CheckpointProblem) -> Way:
+    def step() -> dict[str, Tensor]:
+        return {name: x.clone() for name, x in load_file(problem.file).items()}
+
+    return Way(step, problem.compared)
+
+
+def _read_bytes(problem: CheckpointProblem) -> Way:
+    """The file's bytes in fresh memory, which no reader that copies can beat by much."""
+
+    def step() -> Tensor:
+        content = torch.empty(problem.file.stat().st_size, dtype=torch.uint8)
+        place, end = content.numpy().data, 0
+        with problem.file.open("rb", buffering=0) as file:
+            while count := file.readinto(place[end:]):
+                end += count
+        return content
+
+    def read(content: Tensor) -> Outputs:
+        start = 8 + int.from_bytes(bytes(content[:8].tolist()), "little")
+        header = json.loads(bytes(content[8:start].tolist()))
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name in (min(header), max(header)):
+            begin, end = (start + at for at in header[name]["data_offsets"])
+            # a copy, since the bytes of a file may stand at any address
+            tensors[name] = content[begin:end].clone().view(problem.dtype)
+            tensors[name] = tensors[name].view(header[name]["shape"])
+        return tensors
+
+    return Way(step, read)
+
+
+READ_CHECKPOINT = Case(
+    "read-checkpoint",
+    "A safetensors file, in the page cache, into memory of the process's own.",
+    {
+        "small": CheckpointSizes(layers=2, vocabulary=1024),
+        "default": CheckpointSizes(),
+        "paper": CheckpointSizes(layers=28, dim=1536, inner=8960, keys=256),
+    },
+    (torch.float16,),
+    (
+        Peer("regard", "Store.read, as regard.load reads.", _read_store),
+        Peer("safetensors", "load_file, which maps, and a copy.", _read_and_copy),
+        Peer("bytes in one piece", "The file's bytes without their meaning.", _read_bytes),
+    ),
+)
+
+
+# How soon a page is drawn
+
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=20000",  # wait for the page's scripts, however long they take
+    "--dump-dom",
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+DRAWN = b'data-ready="yes"'
+"""What a page says in its root element when all is drawn."""
+
+
+@dataclass(frozen=True)
+class PageSizes(ProgramSizes):
+    """A recording of random patterns: so many layers, heads and tokens.
+
+    >>> print(PageSizes())
+    12 layers H12 T512
+    """
+
+    layers: int = 12
+    heads: int = 12
+    tokens: int = 512
+
+    def problem(self, dtype: torch.dtype, device: torch.device) -> PageProblem:
+        """Record, and write the page into a temporary folder."""
+        return PageProblem(self, dtype, device)
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers H{self.heads} T{self.tokens}"
+
+
+class PageProblem(ProgramProblem):
+    """A page of `regard view` in a file.
+
+    folder: holds page.html, empty.html and the browser's profile; it is removed with the problem.
+    """
+
+    def __init__(self, sizes: PageSizes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.folder = _temporary_folder(self)
+        (self.folder / "page.html").write_text(_page(sizes), "utf-8")
+        (self.folder / "empty.html").write_text("<!doctype html><title>empty</title>", "utf-8")
+
+
+def _page(sizes: PageSizes) -> str:
+    """The page of a recording with random queries, keys and values."""
+    from regard.inspect import Recorder
+    from regard.inspect.report import report
+    from regard.masks import Causal
+    from regard.ops.softmax import attend
+    from regard.tap import place
+    from regard.view.report import page
+
+    make = torch.Generator().manual_seed(0)
+    with torch.inference_mode(), Recorder() as recorder:
+        for layer in range(sizes.layers):
+            shape = (1, sizes.heads, sizes.tokens, 64)
+            q, k, v = (torch.randn(shape, generator=make) for _ in range(3))
+            with place("layers"), place(str(layer)):
+                attend(q, k, v, mask=Causal())
+    return page(report(recorder.recording(pieces=tuple(f"t{i}" for i in range(sizes.tokens)))))
+
+
+def browser() -> str | None:
+    """Return the path of a Chromium or Chrome, or None."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def _no_browser(_: PageProblem) -> str | None:
+    return None if browser() else f"none of {', '.join(BROWSERS)} is on the PATH"
+
+
+def _open(name: str, mark: bytes, problem: PageProblem) -> Way:
+    program = browser()
+    assert program is not None, "`_no_browser` has looked"
+    profile = f"--user-data-dir={problem.folder / 'profile'}"
+    address = (problem.folder / name).as_uri()
+    return Way(
+        partial(_run, [program, *FLAGS, profile, address]), lambda end: _done(mark in end.stdout)
+    )
+
+
+def _page_peer(name: str, about: str, prepare: Callable[[PageProblem], Way]) -> Peer[PageProblem]:
+    return Peer(name, about, prepare, why_not=_no_browser)
+
+
+DRAW_PAGE = Case(
+    "draw-page",
+    "A page of `regard view` in a new browser, until its atlas of heads is drawn.",
+    {"small": PageSizes(2, 4, 64), "default": PageSizes(), "paper": PageSizes(24, 16, 1024)},
+    (torch.float32,),
+    (
+        _page_peer("regard view", "The page of the recording.", partial(_open, "page.html", DRAWN)),
+        _page_peer(
+            "an empty page",
+            "The browser's own start and end.",
+            partial(_open, "empty.html", b"<html"),
+        ),
+    ),
+)

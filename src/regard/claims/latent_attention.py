@@ -1,0 +1,231 @@
+"""What latent attention saves, and what it costs: numbers per token in a cache, FLOPs of a step,
+and time of a step.
+
+Naive: the cache is expanded to keys and values of every head at each step. Absorbed: queries go
+    down to the latent instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard import attend
+from regard.claims.claim import ATTN_JOURNEY, Check, Claim, Source, scattered
+from regard.claims.timing import by_length, ratios, seconds, setting
+from regard.compare.experiment import Numbers
+from regard.masks import Causal
+from regard.nn import Attention
+from regard.nn.projections import select_form
+from regard.nn.variants import mha, mla
+from regard.span import Span
+from regard.view.curves import Line, Picture
+
+DIM, HEADS = 512, 8
+RANK, TURNED = 128, 32
+LENGTHS = (256, 1024, 4096)
+
+
+def _step(module: Attention, form: Any, x: Tensor) -> Callable[[], Tensor]:
+    """One token behind a cache that is full: the form decides how memory becomes keys."""
+    S = x.shape[1]
+    memory = module.project.remember(x, Span(0, S))
+    last, at, held = x[:, -1:], Span(S - 1, 1), Span(0, S)
+
+    def step() -> Tensor:
+        module.project.remember(last, at)  # what a cache would keep of it
+        q, (k, v) = form.query(last, at), form.recall(memory, held)
+        z = attend(q, k, v, mask=Causal(), scale=module.scale, q_positions=at, k_positions=held)
+        out: Tensor = module.output(form.postprocess(z, last).transpose(1, 2).flatten(2))
+        return out
+
+    return step
+
+
+def _pair(seed: int) -> tuple[Attention, Attention]:
+    torch.manual_seed(seed)
+    heads = mha(DIM, HEADS, is_causal=True).eval()
+    latent = mla(DIM, HEADS, kv_rank=RANK, nope_dim=64, rope_dim=TURNED, value_dim=64).eval()
+    return heads, latent
+
+
+def _measure_counts(_budget: float, seed: int) -> Numbers:
+    heads, latent = _pair(seed)
+    E, R, P, V = RANK, TURNED, DIM // HEADS, DIM // HEADS
+    return {
+        "kv_rank": E,
+        "rope_dim": R,
+        "dim": DIM,
+        "heads": HEADS,
+        "kept": {"MHA": sum(heads.project.shape.memory), "MLA": sum(latent.project.shape.memory)},
+        "pair_flops": {
+            "MHA": 4 * P,
+            "MLA, expanded": 2 * (P + R + V),
+            "MLA, absorbed": 2 * (2 * E + R),
+        },
+    }
+
+
+@torch.inference_mode()
+def _measure(budget: float, seed: int) -> Numbers:
+    heads, latent = _pair(seed)
+    naive, absorbed = latent.project, select_form(latent.project, 1, LENGTHS[-1])
+    rows = []
+    for length in LENGTHS:
+        x = torch.randn(1, length, DIM)
+        cases = {
+            "MHA": _step(heads, heads.project, x),
+            "MLA, naive": _step(latent, naive, x),
+            "MLA, absorbed": _step(latent, absorbed, x),
+        }
+        error = float((cases["MLA, naive"]() - cases["MLA, absorbed"]()).abs().max())
+        rows.append({"length": length, "times": seconds(cases, budget, rounds=9), "error": error})
+    return {**setting(), "dim": DIM, "heads": HEADS, "by_length": rows}
+
+
+def _checks_cache(numbers: Mapping[str, Any]) -> list[Check]:
+    kept = numbers["kept"]
+    return [
+        Check(
+            "numbers that a cache keeps per token: MHA's by MLA's",
+            kept["MHA"] / kept["MLA"],
+            low=2.0,
+        )
+    ]
+
+
+def _checks_work(numbers: Mapping[str, Any]) -> list[Check]:
+    work = numbers["pair_flops"]
+    found = [
+        Check(
+            f"FLOPs per pair of query and key and head: {name} by MHA",
+            work[name] / work["MHA"],
+            high=0.999,
+        )
+        for name in work
+        if name != "MHA"
+    ]
+    return found
+
+
+def _checks_absorbed(numbers: Mapping[str, Any]) -> list[Check]:
+    rows = numbers["by_length"]
+    return [
+        Check(
+            "both give the same: largest difference",
+            max(r["error"] for r in rows),
+            high=1e-3,
+            role="control",
+        ),
+        *(
+            scattered(
+                f"a step behind {r['length']} tokens: time absorbed by time expanded",
+                ratios(r["times"], "MLA, absorbed", "MLA, naive"),
+                high=0.9,
+            )
+            for r in rows
+        ),
+    ]
+
+
+def _checks_step(numbers: Mapping[str, Any]) -> list[Check]:
+    *_, last = numbers["by_length"]
+    return [
+        scattered(
+            f"a step behind {last['length']} tokens: absorbed MLA by MHA",
+            ratios(last["times"], "MLA, absorbed", "MHA"),
+            high=0.95,
+        ),
+        scattered(
+            "... and MLA that expands its cache, by MHA",
+            ratios(last["times"], "MLA, naive", "MHA"),
+            high=0.95,
+            role="limit",
+        ),
+    ]
+
+
+def _picture(numbers: Mapping[str, Any]) -> Picture:
+    lines = by_length(numbers, "MHA", "MLA, naive", "MLA, absorbed")
+    return Picture(
+        "One token behind a full cache, width 512, 8 heads",
+        "tokens in the cache",
+        "milliseconds",
+        lines,
+        "xy",
+    )
+
+
+def _picture_kept(numbers: Mapping[str, Any]) -> Picture:
+    lines = tuple(
+        Line(name, ((0.0, 0.0), (4096.0, 4.0 * 4096 * kept)))
+        for name, kept in numbers["kept"].items()
+    )
+    return Picture("What one layer keeps, in fp32, width 512, 8 heads", "tokens", "bytes", lines)
+
+
+_SIZE = (
+    "One layer of width 512 with 8 heads and a rank of 128. At DeepSeek-V3's shape the cache "
+    "is 57 times smaller than MHA's of the same heads."
+)
+
+CACHE = Claim(
+    id="mla-cache",
+    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
+    says="MLA's cache is smaller than that of multi-head attention.",
+    predicts="Half of the numbers per token, or fewer.",
+    scale=_SIZE + " Counted.",
+    measure=_measure_counts,
+    checks=_checks_cache,
+    picture=_picture_kept,
+    shares="mla-cache",
+    lesson="One latent and one rotary key per token, in place of a key and a value for every head.",
+)
+
+WORK = Claim(
+    id="mla-work",
+    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
+    says="MLA computes less than multi-head attention, because its dimensions are smaller.",
+    predicts="Fewer FLOPs per pair of query and key and head.",
+    scale=_SIZE + " Counted.",
+    measure=_measure_counts,
+    checks=_checks_work,
+    picture=_picture_kept,
+    shares="mla-cache",
+    lesson="It computes more per pair, in either form: MLA trades arithmetic for memory traffic.",
+)
+
+ABSORBED = Claim(
+    id="mla-absorbed",
+    sources=(Source(ATTN_JOURNEY, "6"),),
+    says="A step of decoding is faster when queries are absorbed than when the cache is expanded "
+    "to all heads.",
+    predicts="At most 0.9 of the time, behind 256 tokens and behind 4096.",
+    scale=_SIZE + " Timed on this CPU.",
+    measure=_measure,
+    checks=_checks_absorbed,
+    picture=_picture,
+    timed=True,
+    shares="mla-absorbed",
+    lesson="Absorption saves against expanding the cache, not against MHA.",
+)
+
+STEP = Claim(
+    id="mla-step",
+    sources=(Source(ATTN_JOURNEY, "6"), Source(ATTN_JOURNEY, "6.1")),
+    says="A step of decoding is faster with MLA than with multi-head attention.",
+    predicts="At most 0.95 of the time behind a long cache.",
+    scale=_SIZE + " Timed on this CPU, which computes where a GPU would wait for memory.",
+    measure=_measure,
+    checks=_checks_step,
+    picture=_picture,
+    timed=True,
+    shares="mla-absorbed",
+    lesson="It reads fewer bytes and computes more: which of the two decides depends on the "
+    "machine.",
+)
+
+CLAIMS = (CACHE, WORK, ABSORBED, STEP)

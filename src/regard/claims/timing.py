@@ -1,0 +1,124 @@
+"""What the timed claims share: rounds in turns, ratios round by round, and exponents of time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+
+from regard.bench.runner import threads
+from regard.bench.timing import interleaved
+from regard.claims.claim import steps
+from regard.view.curves import Line
+
+
+def seconds(
+    cases: Mapping[str, Callable[[], object]],
+    budget: float,
+    *,
+    rounds: int = 25,
+    sample: float = 0.01,
+    limit: float = 20.0,
+) -> dict[str, list[float]]:
+    """Seconds of each case, round by round, all in this process and in turns, on one thread, in
+    processor time.
+
+    On one thread that is what a clock on the wall shows on an idle machine; on a busy one it leaves
+    out what the process waits for, so that other work does not turn a verdict round.
+
+    Args:
+        cases: name -> what is timed.
+        budget: more of it is more rounds.
+        rounds: at a budget of 1.
+        sample: seconds of one timing.
+        limit: seconds of all rounds together, at a budget of 1.
+
+    >>> [len(found) for found in seconds({"a": lambda: 1}, 0.01, sample=0.0).values()]
+    [3]
+    """
+    with torch.inference_mode(), threads(1):
+        return interleaved(
+            cases,
+            rounds=steps(budget, rounds, least=3),
+            sample=sample,
+            limit=limit * budget,
+            clock=time.process_time,
+        )
+
+
+def ratios(times: Mapping[str, Sequence[float]], of: str, to: str) -> list[float]:
+    """Time of one case by time of another, round by round: what the machine does meanwhile hits
+    both of a round.
+
+    >>> ratios({"a": [1.0, 3.0], "b": [5.0, 2.0]}, "b", "a")
+    [5.0, 0.6666666666666666]
+    """
+    return [x / y for x, y in zip(times[of], times[to], strict=True)]
+
+
+def together(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The geometric mean over rows, such as lengths, round by round; as many rounds as all of them
+    have.
+
+    >>> together([[1.0, 4.0, 9.0], [4.0, 1.0]])
+    [2.0, 2.0]
+    """
+    return [geometric_mean(values) for values in zip(*rows, strict=False)]
+
+
+def exponent(lengths: Sequence[float], values: Sequence[float]) -> float:
+    """The slope of log value over log length, by least squares: values ~ length^slope.
+
+    >>> round(exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
+    2.0
+    """
+    x, y = [math.log(n) for n in lengths], [math.log(v) for v in values]
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    return sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / sum(
+        (a - mx) ** 2 for a in x
+    )
+
+
+def setting() -> dict[str, Any]:
+    """How it was timed: on one thread, in processor time, and that nothing is dropped.
+
+    >>> setting()["dropout"]
+    0.0
+    """
+    return {
+        "threads": 1,
+        "clock": "processor time",
+        "dropout": 0.0,
+        "dtype": "float32",
+        "mode": "evaluation, no gradients",
+    }
+
+
+def by_length(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
+    """A curve for each way that was timed: milliseconds of its fastest round, by length.
+
+    >>> by_length({"by_length": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")
+    (Line(name='a', points=((8.0, 500.0),)),)
+    """
+    rows = numbers["by_length"]
+    return tuple(
+        Line(name, tuple((float(row["length"]), 1e3 * min(row["times"][name])) for row in rows))
+        for name in names
+    )
+
+
+def slopes(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """The exponent of the length in the times of a case, from each round of all lengths.
+
+    >>> slopes([{"length": n, "times": {"a": [1e-6 * n, 2e-6 * n**2]}} for n in (10, 100)], "a")
+    [1.0, 2.0]
+    """
+    lengths = [float(row["length"]) for row in rows]
+    return [
+        round(exponent(lengths, found), 12)
+        for found in zip(*(row["times"][name] for row in rows), strict=False)
+    ]
