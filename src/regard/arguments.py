@@ -7,7 +7,6 @@ functions of `ops` check; inner code trusts.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span
+from regard.suggest import suggest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,10 +83,9 @@ def check_names(function: str, given: Collection[str], allowed: Collection[str])
     """
     for name in given:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = suggest(name, allowed, otherwise=".")
             raise ArgumentTypeError(
-                f"{function}() has no argument {name!r}; {hint}It has {', '.join(allowed)}"
+                f"{function}() has no argument {name!r}{hint} It has {', '.join(allowed)}"
             )
 
 

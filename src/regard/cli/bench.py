@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import _targets
+from regard.suggest import suggest
 
 if TYPE_CHECKING:
     import torch
@@ -222,12 +223,8 @@ def _check_files(json: str | None, plot: Path | None) -> None:
 
 def _check(name: str, known: Any, what: str, hint: str) -> None:
     """Refuse a name that is not known."""
-    import difflib
-
     if name in known:
         return
-    close = difflib.get_close_matches(name, list(known), 1)
-    better = f"; did you mean {close[0]!r}?" if close else ""
     raise typer.BadParameter(
-        f"{name!r} is none of the {what} {', '.join(known)}{better}", param_hint=hint
+        f"{name!r} is none of the {what} {', '.join(known)}{suggest(name, known)}", param_hint=hint
     )

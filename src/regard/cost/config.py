@@ -7,7 +7,6 @@ key instead (`regard.models.families`), and a test compares the parameters that 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from regard.cost.spec import HeadShape, Weights
 from regard.errors import ArgumentError, FileError
 from regard.files.strict import read_json
 from regard.foreign import inert, shown, told
+from regard.suggest import suggest
 
 REQUIRED = object()
 """The default of a key that must be there."""
@@ -519,10 +519,9 @@ def read(raw: Mapping[str, Any], name: str, where: str = "config.json") -> Model
     if kind == "gemma3":
         kind, raw = "gemma3_text", text_config(raw)
     if not isinstance(kind, str) or kind not in READERS:
-        close = difflib.get_close_matches(str(kind)[:60], READERS, 1)
-        better = f"; did you mean {close[0]!r}?" if close else ""
+        hint = suggest(kind, READERS, otherwise=".")
         raise ArgumentError(
-            f"{where}: model_type {shown(kind)} is not known{better} Known are "
+            f"{where}: model_type {shown(kind)} is not known{hint} Known are "
             f"{', '.join(sorted(READERS))}; "
             "for another one give the sizes as flags: --layers --dim --heads ..."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections.abc import Callable
 
@@ -15,6 +14,7 @@ from regard.masks.blocks import BigBird
 from regard.masks.custom import Heads
 from regard.masks.local import Causal, Chunk, Dilated, Full, Window
 from regard.masks.sparse import Global, Sinks, Strided
+from regard.suggest import suggest
 
 KNOWN: dict[str, Callable[..., Mask]] = {
     mask.__name__.lower(): mask
@@ -62,7 +62,7 @@ def parse(text: str) -> Mask:
     Any(masks=(All(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
     >>> parse("causal & windw(4)")
     Traceback (most recent call last):
-    regard.errors.ArgumentError: unknown mask "windw"; did you mean window? ...
+    regard.errors.ArgumentError: unknown mask "windw"; did you mean 'window'? ...
     """
     if not text.strip():
         raise _error("an empty expression", text, None)
@@ -118,8 +118,7 @@ class _Reader:
             raise self.error(f"more than {MOST} masks", node)
         word = name.id.lower()
         if word not in KNOWN:
-            close = difflib.get_close_matches(word[:60], KNOWN, n=2, cutoff=0.5)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            hint = suggest(word, KNOWN, most=2, cutoff=0.5)
             raise self.error(f'unknown mask "{told(name.id, 60)}"{hint}', name)
         if None in keywords:
             raise self.error("** is not allowed", node)

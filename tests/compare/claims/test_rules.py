@@ -232,7 +232,7 @@ def test_claims_of_one_experiment_measure_it_once() -> None:
 def test_an_unknown_claim_names_its_neighbour() -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"there is no claim 'dropot'; did you mean dropout or dropout-rows\? --list",
+        match=r"there is no claim 'dropot'; did you mean 'dropout' or 'dropout-rows'\? --list",
     ):
         find_claim("dropot")
 

@@ -176,10 +176,10 @@ def test_resume_with_other_settings_is_refused(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--task", "coppy"], "there is no task 'coppy'; did you mean copy"),
+        (["--task", "coppy"], "there is no task 'coppy'; did you mean 'copy'"),
         (
             ["--model", "lstm+bahdano"],
-            "there is no model 'lstm+bahdano'; did you mean lstm+bahdanau",
+            "there is no model 'lstm+bahdano'; did you mean 'lstm+bahdanau'",
         ),
         (["--model", "decoder"], "model 'decoder' cannot do it; choose rnn"),
         (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from regard.compare.claims import (
     decode_mask,
     dropout,
@@ -28,6 +26,7 @@ from regard.compare.claims import (
 )
 from regard.compare.claims.base import Claim
 from regard.errors import ArgumentError
+from regard.suggest import suggest
 
 CLAIMS: dict[str, Claim] = {
     claim.id: claim
@@ -97,8 +96,6 @@ def find_claim(name: str) -> Claim:
     ('S1.10', 'S2.3', 'S3.18')
     """
     if name not in CLAIMS:
-        near = get_close_matches(name, CLAIMS, 2) or list(CLAIMS)
-        raise ArgumentError(
-            f"there is no claim {name!r}; did you mean {' or '.join(near)}? --list tells them all"
-        )
+        hint = suggest(name, CLAIMS, most=2, otherwise=";")
+        raise ArgumentError(f"there is no claim {name!r}{hint} --list tells them all")
     return CLAIMS[name]

@@ -4,8 +4,7 @@ from them.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,6 +17,7 @@ from regard.nn import Heads, Separate
 from regard.nn.dynamic_rotary import Recomputed, RowRotary
 from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, Rotary, Scaling, YaRN
 from regard.positions.rotary import Layout
+from regard.suggest import suggest
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -88,7 +88,7 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             raise UnknownKey(
                 (*where.split("."), key),
                 f"{where} of rope_type {kind!r} has the unknown key "
-                f"{shown(key)}{near(key, known)}; "
+                f"{shown(key)}{suggest(key, known)}; "
                 f"its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):
@@ -96,16 +96,6 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     if lacking := [key for key in required if key not in found]:
         raise ArgumentError(f"{where} of rope_type {kind!r} lacks {', '.join(lacking)}")
     return None if kind == "default" else found
-
-
-def near(word: object, known: Iterable[str]) -> str:
-    """A hint at the known word that is nearest, or nothing.
-
-    >>> near("yarm", TYPES)
-    "; did you mean 'yarn'?"
-    """
-    close = difflib.get_close_matches(str(word)[:60], list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _kind(given: Mapping[str, Any], where: str) -> str:
@@ -120,7 +110,7 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
     for name, kind in said.items():
         if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in TYPES:
             raise ArgumentError(
-                f"{where}.{name} is {short(kind)}{near(kind, (*TYPES, *OLD_NAMES))}; supported: "
+                f"{where}.{name} is {short(kind)}{suggest(kind, (*TYPES, *OLD_NAMES))}; supported: "
                 f"{', '.join(TYPES)}"
             )
     kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
@@ -406,7 +396,7 @@ def _layer_types(nested: object) -> tuple[str, ...]:
     for key, value in nested.items():
         if key not in (FULL, SLIDING):
             raise ArgumentError(
-                f"rope_parameters has the unknown layer type {key!r}{near(key, (FULL, SLIDING))}; "
+                f"rope_parameters has the unknown layer type {key!r}{suggest(key, (FULL, SLIDING))}; "
                 f"supported are {FULL} and {SLIDING}"
             )
         if value is not None and not isinstance(value, Mapping):

@@ -4,7 +4,6 @@ weights.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.nn import Block
 from regard.nn.linear import Linear
+from regard.suggest import suggest
 
 
 def ready_for_training(decoder: Decoder) -> Decoder:
@@ -143,8 +143,7 @@ def activation(name: str, key: str = "hidden_act") -> nn.Module:
     Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415), section 2, for both forms of GELU.
     """
     if name not in ACTIVATIONS:
-        close = difflib.get_close_matches(name[:60], ACTIVATIONS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = suggest(name, ACTIVATIONS)
         raise ArgumentError(
             f"{key} is {name!r}; supported are {', '.join(sorted(ACTIVATIONS))}{hint}"
         )

@@ -4,7 +4,6 @@ refused.
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +19,10 @@ from regard.files.strict import read_json as read_json_file
 from regard.foreign import shown, told
 from regard.models.checkpoint.advice import without_config
 from regard.models.checkpoint.family import Family, Raw, UnknownKey, check_code
+from regard.suggest import suggest
 
 _PER_TENSOR = 64  # experts that one tensor may hold
 _MOST_IGNORED = 64  # each unknown key costs another reading of the whole config
-_LONGEST_HINT = 100
 _SIZES = (
     # the first word that stands in a key's name decides
     ("window_layers", 1 << 31),
@@ -362,9 +361,7 @@ def parse(family: Family, raw: Raw) -> Any:
             allowed = " or ".join(repr(v) for v in fixed[key])
             raise ArgumentError(f"{key} is {value!r}; only {allowed} is supported for {model_type}")
         if not (key in known or key in fixed or key in family.ignored or is_harmless(key)):
-            close = difflib.get_close_matches(key[:_LONGEST_HINT], [*known, *fixed], 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise UnknownKey((key,), f"unknown key {shown(key)}{hint}")
+            raise UnknownKey((key,), f"unknown key {shown(key)}{suggest(key, [*known, *fixed])}")
     required = [
         n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING
     ]
@@ -416,6 +413,5 @@ def _shown(kind: Any) -> str:
 def _known_types(name: object) -> str:
     from regard.models.families import FAMILIES
 
-    close = difflib.get_close_matches(name[:60], FAMILIES, 1, 0.75) if isinstance(name, str) else []
-    hint = f"; did you mean {close[0]}?" if close else ""
+    hint = suggest(name, FAMILIES, cutoff=0.75) if isinstance(name, str) else ""
     return f"{hint}; supported: {', '.join(FAMILIES)}"

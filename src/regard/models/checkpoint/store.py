@@ -4,7 +4,6 @@ demand.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from regard.files.header import Stored
 from regard.files.regular import Mark, inside
 from regard.foreign import shown
 from regard.models.checkpoint.shards import read_headers
+from regard.suggest import suggest
 
 __all__ = ["Store", "Stored", "check_finite", "inside"]
 
@@ -97,8 +97,7 @@ class Store:
         """
         chosen = set(self.tensors if names is None else names)
         for name in sorted(chosen - self.tensors.keys()):
-            close = difflib.get_close_matches(name, self.tensors, 1)
-            hint = f"; did you mean {shown(close[0])}?" if close else ""
+            hint = suggest(name, self.tensors)
             raise ArgumentError(f"names: {self.folder} has no tensor {shown(name)}{hint}")
         return reading.read([x for name, x in self.tensors.items() if name in chosen], self.marks)
 

@@ -4,7 +4,6 @@ refused.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Binding, bind
 from regard.models.checkpoint.placed import placed
 from regard.models.checkpoint.store import Store, check_finite
+from regard.suggest import nearest
 
 
 class Filled(NamedTuple):
@@ -208,7 +208,7 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
         )
     ]
     for name in missing[:3]:
-        close = difflib.get_close_matches(name, [x[:200] for x in unexpected[:500]], 1, 0.7)
+        close = nearest(name, [x[:200] for x in unexpected[:500]], cutoff=0.7, longest=200)
         said += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
         said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")

@@ -5,7 +5,6 @@ tokens.
 from __future__ import annotations
 
 import copy
-import difflib
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,7 @@ from regard.masks import Causal, Mask, Sinks, Window, reach
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
 from regard.nn.dynamic_rotary import RowRotary
+from regard.suggest import suggest
 
 KEEP_ALL, FORGET = ("growing", "fixed", "paged", "quantised"), ("ring", "streaming")
 """The kinds of cache that keep every token, and those that keep the last ones."""
@@ -63,8 +63,7 @@ class Room:
     def __post_init__(self) -> None:
         kinds = (*KEEP_ALL, *FORGET)
         if self.cache not in kinds:
-            close = difflib.get_close_matches(str(self.cache), kinds, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = suggest(self.cache, kinds)
             raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
         least = SINKS + 1 if self.cache == "streaming" else 1
         if self.max_context is None:

@@ -4,7 +4,6 @@ refuse.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
 from regard.process import is_compiling
 from regard.span import Span, vacant
+from regard.suggest import suggest
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
 """In the order in which `backend="auto"` asks them on a CPU, where Flex holds every score."""
@@ -140,6 +140,5 @@ def without_garbage(call: Call) -> Call:
 
 def _unknown(backend: str) -> str:
     names = ["auto", *(kernel.name for kernel in KERNELS)]
-    close = difflib.get_close_matches(str(backend), names, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = suggest(backend, names)
     return f"unknown backend {backend!r}; it must be one of {', '.join(names)}{hint}"
