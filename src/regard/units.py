@@ -82,13 +82,14 @@ def seconds(t: float | None) -> str:
 
 
 def span(low: float, high: float) -> str:
-    """Two durations in the unit of the larger one.
+    """Two durations in the unit of the larger one, with at most two decimals.
 
     >>> span(0.0120, 0.0125), span(0.9, 2.5)
-    ('12.0..12.5 ms', '0.900..2.50 s')
+    ('12.0..12.5 ms', '0.90..2.50 s')
     """
     scale, unit = _unit_of(high)
-    return f"{digits(low / scale)}..{digits(high / scale)} {unit}"
+    first = digits(low / scale) if low >= scale else f"{low / scale:.2f}"
+    return f"{first}..{digits(high / scale)} {unit}"
 
 
 def tokens(n: int) -> str:

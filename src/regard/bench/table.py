@@ -1,13 +1,16 @@
-"""Results as text: a header, a table for each case, and the list of what could be run."""
+"""Results of the benchmark as text and as a chart, and the list of what could be run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from regard import units
 from regard.bench.case import Case, Peer
 from regard.bench.machine import Ceilings
 from regard.bench.result import Measured, Row
+from regard.errors import RegardError
+from regard.view.charts import Bar, RatioBars
 
 COLUMNS = (
     f"{'':22}{'median':>10}{'quartiles':>19}{'x ours':>8}{'GB/s':>8}{'read':>6}"
@@ -82,6 +85,27 @@ def _time(seconds: float) -> str:
 
 def _cell(x: float | None, form: str) -> str:
     return "-" if x is None else format(x, form)
+
+
+def chart(found: Sequence[Measured], title: str) -> RatioBars:
+    """A bar for each peer that was timed, from 1 to its time divided by ours.
+
+    The first bar of a case names the case, too.
+
+    Raises:
+        RegardError: nothing was timed.
+    """
+    bars = []
+    for one in found:
+        timed = [(row, row.ratio, row.seconds) for row in one.rows]
+        rows = [(row, x, t) for row, x, t in timed if x is not None and t is not None]
+        for i, (row, ratio, seconds) in enumerate(rows):
+            case = f"{one.case}, {one.dtype_name}   " if i == 0 else ""
+            words = f"{ratio:.2f}x, {units.seconds(seconds)}"
+            bars.append(Bar(f"{case}{row.peer}", ratio, words))
+    if not bars:
+        raise RegardError("--plot has nothing to draw: nothing was timed")
+    return RatioBars(bars, title)
 
 
 def listing(cases: Iterable[Case]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli._model import How, load
+from regard.cli.options import How, load
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import _targets
+from regard import units
+from regard.cli.options import check_files
 from regard.suggest import suggest
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ List = Annotated[bool, typer.Option("--list", help="List cases, sizes and peers,
 Json = Annotated[
     str | None, typer.Option(metavar="FILE|-", help="Write the figures as JSON; - is stdout.")
 ]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the ratios.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the ratios: .svg, .png or .pdf.")
+]
 
 
 def bench(
@@ -76,7 +79,6 @@ def bench(
     products that the same run measures. A wrong answer, a failure or a case that does not fit makes
     the exit code 1; a peer that is not installed is listed with the reason.
     """
-    from regard.bench import plot as drawing
     from regard.bench.runner import Budget
     from regard.bench.runner import threads as use
 
@@ -88,9 +90,9 @@ def bench(
         return
     where, dtypes = _device(device), _dtypes(dtype)
     jobs = _jobs(cases, size, length, batch, dtypes)
-    _check_files(json, plot)
-    if plot is not None:
-        drawing.require()
+    check_files(
+        {"--json": None if json is None or json == "-" else Path(json)}, pictures={"--plot": plot}
+    )
     with use(threads):
         code = _run(jobs, where, Budget(rounds, seconds), json, plot)
     raise typer.Exit(code)
@@ -148,10 +150,11 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
 
 
 def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
-    from regard.bench.plot import draw
+    from regard.bench.table import chart
+    from regard.view import charts
 
     where = f"{about['processor']}, {about['threads']} threads, torch {about['torch']}"
-    draw(found, path, f"{where}, reading {ceilings.read / 1e9:.1f} GB/s")
+    charts.write(chart(found, f"{where}, reading {units.rate(ceilings.read)}"), path)
 
 
 def _say(line: str) -> None:
@@ -212,13 +215,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device; use cpu", param_hint="--device")
     return torch.device(name)
-
-
-def _check_files(json: str | None, plot: Path | None) -> None:
-    """Refuse what could not be written, before minutes are spent."""
-    if plot is not None and plot.suffix != ".svg":
-        raise typer.BadParameter(f"{plot} is no .svg file", param_hint="--plot")
-    _targets.check({"--json": None if json in (None, "-") else Path(json), "--plot": plot})
 
 
 def _check(name: str, known: Any, what: str, hint: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from regard.cli._model import Ignore, Revision, tell_ignored
+from regard.cli.options import Ignore, Revision, tell_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regard.cli.options import check_files
 from regard.cost.known import KNOWN, model_of
 from regard.cost.model import Model
 from regard.cost.report import CostReport, Setting
@@ -18,6 +19,7 @@ from regard.cost.roofline import Machine, machine_of
 from regard.cost.sizes import Sizes
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError
+from regard.view import cost as text
 
 if TYPE_CHECKING:
     import torch
@@ -175,9 +177,7 @@ def cost(
     bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever takes longer.
     """
     if list_:
-        from regard.cli._cost_report import listing
-
-        typer.echo(listing(json=json))
+        typer.echo(text.listing(json=json))
         return
     sizes = {
         "layers": layers,
@@ -328,8 +328,6 @@ def _here() -> Machine:
 
 
 def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:
-    from regard.cli import _cost_report
-
     if json:
         found = (
             figures(reports[0], machine)
@@ -338,9 +336,9 @@ def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> 
         )
         typer.echo(json_format.dumps(found, indent=1, allow_nan=False))
     elif len(reports) == 1:
-        typer.echo(_cost_report.page(reports[0], machine))
+        typer.echo(text.page(reports[0], machine))
     else:
-        typer.echo(_cost_report.side_by_side(reports[0], reports[1], machine))
+        typer.echo(text.side_by_side(reports[0], reports[1], machine))
 
 
 def _range(
@@ -348,28 +346,27 @@ def _range(
     settings: list[Setting],
     machine: Machine | None,
     span: str,
-    plot: Any,
+    plot: Path | None,
     *,
     json: bool,
 ) -> None:
     """A row for each context, and a chart of them."""
-    from regard.cli import _cost_report
-
     asked = doubling(span)
     contexts = fitting(asked, *models)
     if len(contexts) < len(asked):
         typer.echo(f"learned positions end: contexts above {contexts[-1]:,} are left out", err=True)
     if plot is not None:
-        from regard.cost.plot import check, draw
-
-        check(plot)
+        check_files({}, pictures={"--plot": plot})
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):
         name = model.name if model.name not in rows else f"{model.name} ({i + 1})"
         rows[name] = sweep(model, setting, contexts, machine)
     if plot is not None:
-        draw(rows, plot, f"batch {settings[0].batch}" + (f", {machine.name}" if machine else ""))
+        from regard.view import charts
+
+        title = f"batch {settings[0].batch}" + (f", {machine.name}" if machine else "")
+        charts.write(charts.context_charts(rows, title), plot)
     if json:
         typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
     else:
-        typer.echo("\n\n".join(_cost_report.swept(name, found) for name, found in rows.items()))
+        typer.echo("\n\n".join(text.swept(name, found) for name, found in rows.items()))

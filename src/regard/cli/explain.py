@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli import _targets
+from regard import units
 from regard.cli._explain_target import Beside, BesideModel
-from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source
-from regard.errors import ArgumentError, FileError
+from regard.cli.options import (
+    AllowMissing,
+    Dtype,
+    Finite,
+    How,
+    Ignore,
+    Revision,
+    Source,
+    check_files,
+)
+from regard.errors import ArgumentError
 from regard.foreign import inert
 
 if TYPE_CHECKING:
@@ -112,7 +121,7 @@ Html = Annotated[
 Figure = Annotated[
     Path | None,
     typer.Option(
-        help="Draw the head's pattern and the row to this .png or .svg.",
+        help="Draw the head's pattern and the row to this .svg, .png or .pdf.",
         show_default="no figure",
         rich_help_panel=OUT,
     ),
@@ -175,7 +184,7 @@ def explain(
     A layer or head that is not given is chosen: the head that looks hardest at the key, or at one
     other token than the first.
     """
-    _check_targets(html, figure)
+    check_files({"--html": html}, pictures={"--figure": figure})
     _check_lang(lang)
     if html is None and (beside or beside_model):
         raise typer.BadParameter("compares on the page; add --html FILE", param_hint="--beside")
@@ -202,18 +211,6 @@ def explain(
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     _give(told, (found, other), html, figure, lang, json, color)
-
-
-def _check_targets(html: Path | None, figure: Path | None) -> None:
-    """Refuse files that cannot be written, before anything is computed."""
-    _targets.check({"--html": html, "--figure": figure})
-    if figure is not None:
-        from regard.view.figure import check_format
-
-        try:
-            check_format(figure)
-        except FileError as error:
-            raise typer.BadParameter(str(error), param_hint="--figure") from error
 
 
 def _check_lang(lang: str | None) -> None:
@@ -243,13 +240,13 @@ def _give(
 
         size = write(html, page(found, reads[0], data, lang, reads[1]))
         typer.echo(
-            f"{inert(str(html))}: {size / 1000:,.0f} kB, layer {found.layer}, head {found.head}",
+            f"{inert(str(html))}: {units.size(size)}, layer {found.layer}, head {found.head}",
             err=json,
         )
     if figure is not None:
         from regard.view.figure import draw
 
-        typer.echo(f"{inert(str(figure))}: {draw(data, figure) / 1000:,.0f} kB", err=json)
+        typer.echo(f"{inert(str(figure))}: {units.size(draw(data, figure))}", err=json)
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:

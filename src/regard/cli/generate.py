@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
+from regard.cli.options import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 from regard.foreign import LINES, inert, told

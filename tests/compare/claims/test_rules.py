@@ -19,7 +19,7 @@ from regard.compare.claims.base import Role, scattered, verdict
 from regard.compare.claims.timed import exponent, ratios, seconds, slopes, together
 from regard.compare.claims.told import as_csv, section, summary, text
 from regard.errors import ArgumentError
-from regard.view.curves import svg
+from regard.view.charts import svg
 from tests.compare.claims.planted import CONTRARY, PLANTED, WIDE, changed
 
 SEEDS = (Path(__file__).parents[3] / "docs" / "seeds.md").read_text("utf-8")

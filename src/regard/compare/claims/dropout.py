@@ -16,7 +16,7 @@ from regard import attend, attention_weights
 from regard.compare.claims.base import Check, Claim, steps
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 RATES = (0.1, 0.3, 0.5, 0.8)
 T, D = 16, 8

@@ -14,7 +14,7 @@ import torch
 from regard.compare.claims.base import Check, Claim
 from regard.compare.experiment import Numbers
 from regard.nn.variants import cross_attention
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 TEXT, IMAGE, DIM, HEADS = 7, 64, 32, 4
 """Seven tokens of a text, and an image of 8 x 8 places."""

@@ -15,7 +15,7 @@ from regard.compare.claims.timed import by_length, ratios, seconds, setting, slo
 from regard.compare.claims.training import decoder
 from regard.compare.experiment import Numbers
 from regard.compare.speed import decode
-from regard.view.curves import Picture
+from regard.view.charts import Picture
 
 LENGTHS = (32, 128, 512, 1024)
 

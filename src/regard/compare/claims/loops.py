@@ -12,7 +12,7 @@ from torch import Tensor
 from regard.compare.claims.base import Check, Claim, scattered
 from regard.compare.claims.timed import by_length, ratios, seconds, setting, slopes
 from regard.compare.experiment import Numbers
-from regard.view.curves import Picture
+from regard.view.charts import Picture
 
 LENGTHS, DIM = (6, 16, 48), 3
 """Six words of three numbers are the notes' own example."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.compare.claims.base import Check, Claim
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 DIM, HEADS, TOKENS, LAYERS = 16, 2, 6, (1, 2, 3)
 

@@ -18,7 +18,7 @@ from regard.compare.claims.base import Check, Claim
 from regard.compare.experiment import Numbers
 from regard.positions import long_term_decay, rope_frequencies, rotate, sinusoidal
 from regard.span import Span
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 D, HEADS, FAR = 64, 8, 256
 SHIFT = 1000

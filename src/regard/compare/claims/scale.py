@@ -20,7 +20,7 @@ from regard.compare.claims.base import Check, Claim, scattered, steps
 from regard.compare.claims.training import BYTES, byte_loss, decoder, gradient_norms
 from regard.compare.experiment import Numbers
 from regard.nn import Attention, Separate
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 DIMS = (4, 16, 64, 256, 1024, 4096)
 KEYS = 64

@@ -15,7 +15,7 @@ import torch
 from regard.bench.runner import threads
 from regard.bench.timing import interleaved
 from regard.compare.claims.base import steps
-from regard.view.curves import Line
+from regard.view.charts import Line
 
 
 def seconds(

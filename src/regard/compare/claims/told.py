@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from regard.compare.claims.base import VERDICTS, Check, Claim, Outcome
-from regard.view.findings import Section
+from regard.view.html import Section
 
 COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high", "answer", "role")
 

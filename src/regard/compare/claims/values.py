@@ -18,7 +18,7 @@ from regard.models.decoder import Decoder
 from regard.nn import Attention, Separate
 from regard.positions import Rotary, rotate
 from regard.span import Positions, Span
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 WAYS = ("q, k", "q, k, v turned back", "q, k, v not turned back")
 DIM, HEADS, SEEDS = 64, 4, 3
