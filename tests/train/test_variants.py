@@ -415,7 +415,7 @@ def test_flags_become_a_config() -> None:
             {"attention": "mha", "kv_heads": 2},
             (
                 "--kv-heads does not go with mha, whose key/value heads are fixed; it goes with "
-                "delta_net, "
+                "chunked, "
             ),
         ),
         (

@@ -21,7 +21,8 @@ from rich.console import Console
 from regard.errors import FileError
 from regard.files.write import check_target
 from regard.inspect import explain
-from regard.view import explanation, html, palette, text
+from regard.view import explanation, html, palette
+from regard.view.text import columns, fold, number, weight
 from tests.inspect.stand_in import TEXT, model
 
 HOSTILE = (
@@ -87,8 +88,8 @@ def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) ->
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     assert "rows are queries, columns are keys" in text
     assert "why: future" in text
-    assert text.number(data["lse"]) in text
-    assert text.number(data["row_max"]) in text
+    assert number(data["lse"]) in text
+    assert number(data["row_max"]) in text
     best = max(range(len(data["weights"])), key=lambda j: data["weights"][j])
     line = next(row for row in text.splitlines() if re.match(rf"\s+{best} .*█", row))
     for value in (
@@ -96,8 +97,8 @@ def test_the_terminal_page_says_each_step_in_80_columns(data: dict[str, Any]) ->
         data["scores"][1]["values"][best],
         data["exps"][best],
     ):
-        assert text.number(value) in line
-    assert text.weight(data["weights"][best]) in line
+        assert number(value) in line
+    assert weight(data["weights"][best]) in line
     assert f"{data['check']:.1e}" in text
 
 
@@ -121,7 +122,7 @@ def test_many_keys_are_counted_not_cut() -> None:
     assert max(cell_len(line) for line in text.splitlines()) <= 80
     visible = sum(not reason for reason in long["masked"])
     order = sorted(long["weights"], reverse=True)
-    assert f"... {visible - 8} others share {text.weight(sum(order[8:]))}" in text
+    assert f"... {visible - 8} others share {weight(sum(order[8:]))}" in text
     assert f"cells: largest weight of {long['pool']} x {long['pool']}" in text
     assert long["pool"] == math.ceil(long["sizes"]["T"] / 32)
 
@@ -176,10 +177,10 @@ def test_the_ramp_of_weights_changes_its_lightness_one_way(stops: tuple[palette.
 
 
 def test_signed_strips_show_the_sign_without_colour() -> None:
-    up, down = text.columns([1.0, -1.0, 0.0], top=1.0)
+    up, down = columns([1.0, -1.0, 0.0], top=1.0)
     assert (up, down) == ("█  ", " █ ")
-    assert text.columns([0.0], top=0.0) == (" ", " ")
-    assert text.fold([float(i) for i in range(256)], 64) == (
+    assert columns([0.0], top=0.0) == (" ", " ")
+    assert fold([float(i) for i in range(256)], 64) == (
         4,
         [float(i) for i in range(3, 256, 4)],
     )
@@ -196,7 +197,7 @@ def test_signed_strips_show_the_sign_without_colour() -> None:
     ],
 )
 def test_numbers_are_short(value: float, shown: str) -> None:
-    assert text.number(value) == shown
+    assert number(value) == shown
 
 
 def test_writing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

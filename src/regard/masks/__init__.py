@@ -1,5 +1,6 @@
-"""Masks: rules on positions that say which key a query may see, with `&`, `|` and `~`. True = may
-attend.
+"""Masks: rules on positions, joined by `&`, `|` and `~`, that say which key a query may see.
+
+In a dense mask, True = may attend.
 """
 
 from regard.masks.algebra import All, Any, Not

@@ -167,7 +167,7 @@ def decoders() -> tuple[str, ...]:
     >>> "retention" in decoders(), "bahdanau" in decoders(), "prefix_lm" in decoders()
     (True, False, False)
     """
-    return tuple(name for name, entry in VARIANTS.items() if _unfit(entry) is None)
+    return tuple(sorted(name for name, entry in VARIANTS.items() if _unfit(entry) is None))
 
 
 def entry_of(name: str) -> Variant:

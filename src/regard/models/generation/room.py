@@ -179,10 +179,10 @@ class Room:
             if attention.mask == Causal() and attention.bias is None:
                 try:
                     return StreamingAttention(
-                        attention.project,
+                        attention.project,  # type: ignore[arg-type]
                         attention.output,
                         sinks=SINKS,
-                        recent=recent,  # type: ignore[arg-type]
+                        recent=recent,
                         scale=attention.scale,
                         softcap=attention.softcap,
                         sink=attention.sink,
