@@ -26,6 +26,7 @@ from regard.nn import Attention, Prefix
 from regard.nn.dynamic_rotary import PreRope, Recomputed, ReRotate
 from regard.nn.projections import Separate
 from regard.positions import Rotary, critical_dimension, rope_frequencies
+from regard.table import table as aligned
 from regard.view import html
 from regard.view.charts import Line, Picture
 
@@ -484,7 +485,7 @@ def table(found: Extended) -> str:
         f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
         "",
     ]
-    lines += _aligned([heads(found), *rows(found)])
+    lines.append(aligned([heads(found), *rows(found)]))
     lines += [
         "",
         (
@@ -505,9 +506,8 @@ def table(found: Extended) -> str:
                     f"{s['trained']}"
                 ),
             ]
-            lines += _aligned(
-                [["policy", "difference", "same token", "read again"], *cache_rows(numbers)]
-            )
+            shown = [["policy", "difference", "same token", "read again"], *cache_rows(numbers)]
+            lines.append(aligned(shown))
     return "\n".join(lines)
 
 
@@ -640,14 +640,3 @@ def page(found: Extended, command: str) -> str:
         command,
         sections,
     )
-
-
-def _aligned(cells: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]
