@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Collection, Sequence
 
 
@@ -47,6 +46,8 @@ def columns_of(text: str) -> int:
     """
     if text.isascii():
         return len(text)
+    import unicodedata  # most tables are ASCII
+
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
         for c in text

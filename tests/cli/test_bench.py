@@ -78,7 +78,7 @@ def test_the_same_results_give_the_same_chart(tmp_path: Path) -> None:
         charts.write(chart([found], "A title"), tmp_path / name)
     first, second = ((tmp_path / name).read_text("utf-8") for name in ("a.svg", "b.svg"))
     assert first == second
-    for words in ("A title", "demo, float32   regard", "10.00x, 100 ms"):
+    for words in ("A title", "demo, float32: regard", "10.00x, 100 ms"):
         assert words in first
     assert ">y<" not in first
 

@@ -169,7 +169,10 @@ def test_the_page_draws_five_pictures_and_runs_nothing(found: Extended) -> None:
     drawn = pictures(found)
     assert len(drawn) == 5
     for picture in drawn:
-        assert len(picture.draw().figure.axes[0].lines) == 3
+        (axes,) = picture.draw().figure.axes
+        lines = [line for line in axes.lines if str(line.get_gid()).startswith("line")]
+        assert [line.get_label() for line in lines] == [line.name for line in picture.lines]
+        assert len(lines) == 3
     text = page(found, "regard extend <small>")
     assert text.count("<svg") == 5
     assert "regard extend &lt;small&gt;" in text

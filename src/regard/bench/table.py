@@ -108,7 +108,7 @@ def chart(found: Sequence[Measured], title: str) -> RatioBars:
         timed = [(row, row.ratio, row.seconds) for row in one.rows]
         rows = [(row, x, t) for row, x, t in timed if x is not None and t is not None]
         for i, (row, ratio, seconds) in enumerate(rows):
-            case = f"{one.case}, {one.dtype_name}   " if i == 0 else ""
+            case = f"{one.case}, {one.dtype_name}: " if i == 0 else ""
             words = f"{ratio:.2f}x, {units.seconds(seconds)}"
             bars.append(Bar(f"{case}{row.peer}", ratio, words))
     if not bars:

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import check_files
 from regard.cost.known import KNOWN, model_of
 from regard.cost.model import Model
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
-from regard.cost.sizes import Sizes
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError
 from regard.view import cost as text
@@ -255,6 +253,8 @@ def _model(
         raise ArgumentError(
             f"give a model, or its sizes: {names} missing. regard cost --list names what is known"
         )
+    from regard.cost.sizes import Sizes
+
     return Sizes(**given, options=own).model()
 
 
@@ -356,6 +356,8 @@ def _range(
     if len(contexts) < len(asked):
         typer.echo(f"learned positions end: contexts above {contexts[-1]:,} are left out", err=True)
     if plot is not None:
+        from regard.cli.options import check_files
+
         check_files({}, pictures={"--plot": plot})
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):

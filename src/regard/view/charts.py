@@ -615,7 +615,7 @@ class Bar:
         ratio: above 1 is slower than ours.
         words: behind the bar.
 
-    >>> Bar("decode   torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
+    >>> Bar("decode: torch SDPA", 1.5, "1.50x, 3.00 ms").ratio
     1.5
     """
 

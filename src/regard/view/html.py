@@ -201,7 +201,7 @@ pre{background:var(--hint);border-radius:8px;padding:10px 14px;font-size:13px;wh
 .facts{display:flex;flex-wrap:wrap;gap:6px 8px;margin:12px 0;padding:0;list-style:none}
 .facts li{background:var(--card);border:1px solid var(--line);border-radius:999px;padding:2px 12px;font-size:14px}
 section{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px 20px;margin-top:16px}
-.figures{display:flex;flex-wrap:wrap;gap:8px 32px;align-items:flex-start}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:8px 32px;align-items:start}
 figure{margin:16px 0 0;max-width:100%}figcaption{font-size:14px;color:var(--soft)}
 svg.chart{display:block;max-width:100%;height:auto;margin-top:10px}
 table{border-collapse:collapse;font-size:14px;margin-top:8px;font-variant-numeric:tabular-nums}

@@ -10,6 +10,7 @@ matplotlib is imported by the functions that draw, never by `import regard.view.
 from __future__ import annotations
 
 import io
+import re
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
 
+_LONG = re.compile(r"-?\d+\.\d{3,}")
 FORMATS = (".svg", ".png", ".pdf")
 SVG = "http://www.w3.org/2000/svg"
 STEPS = 16
@@ -265,13 +267,19 @@ def _plain(element: ET.Element) -> ET.Element:
         if name == "style":
             made.attrib |= _attributes(value)
         elif name != "clip-path" and not value.startswith("rotate(-0 "):
-            made.set(name.rpartition("}")[2], " ".join(value.split()))
+            made.set(name.rpartition("}")[2], _short(value))
     for child in map(_plain, element):
         if child.tag not in ("metadata", "style", "clipPath"):
             made.append(child)
         if made.tag == "defs":
             child.attrib = {k: v for k, v in child.attrib.items() if k not in ("fill", "stroke")}
     return made
+
+
+def _short(value: str) -> str:
+    """An attribute in one line, its coordinates to a hundredth of a pixel."""
+    text = " ".join(value.split())
+    return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), text)
 
 
 def _attributes(style: str) -> dict[str, str]:

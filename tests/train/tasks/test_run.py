@@ -116,8 +116,8 @@ def test_the_trained_model_loads_and_says_the_same(made: Path) -> None:
     assert all(torch.equal(held[name], x) for name, x in weights(made).items())
     series = read_series(made)
     found = outcomes(model, task, task.examples("validation", 6, 0))
-    assert sum(p.examples for p in series.points) == 12
-    right = sum(round(p.share * p.examples) for p in series.points if p.high <= 20)
+    assert sum(p.examples for p in series.bins) == 12
+    right = sum(round(p.share * p.examples) for p in series.bins if p.high <= 20)
     assert sum(o.right for o in found) == right
 
 
