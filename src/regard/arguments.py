@@ -79,7 +79,7 @@ def check_names(function: str, given: Collection[str], allowed: Collection[str])
 
     >>> check_names("record", ["head"], ["heads", "rows"])
     Traceback (most recent call last):
-    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? It has heads, rows
+    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
     """
     for name in given:
         if name not in allowed:
@@ -265,7 +265,7 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
     >>> import torch
     >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
     Traceback (most recent call last):
-    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores (2, 3); all must agree
+    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores ...
     """
     import torch
 

@@ -171,8 +171,8 @@ def cost(
     machine.
 
     A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last
-    token. Times are lower
-    bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever takes longer.
+    token. Times are lower bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever
+    takes longer. Memory is in GiB (2^30 bytes), bandwidth in GB/s (1e9 bytes a second).
     """
     if list_:
         typer.echo(text.listing(json=json))

@@ -355,6 +355,9 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 def _option(message: str) -> str | None:
     """The option that an error speaks of first."""
-    names = "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|chunk|max_context|cache"
+    names = (
+        "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|"
+        "chunk|max_context|cache"
+    )
     found = re.search(rf"\b({names})\b", message)
     return None if found is None else f"--{found[1].replace('_', '-')}"

@@ -456,7 +456,8 @@ def read(path: Path) -> dict[str, Any]:
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "small.toml"
-    >>> _ = file.write_text("[model]\\nattention = 'gqa'\\nkv-heads = 2\\noptions.base = 5e4\\n[train]\\nbf16 = true")
+    >>> model = "[model]\\nattention = 'gqa'\\nkv-heads = 2\\noptions.base = 5e4"
+    >>> _ = file.write_text(f"{model}\\n[train]\\nbf16 = true")
     >>> read(file)
     {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
     """

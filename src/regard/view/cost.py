@@ -109,9 +109,9 @@ def _moved(count: int, moved: int) -> str:
 
 
 def _bounds(report: CostReport, machine: Machine) -> str:
-    rate = machine.rate(report.setting.dtype)
+    rate = units.count(machine.rate(report.setting.dtype), "FLOP/s")
     lines = [
-        f"on {machine.name} at best: {units.rate(machine.bandwidth)}, {units.count(rate, 'FLOP/s')}",
+        f"on {machine.name} at best: {units.rate(machine.bandwidth)}, {rate}",
         f"  ({machine.source})",
         f"  weights and cache are {_fit(report, machine)}",
         *([f"  (memory: {machine.memory_source})"] if machine.memory_source else []),
@@ -132,8 +132,8 @@ def _fit(report: CostReport, machine: Machine) -> str:
     if room.fits:
         left = units.size(room.memory - room.needed)
         return (
-            f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they fit, with {left} to "
-            "spare"
+            f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they fit, with "
+            f"{left} to spare"
         )
     return f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they do not fit"
 

@@ -526,7 +526,8 @@ def show_heads(
         rows: {"layer", "head", "key", "piece", "weight"} of each head.
         chosen: (layer, head).
 
-    >>> show_heads("1 b", [{"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}], (0, 0), Console(width=80))
+    >>> one = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
+    >>> show_heads("1 b", [one], (0, 0), Console(width=80))
     The hardest look of query 1 b at another token than the first, in each head
       layer head  weight                           key token
     ▶     0    0  1.0000 ████████████████████████    1 b

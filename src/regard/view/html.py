@@ -12,6 +12,8 @@ import hashlib
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from pathlib import Path
 
 from regard.files.write import replacing
@@ -162,10 +164,10 @@ def page(
         sections: the findings.
         notes: sentences that a reader must know first.
 
-    >>> "<h1>Claims</h1>" in page("Claims", "", {}, "regard compare --claim all", [Section("scale")])
+    >>> "<h1>Claims</h1>" in page("Claims", "", {}, "regard compare", [Section("scale")])
     True
     """
-    style = palette.css() + _STYLE + plotting.css()
+    style = palette.css() + _own_style() + plotting.css()
     policy = (
         f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
@@ -189,24 +191,6 @@ def page(
     )
 
 
-_STYLE = """
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}
-main{max-width:1240px;margin:0 auto;padding:28px 20px 80px}
-h1{font-size:26px;margin:0 0 4px}h2{font-size:18px;margin:0 0 6px}p{margin:4px 0;max-width:96ch}p b{color:var(--soft);font-weight:600}
-.wide{overflow-x:auto}.soft,.notes{color:var(--soft);font-size:14px}
-.good{color:var(--good)}.bad{color:var(--bad)}td.good,td.bad,figcaption span{font-weight:600}
-.badge{border:1px solid currentColor;border-radius:999px;padding:1px 10px;font-size:14px;margin-left:6px;font-weight:600}
-pre{background:var(--hint);border-radius:8px;padding:10px 14px;font-size:13px;white-space:pre-wrap;overflow-wrap:anywhere}
-.facts{display:flex;flex-wrap:wrap;gap:6px 8px;margin:12px 0;padding:0;list-style:none}
-.facts li{background:var(--card);border:1px solid var(--line);border-radius:999px;padding:2px 12px;font-size:14px}
-section{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px 20px;margin-top:16px}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:8px 32px;align-items:start}
-figure{margin:16px 0 0;max-width:100%}figcaption{font-size:14px;color:var(--soft)}
-svg.chart{display:block;max-width:100%;height:auto;margin-top:10px}
-table{border-collapse:collapse;font-size:14px;margin-top:8px;font-variant-numeric:tabular-nums}
-th,td{padding:5px 14px 5px 0;text-align:left;vertical-align:top;border-top:1px solid var(--line);overflow-wrap:anywhere}
-th{color:var(--soft);font-weight:600;border:0}
-.numbers th,.numbers td{text-align:right;white-space:nowrap}
-.numbers th:first-child,.numbers td:first-child{text-align:left}.numbers td:first-child{font-weight:600}
-"""
+@cache
+def _own_style() -> str:
+    return resources.files("regard.view").joinpath("page.css").read_text("utf-8")

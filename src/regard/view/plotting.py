@@ -37,7 +37,10 @@ SVG = "http://www.w3.org/2000/svg"
 STEPS = 16
 """Shades of a weight: each has a colour in the light, and another one in the dark."""
 
-FONTS = "system-ui,'Noto Sans','Noto Sans CJK SC','Noto Sans SC','PingFang SC','Microsoft YaHei',sans-serif"
+FONTS = (
+    "system-ui,'Noto Sans','Noto Sans CJK SC','Noto Sans SC','PingFang SC','Microsoft YaHei',"
+    "sans-serif"
+)
 """Fonts in which a browser writes the text of an SVG, Chinese included."""
 
 CHINESE = (
@@ -258,8 +261,8 @@ def _shades(theme: str) -> list[str]:
 def _plain(element: ET.Element) -> ET.Element:
     """An element without namespaces and `style` attributes.
 
-    Metadata and styles are left out, and so are clips: no mark stands outside its axes. A shape that
-    is used several times takes the colours of each use.
+    Metadata and styles are left out, and so are clips: no mark stands outside its axes. A shape
+    that is used several times takes the colours of each use.
     """
     made = ET.Element(element.tag.partition("}")[2])
     made.text, made.tail = element.text, element.tail

@@ -150,7 +150,8 @@ def alignment_lines(
     """An alignment for a terminal: two characters a cell, the source by number, as far as there is
     room.
 
-    >>> for line in alignment_lines(np.eye(2), ["一", "二"], ["one", "two"]): print(line.plain.rstrip())
+    >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
+    >>> for line in lines: print(line.plain.rstrip())
       rows were said, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+
       0 one  1 two
                      0 1
