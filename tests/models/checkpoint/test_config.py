@@ -81,12 +81,12 @@ def test_files_that_are_no_config(folder: Path, content: bytes, message: str) ->
 @pytest.mark.parametrize(
     "content, says",
     [
-        ({}, "model_type None is not supported; supported: bert, bloom, "),
-        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported; supported: "),
-        ({"model_type": "../x"}, "model_type '../x' is not supported; supported: "),
+        ({}, "model_type None is not supported. Supported: bert, bloom, "),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported. Supported: "),
+        ({"model_type": "../x"}, "model_type '../x' is not supported. Supported: "),
         (
             {"model_type": "lama"},
-            "model_type 'lama' is not supported; did you mean 'llama'?; supported: ",
+            "model_type 'lama' is not supported; did you mean 'llama'? Supported: ",
         ),
     ],
 )

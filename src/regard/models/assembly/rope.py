@@ -88,8 +88,8 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             raise UnknownKey(
                 (*where.split("."), key),
                 f"{where} of rope_type {kind!r} has the unknown key "
-                f"{shown(key)}{suggest(key, known)}; "
-                f"its keys are {', '.join(known) or 'none'}",
+                f"{shown(key)}{suggest(key, known, otherwise='.')} "
+                f"Its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):
             found[key] = _checked(f"{where}.{key}", key, value)
@@ -110,7 +110,8 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
     for name, kind in said.items():
         if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in TYPES:
             raise ArgumentError(
-                f"{where}.{name} is {short(kind)}{suggest(kind, (*TYPES, *OLD_NAMES))}; supported: "
+                f"{where}.{name} is {short(kind)}"
+                f"{suggest(kind, (*TYPES, *OLD_NAMES), otherwise='.')} Supported: "
                 f"{', '.join(TYPES)}"
             )
     kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
@@ -396,8 +397,8 @@ def _layer_types(nested: object) -> tuple[str, ...]:
     for key, value in nested.items():
         if key not in (FULL, SLIDING):
             raise ArgumentError(
-                f"rope_parameters has the unknown layer type {key!r}{suggest(key, (FULL, SLIDING))}; "
-                f"supported are {FULL} and {SLIDING}"
+                f"rope_parameters has the unknown layer type {key!r}"
+                f"{suggest(key, (FULL, SLIDING), otherwise='.')} Supported are {FULL} and {SLIDING}"
             )
         if value is not None and not isinstance(value, Mapping):
             raise ArgumentError(f"rope_parameters.{key} is {short(value)}; it must be an object")

@@ -413,5 +413,5 @@ def _shown(kind: Any) -> str:
 def _known_types(name: object) -> str:
     from regard.models.families import FAMILIES
 
-    hint = suggest(name, FAMILIES, cutoff=0.75) if isinstance(name, str) else ""
-    return f"{hint}; supported: {', '.join(FAMILIES)}"
+    known = FAMILIES if isinstance(name, str) else ()
+    return f"{suggest(name, known, cutoff=0.75, otherwise='.')} Supported: {', '.join(FAMILIES)}"
