@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         memory,
         models,
         nn,
+        parallel,
         positions,
         tap,
         view,
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
         ArgumentTypeError,
         FileError,
         KernelRefusal,
+        ParallelError,
         RegardError,
     )
+    from regard.integrations.pytorch import accelerate
     from regard.models.load import load
     from regard.ops.softmax.attend import attend, attend_partial, attention_weights
     from regard.ops.softmax.call import Partial
@@ -52,8 +55,10 @@ _NAMES = {
         "ArgumentTypeError",
         "FileError",
         "KernelRefusal",
+        "ParallelError",
         "RegardError",
     ),
+    "regard.integrations.pytorch": ("accelerate",),
     "regard.models": ("load",),
     "regard.ops.softmax": (
         "Partial",
@@ -76,6 +81,7 @@ _MODULES = (
     "memory",
     "models",
     "nn",
+    "parallel",
     "positions",
     "tap",
     "view",
@@ -88,12 +94,14 @@ __all__ = [
     "ArgumentTypeError",
     "FileError",
     "KernelRefusal",
+    "ParallelError",
     "Partial",
     "Plan",
     "RegardError",
     "Span",
     "Trace",
     "__version__",
+    "accelerate",
     "attend",
     "attend_partial",
     "attention_weights",
@@ -108,6 +116,7 @@ __all__ = [
     "merge",
     "models",
     "nn",
+    "parallel",
     "plan",
     "positions",
     "tap",

@@ -24,3 +24,7 @@ class KernelRefusal(RegardError, NotImplementedError):
 
 class FileError(RegardError, OSError):
     """A file or folder is missing, damaged, or not what it should be."""
+
+
+class ParallelError(RegardError, RuntimeError):
+    """A message between ranks failed: the error names this rank, the call and its step."""

@@ -21,7 +21,14 @@ def code(text: str) -> list[tuple[str, str]]:
 
 
 def links(text: str) -> list[str]:
-    return [x for x in re.findall(r"\]\(([^)]+)\)", text) if not x.startswith("README")]
+    """The links, in the order of the text; a page's Chinese version counts as the page."""
+    found = re.findall(r"\]\(([^)]+)\)", text)
+    return [x.replace(".zh-CN.md", ".md") for x in found if not x.startswith("README")]
+
+
+def test_chinese_pages_that_are_linked_exist() -> None:
+    for link in re.findall(r"\]\(([^)]+\.zh-CN\.md)\)", ZH):
+        assert (ROOT / link).is_file(), link
 
 
 def table(text: str) -> list[str]:
@@ -40,6 +47,9 @@ def test_headings_tables_and_links_are_the_same() -> None:
     ]
     assert table(ZH) == table(EN)
     assert links(ZH) == links(EN)
+    for link in links(EN):  # where there is a Chinese page, the Chinese text links to it
+        chinese = link.replace(".md", ".zh-CN.md")
+        assert not (ROOT / chinese).is_file() or f"]({chinese})" in ZH
 
 
 def test_each_names_the_other_in_its_first_lines() -> None:

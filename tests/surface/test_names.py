@@ -14,9 +14,25 @@ import pytest
 import regard
 from regard.notation import GLOSSARY, LETTERS, WORDS
 
-FUNCTIONS = {"attend", "attend_partial", "attention_weights", "checks", "load", "merge", "plan"}
+FUNCTIONS = {
+    "accelerate",
+    "attend",
+    "attend_partial",
+    "attention_weights",
+    "checks",
+    "load",
+    "merge",
+    "plan",
+}
 CLASSES = {"Partial", "Plan", "Span", "Trace"}
-ERRORS = {"ArgumentError", "ArgumentTypeError", "FileError", "KernelRefusal", "RegardError"}
+ERRORS = {
+    "ArgumentError",
+    "ArgumentTypeError",
+    "FileError",
+    "KernelRefusal",
+    "ParallelError",
+    "RegardError",
+}
 MODULES = {
     "biases",
     "caches",
@@ -26,6 +42,7 @@ MODULES = {
     "memory",
     "models",
     "nn",
+    "parallel",
     "positions",
     "tap",
     "view",

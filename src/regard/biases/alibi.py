@@ -98,6 +98,11 @@ class ALiBi(Bias):
     def _heads(self) -> int:
         return self.heads if self.heads is not None else len(self.slopes)  # type: ignore[arg-type]
 
+    def select_heads(self, heads: slice) -> ALiBi:
+        """The slopes of these heads."""
+        slopes = alibi_slopes(self._heads()) if self.slopes is None else self.slopes
+        return ALiBi(slopes=slopes[heads], symmetric=self.symmetric)
+
     def slopes_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """The slopes m [H] as a tensor."""
         if isinstance(self.slopes, Tensor):

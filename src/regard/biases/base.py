@@ -73,6 +73,16 @@ class Bias:
         self._check_count(tensors, len(names))
         return replace(self, **dict(zip(names, tensors, strict=True)))
 
+    def select_heads(self, heads: slice) -> Bias:
+        """The bias of some of the query heads.
+
+        Raises:
+            ArgumentError: this kind of bias cannot be cut by heads.
+        """
+        raise ArgumentError(
+            f"{self} cannot be cut by heads; write `select_heads` for its class, or use another method"
+        )
+
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Raise if the bias cannot serve a call of B rows, H query heads, T queries and S keys.
 
@@ -160,6 +170,10 @@ class Sum(Bias):
             terms.append(term.with_tensors(tensors[start:stop]))
             start = stop
         return Sum(tuple(terms))
+
+    def select_heads(self, heads: slice) -> Sum:
+        """Every term's."""
+        return Sum(tuple(term.select_heads(heads) for term in self.terms))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Raise if a term cannot serve the call."""

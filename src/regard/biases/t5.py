@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -139,6 +139,10 @@ class T5Relative(Bias):
 
     def _heads(self) -> int:
         return self.table.shape[1]
+
+    def select_heads(self, heads: slice) -> T5Relative:
+        """The columns of these heads."""
+        return replace(self, table=self.table[:, heads])
 
     def __str__(self) -> str:
         both = ", bidirectional" * self.bidirectional

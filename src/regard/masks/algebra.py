@@ -33,6 +33,10 @@ class _Several(Mask):
             raise ArgumentError(f"{name} of no masks; give it at least one")
         object.__setattr__(self, "masks", tuple(flat))
 
+    def select_heads(self, heads: slice) -> Mask:
+        """Every member's."""
+        return type(self)(tuple(mask.select_heads(heads) for mask in self.masks))
+
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """As every member's."""
         for mask in self.masks:
@@ -144,6 +148,10 @@ class Not(Mask):
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """The opposite of the rule."""
         return ~self.mask.allows(q, k)
+
+    def select_heads(self, heads: slice) -> Mask:
+        """What the mask of these heads forbids."""
+        return Not(self.mask.select_heads(heads))
 
     def _block(self, where: Part) -> Tensor:
         return ~self.mask._block(where)

@@ -384,6 +384,10 @@ class Mask(ABC):
         out = four(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
         return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
 
+    def select_heads(self, heads: slice) -> Mask:
+        """The mask of some of the query heads; itself, unless it holds one for each head."""
+        return self
+
     def terms(self) -> tuple[Mask, ...]:
         """The masks whose `&` this is: itself alone, unless it is an `All`."""
         return (self,)

@@ -70,6 +70,10 @@ class Heads(Mask):
     def _undecided(self, where: Part, bk: int) -> Tensor:
         return _per_head([mask._states(where, bk) for mask in self.masks])
 
+    def select_heads(self, heads: slice) -> Mask:
+        """The masks of these heads."""
+        return Heads(self.masks[heads])
+
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """One mask per query head."""
         if len(self.masks) != H:

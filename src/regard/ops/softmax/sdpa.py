@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
 from regard.ops.softmax.call import SMALL_SCORES, Call, Partial, Result, Work
@@ -187,7 +188,7 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, piece: Piece, scale: float) -> Ten
     folds = _folds(q, k, piece, mask)
     if folds:
         q = q.reshape(B, G, H // G * T, -1)
-    out = F.scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=piece.causal, scale=scale, enable_gqa=q.shape[1] != G
     )
     return out.reshape(B, H, T, -1) if folds else out

@@ -1,0 +1,194 @@
+"""Messages between ranks: the one module that calls `torch.distributed`.
+
+Every failure is one error that names the rank, the step and the call. Point-to-point messages of torch
+are not checked: two numbers sent into a buffer of four fill half of it, and bf16 bits arrive as fp32
+numbers, silently. So every call begins with `agree`, which compares what all ranks are about to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from regard.errors import ArgumentError, ParallelError
+
+Group = dist.ProcessGroup
+R = TypeVar("R")
+
+
+@dataclass
+class Traffic:
+    """The bytes that this rank has sent, by the kind of call."""
+
+    sent: dict[str, int] = field(default_factory=dict)
+
+    def add(self, call: str, x: Tensor) -> None:
+        """A tensor goes to another rank."""
+        self.sent[call] = self.sent.get(call, 0) + x.numel() * x.element_size()
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.sent.clear()
+
+
+traffic = Traffic()
+"""What this process has sent since it began, or since `traffic.clear()`."""
+
+
+class Ranks:
+    """The ranks of a group, as one call of this package uses them.
+
+    Args:
+        group: a process group; None is the default one.
+
+    Raises:
+        ArgumentError: torch.distributed has not been initialised, or this process is not in the group.
+    """
+
+    def __init__(self, group: Group | None = None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ArgumentError(
+                "torch.distributed is not initialised in this process; call "
+                "torch.distributed.init_process_group(), or run under torchrun"
+            )
+        self.group = group
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ArgumentError("this process is not a member of the group that was given")
+
+    def agree(self, call: str, facts: Mapping[str, object]) -> None:
+        """Check that every rank makes the same call, before anything can hang.
+
+        Args:
+            call: the name of the call.
+            facts: what must be equal on all ranks, by name; compared as text.
+
+        Raises:
+            ArgumentError: on every rank, with the first fact that differs, and who differs.
+        """
+        if self.world == 1:
+            return
+        said = {"call": call, **{name: str(x) for name, x in facts.items()}}
+        digest = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self._device())
+        every = [torch.empty_like(mine) for _ in range(self.world)]
+        self._run(call, "handshake", lambda: dist.all_gather(every, mine, group=self.group))
+        if all(int(x) == int(mine) for x in every):
+            return
+        texts: list[dict[str, str] | None] = [None] * self.world
+        self._run(call, "handshake", lambda: dist.all_gather_object(texts, said, group=self.group))
+        raise ArgumentError(_difference([x or {} for x in texts]))
+
+    def send_receive(
+        self, call: str, step: int, send: Tensor | None, to: int, like: Tensor | None, source: int
+    ) -> Message:
+        """Send a tensor to one rank and receive one from another; `Message.wait` gives it.
+
+        Args:
+            call, step: for errors, and for the count of bytes.
+            send, to: a contiguous tensor and the rank that it goes to; None sends nothing.
+            like, source: an empty tensor to receive into, and the rank that sends; None receives nothing.
+        """
+        operations = []
+        if send is not None and send.numel():
+            traffic.add(call, send)
+            operations.append(dist.P2POp(dist.isend, send, group=self.group, group_peer=to))
+        if like is not None and like.numel():
+            operations.append(dist.P2POp(dist.irecv, like, group=self.group, group_peer=source))
+        works = (
+            self._run(call, f"step {step}", lambda: dist.batch_isend_irecv(operations))
+            if operations
+            else []
+        )
+        return Message(self, call, step, works, like, send)
+
+    def all_to_all(
+        self, call: str, parts: Sequence[Tensor], like: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Send one tensor to each rank and receive one from each, as steps of pairs."""
+        received = list(like)
+        received[self.rank].copy_(parts[self.rank])
+        messages = []
+        for step in range(1, self.world):
+            to, source = (self.rank + step) % self.world, (self.rank - step) % self.world
+            messages.append(
+                self.send_receive(call, step, parts[to].contiguous(), to, received[source], source)
+            )
+        for message in messages:
+            message.wait()
+        return received
+
+    def sum(self, call: str, x: Tensor) -> Tensor:
+        """The sum of a tensor over all ranks, in fp32 or better, in the order of the ranks."""
+        if self.world == 1:
+            return x
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+        every = [torch.empty_like(wide) for _ in range(self.world)]
+        traffic.add(call, wide)
+        self._run(call, "sum", lambda: dist.all_gather(every, wide, group=self.group))
+        return torch.stack(every).sum(0).to(x.dtype)
+
+    def gather(self, call: str, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The tensors of all ranks, [..., size] flattened: rank r has sizes[r] numbers."""
+        parts = [x.reshape(-1).contiguous()] * self.world
+        return self.all_to_all(call, parts, [x.new_empty(n) for n in sizes])
+
+    def _device(self) -> torch.device:
+        backend = dist.get_backend(self.group)
+        return torch.device("cuda" if backend == "nccl" else "cpu")
+
+    def _run(self, call: str, what: str, function: Callable[[], R]) -> R:
+        try:
+            return function()
+        except (RuntimeError, ValueError) as error:
+            raise self.failed(call, what, error) from error
+
+    def failed(self, call: str, what: str, error: Exception) -> ParallelError:
+        """The error that a failed message becomes."""
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return ParallelError(
+            f"rank {self.rank} of {self.world}: {call} failed at its {what}: {text[0]}; another rank "
+            "has ended, is late, or made another call. Nothing was tried again: start all ranks anew"
+        )
+
+
+@dataclass
+class Message:
+    """Messages of one step that are on their way."""
+
+    ranks: Ranks
+    call: str
+    step: int
+    works: Sequence[dist.Work]
+    received: Tensor | None
+    sent: Tensor | None
+    """Kept until the message has left."""
+
+    def wait(self) -> Tensor | None:
+        """Wait until both have happened; what was received, if anything."""
+        for work in self.works:
+            try:
+                work.wait()
+            except (RuntimeError, ValueError) as error:
+                raise self.ranks.failed(self.call, f"step {self.step}", error) from error
+        self.sent = None
+        return self.received
+
+
+def _difference(texts: Sequence[Mapping[str, str]]) -> str:
+    for name in texts[0]:
+        values = [x.get(name, "nothing") for x in texts]
+        if len(set(values)) > 1:
+            common = max(set(values), key=values.count)
+            odd = [f"{value} on rank {r}" for r, value in enumerate(values) if value != common]
+            return (
+                f"the ranks differ in {name}: {common} on most, but {', '.join(odd)}; every rank must "
+                "make the same call"
+            )
+    return "the ranks make different calls"

@@ -1,0 +1,144 @@
+"""Dense masks read as rules: every form that models build, what is nearly one, and what is remembered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import masks
+from regard.integrations.pytorch.dense_masks import Memory, Recognised, recognise
+from regard.masks import Causal, Dense, Mask, Window
+from regard.span import Span
+
+B, T, S = 2, 7, 11
+
+
+def band(T: int, S: int, start: int, size: int | None = None) -> Tensor:
+    """Causal, and within a window of `size` keys, with the first query at `start`."""
+    q = torch.arange(start, start + T)[:, None]
+    k = torch.arange(S)
+    seen = k <= q
+    return seen if size is None else seen & (q - k < size)
+
+
+def keep(*lengths: tuple[int, int]) -> Tensor:
+    """Rows [B, 1, 1, S] whose tokens stand from the first to the second number."""
+    k = torch.arange(S)
+    return torch.stack([(k >= a) & (k < b) for a, b in lengths])[:, None, None]
+
+
+CASES: dict[str, tuple[Tensor, Mask | None, int | None]] = {
+    "all": (torch.ones(T, S, dtype=torch.bool), None, None),
+    "causal, aligned at the last key": (band(T, S, S - T), Causal(), S - T),
+    "causal, aligned at the first key": (band(T, S, 0), Causal(), 0),
+    "causal, in the middle": (band(T, S, 2), Causal(), 2),
+    "window": (band(T, S, S - T, 3), Causal() & Window(3), S - T),
+    "window, aligned at the first key": (band(T, S, 0, 3), Causal() & Window(3), 0),
+    "one row for each of the batch": (band(T, S, 4).expand(B, 1, T, S), Causal(), 4),
+    "the same for every head": (band(T, S, 4).repeat(B, 3, 1, 1), Causal(), 4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mask_that_is_a_rule_is_recognised(name: str) -> None:
+    table, rule, start = CASES[name]
+    for mask in (table, torch.where(table, 0.0, -torch.inf)):
+        found = recognise(mask, B, T, S)
+        assert str(found.mask) == str(rule)
+        assert found.bias is None
+        assert not found.uniform_rows
+        if start is not None:
+            assert isinstance(found.q_positions, Span)
+            assert found.q_positions.start == start
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("rule", ["padding", "causal", "window"])
+def test_padding_is_recognised_alone_and_with_a_rule(side: str, rule: str) -> None:
+    rows = {"left": ((0, S), (3, S)), "right": ((0, S), (0, 8)), "both": ((1, 9), (4, S))}[side]
+    table = keep(*rows).expand(B, 1, T, S)
+    if rule != "padding":
+        table = table & band(T, S, S - T, 3 if rule == "window" else None)
+    found = recognise(table, B, T, S)
+    assert found.mask is not None
+    assert not any(isinstance(term, Dense) for term in found.mask.terms())
+    assert_equal(found, table)
+
+
+def assert_equal(found: Recognised, table: Tensor) -> None:
+    """The rule, written out, is the table."""
+    assert found.mask is not None
+    written = found.mask.block(found.q_positions, Span(0, S))
+    shape = torch.broadcast_shapes(written.shape, table.shape)
+    assert torch.equal(written.expand(shape), table.expand(shape))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "all"])
+def test_one_element_that_differs_leaves_it_dense_or_exact(name: str) -> None:
+    table = CASES[name][0]
+    for i in range(0, table.numel(), 5):
+        changed = table.clone().contiguous()
+        changed.view(-1)[i] ^= True
+        found = recognise(changed, B, T, S)
+        assert_equal(found, changed)
+
+
+def test_what_differs_between_heads_stays_dense() -> None:
+    table = torch.stack([band(T, S, 4), band(T, S, 4, 2)])[None]
+    found = recognise(table, B, T, S)
+    assert isinstance(found.mask, Dense)
+    assert torch.equal(found.mask.table, table)
+
+
+def test_numbers_that_hide_nothing_are_a_bias() -> None:
+    hidden = ~band(T, S, 4)
+    bias = torch.randn(B, 3, T, S)
+    found = recognise(bias.masked_fill(hidden, -torch.inf), B, T, S)
+    assert str(found.mask) == "causal"
+    assert found.bias is not None
+    assert torch.equal(found.bias, bias.masked_fill(hidden, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_that_a_finite_number_hides_is_uniform_in_torch(dtype: torch.dtype) -> None:
+    lowest = torch.finfo(dtype).min
+    table = band(T, S, 0)
+    table[2] = False
+    assert recognise(torch.where(table, 0.0, lowest).to(dtype), B, T, S).uniform_rows
+    assert not recognise(torch.where(table, 0.0, -torch.inf).to(dtype), B, T, S).uniform_rows
+    table[2] = True
+    assert not recognise(torch.where(table, 0.0, lowest).to(dtype), B, T, S).uniform_rows
+
+
+def test_a_mask_is_looked_through_once_until_it_changes() -> None:
+    memory = Memory()
+    table = band(T, S, 4)
+    first = memory.recognise(table, B, T, S)
+    assert memory.recognise(table, B, T, S) is first
+    assert memory.recognise(table[None, None], B, T, S).mask is not None
+    assert memory.looked == 2  # another shape is another question
+    table[0, 0] = False
+    changed = memory.recognise(table, B, T, S)
+    assert memory.looked == 3
+    assert isinstance(changed.mask, Dense)
+
+
+def test_memory_that_is_used_again_is_looked_through_again() -> None:
+    memory = Memory(size=4)
+    for size in range(1, 6):
+        for _ in range(3):
+            table = band(T, S, S - T, size).clone()  # freed at once, and likely at the same address
+            found = memory.recognise(table, B, T, S)
+            assert str(found.mask) == str(masks.Causal() & masks.Window(size))
+            del table, found
+
+
+def test_a_tensor_of_inference_mode_is_never_remembered() -> None:
+    memory = Memory()
+    with torch.inference_mode():
+        table = band(T, S, 4)
+        memory.recognise(table, B, T, S)
+        table[0, 0] = False
+        assert isinstance(memory.recognise(table, B, T, S).mask, Dense)
+    assert memory.looked == 2

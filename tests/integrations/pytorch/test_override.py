@@ -1,0 +1,386 @@
+"""`regard.accelerate`: every call means what torch means by it, and nothing else of torch changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import regard
+from regard.errors import ArgumentTypeError
+from tests.rules import GRADIENT, assert_close_rule
+
+ORIGINAL = F.scaled_dot_product_attention
+
+
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None
+) -> Tensor:
+    """The equation in torch's documentation, in the dtype of q."""
+    H, T, S = q.shape[1], q.shape[2], k.shape[2]
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(T, S, dtype=torch.bool).tril(), -torch.inf)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    weights = scores.float().softmax(-1) if scores.dtype != torch.float64 else scores.softmax(-1)
+    return weights.nan_to_num(0).to(v.dtype) @ v
+
+
+def make_masks(B: int, H: int, T: int, S: int) -> dict[str, Tensor | None]:
+    triangle = torch.ones(T, S, dtype=torch.bool).tril(S - T)
+    tokens = torch.arange(S) < torch.tensor([S, S - 3])[:, None]
+    empty = triangle.clone()
+    empty[T // 2] = False
+    return {
+        "none": None,
+        "triangle": triangle,
+        "triangle of floats": torch.where(triangle, 0.0, -torch.inf),
+        "padding": tokens[:, None, None],
+        "padding and triangle": (tokens[:, None, None] & triangle),
+        "window": triangle & torch.ones(T, S, dtype=torch.bool).triu(S - T - 2),
+        "bias": torch.randn(B, H, T, S),
+        "bias and triangle": torch.randn(1, H, T, S).masked_fill(~triangle, -torch.inf),
+        "a row that sees nothing": empty,
+        "heads differ": torch.rand(B, H, T, S) < 0.6,
+        "three dimensions": torch.rand(H, T, S) < 0.8,
+    }
+
+
+NAMES = list(make_masks(2, 4, 3, 5))
+SHAPES = [(4, 4, 9, 9), (4, 2, 5, 12), (4, 1, 1, 12), (4, 4, 12, 7)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_mask_means_what_torch_means_by_it(
+    name: str, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
+    H, G, T, S = shape
+    q, k, v = (torch.randn(2, n, m, 16, dtype=dtype) for n, m in ((H, T), (G, S), (G, S)))
+    mask = make_masks(2, H, T, S)[name]
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(dtype)
+    assert_same(q, k, v, mask=mask)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_is_causal_is_aligned_at_the_first_key(
+    shape: tuple[int, int, int, int], scale: float | None
+) -> None:
+    H, G, T, S = shape
+    q, k, v = (torch.randn(2, n, m, 8) for n, m in ((H, T), (G, S), (G, S)))
+    assert_same(q, k, v, causal=True, scale=scale)
+
+
+def assert_same(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> None:
+    """The call is taken, and is as near to the equation in float64 as torch's own result."""
+    options = {
+        "attn_mask": mask,
+        "is_causal": causal,
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    usual = ORIGINAL(q, k, v, **options)
+    with regard.accelerate(always=True) as calls:
+        z = F.scaled_dot_product_attention(q, k, v, **options)
+    assert sum(calls.taken.values()) == 1, str(calls)
+    assert z.dtype == usual.dtype
+    exact = plain(q.double(), k.double(), v.double(), mask, causal=causal, scale=scale)
+    same = plain(q, k, v, mask, causal=causal, scale=scale)
+    if q.dtype == torch.float64:
+        torch.testing.assert_close(z, exact, rtol=1e-12, atol=1e-12)
+    else:
+        assert_close_rule(z, [usual, same], exact)
+
+
+def test_another_alignment_would_be_noticed() -> None:
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 6, 8)
+    with regard.accelerate(always=True):
+        z = F.scaled_dot_product_attention(q, k, k, is_causal=True)
+    last = regard.attend(q, k, k, mask=regard.masks.Causal())
+    assert not torch.allclose(z, last)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_hidden_by_a_finite_number_is_left_to_torch(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 2, 4, 8, dtype=dtype)
+    mask = torch.zeros(4, 4, dtype=dtype)
+    mask[1] = torch.finfo(dtype).min
+    with regard.accelerate(always=True) as calls:
+        z = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    assert not calls.taken
+    assert "averages the values" in str(calls)
+    assert torch.equal(z, ORIGINAL(q, q, q, attn_mask=mask))
+
+
+def test_what_is_hidden_never_shows_and_what_is_seen_is_never_lost() -> None:
+    q, k, v = torch.randn(3, 1, 2, 6, 8).unbind(0)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    v[:, :, 5] = torch.nan
+    with regard.accelerate(always=True):
+        z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert z[:, :, :5].isfinite().all()
+    assert z[:, :, 5].isnan().all()
+
+
+CALLS: dict[str, tuple[bool, dict[str, Any], str]] = {
+    "dropout": (True, {"dropout_p": 0.5}, "dropout"),
+    "small": (False, {}, "it is small"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_left_to_torch_is_counted_with_its_reason(name: str) -> None:
+    always, options, why = CALLS[name]
+    q = torch.randn(1, 2, 4, 8)
+    with regard.accelerate(always=always) as calls:
+        F.scaled_dot_product_attention(q, q, q, **options)
+    assert not calls.taken
+    assert any(why in reason for reason in calls.left), str(calls)
+    assert str(calls).startswith("calls that ran here: 0; in torch: 1")
+
+
+def test_torch_says_what_does_not_fit() -> None:
+    q, k = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 7)
+    with regard.accelerate(always=True), pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, k, k)
+    with regard.accelerate(always=True), pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(4, 5, dtype=torch.bool))
+
+
+def test_a_mask_beside_is_causal_is_left_to_torch() -> None:
+    q, mask = torch.randn(1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool)
+    with regard.accelerate(always=True) as calls:
+        z = F.scaled_dot_product_attention(q, q, q, attn_mask=mask, is_causal=True)
+    assert torch.equal(z, ORIGINAL(q, q, q, attn_mask=mask, is_causal=True))
+    assert not calls.taken
+
+
+def test_three_dimensions_are_left_to_torch() -> None:
+    q = torch.randn(2, 4, 8)
+    with regard.accelerate(always=True) as calls:
+        z = F.scaled_dot_product_attention(q, q, q)
+    assert torch.equal(z, ORIGINAL(q, q, q))
+    assert "four dimensions" in str(calls)
+
+
+def test_gradients_are_torch_s() -> None:
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    exact = [torch.randn(2, 3, 9, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    plain(*exact, mask, causal=False, scale=None).square().sum().backward()
+    grads = []
+    for function in ("torch", "here"):
+        q, k, v = (x.detach().float().requires_grad_() for x in exact)
+        if function == "torch":
+            z = ORIGINAL(q, k, v, attn_mask=mask)
+        else:
+            with regard.accelerate(always=True) as calls:
+                z = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            assert calls.taken
+        z.square().sum().backward()
+        grads.append([x.grad for x in (q, k, v)])
+    for usual, found, reference in zip(*grads, exact, strict=True):
+        assert usual is not None
+        assert found is not None
+        assert reference.grad is not None
+        assert_close_rule(found, usual, reference.grad, factor=GRADIENT)
+
+
+def test_a_function_imported_by_name_is_replaced_and_put_back() -> None:
+    module = types.ModuleType("somebody_elses_model")
+    module.attention = ORIGINAL  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    q = torch.randn(1, 2, 4, 8)
+    try:
+        with regard.accelerate(always=True) as calls:
+            module.attention(q, q, q)
+        assert sum(calls.taken.values()) == 1
+        assert module.attention is ORIGINAL
+    finally:
+        del sys.modules[module.__name__]
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_an_error_inside_leaves_torch_as_it_was() -> None:
+    with pytest.raises(ZeroDivisionError), regard.accelerate():
+        raise ZeroDivisionError
+    assert F.scaled_dot_product_attention is ORIGINAL
+
+
+def test_another_thread_stays_with_torch_and_contexts_nest() -> None:
+    q = torch.randn(1, 2, 4, 8)
+
+    def call() -> None:
+        F.scaled_dot_product_attention(q, q, q)
+
+    with regard.accelerate(always=True) as outer:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert not outer.taken
+        with regard.accelerate() as inner:
+            call()
+        assert not inner.taken  # it is small
+        call()
+    assert sum(outer.taken.values()) == 1
+    assert outer.left["it is small"] == 1
+
+
+def test_attend_inside_is_not_counted() -> None:
+    q = torch.randn(1, 2, 16, 8)
+    with regard.accelerate(always=True) as calls:
+        regard.attend(q, q, q, backend="sdpa")
+    assert not calls.taken
+    assert not calls.left
+
+
+def test_long_decoding_leaves_torch_without_being_asked() -> None:
+    pytest.importorskip("numba")
+    q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 2048, 64).unbind(0)
+    with torch.no_grad(), regard.accelerate() as calls:
+        z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert dict(calls.taken) == {"cpu": 1}
+    exact = plain(q.double(), k.double(), v.double(), None, causal=False, scale=None)
+    assert_close_rule(z, ORIGINAL(q, k, v, enable_gqa=True), exact)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("masks", [(), ("mask",), ("padding",), ("mask", "padding")])
+def test_an_encoder_of_torch_s(
+    masks: tuple[str, ...],
+    gelu: bool,
+    norm_first: bool,
+) -> None:
+    layer = nn.TransformerEncoderLayer(
+        32,
+        4,
+        64,
+        batch_first=True,
+        norm_first=norm_first,
+        activation="gelu" if gelu else "relu",
+    )
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    for weight in model.parameters():  # biases and norms, too
+        nn.init.normal_(weight, std=0.2)
+    x = torch.randn(2, 12, 32)
+    options: dict[str, Tensor] = {}
+    if "mask" in masks:
+        options["mask"] = ~torch.ones(12, 12, dtype=torch.bool).tril()
+    if "padding" in masks:
+        options["src_key_padding_mask"] = torch.arange(12) >= torch.tensor([12, 9])[:, None]
+    with torch.no_grad():
+        usual = model(x, **options)
+        with regard.accelerate(always=True) as calls:
+            z = model(x, **options)
+    assert sum(calls.taken.values()) == 2, str(calls)
+    kept = (
+        torch.arange(12) < torch.tensor([12, 9])[:, None]
+        if "padding" in masks
+        else torch.ones(2, 12, dtype=torch.bool)
+    )
+    exact = copy.deepcopy(model).double()
+    with torch.no_grad():
+        reference = exact(x.double(), **options)
+    assert_close_rule(z[kept], usual[kept], reference[kept])
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_multihead_attention_over_another_sequence(weights: bool) -> None:
+    module = nn.MultiheadAttention(32, 4, kdim=16, vdim=24, add_bias_kv=True, add_zero_attn=True)
+    q, k, v = torch.randn(5, 2, 32), torch.randn(7, 2, 16), torch.randn(7, 2, 24)
+    module.eval()
+    usual, seen = module(q, k, v, need_weights=weights)
+    with regard.accelerate(always=True) as calls:
+        z, found = module(q, k, v, need_weights=weights)
+    assert bool(calls.taken) is not weights  # with weights, torch calls no attention function
+    exact = copy.deepcopy(module).double()(q.double(), k.double(), v.double())[0]
+    assert_close_rule(z, usual, exact)
+    assert (found is None) is (seen is None)
+
+
+def test_a_model_is_accelerated_for_good_copied_and_pickled() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 6, 32)
+    with torch.no_grad():
+        usual = model(x)
+        assert regard.accelerate(model, always=True) is model
+        regard.accelerate(model)
+        assert len(model._forward_pre_hooks) == 1
+        for same in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with regard.accelerate() as calls:
+                z = same(x)
+            assert sum(calls.taken.values()) == 1
+            torch.testing.assert_close(z, usual)
+        with pytest.raises((RuntimeError, AssertionError)):
+            model(torch.randn(2, 6, 31))
+        with regard.accelerate() as calls:
+            F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 4, 8).unbind(0))
+        assert not calls.taken  # the failed pass has ended
+
+
+def test_only_a_module_can_be_accelerated() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"model is str; it must be an nn\.Module"):
+        regard.accelerate("model")  # type: ignore[call-overload]
+
+
+@pytest.mark.full
+def test_a_compiled_function_stays_right() -> None:
+    def function(q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k, is_causal=True) * 2
+
+    q, k = torch.randn(2, 1, 2, 16, 8).unbind(0)
+    usual = function(q, k)
+    with regard.accelerate(always=True) as calls:
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(q, k), usual)
+    assert not calls.taken
+
+
+@pytest.mark.full
+def test_a_transformers_model_generates_the_same_tokens() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    ids = torch.randint(1, 99, (2, 9))
+    keep = torch.ones_like(ids)
+    keep[1, :4] = 0
+    options = {"attention_mask": keep, "max_new_tokens": 8, "do_sample": False}
+    usual = model.generate(ids, **options)
+    with regard.accelerate(always=True) as calls:
+        found = model.generate(ids, **options)
+    assert torch.equal(usual, found)
+    assert sum(calls.taken.values()) + sum(calls.left.values()) == 2 * 8
+    assert sum(calls.taken.values()) >= 2 * 7, str(calls)

@@ -1,0 +1,213 @@
+"""Attention over ranks equals attention in one process: every mask, method, length, option and gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.ops.softmax import Partial
+from regard.parallel import Shards, spawn
+from regard.span import Span
+from tests.parallel import ranks
+from tests.parallel.ranks import LENGTHS, MASKS, G, H, S
+from tests.rules import GRADIENT, assert_close_rule
+
+Case = tuple[str, str, str, str, torch.dtype]
+
+PLAIN: list[Case] = [
+    (mask, tuple(LENGTHS)[i % 3], method, "plain", torch.float32)
+    for i, mask in enumerate(x for x in MASKS if x != "function")
+    for method in ("exchange", "gather", "heads")
+]
+OPTIONS: list[Case] = [
+    (mask, "zigzag", method, option, dtype)
+    for mask, option in (
+        ("causal", "sink"),
+        ("window", "alibi"),
+        ("prefix", "t5"),
+        ("none", "softcap"),
+    )
+    for method in ("exchange", "gather", "heads")
+    for dtype in (torch.float32, torch.bfloat16)
+]
+ALL: list[Case] = [
+    (mask, lengths, method, "plain", torch.float32)
+    for mask in MASKS
+    if mask != "function"
+    for lengths in LENGTHS
+    for method in ("exchange", "gather", "heads")
+]
+
+
+def expected(case: Case, dtype: torch.dtype) -> list[Tensor]:
+    """Output and gradients of one process, in a dtype."""
+    mask, _, _, option, _ = case
+    given = ranks.options(option, case[4])
+    given = _converted(given, dtype)
+    q, k, v = (x.to(dtype).requires_grad_() for x in ranks.tensors(case[4]))
+    z = regard.attend(q, k, v, mask=MASKS[mask], backend="reference", **given)
+    loss = (z * ranks.weights(case[4]).to(dtype)).sum()
+    return [z.detach(), *torch.autograd.grad(loss, [q, k, v, *ranks.learned(given)])]
+
+
+def _converted(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    found = dict(given)
+    if "sink" in found:
+        found["sink"] = found["sink"].detach().to(dtype).requires_grad_()
+    if "bias" in found and found["bias"].tensors():
+        tensors = [x.detach().to(dtype).requires_grad_() for x in found["bias"].tensors()]
+        found["bias"] = found["bias"].with_tensors(tensors)
+    return found
+
+
+def assert_results(case: Case, found: Sequence[Sequence[Tensor]], shards: Shards) -> None:
+    """Every rank's output and gradients against one process."""
+    exact, plain = expected(case, torch.float64), expected(case, case[4])
+    for i, (usual, reference) in enumerate(zip(plain, exact, strict=True)):
+        factor = 2.0 if i == 0 else GRADIENT
+        what = f"{case}, result {i}"
+        if i < 4:
+            x = shards.join([rank[i] for rank in found])
+            assert_close_rule(x, usual, reference, factor=factor, what=what)
+        else:  # a parameter's gradient, the same on every rank
+            for rank in found:
+                assert torch.equal(rank[i], found[0][i]), what
+            assert_close_rule(found[0][i], usual, reference, factor=factor, what=what)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("W", [2, 4])
+def test_masks_methods_and_lengths(W: int) -> None:
+    results = spawn(ranks.forward_and_backward, W, PLAIN)
+    for n, case in enumerate(PLAIN):
+        assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](W))
+
+
+@pytest.mark.full
+def test_sinks_biases_and_softcaps_in_two_dtypes() -> None:
+    results = spawn(ranks.forward_and_backward, 2, OPTIONS)
+    for n, case in enumerate(OPTIONS):
+        assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("W", [2, 4])
+def test_every_combination(W: int) -> None:
+    results = spawn(ranks.forward_and_backward, W, ALL)
+    for n, case in enumerate(ALL):
+        assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](W))
+
+
+@pytest.mark.full
+def test_three_ranks_without_heads() -> None:
+    cases = [case for case in PLAIN if case[2] != "heads"]
+    results = spawn(ranks.forward_and_backward, 3, cases)
+    for n, case in enumerate(cases):
+        assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](3))
+
+
+def test_heads_are_bitwise_equal_to_one_process() -> None:
+    cases: list[Case] = [("causal", "zigzag", "heads", "plain", torch.float32)]
+    results = spawn(ranks.forward_and_backward, 2, cases)
+    q, k, v = (x.requires_grad_() for x in ranks.tensors())  # as the ranks have it
+    z = LENGTHS["zigzag"](2).join([rank[0][0] for rank in results])
+    halves = [
+        regard.attend(q[:, h : h + 2], k[:, g : g + 1], v[:, g : g + 1], mask=regard.masks.Causal())
+        for h, g in ((0, 0), (2, 1))
+    ]
+    assert torch.equal(z, torch.cat(halves, 1))
+
+
+@pytest.mark.full
+def test_heads_inside_nodes_and_exchange_between_them() -> None:
+    cases = [("causal", "sink", torch.float32), ("window", "t5", torch.float32)]
+    results = spawn(ranks.mesh, 4, cases)
+    for n, (mask, option, dtype) in enumerate(cases):
+        case: Case = (mask, "zigzag", "both", option, dtype)
+        assert_results(case, [rank[n] for rank in results], Shards.zigzag(S, 4))
+
+
+def test_queries_and_keys_of_different_lengths() -> None:
+    W = 4
+    q, k, v = ranks.tensors()
+    queries = Shards.even(5, W, start=S - 5)
+    usual = regard.attend(q[:, :, -5:], k, v, mask=regard.masks.Causal())
+    exact = regard.attend(*(x.double() for x in (q[:, :, -5:], k, v)), mask=regard.masks.Causal())
+    results = spawn(ranks.cross_lengths, W)
+    for n in range(3):
+        assert_close_rule(queries.join([rank[n] for rank in results]), usual, exact)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("mask, option", [("causal", "sink"), ("window", "alibi")])
+def test_decoding_over_a_cache_on_several_ranks(mask: str, option: str) -> None:
+    given = ranks.options(option, torch.float32)
+    q, k, v = ranks.tensors()
+    options = {
+        "mask": MASKS[mask],
+        "q_positions": Span(S - 3, 3),
+        **_converted(given, torch.float32),
+    }
+    usual = regard.attend(q[:, :, -3:], k, v, **options)
+    options = {**options, **_converted(given, torch.float64)}
+    exact = regard.attend(*(x.double() for x in (q[:, :, -3:], k, v)), **options)
+    results = spawn(ranks.decoding, 3, mask, option)
+    for z in results:
+        assert torch.equal(z, results[0])
+    assert_close_rule(results[0].detach(), usual.detach(), exact.detach())
+
+
+def joined(change: str) -> Tensor:
+    """What the exchange computes, in one process, with one thing wrong."""
+    q, k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in ranks.tensors())
+    shards, causal = Shards.even(S, 4), regard.masks.Causal()
+    parts = []
+    for rank in range(4):
+        mine = shards.take(q, rank)
+        (span,) = shards.spans(rank)
+        if change == "shifted by one":
+            span = Span(span.start + 1, len(span))
+        blocks = []
+        for source in range(rank + 1):
+            if change == "a step is dropped" and source == rank - 1:
+                continue
+            part = regard.attend_partial(
+                mine,
+                shards.take(k, source),
+                shards.take(v, source),
+                mask=causal,
+                q_positions=span,
+                k_positions=shards.spans(source)[0],
+            )
+            lse = part.lse / math.log(2) if change == "base 2" else part.lse
+            out = part.out
+            if change == "joined in bf16":
+                out, lse = out.bfloat16(), lse.bfloat16()
+            blocks.append(Partial(out, lse))
+        parts.append(regard.merge(blocks).out.float())
+    return shards.join(parts)
+
+
+@pytest.mark.parametrize(
+    "change", ["", "shifted by one", "a step is dropped", "base 2", "joined in bf16"]
+)
+def test_what_is_joined_wrongly_is_noticed(change: str) -> None:
+    case: Case = ("causal", "even", "exchange", "plain", torch.float32)
+    q, k, v = ranks.tensors()
+    usual = regard.attend(q, k, v, mask=regard.masks.Causal())
+    reference = expected(case, torch.float64)[0]
+    if not change:
+        assert_close_rule(joined(change), usual, reference)
+        return
+    with pytest.raises(AssertionError):
+        assert_close_rule(joined(change), usual, reference)
+
+
+def test_group_sizes_are_those_of_the_tests() -> None:
+    assert (H, G) == (4, 2)  # W = 4 has more ranks than key/value heads

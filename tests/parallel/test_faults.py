@@ -1,0 +1,86 @@
+"""Faults between ranks: every rank is told by name, and none hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import regard
+from regard.errors import ArgumentError, ArgumentTypeError, ParallelError
+from regard.parallel import Shards, attend, spawn
+from tests.parallel import ranks
+
+DIFFERENT = {
+    "mask": "the ranks differ in the mask: causal on most, but causal & window(3) on rank 1",
+    "dtype": "the ranks differ in the dtypes",
+    "shards": "the ranks differ in the shards of the keys",
+    "option": "the ranks differ in the options",
+    "order": "the ranks differ in call: attend on most, but decode on rank 1",
+}
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("kind", DIFFERENT)
+def test_every_rank_is_told_what_differs(kind: str) -> None:
+    said = spawn(ranks.fault, 3, kind, timeout=20)
+    for text in said:
+        assert text.startswith("ArgumentError")
+        assert DIFFERENT[kind] in text
+        assert "rank 1" in text
+
+
+def test_a_rank_that_ends_is_an_error_of_the_others() -> None:
+    with pytest.raises(ParallelError, match="rank 1 of 3 failed") as error:
+        spawn(ranks.fault, 3, "ends", timeout=20)
+    assert "SystemExit" in str(error.value)
+
+
+def test_an_error_comes_back_with_its_rank_and_traceback() -> None:
+    with pytest.raises(ParallelError, match=r"rank 0 of 2 failed:\nTraceback"):
+        spawn(ranks.decoding, 2, "no such mask", "plain", timeout=20)
+
+
+def test_torch_distributed_must_run() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ArgumentError, match=r"torch\.distributed is not initialised"):
+        attend(q, q, q, shards=Shards.even(4, 1))
+
+
+def one_rank(rank: int) -> list[str]:
+    """Calls that are refused before anything is sent."""
+    q = torch.randn(1, 2, 4, 8)
+    shards = Shards.even(4, 1)
+    said = []
+    for options in (
+        {"shards": Shards.even(5, 1)},
+        {"shards": Shards.even(4, 2)},
+        {"shards": 4},
+        {"shards": shards, "mask": regard.masks.Dense(torch.ones(4, 4, dtype=torch.bool))},
+        {"shards": shards, "mask": torch.ones(4, 4, dtype=torch.bool)},
+        {"shards": shards, "bias": regard.biases.Dense(torch.zeros(4, 4)[None, None])},
+        {"shards": shards, "dropout": 0.5},
+        {"shards": shards, "method": "ring"},
+    ):
+        try:
+            attend(q, q, q, **options)  # type: ignore[arg-type]
+        except (ArgumentError, ArgumentTypeError) as error:
+            said.append(str(error))
+        else:
+            said.append("")
+    return said
+
+
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    (said,) = spawn(one_rank, 1)
+    wanted = (
+        "q has 4 tokens on rank 0, whose shard has 5",
+        "2 shards of q for a group of 1 ranks",
+        "the shards of q are int",
+        "speaks of the slots of one call",
+        "speaks of the slots of one call",
+        "speaks of the slots of one call",
+        "takes no dropout",
+        "method is 'ring'; it is auto, or one of exchange, gather, heads, both",
+    )
+    for text, message in zip(said, wanted, strict=True):
+        assert message in text

@@ -1,0 +1,86 @@
+"""The plan of a call over ranks: bytes that are really sent, balance, and the choice of a method."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regard import masks
+from regard.errors import ArgumentError
+from regard.parallel import Shards, plan, spawn
+from tests.parallel import ranks
+from tests.parallel.ranks import LENGTHS, MASKS, D, E, G, H
+
+COUNTED = ("none", "causal", "window", "window or sinks", "chunk", "prefix", "documents", "padding")
+
+
+@pytest.mark.full
+def test_the_bytes_that_are_sent_are_those_of_the_plan() -> None:
+    W = 4
+    cases = [
+        (mask, lengths, method)
+        for mask in COUNTED
+        for lengths in LENGTHS
+        for method in ("exchange", "gather", "heads")
+    ]
+    found = spawn(ranks.bytes_sent, W, cases)
+    for n, (mask, lengths, method) in enumerate(cases):
+        planned = plan(LENGTHS[lengths](W), MASKS[mask], heads=(H, G), dims=(D, E), batch=2)
+        assert [rank[n] for rank in found] == list(planned[method].sent), (mask, lengths, method)
+        if method == "exchange":
+            by_step = [sum(step[r] for step in planned.steps) for r in range(W)]
+            assert by_step == list(planned[method].sent)
+
+
+def test_a_window_moves_its_halo_only() -> None:
+    shards = Shards.even(65536, 4)
+    found = plan(shards, masks.Causal() & masks.Window(512), heads=(8, 2), dims=(64, 64))
+    every = 3 * 65536 * 2 * 128 * 4  # what a full exchange moves
+    assert sum(found["exchange"].sent) == 3 * 511 * 2 * 128 * 4
+    assert sum(found["exchange"].sent) <= 0.01 * every
+    assert found.method == "exchange"
+
+
+def test_flops_count_each_visible_pair_once() -> None:
+    shards = Shards.zigzag(64, 4)
+    found = plan(shards, masks.Causal(), heads=(8, 2), dims=(16, 32), batch=3)
+    assert sum(found["exchange"].flops) == 2 * (16 + 32) * 3 * 8 * (64 * 65 // 2)
+    assert found.efficiency == 1.0
+
+
+def test_heads_are_chosen_where_they_move_less_and_can_be_shared() -> None:
+    shards = Shards.even(4096, 4)
+    assert plan(shards, heads=(32, 32), dims=(64, 64)).method == "heads"
+    assert plan(shards, heads=(32, 1), dims=(64, 64)).method == "exchange"
+    odd = plan(shards, heads=(6, 2), dims=(64, 64))
+    assert odd.method == "exchange"
+    assert "4 ranks cannot share 6 query heads" in str(odd)
+
+
+def test_it_prints_a_table() -> None:
+    text = str(plan(Shards.even(8, 2), masks.Causal(), heads=(2, 2), dims=(4, 4)))
+    assert text.splitlines()[0].split() == [
+        "method",
+        "most",
+        "bytes",
+        "sent",
+        "most",
+        "memory",
+        "most",
+        "FLOPs",
+    ]
+    assert "> exchange" in text or "> heads" in text
+    assert "balanced to 0.69" in text
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="3 key/value heads do not divide 4"):
+        plan(Shards.even(8, 2), heads=(4, 3), dims=(4, 4))
+    with pytest.raises(ArgumentError, match="3 shards of the queries for 2"):
+        plan(Shards.even(8, 2), heads=(4, 2), dims=(4, 4), q_shards=Shards.even(8, 3))
+
+
+def test_half_precision_moves_half_the_bytes() -> None:
+    one = plan(Shards.even(8, 2), heads=(2, 2), dims=(4, 4))
+    half = plan(Shards.even(8, 2), heads=(2, 2), dims=(4, 4), dtype=torch.bfloat16)
+    assert [2 * x for x in half["exchange"].sent] == list(one["exchange"].sent)
