@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import regard
 from regard.errors import FileError
 from regard.view import charts, palette, plotting
 from regard.view.charts import (
@@ -127,3 +132,45 @@ def test_a_mark_without_its_hint_is_an_error() -> None:
     short = plotting.Drawing(drawing.figure, {"line 0 0": ["only one of two"]})
     with pytest.raises(ValueError, match="shorter"):
         plotting.svg(short, "t")
+
+
+def test_a_letter_that_no_font_has_warns_nobody(tmp_path: Path) -> None:
+    """Thai and a private letter: no font of matplotlib's has them, and warnings are errors here."""
+    chart = Picture("\u0e01\ue123", "n", "y", LINES)
+    assert "\u0e01" in charts.svg(chart)
+    assert charts.write(chart, tmp_path / "a.png") > 1000
+
+
+def test_threads_that_draw_get_what_they_asked_for() -> None:
+    def drawn(title: str) -> str:
+        return charts.svg(Picture(title, "n", "y", LINES))
+
+    titles = [f"chart {i % 3}" for i in range(9)]
+    alone = {title: drawn(title) for title in titles}
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(drawn, titles)) == [alone[title] for title in titles]
+
+
+CHART = """
+import sys
+from regard.cli import main
+try:
+    main(["cost", "gpt2", "--plot", sys.argv[1]])
+except SystemExit as end:
+    assert not end.code
+print([name for name in ("torch", "numba") if name in sys.modules], "matplotlib" in sys.modules)
+"""
+
+
+def test_a_chart_of_costs_needs_no_torch(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", CHART, str(tmp_path / "a.svg")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1] == "[] True"
+    assert (tmp_path / "a.svg").read_text("utf-8").startswith("<svg")

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from regard.errors import FileError
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
+_drawing = Lock()
 _LONG = re.compile(r"-?\d+\.\d{3,}")
 FORMATS = (".svg", ".png", ".pdf")
 SVG = "http://www.w3.org/2000/svg"
@@ -202,20 +204,17 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
     """The settings of matplotlib under which the same figure gives the same file.
 
     The identifiers in an SVG follow from the title, so that two charts of one page share none; no
-    text is read as mathematics, whatever dollars it has.
+    text is read as mathematics, whatever dollars it has. The settings are the process's: threads
+    that draw with regard do it one after another.
     """
     from matplotlib import rc_context
-    from matplotlib.text import Text
 
-    for text in figure.findobj(Text):
-        assert isinstance(text, Text)
-        text.set_parse_math(False)
+    for text in _texts(figure):
         wide = columns_of(text.get_text()) > len(text.get_text())
+        text.set_parse_math(False)
         text.set_fontfamily(["DejaVu Sans", *(fonts if wide else ())])
         if wide and fonts:  # the file that was found has one weight
             text.set_fontweight("normal")
-
-    quiet = warnings.catch_warnings()
     settings = rc_context(
         {
             "svg.fonttype": "none",
@@ -225,18 +224,37 @@ def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator
             "path.simplify": False,
         }
     )
-    with settings, quiet:
-        # an SVG is written in the fonts of its reader, whatever matplotlib has
-        warnings.filterwarnings("ignore", r"Glyph \d+", UserWarning)
+    with _drawing, settings, _unwarned(figure):
         yield
+
+
+def _unwarned(figure: Figure) -> AbstractContextManager[None]:
+    """Leave out matplotlib's warnings about letters that its own font lacks.
+
+    An SVG is written in the fonts of its reader, and a PNG that has no letter shows a box.
+    """
+    from matplotlib.font_manager import findfont, get_font
+
+    own = get_font(findfont("DejaVu Sans"))
+    letters = {letter for text in _texts(figure) for letter in text.get_text()}
+    if all(own.get_char_index(ord(letter)) for letter in letters if letter.isprintable()):
+        return nullcontext()
+    # it imports torch, which texts of other scripts come from, and which no other chart waits for
+    from regard.process import quiet
+
+    return quiet()
+
+
+def _texts(figure: Figure) -> list[Text]:
+    """Every text of a figure."""
+    from matplotlib.text import Text
+
+    return [one for one in figure.findobj(Text) if isinstance(one, Text)]
 
 
 def _is_wide(figure: Figure) -> bool:
     """Whether a text of a figure has Chinese or other wide characters."""
-    from matplotlib.text import Text
-
-    texts = [one.get_text() for one in figure.findobj(Text) if isinstance(one, Text)]
-    return any(columns_of(text) > len(text) for text in texts)
+    return any(columns_of(text.get_text()) > len(text.get_text()) for text in _texts(figure))
 
 
 @cache
