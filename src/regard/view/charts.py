@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ROLES = ("q", "k", "v", "s", "z")
 MARKS = ("o", "s", "D", "^", "v")
-"""Lines differ by colour and by mark; from the sixth on they are dashed, too."""
+"""Lines differ by colour and by mark; from the sixth on they are dashed, with empty marks."""
 MARKED = 24
 """Marks of a line, at most: more would hide it."""
 LETTER = 7.9
@@ -181,6 +181,8 @@ class Picture:
             linestyle="--" if i >= len(ROLES) else "-",
             marker=MARKS[i % len(MARKS)],
             markersize=8,
+            markerfacecolor=palette.LIGHT["card"] if i >= len(ROLES) else colour,
+            markeredgewidth=2 if i >= len(ROLES) else 1,
             markevery=every,
             label=inert(line.name),
             gid=gid,
@@ -247,7 +249,7 @@ class Panels:
         lines = self.pictures[0].lines
         widest = max((cell_len(inert(line.name)) for line in lines), default=0)
         each = 720 if len(self.pictures) == 1 else 520
-        wide, apart = each * len(self.pictures), LETTER * widest + 46
+        wide, apart = each * len(self.pictures), LETTER * widest + 54
         abreast = max(1, min(len(lines), int((wide - 40) // apart), 6))
         top = 70 + 20 * -(-len(lines) // abreast)
         figure = plotting.new_figure(wide, top + 324)
@@ -271,7 +273,7 @@ class Panels:
                 labelcolor=palette.LIGHT["soft"],
                 borderpad=0,
                 borderaxespad=0,
-                handlelength=1.8,
+                handlelength=2.4,
                 columnspacing=1.6,
                 labelspacing=0.35,
             )
