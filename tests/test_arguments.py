@@ -463,7 +463,7 @@ def test_bytes_are_told_before_they_are_allocated() -> None:
         regard.attend(q, q, q, backend="reference")
     assert str(refusal.value) == (
         "this call cannot run on reference (would allocate 32.5 GiB for scores (1, 3, 53936, "
-        "53936); limit 4 GiB: "
+        "53936); limit 4.00 GiB: "
         "regard.attention_weights gives any block of them); no other backend can"
     )
     plan = regard.plan(q, q, q, mask=masks.Causal())

@@ -7,7 +7,6 @@ functions of `ops` check; inner code trusts.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span
+from regard.suggest import suggest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,14 +84,13 @@ def check_names(function: str, given: Collection[str], allowed: Collection[str])
 
     >>> check_names("record", ["head"], ["heads", "rows"])
     Traceback (most recent call last):
-    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? It has heads, rows
+    regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
     """
     for name in given:
         if name not in allowed:
-            near = difflib.get_close_matches(name, allowed, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = suggest(name, allowed, otherwise=".")
             raise ArgumentTypeError(
-                f"{function}() has no argument {name!r}; {hint}It has {', '.join(allowed)}"
+                f"{function}() has no argument {name!r}{hint} It has {', '.join(allowed)}"
             )
 
 
@@ -290,7 +289,7 @@ def check_sizes(**given: tuple[Tensor, str]) -> dict[str, int]:
     >>> import torch
     >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
     Traceback (most recent call last):
-    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores (2, 3); all must agree
+    regard.errors.ArgumentError: visible is (2, 4), which is [T, S], but S is 3 in scores ...
     """
     import torch
 

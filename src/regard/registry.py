@@ -6,7 +6,6 @@ new one is known to everything that looks a name up, and no list has to be chang
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import Generic, TypeVar
 
 from regard.errors import ArgumentError
 from regard.foreign import told
+from regard.suggest import suggest
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class Registry(Generic[T]):
     <class 'int'>
     >>> numbers.find("smal")
     Traceback (most recent call last):
-    regard.errors.ArgumentError: unknown number "smal"; did you mean small? known: small
+    regard.errors.ArgumentError: unknown number "smal"; did you mean 'small'? known: small
     """
 
     def __init__(self, what: str) -> None:
@@ -93,21 +93,11 @@ class Registry(Generic[T]):
         """
         known = {n: x for n, x in self if among is None or n in among}
         if name not in known:
+            hint = suggest(name, known, most=2, cutoff=0.5, otherwise=";")
             raise ArgumentError(
-                f'unknown {self.what} "{told(str(name), 60)}"{close_to(str(name), list(known))} '
-                f"known: {', '.join(known)}"
+                f'unknown {self.what} "{told(str(name), 60)}"{hint} known: {", ".join(known)}'
             )
         return known[name]
-
-
-def close_to(name: str, known: Sequence[str]) -> str:
-    """The end of a message about an unknown name: which known names it may have meant.
-
-    >>> close_to("windw", ["causal", "window"]), close_to("x", ["causal"])
-    ('; did you mean window?', ';')
-    """
-    close = difflib.get_close_matches(name[:60], known, n=2, cutoff=0.5)
-    return f"; did you mean {' or '.join(close)}?" if close else ";"
 
 
 def is_own(kind: type) -> bool:

@@ -13,7 +13,6 @@ listens, and nothing in a compiled graph.
 
 from __future__ import annotations
 
-import difflib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.suggest import nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -330,7 +330,7 @@ def _met(opening: Opening, names: list[str]) -> str:
     """The taps that were passed, and the nearest to those that were meant."""
     if not opening.passed:
         return "no tap was passed at all: run the model within the `with` block, in the same thread"
-    near = [close for name in names for close in difflib.get_close_matches(name, opening.passed, 1)]
+    near = [close for name in names for close in nearest(name, opening.passed)]
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}the taps passed were {_some(opening.passed, 16)}"
 

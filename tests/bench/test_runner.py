@@ -138,7 +138,7 @@ def test_everything_that_is_not_timed_says_why() -> None:
     assert told["absent"] == ("missing", "no module no_such_module")
     assert told["unable"] == ("unable", "has no softmax")
     assert told["large"][0] == "memory"
-    assert told["large"][1].startswith("needs 1073741824.0 GiB, ")
+    assert told["large"][1].startswith("needs 1024 PiB, ")
     assert told["broken"] == ("failed", "ZeroDivisionError: first line")
     assert found.failed
     assert not run(peer("regard"), peer("absent", needs=("no_such_module",))).failed

@@ -28,7 +28,7 @@ from regard.claims.render import as_csv, section, summary, text
 from regard.claims.timing import exponent, ratios, seconds, slopes, together
 from regard.compare import Session, Store
 from regard.errors import ArgumentError
-from regard.view.curves import svg
+from regard.view.charts import svg
 from tests.claims.planted import CONTRARY, PLANTED, WIDE, changed
 
 ROOT = Path(__file__).parents[2]
@@ -275,7 +275,7 @@ def test_claims_of_one_experiment_measure_it_once() -> None:
 def test_an_unknown_claim_names_its_neighbour() -> None:
     with pytest.raises(
         ArgumentError,
-        match=r"there is no claim 'dropot'; did you mean dropout or dropout-rows\? --list",
+        match=r"there is no claim 'dropot'; did you mean 'dropout' or 'dropout-rows'\? --list",
     ):
         find_claim("dropot")
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ import pytest
 from regard.cli.app import run
 from regard.files.lock import locked
 from regard.train import checkpoints
-
-NO_PLOT = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
 
 @contextmanager
@@ -65,10 +62,10 @@ EXPLAIN = ("explain", "to be", "--attention", "mqa")
     "arguments",
     [
         (*LAYER, "--html", "old.html"),
-        pytest.param((*LAYER, "--figure", "old.png"), marks=NO_PLOT),
-        pytest.param((*LAYER, "--figure", "new.svg"), marks=NO_PLOT),
-        pytest.param((*EXPLAIN, "--figure", "old.svg"), marks=NO_PLOT),
-        pytest.param(("cost", "gpt2", "--plot", "old.svg"), marks=NO_PLOT),
+        (*LAYER, "--figure", "old.png"),
+        (*LAYER, "--figure", "new.svg"),
+        (*EXPLAIN, "--figure", "old.svg"),
+        ("cost", "gpt2", "--plot", "old.svg"),
         ("explain", "to be", "--html", "new.html"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_checkpoint_is_read_in_every_form(
         (("--method", "alibi"), "the method is 'alibi'"),
         (("--length", "16"), "max_position_embeddings is 32 already"),
         (("--length", "4096"), "give a longer text, or a smaller length"),
-        (("--plot", "chart.png"), "chart.png is no .svg file"),
+        (("--plot", "chart.gif"), "chart.gif is no picture; its name must end in"),
         (("--html", "nowhere/page.html"), "there is no folder"),
         (("--text", "nowhere.txt"), "nowhere.txt"),
     ],

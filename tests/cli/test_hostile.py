@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from regard.cli import _explain_target
+from regard.cli import explain as command
 from regard.cli.app import LONGEST, run
 from regard.errors import ArgumentError
 from regard.inspect.explain.reading import Reading
@@ -92,8 +92,8 @@ def _reading(tokens: int) -> Reading:
 def test_explain_takes_16384_tokens_and_no_more(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _explain_target.LONGEST == 16_384
-    check = getattr(_explain_target._check_length, "__wrapped__", _explain_target._check_length)
+    assert command.LONGEST == 16_384
+    check = getattr(command._check_length, "__wrapped__", command._check_length)
     check(_reading(16_384))
     with pytest.raises(
         ArgumentError,
@@ -101,7 +101,7 @@ def test_explain_takes_16384_tokens_and_no_more(
         "are explained: give a part",
     ):
         check(_reading(16_385))
-    monkeypatch.setattr(_explain_target, "LONGEST", 3)
+    monkeypatch.setattr(command, "LONGEST", 3)
     monkeypatch.setenv("COLUMNS", "300")
     for more in ((), ("--attention", "mqa")):
         assert run(["explain", "to be or not to be", *more]) == 2

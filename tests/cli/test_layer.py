@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def test_the_notes_whole_run_in_one_command(capsys: pytest.CaptureFixture[str]) 
 
 def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page, figure = tmp_path / "layer.html", tmp_path / "head.svg"
-    drawn = ["--figure", str(figure), "--head", "3"] if find_spec("matplotlib") else []
+    drawn = ["--figure", str(figure), "--head", "3"]
     assert run(["layer", "--dim", "16", "--heads", "4", "--json", "--html", str(page), *drawn]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     weights = {stage["name"]: stage["values"] for stage in told["stages"]}["weights"]
@@ -85,7 +84,6 @@ def test_refusals(
     assert message in said.err
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_a_head_that_is_not_there_is_not_drawn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

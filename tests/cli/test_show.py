@@ -150,7 +150,7 @@ def test_every_line_fits_80_columns() -> None:
         (
             ["causal & windw(4)"],
             (
-                'error: unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ '
+                "error: unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n           ^ "
                 "column 10\n  known masks: "
             ),
         ),
@@ -192,4 +192,4 @@ def test_as_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", "causal", "--queries", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pairs"] == 3
     assert run(["show", "cause"]) == 2
-    assert 'unknown mask "cause"; did you mean causal?' in capsys.readouterr().err
+    assert "unknown mask \"cause\"; did you mean 'causal'?" in capsys.readouterr().err

@@ -185,7 +185,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         ),
         (
             ["--attention", "gqa", "--set", "bass=3"],
-            "gqa has groups, head_dim, base, layout; did you mean base?",
+            "gqa has groups, head_dim, base, layout; did you mean 'base'?",
         ),
         (["--nonsense"], "No such option"),
     ],
@@ -287,12 +287,12 @@ def test_a_file_of_options_under_the_flags(text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "more", "message"),
     [
-        ("[model]\nheds = 3", [], "[model] has no heds; did you mean heads?"),
+        ("[model]\nheds = 3", [], "[model] has no heds; did you mean 'heads'?"),
         ("[model]\nlayers = 0", [], "layers is '0': "),
         ("[train]\nsteps = 1.5", [], "steps is '1.5': "),
         ("[train]\nbf16 = 3", [], "bf16 is '3'"),
         ("[model]\nattention = 'mqa'", ["--kv-heads", "2"], "--kv-heads does not go with mqa"),
-        ("[model]\nattention = 'mqa'\noptions.bass = 3", [], "did you mean base?"),
+        ("[model]\nattention = 'mqa'\noptions.bass = 3", [], "did you mean 'base'?"),
         ("[model", [], "is not TOML"),
     ],
 )

@@ -265,7 +265,7 @@ def test_unknown_names_are_refused_with_a_hint() -> None:
         ),
         (
             lambda: Recorder(edit={}),
-            "Recorder() has no argument 'edit'; It has places, heads, rows, keep",
+            "Recorder() has no argument 'edit'. It has places, heads, rows, keep",
         ),
         (
             lambda: regard.inspect.audit(lambda q, k, v: q, caussal=True),

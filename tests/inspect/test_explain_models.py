@@ -18,7 +18,7 @@ import torch
 
 import regard
 from regard import Trace
-from regard.cli._explain_target import read
+from regard.cli.explain import read
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
 from regard.inspect.explain.capture import recorded

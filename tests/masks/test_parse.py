@@ -56,7 +56,7 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "causal & windw(4)",
             (
-                'unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ column '
+                "unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n           ^ column "
                 "10"
             ),
         ),

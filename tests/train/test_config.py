@@ -64,13 +64,13 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
     [
         (
             "[modle]\ndim = 3",
-            "unknown section [modle]; did you mean model?; there are [model], [train], [data]",
+            "unknown section [modle]; did you mean 'model'? There are [model], [train], [data]",
         ),
         ("dim = 3", "dim stands in no section; put it under [model]"),
         ("model = 3", "unknown section [model]"),
         ("[train]\ndim = 3", "dim stands in [train]; its place is [model]"),
-        ("[train]\nstpes = 3", "[train] has no stpes; did you mean steps?; it has steps, batch"),
-        ("[model]\noption = 3", "[model] has no option; did you mean options?"),
+        ("[train]\nstpes = 3", "[train] has no stpes; did you mean 'steps'? It has steps, batch"),
+        ("[model]\noption = 3", "[model] has no option; did you mean 'options'?"),
         ("[model]\noptions = 3", "[model] has no options"),
         ("[model]\nkv-heads = 3\nkv_heads = 3", "[model] has kv_heads twice; keep one"),
         (

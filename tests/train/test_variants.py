@@ -259,7 +259,7 @@ def test_why_positions_are_refused() -> None:
         config("linear_attention", position="rope")
     with pytest.raises(ArgumentError, match="scheme is 'learned'; it is one of rope, alibi, none"):
         positioned(gqa(32, 4, groups=2), "learned")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"position is 'alibbi'; .*; did you mean alibi"):
+    with pytest.raises(ArgumentError, match=r"position is 'alibbi'; .*; did you mean 'alibi'"):
         check_position("alibbi")
 
 
@@ -340,7 +340,7 @@ def test_layers_have_their_own_numbers() -> None:
         (
             "gqa",
             {"groups": 2, "bass": 1.0},
-            "gqa has no option 'bass'; did you mean base?; it has groups, head_dim, base",
+            "gqa has no option 'bass'; did you mean 'base'? It has groups, head_dim, base",
         ),
         ("gqa", {}, "gqa needs groups"),
         ("gqa", {"groups": 2.0}, "groups of gqa is 2.0; it must be int"),
@@ -501,7 +501,7 @@ def test_the_family_stores_what_it_holds(tmp_path: Path) -> None:
     assert loaded.decoder.head.weight is loaded.decoder.embed.embedding.weight
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "windw": 3}))
-    with pytest.raises(regard.errors.FileError, match="unknown key 'windw'; did you mean window"):
+    with pytest.raises(regard.errors.FileError, match="unknown key 'windw'; did you mean 'window'"):
         regard.load(tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps({**raw, "attention": "mha", "attention_options": {}})

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from regard import units
 from regard.bench.case import Case, Peer, Problem, Sizes, Way
 from regard.bench.machine import Ceilings, free, synchroniser
 from regard.bench.result import Measured, Row, Times, Verdict, compare, timed
@@ -82,7 +83,7 @@ def measure(
     needed, there = sizes.bytes(dtype), free(device)
     about = Measured(case.name, case.about, str(sizes), dtype, device.type)
     if there and needed > there:
-        return about.refuse(f"{case.name} needs {_gib(needed)}, {_gib(there)} are free")
+        return about.refuse(f"{case.name} needs {units.size(needed)}, {units.size(there)} are free")
     say(f"{case.name}, {sizes}, {about.dtype_name}: the right answer")
     problem = sizes.problem(dtype, device)
     about = about.with_work(problem.work)
@@ -140,7 +141,7 @@ def _not_run(peer: Peer[Any], problem: Problem) -> tuple[str, str] | None:
         return "unable", why
     needed, there = peer.bytes(problem), free(problem.device)
     if there and needed > there:
-        return "memory", f"needs {_gib(needed)}, {_gib(there)} are free"
+        return "memory", f"needs {units.size(needed)}, {units.size(there)} are free"
     return None
 
 
@@ -177,7 +178,3 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _gib(n: int) -> str:
-    return f"{n / 2**30:.1f} GiB"

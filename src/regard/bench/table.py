@@ -1,21 +1,25 @@
-"""Results as text: a header, a table for each case, and the list of what could be run."""
+"""Results of the benchmark as text and as a chart, and the list of what could be run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from regard import units
 from regard.bench.case import Case, Peer
 from regard.bench.machine import Ceilings
 from regard.bench.result import Measured, Row
+from regard.errors import RegardError
+from regard.table import table as table_of
+from regard.view.charts import Bar, RatioBars
 
-COLUMNS = (
-    f"{'':22}{'median':>10}{'quartiles':>19}{'x ours':>8}{'GB/s':>8}{'read':>6}"
-    f"{'GFLOP/s':>9}{'gemm':>6}{'error':>10}{'allowed':>9}{'MB':>9}  kernel"
+HEADS = (
+    *("", "median", "quartiles", "x ours", "GB/s", "read", "GFLOP/s", "gemm"),
+    *("error", "allowed", "memory", "kernel"),
 )
-"""`read` is the share of reading memory in the same turns, `gemm` of the ceiling in the header; `x
-ours` is a peer's time by ours, round by round; `MB` is the most memory that a call takes, with
---memory.
+"""The columns of a case. `x ours` is a peer's time divided by ours, round by round; `read` is the
+share of the memory bandwidth that the same turns measured, `gemm` of the ceiling in the header;
+`memory` is the most that a call takes, with --memory.
 """
 
 
@@ -38,9 +42,9 @@ def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
         f"torch {machine['torch']}",
         f"regard {machine['regard']}",
     ]
-    tops = [f"reading {ceilings.read / 1e9:.1f} GB/s"]
+    tops = [f"reading {units.rate(ceilings.read)}"]
     for dtype, top in ceilings.gemm.items():
-        tops.append(f"{str(dtype).removeprefix('torch.')} products {top / 1e9:.0f} GFLOP/s")
+        tops.append(f"{str(dtype).removeprefix('torch.')} products {units.count(top, 'FLOP/s')}")
     return f"{', '.join(part for part in parts if part)}\nceilings: {', '.join(tops)}"
 
 
@@ -54,43 +58,63 @@ def table(found: Measured) -> str:
     """
     work = ""
     if found.work is not None and any(found.work):
-        work = f" ({found.work.flops / 1e9:.3g} GFLOP, {found.work.bytes / 1e6:.3g} MB at least)"
+        work = (
+            f" ({units.count(found.work.flops, 'FLOP')}, {units.size(found.work.bytes)} at least)"
+        )
     lines = [f"{found.case}: {found.about} {found.sizes}, {found.dtype_name}{work}"]
     if found.refused:
         return "\n".join([*lines, f"  refused: {found.refused}"])
-    lines += [COLUMNS, *(_line(row) for row in found.rows)]
+    timed = [_cells(row) for row in found.rows if row.seconds is not None]
+    if timed:
+        lines.append(table_of([HEADS, *timed], left=(0, len(HEADS) - 1), indent="  "))
+    others = [(row.peer, f"{row.status}: {row.why}") for row in found.rows if row.seconds is None]
+    lines += [table_of(others, left=(0, 1), indent="  ")] if others else []
     return "\n".join([*lines, *(["  interrupted: fewer rounds"] if found.interrupted else [])])
 
 
-def _line(row: Row) -> str:
-    name = f"  {row.peer:<20}"
-    if row.seconds is None:
-        return f"{name}{row.status}: {row.why}"
+def _cells(row: Row) -> list[str]:
+    """A peer that was timed."""
+    assert row.seconds is not None
     assert row.quartiles is not None
-    low, high = (f"{1e3 * x:.3g}" for x in row.quartiles)
-    return (
-        f"{name}{_time(row.seconds):>10}{f'{low} .. {high}':>19}{_cell(row.ratio, '.2f'):>8}"
-        f"{_giga(row.bytes_per_second):>8}{_cell(row.of_read, '.0%'):>6}"
-        f"{_giga(row.flops_per_second):>9}{_cell(row.of_gemm, '.0%'):>6}"
-        f"{_cell(row.error, '.1e'):>10}{_cell(row.allowed, '.1e'):>9}"
-        f"{_mega(row.peak_bytes):>9}  {row.kernel}"
-    ).rstrip()
+    return [
+        row.peer,
+        units.seconds(row.seconds),
+        units.span(*row.quartiles),
+        _cell(row.ratio, ".2f"),
+        _cell(row.bytes_per_second, ".1f", 1e9),
+        _cell(row.of_read, ".0%"),
+        _cell(row.flops_per_second, ".1f", 1e9),
+        _cell(row.of_gemm, ".0%"),
+        _cell(row.error, ".1e"),
+        _cell(row.allowed, ".1e"),
+        units.ABSENT if row.peak_bytes is None else units.size(row.peak_bytes),
+        row.kernel,
+    ]
 
 
-def _giga(x: float | None) -> str:
-    return _cell(None if x is None else x / 1e9, ".1f")
+def _cell(x: float | None, form: str, unit: float = 1) -> str:
+    return units.ABSENT if x is None else format(x / unit, form)
 
 
-def _mega(x: int | None) -> str:
-    return _cell(None if x is None else x / 1e6, ".1f")
+def chart(found: Sequence[Measured], title: str) -> RatioBars:
+    """A bar for each peer that was timed, from 1 to its time divided by ours.
 
+    The first bar of a case names the case, too.
 
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def _cell(x: float | None, form: str) -> str:
-    return "-" if x is None else format(x, form)
+    Raises:
+        RegardError: nothing was timed.
+    """
+    bars = []
+    for one in found:
+        timed = [(row, row.ratio, row.seconds) for row in one.rows]
+        rows = [(row, x, t) for row, x, t in timed if x is not None and t is not None]
+        for i, (row, ratio, seconds) in enumerate(rows):
+            case = f"{one.case}, {one.dtype_name}: " if i == 0 else ""
+            words = f"{ratio:.2f}x, {units.seconds(seconds)}"
+            bars.append(Bar(f"{case}{row.peer}", ratio, words))
+    if not bars:
+        raise RegardError("--plot has nothing to draw: nothing was timed")
+    return RatioBars(bars, title)
 
 
 def listing(cases: Iterable[Case]) -> str:
@@ -101,12 +125,12 @@ def listing(cases: Iterable[Case]) -> str:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
         lines.append(f"  {case.name:<18}{case.about} {dtypes}")
         lines += [f"    {size:<8} {sizes}" for size, sizes in case.sizes.items()]
-    lines.append("peers")
+    rows = []
     for peer, where in peers(cases).items():
         why = peer.missing()
         state = "there" if why is None else f"missing: {why}"
-        lines.append(f"  {peer.name:<22}{state:<34} {peer.about} {', '.join(where)}")
-    return "\n".join(lines)
+        rows.append([peer.name, state, f"{peer.about} {', '.join(where)}"])
+    return "\n".join([*lines, "peers", table_of(rows, left=(0, 1, 2), indent="  ")])
 
 
 def peers(cases: Iterable[Case]) -> dict[Peer[Any], list[str]]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from regard.bench.timing import quartiles
 from regard.compare.experiment import Numbers
-from regard.view.curves import Picture
+from regard.view.charts import Picture
 
 Role: TypeAlias = Literal["claim", "limit", "control", "told"]
 

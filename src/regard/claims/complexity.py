@@ -21,7 +21,7 @@ from regard.compare.experiment import Numbers
 from regard.linear import linear_attention
 from regard.masks import Causal, Mask, Strided, Window
 from regard.nn.variants import linear_attention as linear_layer
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 LENGTHS = (1024, 2048, 4096, 8192)
 H, D, WINDOW = 2, 64, 128

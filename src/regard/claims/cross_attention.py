@@ -32,7 +32,7 @@ from regard.train.tasks import TASKS
 from regard.train.tasks.base import EOS, Example, pad
 from regard.train.tasks.evaluate import by_length, outcomes
 from regard.train.tasks.models import Recipe, build
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 TASK = replace(TASKS["translate"], lengths=(1, 24, 48))
 """Shorter than `regard train --task translate`, so that minutes are enough."""

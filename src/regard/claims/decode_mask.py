@@ -21,7 +21,7 @@ from regard.masks import Causal, Mask, Window
 from regard.nn import Attention
 from regard.nn.variants import mha
 from regard.span import Span, as_tensor
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 WINDOW = Causal() & Window(4)
 STEPS: dict[str, tuple[Callable[[], Cache], tuple[int, ...], Mask, bool]] = {

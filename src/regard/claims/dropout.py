@@ -25,7 +25,7 @@ from regard.claims.claim import (
 )
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 RATES = (0.1, 0.3, 0.5, 0.8)
 T, D = 16, 8

@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard.claims.claim import OVERVIEW, Check, Claim, Source
 from regard.compare.experiment import Numbers
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 SPLITS = 16
 """Ways to part the tokens in two, over which shares are averaged."""

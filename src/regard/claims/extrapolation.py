@@ -32,7 +32,7 @@ from regard.train.corpus import read, split
 from regard.train.losses import AnswerLoss, evaluate
 from regard.train.tasks import TASKS
 from regard.train.tasks.base import Example, Padded, Task, pad
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 T, TIMES = 56, (1, 2, 4)
 DIM, HEADS, LAYERS, BATCH = 64, 4, 2, 24

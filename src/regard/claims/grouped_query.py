@@ -16,7 +16,7 @@ from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes,
 from regard.compare.experiment import Numbers
 from regard.compare.speed import cache_bytes
 from regard.train.tasks import TASKS
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 DIM, HEADS, SEEDS, CONTEXT = 64, 4, 2, 96
 TOKENS, LENGTHS = 64, (64, 256, 1024)

@@ -28,7 +28,7 @@ from regard.claims.training import BYTES, byte_loss, decoder, learn, read_bytes,
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha, mha_per_head
 from regard.train.tasks.base import Example, Task, Vocabulary
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 KINDS, BACK = 8, (1, 4)
 SYMBOLS = tuple(f"d{i}" for i in range(KINDS))

@@ -19,7 +19,7 @@ from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
 from regard.train.tasks.base import Example, Task, Vocabulary
 from regard.train.tasks.recall import GAP, row
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 KINDS, PAIRS, SEGMENT, LAYERS = 8, 3, 8, 2
 SILENCE = LAYERS * SEGMENT

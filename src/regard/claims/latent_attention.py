@@ -22,7 +22,7 @@ from regard.nn import Attention
 from regard.nn.projections import select_form
 from regard.nn.variants import mha, mla
 from regard.span import Span
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 DIM, HEADS = 512, 8
 RANK, TURNED = 128, 32

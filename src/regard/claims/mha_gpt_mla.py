@@ -23,7 +23,7 @@ from regard.compare.experiment import Numbers
 from regard.masks import Causal, Window
 from regard.nn import Attention, Fused, Separate
 from regard.nn.variants import gpt, mha, mla
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 DIM, HEADS, BATCH, TOKENS = 512, 16, 4, 128
 DROPOUT = 0.1

@@ -18,7 +18,7 @@ from regard.claims.claim import ATTN_JOURNEY, DEEPSEEK_NOTE, RASCHKA_NOTES, Chec
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.masks import Dense as DenseMask
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 FILLS = (-1.0, -10.0, -100.0, -1e4, -1e9)
 SCALES = (1.0, 10.0, 100.0)

@@ -25,7 +25,7 @@ from regard.compare.speed import decode
 from regard.masks import Causal
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 DIM, BATCH = 64, 4
 COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)

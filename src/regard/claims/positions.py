@@ -36,7 +36,7 @@ from regard.nn import Attention, Separate
 from regard.nn.variants import mha
 from regard.positions import Rotary, long_term_decay, rope_frequencies, rotate, sinusoidal
 from regard.span import Positions, Span
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 D, HEADS, FAR = 64, 8, 256
 SHIFT = 1000

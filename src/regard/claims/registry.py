@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import torch
 
@@ -30,6 +29,7 @@ from regard.claims.claim import Claim, Outcome
 from regard.compare.experiment import Experiment, Numbers, Session
 from regard.errors import ArgumentError
 from regard.process import seeded
+from regard.suggest import suggest
 
 CLAIMS: dict[str, Claim] = {
     claim.id: claim
@@ -64,10 +64,8 @@ def find_claim(name: str) -> Claim:
     'AttnJourney, section 3.1'
     """
     if name not in CLAIMS:
-        near = get_close_matches(name, CLAIMS, 2) or list(CLAIMS)
-        raise ArgumentError(
-            f"there is no claim {name!r}; did you mean {' or '.join(near)}? --list tells them all"
-        )
+        hint = suggest(name, CLAIMS, most=2, otherwise=";")
+        raise ArgumentError(f"there is no claim {name!r}{hint} --list tells them all")
     return CLAIMS[name]
 
 

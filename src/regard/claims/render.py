@@ -7,7 +7,8 @@ import io
 from collections.abc import Sequence
 
 from regard.claims.claim import VERDICTS, Check, Claim, Outcome
-from regard.view.findings import Section
+from regard.table import table
+from regard.view.html import Section
 
 COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high", "answer", "role")
 
@@ -41,7 +42,7 @@ def text(outcome: Outcome) -> str:
         f"  {_mark(check):<10}{value(check):>10}  {check.bounds:<16}  {check.says}{_spread(check)}"
         for check in outcome.checks
     ]
-    lines += _table(outcome.table)
+    lines += [table(outcome.table, indent="    ")] if outcome.table else []
     lines += [f"  scale     {claim.scale}", f"  lesson    {claim.lesson}"]
     return "\n".join(lines)
 
@@ -131,18 +132,3 @@ def _mark(check: Check) -> str:
 def _spread(check: Check) -> str:
     """How far the measurements scatter, behind what was measured."""
     return "" if check.spread is None else f" ({check.spread[0]:.4g} to {check.spread[1]:.4g})"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table in columns: the first to the left, the others to the right."""
-    if not rows:
-        return []
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "    "
-        + "  ".join(
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]

@@ -32,7 +32,7 @@ from regard.claims.claim import (
 from regard.claims.training import BYTES, byte_loss, decoder, gradient_norms
 from regard.compare.experiment import Numbers
 from regard.nn import Attention, Separate
-from regard.view.curves import Line, Picture
+from regard.view.charts import Line, Picture
 
 DIMS = (4, 16, 64, 256, 1024, 4096)
 KEYS = 64

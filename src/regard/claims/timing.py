@@ -13,7 +13,7 @@ import torch
 from regard.bench.runner import threads
 from regard.bench.timing import interleaved
 from regard.claims.claim import steps
-from regard.view.curves import Line
+from regard.view.charts import Line
 
 
 def seconds(
@@ -101,8 +101,8 @@ def setting() -> dict[str, Any]:
 def by_length(numbers: Mapping[str, Any], *names: str) -> tuple[Line, ...]:
     """A curve for each way that was timed: milliseconds of its fastest round, by length.
 
-    >>> by_length({"by_length": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")
-    (Line(name='a', points=((8.0, 500.0),)),)
+    >>> by_length({"by_length": [{"length": 8, "times": {"a": [0.5, 0.7]}}]}, "a")[0].points
+    ((8.0, 500.0),)
     """
     rows = numbers["by_length"]
     return tuple(

@@ -114,7 +114,7 @@ def _write(
     interrupted: bool,
 ) -> None:
     from regard.claims.render import as_csv, section, summary
-    from regard.view import findings
+    from regard.view.html import page as page_of
     from regard.view.html import write
 
     setting = {"budget": options["budget"], "seed": options["seed"]}
@@ -136,7 +136,7 @@ def _write(
         write(options["csv"], as_csv(found))
     if options["html"] is not None:
         facts = {"machine": _where(about), **{k: f"{v:g}" for k, v in setting.items()}}
-        page = findings.page(
+        page = page_of(
             "Claims about attention",
             summary(found),
             facts,

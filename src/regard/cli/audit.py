@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli._model import How, Ignore, Revision, load
+from regard.cli.options import How, Ignore, Revision, load
 from regard.errors import ArgumentError, RegardError
 
 if TYPE_CHECKING:

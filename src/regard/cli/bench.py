@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import _targets
+from regard import units
+from regard.cli.options import check_files
+from regard.suggest import suggest
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +64,9 @@ List = Annotated[bool, typer.Option("--list", help="List cases, sizes and peers,
 Json = Annotated[
     str | None, typer.Option(metavar="FILE|-", help="Write the figures as JSON; - is stdout.")
 ]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the ratios.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Draw the ratios: .svg, .png or .pdf.")
+]
 
 
 def bench(
@@ -88,7 +92,6 @@ def bench(
     products that the same run measures. A wrong answer, a failure or a case that does not fit makes
     the exit code 1; a peer that is not installed is listed with the reason.
     """
-    from regard.bench import plot as drawing
     from regard.bench.runner import Budget
     from regard.bench.runner import threads as use
 
@@ -102,9 +105,9 @@ def bench(
     jobs = _jobs(cases, size, length, batch, dtypes)
     if memory and where.type != "cpu":
         raise typer.BadParameter("memory is measured on a CPU only", param_hint="--memory")
-    _check_files(json, plot)
-    if plot is not None:
-        drawing.require()
+    check_files(
+        {"--json": None if json is None or json == "-" else Path(json)}, pictures={"--plot": plot}
+    )
     chosen = {"size": size, "length": length, "batch": batch} if memory else None
     with use(threads):
         code = _run(jobs, where, Budget(rounds, seconds), json, plot, chosen)
@@ -192,10 +195,11 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
 
 
 def _draw(found: list[Measured], path: Path, about: dict[str, Any], ceilings: Ceilings) -> None:
-    from regard.bench.plot import draw
+    from regard.bench.table import chart
+    from regard.view import charts
 
     where = f"{about['processor']}, {about['threads']} threads, torch {about['torch']}"
-    draw(found, path, f"{where}, reading {ceilings.read / 1e9:.1f} GB/s")
+    charts.write(chart(found, f"{where}, reading {units.rate(ceilings.read)}"), path)
 
 
 def _say(line: str) -> None:
@@ -258,21 +262,10 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _check_files(json: str | None, plot: Path | None) -> None:
-    """Refuse what could not be written, before minutes are spent."""
-    if plot is not None and plot.suffix != ".svg":
-        raise typer.BadParameter(f"{plot} is no .svg file", param_hint="--plot")
-    _targets.check({"--json": None if json in (None, "-") else Path(json), "--plot": plot})
-
-
 def _check(name: str, known: Any, what: str, hint: str) -> None:
     """Refuse a name that is not known."""
-    import difflib
-
     if name in known:
         return
-    close = difflib.get_close_matches(name, list(known), 1)
-    better = f"; did you mean {close[0]!r}?" if close else ""
     raise typer.BadParameter(
-        f"{name!r} is none of the {what} {', '.join(known)}{better}", param_hint=hint
+        f"{name!r} is none of the {what} {', '.join(known)}{suggest(name, known)}", param_hint=hint
     )

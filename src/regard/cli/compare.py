@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import _claims, _targets
+from regard.cli import _claims
+from regard.cli.options import check_files
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def compare(
         return
     try:
         _claims.check(options)
-        _targets.check({"--csv": csv, "--html": html})
+        check_files({"--csv": csv, "--html": html})
         if claim:
             _claims.run(options, _command(sys.argv[1:]))
         plan = _plan(options)

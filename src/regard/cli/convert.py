@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from regard.cli._model import Ignore, Revision, tell_ignored
+from regard.cli.options import Ignore, Revision, tell_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
+from regard.table import table
 
 if TYPE_CHECKING:
     from regard.models.convert.layer import Step
@@ -35,12 +36,16 @@ def lines(report: Report) -> Iterator[str]:
         yield from (f"  note: {note}" for note in step.notes)
     yield from _measured(report.measured)
     yield ""
-    yield f"{'':24}{'before':>14}{'after':>14}"
     before, after = report.before, report.after
-    yield f"{'family':24}{before.model_type:>14}{after.model_type:>14}"
-    yield f"{'dtype':24}{before.dtype:>14}{after.dtype:>14}"
-    yield f"{'parameters':24}{before.parameters:>14,}{after.parameters:>14,}"
-    yield f"{'values cached per token':24}{before.kept:>14,}{after.kept:>14,}"
+    yield table(
+        [
+            ["", "before", "after"],
+            ["family", before.model_type, after.model_type],
+            ["dtype", before.dtype, after.dtype],
+            ["parameters", f"{before.parameters:,}", f"{after.parameters:,}"],
+            ["values cached per token", f"{before.kept:,}", f"{after.kept:,}"],
+        ]
+    )
     for step in report.steps:
         yield from _errors(step)
     if report.healing is not None:

@@ -15,9 +15,9 @@ from regard.configs.known import KNOWN, model_of
 from regard.cost.model import Model
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
-from regard.cost.sizes import Sizes
 from regard.cost.sweep import doubling, figures, fitting, sweep, tokens, versus
 from regard.errors import ArgumentError
+from regard.view import cost as text
 
 if TYPE_CHECKING:
     import torch
@@ -171,13 +171,11 @@ def cost(
     machine.
 
     A multiplication and an addition are two FLOPs; the prompt is charged for the logits of its last
-    token. Times are lower
-    bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever takes longer.
+    token. Times are lower bounds: the bytes at full bandwidth, or the FLOPs at full rate, whichever
+    takes longer. Memory is in GiB (2^30 bytes), bandwidth in GB/s (1e9 bytes a second).
     """
     if list_:
-        from regard.cli._cost_report import listing
-
-        typer.echo(listing(json=json))
+        typer.echo(text.listing(json=json))
         return
     sizes = {
         "layers": layers,
@@ -255,6 +253,8 @@ def _model(
         raise ArgumentError(
             f"give a model, or its sizes: {names} missing. regard cost --list names what is known"
         )
+    from regard.cost.sizes import Sizes
+
     return Sizes(**given, options=own).model()
 
 
@@ -328,8 +328,6 @@ def _here() -> Machine:
 
 
 def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> None:
-    from regard.cli import _cost_report
-
     if json:
         found = (
             figures(reports[0], machine)
@@ -338,9 +336,9 @@ def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> 
         )
         typer.echo(json_format.dumps(found, indent=1, allow_nan=False))
     elif len(reports) == 1:
-        typer.echo(_cost_report.page(reports[0], machine))
+        typer.echo(text.page(reports[0], machine))
     else:
-        typer.echo(_cost_report.side_by_side(reports[0], reports[1], machine))
+        typer.echo(text.side_by_side(reports[0], reports[1], machine))
 
 
 def _range(
@@ -348,28 +346,29 @@ def _range(
     settings: list[Setting],
     machine: Machine | None,
     span: str,
-    plot: Any,
+    plot: Path | None,
     *,
     json: bool,
 ) -> None:
     """A row for each context, and a chart of them."""
-    from regard.cli import _cost_report
-
     asked = doubling(span)
     contexts = fitting(asked, *models)
     if len(contexts) < len(asked):
         typer.echo(f"learned positions end: contexts above {contexts[-1]:,} are left out", err=True)
     if plot is not None:
-        from regard.cost.plot import check, draw
+        from regard.cli.options import check_files
 
-        check(plot)
+        check_files({}, pictures={"--plot": plot})
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):
         name = model.name if model.name not in rows else f"{model.name} ({i + 1})"
         rows[name] = sweep(model, setting, contexts, machine)
     if plot is not None:
-        draw(rows, plot, f"batch {settings[0].batch}" + (f", {machine.name}" if machine else ""))
+        from regard.view import charts
+
+        title = f"batch {settings[0].batch}" + (f", {machine.name}" if machine else "")
+        charts.write(charts.context_charts(rows, title), plot)
     if json:
         typer.echo(json_format.dumps({"sweep": rows}, indent=1, allow_nan=False))
     else:
-        typer.echo("\n\n".join(_cost_report.swept(name, found) for name, found in rows.items()))
+        typer.echo("\n\n".join(text.swept(name, found) for name, found in rows.items()))

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import _targets
-from regard.cli._model import Dtype, Ignore, Revision
+from regard.cli.options import Dtype, Ignore, Revision, check_files
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -54,7 +53,8 @@ Threads = Annotated[int | None, typer.Option(help="Threads.", min=1, show_defaul
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the plots.")]
 Plot = Annotated[
-    Path | None, typer.Option(metavar="FILE.svg", help="Draw perplexity against length.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw perplexity against length: .svg, .png or .pdf."),
 ]
 
 
@@ -84,7 +84,7 @@ def extend(
     """
     options = dict(locals())
     try:
-        _check_files(html, plot)
+        check_files({"--html": html}, pictures={"--plot": plot})
         found = _run(options)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
@@ -95,7 +95,7 @@ def _run(o: dict[str, Any]) -> Extended:
     """Load, read, measure."""
     import torch
 
-    from regard.cli._model import How, load
+    from regard.cli.options import How, load
     from regard.compare.extension import Asked, extend_all
     from regard.models import Model
 
@@ -128,7 +128,7 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
 def _write(found: Extended, o: dict[str, Any]) -> None:
     """Print, and write what was asked for."""
     from regard.compare.extension import page, pictures, table
-    from regard.view import curves
+    from regard.view import charts
     from regard.view.html import write
 
     command = shlex.join(["regard", *sys.argv[1:]])
@@ -140,14 +140,7 @@ def _write(found: Extended, o: dict[str, Any]) -> None:
     if o["html"] is not None:
         write(o["html"], page(found, command))
     if o["plot"] is not None:
-        write(o["plot"], curves.svg(pictures(found)[0]))
-
-
-def _check_files(html: Path | None, plot: Path | None) -> None:
-    """Refuse what could not be written, before minutes are spent."""
-    if plot is not None and plot.suffix != ".svg":
-        raise typer.BadParameter(f"{plot} is no .svg file", param_hint="--plot")
-    _targets.check({"--html": html, "--plot": plot})
+        charts.write(pictures(found)[0], o["plot"])
 
 
 def _say(line: str) -> None:

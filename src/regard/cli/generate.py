@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli._model import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
+from regard.cli.options import AllowMissing, Dtype, Finite, How, Ignore, Revision, Source, load
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 from regard.foreign import LINES, inert, told
@@ -355,6 +355,9 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
 
 def _option(message: str) -> str | None:
     """The option that an error speaks of first."""
-    names = "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|chunk|max_context|cache"
+    names = (
+        "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|"
+        "chunk|max_context|cache"
+    )
     found = re.search(rf"\b({names})\b", message)
     return None if found is None else f"--{found[1].replace('_', '-')}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from regard.cli import _targets
+from regard import units
+from regard.cli.options import check_files
 from regard.errors import ArgumentError
 from regard.foreign import inert
 
@@ -39,7 +40,9 @@ Set = Annotated[
 Html = Annotated[Path | None, typer.Option(help="Write a page, too.", show_default="no page")]
 Figure = Annotated[
     Path | None,
-    typer.Option(help="Draw the weights of a head to this .png or .svg.", show_default="no figure"),
+    typer.Option(
+        help="Draw the weights of a head to this .svg, .png or .pdf.", show_default="no figure"
+    ),
 ]
 Head = Annotated[int, typer.Option(help="The head that --figure draws.", min=0)]
 Json = Annotated[bool, typer.Option("--json", help="Print every number as JSON.")]
@@ -65,7 +68,7 @@ def layer(
     stage its mean, deviation and time. The sizes are those of the notes' run, 2 x 4 x 512 with 8
     heads. It runs in evaluation mode: nothing is dropped.
     """
-    _targets.check({"--html": html, "--figure": figure})
+    check_files({"--html": html}, pictures={"--figure": figure})
     try:
         found = _found(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
         if figure is not None:
@@ -124,21 +127,21 @@ def _print(told: list[dict[str, object]]) -> None:
 
 
 def _draw(found: Layer, head: int, path: Path) -> None:
-    from regard.view.figure import heat
+    from regard.view import charts
 
     weights = found.stage("weights").values
     if head >= weights.shape[1]:
         raise ArgumentError(f"head is {head}; {found.name} has {weights.shape[1]} heads, from 0")
-    heat(weights[0, head].tolist(), f"{found.name}, weights of head {head}, {found.mask}", path)
+    title = f"{found.name}, weights of head {head}, {found.mask}"
+    charts.write(charts.HeadWeights(weights[0, head].tolist(), title), path)
 
 
 def _write(told: list[dict[str, object]], path: Path) -> None:
-    from regard.view import findings
-    from regard.view.html import write
+    from regard.view import html
     from regard.view.layer import sections
 
     command = shlex.join(["regard", *sys.argv[1:]])
     named = ", ".join(str(one["name"]) for one in told)
     facts = {"mode": "evaluation", "times": "the fastest of five runs of each stage alone"}
-    page = findings.page("One layer of attention", named, facts, command, sections(told))
-    typer.echo(f"{inert(str(path))}: {write(path, page) / 1000:,.0f} kB", err=True)
+    page = html.page("One layer of attention", named, facts, command, sections(told))
+    typer.echo(f"{inert(str(path))}: {units.size(html.write(path, page))}", err=True)

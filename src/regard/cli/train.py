@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json as json_format
 import sys
 import tomllib
@@ -15,6 +14,7 @@ import typer
 from regard.errors import ArgumentError, FileError
 from regard.files.regular import text
 from regard.foreign import shown, told
+from regard.suggest import suggest
 
 
 def options_of_file(context: typer.Context, options: Iterable[str]) -> set[str]:
@@ -504,7 +504,7 @@ def _stray(section: str) -> str:
     if home:
         return f"{section} stands in no section; put it under [{home}]"
     return (
-        f"unknown section [{section}]{_near(section, SECTIONS)}; there are "
+        f"unknown section [{section}]{suggest(section, SECTIONS, otherwise='.')} There are "
         f"[{'], ['.join(SECTIONS)}]"
     )
 
@@ -514,9 +514,4 @@ def _unknown(section: str, key: str, name: str) -> str:
     if home:
         return f"{key} stands in [{section}]; its place is [{home}]"
     keys = (*SECTIONS[section], *(("options",) if section == "model" else ()))
-    return f"[{section}] has no {key}{_near(name, keys)}; it has {', '.join(keys)}"
-
-
-def _near(name: str, known: Any) -> str:
-    close = difflib.get_close_matches(name[:60], list(known), 1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"[{section}] has no {key}{suggest(name, keys, otherwise='.')} It has {', '.join(keys)}"

@@ -26,8 +26,9 @@ from regard.nn import Attention, Prefix
 from regard.nn.dynamic_rotary import PreRope, Recomputed, ReRotate
 from regard.nn.projections import Separate
 from regard.positions import Rotary, critical_dimension, rope_frequencies
-from regard.view import findings
-from regard.view.curves import Line, Picture
+from regard.table import table as aligned
+from regard.view import html
+from regard.view.charts import Line, Picture
 
 UNSCALED = "unscaled"
 METHODS = (UNSCALED, *get_args(Extension))
@@ -487,7 +488,7 @@ def table(found: Extended) -> str:
         f"{m['processor']}, {m['threads']} threads, torch {m['torch']}, regard {m['regard']}",
         "",
     ]
-    lines += _aligned([heads(found), *rows(found)])
+    lines.append(aligned([heads(found), *rows(found)]))
     lines += [
         "",
         (
@@ -508,9 +509,8 @@ def table(found: Extended) -> str:
                     f"{s['trained']}"
                 ),
             ]
-            lines += _aligned(
-                [["policy", "difference", "same token", "read again"], *cache_rows(numbers)]
-            )
+            shown = [["policy", "difference", "same token", "read again"], *cache_rows(numbers)]
+            lines.append(aligned(shown))
     return "\n".join(lines)
 
 
@@ -603,14 +603,14 @@ def page(found: Extended, command: str) -> str:
         "machine": f"{m['processor']}, {m['threads']} threads, torch {m['torch']}",
     }
     sections = [
-        findings.Section(
+        html.Section(
             "Every method",
             heads=heads(found),
             rows=rows(found),
             pictures=drawn[:1],
             texts={"text": str(s["text"])},
         ),
-        findings.Section(
+        html.Section(
             "A passage found again",
             pictures=drawn[1:3],
             heads=["", *(f"{n}, depth {d:g}" for n in s["lengths"][-1:] for d in s["depths"])],
@@ -625,32 +625,21 @@ def page(found: Extended, command: str) -> str:
                 for name, numbers in found.methods.items()
             ],
         ),
-        findings.Section("The rotations", pictures=drawn[3:]),
+        html.Section("The rotations", pictures=drawn[3:]),
     ]
     for name, numbers in found.methods.items():
         if len(numbers["cache"]) > 1:
             sections.append(
-                findings.Section(
+                html.Section(
                     f"{name}: cached decoding",
                     heads=["policy", "difference", "same token", "read again"],
                     rows=cache_rows(numbers),
                 )
             )
-    return findings.page(
+    return html.page(
         "Context extensions",
         "One checkpoint, its rotary positions scaled in every way, no weight changed.",
         facts,
         command,
         sections,
     )
-
-
-def _aligned(cells: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in cells
-    ]

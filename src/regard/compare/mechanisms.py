@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +13,7 @@ from regard.models.assembly.mechanism import decoders, entry_of
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.nn.variants.registry import parse
+from regard.suggest import suggest
 
 SINKS = 4
 """First tokens that "sinks" never forgets (arXiv 2309.17453, section 3.2)."""
@@ -188,10 +188,9 @@ def _contestant(name: str, shape: Shape) -> Contestant:
     attention, _, settings = name.partition(":")
     if attention not in decoders():
         known = (*NAMES, *decoders())
-        close = difflib.get_close_matches(attention, known, 1)
-        better = f"; did you mean {close[0]!r}?" if close else ""
+        hint = suggest(attention, known, otherwise=".")
         raise ArgumentError(
-            f"{name!r} is no mechanism that a decoder can have{better} The default set is "
+            f"{name!r} is no mechanism that a decoder can have{hint} The default set is "
             f"{', '.join(NAMES)}; "
             "regard describe lists the catalogue, whose options stand behind a colon: gqa:groups=1"
         )

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from regard import units
 from regard.compare.comparison import COSTS, FEWEST, cost_of, front
-from regard.view.compared import Chart, ComparedPage, Grid
-from regard.view.curves import Line, Picture
-from regard.view.scatter import Axis, Mark
-
-ABSENT = "-"
+from regard.table import table as table_of
+from regard.view import html
+from regard.view.charts import Axis, Line, Mark, Picture, Scatter
 
 
 def table(told: Mapping[str, Any]) -> str:
     """The comparison as `regard.compare.comparison.as_json` tells it: what it ran on, costs,
     quality, fronts, and notes.
     """
-    parts = [header(told), *("\n".join(_aligned(rows(told))) for rows in (memory_rows, time_rows))]
+    parts = [header(told), *(_aligned(rows(told)) for rows in (memory_rows, time_rows))]
     if legend := overlapping(told):
         parts[-1] += f"\n{legend}"
     if lines := [f"not run: {line}" for line in refusals(told)]:
         parts.append("\n".join(lines))
     if told["training"]["lessons"]:
-        parts.append(
-            "\n".join([f"quality: {quality_sentence(told)}", *_aligned(quality_rows(told))])
-        )
+        parts.append(f"quality: {quality_sentence(told)}\n{_aligned(quality_rows(told))}")
         parts += ["\n".join(_fronts(told))] if any(told["fronts"].values()) else []
     parts += ["\n".join(f"note: {note}" for note in told["notes"])] if told["notes"] else []
     if told["interrupted"]:
@@ -78,8 +75,8 @@ def memory_rows(told: Mapping[str, Any]) -> list[list[str]]:
     rows = [[*heads, "peak of a step"]]
     for e in told["mechanisms"]:
         memory = e["memory"] or {}
-        kept = [size(e["decode"].get(c, {}).get("kv_bytes")) for c in contexts]
-        peaks = [size(memory.get(work)) for work in ("prefill", "training")]
+        kept = [units.size(e["decode"].get(c, {}).get("kv_bytes")) for c in contexts]
+        peaks = [units.size(memory.get(work)) for work in ("prefill", "training")]
         rows.append([e["name"], f"{e['parameters']:,}", *kept, *peaks])
     return rows
 
@@ -98,11 +95,17 @@ def time_rows(told: Mapping[str, Any]) -> list[list[str]]:
         found = [e[kind].get(c, {}) for _, kind in works for c in contexts]
         found.append(e["training"] or {})
         marks = ["~" * bool(row.get("overlaps_first")) for row in found]
-        taken = [mark + time(row.get("seconds")) for mark, row in zip(marks, found, strict=True)]
+        taken = [
+            mark + units.seconds(row.get("seconds")) for mark, row in zip(marks, found, strict=True)
+        ]
         rows.append([e["name"], *taken, kernels(e)])
         if any("quartiles" in row for row in found):
             rows.append(
-                ["", *(span(*row["quartiles"]) if "quartiles" in row else "" for row in found), ""]
+                [
+                    "",
+                    *(units.span(*row["quartiles"]) if "quartiles" in row else "" for row in found),
+                    "",
+                ]
             )
     return rows
 
@@ -150,8 +153,8 @@ def quality_rows(told: Mapping[str, Any]) -> list[list[str]]:
             q = e["quality"].get(one, {})
             if "mean" not in q:
                 row += [
-                    "diverged" if q.get("diverged") else ABSENT,
-                    *(ABSENT for _ in (*span, "lr", "steps")),
+                    "diverged" if q.get("diverged") else units.ABSENT,
+                    *(units.ABSENT for _ in (*span, "lr", "steps")),
                 ]
                 continue
             low, high = measure(one, q["low"]), measure(one, q["high"])
@@ -199,15 +202,10 @@ def _fronts(told: Mapping[str, Any]) -> Iterator[str]:
             yield f"  {words}: {', '.join(found)}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Names and kernels to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Names and kernels stand on the left, numbers on the right."""
     left = {0, *(i for i, head in enumerate(rows[0]) if head == "kernels")}
-    for row in rows:
-        cells = zip(row, widths, strict=True)
-        yield "  ".join(
-            x.ljust(w) if i in left else x.rjust(w) for i, (x, w) in enumerate(cells)
-        ).rstrip()
+    return table_of(rows, left=left)
 
 
 def kernels(entry: Mapping[str, Any]) -> str:
@@ -220,45 +218,8 @@ def kernels(entry: Mapping[str, Any]) -> str:
     for kind in ("prefill", "decode"):
         rows = entry[kind].values()
         names = dict.fromkeys(name for row in rows for name in row.get("kernels", ()))
-        told.append(" ".join(names) or ("state" if rows else ABSENT))
+        told.append(" ".join(names) or ("state" if rows else units.ABSENT))
     return " / ".join(told)
-
-
-def time(seconds: float | None) -> str:
-    """Three figures.
-
-    >>> time(0.0123), time(2.5), time(None)
-    ('12.3 ms', '2.50 s', '-')
-    """
-    if seconds is None:
-        return ABSENT
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{_three(1e3 * seconds)} ms"
-
-
-def span(low: float, high: float) -> str:
-    """Two times in the unit of the larger.
-
-    >>> span(0.0120, 0.0125), span(0.9, 2.5)
-    ('12.0..12.5 ms', '0.90..2.50 s')
-    """
-    if high >= 1:
-        return f"{low:.2f}..{high:.2f} s"
-    return f"{_three(1e3 * low)}..{_three(1e3 * high)} ms"
-
-
-def size(n: float | None) -> str:
-    """Bytes in a unit of 1024.
-
-    >>> size(33792), size(512), size(None)
-    ('33.0 KiB', '512 B', '-')
-    """
-    if n is None:
-        return ABSENT
-    for unit in ("B", "KiB", "MiB"):
-        if n < 1024:
-            return f"{n:.0f} B" if unit == "B" else f"{_three(n)} {unit}"
-        n /= 1024
-    return f"{_three(n)} GiB"
 
 
 def measure(lesson: str, x: float) -> str:
@@ -268,10 +229,6 @@ def measure(lesson: str, x: float) -> str:
     ('2.346', '50.0 %')
     """
     return f"{x:.3f}" if lesson == "text" else f"{100 * x:.1f} %"
-
-
-def _three(x: float) -> str:
-    return f"{x:.0f}" if x >= 99.95 else f"{x:.1f}" if x >= 9.995 else f"{x:.2f}"
 
 
 TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded token", "seconds")}
@@ -294,24 +251,34 @@ def page(told: Mapping[str, Any]) -> str:
     }
     about = header(told).partition("\n")[2].replace("\n", "; ")
     times = about + (f"; {legend}" if (legend := overlapping(told)) else "")
-    grids = [_grid("Memory", about, memory_rows(told)), _grid("Time", times, time_rows(told))]
+    front = (
+        "Full marks are beaten by no other mechanism in both (Pareto); the dashed line joins them."
+    )
+    sections = [
+        _drawn("Quality against cost", f"{front} Bars through marks span the seeds.", charts(told)),
+        _drawn("Costs against one another", front, costs(told)),
+        html.Section(
+            "Costs over the context",
+            caption="Both axes are logarithmic; marks are medians.",
+            figures=[html.Figure(one) for one in curves(told)],
+        ),
+        _tabled("Memory", about, memory_rows(told)),
+        _tabled("Time", times, time_rows(told)),
+    ]
     if told["training"]["lessons"]:
-        grids.append(_grid("Quality", quality_sentence(told), quality_rows(told)))
-    return ComparedPage(
+        sections.append(_tabled("Quality", quality_sentence(told), quality_rows(told)))
+    return html.page(
         "Attention mechanisms, side by side",
         f"{len(told['mechanisms'])} mechanisms as decoders of the same shape, on one machine, in "
         "turns.",
         facts,
         told["command"],
-        list(charts(told)),
-        grids,
+        [one for one in sections if one.rows or one.figures],
         notes(told),
-        costs(told),
-        curves(told),
-    ).html()
+    )
 
 
-def charts(told: Mapping[str, Any]) -> Iterator[Chart]:
+def charts(told: Mapping[str, Any]) -> Iterator[Scatter]:
     """Each lesson against each cost at the longest context, and the cache also at the length of
     training.
     """
@@ -336,7 +303,7 @@ def charts(told: Mapping[str, Any]) -> Iterator[Chart]:
             steps = {
                 e["quality"][name].get("steps") for e in told["mechanisms"] if name in e["quality"]
             }
-            yield Chart(
+            yield Scatter(
                 marks,
                 Axis(f"{title} at {at:,} tokens", unit),
                 y,
@@ -347,7 +314,7 @@ def charts(told: Mapping[str, Any]) -> Iterator[Chart]:
             )
 
 
-def costs(told: Mapping[str, Any]) -> list[Chart]:
+def costs(told: Mapping[str, Any]) -> list[Scatter]:
     """A decoded token's time against the cache and against a prompt's time, at the longest context;
     without any training.
     """
@@ -380,7 +347,7 @@ def costs(told: Mapping[str, Any]) -> list[Chart]:
             f"Medians of {rounds(told)} rounds; bars through marks are the quartiles of the "
             "token's time."
         )
-        found.append(Chart(marks, axis, token, title, caption))
+        found.append(Scatter(marks, axis, token, title, caption))
     return found
 
 
@@ -422,5 +389,11 @@ def notes(told: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _grid(title: str, caption: str, rows: list[list[str]]) -> Grid:
-    return Grid(title, caption, rows[0], rows[1:])
+def _drawn(title: str, caption: str, scatters: Iterable[Scatter]) -> html.Section:
+    """A section of scatters; those without a mark are left out."""
+    figures = [html.Figure(one, one.caption) for one in scatters if one.marks]
+    return html.Section(title, caption=caption, figures=figures)
+
+
+def _tabled(title: str, caption: str, rows: list[list[str]]) -> html.Section:
+    return html.Section(title, caption=caption, heads=rows[0], rows=rows[1:], numbers=True)

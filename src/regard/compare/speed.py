@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard import units
 from regard.bench.machine import free
 from regard.bench.timing import interleaved, median, quartiles, ratio
 from regard.caches import Cache
@@ -315,6 +316,6 @@ def _check_room(needed: int, length: int) -> None:
     there = free(torch.device("cpu"))
     if there and 2 * needed > there:
         raise ArgumentError(
-            f"caches of {length:,} tokens need {needed / 2**30:.1f} GiB ({ITEM} bytes a number), "
-            f"{there / 2**30:.1f} GiB are free: choose shorter contexts"
+            f"caches of {length:,} tokens need {units.size(needed)} ({ITEM} bytes a number), "
+            f"{units.size(there)} are free: choose shorter contexts"
         )

@@ -7,7 +7,6 @@ needs no torch: `regard.load` builds a network from it, and `regard cost` asks i
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 from regard.cost.model import Model
 from regard.errors import ArgumentError
 from regard.foreign import shown
+from regard.suggest import suggest
 
 Raw: TypeAlias = Mapping[str, Any]
 """A config.json as it was parsed."""
@@ -170,8 +170,7 @@ def check_activation(name: str, key: str = "hidden_act") -> None:
     >>> check_activation("gelu_new")
     """
     if name not in ACTIVATIONS:
-        close = difflib.get_close_matches(name[:60], ACTIVATIONS, 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
         raise ArgumentError(
-            f"{key} is {name!r}; supported are {', '.join(sorted(ACTIVATIONS))}{hint}"
+            f"{key} is {name!r}; supported are {', '.join(sorted(ACTIVATIONS))}"
+            f"{suggest(name, ACTIVATIONS)}"
         )

@@ -5,7 +5,6 @@ The table is data: `regard.configs.reader` reads its entries as it reads any con
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost.model import Model
 from regard.errors import ArgumentError
+from regard.suggest import suggest
 
 
 @dataclass(frozen=True)
@@ -349,10 +349,9 @@ def model_of(source: str) -> Model:
     path = Path(source)
     if path.exists() or path.suffix == ".json":
         return read_sizes_file(path)
-    close = difflib.get_close_matches(name, KNOWN, 4, 0.4)
-    better = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+    hint = suggest(name, KNOWN, most=4, cutoff=0.4, otherwise=".")
     raise ArgumentError(
-        f"{source!r} is neither a known model nor a path{better} "
+        f"{source!r} is neither a known model nor a path{hint} "
         "regard cost --list names all; for others give a config.json, org/name on the hub, or "
         "sizes as flags"
     )

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 from regard.errors import ArgumentError
+from regard.suggest import suggest
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -91,8 +91,7 @@ def _named(layer_types: Sequence[str], layers: int) -> list[bool]:
         )
     for i, name in enumerate(layer_types):
         if name not in (FULL, SLIDING):
-            close = difflib.get_close_matches(str(name)[:60], (FULL, SLIDING), 1, 0.8)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = suggest(name, (FULL, SLIDING), cutoff=0.8)
             raise ArgumentError(
                 f"layer_types[{i}] is {name!r}; supported are {FULL!r} and {SLIDING!r}{hint}"
             )

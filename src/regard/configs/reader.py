@@ -8,7 +8,6 @@ positions, so that models are counted whose other keys are not supported.
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -23,10 +22,10 @@ from regard.cost.model import Model
 from regard.errors import ArgumentError, FileError
 from regard.files.strict import read_json
 from regard.foreign import inert, shown, told
+from regard.suggest import suggest
 
 MOST_UNKNOWN = 64
 """The most unknown keys that are passed over: each costs another reading of the whole config."""
-_LONGEST_HINT = 100
 _SIZES = (
     # the first word that stands in a key's name decides
     ("window_layers", 1 << 31),
@@ -298,9 +297,7 @@ def _parsed(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
             )
         if sizes_only or key in known or key in fixed or key in kind.ignored or is_harmless(key):
             continue
-        close = difflib.get_close_matches(key[:_LONGEST_HINT], [*known, *fixed], 1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UnknownKey((key,), f"unknown key {shown(key)}{hint}")
+        raise UnknownKey((key,), f"unknown key {shown(key)}{suggest(key, [*known, *fixed])}")
     hints = typing.get_type_hints(kind)
     if sizes_only:  # a null says nothing, unless it means something for this key
         found = {
@@ -367,10 +364,9 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> Model:
     model_type = raw.get("model_type")
     kind = config_class(model_type) if isinstance(model_type, str) else None
     if kind is None:
-        close = difflib.get_close_matches(str(model_type)[:60], CONFIGS, 1)
-        better = f"; did you mean {close[0]!r}?" if close else ""
         raise ArgumentError(
-            f"{where}: model_type {shown(model_type)} is not known{better} Known are "
+            f"{where}: model_type {shown(model_type)} is not known"
+            f"{suggest(model_type, CONFIGS, otherwise='.')} Known are "
             f"{', '.join(CONFIGS)}; "
             "for another one give the sizes as flags: --layers --dim --heads ..."
         )

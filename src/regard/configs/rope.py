@@ -7,14 +7,14 @@ Files say the base, the part of each head that turns and the scaling at the top 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from regard.configs.base import UnknownKey
 from regard.configs.layer_types import FULL, SLIDING
 from regard.errors import ArgumentError
 from regard.foreign import shown
+from regard.suggest import suggest
 
 ORIGINAL = "original_max_position_embeddings"
 
@@ -137,24 +137,14 @@ def normal(given: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             raise UnknownKey(
                 (*where.split("."), key),
                 f"{where} of rope_type {kind!r} has the unknown key "
-                f"{shown(key)}{near(key, known)}; "
-                f"its keys are {', '.join(known) or 'none'}",
+                f"{shown(key)}{suggest(key, known, otherwise='.')} "
+                f"Its keys are {', '.join(known) or 'none'}",
             )
         if value is not None or (kind, key) == ("yarn", "factor"):
             found[key] = _checked(f"{where}.{key}", key, value)
     if lacking := [key for key in required if key not in found]:
         raise ArgumentError(f"{where} of rope_type {kind!r} lacks {', '.join(lacking)}")
     return None if kind == "default" else found
-
-
-def near(word: object, known: Iterable[str]) -> str:
-    """A hint at the known word that is nearest, or nothing.
-
-    >>> near("yarm", TYPES)
-    "; did you mean 'yarn'?"
-    """
-    close = difflib.get_close_matches(str(word)[:60], list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _kind(given: Mapping[str, Any], where: str) -> str:
@@ -169,7 +159,8 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
     for name, kind in said.items():
         if not isinstance(kind, str) or OLD_NAMES.get(kind, kind) not in TYPES:
             raise ArgumentError(
-                f"{where}.{name} is {short(kind)}{near(kind, (*TYPES, *OLD_NAMES))}; supported: "
+                f"{where}.{name} is {short(kind)}"
+                f"{suggest(kind, (*TYPES, *OLD_NAMES), otherwise='.')} Supported: "
                 f"{', '.join(TYPES)}"
             )
     kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
@@ -293,8 +284,9 @@ def _layer_types(nested: object) -> tuple[str, ...]:
     for key, value in nested.items():
         if key not in (FULL, SLIDING):
             raise ArgumentError(
-                f"rope_parameters has the unknown layer type {key!r}{near(key, (FULL, SLIDING))}; "
-                f"supported are {FULL} and {SLIDING}"
+                f"rope_parameters has the unknown layer type {key!r}"
+                f"{suggest(key, (FULL, SLIDING), otherwise='.')} "
+                f"Supported are {FULL} and {SLIDING}"
             )
         if value is not None and not isinstance(value, Mapping):
             raise ArgumentError(f"rope_parameters.{key} is {short(value)}; it must be an object")

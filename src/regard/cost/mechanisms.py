@@ -5,7 +5,6 @@ The names and options are those of `regard describe`; `MECHANISMS` has those tha
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
 from regard.foreign import shown
+from regard.suggest import suggest
 
 FREE = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
@@ -155,10 +155,9 @@ def mechanism(name: str, dim: int, heads: int, options: Numbers) -> Spec:
     'MLA 4 heads, latent 16 + 4'
     """
     if name not in MECHANISMS:
-        close = difflib.get_close_matches(name[:60], MECHANISMS, 1, 0.5)
-        better = f"; did you mean {close[0]!r}?" if close else ""
+        hint = suggest(name, MECHANISMS, cutoff=0.5, otherwise=".")
         raise ArgumentError(
-            f"attention {shown(name)} is not counted{better} Known are {', '.join(MECHANISMS)}; "
+            f"attention {shown(name)} is not counted{hint} Known are {', '.join(MECHANISMS)}; "
             "regard describe NAME tells one layer of every mechanism"
         )
     made, given = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}

@@ -16,13 +16,13 @@ measures what one does reach.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from regard.cost.report import CostReport
 from regard.errors import ArgumentError
+from regard.suggest import suggest
 
 FALLBACK = {
     "int2": "bf16",
@@ -256,10 +256,9 @@ def machine_of(name: str) -> Machine:
     """
     if name in MACHINES:
         return MACHINES[name]
-    close = difflib.get_close_matches(name.lower(), MACHINES, 3, 0.4)
-    better = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+    hint = suggest(name.lower(), MACHINES, most=3, cutoff=0.4, otherwise=".")
     raise ArgumentError(
-        f"machine {name!r} is not known{better} Known are {', '.join(MACHINES)}, and 'here', "
+        f"machine {name!r} is not known{hint} Known are {', '.join(MACHINES)}, and 'here', "
         "which is measured; "
         "for another one give --bandwidth and --flops"
     )

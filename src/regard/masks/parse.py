@@ -8,7 +8,7 @@ import re
 from regard.errors import ArgumentError, RegardError
 from regard.foreign import inert, told
 from regard.masks.base import MASKS, Mask
-from regard.registry import close_to
+from regard.suggest import suggest
 
 
 def readable() -> dict[str, type[Mask]]:
@@ -51,7 +51,7 @@ def parse(text: str) -> Mask:
     Any(masks=(All(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
     >>> parse("causal & windw(4)")
     Traceback (most recent call last):
-    regard.errors.ArgumentError: unknown mask "windw"; did you mean window? ...
+    regard.errors.ArgumentError: unknown mask "windw"; did you mean 'window'? ...
     """
     if not text.strip():
         raise _error("an empty expression", text, None)
@@ -107,7 +107,7 @@ class _Reader:
             raise self.error(f"more than {MOST} masks", node)
         word = name.id.lower()
         if word not in self.known:
-            hint = close_to(word, list(self.known)).rstrip(";")
+            hint = suggest(word, self.known, most=2, cutoff=0.5)
             raise self.error(f'unknown mask "{told(name.id, 60)}"{hint}', name)
         if None in keywords:
             raise self.error("** is not allowed", node)

@@ -1,42 +1,29 @@
-"""A figure of an explanation, with matplotlib: the head's pattern and the query's row, their recipe
-as the caption.
+"""The figure of an explanation: the pattern of its head above the weights of its query, and below
+both a recipe with which anybody can draw it again.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from regard.errors import FileError
-from regard.files.write import replacing
 from regard.foreign import inert
-from regard.view import palette
-from regard.view.text import cell
+from regard.view import palette, plotting
+from regard.view.plotting import Drawing
+from regard.view.text import cell, weight
 
-FORMATS = (".png", ".svg")
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-
-def check_format(path: Path) -> None:
-    """Refuse a file that is neither PNG nor SVG, or where there is no matplotlib.
-
-    Raises:
-        FileError: says which formats there are, or how to get matplotlib.
-
-    >>> check_format(Path("pattern.jpg"))
-    Traceback (most recent call last):
-    regard.errors.FileError: pattern.jpg: a figure is .png or .svg; give it one of these endings
-    """
-    if path.suffix.lower() not in FORMATS:
-        raise FileError(f"{path}: a figure is {' or '.join(FORMATS)}; give it one of these endings")
-    if find_spec("matplotlib") is None:
-        raise FileError(
-            f"{path}: figures need matplotlib, which is not installed: pip install 'regard[plot]'"
-        )
+WIDE, PATTERN, ROW = 900, 400, 150
+NAMED = 40
+"""Tokens up to which each one is named beside the axes."""
 
 
 def recipe(data: Mapping[str, Any]) -> str:
@@ -49,131 +36,113 @@ def recipe(data: Mapping[str, Any]) -> str:
     reduction = "every weight" if n == 1 else f"each cell the largest weight of {n} x {n}"
     return inert(
         f"{data['model']}, {data['place']}, head {data['head']}, query {data['query']} "
-        f"{data['query_piece']}, "
-        f"key {data['key']} {data['pieces'][data['key']]}; rows are queries ({T}), columns are "
-        f"keys ({S}); {reduction}; "
-        f"colour linear from 0 to 1, hatched where masked; scale {data['scale']:.6g}; kernel "
-        f"{data['kernel']}, "
-        f"{data['dtype']}; check {data['check']:.1e}"
+        f"{data['query_piece']}, key {data['key']} {data['pieces'][data['key']]}; rows are queries "
+        f"({T}), columns are keys ({S}); {reduction}; colour linear from 0 to 1, hatched where "
+        f"masked; scale {data['scale']:.6g}; kernel {data['kernel']}, {data['dtype']}; check "
+        f"{data['check']:.1e}"
     )
 
 
 def draw(data: Mapping[str, Any], path: Path) -> int:
-    """Draw to a .png or .svg; gives the bytes written.
+    """Draw an explanation to a .svg, .png or .pdf; returns the bytes written.
 
     Args:
         data: `Explanation.as_dict()`.
         path: the file.
 
     Raises:
-        FileError: as `check_format`; or the file cannot be written.
+        FileError: the ending is another one, or the file cannot be written.
     """
-    check_format(path)
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure
+    plotting.check_format(path)
+    title = f"{data['place']}, head {data['head']}, query {data['query']} {data['query_piece']}"
+    return plotting.write(drawing(data), path, title)
 
-    figure = Figure(figsize=(9, 6.2), layout="constrained")
-    stops = [tuple(x / 255 for x in rgb) for rgb in palette.WEIGHTS["light"]]
-    colours = LinearSegmentedColormap.from_list("weights", stops)
+
+def drawing(data: Mapping[str, Any]) -> Drawing:
+    """The figure of an explanation, with what its cells and bars say when they are pointed at."""
+    words = textwrap.wrap(recipe(data), 130)
+    names = [_label(piece) for piece in data["pieces"]]
+    named = 74 if len(names) <= NAMED else 26
     whole = bool(data["patterns"])
-    axes = figure.subplots(
-        2 if whole else 1, 1, height_ratios=(3, 1) if whole else None, squeeze=False
-    )[:, 0]
+    top = 64 + (PATTERN + named + 54) * whole
+    figure = plotting.new_figure(WIDE, top + ROW + named + 40 + 16 * len(words))
+    hints = _row(figure, data, names, top)
     if whole:
-        _pattern(axes[0], data, colours, figure)
-    _row(axes[-1], data)
-    figure.supxlabel(textwrap.fill(recipe(data), 120), fontsize=7)
-    with replacing(path) as place:
-        figure.savefig(place, dpi=150)
-    return path.stat().st_size
+        hints |= _pattern(figure, data, names)
+    high = 72 * figure.get_size_inches()[1]
+    for i, line in enumerate(words):
+        plotting.write_at(figure, 16, high - 16 * (len(words) - i) + 4, line, size=11)
+    return Drawing(figure, hints)
 
 
-def heat(weights: Sequence[Sequence[float]], title: str, path: Path) -> int:
-    """Draw the weights of one head, rows queries and columns keys, with a title and a colour bar;
-    gives the bytes written.
-
-    Args:
-        weights: [T, S], each from 0 to 1.
-        title: what they are.
-        path: a .png or .svg.
-
-    Raises:
-        FileError: as `draw`.
-    """
-    check_format(path)
-    from matplotlib.colors import LinearSegmentedColormap
-    from matplotlib.figure import Figure
-
-    stops = [tuple(x / 255 for x in rgb) for rgb in palette.WEIGHTS["light"]]
-    colours = LinearSegmentedColormap.from_list("weights", stops)
-    figure = Figure(figsize=(5, 4.4), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(np.array(weights), cmap=colours, vmin=0, vmax=1, interpolation="nearest")
-    figure.colorbar(image, ax=axes, label="weight")
-    axes.set_title(inert(title), fontsize=10)
-    axes.set_xlabel("key")
-    axes.set_ylabel("query")
-    if len(weights) <= 16:
-        for i, row in enumerate(weights):
-            axes.set_yticks(range(len(weights)))
-            axes.set_xticks(range(len(row)))
-            for j, x in enumerate(row):
-                axes.text(
-                    j,
-                    i,
-                    f"{x:.2f}",
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color="white" if x > 0.6 else "black",
-                )
-    with replacing(path) as place:
-        figure.savefig(place, dpi=150)
-    return path.stat().st_size
-
-
-def _pattern(axes: Any, data: Mapping[str, Any], colours: Any, figure: Any) -> None:
+def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[str, list[str]]:
     """The pattern of the head; masked cells are hatched."""
     cells = np.array(data["patterns"][data["head"]], float)  # None becomes nan
-    axes.set_facecolor("#e8e8e8")
+    rows, columns = cells.shape
+    high = 72 * figure.get_size_inches()[1]
+    n, where = data["pool"], cell(data["place"], 60).rstrip()
+    plotting.write_at(figure, 16, 26, f"{where}, head {data['head']}", role="ink", size=15)
+    plotting.write_at(figure, 16, 50, "query" if n == 1 else f"query / {n}")
+    axes = plotting.new_axes(figure, 130, 80, 64, high - 64 - PATTERN)
+    axes.grid(visible=False)
+    axes.set_facecolor(palette.LIGHT["hint"])
     axes.patch.set_hatch("///")
-    axes.patch.set_edgecolor("#b5b5b5")
-    image = axes.imshow(
-        np.ma.masked_invalid(cells),
-        cmap=colours,
-        vmin=0,
-        vmax=1,
-        interpolation="nearest",
-        aspect="auto",
+    axes.patch.set_edgecolor(palette.LIGHT["line"])
+    axes.pcolormesh(
+        np.ma.masked_invalid(cells), cmap=plotting.weight_colours(), vmin=0, vmax=1, gid="pattern"
     )
-    figure.colorbar(image, ax=axes, label="weight")
-    n = data["pool"]
-    axes.set_title(f"{cell(data['place'], 40).rstrip()}, head {data['head']}", fontsize=10)
-    axes.set_xlabel(f"key{'' if n == 1 else f' / {n}'}", fontsize=8)
-    axes.set_ylabel(f"query{'' if n == 1 else f' / {n}'}", fontsize=8)
-    for names, name in ((data["pieces"], "x"), (data["row_pieces"], "y")):
-        if n == 1 and len(names) <= 40:
-            turned = {"rotation": 90} if name == "x" else {}
-            getattr(axes, f"set_{name}ticks")(
-                range(len(names)), [_label(piece) for piece in names], fontsize=6, **turned
-            )
+    axes.invert_yaxis()
+    axes.set_xlabel("key" if n == 1 else f"key / {n}", fontsize=13, color=palette.LIGHT["soft"])
+    queries = [_label(piece) for piece in data["row_pieces"]]
+    if n == 1 and rows <= NAMED:
+        axes.set_yticks(np.arange(rows) + 0.5, queries[:rows], fontsize=10)
+    if n == 1 and columns <= NAMED:
+        axes.set_xticks(np.arange(columns) + 0.5, names[:columns], fontsize=10, rotation=90)
+    _scale(figure, high)
+    places = [(i, j, float(cells[i, j])) for i, j in np.ndindex(rows, columns)]
+    return {
+        "pattern": [
+            f"query {i * n}, key {j * n}: {'masked' if math.isnan(p) else weight(p)}"
+            for i, j, p in places
+        ]
+    }
 
 
-def _row(axes: Any, data: Mapping[str, Any]) -> None:
-    """The weights of the query; the key stands out."""
-    weights = np.array([np.nan if p is None else p for p in data["weights"]])
-    colours = [
-        palette.LIGHT["k"] if j == data["key"] else palette.LIGHT["s"] for j in range(len(weights))
-    ]
-    axes.bar(range(len(weights)), weights, color=colours)
-    axes.set_ylabel("weight" if data["kind"] != "linear" else "a_ij", fontsize=8)
-    axes.set_title(f"query {data['query']} {_label(data['query_piece'])}", fontsize=9)
-    if len(weights) <= 40:
-        axes.set_xticks(
-            range(len(weights)), [_label(p) for p in data["pieces"]], rotation=90, fontsize=6
-        )
+def _scale(figure: Figure, high: float) -> None:
+    """What the colours mean, beside the pattern."""
+    bar = figure.add_axes(
+        ((WIDE - 62) / WIDE, 1 - (64 + PATTERN) / high, 14 / WIDE, PATTERN / high)
+    )
+    shades = np.linspace(0, 1, plotting.STEPS)[:, None]
+    bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
+    bar.set_axis_off()
+    for share, word in ((0.0, "0"), (1.0, "1")):
+        plotting.write_at(figure, WIDE - 40, 64 + PATTERN * (1 - share) + 5 * share, word, size=12)
+    plotting.write_at(figure, WIDE - 76, 56, "weight", size=12)
+
+
+def _row(
+    figure: Figure, data: Mapping[str, Any], names: list[str], top: float
+) -> dict[str, list[str]]:
+    """The weights of the query; its key stands out."""
+    weights = [math.nan if p is None else float(p) for p in data["weights"]]
+    high = 72 * figure.get_size_inches()[1]
+    title = f"query {data['query']} {_label(data['query_piece'])}"
+    plotting.write_at(figure, 16, top - 34, title, role="ink", size=14)
+    plotting.write_at(figure, 16, top - 14, "weight" if data["kind"] != "linear" else "a_ij")
+    axes: Axes = plotting.new_axes(figure, 130, 80, top, high - top - ROW)
+    bars = axes.bar(np.arange(len(weights)) + 0.5, weights, width=0.7, color=palette.LIGHT["s"])
+    hints = {}
+    for j, (bar, p) in enumerate(zip(bars, weights, strict=True)):
+        bar.set_gid(f"key {j}")
+        hints[f"key {j}"] = ["masked" if math.isnan(p) else f"key {j} {names[j]}: {weight(p)}"]
+    bars[data["key"]].set_facecolor(palette.LIGHT["k"])
+    axes.set_xlim(0, len(weights))
+    if len(weights) <= NAMED:
+        axes.set_xticks(np.arange(len(weights)) + 0.5, names, fontsize=10, rotation=90)
+    return hints
 
 
 def _label(piece: str) -> str:
-    """A token that matplotlib does not read as mathematics."""
-    return cell(piece, 14).rstrip().replace("$", r"\$")
+    """A token in a width that has room beside an axis."""
+    return cell(piece, 10).rstrip()

@@ -108,7 +108,8 @@ def draw_tiles(
 ) -> Iterator[Text]:
     """The lines of a map of tiles, at most 32 a side.
 
-    >>> for line in draw_tiles(np.array([[1, 0], [2, 1]], np.int8), (4, 4), ascii_only=True): print(line.plain)
+    >>> states = np.array([[1, 0], [2, 1]], np.int8)
+    >>> for line in draw_tiles(states, (4, 4), ascii_only=True): print(line.plain)
       tiles of 4 queries x 4 keys: ## full, ++ partial, . empty
             |++ .|
             |##++|

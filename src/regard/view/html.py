@@ -1,21 +1,34 @@
-"""Pages as files: written whole or not at all, and their scripts known by hash."""
+"""Pages of findings, each one HTML file that runs no script and loads nothing.
+
+A page is a title, facts, the command that makes it again, and sections; a section has sentences,
+tables and charts. Every text reaches the page escaped and inert, whoever wrote it. The page over a
+recording, which has scripts, is made by `regard.view.report`.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from pathlib import Path
 
-from regard.files.write import check_target, replacing
+from regard.files.write import replacing
+from regard.foreign import inert
+from regard.view import charts, palette, plotting
+from regard.view.charts import Chart
 
-__all__ = ["check_target", "content_hash", "write"]
+Rows = Sequence[Sequence[str]]
 
 
 def write(path: Path, text: str) -> int:
-    """Put a whole file in place, or none: write beside it, then rename. Gives the bytes written.
+    """Put a whole file in place, or none: write beside it, then rename. Returns the bytes written.
 
     Raises:
-        FileError: as `check_target`, or the disk refuses.
+        FileError: the folder is missing, or the disk refuses.
     """
     content = text.encode("utf-8")
     with replacing(path) as place:
@@ -26,3 +39,158 @@ def write(path: Path, text: str) -> int:
 def content_hash(text: str) -> str:
     """The hash by which a content policy knows an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode()
+
+
+def safe(text: str) -> str:
+    """Text of any origin for a page: escaped, and nothing in it moves the cursor or hides.
+
+    >>> safe("<b>")
+    '&lt;b&gt;'
+    """
+    return html.escape(inert(text))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A chart with a line above it.
+
+    Attributes:
+        chart: what is drawn.
+        caption: the words above it.
+        good: whether the caption reports a success (True), a failure (False), or neither (None).
+    """
+
+    chart: Chart
+    caption: str = ""
+    good: bool | None = None
+
+    def html(self) -> str:
+        """The figure; its verdict stands in front of the caption, in words and in colour."""
+        verdict = {
+            True: "<span class='good'>right</span>; ",
+            False: "<span class='bad'>wrong</span>; ",
+            None: "",
+        }[self.good]
+        words = f"<figcaption>{verdict}{safe(self.caption)}</figcaption>" if self.caption else ""
+        return (
+            f"<figure>{words}<div class='wide'>{charts.svg(self.chart, alone=False)}</div></figure>"
+        )
+
+
+@dataclass(frozen=True)
+class Section:
+    """One finding.
+
+    Attributes:
+        title: its heading.
+        badge: a word beside it, such as a verdict; "" is none.
+        good: how the badge is coloured: True, False, or None for neither.
+        texts: a word in front of each sentence -> the sentence.
+        heads, rows: a table; cells are texts.
+        pictures: charts below it; one without any point is left out.
+        more: a second table behind the first, its heads in the first row.
+        caption: a sentence below the heading.
+        figures: charts with captions, side by side where there is room.
+        numbers: whether the cells of the table are numbers, which stand on the right.
+        tones: column of the table -> "good" or "bad", its colour.
+
+    >>> Section("scale", "holds", True, {"says": "It saturates."}).badge
+    'holds'
+    """
+
+    title: str
+    badge: str = ""
+    good: bool | None = None
+    texts: Mapping[str, str] = field(default_factory=dict)
+    heads: Sequence[str] = ()
+    rows: Rows = ()
+    pictures: Sequence[Chart] = ()
+    more: Rows = ()
+    caption: str = ""
+    figures: Sequence[Figure] = ()
+    numbers: bool = False
+    tones: Mapping[int, str] = field(default_factory=dict)
+
+    def html(self) -> str:
+        """The section; every text reaches it escaped."""
+        tone = {True: "good", False: "bad", None: "soft"}[self.good]
+        badge = f" <span class='badge {tone}'>{safe(self.badge)}</span>" if self.badge else ""
+        caption = f"<p class='soft'>{safe(self.caption)}</p>" if self.caption else ""
+        texts = "".join(f"<p><b>{safe(k)}</b> {safe(v)}</p>" for k, v in self.texts.items())
+        tables = self._table(self.heads, self.rows)
+        tables += self._table(self.more[0], self.more[1:]) if self.more else ""
+        drawn = "".join(
+            f"<div class='wide'>{charts.svg(one, alone=False)}</div>"
+            for one in self.pictures
+            if getattr(one, "drawable", True)
+        )
+        figures = "".join(one.html() for one in self.figures)
+        beside = f"<div class='figures'>{figures}</div>" if figures else ""
+        return (
+            f"<section><h2>{safe(self.title)}{badge}</h2>{caption}{texts}{tables}{drawn}{beside}"
+            "</section>"
+        )
+
+    def _table(self, heads: Sequence[str], rows: Rows) -> str:
+        if not rows:
+            return ""
+        head = "".join(f"<th>{safe(cell)}</th>" for cell in heads)
+        body = "".join(f"<tr>{''.join(map(self._cell, range(len(row)), row))}</tr>" for row in rows)
+        kind = " class='numbers'" if self.numbers else ""
+        return (
+            f"<div class='wide'><table{kind}><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+    def _cell(self, column: int, text: str) -> str:
+        tone = f" class='{self.tones[column]}'" if column in self.tones else ""
+        return f"<td{tone}>{safe(text)}</td>"
+
+
+def page(
+    title: str,
+    sentence: str,
+    facts: Mapping[str, str],
+    command: str,
+    sections: Sequence[Section],
+    notes: Sequence[str] = (),
+) -> str:
+    """The whole page: a content policy lets no script run and loads nothing.
+
+    Args:
+        title, sentence: at the top.
+        facts: name -> value, such as the machine and the seeds.
+        command: makes the page again; "" leaves it out.
+        sections: the findings.
+        notes: sentences that a reader must know first.
+
+    >>> "<h1>Claims</h1>" in page("Claims", "", {}, "regard compare", [Section("scale")])
+    True
+    """
+    style = palette.css() + _own_style() + plotting.css()
+    policy = (
+        f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    told = "".join(f"<li>{safe(k)} <b>{safe(v)}</b></li>" for k, v in facts.items())
+    listed = "".join(f"<li>{safe(note)}</li>" for note in notes)
+    body = "\n".join(
+        [
+            f"<h1>{safe(title)}</h1><p>{safe(sentence)}</p><ul class='facts'>{told}</ul>",
+            f"<pre>{safe(command)}</pre>" if command else "",
+            f"<ul class='notes'>{listed}</ul>" if listed else "",
+            *(section.html() for section in sections),
+        ]
+    )
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{safe(title)}</title>\n<style>{style}</style>\n</head>\n"
+        f"<body><main>\n{body}\n</main></body>\n</html>\n"
+    )
+
+
+@cache
+def _own_style() -> str:
+    return resources.files("regard.view").joinpath("page.css").read_text("utf-8")

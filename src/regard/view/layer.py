@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from regard.view.findings import Section
+from regard.table import table as table_of
+from regard.view.html import Section
 
 HEADS = ("", "stage", "shape", "mean", "std", "ms")
 MOST_TOKENS = 16
@@ -55,15 +56,7 @@ def table(told: Sequence[Mapping[str, Any]]) -> str:
     >>> table([{"name": "mha", "stages": []}])
     '  stage  shape  mean  std  ms'
     """
-    found = [list(HEADS), *rows(told)]
-    widths = [max(len(row[i]) for row in found) for i in range(len(HEADS))]
-    return "\n".join(
-        "  ".join(
-            f"{cell:<{w}}" if i < 2 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in found
-    )
+    return table_of([HEADS, *rows(told)], left=(0, 1))
 
 
 def text(told: Mapping[str, Any]) -> str:

@@ -1,20 +1,22 @@
-"""The page of a task that was trained: how often it is right, where it looks, what it gets wrong.
-One file, no script.
+"""A trained task as a page and as lines of a terminal: how often it is right, where it looks, and
+what it gets wrong.
 """
 
 from __future__ import annotations
 
-import html
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float
+from rich.text import Text
 
 from regard.foreign import inert
-from regard.view import alignment, chart, palette
-from regard.view.chart import Series
-from regard.view.html import content_hash
+from regard.view import text
+from regard.view.charts import Accuracy, AlignmentMap, accuracy_chart
+from regard.view.html import Figure, Section, page
+from regard.view.text import WIDTH, style
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,15 @@ class Told:
 
 @dataclass(frozen=True)
 class TaskPage:
-    """What the page shows.
+    """What the page of a task shows.
 
-    facts: name -> value, beside the title. trained: tokens of the longest source in training.
+    Attributes:
+        title, sentence: at the top.
+        facts: name -> value, beside the title.
+        series: the shares right of this model, and of those beside it.
+        trained: tokens of the longest source in training.
+        aligned: examples with their alignments.
+        wrong: what it got wrong.
 
     >>> page = TaskPage("translate", "Numbers.", {"model": "lstm"}, (), 32)
     >>> "<h1>translate</h1>" in page.html()
@@ -64,106 +72,111 @@ class TaskPage:
     title: str
     sentence: str
     facts: Mapping[str, str]
-    series: Sequence[Series]
+    series: Sequence[Accuracy]
     trained: int
     aligned: Sequence[Aligned] = field(default=())
     wrong: Sequence[Told] = field(default=())
 
     def html(self) -> str:
-        """The whole page; words are untrusted and reach it escaped, and a content policy lets no
-        script run.
-        """
-        style = palette.css() + _STYLE + chart.css() + alignment.css()
-        policy = (
-            f"default-src 'none'; style-src '{content_hash(style)}'; base-uri 'none'; "
-            "form-action 'none'"
-        )
-        facts = "".join(f"<li>{_safe(k)} <b>{_safe(v)}</b></li>" for k, v in self.facts.items())
-        body = "\n".join(
-            [
-                (
-                    f"<h1>{_safe(self.title)}</h1><p>{_safe(self.sentence)}</p><ul "
-                    f"class='facts'>{facts}</ul>"
-                ),
-                *self._accuracy(),
-                *self._alignments(),
-                *self._mistakes(),
-            ]
-        )
-        return (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{_safe(self.title)}</title>\n<style>{style}</style>\n</head>\n"
-            f"<body><main>\n{body}\n</main></body>\n</html>\n"
-        )
+        """The whole page: words are untrusted and reach it escaped, and no script runs."""
+        sections = [*self._accuracy(), *self._alignments(), *self._mistakes()]
+        return page(self.title, self.sentence, self.facts, "", sections)
 
-    def _accuracy(self) -> Iterator[str]:
-        if not self.series:
-            return
-        drawn = chart.svg(self.series, self.trained, "right, every word of it", alone=False)
-        yield (
-            "<section><h2>Right, by the length of the source</h2><p class='soft'>An answer is "
-            "right when every word of it "
-            "is. The bars through the marks are 95 % intervals. No source was trained on; shaded "
-            "are those longer than "
-            f"any that was.</p><div class='wide'>{drawn}</div></section>"
-        )
-
-    def _alignments(self) -> Iterator[str]:
-        if not self.aligned:
-            return
-        yield (
-            "<section><h2>Where it looks</h2><p class='soft'>Rows are the words that were said, "
-            "columns the words of the "
-            "source; the colour of a cell is its weight. Nobody taught the model which word "
-            "belongs to which.</p>"
-        )
-        yield "<div class='figures'>"
-        for one in self.aligned:
-            drawn = alignment.svg(one.weights, one.said, one.source, alone=False)
-            verdict = (
-                "<span class='good'>right</span>" if one.right else "<span class='bad'>wrong</span>"
+    def _accuracy(self) -> Iterator[Section]:
+        if self.series:
+            yield Section(
+                "Right, by the length of the source",
+                caption="An answer is right when every word of it is. The bars through the marks "
+                "are 95 % intervals. No source was trained on; shaded are those longer than any "
+                "that was.",
+                pictures=[accuracy_chart(self.series, self.trained, "right, every word of it")],
             )
-            wanted = "" if one.right else f"; it should have been {_safe(''.join(one.wanted))}"
-            yield (
-                f"<figure><figcaption>{_safe(one.place)}: {verdict}{wanted}</figcaption>"
-                f"<div class='wide'>{drawn}</div></figure>"
+
+    def _alignments(self) -> Iterator[Section]:
+        if self.aligned:
+            yield Section(
+                "Where it looks",
+                caption="Rows are the words that were said, columns the words of the source; the "
+                "colour of a cell is its weight. Nobody taught the model which word belongs to "
+                "which.",
+                figures=[
+                    Figure(
+                        AlignmentMap(one.weights, one.said, one.source),
+                        one.place
+                        + ("" if one.right else f"; it should have been {''.join(one.wanted)}"),
+                        one.right,
+                    )
+                    for one in self.aligned
+                ],
             )
-        yield "</div></section>"
 
-    def _mistakes(self) -> Iterator[str]:
-        if not self.wrong:
-            return
-        rows = "".join(
-            f"<tr><td>{_safe(told.source)}</td><td "
-            f"class='bad'>{_safe(told.said) or '(nothing)'}</td>"
-            f"<td class='good'>{_safe(told.wanted)}</td></tr>"
-            for told in self.wrong
+    def _mistakes(self) -> Iterator[Section]:
+        if self.wrong:
+            yield Section(
+                "What it gets wrong",
+                heads=("source", "said", "right"),
+                rows=[(one.source, one.said or "(nothing)", one.wanted) for one in self.wrong],
+                tones={1: "bad", 2: "good"},
+            )
+
+
+def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[Text]:
+    """Shares right for a terminal: a bar per bin, with its interval and how many examples it has.
+
+    >>> from regard.view.charts import LengthBin
+    >>> one = Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),))
+    >>> for line in accuracy_lines(one, 4, 4): print(line.plain)
+         tokens  right                examples
+         1 - 4   ██    50.0% ( 40 to  60)  100
+    """
+    yield Text(f"     tokens  {'right':<{width}}                examples", "dim")
+    beyond = False
+    for point in series.bins:
+        if point.low > trained and not beyond:
+            beyond = True
+            yield Text(f"  {'longer than trained':─^{width + 37}}", "dim")
+        low, high = (f"{100 * share:3.0f}" for share in point.interval)
+        yield Text.assemble(
+            f"  {point.low:>4} - {point.high:<4}",
+            (text.bar(point.share, width), style("k" if beyond else "q")),
+            (f" {100 * point.share:5.1f}%", "bold"),
+            (f" ({low} to {high}){point.examples:>9}", "dim"),
         )
-        yield (
-            "<section><h2>What it gets wrong</h2><div "
-            "class='wide'><table><thead><tr><th>source</th><th>said</th>"
-            f"<th>right</th></tr></thead><tbody>{rows}</tbody></table></div></section>"
+
+
+def alignment_lines(
+    weights: Float[np.ndarray, "T S"], said: Sequence[str], source: Sequence[str], most: int = 33
+) -> Iterator[Text]:
+    """An alignment for a terminal: two characters a cell, the source by number, as far as there is
+    room.
+
+    >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
+    >>> for line in lines: print(line.plain.rstrip())
+      rows were said, columns are the source; blank below 0.02, ░ 0.02+ ▒ 0.1+ ▓ 0.3+ █ 0.6+
+      0 one  1 two
+                     0 1
+                 一 │██  │
+                 二 │  ██│
+    """
+    low = " ".join(
+        f"{shade} {step:g}+" for shade, step in zip(text.SHADES[1:], text.STEPS, strict=True)
+    )
+    yield Text(
+        f"  rows were said, columns are the source; blank below {text.STEPS[0]:g}, {low}", "dim"
+    )
+    numbered = " ".join(f"{j}\u00a0{inert(word)} " for j, word in enumerate(source))
+    for part in textwrap.wrap(numbered, WIDTH - 4):
+        yield Text("  " + part.replace("\u00a0", " "), style("k"))
+    shown = weights[:, :most]
+    ruler = "".join(
+        f"{j:<2}" if j % 5 == 0 or len(source) < 10 else "  " for j in range(shown.shape[1])
+    )
+    yield Text(f"{' ' * 17}{ruler}".rstrip(), style("k"))
+    for word, row in zip(said, shown, strict=True):
+        name = text.cell(inert(word), 12).rstrip()
+        pad = 15 - Text(name).cell_len
+        cells = "".join(text.shade(float(p)) * 2 for p in row)
+        cut = "…" if weights.shape[1] > most else "│"
+        yield Text.assemble(
+            " " * pad, (name, style("q")), (" │", "dim"), (cells, style("s")), (cut, "dim")
         )
-
-
-_STYLE = """
-*{box-sizing:border-box}
-body{margin:0;background:var(--page);color:var(--ink);font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif}
-main{max-width:1080px;margin:0 auto;padding:28px 20px 80px}
-h1{font-size:26px;margin:0 0 4px}h2{font-size:18px;margin:0}p{margin:6px 0;max-width:90ch}
-.soft{color:var(--soft);font-size:14px}.wide{overflow-x:auto}
-.facts{display:flex;flex-wrap:wrap;gap:6px 8px;margin:12px 0;padding:0;list-style:none}
-.facts li{background:var(--card);border:1px solid var(--line);border-radius:999px;padding:2px 12px;font-size:14px}
-section{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:18px 20px 20px;margin-top:16px}
-.figures{display:flex;flex-wrap:wrap;gap:8px 32px;align-items:start}svg.chart{display:block;width:100%;max-width:880px;height:auto}
-figure{margin:20px 0 0;max-width:100%}figcaption{font-size:14px;color:var(--soft)}
-.good{color:var(--good);font-weight:600}.bad{color:var(--bad);font-weight:600}
-table{border-collapse:collapse;font-size:14px;margin-top:8px}th,td{padding:5px 12px 5px 0;text-align:left;vertical-align:top;
-border-top:1px solid var(--line);overflow-wrap:anywhere}th{color:var(--soft);font-weight:600;border:0}
-"""
-
-
-def _safe(text: str) -> str:
-    return html.escape(inert(text))

@@ -430,7 +430,7 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_scaling": {"rope_type": "yarm", "factor": 2.0}},
         (
-            "rope_scaling.rope_type is 'yarm'; did you mean 'yarn'?; supported: default, dynamic, "
+            "rope_scaling.rope_type is 'yarm'; did you mean 'yarn'? Supported: default, dynamic, "
             "linear, llama3, longrope, proportional, yarn"
         ),
     ),
@@ -462,12 +462,12 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
         {"rope_scaling": {**YARN, "beta_fasst": 32}},
         (
             "rope_scaling of rope_type 'yarn' has the unknown key 'beta_fasst'; did you mean "
-            "'beta_fast'?; its keys are factor, "
+            "'beta_fast'? Its keys are factor, "
         ),
     ),
     (
         {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
-        "rope_scaling of rope_type 'default' has the unknown key 'factor'; its keys are none",
+        "rope_scaling of rope_type 'default' has the unknown key 'factor'. Its keys are none",
     ),
     (
         {

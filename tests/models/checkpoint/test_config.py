@@ -83,12 +83,12 @@ def test_files_that_are_no_config(folder: Path, content: bytes, message: str) ->
 @pytest.mark.parametrize(
     "content, says",
     [
-        ({}, "model_type None is not supported; supported: bert, bloom, "),
-        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported; supported: "),
-        ({"model_type": "../x"}, "model_type '../x' is not supported; supported: "),
+        ({}, "model_type None is not supported. Supported: bert, bloom, "),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported. Supported: "),
+        ({"model_type": "../x"}, "model_type '../x' is not supported. Supported: "),
         (
             {"model_type": "lama"},
-            "model_type 'lama' is not supported; did you mean llama?; supported: ",
+            "model_type 'lama' is not supported; did you mean 'llama'? Supported: ",
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         (
             {"num_hiden_layers": 2},
             (
-                "unknown key 'num_hiden_layers'; did you mean num_hidden_layers? If it changes "
+                "unknown key 'num_hiden_layers'; did you mean 'num_hidden_layers'? If it changes "
                 "nothing that is computed, pass it "
                 "over: regard.load(folder, ignore=('num_hiden_layers',)), or --ignore "
                 "'num_hiden_layers'"

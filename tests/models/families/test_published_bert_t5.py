@@ -300,7 +300,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (BERT | {"hidden_act": "gelo"}, "hidden_act is 'gelo'"),
     (
         BERT | {"layer_norm_epsilon": 1e-5},
-        "unknown key 'layer_norm_epsilon'; did you mean layer_norm_eps?",
+        "unknown key 'layer_norm_epsilon'; did you mean 'layer_norm_eps'?",
     ),
     ({k: v for k, v in BERT.items() if k != "hidden_size"}, "it lacks hidden_size"),
     (

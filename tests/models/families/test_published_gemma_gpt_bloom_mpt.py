@@ -532,12 +532,12 @@ def test_where_stored_names_go(name: str, stored: str, table: str | None) -> Non
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "unknown key 'n_heads'; did you mean n_head?": (GPT2, {"n_heads": 12}),
+    "unknown key 'n_heads'; did you mean 'n_head'?": (GPT2, {"n_heads": 12}),
     "hidden_size is 512 and n_embd is 768; they mean the same: keep one": (
         GPT2,
         {"hidden_size": 512},
     ),
-    "activation_function is 'gelu_neu'; supported are .*; did you mean gelu_new": (
+    "activation_function is 'gelu_neu'; supported are .*; did you mean 'gelu_new'": (
         GPT2,
         {"activation_function": "gelu_neu"},
     ),

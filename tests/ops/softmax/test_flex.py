@@ -68,7 +68,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with regard.Trace("scores", missing="ignore"):
         assert "does not expose ['scores']" in refusal(q, k, v)
     monkeypatch.setattr(flex, "MAX_BYTES", 2**12)
-    assert "would hold 0.0 GiB of scores on CPU; limit 0 GiB" in refusal(q, k, v)
+    assert "would hold 6.25 KiB of scores on CPU; limit 4.00 KiB" in refusal(q, k, v)
     x = torch.empty(1, 1, 16, 16, device="meta")
     meta = regard.ops.softmax.call.Call(
         x, x, x, masks.Full(), None, 1.0, None, None, 0.0, regard.Span(0, 16), regard.Span(0, 16)

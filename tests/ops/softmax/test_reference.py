@@ -289,7 +289,7 @@ def test_what_it_will_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "MAX_BYTES", 1000)
     (reason,) = Reference().why_not(make_call(q, k, v))
     assert reason == (
-        "would allocate 0.0 GiB for scores (1, 2, 32, 64); limit 0 GiB: "
+        "would allocate 16.0 KiB for scores (1, 2, 32, 64); limit 1000 B: "
         "regard.attention_weights gives any block of them"
     )
     with torch.no_grad():

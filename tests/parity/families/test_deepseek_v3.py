@@ -276,7 +276,7 @@ def test_published_config_and_names() -> None:
         ({"qk_head_dim": 128}, "qk_head_dim is 128"),
         (
             {"rope_interleaved": True},
-            "unknown key 'rope_interleaved'; did you mean rope_interleave",
+            "unknown key 'rope_interleaved'; did you mean 'rope_interleave'",
         ),
     ],
 )

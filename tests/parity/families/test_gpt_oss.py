@@ -285,7 +285,7 @@ def test_what_a_file_leaves_out() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ({"num_key_value_heads": 5}, "not divisible by 5"),
-        ({"swiglu_limits": 7.0}, "unknown key 'swiglu_limits'; did you mean swiglu_limit"),
+        ({"swiglu_limits": 7.0}, "unknown key 'swiglu_limits'; did you mean 'swiglu_limit'"),
         ({"swiglu_limit": -1.0}, "swiglu_limit is -1.0"),
         ({"num_local_experts": 0}, "num_local_experts is 0"),
     ],

@@ -289,7 +289,7 @@ def test_every_model_can_be_built_and_says_what_it_cannot() -> None:
     ):
         check_model(COPY, "decoder")
     with pytest.raises(
-        ArgumentError, match=r"no model 'lstm\+bahdnau'; did you mean lstm\+bahdanau"
+        ArgumentError, match=r"no model 'lstm\+bahdnau'; did you mean 'lstm\+bahdanau'"
     ):
         build(COPY, "lstm+bahdnau", SMALL)
     with pytest.raises(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import regard
-from regard.view.report.data import pack, shown
+from regard.view.report import pack, shown
 
 NODE = shutil.which("node")
 WHY_NOT = "no node on the PATH: math.js runs in a browser only"

@@ -17,8 +17,9 @@ from regard.nn.gated import Differential, Gated
 from regard.nn.mixer import Mixer
 from regard.nn.projections import Fused, Heads, Separate
 from regard.nn.variants import VARIANTS, Variant
-from regard.nn.variants.registry import checked, find, names, near
+from regard.nn.variants.registry import checked, find, names
 from regard.positions import Rotary
+from regard.suggest import suggest
 
 Scheme: TypeAlias = Literal["rope", "alibi", "none"]
 """Where the scores of a mechanism know positions from: turned queries and keys, a penalty on
@@ -195,7 +196,7 @@ def check_position(position: str) -> None:
     known = get_args(Position)
     if position not in known:
         raise ArgumentError(
-            f"position is {position!r}; it is one of {', '.join(known)}{near(position, known)}"
+            f"position is {position!r}; it is one of {', '.join(known)}{suggest(position, known)}"
         )
 
 

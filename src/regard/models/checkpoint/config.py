@@ -4,7 +4,6 @@ config, and which tokens end a text.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,6 +19,7 @@ from regard.foreign import shown, told
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.store import without_config
 from regard.models.tokenizer import Tokenizer
+from regard.suggest import suggest
 
 _PER_TENSOR = 64  # experts that one tensor may hold
 
@@ -41,11 +41,10 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
     name = raw.get("model_type")
     family = family_of(name) if isinstance(name, str) else None
     if family is None:
-        word = name[:60] if isinstance(name, str) else ""
-        near = difflib.get_close_matches(word, LOADABLE, 1, 0.75)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        known = LOADABLE if isinstance(name, str) else ()
+        hint = suggest(name, known, cutoff=0.75, otherwise=".")
         raise FileError(
-            f"{path}: model_type {shown(name)} is not supported{hint}; supported: "
+            f"{path}: model_type {shown(name)} is not supported{hint} Supported: "
             f"{', '.join(LOADABLE)}"
         )
     return family, raw

@@ -7,7 +7,6 @@ or no config.json, an error says what it seems to be instead, and the next step.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,6 +22,7 @@ from regard.files.header import HEADER_LIMIT, PICKLE, Header, Stored, instead, r
 from regard.files.reading import Buffering
 from regard.files.regular import Mark, inside, whole
 from regard.foreign import shown
+from regard.suggest import suggest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -104,8 +104,7 @@ class Store:
         """
         chosen = set(self.tensors if names is None else names)
         for name in sorted(chosen - self.tensors.keys()):
-            close = difflib.get_close_matches(name, self.tensors, 1)
-            hint = f"; did you mean {shown(close[0])}?" if close else ""
+            hint = suggest(name, self.tensors)
             raise ArgumentError(f"names: {self.folder} has no tensor {shown(name)}{hint}")
         wanted = [x for name, x in self.tensors.items() if name in chosen]
         return reading.read(wanted, self.marks, buffering)

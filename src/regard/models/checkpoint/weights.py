@@ -7,7 +7,6 @@ have one too many.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from regard.foreign import inert, shown, told
 from regard.models.checkpoint.family import Family
 from regard.models.checkpoint.names import Binding, bind, pattern
 from regard.models.checkpoint.store import Store, check_finite
+from regard.suggest import nearest
 
 _DEEPEST = 8  # wrappers around a model; each costs a pass over all names
 
@@ -215,7 +215,7 @@ def _complaint(store: Store, missing: Sequence[str], unexpected: Sequence[str]) 
         )
     ]
     for name in missing[:3]:
-        close = difflib.get_close_matches(name, [x[:200] for x in unexpected[:500]], 1, 0.7)
+        close = nearest(name, [x[:200] for x in unexpected[:500]], cutoff=0.7, longest=200)
         said += [f"; is {close[0]} meant to be {name}?"] if close else []
     if missing and not unexpected:
         said.append("; is a shard missing? --allow-missing PATTERN gives them fresh weights")

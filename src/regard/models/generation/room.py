@@ -5,7 +5,6 @@ tokens.
 from __future__ import annotations
 
 import copy
-import difflib
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,6 +15,7 @@ from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
 from regard.nn.dynamic_rotary import RowRotary
+from regard.suggest import suggest
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Room:
     def __post_init__(self) -> None:
         kinds = dict(sorted(CACHES, key=lambda entry: entry[1].forgets))
         if self.cache not in kinds:
-            close = difflib.get_close_matches(str(self.cache), kinds, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = suggest(self.cache, kinds)
             raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
         least = self.kind.least
         if self.max_context is None:

@@ -5,7 +5,6 @@ options.
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import types
 import typing
@@ -16,6 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 from torch import nn
 
 from regard.errors import ArgumentError
+from regard.suggest import suggest
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -94,12 +94,9 @@ def find(name: str) -> Variant:
     'softmax'
     """
     if name not in VARIANTS:
-        import difflib
-
-        near = difflib.get_close_matches(name, VARIANTS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = suggest(name, VARIANTS, otherwise=".")
         raise ArgumentError(
-            f"no mechanism is named {name!r}; {hint}the catalogue has {', '.join(VARIANTS)}"
+            f"no mechanism is named {name!r}{hint} The catalogue has {', '.join(VARIANTS)}"
         )
     return VARIANTS[name]
 
@@ -154,7 +151,7 @@ def parse(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
             raise ArgumentError(
                 f"--set {setting}: give name=value; {entry.name} has "
                 f"{', '.join(names(entry)) or 'no options'}"
-                f"{near(name, names(entry))}"
+                f"{suggest(name, names(entry))}"
             )
         try:
             options[name] = ast.literal_eval(value)
@@ -178,7 +175,7 @@ def checked(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in names(entry):
             raise ArgumentError(
-                f"{entry.name} has no option {name!r}{near(name, names(entry))}; it has "
+                f"{entry.name} has no option {name!r}{suggest(name, names(entry), otherwise='.')} It has "
                 f"{', '.join(names(entry)) or 'none'}"
             )
     if missing := [name for name in required(entry) if name not in options]:
@@ -190,16 +187,6 @@ def checked(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name} of {entry.name} is {value!r}; it must be {written[name].annotation}"
             )
     return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
-
-
-def near(name: str, known: Sequence[str]) -> str:
-    """A hint at the known name that a wrong one is meant to be, or "".
-
-    >>> near("widow", ["window", "groups"])
-    '; did you mean window?'
-    """
-    close = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _fits(value: Any, wanted: Any) -> bool:

@@ -5,7 +5,6 @@ that is asked for by name runs it or refuses with its reasons.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
@@ -22,6 +21,7 @@ from regard.ops.softmax.reference import Reference
 from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
 from regard.span import Span, vacant
+from regard.suggest import suggest
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
 """The kernels of this package."""
@@ -210,6 +210,5 @@ def without_garbage(call: Call) -> Call:
 
 def _unknown(backend: str) -> str:
     names = ["auto", *(kernel.name for kernel in _registered)]
-    close = difflib.get_close_matches(str(backend), names, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = suggest(backend, names)
     return f"unknown backend {backend!r}; it must be one of {', '.join(names)}{hint}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard import biases, masks
+from regard import biases, masks, units
 from regard.biases import Bias
 from regard.masks import EMPTY, FULL, Mask
 from regard.ops.softmax.bias_gradient import bias_terms
@@ -117,7 +117,7 @@ def _why_not_cpu(call: Call) -> list[str]:
     reasons = ["no gradients on CPU"] if call.has_gradient else []
     size = 2 * call.B * call.H * call.T * call.S * call.score_dtype.itemsize
     if size > MAX_BYTES:
-        held, limit = f"{size / 2**30:.1f} GiB", f"{MAX_BYTES / 2**30:.0f} GiB"
+        held, limit = units.size(size), units.size(MAX_BYTES)
         reasons.append(f"would hold {held} of scores on CPU; limit {limit}")
     return reasons
 

@@ -8,6 +8,7 @@ from typing import Unpack
 from jaxtyping import Float
 from torch import Tensor
 
+from regard import units
 from regard.cost import attention_flops
 from regard.ops.softmax.call import Options, Work, make_call
 from regard.ops.softmax.dispatch import decide, kernels, order, without_garbage
@@ -60,7 +61,7 @@ class Plan:
                 )
                 continue
             share = choice.skipped / self.flops if self.flops else 0.0
-            memory, flops = quantity(choice.work.bytes, "B", 1024), quantity(choice.flops, "", 1000)
+            memory, flops = units.size(choice.work.bytes), units.count(choice.flops)
             lines.append(f"{mark}{choice.kernel:<11}{memory:>13}{flops:>9}{share:>9.1%}")
         return "\n".join(lines)
 
@@ -101,17 +102,3 @@ def plan(
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
     return Plan(decide(call, backend)[0].name, tuple(choices), total, title)
-
-
-def quantity(n: float, unit: str, base: int) -> str:
-    """A number in four characters and a prefix.
-
-    >>> quantity(2147483648, "B", 1024), quantity(3.2e9, "", 1000)
-    ('2.0 GiB', '3.2 G')
-    """
-    prefixes = ("", "K", "M", "G", "T", "P")
-    i = 0
-    while n >= base and i < len(prefixes) - 1:
-        n, i = n / base, i + 1
-    infix = "i" if base == 1024 and i else ""
-    return f"{n:.0f} {unit}".strip() if i == 0 else f"{n:.1f} {prefixes[i]}{infix}{unit}"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard import units
 from regard.ops.softmax.call import Call, Result, Work
 from regard.tap import edited, tap
 
@@ -160,8 +161,8 @@ class Reference:
         size = call.B * call.H * call.T * call.S * call.score_dtype.itemsize
         if size > MAX_BYTES and (call.needs or call.has_gradient):
             shape = (call.B, call.H, call.T, call.S)
-            held = f"would allocate {size / 2**30:.1f} GiB for scores {shape}"
-            limit = f"limit {MAX_BYTES / 2**30:.0f} GiB"
+            held = f"would allocate {units.size(size)} for scores {shape}"
+            limit = f"limit {units.size(MAX_BYTES)}"
             return [f"{held}; {limit}: regard.attention_weights gives any block of them"]
         return []
 

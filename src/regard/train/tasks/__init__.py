@@ -4,9 +4,8 @@ seed.
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-
 from regard.errors import ArgumentError
+from regard.suggest import suggest
 from regard.train.tasks.base import BOS, EOS, PAD, SPLITS, Example, Task, Vocabulary
 from regard.train.tasks.recall import COPY, INDUCTION, MQAR, PASSKEY
 from regard.train.tasks.translate import BACK, DATES, TRANSLATE
@@ -25,8 +24,8 @@ def find_task(name: str) -> Task:
     'rows'
     """
     if name not in TASKS:
-        near = get_close_matches(name[:60], TASKS, 2) or list(TASKS)
-        raise ArgumentError(f"there is no task {name!r}; did you mean {' or '.join(near)}?")
+        hint = suggest(name, TASKS, most=2, otherwise=f"; choose {', '.join(TASKS)}")
+        raise ArgumentError(f"there is no task {name!r}{hint}")
     return TASKS[name]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import islice
 from random import Random
 from typing import Any, Literal
@@ -15,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard.errors import ArgumentError
+from regard.suggest import suggest
 
 PAD, BOS, EOS = 0, 1, 2
 """An empty slot; in front of a target; behind a source and behind a target."""
@@ -58,9 +58,8 @@ class Vocabulary:
         found = []
         for word in words:
             if word not in self._ids or word in SPECIAL:
-                near = get_close_matches(word, self.words, 3)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"it has {self._some()}"
-                raise ArgumentError(f"{word!r} is not a word of this vocabulary; {hint}")
+                hint = suggest(word, self.words, most=3, otherwise=f"; it has {self._some()}")
+                raise ArgumentError(f"{word!r} is not a word of this vocabulary{hint}")
             found.append(self._ids[word])
         return found
 

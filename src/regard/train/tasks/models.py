@@ -5,7 +5,6 @@ minutes.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -16,6 +15,7 @@ from regard.models import recurrent, transformer
 from regard.models.families import family, type_of
 from regard.models.rnn import CELLS
 from regard.nn.blocks import PreNorm
+from regard.suggest import suggest
 from regard.train.run import config_of
 from regard.train.tasks.base import Task
 
@@ -98,8 +98,8 @@ def check_model(task: Task, name: str) -> None:
         raise ArgumentError(
             f"task {task.name!r} {why}: model {name!r} cannot do it; choose {', '.join(allowed)}"
         )
-    near = get_close_matches(name[:60], allowed, 2) or allowed
-    raise ArgumentError(f"there is no model {name!r}; did you mean {' or '.join(near)}?")
+    hint = suggest(name, allowed, most=2, otherwise=f"; choose {', '.join(allowed)}")
+    raise ArgumentError(f"there is no model {name!r}{hint}")
 
 
 def recipe(task: Task, name: str) -> Recipe:

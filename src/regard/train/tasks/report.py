@@ -18,10 +18,9 @@ from regard.files.regular import text
 from regard.foreign import inert, told
 from regard.train.tasks.base import Task
 from regard.train.tasks.evaluate import Alignment, Bin, Outcome, alignment, by_length, outcomes
-from regard.view import alignment as drawn
-from regard.view import chart
+from regard.view import charts
 from regard.view.html import write
-from regard.view.task import Aligned, TaskPage, Told
+from regard.view.task import Aligned, TaskPage, Told, accuracy_lines, alignment_lines
 
 COLUMNS = ("split", "shortest", "longest", "examples", "right", "share", "low", "high")
 MOST_WRONG = 12
@@ -54,10 +53,12 @@ class Report:
         inside = [b for b in self.bins if b.split == split]
         return sum(b.right for b in inside) / sum(b.examples for b in inside)
 
-    def series(self) -> chart.Series:
-        """The bins as points of a chart."""
-        points = (chart.Point(b.low, b.high, b.share, b.interval, b.examples) for b in self.bins)
-        return chart.Series(self.model, tuple(points))
+    def series(self) -> charts.Accuracy:
+        """The shares right by length, for a chart."""
+        points = (
+            charts.LengthBin(b.low, b.high, b.share, b.interval, b.examples) for b in self.bins
+        )
+        return charts.Accuracy(self.model, tuple(points))
 
 
 def examine(
@@ -83,7 +84,7 @@ def examine(
 
 
 def write_report(
-    report: Report, folder: Path, facts: dict[str, str], beside: Sequence[chart.Series] = ()
+    report: Report, folder: Path, facts: dict[str, str], beside: Sequence[charts.Accuracy] = ()
 ) -> None:
     """Write accuracy.csv, accuracy.svg, report.html, and alignment.svg for a model with attention.
 
@@ -99,11 +100,11 @@ def write_report(
     task, series = report.task, [report.series(), *beside]
     write(folder / "accuracy.csv", _table(report.bins))
     title = f"{task.name}: sources answered right, every word of them"
-    write(folder / "accuracy.svg", chart.svg(series, task.lengths[1], title) + "\n")
+    charts.write(charts.accuracy_chart(series, task.lengths[1], title), folder / "accuracy.svg")
     if report.alignments:
         first = report.alignments[0]
-        weights = first.weights.numpy()
-        write(folder / "alignment.svg", drawn.svg(weights, first.said, first.source) + "\n")
+        drawn = charts.AlignmentMap(first.weights.numpy(), first.said, first.source)
+        charts.write(drawn, folder / "alignment.svg")
     page = TaskPage(
         f"{task.name}: {report.model}",
         task.sentence,
@@ -116,7 +117,7 @@ def write_report(
     write(folder / "report.html", page.html())
 
 
-def read_series(folder: Path, name: str | None = None) -> chart.Series:
+def read_series(folder: Path, name: str | None = None) -> charts.Accuracy:
     """The points of another run, from its accuracy.csv.
 
     Raises:
@@ -126,7 +127,7 @@ def read_series(folder: Path, name: str | None = None) -> chart.Series:
     try:
         rows = list(csv.DictReader(io.StringIO(text(path, LONGEST))))
         points = [
-            chart.Point(
+            charts.LengthBin(
                 int(row["shortest"]),
                 int(row["longest"]),
                 float(row["share"]),
@@ -142,19 +143,19 @@ def read_series(folder: Path, name: str | None = None) -> chart.Series:
             f"{path}: not a table of {', '.join(COLUMNS)}: {told(error)}; write it anew with "
             "`regard train --task`"
         ) from error
-    return chart.Series(name or inert(folder.name), tuple(points))
+    return charts.Accuracy(name or inert(folder.name), tuple(points))
 
 
 def lines(report: Report) -> Iterator[Text]:
     """The report for a terminal: bars by length, and the first alignment."""
-    yield from chart.lines(report.series(), report.task.lengths[1])
+    yield from accuracy_lines(report.series(), report.task.lengths[1])
     for one in report.alignments[:1]:
         verdict = "right" if one.outcome.right else "wrong"
         yield Text()
         yield Text.assemble(
             ("  where it looks", "bold"), f" ({one.place}; the answer is {verdict})"
         )
-        yield from drawn.lines(one.weights.numpy(), one.said, one.source)
+        yield from alignment_lines(one.weights.numpy(), one.said, one.source)
 
 
 def _table(bins: Sequence[Bin]) -> str:

@@ -37,7 +37,7 @@ from regard.train.tasks import find_task
 from regard.train.tasks.base import Made, Task, pad
 from regard.train.tasks.models import Recipe, build, recipe
 from regard.train.tasks.report import Report, examine, lines, read_series, write_report
-from regard.view.chart import Series
+from regard.view.charts import Accuracy
 
 VALIDATION = 128
 """Examples on which the loss is measured during training."""
@@ -98,7 +98,7 @@ class TaskRun:
         model: nn.Module,
         loss: PairLoss | AnswerLoss,
         made: Made,
-        beside: Sequence[Series],
+        beside: Sequence[Accuracy],
     ) -> tuple[dict[str, Any], int | None]:
         """What `run` does in a folder that is its own."""
         o = self.options

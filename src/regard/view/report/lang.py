@@ -58,8 +58,10 @@ def of_locale(environment: Mapping[str, str] | None = None) -> str:
     Args:
         environment: the variables; by default those of this process.
 
-    >>> of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"}), of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
-    ('zh', 'en')
+    >>> of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
+    'zh'
+    >>> of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
+    'en'
     """
     variables = os.environ if environment is None else environment
     said = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")

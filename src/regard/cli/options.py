@@ -1,12 +1,19 @@
-"""The options of every command that loads a model, and the loading itself."""
+"""What several commands share: the options of the model that they load, its loading, and the files
+that they are to write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 import typer
+
+from regard.errors import FileError
+from regard.files.write import check_place, check_target
+from regard.foreign import shown
 
 if TYPE_CHECKING:
     from regard.models import Model, Seq2Seq, TextEncoder
@@ -124,8 +131,39 @@ def load(source: str, how: How, kind: type[Any] | None = None) -> Any:
 
 def tell_ignored(names: Sequence[str]) -> None:
     """Say on standard error what of a model's folder was passed over."""
-    from regard.foreign import shown
-
     if names:
         some = ", ".join(shown(name) for name in names[:10]) + (", ..." if len(names) > 10 else "")
         typer.echo(f"passed over in the model's folder: {some}", err=True)
+
+
+def check_files(
+    files: Mapping[str, Path | None], *, pictures: Mapping[str, Path | None] | None = None
+) -> None:
+    """Refuse files that cannot be written, before anything is computed.
+
+    Args:
+        files: flag -> the file that it names; None: the flag was not given.
+        pictures: the same of charts, whose ending must be one of a picture.
+
+    Raises:
+        typer.BadParameter: the name is no file's or no picture's, or its folder is missing: wrong
+            usage, exit code 2.
+        FileError: the disk or the permissions refuse: a failure, exit code 1.
+
+    >>> check_files({"--html": Path("no such folder/page.html")})
+    Traceback (most recent call last):
+    typer.BadParameter: no such folder/page.html: there is no folder 'no such folder'; make it first
+    """
+    pictures = pictures or {}
+    for flag, path in {**files, **pictures}.items():
+        if path is None:
+            continue
+        try:
+            if flag in pictures:
+                from regard.view.plotting import check_format
+
+                check_format(path)
+            check_place(path)
+        except FileError as error:
+            raise typer.BadParameter(str(error), param_hint=flag) from error
+        check_target(path)

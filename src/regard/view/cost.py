@@ -1,54 +1,21 @@
-"""What `regard cost` prints: parameters by part, what a context costs, and bounds on a machine."""
+"""The text of `regard cost`: parameters by part, what a context costs, and bounds on a machine."""
 
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from regard import units
 from regard.configs.known import KNOWN, model_of
 from regard.cost import CostReport
 from regard.cost.roofline import MACHINES, Machine, bounds, fit, intensity
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import FIGURES, times
+from regard.table import table
 
-SCALES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 BYTES = tuple(name for name in FIGURES if "bytes" in name)
-
-
-def flops(n: float, unit: str = "FLOP") -> str:
-    """1.5e12 as 1.50 TFLOP."""
-    for scale, letter in SCALES:
-        if n >= scale:
-            return f"{n / scale:.4g} {letter}{unit}"
-    return f"{n:g} {unit}"
-
-
-def size(n: int) -> str:
-    """Bytes in the unit that suits."""
-    return next((f"{n / scale:.4g} {unit}" for scale, unit in BINARY if n >= scale), f"{n} bytes")
-
-
-def seconds(t: float) -> str:
-    """Seconds in the unit that suits."""
-    scales = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-    return next(
-        (f"{t / scale:.3g} {unit}" for scale, unit in scales if t >= scale), f"{t * 1e9:.3g} ns"
-    )
-
-
-def grid(rows: Sequence[Sequence[str]]) -> str:
-    """Columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [
-            first.ljust(widths[0]),
-            *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True)),
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def page(report: CostReport, machine: Machine | None) -> str:
@@ -76,7 +43,7 @@ def _parts(report: CostReport) -> str:
         for p in model.parts
     ]
     rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active:,}"))
-    lines, layers = [grid(rows)], model.layers
+    lines, layers = [table(rows)], model.layers
     first = layers[0].mixer
     if isinstance(first, SoftmaxSpec) and not model.reader:
         one = first.weights.matrices
@@ -95,48 +62,56 @@ def _parts(report: CostReport) -> str:
 
 def _costs(report: CostReport) -> str:
     at, model = report.setting, report.model
-    rows = [("weights", f"{report.weight_bytes:,} bytes", size(report.weight_bytes))]
+    rows = [("weights", f"{report.weight_bytes:,} bytes", units.size(report.weight_bytes))]
     if model.decodes:
         rows += [
             (
                 "cache, for each token",
                 f"{report.kv_bytes_per_token:,} bytes",
-                size(report.kv_bytes_per_token),
+                units.size(report.kv_bytes_per_token),
             ),
-            ("cache, all", f"{report.kv_bytes:,} bytes", size(report.kv_bytes)),
+            ("cache, all", f"{report.kv_bytes:,} bytes", units.size(report.kv_bytes)),
         ]
         if report.kv_growth != report.kv_bytes_per_token:
             grows = f"{report.kv_growth:,} bytes"
-            rows.insert(2, ("  in layers that forget nothing", grows, size(report.kv_growth)))
+            rows.insert(2, ("  in layers that forget nothing", grows, units.size(report.kv_growth)))
         if report.state_bytes:
             rows.append(
-                ("  of which states", f"{report.state_bytes:,} bytes", size(report.state_bytes))
+                (
+                    "  of which states",
+                    f"{report.state_bytes:,} bytes",
+                    units.size(report.state_bytes),
+                )
             )
     rows.append(
-        ("prompt", flops(report.prefill_flops), _moved(report.prefill_flops, report.prefill_bytes))
+        (
+            "prompt",
+            units.count(report.prefill_flops, "FLOP"),
+            _moved(report.prefill_flops, report.prefill_bytes),
+        )
     )
     if model.decodes:
         rows.append(
             (
                 "one token",
-                flops(report.decode_flops),
+                units.count(report.decode_flops, "FLOP"),
                 _moved(report.decode_flops, report.decode_bytes),
             )
         )
     for form, count in report.decode_forms.items():
-        rows.append((f"  latents, {form}", flops(count), ""))
+        rows.append((f"  latents, {form}", units.count(count, "FLOP"), ""))
     title = f"context {at.context:,}, batch {at.batch}, weights {at.dtype}, cache {at.format.name}"
-    return f"{title}\n{grid(rows)}"
+    return f"{title}\n{table(rows)}"
 
 
 def _moved(count: int, moved: int) -> str:
-    return f"{size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
+    return f"{units.size(moved)} moved, {float(f'{intensity(count, moved):.3g}'):,g} FLOP/byte"
 
 
 def _bounds(report: CostReport, machine: Machine) -> str:
-    rate = machine.rate(report.setting.dtype)
+    rate = units.count(machine.rate(report.setting.dtype), "FLOP/s")
     lines = [
-        f"on {machine.name} at best: {machine.bandwidth / 1e9:,.4g} GB/s, {flops(rate, 'FLOP/s')}",
+        f"on {machine.name} at best: {units.rate(machine.bandwidth)}, {rate}",
         f"  ({machine.source})",
         f"  weights and cache are {_fit(report, machine)}",
         *([f"  (memory: {machine.memory_source})"] if machine.memory_source else []),
@@ -145,7 +120,7 @@ def _bounds(report: CostReport, machine: Machine) -> str:
         lines.append("  times are those of such a machine with more memory:")
     for what, bound in bounds(report, machine).items():
         many = f", {report.setting.batch / bound.seconds:,.4g} tokens/s" if what == "decode" else ""
-        lines.append(f"  {what}: {seconds(bound.seconds)}, bound by {bound.by}{many}")
+        lines.append(f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}{many}")
     return "\n".join(lines)
 
 
@@ -153,14 +128,14 @@ def _fit(report: CostReport, machine: Machine) -> str:
     """What weights and caches need, and whether that fits."""
     room = fit(report, machine)
     if room.fits is None:
-        return f"{size(room.needed)}; its memory is not known"
+        return f"{units.size(room.needed)}; its memory is not known"
     if room.fits:
-        left = size(room.memory - room.needed)
+        left = units.size(room.memory - room.needed)
         return (
-            f"{size(room.needed)}; its memory is {size(room.memory)}: they fit, with {left} to "
-            "spare"
+            f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they fit, with "
+            f"{left} to spare"
         )
-    return f"{size(room.needed)}; its memory is {size(room.memory)}: they do not fit"
+    return f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they do not fit"
 
 
 def side_by_side(first: CostReport, second: CostReport, machine: Machine | None) -> str:
@@ -169,7 +144,7 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
     names = first.model.name, second.model.name
     rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
     for name in FIGURES:
-        unit = size if name in BYTES else flops if "flops" in name else "{:,}".format
+        unit = _words(name)
         rows.append(
             (name.replace("_", " "), unit(a[name]), unit(b[name]), _times(a[name], b[name]))
         )
@@ -179,7 +154,7 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
         fits = [fit(report, machine) for report in (first, second)]
         rows.append((f"fits {machine.name}", *(told[one.fits] for one in fits), ""))
         for what, found in times(first, second, machine).items():
-            cells = ["does not fit" if t is None else seconds(t) for t in found]
+            cells = ["does not fit" if t is None else units.seconds(t) for t in found]
             x, y = found
             rows.append(
                 (
@@ -201,7 +176,14 @@ def side_by_side(first: CostReport, second: CostReport, machine: Machine | None)
         f"{names[1]}: "
         f"above 1x, {names[0]} needs more"
     )
-    return "\n".join([title, grid(rows), *notes])
+    return "\n".join([title, table(rows), *notes])
+
+
+def _words(name: str) -> Callable[[int], str]:
+    """How a figure is written: in bytes, in FLOPs, or as a number."""
+    if name in BYTES:
+        return units.size
+    return partial(units.count, unit="FLOP") if "flops" in name else "{:,}".format
 
 
 def _times(a: float, b: float) -> str:
@@ -212,7 +194,7 @@ def _times(a: float, b: float) -> str:
 def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """A row for each context."""
     timed = "decode_seconds" in rows[0]
-    table = [
+    lines = [
         (
             "context",
             "cache",
@@ -225,21 +207,25 @@ def swept(name: str, rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         told = {True: "yes", False: "no", None: "not known"}
         at_best = (
-            (seconds(row["prefill_seconds"]), seconds(row["decode_seconds"]), told[row["fits"]])
+            (
+                units.seconds(row["prefill_seconds"]),
+                units.seconds(row["decode_seconds"]),
+                told[row["fits"]],
+            )
             if timed
             else ()
         )
-        table.append(
+        lines.append(
             (
                 f"{row['context']:,}",
-                size(row["kv_bytes"]),
-                flops(row["prefill_flops"]),
-                flops(row["decode_flops"]),
-                size(row["decode_bytes"]),
+                units.size(row["kv_bytes"]),
+                units.count(row["prefill_flops"], "FLOP"),
+                units.count(row["decode_flops"], "FLOP"),
+                units.size(row["decode_bytes"]),
                 *at_best,
             )
         )
-    return f"{name}\n{grid(table)}"
+    return f"{name}\n{table(lines, left=())}"
 
 
 def listing(*, json: bool) -> str:
@@ -263,9 +249,9 @@ def listing(*, json: bool) -> str:
     rates = [
         (
             name,
-            f"{m.bandwidth / 1e9:,.4g} GB/s",
-            f"{m.memory / 2**30:.1f} GiB" if m.memory else "",
-            *(f"{k} {flops(v, 'FLOP/s')}" for k, v in m.flops.items()),
+            units.rate(m.bandwidth),
+            units.size(m.memory) if m.memory else "",
+            *(f"{k} {units.count(v, 'FLOP/s')}" for k, v in m.flops.items()),
         )
         for name, m in MACHINES.items()
     ]
@@ -274,8 +260,8 @@ def listing(*, json: bool) -> str:
     return "\n\n".join(
         [
             "models, with their parameters\n"
-            + grid([(name, f"{n:,}") for name, n in sizes.items()]),
-            "machines, at most\n" + grid(rates),
+            + table([(name, f"{n:,}") for name, n in sizes.items()]),
+            "machines, at most\n" + table(rates),
             "where from\n"
             + "\n".join(
                 f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")

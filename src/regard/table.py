@@ -1,0 +1,59 @@
+"""Tables of text: columns as wide as their widest cell, for every command that prints figures."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def table(
+    rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), indent: str = "", gap: int = 2
+) -> str:
+    """Rows as lines; numbers stand on the right, and the columns of names on the left.
+
+    Args:
+        rows: cells; the first row may be the heads. A row that is shorter ends early.
+        left: the columns that stand on the left; the others stand on the right.
+        indent: in front of every line.
+        gap: spaces between two columns.
+
+    Returns:
+        The lines, joined, without spaces at their ends.
+
+    >>> print(table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
+            cache  kernel
+    mha  16.0 MiB  cpu
+    """
+    count = max(map(len, rows), default=0)
+    widths = [
+        max((columns_of(row[i]) for row in rows if i < len(row)), default=0) for i in range(count)
+    ]
+    return "\n".join(
+        (
+            indent
+            + (" " * gap).join(
+                _pad(cell, widths[i], on_the_left=i in left) for i, cell in enumerate(row)
+            )
+        ).rstrip()
+        for row in rows
+    )
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes: Chinese characters take two.
+
+    >>> columns_of("key"), columns_of("注意力"), columns_of("e\u0301")
+    (3, 6, 1)
+    """
+    if text.isascii():
+        return len(text)
+    import unicodedata  # most tables are ASCII
+
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        for c in text
+    )
+
+
+def _pad(cell: str, width: int, *, on_the_left: bool) -> str:
+    spaces = " " * (width - columns_of(cell))
+    return cell + spaces if on_the_left else spaces + cell

@@ -1,0 +1,109 @@
+"""Numbers with their units, as every command and message of regard writes them.
+
+Amounts of memory are in binary units: 1 KiB is 1024 bytes, 1 MiB is 1024 KiB, 1 GiB is 1024 MiB.
+Everything else is in decimal units, as data sheets write it: 1 GB/s is 1e9 bytes per second,
+1 TFLOP is 1e12 operations. A number has three significant digits; exact ones stand in the JSON.
+"""
+
+from __future__ import annotations
+
+import math
+
+ABSENT = "-"
+"""Stands in a table where there is no number."""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E")
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
+def digits(x: float) -> str:
+    """A number with three significant digits; larger ones have all digits before the point.
+
+    >>> digits(1.0), digits(33.333), digits(139.4), digits(1023.0), digits(0.01234)
+    ('1.00', '33.3', '139', '1023', '0.0123')
+    """
+    if x == 0 or not math.isfinite(x):
+        return f"{x:.0f}"
+    exponent = int(f"{abs(x):.2e}".partition("e")[2])
+    return f"{x:.{max(0, 2 - exponent)}f}"
+
+
+def size(n: float | None) -> str:
+    """An amount of memory in bytes, KiB, MiB, GiB and so on; None is a dash.
+
+    >>> size(512), size(33792), size(32 << 20), size(143771 * 2**20), size(None)
+    ('512 B', '33.0 KiB', '32.0 MiB', '140 GiB', '-')
+    """
+    if n is None:
+        return ABSENT
+    step = 0
+    while abs(n) >= 1024 and step < len(_BINARY) - 1:
+        n, step = n / 1024, step + 1
+    return f"{digits(n) if step else f'{n:.0f}'} {_BINARY[step]}"
+
+
+def count(n: float | None, unit: str = "") -> str:
+    """A count with a decimal prefix in front of its unit; None is a dash.
+
+    >>> count(1.5e12, "FLOP"), count(630e9, "FLOP/s"), count(262144), count(999, "B/s")
+    ('1.50 TFLOP', '630 GFLOP/s', '262 k', '999 B/s')
+    """
+    if n is None:
+        return ABSENT
+    step = 0
+    while abs(n) >= 999.5 and step < len(_DECIMAL) - 1:
+        n, step = n / 1000, step + 1
+    number = f"{n:g}" if not step and n == int(n) else digits(n)
+    return f"{number} {_DECIMAL[step]}{unit}".rstrip()
+
+
+def rate(bytes_per_second: float | None) -> str:
+    """A bandwidth in GB/s, whatever its size: 1 GB is 1e9 bytes; None is a dash.
+
+    >>> rate(23e9), rate(3.35e12), rate(None)
+    ('23.0 GB/s', '3350 GB/s', '-')
+    """
+    return ABSENT if bytes_per_second is None else f"{digits(bytes_per_second / 1e9)} GB/s"
+
+
+def seconds(t: float | None) -> str:
+    """A duration in s, ms, µs or ns, whichever gives a number from 1; None is a dash.
+
+    >>> seconds(2.5), seconds(0.0123), seconds(2e-6), seconds(0.0), seconds(None)
+    ('2.50 s', '12.3 ms', '2.00 µs', '0 s', '-')
+    """
+    if t is None:
+        return ABSENT
+    if t == 0:
+        return "0 s"
+    scale, unit = _unit_of(t)
+    return f"{digits(t / scale)} {unit}"
+
+
+def span(low: float, high: float) -> str:
+    """Two durations in the unit of the larger one, with at most two decimals.
+
+    >>> span(0.0120, 0.0125), span(0.9, 2.5)
+    ('12.0..12.5 ms', '0.90..2.50 s')
+    """
+    scale, unit = _unit_of(high)
+    first = digits(low / scale) if low >= scale else f"{low / scale:.2f}"
+    return f"{first}..{digits(high / scale)} {unit}"
+
+
+def tokens(n: int) -> str:
+    """A number of tokens as a person writes a context: k is 1024 and M is 1024 k, where it divides.
+
+    >>> tokens(8192), tokens(1 << 20), tokens(4000), tokens(512)
+    ('8k', '1M', '4,000', '512')
+    """
+    for scale, letter in ((1 << 20, "M"), (1 << 10, "k")):
+        if n >= scale and n % scale == 0:
+            return f"{n // scale:,}{letter}"
+    return f"{n:,}"
+
+
+def _unit_of(t: float) -> tuple[float, str]:
+    """The unit in which a duration is a number from 1, by its rounded digits."""
+    return next(((s, unit) for s, unit in _SECONDS if abs(t) >= 0.9995 * s), _SECONDS[-1])

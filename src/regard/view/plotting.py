@@ -1,0 +1,334 @@
+"""Figures of matplotlib: their look, and how they become SVG text for a page, or a file.
+
+An SVG of matplotlib is made fit for a page: its colours are attributes that the style of `css`
+replaces in the dark, no `style` attribute remains that a content policy would refuse, text stays
+text, and what a reader points at says its numbers. The same data give the same bytes.
+
+matplotlib is imported by the functions that draw, never by `import regard.view.plotting`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from regard.errors import FileError
+from regard.files.write import replacing
+from regard.foreign import inert
+from regard.table import columns_of
+from regard.view import palette
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+_drawing = Lock()
+_LONG = re.compile(r"-?\d+\.\d{3,}")
+FORMATS = (".svg", ".png", ".pdf")
+SVG = "http://www.w3.org/2000/svg"
+STEPS = 16
+"""Shades of a weight: each has a colour in the light, and another one in the dark."""
+
+FONTS = (
+    "system-ui,'Noto Sans','Noto Sans CJK SC','Noto Sans SC','PingFang SC','Microsoft YaHei',"
+    "sans-serif"
+)
+"""Fonts in which a browser writes the text of an SVG, Chinese included."""
+
+CHINESE = (
+    "notosanscjk-regular",
+    "notosanscjksc-regular",
+    "notosanssc-regular",
+    "sourcehansanssc-regular",
+    "pingfang",
+    "msyh",
+    "simhei",
+    "wqy-microhei",
+)
+"""Files of fonts with Chinese characters, in which a PNG or PDF is written where one is there."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure, and what its marks say when a reader points at them.
+
+    Attributes:
+        figure: of matplotlib.
+        hints: the gid of an artist -> a text for each of its marks, in their order.
+    """
+
+    figure: Figure
+    hints: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def check_format(path: Path) -> None:
+    """Refuse a file that is none of the formats of `FORMATS`.
+
+    Raises:
+        FileError: says which formats there are.
+
+    >>> check_format(Path("pattern.jpg"))
+    Traceback (most recent call last):
+    regard.errors.FileError: pattern.jpg is no picture; its name must end in .svg, .png, .pdf
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise FileError(f"{path} is no picture; its name must end in {', '.join(FORMATS)}")
+
+
+def new_figure(wide: float, high: float) -> Figure:
+    """An empty figure of so many pixels, in the colours of a light page."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(wide / 72, high / 72), dpi=72, facecolor=palette.LIGHT["card"])
+
+
+def new_axes(figure: Figure, left: float, right: float, top: float, bottom: float) -> Axes:
+    """Axes with margins in pixels, styled: a light grid, no frame, soft numbers."""
+    wide, high = (72 * x for x in figure.get_size_inches())
+    axes = figure.add_axes(
+        (left / wide, bottom / high, (wide - left - right) / wide, (high - top - bottom) / high)
+    )
+    axes.set_facecolor("none")
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=palette.LIGHT["line"], linewidth=1)
+    axes.tick_params(length=0, pad=7, colors=palette.LIGHT["soft"], labelsize=13)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    return axes
+
+
+def write_at(
+    figure: Figure, x: float, y: float, text: str, *, role: str = "soft", size: int = 13
+) -> None:
+    """A text whose line begins x pixels from the left and y pixels below the top of the figure."""
+    wide, high = (72 * side for side in figure.get_size_inches())
+    figure.text(
+        x / wide,
+        1 - y / high,
+        inert(text),
+        color=palette.LIGHT[role],
+        fontsize=size,
+        fontweight="bold" if role == "ink" else "normal",
+    )
+
+
+def weight_colours() -> ListedColormap:
+    """The shades of a weight from 0 to 1."""
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(_shades("light"), name="weights")
+
+
+def css() -> str:
+    """The style with which charts of a page follow a reader who prefers dark pages.
+
+    >>> '.chart [fill="#0063a8"]{fill:#74b9f5}' in css()
+    True
+    """
+    pairs = {palette.LIGHT[name]: palette.DARK[name] for name in palette.LIGHT}
+    pairs |= dict(zip(_shades("light"), _shades("dark"), strict=True))
+    rules = "".join(
+        f'.chart [{what}="{light}"]{{{what}:{dark}}}'
+        for light, dark in pairs.items()
+        for what in ("fill", "stroke")
+    )
+    return f"@media (prefers-color-scheme:dark){{{rules}}}\n"
+
+
+def svg(drawing: Drawing, title: str, *, alone: bool = True) -> str:
+    """A figure as SVG text.
+
+    Args:
+        drawing: the figure and its hints.
+        title: read out to who cannot see the chart.
+        alone: whether it is a file of its own, with its paper and style; a page has `css()` once.
+    """
+    drawing.figure.patch.set_visible(alone)
+    text = io.StringIO()
+    with _settings(drawing.figure, title):
+        drawing.figure.savefig(text, format="svg", metadata={"Date": None})
+    root = ET.fromstring(text.getvalue())  # noqa: S314 (matplotlib wrote it just now)
+    root = _plain(root)
+    _hint(root, drawing.hints)
+    _drop_ids(root)
+    wide, high = (round(72 * x) for x in drawing.figure.get_size_inches())
+    root.attrib = {
+        "class": "chart",
+        "xmlns": SVG,
+        "viewBox": f"0 0 {wide} {high}",
+        "width": str(wide),
+        "height": str(high),
+        "role": "img",
+        "aria-label": inert(title),
+        "font-family": FONTS,
+        "stroke-linejoin": "round",
+    }
+    if alone:
+        style = ET.Element("style")
+        style.text = css()
+        root.insert(0, style)
+    return ET.tostring(root, encoding="unicode")
+
+
+def write(drawing: Drawing, path: Path, title: str) -> int:
+    """Write a figure to a file whose ending says the format; returns the bytes written.
+
+    Raises:
+        FileError: the ending is none of `FORMATS`, or the file cannot be written.
+    """
+    check_format(path)
+    kind = path.suffix.lower()
+    with replacing(path) as place:
+        if kind == ".svg":
+            place.write_text(svg(drawing, title) + "\n", "utf-8")
+        else:
+            nothing = {".pdf": {"CreationDate": None}, ".png": {"Software": None}}[kind]
+            fonts = _chinese_fonts() if _is_wide(drawing.figure) else ()
+            with _settings(drawing.figure, title, fonts=fonts):
+                drawing.figure.savefig(place, format=kind[1:], dpi=144, metadata=nothing)
+    return path.stat().st_size
+
+
+@contextmanager
+def _settings(figure: Figure, title: str, fonts: Sequence[str] = ()) -> Iterator[None]:
+    """The settings of matplotlib under which the same figure gives the same file.
+
+    The identifiers in an SVG follow from the title, so that two charts of one page share none; no
+    text is read as mathematics, whatever dollars it has. The settings are the process's: threads
+    that draw with regard do it one after another.
+    """
+    from matplotlib import rc_context
+
+    for text in _texts(figure):
+        wide = columns_of(text.get_text()) > len(text.get_text())
+        text.set_parse_math(False)
+        text.set_fontfamily(["DejaVu Sans", *(fonts if wide else ())])
+        if wide and fonts:  # the file that was found has one weight
+            text.set_fontweight("normal")
+    settings = rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": f"regard {title}",
+            "font.family": ["DejaVu Sans", *fonts],
+            "text.parse_math": False,
+            "path.simplify": False,
+        }
+    )
+    with _drawing, settings, _unwarned(figure):
+        yield
+
+
+def _unwarned(figure: Figure) -> AbstractContextManager[None]:
+    """Leave out matplotlib's warnings about letters that its own font lacks.
+
+    An SVG is written in the fonts of its reader, and a PNG that has no letter shows a box.
+    """
+    from matplotlib.font_manager import findfont, get_font
+
+    own = get_font(findfont("DejaVu Sans"))
+    letters = {letter for text in _texts(figure) for letter in text.get_text()}
+    if all(own.get_char_index(ord(letter)) for letter in letters if letter.isprintable()):
+        return nullcontext()
+    # it imports torch, which texts of other scripts come from, and which no other chart waits for
+    from regard.process import quiet
+
+    return quiet()
+
+
+def _texts(figure: Figure) -> list[Text]:
+    """Every text of a figure."""
+    from matplotlib.text import Text
+
+    return [one for one in figure.findobj(Text) if isinstance(one, Text)]
+
+
+def _is_wide(figure: Figure) -> bool:
+    """Whether a text of a figure has Chinese or other wide characters."""
+    return any(columns_of(text.get_text()) > len(text.get_text()) for text in _texts(figure))
+
+
+@cache
+def _chinese_fonts() -> tuple[str, ...]:
+    """The first font with Chinese characters that this machine has, if any."""
+    from matplotlib.font_manager import findSystemFonts, fontManager, get_font
+
+    there = {Path(path).stem.lower(): path for path in findSystemFonts()}
+    for name in CHINESE:
+        if name in there:
+            fontManager.addfont(there[name])
+            return (get_font(there[name]).family_name,)
+    return ()
+
+
+def _shades(theme: str) -> list[str]:
+    stops = palette.WEIGHTS[theme]
+    colours = (palette.ramp(stops, i / (STEPS - 1)) for i in range(STEPS))
+    return ["#{:02x}{:02x}{:02x}".format(*rgb) for rgb in colours]
+
+
+def _plain(element: ET.Element) -> ET.Element:
+    """An element without namespaces and `style` attributes.
+
+    Metadata and styles are left out, and so are clips: no mark stands outside its axes. A shape
+    that is used several times takes the colours of each use.
+    """
+    made = ET.Element(element.tag.partition("}")[2])
+    made.text, made.tail = element.text, element.tail
+    for name, value in element.attrib.items():
+        if name == "style":
+            made.attrib |= _attributes(value)
+        elif name != "clip-path" and not value.startswith("rotate(-0 "):
+            made.set(name.rpartition("}")[2], _short(value))
+    for child in map(_plain, element):
+        if child.tag not in ("metadata", "style", "clipPath"):
+            made.append(child)
+        if made.tag == "defs":
+            child.attrib = {k: v for k, v in child.attrib.items() if k not in ("fill", "stroke")}
+    return made
+
+
+def _short(value: str) -> str:
+    """An attribute in one line, its coordinates to a hundredth of a pixel."""
+    text = " ".join(value.split())
+    return _LONG.sub(lambda found: f"{float(found[0]):.2f}".rstrip("0").rstrip("."), text)
+
+
+def _attributes(style: str) -> dict[str, str]:
+    """The declarations of a style as attributes, which SVG has by the same names."""
+    pairs = (one.partition(":") for one in style.split(";") if one.strip())
+    found = {name.strip(): value.strip() for name, _, value in pairs}
+    # the whole drawing says it once
+    found.pop("font-family", None)
+    return found
+
+
+def _hint(root: ET.Element, hints: Mapping[str, Sequence[str]]) -> None:
+    """Give every mark its text: marks are uses of a shape, or shapes of their own."""
+    for group in list(root.iter("g")):
+        texts = hints.get(group.get("id", ""))
+        if texts is None:
+            continue
+        marks = [*group.iter("use")] or list(group.findall("path"))
+        for mark, text in zip(marks, texts, strict=True):
+            title = ET.SubElement(mark, "title")
+            title.text = inert(text)
+
+
+def _drop_ids(root: ET.Element) -> None:
+    """Keep the identifiers that are referred to, and no others: two charts may share a page."""
+    values = [value for element in root.iter() for value in element.attrib.values()]
+    used = {value[1:] for value in values if value.startswith("#")}
+    used |= {value[5:-1] for value in values if value.startswith("url(#")}
+    for element in root.iter():
+        if element.get("id", "") not in used:
+            element.attrib.pop("id", None)

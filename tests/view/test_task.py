@@ -1,0 +1,62 @@
+"""The page of a task, and its lines for a terminal: what is shown is what was given."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from regard.view.charts import Accuracy, LengthBin
+from regard.view.task import Aligned, TaskPage, Told, accuracy_lines, alignment_lines
+
+HOSTILE = '</svg><script>alert(1)</script>&"\u202e\x1b'
+
+
+def accuracy(name: str = "lstm", shares: tuple[float, ...] = (1.0, 0.5, 0.0)) -> Accuracy:
+    bins = (
+        LengthBin(8 * i + 1, 8 * i + 8, p, (max(0, p - 0.1), min(1, p + 0.1)), 50)
+        for i, p in enumerate(shares)
+    )
+    return Accuracy(name, tuple(bins))
+
+
+def test_the_terminal_shows_the_weights() -> None:
+    weights = np.array([[0.0, 1.0], [0.5, 0.5]])
+    said = [line.plain for line in alignment_lines(weights, ["一", "二"], ["one", "two"])]
+    assert said[-2].endswith("│  ██│")
+    assert said[-1].endswith("│▓▓▓▓│")
+    assert max(len(line) for line in said) <= 100
+    wide = list(alignment_lines(np.eye(50)[:3], list("abc"), [f"w{i}" for i in range(50)]))
+    assert wide[-1].plain.endswith("…")
+    assert sum("49" in line.plain for line in wide) >= 1
+
+
+def test_bars_are_as_long_as_the_share() -> None:
+    lines = [line.plain for line in accuracy_lines(accuracy(), 16, 10)]
+    assert [line.count("█") for line in lines] == [0, 10, 5, 0, 0]
+    assert "longer than trained" in lines[3]
+
+
+def test_words_are_only_ever_text() -> None:
+    one = Aligned((HOSTILE,), (HOSTILE,), ("x",), np.full((1, 1), 1.0), HOSTILE)
+    text = TaskPage(
+        HOSTILE,
+        HOSTILE,
+        {HOSTILE: HOSTILE},
+        [accuracy(HOSTILE)],
+        16,
+        [one],
+        [Told(HOSTILE, "", HOSTILE)],
+    ).html()
+    assert "<script" not in text
+    assert "\u202e" not in text
+    assert "\x1b" not in text
+    assert "(nothing)" in text
+    assert not one.right
+    assert "<span class='bad'>wrong</span>; " in text
+    assert "it should have been x" in text
+    assert text.count("<svg") == 2
+
+
+def test_a_page_of_nothing() -> None:
+    page = TaskPage("a", "b", {}, (), 1).html()
+    assert "<section>" not in page
+    assert page.startswith("<!doctype html>")
