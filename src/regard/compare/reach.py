@@ -77,7 +77,7 @@ def losses(
             f"the text has {len(ids)} tokens, and {longest} of context need {longest + 1}; give a "
             "longer text, or shorter lengths"
         )
-    ends = torch.linspace(longest, len(ids) - 1, windows).long().unique().tolist()
+    ends = torch.unique(torch.linspace(longest, len(ids) - 1, windows).long()).tolist()
     found = torch.zeros(len(lengths), dtype=torch.float64)
     for i, length in enumerate(lengths):
         for end in ends:

@@ -9,7 +9,7 @@ from regard.inspect.choose import (
     strongest_keys,
 )
 from regard.inspect.explain import MOST_TOKENS, explain
-from regard.inspect.explanation import Explanation, Step
+from regard.inspect.explanation import Explanation
 from regard.inspect.files import load, save
 from regard.inspect.metrics import (
     Measures,
@@ -26,6 +26,7 @@ from regard.inspect.metrics import (
     retrieval_score,
     sink_share,
 )
+from regard.inspect.parts import Step
 from regard.inspect.pooled import Pooled, pooled
 from regard.inspect.record import Recorder, Selection, record
 from regard.inspect.recording import Place, Recording, Top

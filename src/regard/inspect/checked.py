@@ -66,7 +66,7 @@ def _check_step(where: str, place: Place, step: Step, pool: Pool, B: int) -> Non
         if x is not None:
             _check_floats(f"{name} of {where}", x, shape)
     _check_range(f"columns of {where}", step.columns, s, place.N)
-    if len(step.columns.unique()) < s:
+    if len(torch.unique(step.columns)) < s:
         raise ArgumentError(f"columns of {where} name one twice")
     _check_range(
         f"keys of {where}", step.columns if step.keys is None else step.keys, s, len(pool.columns)

@@ -8,6 +8,7 @@ a block of keys at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,7 +131,7 @@ def scale_of(mixer: Recurrent, D: int) -> float:
     rule = mixer.rule
     if isinstance(rule, Features):
         return 1.0 if rule.normalise else rule.scale
-    return D**-0.5
+    return 1 / math.sqrt(D)
 
 
 def unnormalised(rule: Rule, head: int, i: int) -> Array:

@@ -36,7 +36,7 @@ class Evidence:
     @property
     def rows(self) -> int:
         """How many."""
-        return self.own.stop - self.own.start
+        return int(self.own.stop - self.own.start)
 
     @property
     def lse(self) -> Tensor:

@@ -92,11 +92,8 @@ def heads_steps(
     heads: Heads, x: Tensor, positions: Positions | None, letter: str
 ) -> list[tuple[str, str, Tensor]]:
     """The linear map of `Heads`, then each of its steps: (name, equation, [1,n,L,d])."""
-    y = (
-        heads.flat(heads.linear(x[None]))
-        .unflatten(-1, (heads.heads, heads.head_dim))
-        .transpose(1, 2)
-    )
+    y = heads.flat(heads.linear(x[None]))
+    y = torch.unflatten(y, -1, (heads.heads, heads.head_dim)).transpose(1, 2)
     index = "i" if letter == "q" else "j"
     flat = "" if isinstance(heads.flat, nn.Identity) else f"{_lower(heads.flat)} "
     found = [("projected", f"{letter}_{index} = {flat}W_{letter.upper()} x_{index}", y)]

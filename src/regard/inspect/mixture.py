@@ -99,7 +99,8 @@ def _gated(
     attention: NSA, found: Capture, calls: list[Call], call: Call, head: int, i: int
 ) -> Mixture:
     """Branches, each times its gate."""
-    gates = array(attention.gate(found.hidden["x"][i]).sigmoid().unflatten(-1, (3, -1)))[:, head]
+    gate = attention.gate(found.hidden["x"][i]).sigmoid()
+    gates = array(torch.unflatten(gate, -1, (3, -1)))[:, head]
     names = [one.place.name.rpartition(".")[2] for one in calls]
     terms = tuple(
         Term(name, float(gates[BRANCHES.index(name)]), float(one.weights[head].sum()), one is call)

@@ -94,7 +94,7 @@ def _used(place: Place, rows: slice, wide: int, heads: slice, batch: int) -> lis
     used = torch.zeros(n, dtype=torch.bool)
     for step, own, _ in parts:
         if step.run != 0:  # its keys are no blocks of columns
-            used[torch.div(step.columns, wide, rounding_mode="floor").unique()] = True
+            used[torch.unique(torch.div(step.columns, wide, rounding_mode="floor"))] = True
             continue
         asked = slice(own.start + step.first, own.stop + step.first)
         states = step.mask.tile_row(step.q_positions, step.k_positions, asked, wide)

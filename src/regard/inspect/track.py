@@ -188,7 +188,7 @@ class Track:
                 None,
                 which[None],
             )
-        columns = column[column >= 0].unique()
+        columns = torch.unique(column[column >= 0])
         match = column[:, :, None] == columns  # [b,s,n]
         there, slot = match.any(1), match.to(torch.uint8).argmax(1)
         positions = at.gather(1, slot).masked_fill(~there, -1)
@@ -220,7 +220,7 @@ class Track:
             most = int(new.sum(1).max())
             slots = [most - n + at[b, new[b]].argsort().argsort() for b, n in enumerate(new.sum(1))]
         found = [x for x in slots if x is not None]
-        used = torch.cat(found).unique()
+        used = torch.unique(torch.cat(found))
         added = torch.full((rows, len(used)), -1)
         for b, x in enumerate(found):
             where = torch.searchsorted(used, x)

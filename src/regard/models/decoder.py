@@ -132,8 +132,8 @@ class Decoder(nn.Module):
             with place(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]
-        x = self.norm(x)
-        return x if head is None else head(x)
+        states: Tensor = self.norm(x)
+        return states if head is None else head(states)
 
     def new_caches(self) -> list[Cache]:
         """An empty cache for each layer, of the kind that suits it."""

@@ -61,7 +61,8 @@ class Encoder(nn.Module):
         for i, layer in enumerate(self.layers):
             with place(f"layers.{i}"):
                 x = layer(x, positions, backend=backend)
-        return self.norm(x)
+        states: Tensor = self.norm(x)
+        return states
 
 
 class HeadedEncoder(nn.Module):
@@ -102,7 +103,8 @@ class HeadedEncoder(nn.Module):
         backend: str = "auto",
     ) -> Float[Tensor, "B S M"]:
         """States [B,S,M] of ids [B,S], as `Encoder`."""
-        return self.encoder(ids, positions, segments, backend=backend)
+        states: Tensor = self.encoder(ids, positions, segments, backend=backend)
+        return states
 
     def pooled(
         self, states: Float[Tensor, "B S M"], positions: Positions | None = None
@@ -110,7 +112,8 @@ class HeadedEncoder(nn.Module):
         """What the pooler makes of the state of each text's first token."""
         if self.pooler is None:
             raise ArgumentError("this model has no pooler: none was stored; pool its states")
-        return self.pooler(first(states, positions))
+        pooled: Tensor = self.pooler(first(states, positions))
+        return pooled
 
     def logits(self, states: Float[Tensor, "B S M"]) -> Float[Tensor, "B S V"]:
         """Logits for the word that stands, or stood, at each slot."""
@@ -118,7 +121,8 @@ class HeadedEncoder(nn.Module):
             raise ArgumentError(
                 "this model has no head: none was stored; load a checkpoint for masked words"
             )
-        return self.head(states)
+        logits: Tensor = self.head(states)
+        return logits
 
 
 def first(

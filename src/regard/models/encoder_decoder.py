@@ -93,7 +93,8 @@ class EncoderDecoder(nn.Module):
     ) -> Float[Tensor, "B S M"]:
         """What the decoder reads of a source [B,S]; slots at position -1 are padding."""
         with place("encoder"):
-            return self.encoder(ids, positions, backend=backend)
+            states: Tensor = self.encoder(ids, positions, backend=backend)
+            return states
 
     def decode(
         self,
@@ -143,7 +144,8 @@ class EncoderDecoder(nn.Module):
                     memory_positions=memory_positions,
                     backend=backend,
                 )
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     def new_caches(self) -> list[BlockCaches]:
         """Empty caches for a target and its source, a pair for each layer of the decoder."""

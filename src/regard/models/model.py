@@ -104,7 +104,8 @@ class Model:
         torch.Size([1, 3, 1024])
         """
         check_ids(ids, self.config.vocab_size)
-        return self.decoder(ids, positions, caches, backend=backend)
+        logits: Tensor = self.decoder(ids, positions, caches, backend=backend)
+        return logits
 
     __call__ = forward
 

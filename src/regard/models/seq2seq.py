@@ -90,9 +90,10 @@ class Seq2Seq(Tokenized):
         """
         for ids, positions in ((source_ids, source_positions), (target_ids, target_positions)):
             self._check(ids, positions)
-        return self.network(
+        logits: Tensor = self.network(
             source_ids, target_ids, source_positions, target_positions, backend=backend
         )
+        return logits
 
     __call__ = forward
 

@@ -304,7 +304,8 @@ class TextEncoder(Tokenized):
         """
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
-        return self.network(ids, positions, segments, backend=backend)
+        states: Tensor = self.network(ids, positions, segments, backend=backend)
+        return states
 
     def pool(
         self,
@@ -352,7 +353,7 @@ class TextEncoder(Tokenized):
         sizes = (tokens.positions >= 0).sum(1)
         order = sizes.argsort(stable=True)
         parts = []
-        for rows in order.split(batch):
+        for rows in torch.split(order, batch):
             some = Tokens(*(x[rows, : int(sizes[rows].max())] for x in tokens))
             parts.append(self.pool(self.hidden(*some), some.positions))
         return torch.cat(parts)[order.argsort()]

@@ -81,7 +81,8 @@ class PostNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """norm(x + sublayer(x))."""
-        return self.norm(x + self.kept(sublayer(x)))
+        out: Tensor = self.norm(x + self.kept(sublayer(x)))
+        return out
 
 
 class NormedPath(Residual):
@@ -100,7 +101,8 @@ class NormedPath(Residual):
     ) -> Float[Tensor, "B T M"]:
         """norm(x) + sublayer(norm(x))."""
         normed = self.norm(x)
-        return normed + self.kept(sublayer(normed))
+        out: Tensor = normed + self.kept(sublayer(normed))
+        return out
 
 
 class OutputNorm(Residual):
@@ -194,7 +196,8 @@ class Block(nn.Module):
         x = self.around_attention(
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
-        return self.around_feed_forward(x, self.feed_forward)
+        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return out
 
     def new_cache(self) -> Cache:
         """An empty cache of the kind that suits the attention."""
@@ -231,7 +234,8 @@ class ParallelBlock(Block):
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
         path = self.around_feed_forward
-        return mixed + path.dropout(self.feed_forward(path.norm(x)))
+        out: Tensor = mixed + path.dropout(self.feed_forward(path.norm(x)))
+        return out
 
 
 class BlockCaches(NamedTuple):
@@ -331,7 +335,8 @@ class DecoderBlock(nn.Module):
                     backend=backend,
                 ),
             )
-        return self.around_feed_forward(x, self.feed_forward)
+        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return out
 
     def new_caches(self) -> BlockCaches:
         """Empty caches for a target and its source."""

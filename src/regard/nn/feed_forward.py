@@ -38,7 +38,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """x [..., M] -> [..., M]."""
-        return self.down(self.activation(self.up(x)))
+        out: Tensor = self.down(self.activation(self.up(x)))
+        return out
 
 
 class GatedFeedForward(nn.Module):
@@ -69,7 +70,8 @@ class GatedFeedForward(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """x [..., M] -> [..., M]."""
-        return self.down(self.activation(self.gate(x)) * self.up(x))
+        out: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
+        return out
 
 
 class SwiGLU(GatedFeedForward):

@@ -71,7 +71,8 @@ class Gated(nn.Module):
 
     def finish(self, z: Tensor, x: Tensor) -> Tensor:
         """The heads, gated."""
-        return self.project.finish(z, x) * self.gate(x, None).sigmoid()
+        out: Tensor = self.project.finish(z, x) * self.gate(x, None).sigmoid()
+        return out
 
     def facing(self, queries: int, keys: int) -> Projection:
         """The projection's form for so many queries against so many keys, gated."""
@@ -107,7 +108,8 @@ class _GatedForm:
 
     def finish(self, z: Tensor, x: Tensor) -> Tensor:
         """The form's heads, gated."""
-        return self.form.finish(z, x) * self.gate(x, None).sigmoid()
+        out: Tensor = self.form.finish(z, x) * self.gate(x, None).sigmoid()
+        return out
 
 
 class Differential(Separate):
@@ -159,7 +161,8 @@ class Differential(Separate):
     def finish(self, z: Tensor, x: Tensor) -> Tensor:
         """The first pattern's heads less those of the second, normed: [B,2H,T,E] -> [B,H,T,E]."""
         first, second = z.chunk(2, dim=1)
-        return self.norm(first - self.share.to(z.dtype) * second) * (1 - self.start)
+        out: Tensor = self.norm(first - self.share.to(z.dtype) * second) * (1 - self.start)
+        return out
 
     @property
     def share(self) -> Tensor:

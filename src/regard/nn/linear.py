@@ -39,10 +39,10 @@ def linear(
         return F.linear(x, weight, bias)
     wide = x.float()
     step = max(1, BLOCK // max(1, weight.shape[1]))
-    biases = bias.split(step) if bias is not None else [None] * -(-weight.shape[0] // step)
+    biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
     parts = [
         F.linear(wide, w.float(), b if b is None else b.float()).to(x.dtype)
-        for w, b in zip(weight.split(step), biases, strict=True)
+        for w, b in zip(torch.split(weight, step), biases, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

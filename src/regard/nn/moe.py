@@ -69,7 +69,7 @@ class Groups:
 
     def allowed(self, scores: Float[Tensor, "N n"]) -> Bool[Tensor, "N n"]:
         """Scores of n experts -> which of them a token may use."""
-        by_group = scores.unflatten(-1, (self.count, -1))
+        by_group = torch.unflatten(scores, -1, (self.count, -1))
         groups = _first(by_group.topk(self.best).values.sum(-1), self.kept)
         kept = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
         return kept[..., None].expand(by_group.shape).flatten(-2)
@@ -324,7 +324,10 @@ def _assigned(weights: Tensor, experts: Tensor) -> Iterator[tuple[int, Tensor | 
     order = experts.flatten().argsort(stable=True)
     used, counts = torch.unique_consecutive(experts.flatten()[order], return_counts=True)
     sizes = counts.tolist()
-    tokens, shares = (order // k).split(sizes), weights.flatten()[order, None].split(sizes)
+    tokens, shares = (
+        (order // k).split_with_sizes(sizes),
+        weights.flatten()[order, None].split_with_sizes(sizes),
+    )
     yield from zip(used.tolist(), tokens, shares, strict=True)
 
 
@@ -363,7 +366,8 @@ class ClippedSwiGLU(nn.Module):
         """x [..., M] -> [..., M]."""
         gate = self.gate(x).clamp(max=self.limit)
         up = self.up(x).clamp(-self.limit, self.limit)
-        return self.down((up + 1) * (gate * torch.sigmoid(self.alpha * gate)))
+        out: Tensor = self.down((up + 1) * (gate * torch.sigmoid(self.alpha * gate)))
+        return out
 
     def extra_repr(self) -> str:
         """The limit and the slope."""

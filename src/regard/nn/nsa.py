@@ -196,7 +196,7 @@ class NSA(Mixer):
         self, zs: Float[Tensor, "3 B H T E"], x: Float[Tensor, "B T M"]
     ) -> Float[Tensor, "B H T E"]:
         """The branches, each times its gate, a number per head and query."""
-        gates = self.gate(x).sigmoid().unflatten(-1, (3, self.q.heads))  # [B,T,3,H]
+        gates = torch.unflatten(self.gate(x).sigmoid(), -1, (3, self.q.heads))  # [B,T,3,H]
         return (zs * gates.permute(2, 0, 3, 1)[..., None]).sum(0)
 
     def new_cache(self) -> Cache:

@@ -186,7 +186,8 @@ class Heads(nn.Module):
         """
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
-        x = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        x = self.flat(self.linear(x))
+        x = torch.unflatten(x, -1, (self.heads, self.head_dim)).transpose(1, 2)
         for step in self.steps:
             x = step(x, positions)
         return x
@@ -229,7 +230,8 @@ class Separate(nn.Module):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D]."""
-        return self.q(x, positions)
+        q: Tensor = self.q(x, positions)
+        return q
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """k [B,G,S,D], without the late step, and v [B,G,S,E]."""
@@ -460,10 +462,10 @@ class Fused(nn.Module):
             weight = self.linear.weight[first : first + n * D]
             bias = self.linear.bias[first : first + n * D] if self.linear.bias is not None else None
         else:
-            weight = self.linear.weight.unflatten(0, (-1, D))[rows].flatten(0, 1)
+            weight = torch.unflatten(self.linear.weight, 0, (-1, D))[rows].flatten(0, 1)
             bias = self.linear.bias
-            bias = None if bias is None else bias.unflatten(0, (-1, D))[rows].flatten()
-        return linear(x, weight, bias).unflatten(-1, (len(rows), D)).transpose(1, 2)
+            bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[rows].flatten()
+        return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
 
     def _run(self, x: Tensor, positions: Positions | None) -> Tensor:
         for step in self.steps:
@@ -609,7 +611,7 @@ class States(nn.Module):
         return ProjectionShape(H, H, self.made // H, self.states // H, memory)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:
         """Heads and sizes."""

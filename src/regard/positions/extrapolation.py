@@ -54,7 +54,7 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
     """
     positive("dim", dim)
     positive("base", base, above=1)
-    return math.tau * base ** (critical / dim)
+    return math.tau * math.pow(base, critical / dim)
 
 
 def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
@@ -77,7 +77,7 @@ def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
     positive("length", length, above=6)
     positive("tuned", tuned, above=6)
     positive("base", base, above=1)
-    return base ** (math.log(tuned / math.tau) / math.log(length / math.tau))
+    return math.pow(base, math.log(tuned / math.tau) / math.log(length / math.tau))
 
 
 def small_bases(length: int) -> tuple[float, float, float]:

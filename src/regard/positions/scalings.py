@@ -122,7 +122,7 @@ class NTK(Scaling):
 
     def base(self, base: float, dim: int) -> float:
         """b s^(d/(d-2))."""
-        return base * self.factor ** ntk_exponent(dim)
+        return base * math.pow(self.factor, ntk_exponent(dim))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class DynamicNTK(Scaling):
     def base(self, base: float, dim: int, length: int) -> float:
         """b (a l / L - (a - 1))^(d/(d-2)), with l at least L."""
         stretch = max(length, self.original_length) / self.original_length
-        return base * (self.factor * stretch - (self.factor - 1)) ** ntk_exponent(dim)
+        return base * math.pow(self.factor * stretch - (self.factor - 1), ntk_exponent(dim))
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,8 @@ def by_frequency(tokens: Int[Tensor, " N"]) -> Int[Tensor, " kinds"]:
     >>> by_frequency(torch.tensor([5, 7, 7, 2, 7, 2])).tolist()
     [7, 2, 5]
     """
-    kinds, counts = tokens.unique(return_counts=True)
+    kinds: Tensor
+    kinds, counts = torch.unique(tokens, return_counts=True)
     return kinds[counts.argsort(descending=True, stable=True)]
 
 

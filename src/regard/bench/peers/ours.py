@@ -54,7 +54,9 @@ def latent(problem: LatentProblem) -> Way:
     the mean latents.
     """
     s = problem.sizes
-    w_k, w_v = problem.weight.unflatten(0, (s.H, -1)).split((s.nope, s.value), dim=1)
+    w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
+        (s.nope, s.value), dim=1
+    )
     memory, values = problem.memory, problem.latents
 
     def step() -> Tensor:
@@ -77,7 +79,7 @@ def model(problem: ModelProblem) -> Way:
 
     def step() -> Tensor:
         with torch.no_grad():
-            logits = decoder(problem.ids, caches=caches)
+            logits: Tensor = decoder(problem.ids, caches=caches)
         for cache in caches:
             cache.crop(S)
         return logits

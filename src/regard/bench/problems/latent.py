@@ -78,7 +78,7 @@ class LatentProblem(Problem):
 
         self.q_nope, self.q_rope = made(s.B, s.H, 1, s.nope), made(s.B, s.H, 1, s.rope)
         self.memory = made(s.B, 1, s.S, s.rank + s.rope)
-        self.latents, self.rope = self.memory.split((s.rank, s.rope), dim=-1)
+        self.latents, self.rope = self.memory.split_with_sizes((s.rank, s.rope), dim=-1)
         self.weight = made(s.H * (s.nope + s.value), s.rank) * s.rank**-0.5
 
     @property
@@ -107,12 +107,14 @@ class LatentProblem(Problem):
 
     def _expand(self, dtype: torch.dtype) -> Outputs:
         s = self.sizes
-        weight = self.weight.unflatten(0, (s.H, -1))
+        weight = torch.unflatten(self.weight, 0, (s.H, -1))
         latents, rope = self.latents.to(dtype), self.rope.to(dtype)
         outs = []
         for heads in torch.arange(s.H).chunk(s.chunks):
             w = weight[heads].to(dtype)
-            k, v = (latents @ w.mT[None]).split((s.nope, s.value), dim=-1)  # [B,h,S,d], [B,h,S,E]
+            k, v = (latents @ w.mT[None]).split_with_sizes(
+                (s.nope, s.value), dim=-1
+            )  # [B,h,S,d], [B,h,S,E]
             nope, turned = (q[:, heads].to(dtype) for q in (self.q_nope, self.q_rope))
             scores = (nope @ k.mT + turned @ rope.mT) * self.scale
             outs.append(torch.softmax(scores, dim=-1) @ v)

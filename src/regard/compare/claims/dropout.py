@@ -84,10 +84,11 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
 
 def _share_off(numbers: Mapping[str, Any]) -> float:
     count = numbers["draws"] * T * T
-    return max(
+    off: float = max(
         abs(r["dropped_share"] - r["rate"]) / math.sqrt(r["rate"] * (1 - r["rate"]) / count)
         for r in numbers["by_rate"]
     )
+    return off
 
 
 def _half(numbers: Mapping[str, Any]) -> Mapping[str, Any]:

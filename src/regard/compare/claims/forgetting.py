@@ -82,7 +82,8 @@ def _thirds(model: nn.Module, examples: Sequence[Example]) -> list[list[int]]:
 
 def _shares(row: Mapping[str, Any], low: int, high: int) -> float:
     inside = [b for b in row["bins"] if b["low"] >= low and b["high"] <= high]
-    return sum(b["right"] for b in inside) / max(1, sum(b["examples"] for b in inside))
+    right, examples = (sum(int(b[name]) for b in inside) for name in ("right", "examples"))
+    return right / max(1, examples)
 
 
 def _drop(row: Mapping[str, Any], trained: int) -> float:

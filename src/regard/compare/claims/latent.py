@@ -39,7 +39,8 @@ def _step(module: Attention, form: Any, x: Tensor) -> Callable[[], Tensor]:
         module.project.remember(last, at)  # what a cache would keep of it
         q, (k, v) = form.query(last, at), form.recall(memory, held)
         z = attend(q, k, v, mask=Causal(), scale=module.scale, q_positions=at, k_positions=held)
-        return module.output(form.finish(z, last).transpose(1, 2).flatten(2))
+        out: Tensor = module.output(form.finish(z, last).transpose(1, 2).flatten(2))
+        return out
 
     return step
 

@@ -29,7 +29,7 @@ DIM, BATCH = 64, 4
 COUNTED, TIMED = (16, 64, 256), (128, 512, 2048)
 
 
-class Chain(TorchDispatchMode):
+class Chain(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the longest chain of operations of which each needs the result of the one before.
 
     An operation on whole tensors counts as one step, a view as none. What is not made under the
@@ -43,7 +43,7 @@ class Chain(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._depths: dict[int, int] = {}
         self._held: list[Tensor] = []  # so that no storage is given to another tensor
 
@@ -78,7 +78,8 @@ class Chain(TorchDispatchMode):
 def _steps_of(run: Callable[[], Tensor]) -> int:
     """The longest chain of a call, up to its result."""
     with torch.no_grad(), Chain() as chain:
-        return chain.depth(run())
+        depth: int = chain.depth(run())
+        return depth
 
 
 def _attention_of(x: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ def _measure_generation(_budget: float, seed: int) -> Numbers:
     model.register_forward_hook(lambda _module, args, _out: passes.append(args[0].shape[1]))
     ids = torch.randint(32, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
     logits = model(ids)
-    nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    torch.autograd.backward(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
     training = len(passes)
     passes.clear()
     caches, last = model.new_caches(), ids[:, :1]

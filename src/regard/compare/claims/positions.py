@@ -72,7 +72,8 @@ def _falls(values: list[float]) -> float:
 
 def _checks(numbers: Mapping[str, Any]) -> list[Check]:
     def nearer(name: str) -> float:
-        return sum(numbers[name][:16]) / 16 - sum(numbers[name][-64:]) / 64
+        values: list[float] = numbers[name]
+        return sum(values[:16]) / 16 - sum(values[-64:]) / 64
 
     return [
         Check(

@@ -58,7 +58,7 @@ def _checks(numbers: Mapping[str, Any]) -> list[Check]:
         their own.
         """
         error = math.sqrt(2 / (n * m) + (2 / n + 2 / m) / row["dim"]) / 2
-        return abs(row["spread"] / row["dim"] ** 0.5 - 1) / error
+        return abs(float(row["spread"]) / math.sqrt(row["dim"]) - 1) / error
 
     entropy = [r["scaled"]["entropy"] for r in rows]
     return [
@@ -126,7 +126,7 @@ def _gradients(dim: int, make: torch.Generator) -> dict[str, dict[str, float]]:
         own = q.clone().requires_grad_()
         with torch.enable_grad():
             p = (own @ k.mT * _scale(way, dim)).softmax(-1)
-            (p @ v * target).sum().backward()
+            torch.autograd.backward((p @ v * target).sum())
         assert own.grad is not None
         per_query, few = own.grad.norm(dim=-1), p.detach()[:16]
         jacobian = torch.diag_embed(few) - few[:, :, None] * few[:, None, :]

@@ -40,7 +40,7 @@ class Node:
         return [n for n in self.inputs if n.tokens]
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations below autograd, where every way to write attention comes down to few of
     them.
 
@@ -53,7 +53,7 @@ class Tape(TorchDispatchMode):
     """
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = []
         self._made: dict[int, Node] = {id(x): Node("tokens", x, tokens=True)}
         self._alive: list[Any] = [x]  # an id stays with its tensor

@@ -20,7 +20,7 @@ LEAST = 256
 """Slots that are allocated beyond what is needed, at least."""
 
 
-class PreallocatedLayer(CacheLayerMixin):
+class PreallocatedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Keys and values of one layer, in buffers with room behind the last slot; what is given out
     are views of them.
 
@@ -49,7 +49,7 @@ class PreallocatedLayer(CacheLayerMixin):
         for name, size in (("window", window), ("max_length", max_length)):
             if size is not None and size < 1:
                 raise ArgumentError(f"{name} is {size}; it must be at least 1, or None")
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.window, self.max_length = window, max_length
         self.is_sliding = window is not None
         self.record_past = False

@@ -123,7 +123,7 @@ def _kind(given: Mapping[str, Any], where: str) -> str:
                 f"{where}.{name} is {short(kind)}{near(kind, (*TYPES, *OLD_NAMES))}; supported: "
                 f"{', '.join(TYPES)}"
             )
-    kinds = [OLD_NAMES.get(kind, kind) for kind in said.values()]
+    kinds: list[str] = [OLD_NAMES.get(kind, kind) for kind in said.values()]
     if kinds[0] != kinds[-1]:
         raise ArgumentError(
             f"{where}.rope_type is {said['rope_type']!r} and {where}.type is {said['type']!r}; "

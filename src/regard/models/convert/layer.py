@@ -69,7 +69,7 @@ class Layer:
         project = attention.project
         H, _, _, E, _ = project.shape
         rotary = next((m for m in attention.modules() if isinstance(m, Rotary)), None)
-        o = attention.output.weight.detach().double().unflatten(1, (H, E)).permute(1, 0, 2)
+        o = torch.unflatten(attention.output.weight.detach().double(), 1, (H, E)).permute(1, 0, 2)
         q, k, v = (_by_head(heads) for heads in (project.q, project.k, project.v))
         pairs = 0 if rotary is None else len(rotary.inv_freq)
         layout: Layout = "half" if rotary is None else rotary.layout
@@ -87,7 +87,7 @@ class Layer:
         P = self.pairs
         turned, rest = x[:, : 2 * P], x[:, 2 * P :]
         shape = (2, P) if self.layout == "half" else (P, 2)
-        parts = turned.unflatten(1, shape).movedim(1 if self.layout == "half" else 2, -1)
+        parts = torch.unflatten(turned, 1, shape).movedim(1 if self.layout == "half" else 2, -1)
         return torch.complex(parts[..., 0], parts[..., 1]), rest
 
     def join(self, z: Complex[Tensor, "n p m"], rest: Tensor) -> Float[Tensor, "n d m"]:
@@ -98,16 +98,16 @@ class Layer:
     def pair_weights(self) -> Float[Tensor, "G p"]:
         """How much a pair of a key head counts: the norm of the queries that read it."""
         z, _ = self.split(self.q * self.gain)
-        return z.abs().square().sum(-1).unflatten(0, (-1, self.share)).sum(1).sqrt()
+        return torch.unflatten(z.abs().square().sum(-1), 0, (-1, self.share)).sum(1).sqrt()
 
     def rest_gram(self) -> Float[Tensor, "G r r"]:
         """Of the queries that read a key head, in the dims that do not turn."""
         _, rest = self.split(self.q * self.gain)
-        return (rest @ rest.mT).unflatten(0, (-1, self.share)).sum(1)
+        return torch.unflatten(rest @ rest.mT, 0, (-1, self.share)).sum(1)
 
     def value_gram(self) -> Float[Tensor, "G E E"]:
         """Of the output maps that read a value head."""
-        return (self.o.mT @ self.o).unflatten(0, (-1, self.share)).sum(1)
+        return torch.unflatten(self.o.mT @ self.o, 0, (-1, self.share)).sum(1)
 
     def key_norm(self, x: Float[Tensor, "G d m"]) -> float:
         """The Frobenius norm of the score forms that keys x make with the queries, its mean square
@@ -164,7 +164,7 @@ def _by_head(heads: Heads) -> Tensor:
     linear = heads.linear
     weight = linear.weight.detach().double()
     bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach().double()
-    return torch.cat((weight, bias[:, None]), 1).unflatten(0, (heads.heads, heads.head_dim))
+    return torch.unflatten(torch.cat((weight, bias[:, None]), 1), 0, (heads.heads, heads.head_dim))
 
 
 def _gain(block: nn.Module, M: int) -> Tensor:

@@ -17,6 +17,7 @@ from regard.masks import Causal, Mask, Sinks, Window, reach
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
 from regard.nn.dynamic_rotary import RowRotary
+from regard.nn.projections import Separate
 
 KEEP_ALL, FORGET = ("growing", "fixed", "paged", "quantised"), ("ring", "streaming")
 """The kinds of cache that keep every token, and those that keep the last ones."""
@@ -177,13 +178,14 @@ class Room:
         if self.cache == "streaming":
             recent = self.max_context - SINKS
             more = Window(recent) | Sinks(SINKS)
-            if attention.mask == Causal() and attention.bias is None:
+            project, plain = attention.project, attention.mask == Causal()
+            if plain and attention.bias is None and isinstance(project, Separate):
                 try:
                     return StreamingAttention(
-                        attention.project,
+                        project,
                         attention.output,
                         sinks=SINKS,
-                        recent=recent,  # type: ignore[arg-type]
+                        recent=recent,
                         scale=attention.scale,
                         softcap=attention.softcap,
                         sink=attention.sink,

@@ -58,12 +58,12 @@ class Order:
 
     def split(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n N size d"]:
         """Slots [B,n,S,d] as blocks [B,n,N,size,d]."""
-        return self.lay(x).unflatten(2, (self.blocks, self.size))
+        return torch.unflatten(self.lay(x), 2, (self.blocks, self.size))
 
     @property
     def filled(self) -> Int[Tensor, "B N"]:
         """How many tokens each block holds, [B or 1, N]."""
-        return self.held.unflatten(1, (self.blocks, self.size)).sum(-1)
+        return torch.unflatten(self.held, 1, (self.blocks, self.size)).sum(-1)
 
     @property
     def number(self) -> Int[Tensor, "B N"]:

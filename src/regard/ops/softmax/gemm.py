@@ -88,7 +88,7 @@ def mask_of(call: Call) -> tuple[Any, ...]:
     keys = where(call.k_positions)
     padded = torch.full((keys.shape[0], up(call.S, PANEL)), -1)
     padded[:, : call.S] = keys
-    panels = padded.unflatten(1, (-1, PANEL))
+    panels = torch.unflatten(padded, 1, (-1, PANEL))
     there = panels >= 0
     least = panels.masked_fill(~there, FAR).amin(-1)
     bounds = torch.stack([least, panels.amax(-1), there.all(-1).long()], -1)
@@ -300,7 +300,9 @@ class Gemm:
     def run(self, call: Call) -> Result:
         """The output, and what its gradient needs if something wants one."""
         if call.has_gradient:
-            out, lse = WithGradient.apply(call, forward, call.q, call.k, call.v)
+            out, lse = WithGradient.apply(  # type: ignore[no-untyped-call]
+                call, forward, call.q, call.k, call.v
+            )
         else:
             out, top, total = forward(call)
             lse = top + total.log()
@@ -383,6 +385,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """
     from regard.ops.jit import prefill
     from regard.ops.jit.pool import POOL, threads
+    from regard.ops.jit.product import STEP
 
     workers = threads()
     out = torch.empty(call.B, call.H, call.T, call.E, dtype=call.q.dtype)
@@ -390,7 +393,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     packed, depth = _pack(call, workers)
     rows = call.T * (call.H // call.G)
     share = math.ceil(call.B * call.G * rows / workers)
-    step = min(prefill.ROWS, up(share, prefill.STEP))
+    step = min(prefill.ROWS, up(share, STEP))
     sizes = (call.B, call.H, call.G, call.T, call.E, step, depth)
     mask, extra, queries = mask_of(call), extra_of(call), (*memory(call.q), call.D)
     results = numbers(out), numbers(top), numbers(total)
@@ -425,10 +428,11 @@ def _pack(call: Call, workers: int) -> tuple[tuple[Any, ...], int]:
 def _scratch(call: Call, rows: int, depth: int) -> tuple[Any, ...]:
     """Queries, scores, weights, sums and the lanes of a maximum, for one worker."""
     from regard.ops.jit import prefill
+    from regard.ops.jit.product import PANEL
 
     pairs = together(call) == 2
     q = numbers(torch.zeros(rows * depth, dtype=torch.bfloat16 if pairs else torch.float32))
     scores = torch.empty(rows * prefill.TILE).numpy()
     weights = numbers(torch.empty(rows * prefill.TILE, dtype=torch.bfloat16)) if pairs else scores
-    sums = torch.empty(rows * up(call.E, prefill.PANEL)).numpy()
-    return q, scores, weights, sums, torch.empty(prefill.PANEL).numpy()
+    sums = torch.empty(rows * up(call.E, PANEL)).numpy()
+    return q, scores, weights, sums, torch.empty(PANEL).numpy()

@@ -278,7 +278,10 @@ def fused_backward(
     k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if d_lse is None:
-        return op(d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale)
+        gradients: tuple[Tensor, ...] = op(
+            d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale
+        )
+        return gradients
     d_out = torch.cat([d_out, d_lse.unsqueeze(-1).to(d_out.dtype)], -1)
     q, k, out = (F.pad(x, (0, 1)) for x in (q, k, out))
     v = F.pad(v, (0, 1), value=1.0)
@@ -320,9 +323,9 @@ def _sizes(call: Call) -> str:
 
 
 def _covers(rows: slice, length: int) -> bool:
-    return rows.start == 0 and rows.stop == length
+    return (rows.start, rows.stop) == (0, length)
 
 
 def _pairs(rows: slice, piece: Piece) -> int:
-    n = rows.stop - rows.start
+    n = int(rows.stop - rows.start)
     return n * (n + 1) // 2 if piece.causal else n * piece.size

@@ -80,7 +80,9 @@ class Tiled:
         seed = int(torch.randint(2**31, ())) if call.dropout else 0
         if call.has_gradient:
             learned = () if call.bias is None else call.bias.tensors()
-            out, lse = TiledFunction.apply(call, seed, call.q, call.k, call.v, *learned)
+            out, lse = TiledFunction.apply(  # type: ignore[no-untyped-call]
+                call, seed, call.q, call.k, call.v, *learned
+            )
         else:
             out, top, total = forward(call, seed, call.q, call.k, call.v, row_blocks(call))
             lse = top + total.log()
