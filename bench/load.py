@@ -29,7 +29,8 @@ import sys
 from pathlib import Path
 from regard.models.checkpoint.store import Store
 def most():
-    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith("VmHWM")) * 1024
+    lines = open("/proc/self/status")
+    return next(int(x.split()[1]) for x in lines if x.startswith("VmHWM")) * 1024
 store, before = Store.open(Path(sys.argv[1])), most()
 kept = dict(store.read())
 print((most() - before) / store.bytes)

@@ -73,7 +73,8 @@ def main() -> None:
         return
     rows = []
     print(
-        f"{'kernel':<11}{'mask':<22}{'pass':<10}{'T':>7}{'seconds':>9}{'extra MiB':>11}{'tensors MiB':>13}"
+        f"{'kernel':<11}{'mask':<22}{'pass':<10}{'T':>7}"
+        f"{'seconds':>9}{'extra MiB':>11}{'tensors MiB':>13}"
     )
     for kernel in options.kernels:
         for mask in options.masks:

@@ -383,8 +383,8 @@ def test_a_text_longer_than_the_training_is_noted() -> None:
         (
             {"query": "owl"},
             (
-                "query is 'owl', which does not occur in the text; give a token index, or one of its "
-                "words: xy"
+                "query is 'owl', which does not occur in the text; give a token index, or one of "
+                "its words: xy"
             ),
         ),
         ({"text": ""}, "the text '' has no tokens; give at least one character"),

@@ -11,7 +11,8 @@ ABSENT = "import sys; sys.modules['transformers'] = None\n"
 OLD = """
 import sys, types
 old = types.ModuleType("transformers")
-old.__version__, old.masking_utils = "5.0.0", types.SimpleNamespace(sdpa_mask=lambda cache_position: None)
+old.__version__ = "5.0.0"
+old.masking_utils = types.SimpleNamespace(sdpa_mask=lambda cache_position: None)
 sys.modules["transformers"] = old
 """
 

@@ -47,8 +47,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "causal & windw(4)",
             (
-                'unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ column '
-                "10"
+                'unknown mask "windw"; did you mean window?\n  causal & windw(4)\n           ^ '
+                "column 10"
             ),
         ),
         ("foo", 'unknown mask "foo"\n  foo\n  ^ column 1'),
@@ -66,8 +66,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "window(0)",
             (
-                "Window size is 0; it must be 1 or more: a query always sees itself; leave the window "
-                "out to see all\n  window(0)\n  ^ column 1"
+                "Window size is 0; it must be 1 or more: a query always sees itself; leave the "
+                "window out to see all\n  window(0)\n  ^ column 1"
             ),
         ),
         (
@@ -115,8 +115,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "padding((3, 4))",
             (
-                "Padding runs is tuple (3, 4); it must be one tuple of (start, stop) pairs per batch "
-                "row"
+                "Padding runs is tuple (3, 4); it must be one tuple of (start, stop) pairs per "
+                "batch row"
             ),
         ),
         ("~" * 60 + "causal", "an expression nested deeper than 50"),

@@ -444,8 +444,8 @@ def test_errors() -> None:
         (
             lambda: rotary_heads(M, H, G, D, Rotary(D, scaling=NTK, length=9)),
             (
-                f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it with "
-                'length="current"'
+                f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it "
+                'with length="current"'
             ),
         ),
         (

@@ -433,8 +433,8 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
         (
-            "rope_scaling.rope_type is 'dynamic' and rope_scaling.type is 'linear'; remove the wrong "
-            "one"
+            "rope_scaling.rope_type is 'dynamic' and rope_scaling.type is 'linear'; remove the "
+            "wrong one"
         ),
     ),
     ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has 'factor' and no rope_type; say which of"),
@@ -496,8 +496,8 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_scaling": {**YARN, "original_max_position_embeddings": 32.0}},
         (
-            "rope_scaling.original_max_position_embeddings is 32.0; it must be an integer of at least "
-            "1"
+            "rope_scaling.original_max_position_embeddings is 32.0; it must be an integer of at "
+            "least 1"
         ),
     ),
     (
@@ -562,8 +562,8 @@ LAYERED_FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         (
-            "rope_parameters has rope_type, rope_theta for all layers; this family has them per layer "
-            "type, full_attention and sliding_attention"
+            "rope_parameters has rope_type, rope_theta for all layers; this family has them per "
+            "layer type, full_attention and sliding_attention"
         ),
     ),
     (
@@ -614,8 +614,8 @@ BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
         {"rope_type": "longrope", **LISTS},
         {},
         (
-            "rope_scaling.short_factor has 48 numbers and a head has 32 rotary pairs; give one number "
-            "per pair"
+            "rope_scaling.short_factor has 48 numbers and a head has 32 rotary pairs; give one "
+            "number per pair"
         ),
     ),
     (
@@ -627,8 +627,8 @@ BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
         YARN | {"original_max_position_embeddings": 32},
         {"original": 64},
         (
-            "original_max_position_embeddings is 64 at the top level and 32 in rope_scaling; remove "
-            "the wrong one"
+            "original_max_position_embeddings is 64 at the top level and 32 in rope_scaling; "
+            "remove the wrong one"
         ),
     ),
     ({"rope_type": "linear", "factor": -1.0}, {}, "factor is -1.0; it must be above 0"),

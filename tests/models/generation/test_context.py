@@ -270,8 +270,8 @@ def test_errors_of_rooms() -> None:
         (
             ("rings", 8),
             (
-                "cache is 'rings'; it must be growing, fixed, paged, quantised, ring, streaming; did "
-                "you mean 'ring'?"
+                "cache is 'rings'; it must be growing, fixed, paged, quantised, ring, streaming; "
+                "did you mean 'ring'?"
             ),
         ),
         (("ring", None), "cache='ring' needs max_context: how many tokens it keeps"),
