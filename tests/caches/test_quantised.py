@@ -64,6 +64,7 @@ def held_in_codes(T: int) -> int:
     return max(0, T - RESIDUAL) // GROUP * GROUP
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])

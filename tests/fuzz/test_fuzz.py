@@ -34,6 +34,7 @@ def _wait_for_a_pipe() -> None:
     os.read(reader, 1)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     "work, kind",
     [

@@ -7,6 +7,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 ABSENT = "import sys; sys.modules['transformers'] = None\n"
 OLD = """
 import sys, types
@@ -37,6 +39,7 @@ def test_an_old_transformers_is_refused() -> None:
     assert "its masking_utils.sdpa_mask has no q_offset; pip install -U transformers" in done.stderr
 
 
+@pytest.mark.full
 def test_regard_itself_never_imports_it() -> None:
     code = (
         "import regard, regard.models, regard.nn, regard.inspect, regard.integrations, sys\n"

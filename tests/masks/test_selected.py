@@ -65,6 +65,7 @@ def tiles(dense: list, bq: int, bk: int) -> list:
     ]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("first", [None, FIRST, FIRST[1:]], ids=["0", "per row", "one"])
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("causal", [False, True])

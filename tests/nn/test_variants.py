@@ -420,6 +420,7 @@ def test_a_gate_leaves_a_latent_its_forms() -> None:
         assert_near(torch.cat(steps, 1), module(x))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("make", [causal, mha, gpt])
 def test_dropout_acts_on_the_weights_in_training_only(make: Any) -> None:
     """Off in evaluation, bit for bit (bug class 26); what is shown is never dropped: rows sum to 1

@@ -53,6 +53,7 @@ def close(a: list[float], b: list[float]) -> bool:
     )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dims", [8, 6])
 def test_unrotating_undoes_the_rotation_of_the_package(layout: Any, dims: int) -> None:

@@ -698,6 +698,7 @@ def decoder(scaling: dict[str, Any] | None) -> Decoder:
     return built.double().eval().requires_grad_(False)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", [*FOLLOWING, *STILL])
 def test_decoding_with_a_cache_equals_one_pass(name: str) -> None:
     """Two layers, across the length at which frequencies change."""

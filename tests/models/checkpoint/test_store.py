@@ -538,6 +538,7 @@ def test_little_is_read_ahead(
     assert most[0] <= 9000 + (4000 if threads > 1 else 0)
 
 
+@pytest.mark.full
 def test_no_thread_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "PIECE", 16)
     with_threads(monkeypatch, 3)

@@ -94,6 +94,7 @@ def test_a_ring_is_a_model_with_a_window(model: Model, pieces: list[int]) -> Non
         assert_equal(found, by_hand(model.decoder, windowed(11)), ids, ends)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("pieces", [PIECES, [LENGTH], [1] * LENGTH], ids=["ragged", "one", "steps"])
 def test_streaming_keeps_distances_inside_the_cache(model: Model, pieces: list[int]) -> None:
     def change(x: nn.Module) -> nn.Module:

@@ -137,7 +137,7 @@ def test_the_count_would_find_a_kernel_that_refuses(monkeypatch: pytest.MonkeyPa
         test_each_kernel_runs_its_cells("tiled", gradient=False)
 
 
-@pytest.mark.full(keep=180)
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("kernel, case, dtype", grid(), indirect=["kernel"])
 def test_forward(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     made = make(case, dtype)
@@ -156,7 +156,7 @@ def test_forward(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     assert_close_rule(alone, outs, right[0], what="out without lse")
 
 
-@pytest.mark.full(keep=130)
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("kernel, case, dtype", grid(gradient=True), indirect=["kernel"])
 def test_gradients(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     made = make(case, dtype, gradient=True)

@@ -89,6 +89,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T, H, G", [(1, 6, 2), (3, 6, 6), (16, 6, 3), (2, 6, 1)])

@@ -93,7 +93,7 @@ def test_every_dtype_by_the_rule(case: Case, dtype: torch.dtype) -> None:
     assert_close_rule(lse, [x.float() for x in lses], right[1], what="lse")
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "case",
     [

@@ -92,7 +92,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.full(keep=12)
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("backend, dtype", CELLS, ids=str)
 @settings(max_examples=12)
 @given(st.floats(-4, 4), st.integers(0, 10**6), st.sampled_from(SHAPES), st.booleans())

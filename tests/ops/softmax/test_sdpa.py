@@ -265,6 +265,7 @@ def test_a_recipe_is_what_it_says(name: str) -> None:
     assert described(CASES[name].call()) == CASES[name].pieces
 
 
+@pytest.mark.full(keep=15)
 @pytest.mark.parametrize("name", CASES)
 def test_out_lse_and_all_gradients(name: str) -> None:
     """In fp64, where what is wrong cannot hide behind rounding; alone, and under a sink."""
@@ -293,6 +294,7 @@ def test_half_types(name: str, dtype: torch.dtype) -> None:
     assert_right(CASES[name], dtype, sink=True)
 
 
+@pytest.mark.full(keep=15)
 @pytest.mark.parametrize("name", CASES)
 def test_the_one_call_without_lse(name: str) -> None:
     """attend needs no lse: where one call does, it is torch's public function. Out and gradients in
@@ -565,6 +567,7 @@ def test_torch_launders_nan_on_short_inputs(dtype: torch.dtype) -> None:
     assert regard.attend(q, k, v)[0, 0, 1].isnan().all()
 
 
+@pytest.mark.full(keep=9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 2, 4, 15, 16, 17, 40])
 def test_a_query_with_nan_gives_nan(T: int, dtype: torch.dtype) -> None:

@@ -63,6 +63,7 @@ def test_the_whole(name: str, dtype: torch.dtype) -> None:
     assert_near(weights, exact, [meant(q.float(), k.float(), OPTIONS[name])])
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("step", [1, 2, 10**6])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_any_block_is_that_block_of_the_whole(
