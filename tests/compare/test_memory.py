@@ -48,11 +48,11 @@ def test_what_is_allocated_is_the_peak() -> None:
     assert held < 4 * MIB
 
 
-def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peak, "STATUS", tmp_path / "none")
-    monkeypatch.setattr(peak, "CLEAR", tmp_path / "none" / "none")
-    assert peak.resident() is None
-    assert peak.peak(lambda: None) is None
+def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    assert peak.resident(status=none) is None
+    assert peak.peak(lambda: None, status=none) is None
+    assert peak.peak(lambda: None, clear=none / "none") is None
 
 
 def test_an_experiment_asks_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,9 +167,8 @@ def test_long_texts_make_no_scores_and_other_mechanisms_have_no_times() -> None:
     module = mha(8, 2)
     few = tensors_of(module, {"x": x}, {"q": torch.zeros(2, 3, 4)}, own=True)
     assert [one.name for one in few] == NAMES[:-1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("regard.inspect.stages.MOST_PAIRS", 17)
-        long = tensors_of(module, {"x": x}, {"q": torch.zeros(2, 3, 4)}, own=True)
+    taps = {"q": torch.zeros(2, 3, 4)}
+    long = tensors_of(module, {"x": x}, taps, own=True, most_pairs=17)
     assert [one.name for one in long] == ["q", "k", "v", "z", "out"]
     other = tensors_of(module, {"x": x}, {"q": torch.ones(2, 3, 4)}, own=False)
     assert [(one.name, one.mean, one.std, one.seconds) for one in other] == [("q", 1.0, 0.0, None)]

@@ -183,13 +183,12 @@ def test_compiled_maps_and_norms() -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(cpu, "PART", 500)
     monkeypatch.setattr(team, "POOL", pool.Pool())
     if own:
         monkeypatch.setattr(team, "_parallel", lambda: None)
     count = threading.local()
     monkeypatch.setattr(pool, "threads", lambda: getattr(count, "n", 2))
-    q, k, v = inputs(1, 700)
+    q, k, v = inputs(1, 4 * cpu.PART // 64)  # work for four threads
     alone = {}
     for n in (2, 3, 4):
         count.n = n

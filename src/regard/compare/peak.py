@@ -15,23 +15,23 @@ from regard.compare.experiment import Numbers
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def resident(field: str = "VmRSS") -> int | None:
-    """Bytes of this process in memory now, or with "VmHWM" at most so far; None where there is no
-    /proc.
+def resident(field: str = "VmRSS", status: Path = STATUS) -> int | None:
+    """Bytes of this process in memory now, or with "VmHWM" at most so far; None where the system
+    has no such file.
 
     >>> found = resident()
     >>> found is None or found > 0
     True
     """
-    if not STATUS.exists():
+    if not status.exists():
         return None
-    for line in STATUS.read_text("ascii", errors="replace").splitlines():
+    for line in status.read_text("ascii", errors="replace").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None
 
 
-def peak(work: Callable[[], object]) -> int | None:
+def peak(work: Callable[[], object], status: Path = STATUS, clear: Path = CLEAR) -> int | None:
     """Bytes by which resident memory rises at most while `work` runs; None where the system does
     not tell.
 
@@ -43,13 +43,13 @@ def peak(work: Callable[[], object]) -> int | None:
     True
     """
     gc.collect()
-    before = resident()
+    before = resident(status=status)
     try:
-        CLEAR.write_text("5")
+        clear.write_text("5")
     except OSError:
         return None
     work()
-    after = resident("VmHWM")
+    after = resident("VmHWM", status)
     return None if before is None or after is None else max(0, after - before)
 
 

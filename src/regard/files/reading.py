@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,29 @@ reads alone.
 """
 
 
+class Pace(NamedTuple):
+    """How a file is read.
+
+    piece: bytes that one thread reads at a time. ahead: bytes that may be read before they are
+    asked for. threads: most threads that read; None: `THREADS`, or half of torch's where that is
+    less.
+    """
+
+    piece: int = PIECE
+    ahead: int = AHEAD
+    threads: int | None = None
+
+    @property
+    def helpers(self) -> int:
+        """Threads beside the caller's."""
+        if self.threads is None:
+            return min(THREADS, torch.get_num_threads() // 2) - 1
+        return self.threads - 1
+
+
+USUAL = Pace()
+
+
 @dataclass
 class _Coming:
     """A tensor whose bytes are being read."""
@@ -40,12 +64,15 @@ class _Coming:
     pieces: list[tuple[Future[None] | None, Callable[[], None]]]
 
 
-def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple[str, Tensor]]:
+def read(
+    wanted: Sequence[Stored], marks: Mapping[Path, Mark], pace: Pace = USUAL
+) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor, in the order wanted. Whoever stops early leaves no thread behind.
 
     Args:
         wanted: checked entries.
         marks: the state of each file in which its header was checked.
+        pace: how much is read at a time and ahead, by how many threads.
 
     Raises:
         FileError: a file has changed since, cannot be read, or holds a byte that is no boolean; or
@@ -58,13 +85,12 @@ def read(wanted: Sequence[Stored], marks: Mapping[Path, Mark]) -> Iterator[tuple
     >>> list(read(header.tensors, {header.file: header.mark}))
     [('a', tensor([0, 1, 2]))]
     """
-    helpers = min(THREADS, torch.get_num_threads() // 2) - 1
-    if helpers < 1:
-        yield from _read(wanted, marks, None)
+    if pace.helpers < 1:
+        yield from _read(wanted, marks, pace, None)
         return
-    with ThreadPoolExecutor(helpers) as pool:
+    with ThreadPoolExecutor(pace.helpers) as pool:
         try:
-            yield from _read(wanted, marks, pool)
+            yield from _read(wanted, marks, pace, pool)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -85,21 +111,24 @@ def load(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
 
 
 def _read(
-    wanted: Sequence[Stored], marks: Mapping[Path, Mark], pool: ThreadPoolExecutor | None
+    wanted: Sequence[Stored],
+    marks: Mapping[Path, Mark],
+    pace: Pace,
+    pool: ThreadPoolExecutor | None,
 ) -> Iterator[tuple[str, Tensor]]:
     coming: deque[_Coming] = deque()
     ahead, rest = 0, deque(wanted)
     while rest or coming:
-        while rest and (not coming or (pool and ahead + rest[0].bytes <= AHEAD)):
+        while rest and (not coming or (pool and ahead + rest[0].bytes <= pace.ahead)):
             stored = rest.popleft()
-            coming.append(_start(stored, marks[stored.file], pool))
+            coming.append(_start(stored, marks[stored.file], pace.piece, pool))
             ahead += stored.bytes
         ahead -= coming[0].stored.bytes
         # no name here holds the tensor while the caller has it: it may drop it at once
         yield coming[0].stored.name, _finish(coming.popleft())
 
 
-def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor | None) -> _Coming:
+def _start(stored: Stored, mark: Mark, size: int, pool: ThreadPoolExecutor | None) -> _Coming:
     try:
         tensor = pages.empty(stored.shape, dtype=stored.dtype)
     except (RuntimeError, MemoryError) as e:
@@ -109,8 +138,8 @@ def _start(stored: Stored, mark: Mark, pool: ThreadPoolExecutor | None) -> _Comi
         ) from e
     place = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
     pieces = [
-        partial(_read_piece, stored, mark, place[at : at + PIECE], at)
-        for at in range(0, stored.bytes, PIECE)
+        partial(_read_piece, stored, mark, place[at : at + size], at)
+        for at in range(0, stored.bytes, size)
     ]
     return _Coming(
         stored, tensor, [(pool.submit(piece) if pool else None, piece) for piece in pieces]

@@ -168,7 +168,12 @@ MOST_PAIRS = 2**22
 
 
 def tensors_of(
-    attention: Any, hidden: Mapping[str, Tensor], taps: Mapping[str, Tensor], *, own: bool
+    attention: Any,
+    hidden: Mapping[str, Tensor],
+    taps: Mapping[str, Tensor],
+    *,
+    own: bool,
+    most_pairs: int = MOST_PAIRS,
 ) -> tuple[Tensors, ...]:
     """The tensors of a layer that ran, in numbers: of a softmax attention over its own input all
     stages, with their times.
@@ -181,6 +186,7 @@ def tensors_of(
         hidden: `Capture.hidden`: `x` is what it was given.
         taps: `Capture.taps`.
         own: whether its keys come from its own input.
+        most_pairs: scores, over all heads, up to which stages of their size are made.
 
     >>> [one.name for one in tensors_of(None, {}, {"q": torch.zeros(2, 3, 4)}, own=True)]
     ['q']
@@ -188,6 +194,6 @@ def tensors_of(
     x = hidden.get("x")
     if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
         heads, tokens = taps["q"].shape[:2]
-        made = stages(attention, x[None], scores=heads * tokens**2 <= MOST_PAIRS)
+        made = stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
         return tuple(stage.told() for stage in made)
     return tuple(told(name, "as the layer had it", x, None) for name, x in taps.items())

@@ -16,7 +16,11 @@ BLOCK = 1 << 23
 
 
 def linear(
-    x: Float[Tensor, "*L M"], weight: Float[Tensor, "N M"], bias: Float[Tensor, " N"] | None = None
+    x: Float[Tensor, "*L M"],
+    weight: Float[Tensor, "N M"],
+    bias: Float[Tensor, " N"] | None = None,
+    *,
+    block: int = BLOCK,
 ) -> Float[Tensor, "*L N"]:
     """y = W x + b.
 
@@ -24,6 +28,9 @@ def linear(
     dtype. Torch's product of an fp16 matrix with many rows is three times slower than in fp32
     (LOG.md): from `FEW` rows on the weight is converted block by block, and the result is rounded
     once.
+
+    Args:
+        block: numbers of a weight that are converted at a time.
 
     Raises:
         ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
@@ -38,7 +45,7 @@ def linear(
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
         return F.linear(x, weight, bias)
     wide = x.float()
-    step = max(1, BLOCK // max(1, weight.shape[1]))
+    step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
     parts = [
         F.linear(wide, w.float(), b if b is None else b.float()).to(x.dtype)

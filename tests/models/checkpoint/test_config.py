@@ -11,6 +11,7 @@ import pytest
 
 import regard
 from regard import FileError
+from regard.files.strict import LONGEST
 from tests.models import small
 
 
@@ -188,9 +189,11 @@ def test_a_config_that_lies_elsewhere(folder: Path, tmp_path: Path) -> None:
         regard.load(folder)
 
 
-def test_a_config_longer_than_configs_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.models.checkpoint.config.LONGEST", 10)
-    with pytest.raises(FileError, match=r"config\.json has \d+ bytes; at most 10 are read"):
+def test_a_config_longer_than_configs_are(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_bytes(path.read_bytes().ljust(LONGEST + 1))
+    says = rf"config\.json has {LONGEST + 1} bytes; at most {LONGEST} are read"
+    with pytest.raises(FileError, match=says):
         regard.load(folder)
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models.checkpoint import packed
 from regard.models.checkpoint.packed import unpack_fp8, unpack_mxfp4
 from tests.oracles import moe as oracle
 
@@ -49,15 +48,14 @@ def test_mxfp4_is_exact(dtype: torch.dtype) -> None:
     assert int(mine.isnan().sum()) == 32  # the block of the NaN scale
 
 
-def test_mxfp4_of_many_shapes_and_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mxfp4_of_many_shapes_and_in_pieces() -> None:
     blocks, scales = bytes_(2, 3, 5, 16), bytes_(2, 3, 5, low=100, high=140)
     whole = unpack_mxfp4(blocks, scales)
     assert whole.shape == (2, 3, 160)
     for i, j in ((0, 0), (1, 2)):
         assert_same(whole[i, j], oracle.mxfp4_row(blocks[i, j].tolist(), scales[i, j].tolist()))
     for piece in (16, 48, 112):
-        monkeypatch.setattr(packed, "PIECE", piece)
-        assert torch.equal(unpack_mxfp4(blocks, scales), whole)
+        assert torch.equal(unpack_mxfp4(blocks, scales, piece=piece), whole)
     turned = unpack_mxfp4(blocks.transpose(0, 1), scales.transpose(0, 1))
     assert torch.equal(turned, whole.transpose(0, 1))
     assert unpack_mxfp4(blocks[:0], scales[:0]).shape == (0, 3, 160)

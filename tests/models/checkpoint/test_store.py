@@ -23,6 +23,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, FileError
 from regard.files import reading
 from regard.files.header import DTYPES
+from regard.files.reading import Pace
 from regard.files.regular import exactly, inside, opened, whole
 from regard.models.checkpoint.store import Store, check_finite
 
@@ -51,11 +52,6 @@ def error_of(folder: Path) -> str:
     return str(error.value).replace(f"{folder}/", "")
 
 
-def with_threads(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(reading, "THREADS", count)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2 * count)
-
-
 def single(folder: Path, **tensors: Tensor) -> Path:
     save_file(tensors or {"a": torch.arange(6.0), "b": torch.ones(2)}, folder / SINGLE)
     return folder / SINGLE
@@ -74,29 +70,25 @@ def sharded(folder: Path, **change: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_what_is_read_is_what_was_written(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_read_is_what_was_written(threads: int, tmp_path: Path) -> None:
     """Every dtype; with pieces so small that most tensors have several, and a window that most
     fill.
     """
-    monkeypatch.setattr(reading, "PIECE", 64)
-    monkeypatch.setattr(reading, "AHEAD", 500)
-    with_threads(monkeypatch, threads)
+    pace = Pace(64, 500, threads)
     tensors = {"scalar": torch.tensor(2.5), "empty": torch.zeros(3, 0, 2)}
     for i, (name, dtype) in enumerate(DTYPES.items()):
         raw = torch.randint(0, 256, (7 + i, 3 * dtype.itemsize), dtype=torch.uint8)
         tensors[name] = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
     path = single(tmp_path, **tensors)
     store = Store.open(tmp_path)
-    found = dict(store.read())
+    found = dict(store.read(pace=pace))
     assert list(found) == list(store.tensors), "in the order of the file"
     assert [x.start for x in store.tensors.values()] == sorted(
         x.start for x in store.tensors.values()
     )
     assert_same(found, tensors)
     path.write_bytes(save({n: x for n, x in tensors.items() if n not in UNKNOWN}))
-    assert_same(dict(Store.open(tmp_path).read()), load_file(path))
+    assert_same(dict(Store.open(tmp_path).read(pace=pace)), load_file(path))
     assert store.bytes == sum(x.nbytes for x in tensors.values())
 
 
@@ -421,9 +413,9 @@ def test_folders_without_safetensors(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["replaced", "longer", "shorter", "touched", "gone", "a pipe"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_file_that_changes_after_its_header_was_checked(
-    threads: int, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    threads: int, how: str, tmp_path: Path
 ) -> None:
-    with_threads(monkeypatch, threads)
+    pace = Pace(threads=threads)
     path = single(tmp_path, a=torch.arange(100_000.0))
     store = Store.open(tmp_path)
     content = path.read_bytes()
@@ -445,7 +437,7 @@ def test_a_file_that_changes_after_its_header_was_checked(
         "a pipe": f"{SINGLE} is a named pipe; it must be a regular file",
     }.get(how, f"{SINGLE} was changed after its header was read; load it again")
     with pytest.raises(FileError, match=f"{re.escape(says)}$"):
-        dict(store.read())
+        dict(store.read(pace=pace))
 
 
 def test_a_file_that_changes_while_it_is_read(
@@ -488,13 +480,11 @@ def test_booleans_are_0_or_1(tmp_path: Path) -> None:
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_tensor_owns_its_memory(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tensor_owns_its_memory(threads: int, tmp_path: Path) -> None:
     """Nothing shares it, nobody but the caller keeps it, and the file can go."""
-    with_threads(monkeypatch, threads)
+    pace = Pace(threads=threads)
     path = single(tmp_path, a=torch.ones(64), b=torch.ones(64), c=torch.ones(64))
-    coming = Store.open(tmp_path).read()
+    coming = Store.open(tmp_path).read(pace=pace)
     _, first = next(coming)
     _, second = next(coming)
     first.zero_()
@@ -514,9 +504,7 @@ def test_little_is_read_ahead(
     threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a caller who keeps nothing: at most the window, and the one tensor that is larger."""
-    monkeypatch.setattr(reading, "PIECE", 1000)
-    monkeypatch.setattr(reading, "AHEAD", 4000)
-    with_threads(monkeypatch, threads)
+    pace = Pace(1000, 4000, threads)
     sizes = [100, 9000, 1000, 1000, 1000, 2000, 3000, 5000, 100, 100]
     single(tmp_path, **{f"t{i}": torch.zeros(n, dtype=torch.uint8) for i, n in enumerate(sizes)})
     live, most, make = [0], [0], torch.empty
@@ -532,37 +520,36 @@ def test_little_is_read_ahead(
         live[0] -= size
 
     monkeypatch.setattr(torch, "empty", count)
-    for _, x in Store.open(tmp_path).read():
+    for _, x in Store.open(tmp_path).read(pace=pace):
         del x
     assert live == [0]
     assert most[0] <= 9000 + (4000 if threads > 1 else 0)
 
 
 @pytest.mark.full
-def test_no_thread_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE", 16)
-    with_threads(monkeypatch, 3)
+def test_no_thread_is_left_behind(tmp_path: Path) -> None:
+    pace = Pace(piece=16, threads=3)
     single(tmp_path, a=torch.ones(64), b=torch.ones(64))
     before = threading.active_count()
-    coming = Store.open(tmp_path).read()
+    coming = Store.open(tmp_path).read(pace=pace)
     next(coming)
     assert threading.active_count() > before, "there were some"
     coming.close()
     assert threading.active_count() == before
-    for _ in Store.open(tmp_path).read():
+    for _ in Store.open(tmp_path).read(pace=pace):
         break
     gc.collect()
     assert threading.active_count() == before
 
 
-def test_many_readers_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_threads(monkeypatch, 2)
+def test_many_readers_at_once(tmp_path: Path) -> None:
+    pace = Pace(threads=2)
     tensors = sharded(tmp_path)
     store, wrong = Store.open(tmp_path), []
 
     def read() -> None:
         for _ in range(5):
-            found = dict(store.read())
+            found = dict(store.read(pace=pace))
             wrong.extend(n for n in tensors if raw_bytes(found[n]) != raw_bytes(tensors[n]))
 
     threads = [threading.Thread(target=read) for _ in range(8)]

@@ -170,10 +170,11 @@ def test_parts_and_threads_change_roundings_only(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "threads", lambda: workers)
-    monkeypatch.setattr(cpu, "PART", 1000)
-    q, k, v = inputs(64 * 70 + 5, B=1)
+    S = 64 * 90 + 5
+    assert 2 * S * (40 + 24) >= 5 * cpu.PART, "work for 5 threads"
+    q, k, v = inputs(S, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert cpu._parts(2, 64 * 70 + 5, workers) == (1 if workers == 1 else min(4 * workers, 17))
+    assert cpu._parts(2, S, workers) == (1 if workers == 1 else min(4 * workers, 22))
     assert_right(call, f"{workers} workers")
 
 
@@ -211,7 +212,6 @@ def test_many_threads_of_python_at_once() -> None:
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.set_num_threads(1)
     pool.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
-    cpu.PART = 1000
     queue.put(regard.attend(q, k, v, backend="cpu").numpy())
 
 
@@ -219,8 +219,7 @@ def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "threads", lambda: 2)
-    monkeypatch.setattr(cpu, "PART", 1000)
-    q, k, v = inputs(3000, B=1)
+    q, k, v = inputs(2 * cpu.PART // 128, B=1)  # work for two threads
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -233,8 +232,7 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "threads", lambda: 3)
-    monkeypatch.setattr(cpu, "PART", 1000)
-    q, k, v = inputs(3000, B=1)
+    q, k, v = inputs(3 * cpu.PART // 128, B=1)  # work for three threads
     with_team = regard.attend(q, k, v, backend="cpu")
     monkeypatch.setattr(team, "_parallel", lambda: None)
     assert torch.equal(regard.attend(q, k, v, backend="cpu"), with_team)

@@ -19,6 +19,8 @@ def unpack_mxfp4(
     blocks: UInt8[Tensor, "*b G 16"],
     scales: UInt8[Tensor, "*b G"],
     dtype: torch.dtype = torch.float32,
+    *,
+    piece: int = PIECE,
 ) -> Float[Tensor, "*b n"]:
     """Weights in blocks of 32 four-bit numbers that share a power of two, as `openai/gpt-oss` files
     hold their experts.
@@ -32,6 +34,7 @@ def unpack_mxfp4(
         blocks: two numbers a byte.
         scales: an exponent per block, biased by 127.
         dtype: of the result; float16 has too little range and is refused.
+        piece: bytes that are unpacked at a time.
 
     Raises:
         ArgumentError: blocks are not [..., G, 16], or scales do not go with them.
@@ -62,10 +65,10 @@ def unpack_mxfp4(
     exponents = torch.arange(256, device=blocks.device)
     powers = (exponents.double() - 127).exp2().masked_fill(exponents == 255, torch.nan).float()
     out = torch.empty(scales.numel(), 32, dtype=dtype, device=blocks.device)
-    flat, factors, step = blocks.flatten(), powers[scales.flatten().int(), None], PIECE // 16
+    flat, factors, step = blocks.flatten(), powers[scales.flatten().int(), None], piece // 16
     for i in range(0, scales.numel(), step):
-        piece = pairs[:, 0].index_select(0, flat[16 * i : 16 * (i + step)].int())
-        out[i : i + step] = piece.view(torch.float32).view(-1, 32) * factors[i : i + step]
+        some = pairs[:, 0].index_select(0, flat[16 * i : 16 * (i + step)].int())
+        out[i : i + step] = some.view(torch.float32).view(-1, 32) * factors[i : i + step]
     return out.reshape(*blocks.shape[:-2], 32 * blocks.shape[-2])
 
 

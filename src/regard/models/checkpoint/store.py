@@ -76,7 +76,9 @@ class Store:
         total = sum(x.bytes for x in found.values())
         return cls(folder, MappingProxyType(found), total, MappingProxyType(marks))
 
-    def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, names: Iterable[str] | None = None, pace: reading.Pace = reading.USUAL
+    ) -> Iterator[tuple[str, Tensor]]:
         """Name and values of tensors, in the order of the files; each owns its memory.
 
         A few tensors are read ahead of the caller. The memory in use is what the caller keeps, and
@@ -84,6 +86,7 @@ class Store:
 
         Args:
             names: which tensors; None for all.
+            pace: how much is read at a time and ahead, by how many threads.
 
         Raises:
             ArgumentError: a name is not that of a tensor.
@@ -100,7 +103,8 @@ class Store:
             close = difflib.get_close_matches(name, self.tensors, 1)
             hint = f"; did you mean {shown(close[0])}?" if close else ""
             raise ArgumentError(f"names: {self.folder} has no tensor {shown(name)}{hint}")
-        return reading.read([x for name, x in self.tensors.items() if name in chosen], self.marks)
+        wanted = [x for name, x in self.tensors.items() if name in chosen]
+        return reading.read(wanted, self.marks, pace)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

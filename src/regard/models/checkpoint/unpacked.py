@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard.errors import FileError
 from regard.files.header import Stored
+from regard.files.reading import USUAL, Pace
 from regard.foreign import shown
 from regard.models.checkpoint.packed import unpack_fp8, unpack_mxfp4
 from regard.models.checkpoint.store import Store
@@ -53,15 +54,17 @@ class Unpacked(Store):
     packed: Store
     pairs: Mapping[str, Pair]
 
-    def read(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def read(
+        self, names: Iterable[str] | None = None, pace: Pace = USUAL
+    ) -> Iterator[tuple[str, Tensor]]:
         """As `Store.read`; the memory in use is also that of the scales, and of one plain
         tensor.
         """
         chosen = list(self.tensors if names is None else names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
-        scales = dict(self.packed.read([pair.scales for pair in pairs.values()]))
+        scales = dict(self.packed.read([pair.scales for pair in pairs.values()], pace))
         whole = [n for n in chosen if n not in self.pairs]
-        for name, tensor in self.packed.read([*whole, *pairs]):
+        for name, tensor in self.packed.read([*whole, *pairs], pace):
             if name in pairs:
                 pair = pairs[name]
                 yield pair.plain.name, pair.unpack(tensor, scales.pop(pair.scales))

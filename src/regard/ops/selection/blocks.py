@@ -171,9 +171,11 @@ def best_blocks(
     return forced | top(free, k, forced.sum(-1, keepdim=True))
 
 
-def by_rows(choose: Callable[[slice], Tensor], T: int, row_bytes: int) -> Tensor:
-    """choose(rows) [B,n,t,...] for all T queries, so many at a time as `ROW_BYTES` allows."""
-    step = max(1, ROW_BYTES // max(1, row_bytes))
+def by_rows(
+    choose: Callable[[slice], Tensor], T: int, row_bytes: int, most: int = ROW_BYTES
+) -> Tensor:
+    """choose(rows) [B,n,t,...] for all T queries, so many at a time as fit into `most` bytes."""
+    step = max(1, most // max(1, row_bytes))
     if step >= T:
         return choose(slice(0, T))
     return torch.cat([choose(slice(i, min(i + step, T))) for i in range(0, T, step)], 2)
