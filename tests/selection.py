@@ -84,9 +84,19 @@ def phase(cases: list[pytest.Item]) -> int:
     return crc32(cases[0].nodeid.partition("[")[0].encode())
 
 
-def values(item: pytest.Item) -> set[tuple[str, int]]:
-    """The parameters of a case, each with the number of its value."""
-    return {*item.callspec.indices.items()}  # type: ignore[attr-defined]
+def values(item: pytest.Item) -> set[tuple[str, Any]]:
+    """The values of a case's parameters, by their names; what has no hash is known by its place."""
+    params = item.callspec.params  # type: ignore[attr-defined]
+    return {(name, x if is_hashable(x) else id(x)) for name, x in params.items()}
+
+
+def is_hashable(x: Any) -> bool:
+    """Whether a set takes it."""
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def words(item: pytest.Item) -> set[str]:

@@ -73,12 +73,12 @@ def test_tests_over_the_same_cases_keep_different_ones() -> None:
 @pytest.mark.parametrize("sizes", [(5, 4, 3), (7,), (2, 9), (1, 1)])
 def test_each_value_of_each_parameter_occurs_in_few_cases(sizes: tuple[int, ...]) -> None:
     items = [
-        Item(f"a.py::test_a[{at}]", {"keep": "each"}, SimpleNamespace(indices=dict(enumerate(at))))
+        Item(f"a.py::test_a[{at}]", {"keep": "each"}, SimpleNamespace(params=dict(enumerate(at))))
         for at in product(*map(range, sizes))
     ]
     found = selection.quick(items)  # type: ignore[arg-type]
     for i, n in enumerate(sizes):
-        assert {x.callspec.indices[i] for x in found} == {*range(n)}  # type: ignore[attr-defined]
+        assert {x.callspec.params[i] for x in found} == {*range(n)}  # type: ignore[attr-defined]
     assert len(found) == max(sizes)
 
 
