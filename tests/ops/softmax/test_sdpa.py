@@ -21,7 +21,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.masks import EMPTY, FULL
-from regard.ops.softmax import pieces, sdpa
+from regard.ops.softmax import dispatch, pieces, sdpa
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.pieces import lower, runs
 from regard.span import Span
@@ -165,11 +165,14 @@ CASES = {
 }
 
 
+SMALL = pieces.Grain(rows=16, keys=4)
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces arise from small shapes."""
-    monkeypatch.setattr(pieces, "ROWS", 16)
-    monkeypatch.setattr(pieces, "KEYS", 4)
+    """Many pieces arise from small shapes, in every call that this kernel is asked for."""
+    (kernel,) = (x for x in dispatch.KERNELS if x.name == "sdpa")
+    monkeypatch.setattr(kernel, "grain", SMALL)
 
 
 def described(call: Call) -> list[Any]:
@@ -181,7 +184,7 @@ def described(call: Call) -> list[Any]:
                 for p in work.pieces
             ],
         )
-        for work in lower(call)
+        for work in lower(call, SMALL)
     ]
 
 
@@ -626,7 +629,7 @@ def test_masks_of_pieces_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     def pairs(T: int) -> int:
         q = torch.zeros(1, 1, T, 2)
-        return sdpa.Sdpa().work(make_call(q, q, q, mask=LOCAL)).pairs
+        return sdpa.Sdpa(SMALL).work(make_call(q, q, q, mask=LOCAL)).pairs
 
     assert pairs(640) - pairs(320) == pairs(320) - pairs(160) + (pairs(320) - pairs(160))
     assert pairs(320) < 320 * 320 / 8

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from regard import masks
 from regard.ops.softmax.call import SMALL_SCORES, Call, Partial, Result, Work
 from regard.ops.softmax.merge import merge, with_sink
-from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, Piece, Rows, lower
+from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, USUAL, Grain, Piece, Rows, lower
 from regard.process import is_compiling
 from regard.span import Span
 
@@ -71,6 +71,9 @@ class Sdpa:
     name = "sdpa"
     selects = False
 
+    def __init__(self, grain: Grain = USUAL) -> None:
+        self.grain = grain
+
     def why_not(self, call: Call) -> list[str]:
         """Softcap, dropout, learned bias, taps, short or non-finite inputs, gradients of large
         scores; without the private op: lse and sinks.
@@ -99,7 +102,7 @@ class Sdpa:
         q, k, v = same_dim(*(last_contiguous(x) for x in (call.q, call.k, call.v)))
         # torch puts -inf above the diagonal before it scales: a negative scale would make it +inf
         q, scale = (q, call.scale) if call.scale > 0 else (-q, -call.scale)
-        work = lower(call)
+        work = lower(call, self.grain)
         whole = len(work) == 1 and len(work[0].pieces) == 1 and _covers(work[0].rows, call.T)
         if whole and not call.wants_lse and call.sink is None:
             out = one_call(q, k, v, work[0].pieces[0], scale)
@@ -111,7 +114,7 @@ class Sdpa:
 
     def work(self, call: Call) -> Work:
         """Pairs of the pieces; bytes of their masks."""
-        pieces = [(rows, piece) for rows, pieces in lower(call) for piece in pieces]
+        pieces = [(rows, piece) for rows, pieces in lower(call, self.grain) for piece in pieces]
         pairs = sum(_pairs(rows, piece) for rows, piece in pieces)
         masked = [(rows, piece) for rows, piece in pieces if piece.mask is not None]
         if not masked:
