@@ -19,16 +19,19 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from abc import ABCMeta
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from enum import EnumMeta
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 from beartype.roar import BeartypeDecorHintPep3119Exception
-from jaxtyping import jaxtyped
+from jaxtyping import AbstractArray, jaxtyped
 
 # an int is accepted where a float is annotated, as type checkers do
 CONF = BeartypeConf(is_pep484_tower=True)
@@ -128,21 +131,100 @@ def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[
     return wrapper
 
 
-def _hold(function: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> None:
-    signature, hints = _known(function)
-    if not hints:
-        return
-    values = {**signature.bind(*args, **kwargs).arguments, "return": result}
-    with jaxtyped("context"):
-        for name, hint, x in _pairs(signature, hints, values):
+def _hold(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    plan = _plans.get(function) or _plan(function)
+    kinds = (type(result), *map(type, args)), tuple(kwargs), tuple(map(type, kwargs.values()))
+    if kinds not in plan.fitting:
+        _hold_all(function, plan, args, kwargs, result)
+        plan.fitting.add(kinds)
+    elif plan.deep:
+        values = dict(zip(plan.names, args, strict=False)) | kwargs | {"return": result}
+        pairs = [(name, hint, values[name]) for name, hint in plan.deep if name in values]
+        _compare(function, pairs, shapes=plan.shapes)
+
+
+class _Plan(NamedTuple):
+    """How to check the calls of one function.
+
+    names: its positional parameters. deep: the annotations that the type of a value alone does not
+    decide; shapes: whether dimensions stand in them. fitting: types of arguments and results that
+    were found to fit all other annotations, so that a call with the same types has to meet the deep
+    ones only.
+    """
+
+    signature: inspect.Signature
+    hints: dict[str, Any]
+    names: tuple[str, ...]
+    deep: tuple[tuple[str, Any], ...]
+    shapes: bool
+    fitting: set[Any]
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+def _plan(function: Callable[..., Any]) -> _Plan:
+    signature, hints = inspect.signature(function), resolve(function, _modules[function])
+    kinds = {name: p.kind for name, p in signature.parameters.items()}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    deep = [(name, hint) for name, hint in hints.items() if not _by_type(hint)]
+    plan = _Plan(
+        signature,
+        hints,
+        tuple(n for n, k in kinds.items() if k is not k.KEYWORD_ONLY and k not in several),
+        tuple(deep),
+        any(_has_shape(hint) for _, hint in deep),
+        set(),
+    )
+    if any(kinds.get(name) in several for name, _ in deep):
+        plan = plan._replace(fitting=_Nothing())  # bound anew at each call
+    _plans[function] = plan
+    return plan
+
+
+class _Nothing(set[Any]):
+    """The set that stays empty."""
+
+    def add(self, element: Any) -> None:
+        """Forget it."""
+
+
+def _by_type(hint: Any) -> bool:
+    """Whether the type of a value decides if it fits: a plain class, or a union of them."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return all(map(_by_type, typing.get_args(hint)))
+    if origin is Callable or hint in (None, Any, object):
+        return True
+    return isinstance(hint, type) and type(hint) in (type, ABCMeta, EnumMeta, type(torch.Tensor))
+
+
+def _has_shape(hint: Any) -> bool:
+    if isinstance(hint, dict):
+        return any(map(_has_shape, hint.values()))
+    if isinstance(hint, type) and issubclass(hint, AbstractArray):
+        return True
+    return any(map(_has_shape, typing.get_args(hint)))
+
+
+def _hold_all(
+    function: Callable[..., Any], plan: _Plan, args: Any, kwargs: Any, result: Any
+) -> None:
+    if plan.hints:
+        values = {**plan.signature.bind(*args, **kwargs).arguments, "return": result}
+        _compare(function, _pairs(plan.signature, plan.hints, values), shapes=True)
+
+
+def _compare(
+    function: Callable[..., Any], pairs: Iterable[tuple[str, Any, Any]], *, shapes: bool
+) -> None:
+    with jaxtyped("context") if shapes else nullcontext():
+        for name, hint, x in pairs:
             if not is_bearable(x, hint, conf=CONF):
                 where = f"{function.__module__}.{function.__qualname__}"
                 raise AnnotationMismatch(f"{where}: {name} is {_say(x)}, not {hint}")
-
-
-@functools.cache
-def _known(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, Any]]:
-    return inspect.signature(function), resolve(function, _modules[function])
 
 
 def _pairs(

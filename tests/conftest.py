@@ -4,6 +4,7 @@ state left behind.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -26,18 +27,21 @@ annotations.install("regard")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 ROOT = Path(__file__).parents[1]
 
+EXAMPLES = int(os.environ.get("REGARD_EXAMPLES", "25"))
 hypothesis.settings.register_profile(
     "regard",
     derandomize=True,  # the suite says the same twice
     deadline=None,  # a loaded machine is not a failure
-    max_examples=int(os.environ.get("REGARD_EXAMPLES", "25")),
+    max_examples=EXAMPLES,
     database=None,
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.function_scoped_fixture,
     ],
 )
-hypothesis.settings.load_profile("regard")
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("regard"), max_examples=min(10, EXAMPLES)
+)
 
 
 FULL = (
@@ -51,12 +55,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help=FULL)
 
 
+def runs_all(config: pytest.Config) -> bool:
+    """Whether nothing is left out: asked for by --full, or by naming tests."""
+    named = config.option.keyword or config.option.markexpr or any("::" in x for x in config.args)
+    return bool(config.option.full or named)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked full, unless --full is given or tests are asked for by name (`::`,
     -k or -m).
     """
-    named = config.option.keyword or config.option.markexpr or any("::" in x for x in config.args)
-    if config.option.full or named:
+    config.stash[selection.COLLECTED] = [*items]
+    if runs_all(config):
         return
     quick = {*selection.quick(items)}
     left_out = [item for item in items if item not in quick]
@@ -84,7 +94,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         )
 
 
-def pytest_configure() -> None:
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("regard" if runs_all(config) else "quick")
     # `with torch.device(...)` knows constructors by identity: let it learn the real ones first
     _device_constructors()
     for owner, name in (

@@ -1,15 +1,31 @@
 """Which tests the quick run (`pytest`) takes, and which wait for the full one (`pytest --full`).
 
-A test marked `@pytest.mark.full` is left out of the quick run. `@pytest.mark.full(keep=n)` leaves n
-of its cases in it, the first and others at equal distances, so that every feature is covered once.
-`keep=["llama", "bert"]` leaves in the cases whose ids have one of these words.
+A test marked `@pytest.mark.full` is left out of the quick run, unless the mark says which cases of
+it stay:
+
+    full(keep=3)                 3 cases at equal distances; where these begin differs from test to
+                                 test, so that tests over the same cases keep different ones
+    full(keep="each")            as few cases as it takes for each value of each parameter to occur
+    full(keep=["llama", "t5"])   the cases whose ids have one of these words
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from zlib import crc32
 
 import pytest
+
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All tests that were collected, those that the quick run leaves out among them."""
 
 
 def quick(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -35,12 +51,111 @@ def kept(cases: list[pytest.Item]) -> list[pytest.Item]:
             f"{cases[0].nodeid}: full takes keep=, not {mark.args or {*mark.kwargs}}"
         )
     keep = mark.kwargs.get("keep", 0)
+    if keep == "each":
+        return each(cases)
+    if isinstance(keep, str):
+        raise pytest.UsageError(f"{cases[0].nodeid}: keep is {keep!r}, not 'each' or a list")
     if not isinstance(keep, int):
         return [item for item in cases if words(item) & {*keep}]
     n = len(cases)
-    return [cases[i * n // keep] for i in range(keep)] if keep < n else cases
+    if keep == 0 or keep >= n:
+        return cases if keep else []
+    first = phase(cases) % (n // keep)
+    return [cases[first + i * n // keep] for i in range(keep)]
+
+
+def each(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Few cases in which each value of each parameter occurs: always the one that brings most new
+    values, and of several such ones the first behind the last one taken.
+    """
+    n, at = len(cases), phase(cases) % len(cases)
+    missing = set().union(*map(values, cases))
+    taken = set()
+    while missing:
+        order = [(at + i) % n for i in range(n)]
+        at = max(order, key=lambda i: len(values(cases[i]) & missing))
+        taken.add(at)
+        missing -= values(cases[at])
+    return [cases[i] for i in sorted(taken)]
+
+
+def phase(cases: list[pytest.Item]) -> int:
+    """A number of the test, the same in every run."""
+    return crc32(cases[0].nodeid.partition("[")[0].encode())
+
+
+def values(item: pytest.Item) -> set[tuple[str, Any]]:
+    """The values of a case's parameters, by their names; what has no hash is known by its place."""
+    params = item.callspec.params  # type: ignore[attr-defined]
+    return {(name, x if is_hashable(x) else id(x)) for name, x in params.items()}
+
+
+def is_hashable(x: Any) -> bool:
+    """Whether a set takes it."""
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def words(item: pytest.Item) -> set[str]:
     """The parts of a case's id."""
     return {*item.nodeid.partition("[")[2].removesuffix("]").split("-")}
+
+
+def untouched(features: Mapping[str, str], items: list[pytest.Item]) -> list[str]:
+    """The features that none of the tests names.
+
+    A test names what is written in its function, its decorators and the rest of its module (imports
+    and other tests aside), what its parameters say, and its file's name.
+
+    Args:
+        features: what is called how -> the part of the tests' tree where it must be named.
+    """
+    named: dict[str, set[str]] = {}
+    for item in items:
+        module = item.module  # type: ignore[attr-defined]
+        rest, tests = named_in(module)
+        file = item.nodeid.partition("::")[0]
+        found = named.setdefault(file, {Path(file).stem.removeprefix("test_"), *rest})
+        found |= tests.get(item.originalname, set())  # type: ignore[attr-defined]
+        if "[" in item.nodeid:
+            found |= identifiers(item.nodeid.partition("[")[2])
+            found |= identifiers(said([*item.callspec.params.values()]))  # type: ignore[attr-defined]
+    return [
+        name
+        for name, where in features.items()
+        if not any(
+            file.startswith(where) and identifiers(name.rpartition(".")[2]) <= found
+            for file, found in named.items()
+        )
+    ]
+
+
+def said(value: Any) -> str:
+    """What a parameter names: the text, the object's fields, or its type and name."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(said, value))
+    if isinstance(value, str) or (is_dataclass(value) and not isinstance(value, type)):
+        return repr(value)
+    name = getattr(value, "__name__", getattr(value, "name", ""))
+    return f"{type(value).__name__} {name}"
+
+
+@cache
+def named_in(module: ModuleType) -> tuple[set[str], dict[str, set[str]]]:
+    """What a module names outside of its tests, and in each of them."""
+    rest, tests = set(), {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        for part in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(part, ast.FunctionDef) and part.name.startswith("test"):
+                tests[part.name] = identifiers(ast.unparse(part))
+            elif not isinstance(part, ast.Import | ast.ImportFrom):
+                rest |= identifiers(ast.unparse(part))
+    return rest, tests
+
+
+def identifiers(text: Any) -> set[str]:
+    """The names in a text."""
+    return {*re.findall(r"[A-Za-z_][A-Za-z_0-9]*", text)}

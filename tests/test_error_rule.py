@@ -12,7 +12,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def test_two_roundings_are_the_sum_rounded_in_the_dtype() -> None:
-    # 1 + 0.3 in bfloat16 (8 bits: steps of 1/128 behind 1) is 1.296875, which less 0.3 is 0.99609375
+    # 1 + 0.3 in bfloat16 (8 bits: steps of 1/128 behind 1) is 1.296875, which less 0.3 is
+    # 0.99609375
     assert two_roundings(torch.tensor([1.0]), torch.bfloat16) == 2 * (1 - 0.99609375)
 
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import pytest
 
 from regard.errors import ArgumentError
-from regard.registry import Registry, close_to
+from regard.registry import Registry
 
 
 def kind(name: str, module: str = "elsewhere") -> type[object]:
@@ -52,7 +52,6 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(ArgumentError, match='unknown cache "ring"; known: fixed'):
         found.find("ring", ["fixed"])
     assert found.find("ring", ["ring"]) is found.get("ring")
-    assert close_to("zzz", ["fixed"]) == ";"
 
 
 def test_abstract_and_private_classes_are_not_found() -> None:

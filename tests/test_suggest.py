@@ -1,4 +1,6 @@
-"""The hint at the name that was meant: one sentence everywhere, and nothing where nothing is near."""
+"""The hint at the name that was meant: one sentence everywhere, and nothing where nothing is
+near.
+"""
 
 from __future__ import annotations
 

@@ -288,6 +288,7 @@ class Bare(nn.Module):
         return self.proj(z.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("given", [{"dim": 64, "heads": 4}, {"options": {"dim": 64, "heads": 4}}])
 def test_sizes_are_those_of_the_constructor_wherever_they_are_given(given: dict[str, Any]) -> None:
     assert audit(Bare, **given).exit_code == 0

@@ -20,7 +20,7 @@ def label(entry: Entry) -> str:
     return entry.target.__name__
 
 
-@pytest.mark.full(keep=14)
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("entry", WRONG, ids=label)
 def test_the_fault_has_its_name(entry: Entry) -> None:
     found = audit(entry.target, **entry.given)

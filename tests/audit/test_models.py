@@ -39,6 +39,7 @@ LLAMA = {
 GPT2 = {"vocab_size": 96, "n_embd": 16, "n_head": 4, "n_layer": 1, "n_positions": 40}
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kind, more", [("Mistral", {"sliding_window": 3}), ("GPT2", {})])
 def test_a_folder_of_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     sizes = GPT2 if kind == "GPT2" else LLAMA
@@ -58,6 +59,7 @@ def test_an_encoder_has_no_fault() -> None:
     assert found.claims["causal"] is False
 
 
+@pytest.mark.full
 def test_an_encoder_decoder_has_no_fault() -> None:
     config = t5.Config(60, 16, 8, 24, 1, 2)
     model = Seq2Seq(t5.build(config).eval(), None, config, start=0, ends=[1])
@@ -90,6 +92,7 @@ def spoil(model: Any) -> None:
     attentions(model)[0].output.weight[0, 0] = float("nan")
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "breaks, names",
     [(unmask, ("future-leak",)), (see_one_more, ("future-leak",)), (forget, ("cache-differs",))],

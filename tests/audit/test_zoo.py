@@ -18,7 +18,7 @@ def label(entry: Wrong) -> str:
     return f"{entry.target.__name__}-{'+'.join(entry.names)}"
 
 
-@pytest.mark.full(keep=12)
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("entry", ZOO, ids=label)
 def test_the_fault_is_named(entry: Wrong) -> None:
     found = audit(entry.target, **entry.options)
@@ -66,6 +66,7 @@ SMALLEST = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_the_example_is_the_smallest(name: str) -> None:
     entry = next(e for e in ZOO if e.target.__name__ == name)

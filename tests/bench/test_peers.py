@@ -61,6 +61,7 @@ def test_ours_are_first_and_names_are_unique() -> None:
         assert set(case.sizes) == {"small", "default", "paper"}
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     "name", ["decode", "causal-prefill", "window-prefill", "alibi", "left-padded"]
 )

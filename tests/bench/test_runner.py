@@ -77,6 +77,7 @@ def run(
     return found
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_wrong_peer_is_not_timed(dtype: torch.dtype) -> None:
     def later(outputs: Outputs) -> Outputs:  # the causal mask is off by one

@@ -39,6 +39,7 @@ def test_any_chunks_are_one_pass(kind: Kind, run: list[Step], start: int) -> Non
     contract.assert_any_chunks_are_one_pass(kind, run, start)
 
 
+@pytest.mark.full(keep="each")
 @every
 @pytest.mark.parametrize("n", [1, W - 1, W, W + 1, 3 * W])
 def test_steps_of_one_size_far_past_the_window(kind: Kind, n: int) -> None:
@@ -158,6 +159,7 @@ REFUSED: list[tuple[str, Callable[[Parts], Parts], Positions, str]] = [
 ]
 
 
+@pytest.mark.full(keep="each")
 @every
 @pytest.mark.parametrize("case", REFUSED, ids=[case[0] for case in REFUSED])
 @pytest.mark.parametrize("run", [[5], [[[True] * 5, [False] + [True] * 4]]], ids=["span", "rows"])

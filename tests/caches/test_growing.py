@@ -97,8 +97,8 @@ def test_a_refused_update_leaves_it_as_it_was() -> None:
             (k, v[:, :, :2]),
             Span(3, 3),
             (
-                "memory 1 is (2, 1, 2, 5) at 3 positions; it must be [batch, heads, length, dim] with "
-                "one position per slot"
+                "memory 1 is (2, 1, 2, 5) at 3 positions; it must be [batch, heads, length, dim] "
+                "with one position per slot"
             ),
         ),
         (

@@ -64,6 +64,7 @@ def held_in_codes(T: int) -> int:
     return max(0, T - RESIDUAL) // GROUP * GROUP
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
@@ -573,15 +574,15 @@ def test_errors() -> None:
         (
             lambda: Quantised(4, group=6).update((k, v), Span(0, 3)),
             (
-                "memory 1 has 8 channels, which make no groups of 6 codes of 4 bits; allowed groups: "
-                "2, 4, 8"
+                "memory 1 has 8 channels, which make no groups of 6 codes of 4 bits; allowed "
+                "groups: 2, 4, 8"
             ),
         ),
         (
             lambda: Quantised(4).update((k, v[..., :3]), Span(0, 3)),
             (
-                "memory 1 has 3 channels, which make no groups of 3 codes of 4 bits; allowed groups: "
-                "none"
+                "memory 1 has 3 channels, which make no groups of 3 codes of 4 bits; allowed "
+                "groups: none"
             ),
         ),
         (

@@ -100,6 +100,7 @@ def test_a_step_within_rewind_copies_no_keys() -> None:
     assert counted.bytes < 0.1 * cache.bytes
 
 
+@pytest.mark.full
 def test_storage_is_bounded_after_ten_windows() -> None:
     """Bug class 11, through a module: the cache that it makes for itself."""
     rotary = Rotary(4)

@@ -1,4 +1,6 @@
-"""A failed call leaves every cache as it was: for a layer, for a model, and for both in one another."""
+"""A failed call leaves every cache as it was: for a layer, for a model, and for both in one
+another.
+"""
 
 from __future__ import annotations
 

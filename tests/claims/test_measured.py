@@ -102,12 +102,14 @@ def test_exact_claims_have_their_verdict_whatever_the_seed(
     json.dumps(found.as_dict(), allow_nan=False)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["scale-vanish", "dropout", "decode-mask", "order-information"])
 def test_the_seed_decides_the_numbers(name: str) -> None:
     assert measured(name, 0.1, 1).numbers == exact(1)[name].numbers
     assert exact(0)[name].numbers != exact(1)[name].numbers
 
 
+@pytest.mark.full
 def test_pairs_are_counted() -> None:
     found = run(Session(Store(None)), [CLAIMS[name] for name in COUNTED])
     assert {one.claim.id: one.verdict for one in found} == COUNTED

@@ -48,6 +48,7 @@ def test_a_table(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "error of what a latent carries, by its rank" in out
 
 
+@pytest.mark.full
 def test_json_and_healing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_text(" ".join(small.TEXT) * 4)
@@ -94,6 +95,7 @@ def test_json_and_healing(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
 FEW = ("--tokens", 96)
 
 
+@pytest.mark.full
 def test_every_target(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, source, tmp_path / "gqa", *FEW, "--to", "gqa", "--kv-heads", 2)
     exact = said(capsys, tmp_path / "gqa", tmp_path / "mha", *FEW, "--to", "mha")
@@ -125,6 +127,7 @@ def test_without_a_tokenizer(
     assert "perplexity" not in out
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

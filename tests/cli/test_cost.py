@@ -228,6 +228,7 @@ def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert "its memory is not known" in said(capsys, "gpt2", "--machine", "xeon-8380")
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
 def test_a_chart(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"

@@ -58,6 +58,7 @@ LAYER = ("layer", "mha", "--dim", "16", "--heads", "2")
 EXPLAIN = ("explain", "to be", "--attention", "mqa")
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -117,6 +118,7 @@ def test_a_read_only_disk_is_told_before_anything_is_computed(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("size", [400, 20_000, 300_000])
 def test_a_conversion_on_a_full_disk_names_the_folder_and_leaves_nothing(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -208,6 +210,7 @@ def test_a_full_disk_while_training_leaves_the_checkpoint_before(
     assert Path("out/model.safetensors").exists()
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("more", [(), ("--task", "copy", "--model", "transformer")])
 def test_one_run_at_a_time_writes_into_a_folder(
     more: tuple[str, ...], text: Path, capsys: pytest.CaptureFixture[str]
@@ -221,6 +224,7 @@ def test_one_run_at_a_time_writes_into_a_folder(
     assert tree(Path("out")) == {}
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [("generate", "a", "--max-tokens", "2"), ("show", "causal")])
 def test_output_to_a_full_disk(arguments: tuple[str, ...]) -> None:

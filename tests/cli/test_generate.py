@@ -108,6 +108,7 @@ def flags(options: dict[str, Any]) -> list[str]:
     ]
 
 
+@pytest.mark.full
 def test_every_option_does_what_its_argument_does(capsys: pytest.CaptureFixture[str]) -> None:
     """Each alone, and all together."""
     for options in (*({name: value} for name, value in OPTIONS.items()), OPTIONS):

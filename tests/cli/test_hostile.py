@@ -39,6 +39,7 @@ PLACES = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_hostile_words(
     place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -101,8 +102,8 @@ def test_explain_takes_16384_tokens_and_no_more(
         "are explained: give a part",
     ):
         check(_reading(16_385))
-    monkeypatch.setattr(command, "LONGEST", 3)
     monkeypatch.setenv("COLUMNS", "300")
     for more in ((), ("--attention", "mqa")):
-        assert run(["explain", "to be or not to be", *more]) == 2
-        assert "every pair of them is looked at; at most 3 are explained" in capsys.readouterr().err
+        assert run(["explain", "to be " * 20_000, *more]) == 2
+        said = capsys.readouterr().err
+        assert "every pair of them is looked at; at most 16,384 are explained" in said

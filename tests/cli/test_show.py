@@ -150,7 +150,8 @@ def test_every_line_fits_80_columns() -> None:
         (
             ["causal & windw(4)"],
             (
-                "error: unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n           ^ "
+                "error: unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n     "
+                "      ^ "
                 "column 10\n  known masks: "
             ),
         ),
@@ -164,8 +165,8 @@ def test_every_line_fits_80_columns() -> None:
         (
             ["strided(8)", "--queries", "65536"],
             (
-                "error: 65,536 queries x 65,536 keys; a mask without intervals is evaluated pair by "
-                "pair, at most 134,217,728: give fewer --queries or --keys"
+                "error: 65,536 queries x 65,536 keys; a mask without intervals is evaluated pair "
+                "by pair, at most 134,217,728: give fewer --queries or --keys"
             ),
         ),
     ],

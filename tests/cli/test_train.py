@@ -96,6 +96,7 @@ def test_it_writes_a_model_and_nothing_else(
     assert (out / "train.csv").read_text().splitlines()[-1].startswith("12,")
 
 
+@pytest.mark.full
 def test_the_command_is_written_out_and_can_be_run_again(text: Path, tmp_path: Path) -> None:
     assert train(text, tmp_path / "a") == 0
     line, versions = (tmp_path / "a" / "command.txt").read_text().splitlines()

@@ -37,6 +37,7 @@ def test_the_default_set() -> None:
     assert states == {"linear", "gated-delta", "infini"}
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("dim,heads,window", [(128, 4, 16), (64, 4, 16), (32, 2, 8), (96, 3, 64)])
 def test_every_mechanism_can_be_built_and_trained_at_other_sizes(
     dim: int, heads: int, window: int
@@ -51,6 +52,7 @@ def test_every_mechanism_can_be_built_and_trained_at_other_sizes(
         assert sum(p.numel() for p in model.parameters()) == parameters(config)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("shape", [Shape(), Shape(dim=64, layers=3), SHAPE])
 def test_the_same_parameters_within_one_per_cent(shape: Shape) -> None:
     found = configs(contestants(None, shape), shape, "parameters")

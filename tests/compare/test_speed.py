@@ -62,6 +62,7 @@ def test_cache_bytes_are_the_formulas(name: str, context: int) -> None:
         )
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", decoders())
 def test_a_timed_token_is_the_token_behind_the_prompt(name: str) -> None:
     """It has the logits of one whole pass, and is taken back: further calls say the same, whatever

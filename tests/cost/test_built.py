@@ -117,6 +117,7 @@ def test_windows_of_every_family(name: str) -> None:
     assert told == seen
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", [n for n in TINY if TINY[n]["model_type"] not in ("bert", "t5")])
 @pytest.mark.parametrize("context", [1, 12, 40])
 def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context: int) -> None:
@@ -139,6 +140,7 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
 SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_local_experts": 8}
 
 
+@pytest.mark.full(keep=24)
 @pytest.mark.parametrize("name", [n for n in KNOWN if KNOWN[n].config["model_type"] in FAMILIES])
 def test_known_models_with_few_layers_and_experts(name: str) -> None:
     """The real widths; four layers and few experts, so that a built network stays small."""

@@ -41,7 +41,7 @@ def read(raw: dict[str, Any], tokens: int, room: Room | None = None, rows: int =
 DECODERS = [name for name, raw in TINY.items() if raw["model_type"] not in ("bert", "t5", "gemma3")]
 
 
-@pytest.mark.full(keep=25)
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(("tokens", "rows"), [(21, 1), (3, 2)])
 def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
@@ -54,6 +54,7 @@ def test_bytes_of_real_caches(name: str, tokens: int, rows: int) -> None:
     assert report.kv_bytes + rows * room == read(TINY[name], tokens, rows=rows).bytes
 
 
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize(
     "name", ["llama", "gpt2", "regard, latent", "gemma2", "deepseek_v2", "regard, memory"]
 )
@@ -123,6 +124,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("tokens", [17])
 def test_what_the_flop_counter_sees_of_a_prompt(name: str, tokens: int) -> None:
@@ -131,6 +133,7 @@ def test_what_the_flop_counter_sees_of_a_prompt(name: str, tokens: int) -> None:
     assert report.prefill_flops + spared(model, tokens) == counted(TINY[name], tokens)
 
 
+@pytest.mark.full(keep=8)
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_what_the_flop_counter_sees_of_a_token(name: str, tokens: int) -> None:

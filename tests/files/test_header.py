@@ -255,8 +255,8 @@ FILES = {
     "half the data": (
         WHOLE[:-12],
         (
-            f"(its data ends after 12 of 24 bytes): it has {len(WHOLE) - 12} of {len(WHOLE)} bytes; "
-            f"{PARTIAL}"
+            f"(its data ends after 12 of 24 bytes): it has {len(WHOLE) - 12} of {len(WHOLE)} "
+            f"bytes; {PARTIAL}"
         ),
     ),
     "too much data": (

@@ -58,7 +58,7 @@ class Outcome:
     seconds: float
 
 
-def run(work: Callable[[], object]) -> Outcome:
+def run(work: Callable[[], object], idle_seconds: int = IDLE_SECONDS) -> Outcome:
     """Fork, bound, work, and tell."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -74,7 +74,7 @@ def run(work: Callable[[], object]) -> Outcome:
             os.write(writer, json.dumps(found).encode()[:60000])
             os._exit(0)
     os.close(writer)
-    told, status, seconds = _wait(child, reader)
+    told, status, seconds = _wait(child, reader, idle_seconds)
     os.close(reader)
     if told:
         return Outcome(**json.loads(told), seconds=seconds)
@@ -123,7 +123,7 @@ def _where(said: str) -> str:
     return f"{said} at {' > '.join(places)}"
 
 
-def _wait(child: int, reader: int) -> tuple[bytes, int, float]:
+def _wait(child: int, reader: int, idle_seconds: int) -> tuple[bytes, int, float]:
     told, end = b"", time.monotonic() + WALL_SECONDS
     idle, before = 0, ""
     while True:
@@ -131,7 +131,7 @@ def _wait(child: int, reader: int) -> tuple[bytes, int, float]:
         if not ready:
             now = _clock(child)
             idle, before = (idle + 1 if now == before else 0), now
-            if idle >= IDLE_SECONDS or time.monotonic() > end:
+            if idle >= idle_seconds or time.monotonic() > end:
                 os.kill(child, signal.SIGKILL)
                 break
             continue

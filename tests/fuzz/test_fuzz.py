@@ -34,6 +34,7 @@ def _wait_for_a_pipe() -> None:
     os.read(reader, 1)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     "work, kind",
     [
@@ -44,11 +45,8 @@ def _wait_for_a_pipe() -> None:
         (_wait_for_a_pipe, "hang"),
     ],
 )
-def test_the_box_tells_what_happened(
-    work: object, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(box, "IDLE_SECONDS", 1)
-    assert box.run(work).kind == kind  # type: ignore[arg-type]
+def test_the_box_tells_what_happened(work: object, kind: str) -> None:
+    assert box.run(work, idle_seconds=1).kind == kind  # type: ignore[arg-type]
 
 
 def test_raw_messages_are_found() -> None:

@@ -116,6 +116,7 @@ def unmasked(edit: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.where(x.isneginf() | (x == 0), x, edit(x))
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("how", ["whole", "chunks", "ring", "padded"])
 def test_edited_scores_and_patterns_are_recorded_as_they_were_used(name: str, how: str) -> None:

@@ -67,6 +67,7 @@ def test_every_mechanism_is_explained(name: str) -> None:
     assert "from seed 0: the arithmetic is real" in " ".join(out.getvalue().split())
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("text", ["x", "ab"])
 @pytest.mark.parametrize(
     "name",

@@ -200,6 +200,7 @@ def test_a_trained_task_is_explained_in_its_own_words(
         assert said.query_piece == known.vocabulary.words[-1]
 
 
+@pytest.mark.full
 def test_a_long_text_needs_no_matrix_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """4096 tokens: no block of scores is larger than some rows of them; the row equals a softmax of
     the recorded q and k.

@@ -98,7 +98,7 @@ def test_a_prompt_in_pieces(stand_in: Model, chunk: int | None) -> None:
     assert found.sound
 
 
-@pytest.mark.full(keep=3)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "cache", [None, "growing", "fixed", "paged", "quantised", "ring", "streaming"]
 )
@@ -237,6 +237,7 @@ def families() -> Any:
 class TestTransformers:
     """Under the registered attention implementation; q, k and lse are the kernel's there, too."""
 
+    @pytest.mark.full(keep=2)
     @pytest.mark.parametrize(
         "name", ["Llama", "Mistral", "Gemma2", "GptOss", "DeepseekV3", "Llama4"]
     )

@@ -82,7 +82,7 @@ def refusal(kernel: str, inputs: Any, options: dict[str, Any]) -> list[str]:
     return WATCHED[kernel].why_not(replace(make_call(*inputs, **options), wants_lse=True))
 
 
-@pytest.mark.full(keep=15)
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("kernel", WATCHED)
@@ -219,6 +219,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Fault, str]] = {
 }
 
 
+@pytest.mark.full(keep=14)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_planted_fault_is_found_and_named(name: str, dtype: torch.dtype) -> None:

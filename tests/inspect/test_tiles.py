@@ -110,6 +110,7 @@ def heads_of(mask: str, extra: str) -> tuple[int, int]:
     return list(HEADS.values())[(list(MASKS).index(mask) + EXTRAS.index(extra)) % 3]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("extra", EXTRAS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_rows_of_every_mask_with_every_addition(mask: str, extra: str) -> None:
@@ -127,6 +128,7 @@ def test_rows_of_every_mask_with_every_addition(mask: str, extra: str) -> None:
         assert float(right.abs().max()) == 0
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("mask, extra", list(zip(MASKS, EXTRAS, strict=True)))
 def test_every_tile_is_a_dense_softmax_and_every_level_sums_to_one(mask: str, extra: str) -> None:
     H, G = heads_of(mask, extra)
@@ -145,6 +147,7 @@ def test_every_tile_is_a_dense_softmax_and_every_level_sums_to_one(mask: str, ex
     assert sums.mass.shape == (1, 1)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", HEADS)
 def test_some_tiles_of_every_head(name: str) -> None:
     H, G = HEADS[name]

@@ -32,9 +32,8 @@ def new(n: int, rows: int = B) -> tuple[Tensor, Tensor]:
 
 
 def pair(window: int | None, max_length: int | None = None) -> tuple[PreallocatedLayer, Any]:
-    return PreallocatedLayer(window, max_length), DynamicLayer() if window is None else Sliding(
-        window
-    )
+    theirs = DynamicLayer() if window is None else Sliding(window)
+    return PreallocatedLayer(window, max_length, spare=2), theirs
 
 
 def assert_same(ours: PreallocatedLayer, theirs: Any, n: int, rows: int = B) -> None:
@@ -52,9 +51,8 @@ def assert_same(ours: PreallocatedLayer, theirs: Any, n: int, rows: int = B) -> 
     "chunks", [(1,) * 30, (17, 1, 1, 1, 5, 1), (3, 4, 9, 1, 2, 1, 11), (0, 2, 1)]
 )
 def test_it_gives_out_what_transformers_own_gives_out(
-    chunks: tuple[int, ...], window: int | None, max_length: int | None, monkeypatch: Any
+    chunks: tuple[int, ...], window: int | None, max_length: int | None
 ) -> None:
-    monkeypatch.setattr("regard.integrations.transformers.cache.LEAST", 2)
     ours, theirs = pair(window, max_length)
     for n in chunks:
         assert_same(ours, theirs, n)
@@ -112,8 +110,7 @@ def test_a_window_needs_room_for_two_and_moves_rarely() -> None:
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-def test_what_a_crop_took_back_never_was(window: int | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr("regard.integrations.transformers.cache.LEAST", 2)
+def test_what_a_crop_took_back_never_was(window: int | None) -> None:
     ours, theirs = pair(window)
     assert_same(ours, theirs, 9)
     ours.activate_past_recording()
@@ -126,9 +123,8 @@ def test_what_a_crop_took_back_never_was(window: int | None, monkeypatch: Any) -
     assert_same(ours, theirs, 1)
 
 
-def test_a_crop_needs_the_tokens_in_front_of_it(monkeypatch: Any) -> None:
-    monkeypatch.setattr("regard.integrations.transformers.cache.LEAST", 2)
-    layer = PreallocatedLayer(WINDOW)
+def test_a_crop_needs_the_tokens_in_front_of_it() -> None:
+    layer = PreallocatedLayer(WINDOW, spare=2)
     layer.crop(-3)  # nothing is there yet
     for _ in range(12):
         layer.update(*new(1))

@@ -88,7 +88,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(keep=4)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("name", FEW)
 def test_every_search_finds_the_same_tokens(name: str, search: str) -> None:
@@ -100,6 +100,7 @@ def test_every_search_finds_the_same_tokens(name: str, search: str) -> None:
         assert torch.equal(found, wanted), kind
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("cache", ["dynamic", "preallocated"])
 @pytest.mark.parametrize("name", FEW)
 def test_speculation_takes_tokens_back(name: str, cache: str) -> None:
@@ -109,6 +110,7 @@ def test_speculation_takes_tokens_back(name: str, cache: str) -> None:
         assert torch.equal(generate(name, "regard", rows=1, **how, **more), wanted), how
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", SEQ2SEQ)
 def test_an_encoder_and_a_decoder_generate(name: str) -> None:
     model, eager = kept(name, "regard"), kept(name, "eager")

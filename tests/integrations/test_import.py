@@ -7,11 +7,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 ABSENT = "import sys; sys.modules['transformers'] = None\n"
 OLD = """
 import sys, types
 old = types.ModuleType("transformers")
-old.__version__, old.masking_utils = "5.0.0", types.SimpleNamespace(sdpa_mask=lambda cache_position: None)
+old.__version__ = "5.0.0"
+old.masking_utils = types.SimpleNamespace(sdpa_mask=lambda cache_position: None)
 sys.modules["transformers"] = old
 """
 
@@ -36,6 +39,7 @@ def test_an_old_transformers_is_refused() -> None:
     assert "its masking_utils.sdpa_mask has no q_offset; pip install -U transformers" in done.stderr
 
 
+@pytest.mark.full
 def test_regard_itself_never_imports_it() -> None:
     code = (
         "import regard, regard.models, regard.nn, regard.inspect, regard.integrations, sys\n"

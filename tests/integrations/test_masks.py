@@ -79,6 +79,7 @@ def both(function: Any, place: str, keep: Tensor | None, **more: Any) -> tuple[A
     return regard_mask(**given), dense
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_rule_is_the_dense_mask(name: str, place: str) -> None:

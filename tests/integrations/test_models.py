@@ -85,6 +85,7 @@ def joined(rows: list[Tensor], real: Tensor | None) -> Tensor:
     return rows[0] if real is None else torch.cat([x[0] for x in rows])
 
 
+@pytest.mark.full(keep=7)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_decoder_computes_what_it_computes_eagerly(name: str) -> None:
     for side, lengths in PADDED.items():
@@ -269,6 +270,7 @@ def test_gradients_of_a_training_step(name: str) -> None:
             assert (x - y).abs().max() <= 1e-5 * scale
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_attention_weights_are_returned_and_traced(name: str) -> None:
     ids = tokens(2, LENGTH)
@@ -343,6 +345,7 @@ def test_a_compiled_model() -> None:
     )
 
 
+@pytest.mark.full
 def test_a_graph_takes_a_rule_as_its_argument() -> None:
     """As `generate` gives it to a compiled model with a static cache."""
     real = keep([LENGTH, 7], LENGTH, "left")

@@ -80,6 +80,7 @@ def config(name: str, settings: dict[str, Any], **more: Any) -> Any:
     return getattr(transformers, f"{name}Config")(**(ENDS | settings), **more)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_would_misread_our_masks_is_refused_when_it_is_built(name: str) -> None:
     cls, settings, why = REFUSED[name]
@@ -146,6 +147,7 @@ def test_a_part_that_is_refused_refuses_the_whole_and_a_part_that_is_not_named_d
         assert model.model.language_model.config._attn_implementation == "eager"
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", SILENT)
 def test_a_class_that_never_calls_us_says_so_once(name: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(support, "_told", {})

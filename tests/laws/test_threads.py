@@ -119,6 +119,7 @@ RULES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", [kernel.name for kernel in KERNELS])
 def test_kernels(name: str) -> None:
     """Ranges, tables and plans of masks are kept for the layers of a model, and shared by all
@@ -136,6 +137,7 @@ def test_kernels(name: str) -> None:
     check_crowd(calls, 1)
 
 
+@pytest.mark.full
 def test_the_choice_and_the_plan() -> None:
     calls: list[Callable[[], Any]] = []
     for n, rule in enumerate(RULES):
@@ -182,13 +184,12 @@ def test_compiled_maps_and_norms() -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(decode, "PART", 500)
     monkeypatch.setattr(openmp, "POOL", openmp.Pool())
     if own:
         monkeypatch.setattr(openmp, "openmp", lambda: None)
     count = threading.local()
     monkeypatch.setattr(openmp, "threads", lambda: getattr(count, "n", 2))
-    q, k, v = inputs(1, 700)
+    q, k, v = inputs(1, 4 * decode.PART // 64)  # work for four threads
     alone = {}
     for n in (2, 3, 4):
         count.n = n
@@ -231,6 +232,7 @@ whole.
 """
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("family", sorted({v.family for v in MIXERS.values()}))
 def test_every_mechanism(family: str) -> None:
     """A module holds nothing of a call, so one module serves all threads."""
@@ -265,6 +267,7 @@ def model() -> Any:
     return regard.load("tiny")
 
 
+@pytest.mark.full
 def test_a_model_is_read_and_continued(model: Any) -> None:
     texts = ["to be", "or not", "that is the question", "whether"]
     ids = [torch.tensor([model.tokenizer.encode(text)]) for text in texts]
@@ -278,6 +281,7 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
     check_crowd(calls, 1)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantised"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
     read = model.read("to be or not to be", cache=cache, max_context=64 if cache else None)
@@ -336,6 +340,7 @@ def filled(cache: Cache, shapes: Sequence[tuple[int, int]], start: int, T: int, 
     )
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", KINDS)
 def test_each_thread_has_a_fork(name: str) -> None:
     kind = KINDS[name]
@@ -557,6 +562,7 @@ def test_weights_from_a_seed(seeded: Callable[[int], Any]) -> None:
     assert (found == right) is (seeded is process.seeded)
 
 
+@pytest.mark.full
 def test_layers_and_audits_of_a_seed() -> None:
     x = torch.randn(1, 3, 8)
 
@@ -793,6 +799,7 @@ sys.exit(str(wrong) if wrong else 0)
 """
 
 
+@pytest.mark.full
 def test_threads_that_are_the_first_to_ask() -> None:
     """In a fresh process 8 threads import, compile and call everything for the first time at
     once.

@@ -45,8 +45,8 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         lambda: Window(0),
         ArgumentError,
         (
-            "Window size is 0; it must be 1 or more: a query always sees itself; leave the window out "
-            "to see all"
+            "Window size is 0; it must be 1 or more: a query always sees itself; leave the window "
+            "out to see all"
         ),
     ),
     (
@@ -258,16 +258,16 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         lambda: (Causal() & Document(((0, 1), (0, 2)))).require(3, 1, 4, 4),
         ArgumentError,
         (
-            "Document holds 2 batch rows, but the call has batch 3; give one entry per batch row, or "
-            "one for all"
+            "Document holds 2 batch rows, but the call has batch 3; give one entry per batch row, "
+            "or one for all"
         ),
     ),
     (
         lambda: (Causal() | Padding.right([1, 2])).require(1, 1, 4, 4),
         ArgumentError,
         (
-            "Padding holds 2 batch rows, but the call has batch 1; give one entry per batch row, or "
-            "one for all"
+            "Padding holds 2 batch rows, but the call has batch 1; give one entry per batch row, "
+            "or one for all"
         ),
     ),
     (

@@ -56,7 +56,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "causal & windw(4)",
             (
-                "unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n           ^ column "
+                "unknown mask \"windw\"; did you mean 'window'?\n  causal & windw(4)\n           "
+                "^ column "
                 "10"
             ),
         ),
@@ -75,8 +76,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "window(0)",
             (
-                "Window size is 0; it must be 1 or more: a query always sees itself; leave the window "
-                "out to see all\n  window(0)\n  ^ column 1"
+                "Window size is 0; it must be 1 or more: a query always sees itself; leave the "
+                "window out to see all\n  window(0)\n  ^ column 1"
             ),
         ),
         (
@@ -124,8 +125,8 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         (
             "padding((3, 4))",
             (
-                "Padding runs is tuple (3, 4); it must be one tuple of (start, stop) pairs per batch "
-                "row"
+                "Padding runs is tuple (3, 4); it must be one tuple of (start, stop) pairs per "
+                "batch row"
             ),
         ),
         ("causal|" * 9400 + "full", "an expression of 65804 letters; at most 65536 are read"),

@@ -65,6 +65,7 @@ def tiles(dense: list, bq: int, bk: int) -> list:
     ]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("first", [None, FIRST, FIRST[1:]], ids=["0", "per row", "one"])
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("causal", [False, True])
@@ -153,16 +154,16 @@ def test_words_and_errors() -> None:
             lambda: Selected(TABLE, 3, torch.zeros(3, dtype=torch.int64)),
             ValueError,
             (
-                "Selected first is torch.int64 (3,); it must be int64 (2,) or (1,): the number of the "
-                "first block of each row"
+                "Selected first is torch.int64 (3,); it must be int64 (2,) or (1,): the number of "
+                "the first block of each row"
             ),
         ),
         (
             lambda: mask.require(3, H, T, 9),
             ValueError,
             (
-                "Selected holds 2 batch rows, but the call has batch 3; give one entry per batch row, "
-                "or one for all"
+                "Selected holds 2 batch rows, but the call has batch 3; give one entry per batch "
+                "row, or one for all"
             ),
         ),
         (

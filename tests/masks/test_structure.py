@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[Positions, Positions]] = {
 }
 
 
-@pytest.mark.full(keep=200)
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("name", CASES)
 def test_mask_equals_brute_force(name: str, call: str) -> None:
@@ -164,6 +164,7 @@ def test_kleene_logic_decides_without_evaluation(monkeypatch: pytest.MonkeyPatch
     assert seen == []
 
 
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("name", CASES)
 def test_mask_mod_is_the_rule_under_vmap(name: str) -> None:
     from torch.nn.attention.flex_attention import create_mask

@@ -322,6 +322,7 @@ def test_the_commands_take_a_repository(
     assert "has no revision 'v9'" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_the_environment_names_the_server_and_a_bar_shows_the_progress(
     server: Hub, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def by_hand(model: Seq2Seq, text: str, limit: int) -> list[int]:
     return said[1:]
 
 
+@pytest.mark.full
 def test_one_beam_is_the_likeliest_token_at_each_step(model: Seq2Seq) -> None:
     """In a batch of other lengths, too; from caches; up to the end or the limit."""
     found = model.search(*model.encode(TEXTS), max_tokens=9)
@@ -83,6 +84,7 @@ def test_one_beam_is_the_likeliest_token_at_each_step(model: Seq2Seq) -> None:
     assert len(set(texts)) > 1, "what is said depends on the text"
 
 
+@pytest.mark.full
 def test_more_beams_find_likelier_texts(model: Seq2Seq) -> None:
     """Scores are those of the definition, from whole passes; more beams are never worse here."""
     for text in TEXTS:
@@ -174,6 +176,7 @@ def test_errors(model: Seq2Seq, network: EncoderDecoder) -> None:
         assert str(error.value) == message
 
 
+@pytest.mark.full
 def test_it_can_be_trained() -> None:
     """A released start, and a few steps: the loss of a pair falls to nearly nothing; the shared
     tables move.

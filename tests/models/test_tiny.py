@@ -47,6 +47,7 @@ def test_its_log_and_command_come_with_it(folder: Path) -> None:
     assert json.loads((folder / "config.json").read_text("utf-8"))["model_type"] == "llama"
 
 
+@pytest.mark.full
 def test_it_writes_english() -> None:
     known = set(re.findall(r"[a-z]+", " ".join(pydoc_data.topics.topics.values()).lower()))
     text = " ".join(

@@ -71,7 +71,7 @@ EVERYTHING = {
 TOKENS = {n: v for n, v in CAUSAL.items() if not isinstance(example(v).new_cache(), State)}
 
 
-@pytest.mark.full(keep=50)
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("kind", EVERYTHING)
 @pytest.mark.parametrize("name", TOKENS)
 def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
@@ -87,6 +87,7 @@ def test_a_mechanism_that_remembers_tokens_takes_every_cache_of_tokens(
             assert_close(found, whole, f"{name} {kind} {sizes}")
 
 
+@pytest.mark.full(keep=11)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_fork_goes_its_own_way(name: str) -> None:
     module, x, y = example(CAUSAL[name]), tokens(T), tokens(T, seed=1)
@@ -99,6 +100,7 @@ def test_a_fork_goes_its_own_way(name: str) -> None:
         assert_close(other, forward(module, torch.cat([x[:, :9], y[:, 9:]], 1))[:, 9:])
 
 
+@pytest.mark.full(keep=11)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_selected_rows_go_on_as_those_rows(name: str) -> None:
     module, x = example(CAUSAL[name]), tokens(T, B=3)
@@ -123,6 +125,7 @@ def leaks(module: nn.Module, x: Tensor) -> Tensor:
     return found.abs().amax(-1) > 0
 
 
+@pytest.mark.full(keep=13)
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_leak_matrix_is_the_mask(name: str) -> None:
     module, x = example(MIXERS[name]), tokens(T, B=1)
@@ -139,6 +142,7 @@ def test_the_leak_matrix_is_the_mask(name: str) -> None:
     assert torch.equal(found, right)
 
 
+@pytest.mark.full(keep=11)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_nan_in_the_future_changes_nothing(name: str) -> None:
     module, x = example(CAUSAL[name]), tokens(T)
@@ -155,6 +159,7 @@ def padded(n: int, left: int, right: int) -> Tensor:
     return positions
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize(("left", "right"), [(4, 0), (0, 4), (3, 2)])
 def test_padding_changes_nothing(name: str, left: int, right: int) -> None:
@@ -171,6 +176,7 @@ def test_padding_changes_nothing(name: str, left: int, right: int) -> None:
         )
 
 
+@pytest.mark.full(keep=11)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_padded_batch_decodes_as_each_row_alone(name: str) -> None:
     """Rows of 9 and 5 tokens, the short one padded on the left, then three steps of one token."""
@@ -187,12 +193,14 @@ def test_a_padded_batch_decodes_as_each_row_alone(name: str) -> None:
     assert_close(torch.cat(steps, 1), torch.cat(alone), name)
 
 
+@pytest.mark.full(keep=13)
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_row_does_not_depend_on_the_others(name: str) -> None:
     module, x = example(MIXERS[name]), tokens(T, B=3)
     assert_close(forward(module, x)[1:2], forward(module, x[1:2]))
 
 
+@pytest.mark.full(keep=13)
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradients(name: str) -> None:
     module, x = example(MIXERS[name]), tokens(6, B=1).requires_grad_()
@@ -203,6 +211,7 @@ def test_gradients(name: str) -> None:
     assert [n for n in without if not n.startswith("select.")] == [], "nothing reaches these"
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision(name: str, dtype: torch.dtype) -> None:
@@ -215,6 +224,7 @@ def test_low_precision(name: str, dtype: torch.dtype) -> None:
     assert module(x).dtype == dtype
 
 
+@pytest.mark.full(keep=13)
 @pytest.mark.parametrize("name", MIXERS)
 def test_copies_and_state_dicts(name: str) -> None:
     module, x = example(MIXERS[name]), tokens(T)
@@ -231,13 +241,14 @@ def test_copies_and_state_dicts(name: str) -> None:
     assert torch.equal(forward(twin, x), out)
 
 
+@pytest.mark.full(keep=13)
 @pytest.mark.parametrize("name", MIXERS)
 def test_evaluation_is_the_same_twice(name: str) -> None:
     module, x = example(MIXERS[name], dtype=torch.float32), tokens(T, dtype=torch.float32)
     assert torch.equal(forward(module, x), forward(module, x))
 
 
-@pytest.mark.full(keep=4)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", MIXERS)
 def test_compiles_without_a_graph_break(name: str) -> None:
     torch._dynamo.reset()
@@ -246,7 +257,7 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     assert_close(forward(compiled, x), forward(module, x))
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full
 @pytest.mark.parametrize("name", CAUSAL)
 def test_decoding_compiles_at_most_three_times(name: str) -> None:
     """Behind a prompt: once, and at most two recompilations over 64 steps."""
@@ -275,6 +286,7 @@ def test_describe_tells_what_a_cache_really_holds(name: str) -> None:
         assert told.flops_per_token.value > 0
 
 
+@pytest.mark.full(keep=11)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_refused_call_changes_no_cache(name: str) -> None:
     module, x = example(CAUSAL[name]), tokens(T)

@@ -411,8 +411,8 @@ def test_errors() -> None:
         (
             lambda: cross_attention(8, 4, groups=3),
             (
-                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
-                "4"
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, "
+                "2, 4"
             ),
         ),
         (

@@ -284,8 +284,8 @@ def test_errors() -> None:
         (
             lambda: delta_net(12, 4, groups=3),
             (
-                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
-                "4"
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, "
+                "2, 4"
             ),
         ),
         (

@@ -15,16 +15,13 @@ from tests.rules import assert_close_rule
 @pytest.mark.parametrize("rows", [1, FEW - 1, FEW, 70])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("block", [module.BLOCK, 96, 1])
-def test_linear(
-    dtype: torch.dtype, rows: int, bias: bool, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BLOCK", block)
+def test_linear(dtype: torch.dtype, rows: int, bias: bool, block: int) -> None:
     make = torch.Generator().manual_seed(rows)
     x, w = (torch.randn(n, 48, generator=make) for n in (rows, 10))
     b = torch.randn(10, generator=make) if bias else None
     x, w, b = (None if t is None else t.to(dtype) for t in (x, w, b))
     exact = F.linear(*(None if t is None else t.double() for t in (x, w, b)))
-    found = linear(x, w, b)
+    found = linear(x, w, b, block=block)
     assert found.dtype == dtype
     assert_close_rule(found, F.linear(x, w, b), exact)
 

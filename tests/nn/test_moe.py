@@ -120,7 +120,7 @@ def plain_ones(moe: Any, x: Tensor) -> list[Tensor]:
     return [plainly(moe, x), plainly(moe, x, backwards=True), torch.cat(alone).reshape(x.shape)]
 
 
-@pytest.mark.full(keep=7)
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ROUTERS)
 def test_it_is_the_weighted_sum(name: str, dtype: torch.dtype) -> None:

@@ -130,6 +130,7 @@ def cached(module: Attention, x: Tensor, chunks: Sequence[int]) -> Tensor:
 CHUNKS = [(4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1), (1, 6, 7, 1), (15,), (8, 7)]
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("policy", LATE)
 def test_one_layer_the_last_query_is_one_pass_at_that_length(name: str, policy: str) -> None:
@@ -444,8 +445,8 @@ def test_errors() -> None:
         (
             lambda: rotary_heads(M, H, G, D, Rotary(D, scaling=NTK, length=9)),
             (
-                f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it with "
-                'length="current"'
+                f"{Rotary(D, scaling=NTK, length=9)} does not go with policy 'pre_rope'; make it "
+                'with length="current"'
             ),
         ),
         (

@@ -319,8 +319,8 @@ def test_errors() -> None:
         (
             lambda: Features("elu"),
             (
-                "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, softmax, "
-                "or a function of a tensor"
+                "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, "
+                "softmax, or a function of a tensor"
             ),
         ),
         (lambda: Features(scale=math.nan), "scale is nan; it must be finite"),
@@ -349,8 +349,8 @@ def test_errors() -> None:
         (
             lambda: linear_attention(12, 4, groups=3),
             (
-                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
-                "4"
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, "
+                "2, 4"
             ),
         ),
         (
@@ -360,8 +360,8 @@ def test_errors() -> None:
         (
             lambda: gated_linear(12, 4),
             (
-                "dim 12 is not divisible by twice 4 heads; give head_dim, which is dim / (2 heads) in "
-                "the paper"
+                "dim 12 is not divisible by twice 4 heads; give head_dim, which is dim / (2 heads) "
+                "in the paper"
             ),
         ),
     ]

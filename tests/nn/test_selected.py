@@ -464,8 +464,8 @@ def test_errors() -> None:
         (
             lambda: Indexer(heads, Heads(8, 2, 4), nn.Linear(8, 2), topk=3),
             (
-                "index q is 2 heads of 4, k is 2 heads of 4, weights for 2 heads: k must be 1 heads "
-                "of 4, and weight must give 2"
+                "index q is 2 heads of 4, k is 2 heads of 4, weights for 2 heads: k must be 1 "
+                "heads of 4, and weight must give 2"
             ),
         ),
         (lambda: Indexer(heads, kv[0], nn.Linear(8, 3), topk=3), "weights for 3 heads"),

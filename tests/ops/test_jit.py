@@ -1,5 +1,5 @@
-"""How loops are compiled: stamps of compiled code, records of arguments, threads, and the largest of
-a line.
+"""How loops are compiled: stamps of compiled code, records of arguments, threads, and the largest
+of a line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ CHAIN = {
     "middle": "import house.rooms.bottom\n",
     "bottom": "x = 1\n",
     "beside": "y = 1\n",
-    "several": "from house.rooms import (\n    bottom,\n    beside as b,\n)\nfrom house.roomsy import z\n",
+    "several": "from house.rooms import (\n    bottom,\n    beside as b,\n)\nfrom house.roomsy "
+    "import z\n",
 }
 
 

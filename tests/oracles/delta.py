@@ -133,7 +133,8 @@ def onnx_gated_delta(
     """ONNX's LinearAttention, version 27, update rule "gated_delta", as its page defines it, on
     packed inputs; float64.
 
-        S_t = exp(g_t) * S_{t-1} + beta_t * k_t (x) (v_t - exp(g_t) * S_{t-1}^T k_t);  o_t = scale * q_t^T S_t
+        S_t = exp(g_t) * S_{t-1} + beta_t * k_t (x) (v_t - exp(g_t) * S_{t-1}^T k_t)
+        o_t = scale * q_t^T S_t
 
     query [B,T,Hq dk], key [B,T,Hkv dk], value [B,T,Hkv dv], decay [B,T,Hkv] or [B,T,Hkv dk], beta
     [B,T,Hkv] or [B,T,1], past_state [B,Hkv,dk,dv]; scale is 1/sqrt(dk). Source: onnx.ai, operators,

@@ -85,7 +85,9 @@ def learned(given: dict[str, Any]) -> list[Tensor]:
 def forward_and_backward(
     rank: int, cases: list[tuple[str, str, str, str, torch.dtype]]
 ) -> list[list[Tensor]]:
-    """Output and gradients of this rank for each case, and that the same call gives the same bits."""
+    """Output and gradients of this rank for each case, and that the same call gives the same
+    bits.
+    """
     found = []
     for mask, lengths, method, option, dtype in cases:
         results = []

@@ -1,4 +1,6 @@
-"""Attention over ranks equals attention in one process: every mask, method, length, option and gradient."""
+"""Attention over ranks equals attention in one process: every mask, method, length, option and
+gradient.
+"""
 
 from __future__ import annotations
 

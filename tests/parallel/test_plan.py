@@ -1,4 +1,6 @@
-"""The plan of a call over ranks: bytes that are really sent, balance, and the choice of a method."""
+"""The plan of a call over ranks: bytes that are really sent, balance, and the choice of a
+method.
+"""
 
 from __future__ import annotations
 

@@ -52,6 +52,7 @@ SENTENCES = Task(
 )
 
 
+@pytest.mark.full
 def test_a_translation_looks_at_the_source_word_and_its_neighbours() -> None:
     asked = sentence("cat", "on", "mat")
     every = [sentence(a, p, b) for a in THINGS for b in THINGS if a != b for p in PLACES]

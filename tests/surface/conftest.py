@@ -1,38 +1,56 @@
-"""The sources of the package, read and parsed once for all structural tests."""
+"""The sources of the package and of the tests, read and parsed once for all structural tests."""
 
 from __future__ import annotations
 
 import ast
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "src" / "regard"
+TESTS = Path(__file__).parents[1]
+PACKAGE = TESTS.parent / "src" / "regard"
 
 
-class Source(NamedTuple):
-    """A module: what its docstring says, and its code without docstrings and comments, which is
-    what runs.
-    """
+class Source:
+    """A module of the package."""
 
-    docstring: str | None
-    code: str
+    def __init__(self, path: Path) -> None:
+        self.text = path.read_text(encoding="utf-8")
 
-    @classmethod
-    def of(cls, path: Path) -> Source:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        docstring = ast.get_docstring(tree)
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The module, parsed."""
+        return ast.parse(self.text)
+
+    @property
+    def docstring(self) -> str | None:
+        """What it says that it is."""
+        return ast.get_docstring(self.tree)
+
+    @cached_property
+    def code(self) -> str:
+        """The module without docstrings and comments: what runs."""
+        tree = ast.parse(self.text)
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 node.value = ast.Constant(...)
-        return cls(docstring, ast.unparse(tree))
+        return ast.unparse(tree)
 
 
 @pytest.fixture(scope="session")
 def sources() -> dict[str, Source]:
     """Every module of the package, by its path in it."""
     return {
-        path.relative_to(PACKAGE).as_posix(): Source.of(path)
-        for path in sorted(PACKAGE.rglob("*.py"))
+        path.relative_to(PACKAGE).as_posix(): Source(path) for path in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
+@pytest.fixture(scope="session")
+def trees() -> dict[str, ast.Module]:
+    """Every module of the tests, by its path; what is fuzzed is no test."""
+    return {
+        path.relative_to(TESTS).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(TESTS.rglob("*.py"))
+        if "fuzz" not in path.parts
     }

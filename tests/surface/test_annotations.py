@@ -61,6 +61,28 @@ def test_what_does_not_fit_is_found(x: Tensor, y: Tensor) -> None:
         annotations.checked(add, THIS)(x, y)
 
 
+def kept(x: Tensor | None, sizes: tuple[int, ...] = (), *more: int) -> int:
+    return len(sizes) + len(more)
+
+
+def test_a_call_like_one_before_is_checked_where_its_types_do_not_decide() -> None:
+    """What was found to fit is remembered by types; shapes and elements are always looked at."""
+    wrapped, add_ = annotations.checked(kept, THIS), annotations.checked(add, THIS)
+    x = torch.ones(2, 3)
+    assert [wrapped(x, (1, 2)), wrapped(x, (1,)), wrapped(None)] == [2, 1, 0]
+    assert wrapped(x, (1,), 2) == 2
+    add_(x, x)
+    for call, message in [
+        (lambda: wrapped(x, ("a", "b")), r"kept: sizes is tuple \('a', 'b'\), not"),
+        (lambda: wrapped(1, (1, 2)), "kept: x is int 1, not"),  # type: ignore[arg-type]
+        (lambda: wrapped(x, (1,), "a"), "kept: more is str 'a', not"),  # type: ignore[arg-type]
+        (lambda: add_(x, torch.ones(1, 3)), r"add: y is torch.float32 \(1, 3\), not"),
+        (lambda: add_(x, x, times=torch.ones(())), r"add: times is torch.float32 \(\), not"),
+    ]:
+        with pytest.raises(annotations.AnnotationMismatch, match=message):
+            call()
+
+
 def test_unpacked_options_are_checked() -> None:
     wrapped = annotations.checked(with_options, THIS)
     assert wrapped(torch.ones(2), scale=1) == 1

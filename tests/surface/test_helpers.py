@@ -1,28 +1,15 @@
-"""Helpers of the tests: one that judges is named assert_*, and no answer of one that says yes or no
-is dropped.
+"""How tests are written: a helper that judges is named assert_*, no answer of one that says yes or
+no is dropped, and no constant of the package is patched.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-TESTS = Path(__file__).parents[1]
 ACTS = {"start_and_kill"}
 """Helpers that do something, and assert on the way that it could be done."""
-
-
-@pytest.fixture(scope="session")
-def trees() -> dict[str, ast.Module]:
-    """Every module of the tests, by its path; what is fuzzed is no test."""
-    return {
-        path.relative_to(TESTS).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(TESTS.rglob("*.py"))
-        if "fuzz" not in path.parts
-    }
 
 
 def helpers(tree: ast.Module) -> Iterator[ast.FunctionDef]:
@@ -92,3 +79,69 @@ def test_offenders_would_be_found() -> None:
     )
     assert misnamed(tree) == ["check"]
     assert dropped(tree) == ["line 8: near"]
+
+
+# constants: what a test wants to be another value is a parameter, or the case is made large enough
+
+PATCHED = {
+    "bench/test_peers.py": 1,
+    "bench/test_problems.py": 2,
+    "cli/test_compare.py": 2,
+    "compare/claims/test_measured.py": 3,
+    "compare/test_quality.py": 2,
+    "laws/test_threads.py": 1,
+    "ops/selection/test_indexer.py": 1,
+    "ops/selection/test_moba.py": 1,
+    "ops/selection/test_nsa.py": 1,
+    "ops/softmax/test_cpu_quantised.py": 1,
+    "ops/softmax/test_reference.py": 1,
+    "ops/softmax/test_sdpa.py": 1,
+    "ops/softmax/test_weights.py": 1,
+    "ops/test_gemv.py": 1,
+}
+"""What is left of former times; these numbers become smaller, and no file comes in."""
+
+CONSTANT = re.compile(r"_?[A-Z][A-Z_0-9]+")
+
+
+def patched(tree: ast.Module) -> list[str]:
+    """The constants of the package that a module of the tests sets: by setattr of a name, or by an
+    assignment.
+    """
+    ours = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("regard"):
+            ours |= {x.asname or x.name: x.name for x in node.names}
+    names = {"regard", "module", *ours}
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        places = [ast.unparse(x) for x in getattr(node, "targets", [])]
+        if called(node) == "setattr" and isinstance(node, ast.Call):
+            texts = [x.value if isinstance(x, ast.Constant) else ast.unparse(x) for x in node.args]
+            places = [texts[0], f"{texts[0]}.{texts[1]}"]
+        for place in places:
+            home, _, name = str(place).rpartition(".")
+            if home.partition(".")[0] in names and CONSTANT.fullmatch(name):
+                found.append((node.lineno, place))
+    return [f"line {line}: {place}" for line, place in sorted(found)]
+
+
+def test_no_constant_is_patched(trees: dict[str, ast.Module]) -> None:
+    found = {name: places for name, tree in trees.items() if (places := patched(tree))}
+    assert {n: x for n, x in found.items() if len(x) > PATCHED.get(n, 0)} == {}
+
+
+def test_a_patched_constant_would_be_found() -> None:
+    tree = ast.parse(
+        "from regard.ops import tiled\nimport torch\n\ndef test_a(monkeypatch):\n"
+        "    monkeypatch.setattr(tiled, 'ROWS', 1)\n    monkeypatch.setattr('regard.ops.LONG', 1)\n"
+        "    tiled.KEYS = 2\n    monkeypatch.setattr(tiled, 'rows', 1)\n"
+        "    monkeypatch.setattr(torch, 'FLAG', 1)\n"
+        "    monkeypatch.setattr(tiled.other, '_NO', 1)\n"
+    )
+    assert patched(tree) == [
+        "line 5: tiled.ROWS",
+        "line 6: regard.ops.LONG",
+        "line 7: tiled.KEYS",
+        "line 10: tiled.other._NO",
+    ]

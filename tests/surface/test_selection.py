@@ -4,12 +4,23 @@ for the others.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import regard
+from regard import biases, masks
+from regard.claims.registry import CLAIMS
+from regard.cli import COMMANDS
+from regard.models.families import FILES
+from regard.nn.variants.registry import VARIANTS
+from regard.ops.softmax import dispatch
+from regard.train.tasks import TASKS
 from tests import selection
 
 
@@ -17,6 +28,7 @@ from tests import selection
 class Item:
     nodeid: str
     marks: dict[str, Any] | None = field(default_factory=dict)
+    callspec: Any = None
 
     def get_closest_marker(self, name: str) -> Any:
         assert name == "full"
@@ -38,9 +50,9 @@ def test_what_is_not_marked_runs() -> None:
 @pytest.mark.parametrize(
     ("n", "keep", "kept"),
     [
-        (10, 1, [0]),
-        (10, 2, [0, 5]),
-        (10, 3, [0, 3, 6]),
+        (10, 1, [7]),
+        (10, 2, [2, 7]),
+        (10, 3, [2, 5, 8]),
         (2, 5, [0, 1]),
         (3, 3, [0, 1, 2]),
         (3, 0, []),
@@ -50,9 +62,29 @@ def test_some_cases_stand_for_the_others(n: int, keep: int, kept: list[int]) -> 
     assert quick(*cases(n, keep=keep)) == [f"a.py::test_a[{i}]" for i in kept]
 
 
+def test_tests_over_the_same_cases_keep_different_ones() -> None:
+    kept = [
+        quick(*(Item(f"a.py::test_{name}[{i}]", {"keep": 2}) for i in range(20)))[0].partition("[")
+        for name in "abcdefgh"
+    ]
+    assert len({number for _, _, number in kept}) > 3
+
+
+@pytest.mark.parametrize("sizes", [(5, 4, 3), (7,), (2, 9), (1, 1)])
+def test_each_value_of_each_parameter_occurs_in_few_cases(sizes: tuple[int, ...]) -> None:
+    items = [
+        Item(f"a.py::test_a[{at}]", {"keep": "each"}, SimpleNamespace(params=dict(enumerate(at))))
+        for at in product(*map(range, sizes))
+    ]
+    found = selection.quick(items)  # type: ignore[arg-type]
+    for i, n in enumerate(sizes):
+        assert {x.callspec.params[i] for x in found} == {*range(n)}  # type: ignore[attr-defined]
+    assert len(found) == max(sizes)
+
+
 def test_the_cases_of_each_test_are_counted_apart() -> None:
     other = [Item(f"a.py::test_b[{i}]", {"keep": 1}) for i in range(3)]
-    assert quick(*cases(3, keep=1), *other) == ["a.py::test_a[0]", "a.py::test_b[0]"]
+    assert quick(*cases(3, keep=1), *other) == ["a.py::test_a[2]", "a.py::test_b[1]"]
 
 
 def test_cases_are_kept_by_a_word_of_their_ids() -> None:
@@ -70,3 +102,71 @@ def test_only_some_cases_may_be_marked() -> None:
 def test_a_misspelt_mark_is_an_error() -> None:
     with pytest.raises(pytest.UsageError, match=r"test_a\[0\]: full takes keep=, not \{'kep'\}"):
         quick(*cases(2, kep=1))
+    with pytest.raises(pytest.UsageError, match=r"test_a\[0\]: keep is 'all', not 'each' or a"):
+        quick(*cases(2, keep="all"))
+
+
+# what the quick run touches
+
+PACKAGES = [
+    *("masks", "biases", "positions", "linear", "memory", "caches", "nn", "inspect"),
+    *("models", "train", "compare", "cost", "bench", "ops.softmax"),
+]
+
+
+ANSWERS = {
+    *("biases.Bias", "positions.RopeFrequencies", "models.Found", "models.Generation"),
+    *("cost.Description", "cost.Figure", "bench.Problem", "nn.BlockCaches", "nn.Unprojected"),
+    *("inspect.Audit", "inspect.Finding", "inspect.Measures", "inspect.RowSums"),
+    *("inspect.Sampled", "inspect.Selection", "inspect.Tile", "inspect.Top"),
+    "inspect.MOST_TOKENS",
+}
+"""Names that a test has no need to write: what functions give back, bases, one limit."""
+
+
+def kinds(module: ModuleType, base: type) -> list[str]:
+    """The public classes of a module below a base."""
+    found = {name: getattr(module, name) for name in module.__all__}
+    return [
+        n for n, x in found.items() if isinstance(x, type) and issubclass(x, base) and x != base
+    ]
+
+
+def features() -> dict[str, str]:
+    """What regard offers -> where in the tests it must be named: each public name anywhere, each
+    kernel, mechanism, family, claim, task and command in the tests of its own.
+    """
+    found = {name: "tests" for name in regard.__all__ if not name.startswith("_")}
+    for package in PACKAGES:
+        module = importlib.import_module(f"regard.{package}")
+        found |= {f"{package}.{name}": "tests" for name in module.__all__}
+    homes = {
+        "masks": kinds(masks, masks.Mask),
+        "biases": kinds(biases, biases.Bias),
+        "ops/softmax": [kernel.name for kernel in dispatch.KERNELS],
+        "nn": [*VARIANTS],
+        "parity": sorted({*FILES.values()} - {"regard"}),
+        "compare": [*CLAIMS],
+        "train": [*TASKS],
+    }
+    for home, names in homes.items():
+        found |= {f"{home}.{name}": f"tests/{home}" for name in names}
+    found |= {f"cli.{name}": f"tests/cli/test_{name}.py" for name in COMMANDS}
+    return {name: home for name, home in found.items() if name not in ANSWERS}
+
+
+def test_the_quick_run_touches_every_feature(request: pytest.FixtureRequest) -> None:
+    items = request.config.stash[selection.COLLECTED]
+    if len({item.path for item in items}) < 200:
+        pytest.skip("only some files were collected")
+    assert len(features()) > 300
+    assert selection.untouched(features(), selection.quick(items)) == []
+
+
+def test_a_feature_that_the_quick_run_leaves_out_is_found(request: pytest.FixtureRequest) -> None:
+    """The negative control: this file alone names neither kernels nor commands."""
+    mine = [x for x in request.config.stash[selection.COLLECTED] if x.path == Path(__file__)]
+    command = f"cli.{min(COMMANDS)}"
+    wanted = {"Item": "tests/surface", "cpu": "tests/ops", command: "tests/surface"}
+    assert selection.untouched(wanted, mine) == ["cpu", command]
+    assert selection.untouched(wanted, []) == [*wanted]

@@ -172,6 +172,7 @@ def stopped(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("number", [3, 7, 14])
 @pytest.mark.parametrize("accumulate, bf16", [(3, False), (2, True)])
 def test_resumed_in_the_middle_with_accumulation_and_autocast(

@@ -61,7 +61,7 @@ def assert_close(x: Tensor, y: Tensor) -> None:
     assert float((x - y).abs().max()) <= 1e-10 * max(1.0, float(y.abs().max()))
 
 
-@pytest.mark.full(keep=12)
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("name", decoders())
 def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
     made = config(name)
@@ -111,6 +111,7 @@ def test_a_cache_continues_it_and_nothing_looks_ahead(name: str) -> None:
         assert (changed - whole)[:, 12:].abs().amax() > 1e-3
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", decoders())
 def test_bf16_autocast_takes_every_mechanism(name: str) -> None:
     model, rows = drawn(config(name)), ids()
@@ -221,6 +222,7 @@ TAKES = {
 """First letters of the schemes that a mechanism takes."""
 
 
+@pytest.mark.full(keep=7)
 @pytest.mark.parametrize("name", TAKES)
 def test_which_positions_a_mechanism_takes(name: str) -> None:
     layer = layer_of(name, 32, 4, VARIANTS[name].sizes)

@@ -204,9 +204,11 @@ class Tab:
             const node = document.querySelector({json.dumps(selector)});
             if (!node) return null;
             node.scrollIntoView({{ block: "center", inline: "center", behavior: "instant" }});
-            const box = node.getBoundingClientRect(), x = box.left + {at[0]} * box.width, y = box.top + {at[1]} * box.height;
+            const box = node.getBoundingClientRect();
+            const x = box.left + {at[0]} * box.width, y = box.top + {at[1]} * box.height;
             const top = document.elementFromPoint(x, y);
-            return {{ x, y, hit: !!top && (node.contains(top) || top.contains(node)), top: top && top.outerHTML.slice(0, 80) }};
+            const hit = !!top && (node.contains(top) || top.contains(node));
+            return {{ x, y, hit, top: top && top.outerHTML.slice(0, 80) }};
         }})()""")
         if place is None or not place["hit"]:
             raise BrowserError(f"{selector} cannot be clicked: {place}")

@@ -579,17 +579,23 @@ def test_a_page_opens_in_the_language_it_was_written_for(tab: Tab, made: Made) -
 
 
 BARE = """(() => {
-    const found = new Set(), data = JSON.stringify([R.meta.texts, R.meta.sources, R.meta.places, R.meta.title, R.meta.start]) + " English 简体中文 regard";
-    const own = ".recipe, .token, .formula, .equation, .title, .facts b, pre, code, #lang, footer a";
+    const { texts, sources, places, title, start } = R.meta, found = new Set();
+    const given = JSON.stringify([texts, sources, places, title, start]);
+    const data = given + " English 简体中文 regard";
+    const own =
+        ".recipe, .token, .formula, .equation, .title, .facts b, pre, code, #lang, footer a";
     const walk = document.createTreeWalker(document.getElementById("page"), NodeFilter.SHOW_TEXT);
     const look = said => {
         let left = said;
         while (left !== (left = left.replace(/«[^«»]*»/g, " ")));
-        for (const word of left.match(/[A-Za-z\u4e00-\u9fff]{3,}/g) || []) if (!data.includes(word)) found.add(`${word}: ${said.slice(0, 60)}`);
+        for (const word of left.match(/[A-Za-z\u4e00-\u9fff]{3,}/g) || [])
+            if (!data.includes(word)) found.add(`${word}: ${said.slice(0, 60)}`);
     };
-    for (let node = walk.nextNode(); node; node = walk.nextNode()) if (!node.parentElement.closest(own)) look(node.data);
+    for (let node = walk.nextNode(); node; node = walk.nextNode())
+        if (!node.parentElement.closest(own)) look(node.data);
     for (const node of document.querySelectorAll("#page *")) {
-        for (const name of ["aria-label", "title", "placeholder", "alt"]) if (node.hasAttribute(name)) look(node.getAttribute(name));
+        for (const name of ["aria-label", "title", "placeholder", "alt"])
+            if (node.hasAttribute(name)) look(node.getAttribute(name));
         if (node.ariaLabel) look(node.ariaLabel);
     }
     return [...found];

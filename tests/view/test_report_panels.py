@@ -30,7 +30,8 @@ def node(expression: str, **given: Any) -> Any:
     assert NODE is not None
     script = f"""
         const {{ panels }} = require({json.dumps(str(PANELS))});
-        const given = JSON.parse(require("fs").readFileSync(0, "utf8"), (_, x) => x === "-inf" ? -Infinity : x);
+        const input = require("fs").readFileSync(0, "utf8");
+        const given = JSON.parse(input, (_, x) => x === "-inf" ? -Infinity : x);
         const shown = (_, x) => x instanceof Float64Array ? [...x] : x === -Infinity ? "-inf" : x;
         process.stdout.write(JSON.stringify(({expression}), shown));
     """
@@ -52,6 +53,7 @@ def close(a: list[float], b: list[float]) -> bool:
     )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("dims", [8, 6])
 def test_unrotating_undoes_the_rotation_of_the_package(layout: Any, dims: int) -> None:

@@ -200,7 +200,8 @@ def factor(given: Given, steps: Steps) -> float:
         "inverted": 1 / right,
         "fitted": steps.factor,
     }
-    return found.get(steps.scale, right)
+    scale: float = found.get(steps.scale, right)
+    return scale
 
 
 def slopes(H: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -178,7 +179,7 @@ class Search:
         for _ in range(56):
             a, b = high - ratio * (high - low), low + ratio * (high - low)
             low, high = (low, b) if off(a) < off(b) else (a, high)
-        return right * 2.0 ** ((low + high) / 2)
+        return right * math.pow(2, (low + high) / 2)
 
     def rights(self, reading: Reading) -> tuple[Steps, ...]:
         """The steps without a fault."""

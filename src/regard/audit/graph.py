@@ -106,7 +106,7 @@ class Tape(TorchDispatchMode):
     """
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = []
         self._made: dict[int, Node] = {id(x): Node("tokens", x, tokens=True)}
         self._alive: list[Any] = [x]  # an id stays with its tensor

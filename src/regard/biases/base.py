@@ -101,7 +101,8 @@ class Bias(Plain):
             ArgumentError: this kind of bias cannot be cut by heads.
         """
         raise ArgumentError(
-            f"{self} cannot be cut by heads; write `select_heads` for its class, or use another method"
+            f"{self} cannot be cut by heads; write `select_heads` for its class, or use another "
+            "method"
         )
 
     def require(self, B: int, H: int, T: int, S: int) -> None:

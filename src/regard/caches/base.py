@@ -290,7 +290,9 @@ class rollback_on_error:  # noqa: N801  (a context manager, used like a function
 
 
 _OFFERED = "_offered_mark"
-"""The attribute of a cache that holds the mark which the next block inside takes: a tuple of one."""
+"""The attribute of a cache that holds the mark which the next block inside takes: a tuple of
+one.
+"""
 
 
 def check_update(memory: Parts, positions: Positions) -> None:

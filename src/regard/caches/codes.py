@@ -198,8 +198,8 @@ def _lines(x: Tensor, axis: Axis, group: int) -> Tensor:
     [B,n,L,d/group,group].
     """
     if axis == "channel":
-        return x.unflatten(2, (x.shape[2] // group, group)).transpose(-1, -2)
-    return x.unflatten(3, (-1, group))
+        return torch.unflatten(x, 2, (x.shape[2] // group, group)).transpose(-1, -2)
+    return torch.unflatten(x, 3, (-1, group))
 
 
 def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -228,7 +228,7 @@ def _pack(code: Tensor, bits: int) -> Tensor:
     if per == 1:
         return code.contiguous()
     shifts = torch.arange(per, dtype=torch.uint8, device=code.device) * bits
-    return (code.unflatten(-1, (-1, per)) << shifts).sum(-1, dtype=torch.uint8)
+    return (torch.unflatten(code, -1, (-1, per)) << shifts).sum(-1, dtype=torch.uint8)
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
@@ -237,7 +237,8 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     if per == 1:
         return packed
     shifts = torch.arange(per, dtype=torch.uint8, device=packed.device) * bits
-    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    codes: Tensor = ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
+    return codes
 
 
 class Coded(NamedTuple):

@@ -152,7 +152,7 @@ class Pool:
     def read(self, slots: Tensor) -> Parts:
         """The tokens at slots [B,S], each part [B,n,S,d]."""
         flat = (x.flatten(0, 1).index_select(0, slots.flatten()) for x in self.parts)
-        return tuple(x.unflatten(0, tuple(slots.shape)).transpose(1, 2) for x in flat)
+        return tuple(torch.unflatten(x, 0, tuple(slots.shape)).transpose(1, 2) for x in flat)
 
     def _write(self, at: Tensor | tuple[Tensor, ...], new: Parts) -> None:
         where = at if isinstance(at, tuple) else (at,)

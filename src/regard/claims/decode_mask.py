@@ -42,7 +42,7 @@ def _step(cache: Cache, parts: tuple[int, ...], mask: Mask, x: Tensor, *, slots:
     """
     module = mha(8, 2).double()
     at = 0
-    for part in x[:, : sum(parts)].split(list(parts), 1):
+    for part in x[:, : sum(parts)].split_with_sizes(parts, 1):
         where = Span(at, part.shape[1])
         memory, held = cache.update(module.project.remember(part, where), where)
         at += part.shape[1]

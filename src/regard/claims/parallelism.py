@@ -45,7 +45,7 @@ class Chain(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._depths: dict[int, int] = {}
         self._held: list[Tensor] = []  # so that no storage is given to another tensor
 
@@ -205,7 +205,7 @@ def _measure_generation(_budget: float, seed: int) -> Numbers:
     model.register_forward_hook(lambda _module, args, _out: passes.append(args[0].shape[1]))
     ids = torch.randint(32, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
     logits = model(ids)
-    nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).backward()
+    torch.autograd.backward(nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]))
     training = len(passes)
     passes.clear()
     caches, last = model.new_caches(), ids[:, :1]

@@ -120,7 +120,7 @@ def gradient_norms(
     with threads(1), torch.enable_grad():
         for _ in range(count):
             optimiser.zero_grad()
-            next_token_loss(model, next(data)).backward()
+            torch.autograd.backward(next_token_loss(model, next(data)))
             found.append(
                 float(
                     nn.utils.get_total_norm(

@@ -133,7 +133,7 @@ def training(model: Decoder, config: Config, length: int, batch: int) -> Step:
     def step() -> float:
         update.zero_grad(set_to_none=True)
         loss = next_token_loss(model, rows)
-        loss.backward()
+        torch.autograd.backward(loss)
         update.step()
         return loss.item()
 

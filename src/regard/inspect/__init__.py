@@ -30,8 +30,9 @@ from regard.inspect.metrics import (
 )
 from regard.inspect.record.files import load, save
 from regard.inspect.record.models import record
+from regard.inspect.record.place import Place
 from regard.inspect.record.recorder import Recorder, Selection
-from regard.inspect.record.recording import Place, Recording, Top
+from regard.inspect.record.recording import Recording, Top
 from regard.inspect.record.row_sums import RowSums, row_sums
 from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
 from regard.inspect.report.page import report

@@ -20,6 +20,7 @@ from regard.masks.tiling import (
     UNKNOWN,
     Intervals,
     both,
+    broadcast,
     count_visible,
     either,
     from_intervals,
@@ -270,7 +271,7 @@ class Mask(Plain, ABC):
     def _ranges(self, q: Tensor) -> Intervals | None:
         """The same by the rule alone, for q [B or 1, t]; empty slots are not looked at."""
         found = self._intervals(q.long()[:, None, :, None])
-        return None if found is None else tidy(Intervals(*torch.broadcast_tensors(*found)))
+        return None if found is None else tidy(Intervals(*broadcast(*found)))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         """For q [B or 1, 1, t, 1]: ranges in any order, overlapping or not, below 0 or not."""
@@ -306,7 +307,7 @@ class Mask(Plain, ABC):
             return torch.zeros(
                 1, 1, 0, -(-count(k_positions) // bk), dtype=torch.int8, device=device
             )
-        return torch.stack(torch.broadcast_tensors(*lines), 2)
+        return torch.stack(broadcast(*lines), 2)
 
     def tile_row(
         self,

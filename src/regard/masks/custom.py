@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Mask, Part, Reach, Refusal, Slot, four, loosest
-from regard.masks.tiling import Intervals, stack_heads
+from regard.masks.tiling import Intervals, broadcast, broadcast_shape, stack_heads
 from regard.span import count
 
 
@@ -100,7 +100,7 @@ def _head(x: Tensor, h: int) -> Tensor:
 
 def _per_head(found: list[Tensor]) -> Tensor:
     """Head h of the h-th one, side by side."""
-    heads = torch.broadcast_tensors(*(_head(x, h) for h, x in enumerate(found)))
+    heads = broadcast(*(_head(x, h) for h, x in enumerate(found)))
     return torch.cat(heads, 1)
 
 
@@ -224,7 +224,7 @@ class Fn(Mask):
             raise ArgumentTypeError(
                 f"Fn {self.name} gave {got}; it must give a bool tensor, True = may attend"
             )
-        pair = torch.broadcast_shapes(q.shape, k.shape)
+        pair = broadcast_shape(q.shape, k.shape)
         if out.ndim > 4 or any(
             n not in (1, of) for n, of in zip(out.shape[:-3:-1], pair[::-1], strict=False)
         ):

@@ -64,9 +64,21 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
     return tidy(Intervals(starts.flatten(-2), stops.flatten(-2)))
 
 
+def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
+    """The shape that tensors of these shapes broadcast to: torch's own function, with its type."""
+    shape: torch.Size = torch.broadcast_shapes(*shapes)
+    return shape
+
+
+def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors, expanded to the shape that they broadcast to."""
+    shape = broadcast_shape(*(x.shape for x in tensors))
+    return tuple(x.expand(shape) for x in tensors)
+
+
 def unite(a: Intervals, b: Intervals) -> Intervals:
     """The positions in either."""
-    shape = torch.broadcast_shapes(a.starts.shape[:-1], b.starts.shape[:-1])
+    shape = broadcast_shape(a.starts.shape[:-1], b.starts.shape[:-1])
     starts, stops = (
         torch.cat([x.expand(*shape, -1), y.expand(*shape, -1)], -1)
         for x, y in zip(a, b, strict=True)
@@ -164,7 +176,7 @@ def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H 
     S = count(k_positions)
     if S == 0 or found.starts.shape[2] == 0:
         B = 1 if isinstance(k_positions, Span) else k_positions.shape[0]
-        shape = torch.broadcast_shapes((B, 1, 1), found.starts.shape[:-1])
+        shape = broadcast_shape((B, 1, 1), found.starts.shape[:-1])
         return torch.zeros(shape, dtype=torch.int64, device=found.starts.device)
     if isinstance(k_positions, Span):
         return _count_span(found, k_positions, S)[..., 0]
@@ -173,7 +185,7 @@ def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H 
 
 def both(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
     """The state of `x & y`: empty wins, full gives way, two partial ones must be looked at."""
-    a, b = torch.broadcast_tensors(a, b)
+    a, b = broadcast(a, b)
     out = torch.full_like(a, UNKNOWN)
     out = torch.where(a == FULL, b, torch.where(b == FULL, a, out))
     return out.masked_fill((a == EMPTY) | (b == EMPTY), EMPTY)
@@ -230,8 +242,8 @@ def state_of(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
     """The states of the key blocks of an evaluated block."""
     some, each = block.any(2), block.all(2)  # [B,H,s]
     missing = -block.shape[3] % bk
-    some = F.pad(some, (0, missing)).unflatten(-1, (-1, bk)).any(-1)
-    each = F.pad(each, (0, missing), value=True).unflatten(-1, (-1, bk)).all(-1)
+    some = torch.unflatten(F.pad(some, (0, missing)), -1, (-1, bk)).any(-1)
+    each = torch.unflatten(F.pad(each, (0, missing), value=True), -1, (-1, bk)).all(-1)
     return some.to(torch.int8) + each.to(torch.int8) * some
 
 
@@ -256,4 +268,4 @@ def _edges(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Ten
 
 def _blocks(x: Tensor, bk: int, value: int) -> Tensor:
     """[B,S] -> [B,nK,bk], the last block filled up with `value`."""
-    return F.pad(x, (0, -x.shape[1] % bk), value=value).unflatten(-1, (-1, bk))
+    return torch.unflatten(F.pad(x, (0, -x.shape[1] % bk), value=value), -1, (-1, bk))

@@ -110,7 +110,7 @@ class RecurrentEncoderDecoder(nn.Module):
         x, positions = self._embed(ids, positions)
         states, hidden = scan(self.encoder, x, positions)
         ways = 2 if self.encoder.bidirectional else 1
-        h, *cell = (part.unflatten(0, (-1, ways))[:, -1] for part in hidden)
+        h, *cell = (torch.unflatten(part, 0, (-1, ways))[:, -1] for part in hidden)
         h = h if self.bridge is None else torch.tanh(self.bridge(h))
         return Encoded(Source(states, positions), (h, *cell))
 

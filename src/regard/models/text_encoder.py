@@ -355,7 +355,7 @@ class TextEncoder(Tokenized):
         sizes = (tokens.positions >= 0).sum(1)
         order = sizes.argsort(stable=True)
         parts = []
-        for rows in order.split(batch):
+        for rows in torch.split(order, batch):
             some = Tokens(*(x[rows, : int(sizes[rows].max())] for x in tokens))
             parts.append(self.pool(self.hidden(*some), some.positions))
         return torch.cat(parts)[order.argsort()]

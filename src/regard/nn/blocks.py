@@ -83,7 +83,8 @@ class PostNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """norm(x + sublayer(x))."""
-        return self.norm(x + self.dropped(sublayer(x)))
+        result: Float[Tensor, "B T M"] = self.norm(x + self.dropped(sublayer(x)))
+        return result
 
 
 class NormedPath(Residual):
@@ -102,7 +103,8 @@ class NormedPath(Residual):
     ) -> Float[Tensor, "B T M"]:
         """norm(x) + sublayer(norm(x))."""
         normed = self.norm(x)
-        return normed + self.dropped(sublayer(normed))
+        result: Float[Tensor, "B T M"] = normed + self.dropped(sublayer(normed))
+        return result
 
 
 class OutputNorm(Residual):
@@ -199,7 +201,8 @@ class Block(nn.Module):
         x = parts["around_attention"](
             x, lambda normed: attention(normed, positions, cache, backend=backend)
         )
-        return parts["around_feed_forward"](x, parts["feed_forward"])
+        result: Float[Tensor, "B T M"] = parts["around_feed_forward"](x, parts["feed_forward"])
+        return result
 
     def new_cache(self) -> Cache:
         """An empty cache of the kind that suits the attention."""
@@ -236,7 +239,8 @@ class ParallelBlock(Block):
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
         path = self.around_feed_forward
-        return mixed + path.dropout(self.feed_forward(path.norm(x)))
+        out: Tensor = mixed + path.dropout(self.feed_forward(path.norm(x)))
+        return out
 
 
 class BlockCaches(NamedTuple):
@@ -338,7 +342,8 @@ class DecoderBlock(nn.Module):
                     backend=backend,
                 ),
             )
-        return self.around_feed_forward(x, self.feed_forward)
+        out: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return out
 
     def new_caches(self) -> BlockCaches:
         """Empty caches for a target and its source."""

@@ -102,7 +102,7 @@ class RowRotary(nn.Module):
         """
         if all(self.same(0, n) for n in new):  # frequencies that changed do not come back
             return x
-        known, where = old.unique(return_inverse=True)
+        known, where = torch.unique(old, return_inverse=True)
         before, scale = self._table(tuple(known.tolist()))
         after, factor = self._table(new)
         turned = after[:, None] - before[where.to(before.device)]
@@ -236,7 +236,8 @@ class PreRope(Separate):
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """q [B,H,T,D], rotated for the length that the call itself shows."""
-        return self.key_transform(self.q(x, positions), _given(positions))
+        result: Tensor = self.key_transform(self.q(x, positions), _given(positions))
+        return result
 
     def adjust_query(self, q: Tensor, positions: Positions, seen: Positions) -> Tensor:
         """Queries rotated with the frequencies of the largest key position, where that is another
@@ -369,12 +370,10 @@ class Prefix:
         """
         T = ids.shape[1]
         positions = after(self._positions, T) if positions is None else positions
+        logits: Tensor
         if self._ids is None:
-            logits, whole, where = (
-                self.model(ids, positions, self.caches, **options),
-                ids,
-                positions,
-            )
+            logits = self.model(ids, positions, self.caches, **options)
+            whole, where = ids, positions
         else:
             whole, where = torch.cat([self._ids, ids], 1), follow(self._positions, positions)
             if changes(self.model, lengths(self._positions), lengths(where)):

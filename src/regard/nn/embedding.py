@@ -112,7 +112,8 @@ class Embed(nn.Module):
             x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
         elif segments is not None:
             raise ArgumentError("segments are given, and this embedding has none; leave them out")
-        return self.dropout(self.norm(x))
+        out: Tensor = self.dropout(self.norm(x))
+        return out
 
     def _check_ids(self, name: str, ids: Tensor) -> None:
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):

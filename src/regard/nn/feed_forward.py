@@ -51,7 +51,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """x [..., M] -> [..., M]."""
         parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.down`
-        return parts["down"](parts["activation"](parts["up"](x)))
+        result: Float[Tensor, "*L M"] = parts["down"](parts["activation"](parts["up"](x)))
+        return result
 
 
 class GatedFeedForward(nn.Module):
@@ -83,7 +84,10 @@ class GatedFeedForward(nn.Module):
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """x [..., M] -> [..., M]."""
         parts: dict[str, Any] = self._modules  # asked directly: much quicker than `self.down`
-        return parts["down"](parts["activation"](parts["gate"](x)) * parts["up"](x))
+        result: Float[Tensor, "*L M"] = parts["down"](
+            parts["activation"](parts["gate"](x)) * parts["up"](x)
+        )
+        return result
 
 
 class SwiGLU(GatedFeedForward):
@@ -142,7 +146,10 @@ class ClippedSwiGLU(nn.Module):
         """x [..., M] -> [..., M]."""
         gate = self.gate(x).clamp(max=self.limit)
         up = self.up(x).clamp(-self.limit, self.limit)
-        return self.down((up + 1) * (gate * torch.sigmoid(self.alpha * gate)))
+        result: Float[Tensor, "*L M"] = self.down(
+            (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
+        )
+        return result
 
     def extra_repr(self) -> str:
         """The limit and the slope."""

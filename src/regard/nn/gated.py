@@ -74,7 +74,8 @@ class Gated(Explainable, nn.Module):
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The heads, gated."""
-        return self.project.postprocess(z, x) * self.gate(x, None).sigmoid()
+        result: Tensor = self.project.postprocess(z, x) * self.gate(x, None).sigmoid()
+        return result
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """The projection's form for so many queries against so many keys, gated."""
@@ -110,7 +111,8 @@ class _GatedForm:
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The form's heads, gated."""
-        return self.form.postprocess(z, x) * self.gate(x, None).sigmoid()
+        result: Tensor = self.form.postprocess(z, x) * self.gate(x, None).sigmoid()
+        return result
 
 
 class Differential(Separate):
@@ -168,7 +170,8 @@ class Differential(Separate):
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """The first pattern's heads less those of the second, normed: [B,2H,T,E] -> [B,H,T,E]."""
         first, second = z.chunk(2, dim=1)
-        return self.norm(first - self.share.to(z.dtype) * second) * (1 - self.start)
+        out: Tensor = self.norm(first - self.share.to(z.dtype) * second) * (1 - self.start)
+        return out
 
     @property
     def share(self) -> Tensor:

@@ -51,7 +51,8 @@ class LowRank(nn.Module):
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
         """x [B,L,M] -> heads [B,n,L,d]."""
-        return self.up(self.norm(self.down(x)), positions)
+        q: Tensor = self.up(self.norm(self.down(x)), positions)
+        return q
 
 
 class Latent(Explainable, nn.Module):
@@ -146,7 +147,7 @@ class Latent(Explainable, nn.Module):
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         """k [B,H,S,d_nope+d_rope] and v [B,H,S,E]."""
-        c, turned = memory[0].split((self.kv_rank, self.rotary.dim), dim=-1)
+        c, turned = memory[0].split_with_sizes((self.kv_rank, self.rotary.dim), dim=-1)
         nope, v = self.kv_up(c[:, 0], positions).split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, turned.expand(-1, self.heads, -1, -1)), dim=-1), v
 
@@ -171,7 +172,7 @@ class Latent(Explainable, nn.Module):
         """W_uk [H,d_nope,r] and W_uv [H,E,r]: views of the one matrix, which has the rows of a head
         side by side.
         """
-        weight = self.kv_up.linear.weight.unflatten(0, (self.heads, -1))
+        weight = torch.unflatten(self.kv_up.linear.weight, 0, (self.heads, -1))
         return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
 
     @property

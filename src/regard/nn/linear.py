@@ -16,7 +16,11 @@ BLOCK = 1 << 23
 
 
 def linear(
-    x: Float[Tensor, "*L M"], weight: Float[Tensor, "N M"], bias: Float[Tensor, " N"] | None = None
+    x: Float[Tensor, "*L M"],
+    weight: Float[Tensor, "N M"],
+    bias: Float[Tensor, " N"] | None = None,
+    *,
+    block: int = BLOCK,
 ) -> Float[Tensor, "*L N"]:
     """y = W x + b.
 
@@ -25,6 +29,9 @@ def linear(
     (LOG.md): from `FEW` rows on the weight is converted block by block, and the result is rounded
     once.
 
+    Args:
+        block: numbers of a weight that are converted at a time.
+
     Raises:
         ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
 
@@ -32,21 +39,21 @@ def linear(
     torch.float16
     """
     y = few_rows(x, weight, bias)
-    return _many_rows(x, weight, bias) if y is None else y
+    return _many_rows(x, weight, bias, block) if y is None else y
 
 
-def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _many_rows(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
     """W x + b by torch's products of matrices."""
     check_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FEW:
         return F.linear(x, weight, bias)
     wide = x.float()
-    step = max(1, BLOCK // max(1, weight.shape[1]))
-    biases = bias.split(step) if bias is not None else [None] * -(-weight.shape[0] // step)
+    step = max(1, block // max(1, weight.shape[1]))
+    biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
     parts = [
         F.linear(wide, w.float(), b if b is None else b.float()).to(x.dtype)
-        for w, b in zip(weight.split(step), biases, strict=True)
+        for w, b in zip(torch.split(weight, step), biases, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -67,4 +74,4 @@ class Linear(nn.Linear):
         if weight is None or "bias" not in held:  # a parametrization makes them on demand
             weight, bias = self.weight, self.bias
         y = few_rows(x, weight, bias)
-        return _many_rows(x, weight, bias) if y is None else y
+        return _many_rows(x, weight, bias, BLOCK) if y is None else y

@@ -204,7 +204,8 @@ class Heads(nn.Module):
         y = y.reshape(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
         for step in parts["steps"]._modules.values():
             y = step(y, positions)
-        return y
+        result: Float[Tensor, "B n L d"] = y
+        return result
 
     def explain_steps(
         self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
@@ -511,10 +512,10 @@ class Fused(Explainable, nn.Module):
             weight = self.linear.weight[first : first + n * D]
             bias = self.linear.bias[first : first + n * D] if self.linear.bias is not None else None
         else:
-            weight = self.linear.weight.unflatten(0, (-1, D))[rows].flatten(0, 1)
+            weight = torch.unflatten(self.linear.weight, 0, (-1, D))[rows].flatten(0, 1)
             bias = self.linear.bias
-            bias = None if bias is None else bias.unflatten(0, (-1, D))[rows].flatten()
-        return linear(x, weight, bias).unflatten(-1, (len(rows), D)).transpose(1, 2)
+            bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[rows].flatten()
+        return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
 
     def _run(self, x: Tensor, positions: Positions | None) -> Tensor:
         for step in self.steps:
@@ -669,7 +670,7 @@ class States(Explainable, nn.Module):
         )
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:
         """Heads and sizes."""

@@ -345,7 +345,7 @@ class Gated(nn.Module):
 
     def log_decay(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T D"]:
         """The logarithms of the gates of tokens x, at most 0."""
-        gates = self.up(self.down(x)).unflatten(-1, (self.groups, -1)).transpose(1, 2)
+        gates = torch.unflatten(self.up(self.down(x)), -1, (self.groups, -1)).transpose(1, 2)
         wide = gates if gates.dtype == torch.float64 else gates.float()
         return F.logsigmoid(wide) / self.temperature
 

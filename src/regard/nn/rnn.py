@@ -304,4 +304,6 @@ class BahdanauDecoder(RecurrentDecoder):
             s, hidden = scan(self.rnn, seen, where, hidden)
             found.append(torch.cat([s, seen], -1))
         joined = torch.cat(found, 1) if found else y.new_zeros(y.shape[0], 0, self.read.in_features)
-        return self.read(joined).unflatten(-1, (-1, 2)).amax(-1), Carried(hidden, carried.cross)
+        return torch.unflatten(self.read(joined), -1, (-1, 2)).amax(-1), Carried(
+            hidden, carried.cross
+        )

@@ -466,7 +466,8 @@ class NSA(Mixer):
     ) -> Float[Tensor, "B H T E"]:
         """The branches, each times its gate, a number per head and query."""
         gates = self.gate(x).sigmoid().unflatten(-1, (3, self.q.heads))  # [B,T,3,H]
-        return (zs * gates.permute(2, 0, 3, 1)[..., None]).sum(0)
+        result: Float[Tensor, "B H T E"] = (zs * gates.permute(2, 0, 3, 1)[..., None]).sum(0)
+        return result
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """The steps of the queries, and those of the branch's own keys and values; compressed keys

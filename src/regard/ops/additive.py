@@ -100,7 +100,7 @@ def additive_attention(
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor) -> Tensor:
     """The scores [B,H,T,S], -inf where masked, a block of queries at a time."""
     (B, H, T, A), (_, G, S, _) = query.shape, keys.shape
-    keys = keys.unflatten(1, (G, 1)).expand(-1, -1, H // G, -1, -1).flatten(1, 2)  # [B,H,S,A]
+    keys = keys[:, :, None].expand(-1, -1, H // G, -1, -1).flatten(1, 2)  # [B,H,S,A]
     visible = visible.expand(B, H, T, S)
     step = max(1, BLOCK_BYTES // max(1, B * H * S * A * query.element_size()))
     blocks = []

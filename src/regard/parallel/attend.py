@@ -2,14 +2,14 @@
 
 Four methods give the same result, and differ in what moves:
 
-    exchange   each rank keeps its queries; the keys and values that they see come to it, block by block
+    exchange   each rank keeps its queries; the keys and values that they see come to it
     gather     all keys and values come to every rank at once
-    heads      queries, keys and values are exchanged so that each rank has all tokens of some heads (Ulysses)
+    heads      tokens are exchanged so that each rank has all of them for some heads (Ulysses)
     both       heads inside a node, exchange between nodes, on a mesh of two dimensions
 
-In the exchange every rank sends its own block to rank r + s at step s, rather than forwarding the block
-that it has just received: the bytes are the same, no rank waits for another's forwarding, what a mask
-does not show never moves, and gradients of keys and values go straight home.
+In the exchange every rank sends its own block to rank r + s at step s, rather than forwarding the
+block that it has just received: the bytes are the same, no rank waits for another's forwarding,
+what a mask does not show never moves, and gradients of keys and values go straight home.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class _Work:
-    """One call as every method needs it: where queries and keys lie, and the options of a kernel."""
+    """One call as every method needs it: where queries and keys lie, and the options of a
+    kernel.
+    """
 
     ranks: Any
     q_shards: Shards
@@ -86,38 +88,39 @@ def attend(
 
     out_i = sum_j softmax_j(scale q_i . k_j + bias_ij) v_j over the visible keys j of every rank
 
-    Every rank of the group makes this call, with its own part of q, k and v. It is differentiable in q,
-    k, v, sink and in the tensors of the bias; gradients of sink and bias are those of the whole sequence,
-    on every rank.
+    Every rank of the group makes this call, with its own part of q, k and v. It is differentiable
+    in q, k, v, sink and in the tensors of the bias; gradients of sink and bias are those of the
+    whole sequence, on every rank.
 
     Args:
         q, k, v: the tokens that this rank holds, in the order of `shards.spans(rank)`.
         shards: who holds which keys.
         q_shards: who holds which queries; None is `shards`.
-        group: a process group, None for the default one; for the method "both" two groups: that of the
-            node, whose ranks share heads, and that across nodes.
-        method: see above. "auto" takes "heads" where the heads divide and fewer numbers move, otherwise
-            "exchange".
+        group: a process group, None for the default one; for the method "both" two groups: that of
+            the node, whose ranks share heads, and that across nodes.
+        method: see above. "auto" takes "heads" where the heads divide and fewer numbers move,
+            otherwise "exchange".
         options: see `Options`.
 
     Returns:
         The output of this rank's queries, [B, H, T, E].
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different calls;
-            raised on every rank before anything is computed.
+        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different
+            calls; raised on every rank before anything is computed.
         ParallelError: a rank ended or is late.
 
     >>> import torch, regard
     >>> def rank(r, x):
     ...     shards = regard.parallel.Shards.zigzag(16, 2)
     ...     mine = shards.take(x, r)
-    ...     return regard.parallel.attend(mine, mine, mine, shards=shards, mask=regard.masks.Causal())
+    ...     mask = regard.masks.Causal()
+    ...     return regard.parallel.attend(mine, mine, mine, shards=shards, mask=mask)
     >>> rank.__name__  # regard.parallel.spawn(rank, 2, x) runs it on two processes
     'rank'
 
-    Source: Liu et al. 2023 (arXiv 2310.01889) for blocks that move between ranks; Jacobs et al. 2023
-    (arXiv 2309.14509) for heads; Fang and Zhao 2024 (arXiv 2405.07719) for both.
+    Source: Liu et al. 2023 (arXiv 2310.01889) for blocks that move between ranks; Jacobs et al.
+    2023 (arXiv 2309.14509) for heads; Fang and Zhao 2024 (arXiv 2405.07719) for both.
     """
     q_shards = shards if q_shards is None else q_shards
     if method == "both" or (isinstance(group, Sequence) and method == "auto"):
@@ -130,7 +133,7 @@ def attend(
     chosen = _chosen(q, k, v, work, method)
     sink = options.get("sink")
     if sink is not None:
-        sink = _SharedParameter.apply(sink, ranks)
+        sink = _SharedParameter.apply(sink, ranks)  # type: ignore[no-untyped-call]
     if chosen == "heads":
         return _heads(q, k, v, work, sink)
     out, lse = (_exchange if chosen == "exchange" else _gather)(q, k, v, work)
@@ -179,7 +182,8 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, places: _Places, options: Options)
     for name, rule, kind in (("mask", mask, Mask), ("bias", bias, Bias)):
         if rule is not None and (not isinstance(rule, kind) or _of_slots(rule)):
             raise ArgumentTypeError(
-                f"{name} is {rule if isinstance(rule, kind) else type(rule).__name__}, which speaks of "
+                f"{name} is {rule if isinstance(rule, kind) else type(rule).__name__}, which "
+                "speaks of "
                 "the slots of one call; ranks have different slots: give a rule on positions"
             )
     names = ("scale", "softcap", "backend")
@@ -258,7 +262,9 @@ def why_not_heads(H: int, G: int, W: int) -> str:
 
 
 class _SharedParameter(torch.autograd.Function):
-    """A tensor that is the same on every rank: its gradient is the sum over ranks, in fp32 or better."""
+    """A tensor that is the same on every rank: its gradient is the sum over ranks, in fp32 or
+    better.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -274,7 +280,8 @@ class _SharedParameter(torch.autograd.Function):
 def _exchange(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries, in fp32 or better."""
     tensors = () if work.bias is None else work.bias.tensors()
-    return _Exchange.apply(work, q, k, v, *tensors)
+    result: tuple[Tensor, Tensor] = _Exchange.apply(work, q, k, v, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _blocks(work: _Work, receiver: int, sender: int) -> tuple[tuple[int, int, int], ...]:
@@ -503,7 +510,9 @@ def _partial_gradient(
 
 
 class _GatherTokens(torch.autograd.Function):
-    """The tokens of all ranks in order of their positions; the gradient goes home, summed in fp32."""
+    """The tokens of all ranks in order of their positions; the gradient goes home, summed in
+    fp32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shards: Shards, ranks: Ranks) -> Tensor:
@@ -530,7 +539,7 @@ class _GatherTokens(torch.autograd.Function):
 
 def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over all keys at once."""
-    keys, values = (_GatherTokens.apply(x, work.shards, work.ranks) for x in (k, v))
+    keys, values = (_GatherTokens.apply(x, work.shards, work.ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     block = (0, work.shards.start, work.shards.stop)
     bias = _shared_bias(work.bias, work.ranks)
     parts = [
@@ -553,7 +562,7 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor
 def _shared_bias(bias: Bias | None, ranks: Ranks) -> Bias | None:
     if bias is None:
         return None
-    return bias.with_tensors([_SharedParameter.apply(x, ranks) for x in bias.tensors()])
+    return bias.with_tensors([_SharedParameter.apply(x, ranks) for x in bias.tensors()])  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -564,7 +573,8 @@ class _Layout:
         ranks: the group whose ranks exchange heads.
         shards: who holds which tokens.
         members: the ranks of the group, as the shards number them.
-        by_position: whether the tokens are put in the order of their positions; otherwise rank by rank.
+        by_position: whether the tokens are put in the order of their positions; otherwise rank by
+            rank.
     """
 
     ranks: Ranks
@@ -637,8 +647,8 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, work: _Work, sink: Tensor | None) ->
     members = tuple(range(ranks.world))
     queries = _Layout(ranks, work.q_shards, members, by_position=True)
     keys = _Layout(ranks, work.shards, members, by_position=True)
-    qh = _ToHeads.apply(q, queries)
-    kh, vh = (_ToHeads.apply(_repeated(x, ranks.world), keys) for x in (k, v))
+    qh = _ToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
+    kh, vh = (_ToHeads.apply(_repeated(x, ranks.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // ranks.world
     mine = slice(ranks.rank * n, (ranks.rank + 1) * n)
     bias = _shared_bias(work.bias, ranks)
@@ -653,7 +663,8 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, work: _Work, sink: Tensor | None) ->
         k_positions=Span(work.shards.start, kh.shape[2]),
         **work.options,
     )
-    return _ToTokens.apply(z, queries)
+    result: Tensor = _ToTokens.apply(z, queries)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _repeated(x: Tensor, world: int) -> Tensor:
@@ -673,7 +684,8 @@ def _both(
     """Heads are exchanged inside a node, and blocks between nodes."""
     if not isinstance(group, Sequence) or len(group) != 2:
         raise ArgumentError(
-            "the method 'both' takes group=(node, across): the ranks that share heads, and those at the "
+            "the method 'both' takes group=(node, across): the ranks that share heads, and those "
+            "at the "
             "same place in every node"
         )
     node, across = Ranks(group[0]), Ranks(group[1])
@@ -688,8 +700,8 @@ def _both(
     members = tuple(across.rank * node.world + i for i in range(node.world))
     queries = _Layout(node, q_shards, members, by_position=False)
     keys = _Layout(node, shards, members, by_position=False)
-    qh = _ToHeads.apply(q, queries)
-    kh, vh = (_ToHeads.apply(_repeated(x, node.world), keys) for x in (k, v))
+    qh = _ToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
+    kh, vh = (_ToHeads.apply(_repeated(x, node.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // node.world
     mine = slice(node.rank * n, (node.rank + 1) * n)
     bias = _shared_bias(work.bias, node)
@@ -704,9 +716,10 @@ def _both(
     out, lse = _exchange(qh, kh, vh, inner)
     sink = options.get("sink")
     if sink is not None:
-        shared = _SharedParameter.apply(_SharedParameter.apply(sink, node), across)
+        shared = _SharedParameter.apply(_SharedParameter.apply(sink, node), across)  # type: ignore[no-untyped-call]
         out = with_sink(out, lse, shared[mine])
-    return _ToTokens.apply(out.to(q.dtype), queries)
+    result: Tensor = _ToTokens.apply(out.to(q.dtype), queries)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _of_nodes(shards: Shards, size: int) -> Shards:

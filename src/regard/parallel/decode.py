@@ -40,7 +40,8 @@ def decode(
         The output of every query, the same on every rank, bit for bit.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different calls.
+        ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different
+            calls.
         ParallelError: a rank ended or is late.
 
     Source: Shyam et al. 2024 (arXiv 2408.04093), section 4.

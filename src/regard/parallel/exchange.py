@@ -1,8 +1,9 @@
 """Messages between ranks: the one module that calls `torch.distributed`.
 
-Every failure is one error that names the rank, the step and the call. Point-to-point messages of torch
-are not checked: two numbers sent into a buffer of four fill half of it, and bf16 bits arrive as fp32
-numbers, silently. So every call begins with `agree`, which compares what all ranks are about to do.
+Every failure is one error that names the rank, the step and the call. Point-to-point messages of
+torch are not checked: two numbers sent into a buffer of four fill half of it, and bf16 bits arrive
+as fp32 numbers, silently. So every call begins with `agree`, which compares what all ranks are
+about to do.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Ranks:
         group: a process group; None is the default one.
 
     Raises:
-        ArgumentError: torch.distributed has not been initialised, or this process is not in the group.
+        ArgumentError: torch.distributed has not been initialised, or this process is not in the
+            group.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -93,7 +95,8 @@ class Ranks:
         Args:
             call, step: for errors, and for the count of bytes.
             send, to: a contiguous tensor and the rank that it goes to; None sends nothing.
-            like, source: an empty tensor to receive into, and the rank that sends; None receives nothing.
+            like, source: an empty tensor to receive into, and the rank that sends; None receives
+                nothing.
         """
         operations = []
         if send is not None and send.numel():
@@ -153,8 +156,10 @@ class Ranks:
         """The error that a failed message becomes."""
         text = str(error).strip().splitlines() or [type(error).__name__]
         return ParallelError(
-            f"rank {self.rank} of {self.world}: {call} failed at its {what}: {text[0]}; another rank "
-            "has ended, is late, or made another call. Nothing was tried again: start all ranks anew"
+            f"rank {self.rank} of {self.world}: {call} failed at its {what}: {text[0]}; another "
+            "rank "
+            "has ended, is late, or made another call. Nothing was tried again: start all ranks "
+            "anew"
         )
 
 
@@ -188,7 +193,8 @@ def _difference(texts: Sequence[Mapping[str, str]]) -> str:
             common = max(set(values), key=values.count)
             odd = [f"{value} on rank {r}" for r, value in enumerate(values) if value != common]
             return (
-                f"the ranks differ in {name}: {common} on most, but {', '.join(odd)}; every rank must "
+                f"the ranks differ in {name}: {common} on most, but {', '.join(odd)}; every rank "
+                "must "
                 "make the same call"
             )
     return "the ranks make different calls"

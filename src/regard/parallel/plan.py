@@ -36,8 +36,8 @@ class Plan:
     """What `regard.parallel.attend` would do; printing it gives the table.
 
     Attributes:
-        method: what `method="auto"` takes: of the methods that can run, the one that sends the fewest
-            bytes at its busiest rank; the exchange where they are equal.
+        method: what `method="auto"` takes: of the methods that can run, the one that sends the
+            fewest bytes at its busiest rank; the exchange where they are equal.
         costs: every method's answer.
         steps: of the exchange, the bytes that each rank sends at each step, [step][rank].
         efficiency: the mean work of a rank over that of the busiest one.

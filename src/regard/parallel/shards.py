@@ -1,4 +1,6 @@
-"""Shards: which positions of a sequence each rank holds, and how well they share the work of a mask."""
+"""Shards: which positions of a sequence each rank holds, and how well they share the work of a
+mask.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ CHUNKS = 4
 """Chunks a rank in the greedy candidate of `Shards.balanced`."""
 
 PAIRS_PER_KEY = 8
-"""How many query-key pairs of a head moving one key and value counts as, in a choice between sharding
-schemes. Moving overlaps with computing, so balance counts first, and fewer messages where it is equal.
+"""How many query-key pairs of a head moving one key and value counts as, in a choice between
+sharding schemes. Moving overlaps with computing, so balance counts first, and fewer messages where
+it is equal.
 """
 
 
@@ -35,7 +38,8 @@ class Shards:
         ranks: the spans of each rank, in the order of its tensors.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no rank; spans that overlap, leave a gap, or begin below 0.
+        ArgumentError, ArgumentTypeError: no rank; spans that overlap, leave a gap, or begin below
+            0.
 
     >>> shards = Shards.zigzag(8, 2)
     >>> print(shards)
@@ -106,8 +110,8 @@ class Shards:
         """The best of even, zigzag and greedily distributed runs for a mask.
 
         The best has the least work of the busiest rank plus `PAIRS_PER_KEY` times the keys that
-        arrive at any one rank. The greedy candidate cuts `CHUNKS` runs a rank and gives the run with
-        the most visible pairs to the rank with the least work so far.
+        arrive at any one rank. The greedy candidate cuts `CHUNKS` runs a rank and gives the run
+        with the most visible pairs to the rank with the least work so far.
 
         Args:
             S, W: the number of positions and of ranks.
@@ -186,7 +190,8 @@ class Shards:
         """
         if x.shape[dim] != len(self):
             raise ArgumentError(
-                f"dimension {dim} has length {x.shape[dim]}; these shards hold {len(self)} positions"
+                f"dimension {dim} has length {x.shape[dim]}; these shards hold {len(self)} "
+                "positions"
             )
         return torch.cat(
             [
@@ -260,7 +265,8 @@ class Shards:
 def needed(
     mask: Mask, queries: tuple[Span, ...], keys: tuple[Span, ...]
 ) -> tuple[tuple[int, int, int], ...]:
-    """The keys of some spans that some queries see: for each span, the shortest run that holds them.
+    """The keys of some spans that some queries see: for each span, the shortest run that holds
+    them.
 
     Args:
         mask: the rule.

@@ -1,4 +1,6 @@
-"""Processes on this machine: `spawn` runs a function on W ranks, for examples, tests and benchmarks."""
+"""Processes on this machine: `spawn` runs a function on W ranks, for examples, tests and
+benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ TIMEOUT = 60.0
 def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Run function(rank, *args) in W processes that form a group of torch.distributed (gloo).
 
-    Each process has one thread. The function must be importable: a function of a module, not one that
-    is defined in another function or typed at a prompt.
+    Each process has one thread. The function must be importable: a function of a module, not one
+    that is defined in another function or typed at a prompt.
 
     Args:
         function: called with the rank and the arguments; what it returns must be picklable.
@@ -70,7 +72,8 @@ _MESSAGES = ("ParallelError", "gloo", "monitoredBarrier")
 
 def _result(rank: int, pipe: Connection) -> tuple[str, Any]:
     try:
-        return pickle.loads(pipe.recv_bytes())  # noqa: S301  (our own process wrote it)
+        result: tuple[str, Any] = pickle.loads(pipe.recv_bytes())  # noqa: S301  (our own process wrote it)
+        return result
     except EOFError:
         return f"rank {rank} ended without a word", None
 
@@ -86,12 +89,13 @@ def _rank(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, W),
+            store=FileStore(store, W),
             rank=rank,
             world_size=W,
             timeout=dt.timedelta(seconds=timeout),

@@ -295,14 +295,15 @@ class Rotary(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:  # noqa: FBT001, FBT002  (torch's)
         # Follow the module to its device, in fp64; "meta" has no numbers, and "mps" no fp64.
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = fn(torch.empty(0)).device
         if device.type not in ("meta", "mps"):
             self.inv_freq, self._last = self.inv_freq.to(device), None
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_last": None}
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**state, "_last": None}
 
     def extra_repr(self) -> str:
         """The head dim, the base, and what is not the default."""

@@ -124,7 +124,7 @@ class NTK(Scaling):
 
     def base(self, base: float, dim: int) -> float:
         """b s^(d/(d-2))."""
-        return base * self.factor ** ntk_exponent(dim)
+        return base * math.pow(self.factor, ntk_exponent(dim))
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class DynamicNTK(Scaling):
     def base(self, base: float, dim: int, length: int) -> float:
         """b (a l / L - (a - 1))^(d/(d-2)), with l at least L."""
         stretch = max(length, self.original_length) / self.original_length
-        return base * (self.factor * stretch - (self.factor - 1)) ** ntk_exponent(dim)
+        return base * math.pow(self.factor * stretch - (self.factor - 1), ntk_exponent(dim))
 
 
 @dataclass(frozen=True)
@@ -505,7 +505,8 @@ def extrapolation_length(dim: int, base: float, critical: int) -> float:
     """
     positive("dim", dim)
     positive("base", base, above=1)
-    return math.tau * base ** (critical / dim)
+    result: float = math.tau * base ** (critical / dim)
+    return result
 
 
 def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
@@ -528,7 +529,8 @@ def critical_base(length: int, tuned: int, base: float = 10000.0) -> float:
     positive("length", length, above=6)
     positive("tuned", tuned, above=6)
     positive("base", base, above=1)
-    return base ** (math.log(tuned / math.tau) / math.log(length / math.tau))
+    result: float = base ** (math.log(tuned / math.tau) / math.log(length / math.tau))
+    return result
 
 
 def small_bases(length: int) -> tuple[float, float, float]:

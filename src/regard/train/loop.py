@@ -191,7 +191,7 @@ class _Run:
                 loss = self.loss(self.model, rows) / settings.accumulate
             total += loss.item()
             self.check("loss", total, step, total)
-            loss.backward()
+            torch.autograd.backward(loss)
         self.norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip).item()
         self.check("gradient norm", self.norm, step, total)
         self.optimiser.step()

@@ -111,7 +111,7 @@ def unreached(model: nn.Module, vocab_size: int, length: int) -> tuple[str, ...]
     device = next(model.parameters()).device
     with seeded(None, [device] if device.type == "cuda" else ()):
         rows = torch.arange(length + 1, device=device)[None] % vocab_size
-        next_token_loss(model, rows).backward()
+        torch.autograd.backward(next_token_loss(model, rows))
     missed = tuple(name for name, p in model.named_parameters() if p.grad is None)
     model.zero_grad(set_to_none=True)
     return missed

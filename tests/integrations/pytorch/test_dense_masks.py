@@ -1,4 +1,6 @@
-"""Dense masks read as rules: every form that models build, what is nearly one, and what is remembered."""
+"""Dense masks read as rules: every form that models build, what is nearly one, and what is
+remembered.
+"""
 
 from __future__ import annotations
 

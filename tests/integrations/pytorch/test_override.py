@@ -1,4 +1,6 @@
-"""`regard.accelerate`: every call means what torch means by it, and nothing else of torch changes."""
+"""`regard.accelerate`: every call means what torch means by it, and nothing else of torch
+changes.
+"""
 
 from __future__ import annotations
 

@@ -439,8 +439,8 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
         (
-            "rope_scaling.rope_type is 'dynamic' and rope_scaling.type is 'linear'; remove the wrong "
-            "one"
+            "rope_scaling.rope_type is 'dynamic' and rope_scaling.type is 'linear'; remove the "
+            "wrong one"
         ),
     ),
     ({"rope_scaling": {"factor": 2.0}}, "rope_scaling has 'factor' and no rope_type; say which of"),
@@ -502,8 +502,8 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_scaling": {**YARN, "original_max_position_embeddings": 32.0}},
         (
-            "rope_scaling.original_max_position_embeddings is 32.0; it must be an integer of at least "
-            "1"
+            "rope_scaling.original_max_position_embeddings is 32.0; it must be an integer of at "
+            "least 1"
         ),
     ),
     (
@@ -568,8 +568,8 @@ LAYERED_FLAWS: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         (
-            "rope_parameters has rope_type, rope_theta for all layers; this family has them per layer "
-            "type, full_attention and sliding_attention"
+            "rope_parameters has rope_type, rope_theta for all layers; this family has them per "
+            "layer type, full_attention and sliding_attention"
         ),
     ),
     (
@@ -620,8 +620,8 @@ BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
         {"rope_type": "longrope", **LISTS},
         {},
         (
-            "rope_scaling.short_factor has 48 numbers and a head has 32 rotary pairs; give one number "
-            "per pair"
+            "rope_scaling.short_factor has 48 numbers and a head has 32 rotary pairs; give one "
+            "number per pair"
         ),
     ),
     (
@@ -633,8 +633,8 @@ BUILT: list[tuple[dict[str, Any] | None, dict[str, Any], str]] = [
         YARN | {"original_max_position_embeddings": 32},
         {"original": 64},
         (
-            "original_max_position_embeddings is 64 at the top level and 32 in rope_scaling; remove "
-            "the wrong one"
+            "original_max_position_embeddings is 64 at the top level and 32 in rope_scaling; "
+            "remove the wrong one"
         ),
     ),
     ({"rope_type": "linear", "factor": -1.0}, {}, "factor is -1.0; it must be above 0"),
@@ -704,6 +704,7 @@ def decoder(scaling: dict[str, Any] | None) -> Decoder:
     return built.double().eval().requires_grad_(False)
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", [*FOLLOWING, *STILL])
 def test_decoding_with_a_cache_equals_one_pass(name: str) -> None:
     """Two layers, across the length at which frequencies change."""

@@ -60,8 +60,8 @@ def test_older_and_newer_configs(folder: Path) -> None:
         (
             b'{"a": 1,',
             (
-                "{}/config.json is no JSON: Expecting property name enclosed in double quotes: line 1 "
-                "column 9 (char 8)"
+                "{}/config.json is no JSON: Expecting property name enclosed in double quotes: "
+                "line 1 column 9 (char 8)"
             ),
         ),
         (
@@ -163,8 +163,8 @@ def test_families_that_are_not_there(folder: Path, content: dict[str, Any], says
         (
             {"num_key_value_heads": 3},
             (
-                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, 2, "
-                "4"
+                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, "
+                "2, 4"
             ),
         ),
     ],

@@ -20,8 +20,8 @@ WITHOUT_CONFIG = {
     "GGUF alone": (
         ["m.q4_k_m.gguf"],
         (
-            "the folder holds 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of the "
-            "model, before its quantisation"
+            "the folder holds 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of "
+            "the model, before its quantisation"
         ),
     ),
     "an adapter alone": (
@@ -32,8 +32,8 @@ WITHOUT_CONFIG = {
     "pickles alone": (
         ["pytorch_model.bin"],
         (
-            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
-            "convert it to safetensors elsewhere"
+            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
+            "opened; convert it to safetensors elsewhere"
         ),
     ),
     "weights alone": (
@@ -89,8 +89,8 @@ def test_an_adapter_with_the_config_of_its_base(tmp_path: Path) -> None:
         (
             b"GGUF\x03",
             (
-                "is a file: it is a GGUF file of llama.cpp; get the safetensors of the model, before "
-                "its quantisation; a model is a folder"
+                "is a file: it is a GGUF file of llama.cpp; get the safetensors of the model, "
+                "before its quantisation; a model is a folder"
             ),
         ),
         (

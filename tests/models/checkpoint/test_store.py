@@ -154,8 +154,8 @@ INDICES = {
     "a tensor that is not there": (
         {"weight_map": {**A_B, "c": TWO, "d": TWO, "x\n": ONE}},
         (
-            f"{ONE}: 1 tensors that the index places there and it lacks: 'x\\n'; are {INDEX} and the "
-            "shards of one download?"
+            f"{ONE}: 1 tensors that the index places there and it lacks: 'x\\n'; are {INDEX} and "
+            "the shards of one download?"
         ),
     ),
     "a tensor in another shard": (
@@ -359,8 +359,8 @@ FOLDERS = {
     "a pickle": (
         ["pytorch_model.bin", "config.json"],
         (
-            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never opened; "
-            "convert it"
+            "the folder holds 'pytorch_model.bin', PyTorch weights, a pickle, which is never "
+            "opened; convert it"
         ),
     ),
     "pickles": (
@@ -386,8 +386,8 @@ FOLDERS = {
     "an adapter": (
         ["adapter_model.safetensors"],
         (
-            "the folder holds 'adapter_model.safetensors', an adapter, which is nothing without its "
-            "base model; merge it"
+            "the folder holds 'adapter_model.safetensors', an adapter, which is nothing without "
+            "its base model; merge it"
         ),
     ),
     "a shard alone": (
@@ -526,6 +526,7 @@ def test_little_is_read_ahead(
     assert most[0] <= 9000 + (4000 if threads > 1 else 0)
 
 
+@pytest.mark.full
 def test_no_thread_is_left_behind(tmp_path: Path) -> None:
     buffering = Buffering(piece=16, threads=3)
     single(tmp_path, a=torch.ones(64), b=torch.ones(64))
@@ -640,7 +641,8 @@ def test_finite_counts_over_all_pieces() -> None:
 
 def test_the_official_reader_forgives_what_we_refuse(tmp_path: Path) -> None:
     """The controls of these tests: files that a reader without our checks opens."""
-    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    entry = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+    header = b"{" + entry + b"," + entry + b"}"
     path = tmp_path / SINGLE
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\x00")
     assert list(load_file(path)) == ["a"]

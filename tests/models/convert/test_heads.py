@@ -32,6 +32,7 @@ WITH_HEADS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("name", WITH_HEADS)
 def test_more_heads_are_exact(name: str) -> None:
     before = some.of(name, **WITH_HEADS[name])

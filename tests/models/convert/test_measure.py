@@ -88,6 +88,7 @@ def test_windows_of_a_given_text_are_its_beginning() -> None:
     assert windows(tiny, text, 512, 50).ids.shape == (1, 50)
 
 
+@pytest.mark.full
 def test_the_built_in_text_is_long_and_read_all_over() -> None:
     tiny = regard.load("tiny")
     ids = tiny.encode(topics())[0].tolist()

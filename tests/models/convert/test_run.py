@@ -71,7 +71,7 @@ EVERY: dict[str, tuple[Wanted, str]] = {
 }
 
 
-@pytest.mark.full(keep=4)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", EVERY)
 def test_what_comes_out_loads_and_is_what_was_measured(
     name: str, source: Path, tmp_path: Path
@@ -140,7 +140,7 @@ def test_latents_of_a_trained_model_lose_less_than_half_the_heads(tmp_path: Path
     assert loss["mla"] < loss["svd"] < loss["mean"]
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 def test_healing_trains_a_copy(source: Path, tmp_path: Path) -> None:
     before = state(source)
     how = partial(heal, steps=30, lr=3e-3, batch=4)

@@ -46,7 +46,7 @@ def together(
     return [(row.ids, row.text, row.finished) for row in batch.rows]
 
 
-@pytest.mark.full(keep=4)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     "options",
     [

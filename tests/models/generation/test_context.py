@@ -94,6 +94,7 @@ def test_a_ring_is_a_model_with_a_window(model: Model, pieces: list[int]) -> Non
         assert_equal(found, by_hand(model.decoder, windowed(11)), ids, ends)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("pieces", [PIECES, [LENGTH], [1] * LENGTH], ids=["ragged", "one", "steps"])
 def test_streaming_keeps_distances_inside_the_cache(model: Model, pieces: list[int]) -> None:
     def change(x: nn.Module) -> nn.Module:
@@ -270,8 +271,8 @@ def test_errors_of_rooms() -> None:
         (
             ("rings", 8),
             (
-                "cache is 'rings'; it must be growing, fixed, paged, quantised, ring, streaming; did "
-                "you mean 'ring'?"
+                "cache is 'rings'; it must be growing, fixed, paged, quantised, ring, streaming; "
+                "did you mean 'ring'?"
             ),
         ),
         (("ring", None), "cache='ring' needs max_context: how many tokens it keeps"),
@@ -296,7 +297,8 @@ def test_errors_of_rooms() -> None:
     Room("ring", 8).check(100, 100)
     with pytest.raises(
         regard.ArgumentError,
-        match=r'unknown cache "ring"; did you mean growing\? known: growing, fixed, paged, quantised',
+        match=r'unknown cache "ring"; did you mean growing\? known: growing, fixed, paged, '
+        r"quantised",
     ):
         that_keeps_all("ring")
     with pytest.raises(

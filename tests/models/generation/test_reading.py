@@ -40,6 +40,7 @@ ROOMS = [
 ]
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("room", ROOMS, ids=str)
 def test_continuations_are_those_of_the_whole_prompt(model: Model, room: dict[str, Any]) -> None:
     read = model.read(PROMPT, **room)
@@ -61,6 +62,7 @@ def test_continuations_are_those_of_the_whole_prompt(model: Model, room: dict[st
     assert "".join(model.generate("", after=read, max_tokens=5)) == running[1].text
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("room", ROOMS, ids=str)
 def test_a_batch_of_continuations(model: Model, room: dict[str, Any]) -> None:
     read, texts = model.read(PROMPT, **room), [MORE, "", "a", " the key of a query"]

@@ -148,12 +148,14 @@ def test_masks_speak_of_positions() -> None:
     assert torch.equal(additive_attention(*given, mask=near).context, found.context)
 
 
-def test_a_block_of_queries_at_a_time_is_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = make(dtype=torch.float64, T=7)
-    whole = additive_attention(*given, k_positions=PADDED)
-    monkeypatch.setattr(additive, "BLOCK_BYTES", 2 * B * H * S * A * 8)
-    blocks = additive_attention(*given, k_positions=PADDED)
-    assert torch.equal(whole.context, blocks.context)
+def test_a_block_of_queries_at_a_time_is_all_at_once() -> None:
+    T, S, A = 40, 512, 512  # as many bytes as make a block of 32 queries, and one of 8
+    assert T * S * A * 8 > additive.BLOCK_BYTES > T // 2 * S * A * 8
+    query, keys, values = (torch.randn(1, 1, n, A, dtype=torch.float64) for n in (T, S, S))
+    given = (keys, values, torch.randn(1, A, dtype=torch.float64))
+    whole = additive_attention(query, *given)
+    halves = [additive_attention(query[:, :, i : i + T // 2], *given) for i in (0, T // 2)]
+    assert torch.equal(whole.context, torch.cat([x.context for x in halves], 2))
 
 
 def test_gradients() -> None:

@@ -44,7 +44,10 @@ def case(
 
 
 class Mechanism(NamedTuple):
-    """run(case, **options) -> (out, state);  exact(case, S=, z=, real=) -> Answer;  parts: how many tensors the state has."""
+    """run(case, **options) -> (out, state);  exact(case, S=, z=, real=) -> Answer.
+
+    parts: how many tensors the state has.
+    """
 
     run: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
     exact: Callable[..., Answer]

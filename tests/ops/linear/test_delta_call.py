@@ -27,8 +27,8 @@ ONE = "one number per key/value head and token"
             {"q": Q[:, :, :4]},
             regard.ArgumentError,
             (
-                "query length 4 != key length 5: a recurrence reads and writes token by token; pass "
-                "what came before as state"
+                "query length 4 != key length 5: a recurrence reads and writes token by token; "
+                "pass what came before as state"
             ),
         ),
         (
@@ -61,8 +61,8 @@ ONE = "one number per key/value head and token"
             {"log_decay": BETA[..., None]},
             regard.ArgumentError,
             (
-                f"log_decay is (2, 2, 5, 1); it must be (2, 2, 5) or (2, 2, 5, 3), {ONE}, or one per "
-                "key channel as well"
+                f"log_decay is (2, 2, 5, 1); it must be (2, 2, 5) or (2, 2, 5, 3), {ONE}, or one "
+                "per key channel as well"
             ),
         ),
         (
@@ -80,16 +80,16 @@ ONE = "one number per key/value head and token"
             {"state": (torch.zeros(2, 2, 6, 3),)},
             regard.ArgumentError,
             (
-                "state is torch.float32 (2, 2, 6, 3); it must be torch.float32 (2, 2, 3, 6): pass on "
-                "what a call with the same sizes returned"
+                "state is torch.float32 (2, 2, 6, 3); it must be torch.float32 (2, 2, 3, 6): pass "
+                "on what a call with the same sizes returned"
             ),
         ),
         (
             {"state": (torch.zeros(2, 2, 3, 6).half(),)},
             regard.ArgumentError,
             (
-                "state is torch.float16 (2, 2, 3, 6); it must be torch.float32 (2, 2, 3, 6): pass on "
-                "what a call with the same sizes returned"
+                "state is torch.float16 (2, 2, 3, 6); it must be torch.float32 (2, 2, 3, 6): pass "
+                "on what a call with the same sizes returned"
             ),
         ),
         (

@@ -28,6 +28,7 @@ from tests.rules import GRADIENT, assert_close_rule
 NAMES = list(MECHANISMS)
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("G", [1, 2, 4])
 def test_every_form_is_the_definition_for_every_chunk_size(name: str, G: int) -> None:
@@ -48,6 +49,7 @@ def test_every_form_is_the_definition_for_every_chunk_size(name: str, G: int) ->
         assert all(map(torch.equal, start, before)), "a state that is given is not changed"
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("T", [0, 1, 9, 70])
 @pytest.mark.parametrize("name", ["elu+1", "retention", "gated", "gated by head"])
@@ -91,6 +93,7 @@ def plains(name: str, c: Case) -> list[Tensor]:
     return found
 
 
+@pytest.mark.full(keep=7)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize(
     "name", ["elu+1", "elu+1, sums", "relu^2", "identity", "retention", "gated", "gated by head"]
@@ -126,7 +129,7 @@ def test_gradients_round_as_those_of_plain_math(name: str) -> None:
                 assert_close_rule(x, others, right, GRADIENT, f"{name} {form} {field}")
 
 
-@pytest.mark.full(keep=6)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("form, chunk", [("recurrent", 1), ("chunk", 2), ("parallel", 1)])
 @pytest.mark.parametrize(
     "name", ["elu+1", "exp", "softmax", "identity", "retention", "gated", "gated by head"]

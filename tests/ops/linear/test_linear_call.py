@@ -38,8 +38,8 @@ PASS_ON = "pass on what a call with the same sizes returned"
             {"q": Q[:, :, :4]},
             regard.ArgumentError,
             (
-                "query length 4 != key length 5: a recurrence reads and writes token by token; pass "
-                "what came before as state"
+                "query length 4 != key length 5: a recurrence reads and writes token by token; "
+                "pass what came before as state"
             ),
         ),
         (
@@ -56,8 +56,8 @@ PASS_ON = "pass on what a call with the same sizes returned"
             {"k": K[:1]},
             regard.ArgumentError,
             (
-                "key batch 1 != query batch 2; batches do not broadcast: if one key serves all rows, "
-                "pass key.expand(2, -1, -1, -1)"
+                "key batch 1 != query batch 2; batches do not broadcast: if one key serves all "
+                "rows, pass key.expand(2, -1, -1, -1)"
             ),
         ),
         ({"scale": float("inf")}, regard.ArgumentError, "scale is inf; it must be finite"),
@@ -91,16 +91,16 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: linear_attention(Q, K, V, feature_map="elu"),
             regard.ArgumentError,
             (
-                "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, softmax, "
-                "or a function of a tensor"
+                "feature_map is 'elu'; it must be one of elu+1, exp, identity, relu, relu^2, "
+                "softmax, or a function of a tensor"
             ),
         ),
         (
             lambda: linear_attention(Q, K, V, feature_map=3),
             regard.ArgumentTypeError,
             (
-                "feature_map is int; it must be a name (elu+1, exp, identity, relu, relu^2, softmax) "
-                "or a function"
+                "feature_map is int; it must be a name (elu+1, exp, identity, relu, relu^2, "
+                "softmax) or a function"
             ),
         ),
         (
@@ -115,8 +115,8 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: linear_attention(Q, K, V, state=(torch.zeros(2, 2, 3, 6),)),
             regard.ArgumentError,
             (
-                "state has 1 tensor; it must be (S, z) as a call with the same options returned it, "
-                "or None"
+                "state has 1 tensor; it must be (S, z) as a call with the same options returned "
+                "it, or None"
             ),
         ),
         (
@@ -133,8 +133,8 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: retention(Q, K, V, state=()),
             regard.ArgumentError,
             (
-                "state has 0 tensors; it must be (S,) as a call with the same options returned it, or "
-                "None"
+                "state has 0 tensors; it must be (S,) as a call with the same options returned it, "
+                "or None"
             ),
         ),
         (
@@ -157,8 +157,8 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: retention(Q, K, V, decay=torch.ones(4)),
             regard.ArgumentError,
             (
-                "decay is (4,); it must be (2,), one factor per key/value head, each of which has one "
-                "state"
+                "decay is (4,); it must be (2,), one factor per key/value head, each of which has "
+                "one state"
             ),
         ),
         (
@@ -170,8 +170,8 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: gated_linear(Q, K, V, G[..., 0]),
             regard.ArgumentError,
             (
-                "log_decay is (2, 2, 5); it must be (2, 2, 5, 3) or (2, 2, 5, 1), one number per key "
-                "channel and token, or one for all channels"
+                "log_decay is (2, 2, 5); it must be (2, 2, 5, 3) or (2, 2, 5, 1), one number per "
+                "key channel and token, or one for all channels"
             ),
         ),
         (

@@ -17,6 +17,7 @@ from tests.oracles.linear import MAPS, linear, retained
 FEW = ["elu+1", "softmax", "identity", "retention", "gated", "gated by head"]
 
 
+@pytest.mark.full(keep=24)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 7.0])
 @pytest.mark.parametrize("name", FEW)

@@ -45,6 +45,7 @@ def near(a: Tensor, b: Tensor, bound: float = 1e-12) -> bool:
     return float((a - b).detach().abs().max()) < bound
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("empty", ["zero", "skip"])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("segment", [1, 4, 11, 16])

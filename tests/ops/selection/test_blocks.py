@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.ops.selection import blocks
 from regard.ops.selection.blocks import best_blocks, by_rows, order, top
 from regard.span import Positions, Span, as_tensor
 
@@ -110,7 +109,7 @@ def test_forced_blocks_count_among_the_best() -> None:
         assert found[0, 0, 0].nonzero()[:, 0].tolist() == expected
 
 
-def test_rows_in_turns_equal_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_turns_equal_all_at_once() -> None:
     x = torch.randn(1, 2, 11, 5)
     seen: list[int] = []
 
@@ -118,8 +117,7 @@ def test_rows_in_turns_equal_all_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(x[:, :, rows].shape[2])
         return x[:, :, rows] > 0
 
-    monkeypatch.setattr(blocks, "ROW_BYTES", 40)
-    assert by_rows(choose, 11, 10).equal(x > 0)
+    assert by_rows(choose, 11, 10, most=40).equal(x > 0)
     assert seen == [4, 4, 3]
 
 

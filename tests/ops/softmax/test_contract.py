@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops.softmax import dispatch, pieces, tiled
+from regard.ops.softmax import dispatch, pieces, sdpa, tiled
 from regard.ops.softmax.call import Call, Kernel
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.oracles.plain import plain_attention, several_plains
@@ -24,8 +24,10 @@ ALL = (torch.float64, torch.float32, *HALVES)
 DTYPES = {"cpu": ALL[1:], "gemm": ALL[1:]}  # the compiled kernels have no fp64; the others have all
 NO_GRADIENT = {"cpu", "flex"}
 # the same kernels with tiles so small that every case has many
-KERNELS = [*((kernel, False) for kernel in dispatch.KERNELS)] + [
-    (kernel, True) for kernel in dispatch.KERNELS if kernel.name in ("tiled", "sdpa")
+KERNELS = [
+    *((kernel, False) for kernel in dispatch.KERNELS),
+    (tiled.Tiled(tiled.Grain(8, 4, 512)), True),
+    (sdpa.Sdpa(pieces.Grain(8, 4, 2, 2)), True),
 ]
 IDS = [kernel.name + "-small-tiles" * small for kernel, small in KERNELS]
 SLOW = {"flex": 8}  # torch traces each call anew on CPU: every eighth case there
@@ -53,16 +55,8 @@ cells would be skipped.
 
 
 @pytest.fixture
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    chosen, small = request.param
-    if small:
-        monkeypatch.setattr(tiled, "ROWS", 8)
-        monkeypatch.setattr(tiled, "KEYS", 4)
-        monkeypatch.setattr(tiled, "TILE", 512)
-        monkeypatch.setattr(pieces, "ROWS", 8)
-        monkeypatch.setattr(pieces, "KEYS", 4)
-        monkeypatch.setattr(pieces, "LONG", 2)
-        monkeypatch.setattr(pieces, "SMALL", 2)
+def kernel(request: pytest.FixtureRequest) -> Kernel:
+    chosen, _ = request.param
     return chosen
 
 
@@ -137,7 +131,7 @@ def test_the_count_would_find_a_kernel_that_refuses(monkeypatch: pytest.MonkeyPa
         test_each_kernel_runs_its_cells("tiled", gradient=False)
 
 
-@pytest.mark.full(keep=180)
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("kernel, case, dtype", grid(), indirect=["kernel"])
 def test_forward(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     made = make(case, dtype)
@@ -156,7 +150,7 @@ def test_forward(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     assert_close_rule(alone, outs, right[0], what="out without lse")
 
 
-@pytest.mark.full(keep=130)
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("kernel, case, dtype", grid(gradient=True), indirect=["kernel"])
 def test_gradients(kernel: Kernel, case: Case, dtype: torch.dtype) -> None:
     made = make(case, dtype, gradient=True)

@@ -89,6 +89,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T, H, G", [(1, 6, 2), (3, 6, 6), (16, 6, 3), (2, 6, 1)])
@@ -169,10 +170,11 @@ def test_parts_and_threads_change_roundings_only(
     workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(openmp, "threads", lambda: workers)
-    monkeypatch.setattr(decode, "PART", 1000)
-    q, k, v = inputs(64 * 70 + 5, B=1)
+    S = 64 * 90 + 5
+    assert 2 * S * (40 + 24) >= 5 * decode.PART, "work for 5 threads"
+    q, k, v = inputs(S, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert decode.parts(2, 64 * 70 + 5, workers) == min(4 * workers, 17)
+    assert decode.parts(2, S, workers) == (1 if workers == 1 else min(4 * workers, 22))
     assert_right(call, f"{workers} workers")
 
 
@@ -212,7 +214,6 @@ def test_many_threads_of_python_at_once() -> None:
 def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
     torch.set_num_threads(1)
     openmp.threads = lambda: 2  # type: ignore[assignment]  # this process is ours
-    decode.PART = 1000
     queue.put(regard.attend(q, k, v, backend="cpu").numpy())
 
 
@@ -220,8 +221,7 @@ def _child(queue: Any, q: Tensor, k: Tensor, v: Tensor) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "threads", lambda: 2)
-    monkeypatch.setattr(decode, "PART", 1000)
-    q, k, v = inputs(3000, B=1)
+    q, k, v = inputs(2 * decode.PART // 128, B=1)  # work for two threads
     here = regard.attend(q, k, v, backend="cpu")  # the parent's threads are there now
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
@@ -234,8 +234,7 @@ def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_of_our_own_where_torch_has_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp, "threads", lambda: 3)
-    monkeypatch.setattr(decode, "PART", 1000)
-    q, k, v = inputs(3000, B=1)
+    q, k, v = inputs(3 * decode.PART // 128, B=1)  # work for three threads
     with_team = regard.attend(q, k, v, backend="cpu")
     monkeypatch.setattr(openmp, "openmp", lambda: None)
     assert torch.equal(regard.attend(q, k, v, backend="cpu"), with_team)

@@ -249,13 +249,14 @@ def test_slots_that_hold_nothing(opened: list[str]) -> None:
 @pytest.mark.full
 def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts for several threads, rows that were chosen, a fork, and codes that lie otherwise."""
-    k, v = tokens(1500, B=1, D=64, E=64)
+    S = 1600
+    assert 2 * S * (64 + 64) >= 3 * cpu.PART, "work for 3 threads"
+    k, v = tokens(S, B=1, D=64, E=64)
     cache = Quantised(4, residual=20)
     filled(cache, k, v)
     none = tuple(x[:, :, :0] for x in (k, v))
-    (keys, values), _ = cache.update(none, Span(1500, 0))
+    (keys, values), _ = cache.update(none, Span(S, 0))
     given = make_call(query(1, B=1, D=64), keys, values, wants_lse=True)
-    monkeypatch.setattr(decode, "PART", 1000)
     wide, out = meant(cache), []
     for workers in (3, 1):
         monkeypatch.setattr(openmp, "threads", lambda n=workers: n)
@@ -272,7 +273,7 @@ def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> Non
     for c in (other, forked, cache):
         B = c.batch
         assert B is not None
-        (a, b), _ = c.update(tuple(x.expand(B, -1, -1, -1) for x in none), Span(1500, 0))
+        (a, b), _ = c.update(tuple(x.expand(B, -1, -1, -1) for x in none), Span(S, 0))
         found = KERNEL.run(make_call(given.q.expand(B, -1, -1, -1), a, b)).out
         assert torch.equal(found, out[1].expand(B, -1, -1, -1))
 

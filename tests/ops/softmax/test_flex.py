@@ -58,7 +58,7 @@ def test_a_tensor_that_wants_a_gradient_may_be_used_without_one() -> None:
     torch.testing.assert_close(out, regard.attend(q, k, v, backend="reference"))
 
 
-def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals() -> None:
     q, k, v = qkv()
     assert "flex (no dropout)" in refusal(q, k, v, dropout=0.1)
     bad = v.clone()
@@ -67,8 +67,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing to do (B 1, T 20, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
     with regard.Trace("scores", missing="ignore"):
         assert "does not expose ['scores']" in refusal(q, k, v)
-    monkeypatch.setattr(flex, "MAX_BYTES", 2**12)
-    assert "would hold 6.25 KiB of scores on CPU; limit 4.00 KiB" in refusal(q, k, v)
+    long = qkv(2**15, 2**15, D=1)
+    assert "would hold 16.0 GiB of scores on CPU; limit 4.00 GiB" in refusal(*long)
     x = torch.empty(1, 1, 16, 16, device="meta")
     meta = regard.ops.softmax.call.Call(
         x, x, x, masks.Full(), None, 1.0, None, None, 0.0, regard.Span(0, 16), regard.Span(0, 16)

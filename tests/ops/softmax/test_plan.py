@@ -146,16 +146,15 @@ def test_an_explicit_backend_is_kept_or_refuses_with_reasons() -> None:
         regard.plan(q, k, v, backend=7)  # type: ignore[arg-type]
 
 
-def test_when_nobody_can_the_message_has_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regard.ops.softmax.reference.MAX_BYTES", 100)
-    q, k, v = qkv()
+def test_when_nobody_can_the_message_has_every_reason() -> None:
+    q, k, v = qkv(2**15, 2**15)
     with regard.Trace("pattern", missing="ignore"), pytest.raises(regard.KernelRefusal) as refusal:
         regard.attend(q, k, v)
     text = str(refusal.value)
     assert text.startswith("this call cannot run on ")
     assert "sdpa (does not expose ['pattern'])" in text
     assert (
-        "reference (would allocate 32.0 KiB for scores (1, 2, 64, 64); limit 100 B: "
+        "reference (would allocate 8.00 GiB for scores (1, 2, 32768, 32768); limit 4.00 GiB: "
         "regard.attention_weights" in text
     )
     assert text.endswith("; no other backend can")

@@ -21,7 +21,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.masks import EMPTY, FULL
-from regard.ops.softmax import pieces, sdpa
+from regard.ops.softmax import dispatch, pieces, sdpa
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.pieces import lower, runs
 from regard.span import Span
@@ -165,11 +165,14 @@ CASES = {
 }
 
 
+SMALL = pieces.Grain(rows=16, keys=4)
+
+
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many pieces arise from small shapes."""
-    monkeypatch.setattr(pieces, "ROWS", 16)
-    monkeypatch.setattr(pieces, "KEYS", 4)
+    """Many pieces arise from small shapes, in every call that this kernel is asked for."""
+    (kernel,) = (x for x in dispatch.KERNELS if x.name == "sdpa")
+    monkeypatch.setattr(kernel, "grain", SMALL)
 
 
 def described(call: Call) -> list[Any]:
@@ -181,7 +184,7 @@ def described(call: Call) -> list[Any]:
                 for p in work.pieces
             ],
         )
-        for work in lower(call)
+        for work in lower(call, SMALL)
     ]
 
 
@@ -265,6 +268,7 @@ def test_a_recipe_is_what_it_says(name: str) -> None:
     assert described(CASES[name].call()) == CASES[name].pieces
 
 
+@pytest.mark.full(keep=15)
 @pytest.mark.parametrize("name", CASES)
 def test_out_lse_and_all_gradients(name: str) -> None:
     """In fp64, where what is wrong cannot hide behind rounding; alone, and under a sink."""
@@ -293,6 +297,7 @@ def test_half_types(name: str, dtype: torch.dtype) -> None:
     assert_right(CASES[name], dtype, sink=True)
 
 
+@pytest.mark.full(keep=15)
 @pytest.mark.parametrize("name", CASES)
 def test_the_one_call_without_lse(name: str) -> None:
     """attend needs no lse: where one call does, it is torch's public function. Out and gradients in
@@ -565,6 +570,7 @@ def test_torch_launders_nan_on_short_inputs(dtype: torch.dtype) -> None:
     assert regard.attend(q, k, v)[0, 0, 1].isnan().all()
 
 
+@pytest.mark.full(keep=9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("T", [1, 2, 4, 15, 16, 17, 40])
 def test_a_query_with_nan_gives_nan(T: int, dtype: torch.dtype) -> None:
@@ -623,7 +629,7 @@ def test_masks_of_pieces_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     def pairs(T: int) -> int:
         q = torch.zeros(1, 1, T, 2)
-        return sdpa.Sdpa().work(make_call(q, q, q, mask=LOCAL)).pairs
+        return sdpa.Sdpa(SMALL).work(make_call(q, q, q, mask=LOCAL)).pairs
 
     assert pairs(640) - pairs(320) == pairs(320) - pairs(160) + (pairs(320) - pairs(160))
     assert pairs(320) < 320 * 320 / 8

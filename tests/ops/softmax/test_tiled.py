@@ -20,29 +20,22 @@ from tests.ops.softmax.cases import Case, make
 from tests.ops.softmax.test_reference import _with_leaves
 
 KERNEL = Tiled()
+SMALL = Tiled(tiled.Grain(16, 4, 16 * 4 * 2 * 2))
 
 
 def qkv(T: int = 40, S: int = 40, H: int = 2, D: int = 8, **kind: Any) -> list[Tensor]:
     return [torch.randn(1, H, n, D, **kind) for n in (T, S, S)]
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "ROWS", 16)
-    monkeypatch.setattr(tiled, "KEYS", 4)
-    monkeypatch.setattr(tiled, "TILE", 16 * 4 * 2 * 2)
-
-
 def visited(call: Call) -> Tensor:
     """How often each pair is visited."""
     seen = torch.zeros(call.T, call.S, dtype=torch.long)
-    for rows, pieces in row_blocks(call):
+    for rows, pieces in row_blocks(call, SMALL.grain):
         for piece in pieces:
             seen[rows, piece.columns] += 1
     return seen
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "mask",
     [
@@ -62,7 +55,7 @@ def test_what_is_visible_is_visited_once_and_empty_tiles_never(mask: masks.Mask)
     visible = mask.block(call.q_positions, call.k_positions).expand(1, 2, 40, 40).flatten(0, 1)
     assert torch.equal(seen[visible.any(0)], torch.ones_like(seen[visible.any(0)]))
     assert int(seen.max()) <= 1
-    for rows, pieces in row_blocks(call):
+    for rows, pieces in row_blocks(call, SMALL.grain):
         some = [visible[:, rows, i : i + 4].any() for i in range(0, 40, 4)]
         at = {
             j
@@ -72,7 +65,7 @@ def test_what_is_visible_is_visited_once_and_empty_tiles_never(mask: masks.Mask)
         assert at == {i for i, any_ in enumerate(some) if any_}
         for piece in pieces:
             assert not piece.full or bool(visible[:, rows, piece.columns].all())
-    assert KERNEL.work(call).pairs == 2 * int(seen.sum())
+    assert SMALL.work(call).pairs == 2 * int(seen.sum())
 
 
 def test_a_window_visits_its_band_only() -> None:
@@ -89,11 +82,10 @@ def test_blocks_shrink_with_many_heads() -> None:
             for rows, pieces in row_blocks(call)
             for p in pieces
         )
-        assert area <= max(tiled.TILE, 16 * tiled.KEYS * H)
+        assert area <= max(tiled.USUAL.tile, 16 * tiled.USUAL.keys * H)
 
 
 @pytest.mark.full(keep=2)
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     "case",
     [
@@ -111,14 +103,13 @@ def test_gradients_are_derivatives(case: Case) -> None:
     see = made.visible.any(-1)
 
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = KERNEL.run(_with_leaves(made.call(wants_lse=True), leaves))
+        out, lse, *_ = SMALL.run(_with_leaves(made.call(wants_lse=True), leaves))
         assert lse is not None
         return out, lse[see]
 
     assert torch.autograd.gradcheck(both, made.leaves)
 
 
-@pytest.mark.usefixtures("small")
 def test_sums_of_biases_and_shared_tensors_get_their_gradients() -> None:
     q, k, v = qkv(dtype=torch.float64)
     table = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
@@ -134,7 +125,7 @@ def test_sums_of_biases_and_shared_tensors_get_their_gradients() -> None:
         + biases.Fn(lambda q, k, w, unused: w[:, None, None] * (q + k), (slope, frozen))
     )
     found = []
-    for kernel in (KERNEL, Reference()):
+    for kernel in (SMALL, Reference()):
         out = kernel.run(make_call(q, k, v, bias=bias, mask=masks.Causal())).out
         found.append(
             torch.autograd.grad(
@@ -156,26 +147,24 @@ def test_a_bias_that_ignores_its_tensors_gives_them_nothing() -> None:
         assert torch.equal(torch.autograd.grad(out.sum(), w)[0], torch.zeros(2))
 
 
-@pytest.mark.usefixtures("small")
 def test_dropout_is_the_same_in_both_passes() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(T=5, S=9, D=2, dtype=torch.float64))
 
     def run(*leaves: Tensor) -> Tensor:
         torch.manual_seed(3)
-        return regard.attend(*leaves, dropout=0.4, mask=masks.Causal(), backend="tiled")
+        return SMALL.run(make_call(*leaves, dropout=0.4, mask=masks.Causal())).out
 
     assert torch.autograd.gradcheck(run, (q, k, v))
     assert torch.equal(run(q, k, v), run(q, k, v))
-    again = regard.attend(q, k, v, dropout=0.4, mask=masks.Causal(), backend="tiled")
+    again = SMALL.run(make_call(q, k, v, dropout=0.4, mask=masks.Causal())).out
     assert not torch.equal(again, run(q, k, v))
 
 
-@pytest.mark.usefixtures("small")
 def test_dropout_drops_its_share_everywhere() -> None:
     q, k, _ = qkv(T=64, S=64, H=1)
     v = torch.eye(64)[None, None]
-    kept = KERNEL.run(make_call(q, k, v, dropout=0.25)).out
-    whole = KERNEL.run(make_call(q, k, v)).out
+    kept = SMALL.run(make_call(q, k, v, dropout=0.25)).out
+    whole = SMALL.run(make_call(q, k, v)).out
     dropped = (kept == 0)[0, 0]
     n = dropped.numel()
     assert abs(dropped.float().mean().item() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / n)

@@ -228,6 +228,7 @@ NEW_1B = {
 }
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     "raw, parameters, base",
     [

@@ -95,6 +95,7 @@ def test_logits(kind: str, tmp_path: Path) -> None:
     assert_near(mine(pair.source, pair.target, *(x.expand(3, -1) for x in where)), exact)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("left", [False, True])
 def test_padding_of_source_and_target_changes_nothing(left: bool, tmp_path: Path) -> None:
     """Rows of all, 13 and 1 tokens, at once and with caches: each is what it is alone."""
@@ -132,6 +133,7 @@ def test_behind_the_longest_distance(tmp_path: Path) -> None:
     assert_near(pair.mine(source, target), pair.exact(source, target))
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("beams", [1, 4])
 def test_the_search_is_theirs(beams: int, tmp_path: Path) -> None:
     """A batch of padded sources, on our side; theirs row by row. With beams, their

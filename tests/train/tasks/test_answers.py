@@ -61,6 +61,7 @@ def recomputed(model: nn.Module, source: list[int]) -> list[int]:
     return [i for i in said[1:] if i != EOS]
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_said_needs_no_cache_and_no_neighbours(name: str) -> None:
     model = reader(name)
@@ -89,6 +90,7 @@ class Recomputing:
         self.texts = self.texts[rows]
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", READERS)
 def test_beams_carry_what_belongs_to_them(name: str) -> None:
     model = reader(name)
@@ -178,6 +180,7 @@ def test_the_interval_is_where_the_share_is_no_surprise(n: int, right: int) -> N
     assert high == pytest.approx(solve(right / n, 1.0) if right < n else 1.0, abs=1e-9)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["gru+bahdanau", "lstm+luong", "transformer"])
 def test_an_alignment_is_what_the_model_computed(name: str) -> None:
     model = reader(name)

@@ -121,6 +121,7 @@ def test_the_trained_model_loads_and_says_the_same(made: Path) -> None:
     assert sum(o.right for o in found) == right
 
 
+@pytest.mark.full
 def test_the_command_can_be_run_again(made: Path, tmp_path: Path) -> None:
     words = shlex.split((made / "command.txt").read_text().splitlines()[0])
     assert words[:2] == ["regard", "train"]
@@ -230,6 +231,7 @@ def test_the_list_of_tasks(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(TASKS) == set(train_module.TASKS)
 
 
+@pytest.mark.full
 def test_the_terminal_shows_bars_and_where_it_looks(made: Path) -> None:
     said = (made.parent / "said.txt").read_text("utf-8")
     assert "longer than trained" in said
@@ -240,6 +242,7 @@ def test_the_terminal_shows_bars_and_where_it_looks(made: Path) -> None:
     assert max(map(len, said.splitlines()[:-1])) <= 100
 
 
+@pytest.mark.full
 def test_another_run_stands_beside(made: Path, tmp_path: Path) -> None:
     assert train(tmp_path / "b", "--beside", str(made), "--seed", "1") == 0
     other = weights(tmp_path / "b")

@@ -22,6 +22,7 @@ def sources(task: Task, split: str, count: int = 120, seed: int = 0) -> set[tupl
     return {example.source for example in task.examples(split, count, seed)}
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_splits_share_no_source(name: str) -> None:
     task = TASKS[name]

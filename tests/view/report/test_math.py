@@ -31,6 +31,7 @@ def assert_same(found: Any, expected: Any, bar: float = BAR) -> None:
         assert x == y or abs(x - y) <= bar * max(1.0, abs(y)), (x, y)
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_row_is_the_recordings_and_the_definitions(case: Case) -> None:
     recording = recorded(case)
@@ -54,6 +55,7 @@ def test_every_row_is_the_recordings_and_the_definitions(case: Case) -> None:
         )
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_cell_is_a_chain_whose_links_join(case: Case) -> None:
     recording = recorded(case)
@@ -90,6 +92,7 @@ def test_the_reason_names_the_terms_that_say_no() -> None:
     ]
 
 
+@pytest.mark.full
 def test_values_mix_to_what_the_kernel_gave() -> None:
     for case in CASES[:6]:
         recording = recorded(case)
@@ -147,6 +150,7 @@ SPECS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("number", [0, 4, 5, 8])
 def test_another_mechanism_on_the_same_q_and_k(number: int) -> None:
     case = CASES[number]

@@ -143,7 +143,7 @@ class Function(Subject):
         known = self.projections()[0]
         D = known.head_dim
         maps = [weight.to(self.dtype) for weight, _ in (known.q, known.k, known.v)]
-        return [(x @ w.T).unflatten(-1, (-1, D)).transpose(1, 2) for w in maps]
+        return [torch.unflatten(x @ w.T, -1, (-1, D)).transpose(1, 2) for w in maps]
 
     def projections(self) -> tuple[Projections, ...]:
         """Random maps, the same for any dtype."""

@@ -178,8 +178,8 @@ def _cut(whole: Map, shares: tuple[int, ...], groups: int) -> Iterator[tuple[Map
         return
     D = rows // (groups * total)
     index = torch.arange(rows)
-    blocks = index.split([groups * n * D for n in shares])
-    by_head = index.view(groups, total, D).split(shares, 1)
+    blocks = index.split_with_sizes([groups * n * D for n in shares])
+    by_head = index.view(groups, total, D).split_with_sizes(shares, 1)
     layouts = [blocks, tuple(x.reshape(-1) for x in by_head)]
     if len(set(shares)) == 1:
         by_feature = index.view(groups, D, total)

@@ -457,7 +457,7 @@ def _in_blocks(numbers: Given, steps: Steps, block: int, how: str) -> Tensor | N
     products, v = qk(numbers, steps)
     scores = (products * factor(numbers, steps)).masked_fill(~numbers.keep, -torch.inf)
     T = scores.shape[-1]
-    tops = torch.stack([s.amax(-1) for s in scores.split(block, -1)], -1).cummax(-1).values
+    tops = torch.stack([s.amax(-1) for s in torch.split(scores, block, -1)], -1).cummax(-1).values
     running = tops.repeat_interleave(block, -1)[..., :T]
     kept = torch.exp(scores - running.masked_fill(running == -torch.inf, 0.0))
     right = torch.exp(scores - tops[..., -1:])

@@ -45,7 +45,7 @@ def _factors(probe: Probe, x: Tensor) -> tuple[float, ...]:
         return FACTORS
     maps = probe.subject.projections()[0]
     q, k = (x @ w.double().T for w, _ in (maps.q, maps.k))
-    q, k = (t.unflatten(-1, (-1, maps.head_dim)).transpose(1, 2) for t in (q, k))
+    q, k = (torch.unflatten(t, -1, (-1, maps.head_dim)).transpose(1, 2) for t in (q, k))
     scores = q @ k.repeat_interleave(maps.heads // maps.groups, 1).mT * maps.head_dim**-0.5
     half = torch.finfo(torch.float16).max / 2
     return ((half / float(scores.abs().max())) ** 0.5,)

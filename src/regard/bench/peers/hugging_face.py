@@ -162,7 +162,8 @@ def _qwen2(problem: ModelProblem, name: str) -> Any:
     said["attn_implementation"] = name
     config = Qwen2Config(**said)
     with torch.device("meta"):
-        network = Qwen2ForCausalLM(config).eval()
+        network = Qwen2ForCausalLM(config)
+    network.train(False)
     ours = dict(problem.decoder.named_parameters(remove_duplicate=False))
     bindings = bind(problem.decoder, qwen2.FAMILY.names)
     given = {

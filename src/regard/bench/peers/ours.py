@@ -72,7 +72,9 @@ def latent(problem: LatentProblem) -> Way:
     the mean latents.
     """
     s = problem.sizes
-    w_k, w_v = problem.weight.unflatten(0, (s.H, -1)).split((s.nope, s.value), dim=1)
+    w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
+        (s.nope, s.value), dim=1
+    )
     memory, values = problem.memory, problem.latents
 
     def step() -> Tensor:

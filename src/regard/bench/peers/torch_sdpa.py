@@ -74,7 +74,9 @@ def absorbed(problem: LatentProblem) -> Way:
     kernel likes it.
     """
     s = problem.sizes
-    w_k, w_v = problem.weight.unflatten(0, (s.H, -1)).split((s.nope, s.value), dim=1)
+    w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
+        (s.nope, s.value), dim=1
+    )
     memory = problem.memory
 
     def step() -> Tensor:

@@ -109,12 +109,14 @@ class LatentProblem(Problem):
 
     def _expand(self, dtype: torch.dtype) -> Outputs:
         s = self.sizes
-        weight = self.weight.unflatten(0, (s.H, -1))
+        weight = torch.unflatten(self.weight, 0, (s.H, -1))
         latents, rope = self.latents.to(dtype), self.rope.to(dtype)
         outs = []
         for heads in torch.arange(s.H).chunk(self.chunks):
             w = weight[heads].to(dtype)
-            k, v = (latents @ w.mT[None]).split((s.nope, s.value), dim=-1)  # [B,h,S,d], [B,h,S,E]
+            k, v = (latents @ w.mT[None]).split_with_sizes(
+                (s.nope, s.value), dim=-1
+            )  # [B,h,S,d], [B,h,S,E]
             nope, turned = (q[:, heads].to(dtype) for q in (self.q_nope, self.q_rope))
             scores = (nope @ k.mT + turned @ rope.mT) * self.scale
             outs.append(torch.softmax(scores, dim=-1) @ v)

@@ -74,7 +74,7 @@ def _attention(
     for part in "qkv":
         linear = (weights[f"{name}project.{part}.linear.{w}"] for w in ("weight", "bias"))
         w, b = (p.detach().to(x.dtype) for p in linear)
-        made[part] = (x @ w.T + b).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        made[part] = torch.unflatten(x @ w.T + b, -1, (-1, config.head_dim)).transpose(1, 2)
     q, new = _turn(config, made["q"], start), [_turn(config, made["k"], start), made["v"]]
     if old is not None:
         new = [torch.cat((o.to(x.dtype), n), dim=2) for o, n in zip(old, new, strict=True)]

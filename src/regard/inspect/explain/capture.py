@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.inspect.explain.explanation import Array
 from regard.inspect.explain.reading import Reading, Site
-from regard.inspect.record.models import Recorder
 from regard.inspect.record.place import Block, Place
+from regard.inspect.record.recorder import Recorder
 from regard.inspect.record.recording import Recording
 from regard.nn.explain import explainable
 from regard.span import as_tensor

@@ -197,7 +197,7 @@ class Targets:
     def result(self) -> Mapping[str, Tensor]:
         """previous_token, duplicate, induction: those that the tokens allow."""
         return {
-            name: total / len(self._lists[name][:, 0].unique())
+            name: total / len(torch.unique(self._lists[name][:, 0]))
             for name, total in self._sums.items()
         }
 

@@ -134,7 +134,8 @@ def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
     >>> entropy(torch.tensor([[1.0, 0.0], [0.5, 0.5]])).exp().tolist()
     [1.0, 2.0]
     """
-    return torch.special.entr(pattern).sum(-1)
+    terms: Tensor = torch.special.entr(pattern)
+    return terms.sum(-1)
 
 
 def sink_share(pattern: Float[Tensor, "*H T T"], first: int = SINKS) -> Float[Tensor, "*H"]:
@@ -163,7 +164,7 @@ def _mass(pattern: Tensor, pairs: Tensor) -> Tensor:
             "such as repeated_ids(...)"
         )
     rows, keys = pairs.T
-    return pattern[..., rows, keys].sum(-1) / len(rows.unique())
+    return pattern[..., rows, keys].sum(-1) / len(torch.unique(rows))
 
 
 def _check(pattern: Tensor, least: int, ids: Tensor | None = None) -> None:

@@ -43,7 +43,8 @@ class AuditSample:
     @property
     def rows(self) -> int:
         """How many."""
-        return self.own.stop - self.own.start
+        result: int = self.own.stop - self.own.start
+        return result
 
     @property
     def lse(self) -> Tensor:

@@ -102,7 +102,8 @@ class Step:
             edges = (min(max(x - self.run, 0), n) for x in (columns.start, columns.stop))
             return slice(*edges)
         inside = (self.columns >= columns.start) & (self.columns < columns.stop)
-        return inside.nonzero()[:, 0]
+        result: slice | Tensor = inside.nonzero()[:, 0]
+        return result
 
     def numbers(self, slots: slice | Tensor = ALL) -> slice | Tensor:
         """The numbers of some keys in their pool."""

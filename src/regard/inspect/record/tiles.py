@@ -222,7 +222,7 @@ def pooled(
 def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:
     """[..., t, n] -> [..., R, tall, C, wide], zeros behind the end."""
     x = F.pad(x, (0, -x.shape[-1] % wide, 0, -x.shape[-2] % tall))
-    return x.unflatten(-1, (-1, wide)).unflatten(-3, (-1, tall))
+    return torch.unflatten(torch.unflatten(x, -1, (-1, wide)), -3, (-1, tall))
 
 
 def _sums(x: Tensor, tall: int, wide: int) -> Tensor:

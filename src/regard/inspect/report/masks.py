@@ -179,7 +179,7 @@ def parted(place: Place) -> list[Place]:
     found = []
     for number, pool in enumerate(place.pools):
         steps = [step for step in place.steps if step.pool == number]
-        once = len(pool.columns.unique()) == len(pool.columns)
+        once = len(torch.unique(pool.columns)) == len(pool.columns)
         for each in [steps] if once else [[step] for step in steps]:
             keys = pool.columns if once else each[0].columns
             shape = (*pool.k.shape[:2], place.N)

@@ -1,4 +1,5 @@
-"""Dense masks read as rules: a tensor [T, S] that is really causal, a window or padding is recognised.
+"""Dense masks read as rules: a tensor [T, S] that is really causal, a window or padding is
+recognised.
 
 Most models build a tensor of booleans, or of 0 and -inf, and hand it to every layer. A kernel that
 knows the rule behind it skips what is hidden; of the tensor it would have to read every element.

@@ -1,14 +1,15 @@
-"""`regard.accelerate`: torch's attention functions, run by this package's kernels where they are faster.
+"""`regard.accelerate`: torch's attention functions, run by this package's kernels where they are
+faster.
 
-While it is on, three functions of torch are replaced, in torch's own modules and in every loaded module
-that has imported one by name: `F.scaled_dot_product_attention`, and the fused inference paths of
-`nn.MultiheadAttention` and `nn.TransformerEncoderLayer`. A replacement looks at the call's sizes first;
-what is small goes to torch at once. All other functions of torch cost what they cost before: a
-`TorchFunctionMode`, which sees every call of torch, costs 3 microseconds for each of them, which is more
-than 3 % of a decoding step of a small model.
+While it is on, three functions of torch are replaced, in torch's own modules and in every loaded
+module that has imported one by name: `F.scaled_dot_product_attention`, and the fused inference
+paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`. A replacement looks at the call's
+sizes first; what is small goes to torch at once. All other functions of torch cost what they cost
+before: a `TorchFunctionMode`, which sees every call of torch, costs 3 microseconds for each of
+them, which is more than 3 % of a decoding step of a small model.
 
-A result is torch's within the error rule, with two differences that are torch's faults: NaN in data that
-a query sees is never lost, and NaN in what is hidden never shows.
+A result is torch's within the error rule, with two differences that are torch's faults: NaN in data
+that a query sees is never lost, and NaN in what is hidden never shows.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ LEAST_PRODUCTS = 1 << 28
 """Products B H T S (D + E) below this are left to torch when queries are many."""
 
 FEW_QUERIES = 16
-"""Up to so many rows for each key/value head a call reads memory; with more it multiplies matrices."""
+"""Up to so many rows for each key/value head a call reads memory; with more it multiplies
+matrices.
+"""
 
 SMALL = "it is small"
 AS_FAST = "torch is as fast for these sizes"
@@ -114,7 +117,8 @@ def accelerate(
 ) -> nn.Module | AbstractContextManager[Calls]:
     """Run attention of any PyTorch model on a CPU through `attend` where that is faster, exactly.
 
-    Without a model it is a context manager, for this thread, whose value counts the calls (`Calls`):
+    Without a model it is a context manager, for this thread, whose value counts the calls
+    (`Calls`):
 
         with regard.accelerate() as calls:
             model.generate(...)
@@ -123,10 +127,10 @@ def accelerate(
     With a model, every later `model(...)` runs so, in any thread, and the model is returned.
 
     Taken are calls of `F.scaled_dot_product_attention`, of `nn.MultiheadAttention` and of
-    `nn.TransformerEncoderLayer`, on a CPU, without dropout, outside of compiled graphs. Each argument
-    means what torch means by it: `is_causal` is aligned at the first key, a bool mask has True = may
-    attend, a float mask is added. A dense mask that is causal, a window or padding is recognised.
-    Calls in which torch is as fast are left to torch, and counted with the reason.
+    `nn.TransformerEncoderLayer`, on a CPU, without dropout, outside of compiled graphs. Each
+    argument means what torch means by it: `is_causal` is aligned at the first key, a bool mask has
+    True = may attend, a float mask is added. A dense mask that is causal, a window or padding is
+    recognised. Calls in which torch is as fast are left to torch, and counted with the reason.
 
     Args:
         model: any module; None gives the context manager.
@@ -286,8 +290,10 @@ def _skips(call: Call, given: Tensor | None) -> bool:
 
 
 def _why_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> str | None:
-    """The reason, seen without looking at numbers, why torch runs this call; None if it need not."""
-    if is_compiling() or torch.jit.is_tracing():
+    """The reason, seen without looking at numbers, why torch runs this call; None if it need
+    not.
+    """
+    if is_compiling() or torch._C._is_tracing():
         return "the graph is being traced"
     if not all(type(x) in (Tensor, nn.Parameter) for x in (q, k, v)):
         return "its tensors are of another class"
@@ -322,7 +328,8 @@ def _as_call(
 ) -> Call | None:
     """The call as `attend` takes it; None where torch's result is no masked attention.
 
-    torch's own errors are better than ours for arguments that do not fit torch: such a call is None, too.
+    torch's own errors are better than ours for arguments that do not fit torch: such a call is
+    None, too.
     """
     B, H, T, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     fits = k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3] and q.dtype == k.dtype == v.dtype
@@ -476,7 +483,8 @@ def _self_attention(
     mask: Tensor | None,
     mask_type: int | None,
 ) -> Tensor | None:
-    """Attention of x [B,T,M] over itself, before the output map; None where torch's fused path is as fast.
+    """Attention of x [B,T,M] over itself, before the output map; None where torch's fused path is
+    as fast.
 
     Args:
         mask: True = hidden. mask_type 0 is [T, T], 1 is [B, T] of padding, 2 is [B, heads, T, T].

@@ -8,14 +8,15 @@ sequences, in training and in `generate`. Masks travel as rules where transforme
 mask. Taps are heard as in a model of regard's own.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="regard")
-    model.set_attn_implementation("regard")                                      # or later
-    model.generate(**prompt, past_key_values=PreallocatedCache(model.config))    # a step copies no old keys
+    model.set_attn_implementation("regard")  # or later
+    # a step of this cache copies no old keys
+    model.generate(**prompt, past_key_values=PreallocatedCache(model.config))
 
 >>> import torch, transformers, regard
 >>> import regard.integrations.transformers as integration
 >>> config = transformers.LlamaConfig(
-...     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
-...     num_key_value_heads=2, pad_token_id=0,
+...     vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+...     num_attention_heads=4, num_key_value_heads=2, pad_token_id=0,
 ... )
 >>> model = transformers.LlamaForCausalLM(config).eval()
 >>> model.set_attn_implementation("regard")

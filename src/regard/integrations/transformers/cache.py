@@ -16,9 +16,6 @@ from regard.caches import Fixed
 from regard.errors import ArgumentError
 from regard.span import Span
 
-LEAST = 256
-"""Slots that are allocated beyond what is needed, at least."""
-
 
 class PreallocatedLayer(CacheLayerMixin):
     """Keys and values of one layer, in buffers with room behind the last slot; what is given out
@@ -30,6 +27,7 @@ class PreallocatedLayer(CacheLayerMixin):
             full: the last window - 1 tokens go to the front of a new one, once in at least as many
                 steps.
         max_length: slots to allocate at once. None: room doubles when it is used up.
+        spare: slots that are allocated beyond what is needed, at least.
 
     Raises:
         ArgumentError: max_length or window below 1; more than max_length tokens; a crop that needs
@@ -45,12 +43,14 @@ class PreallocatedLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, window: int | None = None, max_length: int | None = None) -> None:
+    def __init__(
+        self, window: int | None = None, max_length: int | None = None, spare: int = 256
+    ) -> None:
         for name, size in (("window", window), ("max_length", max_length)):
             if size is not None and size < 1:
                 raise ArgumentError(f"{name} is {size}; it must be at least 1, or None")
-        super().__init__()
-        self.window, self.max_length = window, max_length
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.window, self.max_length, self.spare = window, max_length, spare
         self.is_sliding = window is not None
         self.record_past = False
         self._slots: Fixed | None = None
@@ -160,7 +160,7 @@ class PreallocatedLayer(CacheLayerMixin):
 
     def _size(self, kept: int, n: int) -> int:
         """How many slots to allocate for n new tokens behind those that are kept."""
-        size = kept + n + max(kept, LEAST)
+        size = kept + n + max(kept, self.spare)
         if self.max_length is None:
             return size
         if self.window is not None:

@@ -86,7 +86,7 @@ def regard_mask(
         "device": device,
     }
     decoding = q_length == 1 and not kwargs.get("allow_is_causal_skip", True)
-    if is_compiling() or torch.jit.is_tracing():
+    if is_compiling() or torch._C._get_tracing_state() is not None:  # traced by torch.jit
         return _for_a_graph(given, kwargs)
     if decoding and isinstance(q_offset, Tensor):
         # a static cache: the step that the mask is for may be compiled, and then takes tensors only

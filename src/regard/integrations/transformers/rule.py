@@ -257,7 +257,8 @@ def _device(
             f"a mask of True and False is wanted as {wanted}, as if it held numbers that are "
             f"added to scores; {_ADVICE}"
         )
-    return func(torch.empty((), dtype=torch.bool, device=mask.device), *args, **kwargs).device
+    moved: Tensor = func(torch.empty((), dtype=torch.bool, device=mask.device), *args, **kwargs)
+    return moved.device
 
 
 _ADVICE = (

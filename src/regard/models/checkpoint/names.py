@@ -60,7 +60,7 @@ def rows(*ours: str) -> Rule:
     """
     return Rule(
         ours,
-        lambda stored, sizes: stored.split([size[0] for size in sizes]),
+        lambda stored, sizes: stored.split_with_sizes([size[0] for size in sizes]),
         lambda parts: torch.cat(list(parts)),
     )
 

@@ -131,7 +131,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
         return
     nans = infinities = 0
     first: int | None = None
-    for index, values in enumerate(tensor.detach().reshape(-1).split(_CHUNK)):
+    for index, values in enumerate(torch.split(tensor.detach().reshape(-1), _CHUNK)):
         if _all_finite(chunk := _plain(values)):
             continue
         nans += int(chunk.isnan().sum())

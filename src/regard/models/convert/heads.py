@@ -96,7 +96,7 @@ def repeated(layer: Layer, groups: int) -> Layer:
 
 def mean(layer: Layer, groups: int) -> tuple[Layer, Errors]:
     """Each key/value head the mean of neighbours."""
-    k, v = (x.unflatten(0, (groups, -1)).mean(1) for x in (layer.k, layer.v))
+    k, v = (torch.unflatten(x, 0, (groups, -1)).mean(1) for x in (layer.k, layer.v))
     after = replace(layer, k=k, v=v)
     back = repeated(after, len(layer.k))
     return after, layer.errors(layer.k - back.k, layer.v - back.v)
@@ -137,9 +137,9 @@ def common_pairs(
     The best row is the first singular vector of the heads' rows below one another. Its scale is
     free: the factors have a mean square of 1, so that heads that are equal have 1.
     """
-    heads = (weight[..., None] * k).unflatten(0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
+    heads = torch.unflatten(weight[..., None] * k, 0, (groups, -1)).movedim(1, 2)  # [g, p, n, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., 0]  # [g, p, n]
-    w = weight.unflatten(0, (groups, -1)).movedim(1, 2)
+    w = torch.unflatten(weight, 0, (groups, -1)).movedim(1, 2)
     c = torch.where(w > 0, u / torch.where(w > 0, w, 1), 0)
     size = c.abs().square().mean(-1).sqrt()
     turn = u.sum(-1)
@@ -159,13 +159,13 @@ def common_rows(
     times, d = len(x) // groups, x.shape[1]
     if not d:
         return x[:groups], gram
-    heads = (root @ x).unflatten(0, (groups, times)).flatten(1, 2)  # [g, n d, m]
+    heads = torch.unflatten(root @ x, 0, (groups, times)).flatten(1, 2)  # [g, n d, m]
     u = torch.linalg.svd(heads * gain, full_matrices=False).U[..., :d]
     rows = u.mT @ heads
     lacking = d - rows.shape[1]  # fewer columns than rows: the others are 0
     rows = nn.functional.pad(rows, (0, 0, 0, lacking))
     u = nn.functional.pad(u, (0, lacking))
-    return rows, inverse @ u.unflatten(1, (times, d)).flatten(0, 1)
+    return rows, inverse @ torch.unflatten(u, 1, (times, d)).flatten(0, 1)
 
 
 def _check(H: int, before: int, after: int) -> None:
@@ -226,9 +226,9 @@ def _flat(prefix: str, heads: Heads, groups: int) -> dict[str, Tensor]:
     if isinstance(heads.flat, nn.Identity):
         return {}
     own = cast("Tensor", heads.flat.weight)
-    weight = own.detach().double().unflatten(0, (heads.heads, -1))
+    weight = torch.unflatten(own.detach().double(), 0, (heads.heads, -1))
     if groups > heads.heads:
         after = weight.repeat_interleave(groups // heads.heads, 0)
     else:
-        after = weight.unflatten(0, (groups, -1)).mean(1)
+        after = torch.unflatten(weight, 0, (groups, -1)).mean(1)
     return {f"{prefix}{PROJECT}k.flat.weight": after.flatten().to(own.dtype)}

@@ -121,8 +121,8 @@ def cut_to_rank(layer: Layer, split: Split, n: int) -> Cut:
     # what stands behind a norm, of M numbers with a mean square of 1, becomes numbers with one of 1
     # at most
     bound = float(torch.linalg.matrix_norm(down * layer.gain, 2)) or 1.0
-    up_k = roots[0][1] @ u[: G * D].unflatten(0, (G, D)) * (sizes[0] * bound)
-    up_v = roots[1][1] @ u[G * D :].unflatten(0, (G, split.v.shape[1])) * (sizes[1] * bound)
+    up_k = roots[0][1] @ torch.unflatten(u[: G * D], 0, (G, D)) * (sizes[0] * bound)
+    up_v = roots[1][1] @ torch.unflatten(u[G * D :], 0, (G, split.v.shape[1])) * (sizes[1] * bound)
     down = down / bound
     scores = _form_norm(gram, (split.k - up_k @ down) * layer.gain) / sizes[0]
     values = layer.value_norm(split.v - up_v @ down) / sizes[1]

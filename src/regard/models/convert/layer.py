@@ -70,7 +70,7 @@ class Layer:
         project = attention.project
         H, _, _, E, _ = project.shape
         rotary = next((m for m in attention.modules() if isinstance(m, Rotary)), None)
-        o = attention.output.weight.detach().double().unflatten(1, (H, E)).permute(1, 0, 2)
+        o = torch.unflatten(attention.output.weight.detach().double(), 1, (H, E)).permute(1, 0, 2)
         q, k, v = (_by_head(heads) for heads in (project.q, project.k, project.v))
         pairs = 0 if rotary is None else len(rotary.inv_freq)
         layout: Layout = "half" if rotary is None else rotary.layout
@@ -88,7 +88,7 @@ class Layer:
         P = self.pairs
         turned, rest = x[:, : 2 * P], x[:, 2 * P :]
         shape = (2, P) if self.layout == "half" else (P, 2)
-        parts = turned.unflatten(1, shape).movedim(1 if self.layout == "half" else 2, -1)
+        parts = torch.unflatten(turned, 1, shape).movedim(1 if self.layout == "half" else 2, -1)
         return torch.complex(parts[..., 0], parts[..., 1]), rest
 
     def join(self, z: Complex[Tensor, "n p m"], rest: Tensor) -> Float[Tensor, "n d m"]:

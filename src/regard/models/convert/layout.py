@@ -211,7 +211,7 @@ def _heads(path: str, heads: Heads, start: int, rows: Tensor) -> dict[str, Tenso
 
 def _turned(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
     """Rows start to start + len(rows) of each head, in another order."""
-    each = x.detach().unflatten(0, (heads, -1)).clone()
+    each = torch.unflatten(x.detach(), 0, (heads, -1)).clone()
     each[:, start : start + len(rows)] = each[:, start + rows]
     turned: Tensor = each.flatten(0, 1)
     return turned

@@ -102,7 +102,8 @@ class Context:
         """
         if self._prefix is not None:
             return self._prefix(ids, positions, last=1)[:, -1]
-        T, logits = ids.shape[1], None
+        T = ids.shape[1]
+        logits: Tensor | None = None
         step = T if chunk is None else chunk
         for a in range(0, T, step):
             where = None if positions is None else part(positions, slice(a, min(T, a + step)))

@@ -175,7 +175,8 @@ def checked(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in names(entry):
             raise ArgumentError(
-                f"{entry.name} has no option {name!r}{suggest(name, names(entry), otherwise='.')} It has "
+                f"{entry.name} has no option {name!r}{suggest(name, names(entry), otherwise='.')} "
+                "It has "
                 f"{', '.join(names(entry)) or 'none'}"
             )
     if missing := [name for name in required(entry) if name not in options]:

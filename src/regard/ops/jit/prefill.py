@@ -64,6 +64,7 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
     Keys and values are packed, then blocks of queries are tasks.
     """
     from regard.ops.jit import prefill_loops as loops
+    from regard.ops.jit import product
 
     B, H, G, T, _, D, E = args.sizes
     workers = openmp.threads()
@@ -71,7 +72,7 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
     top, total = torch.empty(B, H, T), torch.empty(B, H, T)
     packed, depth = _pack(args, workers)
     share = math.ceil(B * G * T * (H // G) / workers)
-    step = min(loops.ROWS, up(share, loops.STEP))
+    step = min(loops.ROWS, up(share, product.STEP))
     sizes = (B, H, G, T, E, step, depth)
     mask, extra, queries = _mask(args), _extra(args), (*_memory(args.q), D)
     results = _numbers(out), _numbers(top), _numbers(total)
@@ -233,7 +234,8 @@ def _pack(args: PrefillArgs, workers: int) -> tuple[tuple[Any, ...], int]:
 
 def _scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[Any, ...]:
     """Queries, scores, weights, sums and the lanes of a maximum, for one worker."""
-    from regard.ops.jit.prefill_loops import PANEL, TILE
+    from regard.ops.jit.prefill_loops import TILE
+    from regard.ops.jit.product import PANEL
 
     pairs = _together(args) == 2
     q = _numbers(torch.zeros(rows * depth, dtype=torch.bfloat16 if pairs else torch.float32))

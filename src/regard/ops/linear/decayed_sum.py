@@ -66,12 +66,12 @@ def within(
     if g is not None and g.shape[-1] > 1:
         return _by_halves(q, k, v, g)
     C, R = q.shape[3:5]
-    weights = (q.flatten(3, 4) @ k.mT).unflatten(3, (C, R))  # [B,G,n,C,R,C]
+    weights = torch.unflatten(q.flatten(3, 4) @ k.mT, 3, (C, R))  # [B,G,n,C,R,C]
     if g is not None:
         weights = weights * between(g)[..., None, :]
     later = weights.new_ones(C, C, dtype=torch.bool).triu(1)
     weights = weights.masked_fill(later[:, None], 0)
-    return (weights.flatten(3, 4) @ v).unflatten(3, (C, R))
+    return torch.unflatten(weights.flatten(3, 4) @ v, 3, (C, R))
 
 
 def _by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def _by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         first_g, second_g = _halves(g, s)  # [B,G,n,p,s,D]
         reads = _halves(q, s)[1] * since_start(second_g)[..., None, :]  # [B,G,n,p,s,R,D]
         weights = reads.flatten(4, 5) @ (first_k * until_end(first_g)).mT  # [B,G,n,p,s*R,s]
-        found = (weights @ first_v).unflatten(4, (s, R))
+        found = torch.unflatten(weights @ first_v, 4, (s, R))
         out = out + torch.stack([torch.zeros_like(found), found], 4).flatten(3, 5)
         s *= 2
     return out
@@ -100,7 +100,7 @@ def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
     """[B,G,n,C,...] -> the first and the second of each pair of blocks of s tokens,
     [B,G,n,C/2s,s,...].
     """
-    first, second = x.unflatten(3, (-1, 2, s)).unbind(4)
+    first, second = torch.unflatten(x, 3, (-1, 2, s)).unbind(4)
     return first, second
 
 
@@ -139,14 +139,14 @@ def chunked(
         size = 1 << (size - 1).bit_length()
     lost, spoilt = _not_finite(q, k, v, log_decay)
     q, k, v = (torch.where(x.isfinite(), x, 0) for x in (q, k, v))
-    q = fold(q.movedim(2, 3).flatten(3), size).unflatten(-1, (R, D))  # [B,G,n,C,R,D]
+    q = torch.unflatten(fold(q.movedim(2, 3).flatten(3), size), -1, (R, D))  # [B,G,n,C,R,D]
     k, v, g = fold(k, size), fold(v, size), None
     if log_decay is not None:
         g = fold(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
     out = within(q, k, v, g)  # [B,G,n,C,R,E]
     before, state = _states(k, v, g, state)
     q = q if g is None else q * since_start(g)[..., None, :]
-    out = out + (q.flatten(3, 4) @ before).unflatten(3, (size, R))
+    out = out + torch.unflatten(q.flatten(3, 4) @ before, 3, (size, R))
     out = out.flatten(2, 3)[:, :, :T].movedim(3, 2)  # [B,G,R,T,E]
     return out + lost, state + spoilt
 
@@ -202,7 +202,7 @@ def decayed_sum(
     [1.0, 2.0, 3.0]
     """
     G, T = k.shape[1:3]
-    queries = q.unflatten(1, (G, -1)).to(state.dtype)
+    queries = torch.unflatten(q, 1, (G, -1)).to(state.dtype)
     k, v = k.to(state.dtype), v.to(state.dtype)
     g = None if log_decay is None else log_decay.to(state.dtype)
     size = chunk_of(form, chunk, T)

@@ -20,7 +20,7 @@ def fold(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
     >>> fold(torch.ones(5, 1), 2).flatten().tolist()
     [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
     """
-    return F.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+    return torch.unflatten(F.pad(x, (0, 0, 0, -x.shape[-2] % size)), -2, (-1, size))
 
 
 def since_start(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
@@ -76,7 +76,7 @@ def reads(
         (_, here), (there, _) = _halves(x, size), _halves(k, size)
         before, behind = _halves(g, size)
         across = (here * since_start(behind)) @ (there * until_end(before)).mT  # [*L,p,size,size]
-        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
+        first, second = torch.unflatten(found, -3, (-1, 2)).unbind(-3)
         above = torch.cat([first, torch.zeros_like(first)], -1)
         found = torch.cat([above, torch.cat([across, second], -1)], -2)
         size *= 2
@@ -87,5 +87,5 @@ def _halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """[*L,C,D] -> the first and the second of each pair of blocks of `size` tokens,
     [*L,C/2size,size,D].
     """
-    first, second = x.unflatten(-2, (-1, 2, size)).unbind(-3)
+    first, second = torch.unflatten(x, -2, (-1, 2, size)).unbind(-3)
     return first, second

@@ -123,7 +123,8 @@ def chunked(
         answers.append(q[:, :, i] @ state + weights[:, :, i] @ u)
         state = state if start is None else state * start[:, :, i, -1, :, None]
         state = state + k[:, :, i].mT @ u
-    out = torch.stack(answers, 2).unflatten(3, (R, size)).movedim(3, 2).flatten(3, 4)[..., :T, :]
+    out = torch.unflatten(torch.stack(answers, 2), 3, (R, size))
+    out = out.movedim(3, 2).flatten(3, 4)[..., :T, :]
     return out + own + lost[:, :, None], state + lost[:, :, -1:]
 
 
@@ -291,7 +292,7 @@ def _run(
     columns = (x if x.ndim == 4 else x[..., None] for x in gates.values())
     beta, *decay = (emptied(x, empty).to(S.dtype) for x in columns)
     g = decay[0] if decay else None  # [B,G,T,1 or D]
-    queries = (q.to(S.dtype) * (D**-0.5 if scale is None else scale)).unflatten(1, (G, -1))
+    queries = torch.unflatten(q.to(S.dtype) * (D**-0.5 if scale is None else scale), 1, (G, -1))
     k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_of(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
         if size is None:

@@ -100,9 +100,9 @@ def retrieve(
     top = q.detach().amax(-1, keepdim=True).clamp(max=0)
     features = torch.where(q > 0, q + 1, (q.clamp(max=0) - top).exp())
     G, shape = M.shape[1], (q.shape[1] // M.shape[1], q.shape[2])
-    grouped = features.unflatten(1, (G, shape[0])).flatten(2, 3)  # [B,G,n*T,D]
-    total = (grouped @ z.unsqueeze(-1)).unflatten(2, shape).flatten(1, 2)  # [B,H,T,1]
-    mixed = (grouped @ M).unflatten(2, shape).flatten(1, 2)  # [B,H,T,E]
+    grouped = torch.unflatten(features, 1, (G, shape[0])).flatten(2, 3)  # [B,G,n*T,D]
+    total = torch.unflatten(grouped @ z.unsqueeze(-1), 2, shape).flatten(1, 2)  # [B,H,T,1]
+    mixed = torch.unflatten(grouped @ M, 2, shape).flatten(1, 2)  # [B,H,T,E]
     none = total == 0 if where is None else (total == 0) | ~_rows(where)
     values = torch.where(none, 0, mixed / total.masked_fill(none, 1))
     return Read(values, ~none.squeeze(-1))

@@ -88,7 +88,7 @@ def _of_rows(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
     """
     segment, open_ = _segments(positions, size)
     held = positions.shape[1] - T
-    for s in segment[positions >= 0].unique().tolist():
+    for s in torch.unique(segment[positions >= 0]).tolist():
         inside = (segment == s) & (positions >= 0)
         slots = inside.any(0).nonzero()
         keys = slice(int(slots[0]), int(slots[-1]) + 1)

@@ -58,12 +58,12 @@ class Order:
 
     def split(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n N size d"]:
         """Slots [B,n,S,d] as blocks [B,n,N,size,d]."""
-        return self.lay(x).unflatten(2, (self.blocks, self.size))
+        return torch.unflatten(self.lay(x), 2, (self.blocks, self.size))
 
     @property
     def filled(self) -> Int[Tensor, "B N"]:
         """How many tokens each block holds, [B or 1, N]."""
-        return self.held.unflatten(1, (self.blocks, self.size)).sum(-1)
+        return torch.unflatten(self.held, 1, (self.blocks, self.size)).sum(-1)
 
     @property
     def number(self) -> Int[Tensor, "B N"]:
@@ -173,9 +173,11 @@ def best_blocks(
     return forced | top(free, k, forced.sum(-1, keepdim=True))
 
 
-def by_rows(choose: Callable[[slice], Tensor], T: int, row_bytes: int) -> Tensor:
-    """choose(rows) [B,n,t,...] for all T queries, so many at a time as `ROW_BYTES` allows."""
-    step = max(1, ROW_BYTES // max(1, row_bytes))
+def by_rows(
+    choose: Callable[[slice], Tensor], T: int, row_bytes: int, most: int = ROW_BYTES
+) -> Tensor:
+    """choose(rows) [B,n,t,...] for all T queries, so many at a time as fit into `most` bytes."""
+    step = max(1, most // max(1, row_bytes))
     if step >= T:
         return choose(slice(0, T))
     return torch.cat([choose(slice(i, min(i + step, T))) for i in range(0, T, step)], 2)

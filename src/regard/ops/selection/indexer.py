@@ -39,7 +39,7 @@ def index_scores(
     kind = torch.float32
     for x in (q, k, w):  # under autocast they come in several dtypes
         kind = torch.promote_types(kind, x.dtype)
-    dots = (q.to(kind).flatten(1, 2) @ k[:, 0].to(kind).mT).unflatten(1, (J, T))
+    dots = torch.unflatten(q.to(kind).flatten(1, 2) @ k[:, 0].to(kind).mT, 1, (J, T))
     return (dots.relu() * w.to(kind).transpose(1, 2)[..., None]).sum(1)
 
 

@@ -88,8 +88,8 @@ def _choose(q: Tensor, mean: Tensor, blocks: Order, positions: Positions, topk: 
     G, N = mean.shape[1:3]
 
     def choose(rows: slice) -> Tensor:
-        x = q[:, :, rows].to(mean.dtype).unflatten(1, (G, H // G)).flatten(2, 3)
-        s = (x @ mean.mT).unflatten(2, (H // G, -1)).flatten(1, 2)  # [B,H,t,N]
+        x = torch.unflatten(q[:, :, rows].to(mean.dtype), 1, (G, H // G)).flatten(2, 3)
+        s = torch.unflatten(x @ mean.mT, 2, (H // G, -1)).flatten(1, 2)  # [B,H,t,N]
         s = s.masked_fill(~past[:, :, rows], -torch.inf)
         return top(s, topk - 1) | (number == own[:, :, rows])
 

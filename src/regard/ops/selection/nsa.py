@@ -103,8 +103,8 @@ def importance(
     # cover it
     strides = sum(F.pad(p, (n, shares - 1 - n)) for n in range(shares))
     assert isinstance(strides, Tensor)
-    blocks = strides.unflatten(-1, (-1, per_block)).sum(-1)  # [B,H,T,N]
-    return blocks.unflatten(1, (groups, -1)).sum(2)
+    blocks = torch.unflatten(strides, -1, (-1, per_block)).sum(-1)  # [B,H,T,N]
+    return torch.unflatten(blocks, 1, (groups, -1)).sum(2)
 
 
 def selection_mask(

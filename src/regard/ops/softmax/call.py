@@ -296,7 +296,7 @@ class Call:
             return 0.0
         if "bound" not in self._known:  # read once a call, however many kernels ask
             q, k = (_longest(x) for x in (self.q, self.k))  # [B,H], [B,G]
-            longest = (q.unflatten(1, (self.G, -1)) * k[:, :, None]).amax()
+            longest = (torch.unflatten(q, 1, (self.G, -1)) * k[:, :, None]).amax()
             self._known["bound"] = abs(self.scale) * longest.item()
         return self._known["bound"]
 
@@ -424,7 +424,8 @@ breaks the error rule now and then from 7 on.
 def _longest(x: Tensor) -> Tensor:
     """The length of the longest vector [B,h] of x [B,h,n,D], in fp32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide).amax(-1)
+    lengths: Tensor = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
+    return lengths.amax(-1)
 
 
 LARGE = 1e17

@@ -195,7 +195,7 @@ class Cpu:
         """Pairs of the tiles that some query of a key/value head sees; bytes of the parts."""
         B, H, G, S, R = call.B, call.H, call.G, call.S, call.H // call.G * call.T
         row = call.mask.tile_row(call.q_positions, call.k_positions, slice(0, call.T), TILE)
-        seen = (row > 0).expand(B, H, -1).unflatten(1, (G, H // G)).any(2)
+        seen = torch.unflatten((row > 0).expand(B, H, -1), 1, (G, H // G)).any(2)
         sizes = torch.full((seen.shape[-1],), TILE)
         sizes[-1:] = S - TILE * (len(sizes) - 1)
         return Work(R * int((seen * sizes).sum()), 4 * B * G * R * (call.E + 1))

@@ -22,16 +22,25 @@ from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
 from regard.span import Span
 
-ROWS, KEYS = 256, 128
-"""Queries per block and keys per tile, where tiles are asked for."""
+ROWS = 256
+"""Queries per block."""
 
-LONG = 4
-"""Full tiles in a row that are worth a piece of their own; fewer join their masked neighbours."""
 
-SMALL = 32
-"""A triangle of at most so many rows beside older keys is cheaper under a mask than as two
-pieces.
-"""
+class Grain(NamedTuple):
+    """How finely a call is cut.
+
+    rows: queries per block, and keys: keys per tile, where tiles are asked for. long: full tiles in
+    a row that are worth a piece of their own; fewer join their masked neighbours. small: a triangle
+    of at most so many rows beside older keys is cheaper under a mask than as two pieces.
+    """
+
+    rows: int = ROWS
+    keys: int = 128
+    long: int = 4
+    small: int = 32
+
+
+USUAL = Grain()
 
 LEAST_KEYS = 16
 """Below one SIMD vector of keys, and without a mask, torch 2.13 on CPU turns a row of NaN scores
@@ -74,20 +83,21 @@ class Rows(NamedTuple):
     pieces: list[Piece]
 
 
-def lower(call: Call) -> list[Rows]:
+def lower(call: Call, grain: Grain = USUAL) -> list[Rows]:
     """The work of a call. Rows that are not listed see nothing."""
     if call.bias is None:
-        known = _aligned(call)
+        known = _aligned(call, grain)
         if known is not None:
             return known
     everything = Rows(slice(0, call.T), [_masked(call, slice(0, call.T), slice(0, call.S))])
     if call.compiling or call.q.device.type != "cpu":
         # tiles are found by reading tensors: not in a graph, not across a device
         return [everything]
-    return [_by_tiles(call, slice(i, min(i + ROWS, call.T))) for i in range(0, call.T, ROWS)]
+    blocks = [slice(i, min(i + grain.rows, call.T)) for i in range(0, call.T, grain.rows)]
+    return [_by_tiles(call, rows, grain) for rows in blocks]
 
 
-def _aligned(call: Call) -> list[Rows] | None:
+def _aligned(call: Call, grain: Grain) -> list[Rows] | None:
     """The work of a plain or causal mask over contiguous positions, or None: nothing is read to
     know it.
     """
@@ -97,7 +107,7 @@ def _aligned(call: Call) -> list[Rows] | None:
     if call.sees_everything:
         return [Rows(slice(0, call.T), [Piece(0, call.S)])]
     if isinstance(call.mask, masks.Causal):
-        return _causal(call, q, k)
+        return _causal(call, q, k, grain)
     rest = _beside_causal(call.mask)
     if rest is not None and q == k:
         # the triangle by the flag, what concerns keys only as one row of a mask
@@ -114,7 +124,7 @@ def _beside_causal(mask: Mask) -> Mask | None:
     return rest[0] if known else None
 
 
-def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
+def _causal(call: Call, q: Span, k: Span, grain: Grain) -> list[Rows]:
     """Causal by positions: blind rows, then a triangle beside the older keys, then rows that see
     every key.
     """
@@ -127,7 +137,7 @@ def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
         few = past + edge < LEAST_KEYS  # under a mask, NaN scores stay NaN
         if edge == 1 and not few:
             pieces = [Piece(0, past + 1)]
-        elif few or (past and edge <= SMALL):
+        elif few or (past and edge <= grain.small):
             pieces = [_masked(call, rows, slice(0, past + edge))]
         else:
             pieces = [*([Piece(0, past)] if past else []), Piece(past, past + edge, causal=True)]
@@ -137,11 +147,11 @@ def _causal(call: Call, q: Span, k: Span) -> list[Rows]:
     return work
 
 
-def _by_tiles(call: Call, rows: slice) -> Rows:
+def _by_tiles(call: Call, rows: slice, grain: Grain) -> Rows:
     """The pieces of a block of queries: runs of tiles that are not empty, long full stretches
     without a mask.
     """
-    found = tile_runs(call, rows, KEYS, LONG)
+    found = tile_runs(call, rows, grain.keys, grain.long)
     bare = call.bias is None
     return Rows(
         rows,

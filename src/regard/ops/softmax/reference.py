@@ -80,8 +80,8 @@ def _grouped(x: Tensor, y: Tensor) -> Tensor:
     product.
     """
     H, t, G = x.shape[1], x.shape[2], y.shape[1]
-    x = x.unflatten(1, (G, H // G)).flatten(2, 3)  # [B,G,(H/G)t,a]
-    return (x @ y).unflatten(2, (H // G, t)).flatten(1, 2)
+    x = torch.unflatten(x, 1, (G, H // G)).flatten(2, 3)  # [B,G,(H/G)t,a]
+    return torch.unflatten(x @ y, 2, (H // G, t)).flatten(1, 2)
 
 
 def _finite_only(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from regard import masks
 from regard.ops.softmax.call import SMALL_SCORES, Call, Partial, Result, Work
 from regard.ops.softmax.merge import merge, with_sink
-from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, Piece, Rows, lower
+from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, USUAL, Grain, Piece, Rows, lower
 from regard.process import is_compiling
 from regard.span import Span
 
@@ -72,6 +72,9 @@ class Sdpa:
     name = "sdpa"
     selects = False
 
+    def __init__(self, grain: Grain = USUAL) -> None:
+        self.grain = grain
+
     def why_not(self, call: Call) -> list[str]:
         """Softcap, dropout, learned bias, taps, short or non-finite inputs, gradients of large
         scores; without the private op: lse and sinks.
@@ -104,7 +107,7 @@ class Sdpa:
         q, k, v = same_dim(*(last_contiguous(x) for x in (call.q, call.k, call.v)))
         # torch puts -inf above the diagonal before it scales: a negative scale would make it +inf
         q, scale = (q, call.scale) if call.scale > 0 else (-q, -call.scale)
-        work = lower(call)
+        work = lower(call, self.grain)
         whole = len(work) == 1 and len(work[0].pieces) == 1 and _covers(work[0].rows, call.T)
         if whole and not call.wants_lse and call.sink is None:
             out = one_call(q, k, v, work[0].pieces[0], scale)
@@ -116,7 +119,7 @@ class Sdpa:
 
     def work(self, call: Call) -> Work:
         """Pairs of the pieces; bytes of their masks."""
-        pieces = [(rows, piece) for rows, pieces in lower(call) for piece in pieces]
+        pieces = [(rows, piece) for rows, pieces in lower(call, self.grain) for piece in pieces]
         pairs = sum(_pairs(rows, piece) for rows, piece in pieces)
         masked = [(rows, piece) for rows, piece in pieces if piece.mask is not None]
         if not masked:
@@ -283,7 +286,10 @@ def fused_backward(
     k, v, mask = of_piece(k, piece), of_piece(v, piece), make_mask(piece)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if d_lse is None:
-        return op(d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale)
+        gradients: tuple[Tensor, ...] = op(
+            d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale
+        )
+        return gradients
     d_out = torch.cat([d_out, d_lse.unsqueeze(-1).to(d_out.dtype)], -1)
     q, k, out = (F.pad(x, (0, 1)) for x in (q, k, out))
     v = F.pad(v, (0, 1), value=1.0)
@@ -325,9 +331,9 @@ def _sizes(call: Call) -> str:
 
 
 def _covers(rows: slice, length: int) -> bool:
-    return rows.start == 0 and rows.stop == length
+    return (rows.start, rows.stop) == (0, length)
 
 
 def _pairs(rows: slice, piece: Piece) -> int:
-    n = rows.stop - rows.start
+    n = int(rows.stop - rows.start)
     return n * (n + 1) // 2 if piece.causal else n * piece.size

@@ -38,19 +38,23 @@ from regard.ops.softmax.call import SMALL_SCORES, Call, Result, Work
 from regard.ops.softmax.merge import with_sink
 from regard.ops.softmax.pieces import tile_runs
 
-ROWS = 128
-"""Queries in a block, of each head."""
 
-KEYS = 128
-"""Keys in a tile: what a mask is asked about, and the grain of the pieces."""
+class Grain(NamedTuple):
+    """How finely a call is cut.
 
-TILE = 2**19
-"""Scores in a piece, over all heads and rows, as long as that leaves it KEYS wide: they should stay
-in the cache.
-"""
+    rows: queries in a block, of each head. keys: keys in a tile, which is what a mask is asked
+    about. tile: scores in a piece, over all heads and rows, as long as that leaves it `keys` wide:
+    they should stay in the cache. long: full tiles in a row that are worth a piece of their own;
+    fewer join their masked neighbours.
+    """
 
-LONG = 5
-"""Full tiles in a row that are worth a piece of their own; fewer join their masked neighbours."""
+    rows: int = 128
+    keys: int = 128
+    tile: int = 2**19
+    long: int = 5
+
+
+USUAL = Grain()
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,6 +66,9 @@ class Tiled:
 
     name = "tiled"
     selects = False
+
+    def __init__(self, grain: Grain = USUAL) -> None:
+        self.grain = grain
 
     def why_not(self, call: Call) -> list[str]:
         """Taps, non-finite inputs, empty shapes, compiled graphs."""
@@ -83,11 +90,14 @@ class Tiled:
     def run(self, call: Call) -> Result:
         """All query blocks, one after the other."""
         seed = int(torch.randint(2**31, ())) if call.dropout else 0
+        work = row_blocks(call, self.grain)
         if call.has_gradient:
             learned = () if call.bias is None else call.bias.tensors()
-            out, lse = TiledFunction.apply(call, seed, call.q, call.k, call.v, *learned)
+            out, lse = TiledFunction.apply(  # type: ignore[no-untyped-call]
+                call, seed, list(work), call.q, call.k, call.v, *learned
+            )
         else:
-            out, top, total = forward(call, seed, call.q, call.k, call.v, row_blocks(call))
+            out, top, total = forward(call, seed, call.q, call.k, call.v, work)
             lse = top + total.log()
         return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
 
@@ -98,7 +108,7 @@ class Tiled:
         size, heads = call.score_dtype.itemsize, call.B * call.H
         areas = [
             (rows.stop - rows.start) * (columns.stop - columns.start)
-            for rows, pieces in row_blocks(call)
+            for rows, pieces in row_blocks(call, self.grain)
             for columns, _ in pieces
         ]
         held = heads * call.T + heads * max(areas, default=0) * (4 if call.has_gradient else 2)
@@ -123,17 +133,17 @@ class Rows(NamedTuple):
     pieces: list[Piece]
 
 
-def row_blocks(call: Call) -> Iterator[Rows]:
+def row_blocks(call: Call, grain: Grain = USUAL) -> Iterator[Rows]:
     """The work of a call, one block of queries after the other."""
-    heads = call.B * call.H
-    step = min(call.T, max(16, min(ROWS, TILE // (KEYS * heads))))
-    widest = max(1, TILE // (heads * step * KEYS))  # in tiles
+    heads, size = call.B * call.H, grain.keys
+    step = min(call.T, max(16, min(grain.rows, grain.tile // (size * heads))))
+    widest = size * max(1, grain.tile // (heads * step * size))
     for start in range(0, call.T, step):
         rows = slice(start, min(start + step, call.T))
         parts = [
-            Piece(slice(i, min(i + widest * KEYS, keys.stop)), full)
-            for keys, full in tile_runs(call, rows, KEYS, LONG)
-            for i in range(keys.start, keys.stop, widest * KEYS)
+            Piece(slice(i, min(i + widest, keys.stop)), full)
+            for keys, full in tile_runs(call, rows, size, grain.long)
+            for i in range(keys.start, keys.stop, widest)
         ]
         yield Rows(rows, parts)
 
@@ -143,10 +153,16 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, *learned: Tensor
+        ctx: Any,
+        call: Call,
+        seed: int,
+        work: list[Rows],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The tiles, and what the backward pass needs of them."""
-        work = list(row_blocks(call))
         out, top, total = forward(call, seed, q, k, v, work)
         ctx.save_for_backward(q, k, v, out, top, total, *learned)
         # what autograd keeps for us is not kept a second time
@@ -164,14 +180,14 @@ class TiledFunction(torch.autograd.Function):
         call = ctx.call
         if call.bias is not None:
             call = replace(call, bias=call.bias.with_tensors(learned))
-        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[5:], top.dtype)
+        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[6:], top.dtype)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.autocast(q.device.type, enabled=False):
             saved = (q, k, v, out, top, total)
             grads = backward(
                 call, ctx.seed, ctx.work, saved, d_out, d_lse, d_bias, careful=ctx.careful
             )
-        return None, None, *grads, *d_bias.total()
+        return None, None, None, *grads, *d_bias.total()
 
 
 def forward(
