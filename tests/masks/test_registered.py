@@ -112,6 +112,16 @@ def assert_copies(mask: Mask) -> None:
         assert copy.block(q, k).equal(mask.block(q, k))
 
 
+def assert_is_cut_by_heads(mask: Mask) -> None:
+    """The mask of some heads says what the whole says of them."""
+    q, k = CALLS[0]
+    whole = mask.block(q, k).expand(B, H, -1, -1)
+    for h in range(H):
+        found = mask.select_heads(slice(h, h + 1)).block(q, k)
+        assert found.shape[1] == 1
+        assert found.expand(B, -1, -1, -1).equal(whole[:, h : h + 1])
+
+
 def assert_near_misses_differ(mask: Mask) -> None:
     """What a wrong kernel may have computed instead is another mask, and prints as another."""
     for other in mask.near_misses():
@@ -143,6 +153,7 @@ def assert_mask(case: Case) -> None:
     assert_is_what_its_data_says(mask)
     assert_can_be_kept_if_static(mask)
     assert_copies(mask)
+    assert_is_cut_by_heads(mask)
     assert_near_misses_differ(mask)
     assert mask.refusal().key in get_args(RefusalKey)
     assert mask.refusal().words
@@ -200,6 +211,15 @@ def test_what_speaks_of_slots() -> None:
     assert not any(case.mask.by_slot for case in CASES.values())
 
 
+def test_tables_of_slots_are_cut_by_heads() -> None:
+    table = torch.tensor([[[[True, False]], [[False, True]]]])
+    q, k = Span(1, 1), Span(0, 2)
+    for mask in (masks.Dense(table), masks.Selected(table, 1)):
+        assert mask.select_heads(slice(1, 2)).block(q, k).equal(mask.block(q, k)[:, 1:])
+        one = type(mask)(table[:, :1], *([1] if mask.kind == "selected" else []))
+        assert one.select_heads(slice(1, 2)) is one
+
+
 def test_numbers_beyond_64_bits_are_refused() -> None:
     with pytest.raises(ArgumentError, match="positions have 64 bits: give at most"):
         masks.Window(1 << 63)
@@ -235,6 +255,7 @@ def test_right_toys_pass(toys: types.ModuleType) -> None:
         "text",
         "near misses",
         "words",
+        "heads",
     ],
 )
 def test_a_mask_that_breaks_a_promise_is_caught(promise: str, toys: types.ModuleType) -> None:
@@ -243,7 +264,7 @@ def test_a_mask_that_breaks_a_promise_is_caught(promise: str, toys: types.Module
 
 
 def test_every_wrong_toy_is_tried(toys: types.ModuleType) -> None:
-    assert len(toys.WRONG) == 10
+    assert len(toys.WRONG) == 11
 
 
 def test_a_toy_is_known_by_name_and_forgotten_again(toys: types.ModuleType) -> None:

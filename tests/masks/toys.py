@@ -134,6 +134,16 @@ class WrongMiss(First):
 
 
 @dataclass(frozen=True, eq=False)
+class WrongHeads(Mask):
+    """Says nothing of its heads when it is cut by them."""
+
+    ns: tuple[int, ...]
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return k < torch.tensor(self.ns)[:, None, None]
+
+
+@dataclass(frozen=True, eq=False)
 class WrongWords(First):
     """Has a sentence that no page has."""
 
@@ -161,5 +171,6 @@ WRONG = {
     "copies": Case(WrongCopies(4, TABLE), _first),
     "text": Case(WrongText(4), _first),
     "near misses": Case(WrongMiss(4), _first),
+    "heads": Case(WrongHeads((4, 2)), lambda q, k, b, h: k < (4, 2)[h]),
     "words": Case(WrongWords(4), _first),
 }

@@ -4,7 +4,7 @@ makes for a call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -92,6 +92,11 @@ class Blocks(Mask):
 
     def _intervals(self, q: Tensor) -> Intervals:
         return block_runs(self._table, self.size, q)
+
+    def select_heads(self, heads: slice) -> Mask:
+        """The table of these heads, where there is one for each."""
+        one = self.table.ndim == 2 or self.table.shape[1] == 1
+        return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """A table for all or each, that covers as many positions as there are keys."""
@@ -283,6 +288,11 @@ class Selected(Mask):
         states = state_of(some, bk).clamp(max=PARTIAL)
         n_held = held(where.k_positions, bk).to(where.device)[:, None]
         return (states + (full & (states > 0)).to(torch.int8)).masked_fill(n_held == 0, 0)
+
+    def select_heads(self, heads: slice) -> Mask:
+        """The table of these heads, where there is one for each."""
+        one = self.table.shape[1] == 1
+        return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """One table row per query, for all batch rows and heads or for each."""

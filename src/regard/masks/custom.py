@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -73,7 +73,8 @@ class Heads(Mask):
 
     def select_heads(self, heads: slice) -> Mask:
         """The masks of these heads."""
-        return Heads(self.masks[heads])
+        chosen = range(*heads.indices(len(self.masks)))
+        return Heads(tuple(self.masks[h].select_heads(slice(h, h + 1)) for h in chosen))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """One mask per query head."""
@@ -154,6 +155,11 @@ class Dense(Mask):
         x = self.table if self.table.ndim == 4 else self.table[None, None]
         rows = where.rows if x.shape[2] > 1 or count(where.q_positions) == 1 else slice(None)
         return x[:, :, rows, where.columns].to(where.device)
+
+    def select_heads(self, heads: slice) -> Mask:
+        """The table of these heads, where there is one for each."""
+        one = self.table.ndim == 2 or self.table.shape[1] == 1
+        return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """The shape fits the call."""
