@@ -13,8 +13,9 @@ from torch import Tensor
 
 import regard
 from regard.caches import Cache, Growing, rollback_on_error
-from regard.nn import Attention
-from regard.nn.variants import gqa
+from regard.nn import Attention, PreNorm
+from regard.nn.blocks import BlockCaches, DecoderBlock
+from regard.nn.variants import cross_attention, gqa
 from regard.span import as_tensor
 from tests.caches.contract import Run
 from tests.caches.kinds import KINDS, Kind
@@ -256,3 +257,27 @@ def test_a_layer_may_try_again_within_a_decoder() -> None:
     assert [len(cache) for cache in caches] == [5], "each token is stored once"
     whole_pass = stack(Attention(project, output, mask=whole.mask)).double()
     assert torch.allclose(torch.cat(steps, 1), whole_pass(ids), atol=1e-12)
+
+
+def test_the_old_name_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="kept is now rollback_on_error"):
+        assert regard.caches.kept is rollback_on_error
+    with pytest.raises(AttributeError, match="has no attribute 'keeps'"):
+        _ = regard.caches.keeps
+
+
+@torch.no_grad()
+def test_a_decoder_block_marks_its_own_cache_once() -> None:
+    block = DecoderBlock(
+        attention(),
+        cross_attention(M, H),
+        torch.nn.Linear(M, M),
+        *(PreNorm(torch.nn.LayerNorm(M)) for _ in range(3)),
+    )
+    own, memory = Marks(), torch.randn(1, 4, M)
+    caches = BlockCaches(own, block.cross.new_cache())
+    block(torch.randn(1, 2, M), None, caches, memory=memory)
+    assert own.marks == 1
+    with pytest.raises(regard.ArgumentError, match="there is no memory"):
+        block(torch.randn(1, 1, M), None, BlockCaches(own, block.cross.new_cache()))
+    assert (own.marks, len(own)) == (2, 2), "the first attention had stored a token"
