@@ -213,5 +213,5 @@ def _turned(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
     """Rows start to start + len(rows) of each head, in another order."""
     each = x.detach().unflatten(0, (heads, -1)).clone()
     each[:, start : start + len(rows)] = each[:, start + rows]
-    rows: Tensor = each.flatten(0, 1)
-    return rows
+    stored: Tensor = each.flatten(0, 1)
+    return stored
