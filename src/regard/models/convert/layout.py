@@ -213,5 +213,5 @@ def _turned(x: Tensor, heads: int, start: int, rows: Tensor) -> Tensor:
     """Rows start to start + len(rows) of each head, in another order."""
     each = torch.unflatten(x.detach(), 0, (heads, -1)).clone()
     each[:, start : start + len(rows)] = each[:, start + rows]
-    turned: Tensor = each.flatten(0, 1)
-    return turned
+    stored: Tensor = each.flatten(0, 1)
+    return stored
