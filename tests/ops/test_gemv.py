@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import regard
 from regard import pages
 from regard.ops import gemv as module
 from regard.ops import norm
@@ -93,6 +94,11 @@ def test_when_it_runs() -> None:
         assert suits(x, w.clone().requires_grad_(), None)
     with torch.autocast("cpu", torch.bfloat16):
         assert not suits(x, w, None)
+
+
+def test_a_weight_elsewhere_is_named() -> None:
+    with pytest.raises(regard.ArgumentError, match="x is on cpu and weight on meta; move one"):
+        gemv(torch.randn(1, 4), torch.randn(3, 4, device="meta"))
 
 
 class _Other(torch.Tensor):

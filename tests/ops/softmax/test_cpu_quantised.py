@@ -5,6 +5,7 @@ copy of them on the way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -433,3 +434,41 @@ def test_rows_begin_at_lines_of_the_cache() -> None:
     assert made.shape == (3, 32)
     assert made.ctypes.data % 64 == 0
     assert not made.any()
+
+
+def coded(axis: str, *, slots: int = 16, kind: torch.dtype = torch.float32) -> Any:
+    """What a quantised cache answers, by hand: 8 bits, groups of 8, and two recent slots."""
+    rows, lines = (slots // 8, 8) if axis == "channel" else (slots, 1)
+    made = SimpleNamespace(
+        codes=torch.zeros(1, 2, rows, lines, 8, dtype=torch.uint8),
+        scale=torch.ones(1, 2, rows, lines, 1, dtype=kind),
+        zero=torch.zeros(1, 2, rows, lines, 1, dtype=kind),
+    )
+    recent = torch.zeros(1, 2, 2, 8, dtype=kind)
+    wide: Any = torch.zeros(1, 2, slots + 2, 8)
+    wide.coded = SimpleNamespace(made=made, axis=axis, bits=8, recent=recent)
+    return wide
+
+
+def test_which_codes_one_loop_reads() -> None:
+    found = decode.quantized_segment(coded("channel"), coded("token"))
+    assert found is not None
+    assert (found.slots, found.dtype) == (16, torch.float32)
+    half = coded("token", kind=torch.float16)
+    assert decode.quantized_segment(coded("channel"), half) is None, "two dtypes of scales"
+    longer = coded("token", slots=24)
+    assert decode.quantized_segment(coded("channel"), longer) is None, "of two memories"
+    assert decode.quantized_segment(coded("token"), coded("channel")) is None
+
+
+def test_scales_and_zeros_are_read_by_the_same_steps() -> None:
+    """A zero that was filled in by hand may lie otherwise than its scale."""
+    keys = coded("channel")
+    zero = torch.randn(8, 2, 2, 1).permute(3, 1, 2, 0)[..., None]
+    keys.coded.made.zero = zero
+    found = decode.quantized_segment(keys, coded("token"))
+    assert found is not None
+    _, scale, read = found.owners[:3]
+    assert torch.equal(read, zero)
+    assert scale.stride() == read.stride()
+    assert found.k[5:7] == (scale.data_ptr(), read.data_ptr())

@@ -14,6 +14,7 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.ops.softmax import Call, Kernel, Result, Work, dispatch
+from regard.ops.softmax.call import make_call
 from regard.ops.softmax.reference import Reference
 
 
@@ -188,3 +189,17 @@ def test_the_numbers_give_the_orders_that_were_measured() -> None:
     assert first((1, 8, 1, 1024, 64))[:3] == ["cpu", "sdpa", "tiled"]
     assert first((1, 1, 16, 16, 8), gradient=True)[:2] == ["sdpa", "reference"]
     assert first((1, 8, 256, 256, 64), gradient=True)[:3] == ["sdpa", "gemm", "tiled"]
+
+
+def test_compiled_cpu_kernels_are_not_asked_elsewhere() -> None:
+    """Off the CPU generated kernels come before plain torch, and the definition is the last."""
+    q = torch.zeros(1, 2, 300, 64, device="meta")
+    call = make_call(q, q, q)
+    assert [kernel.name for kernel in dispatch.order(call)] == [
+        "sdpa",
+        "flex",
+        "tiled",
+        "reference",
+    ]
+    flex = next(x for x in dispatch.KERNELS if x.name == "flex")
+    assert "runs on cuda and cpu, not on meta" in flex.why_not(call)

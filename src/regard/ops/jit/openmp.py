@@ -21,7 +21,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from array import array
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -30,6 +29,8 @@ from threading import Lock
 from typing import Any
 
 import torch
+
+from regard.ops.jit.records import Words
 
 Parallel = Callable[[int, int, int, int], None]
 """`GOMP_parallel(function, its argument, threads, flags)`, addresses as numbers."""
@@ -100,7 +101,7 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def run(entry: int, record: array[int], workers: int) -> None:
+def run(entry: int, record: Words, workers: int) -> None:
     """Call an entry with a record in so many threads at once, and come back when all are done.
 
     Args:

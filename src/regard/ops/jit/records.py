@@ -14,11 +14,14 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Words: TypeAlias = array  # type: ignore[type-arg]  # Python 3.11 cannot say of what
+"""A record in memory, as numbers of 8 bytes."""
 
 _COUNTERS = 2
 _SHORTER = tuple((1,) * (4 - n) for n in range(5))
@@ -108,7 +111,7 @@ class Record:
         )
         self._given = [(field.name, type(field)) for field in fields]
 
-    def pack(self, **given: float | Tensor | Sequence[int]) -> array[int]:
+    def pack(self, **given: float | Tensor | Sequence[int]) -> Words:
         """A record in memory, its counters at 0.
 
         Args:
@@ -128,7 +131,7 @@ class Record:
                 numbers += x
         return array("q", self._struct.pack(*numbers))
 
-    def pack_numbers(self, *given: float) -> array[int]:
+    def pack_numbers(self, *given: float) -> Words:
         """The same for a record of numbers only, in the order of its list: arguments by name would
         take half a microsecond, a tenth of a short call.
         """
