@@ -23,11 +23,13 @@ from regard.train import checkpoints
 def longest(size: int) -> Iterator[None]:
     """No file grows beyond `size` bytes: writing then fails as it does on a full disk."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    compiled, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # or modules are cut off, too
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
+        sys.dont_write_bytecode = compiled
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
 

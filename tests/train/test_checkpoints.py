@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -286,6 +287,7 @@ def test_a_quota_in_the_middle_of_a_file_leaves_the_old_one(tmp_path: Path) -> N
 
     def limited() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.dont_write_bytecode = True  # or modules that are imported now are cut off, too
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         checkpoints.save(tmp_path, make(2), keep=1)
 
