@@ -47,7 +47,7 @@ def test_an_unknown_name_is_refused_with_the_list() -> None:
     with pytest.raises(ArgumentError) as error:
         found.find("rings")
     assert str(error.value) == (
-        'unknown cache "rings"; did you mean ring or growing? known: growing, fixed, ring'
+        "unknown cache \"rings\"; did you mean 'ring' or 'growing'? known: growing, fixed, ring"
     )
     with pytest.raises(ArgumentError, match='unknown cache "ring"; known: fixed'):
         found.find("ring", ["fixed"])

@@ -247,7 +247,7 @@ def test_memory_is_measured_of_those_that_were_right() -> None:
     assert asked == ["regard"]
     assert [row.peak_bytes for row in found.rows] == [5_000_000, None]
     line = next(x for x in table(found).splitlines() if x.startswith("  regard"))
-    assert " 5.0 " in line
+    assert "4.77 MiB" in line
 
 
 def test_shares_are_of_reading_in_the_same_rounds() -> None:

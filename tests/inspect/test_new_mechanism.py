@@ -157,7 +157,7 @@ def test_a_row_without_taps_is_refused() -> None:
 class Mirrored(Explainable, nn.Module):
     """A projection with steps of its own: keys are queries read backwards."""
 
-    stale: str | None = None
+    cache_unsafe_reason: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Mirrored(Explainable, nn.Module):
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         return memory[0], memory[1]
 
-    def finish(self, z: Tensor, x: Tensor) -> Tensor:
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         return z
 
     @property

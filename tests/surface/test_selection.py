@@ -17,7 +17,7 @@ import regard
 from regard import biases, masks
 from regard.claims.registry import CLAIMS
 from regard.cli import COMMANDS
-from regard.models.families import FILES
+from regard.configs import FILES
 from regard.nn.variants.registry import VARIANTS
 from regard.ops.softmax import dispatch
 from regard.train.tasks import TASKS

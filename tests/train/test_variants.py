@@ -435,7 +435,7 @@ def test_flags_become_a_config() -> None:
             {"attention": "gqa", "set": ["bass=3"]},
             (
                 "--set bass=3: give name=value; gqa has groups, head_dim, base, layout; did you "
-                "mean base?"
+                "mean 'base'?"
             ),
         ),
         ({"attention": "gqa", "set": ["base"]}, None),

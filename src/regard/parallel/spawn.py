@@ -4,9 +4,9 @@ benchmarks.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import multiprocessing
-import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIM
         store = str(Path(folder) / "store")
         pipes, processes = [], []
         for rank in range(W):
-            receiver, sender = context.Pipe(duplex=False)
+            receiver, sender = context.Pipe()
             process = context.Process(
                 target=_rank, args=(function, rank, W, store, timeout, sender, args), daemon=True
             )
@@ -72,7 +72,8 @@ _MESSAGES = ("ParallelError", "gloo", "monitoredBarrier")
 
 def _result(rank: int, pipe: Connection) -> tuple[str, Any]:
     try:
-        result: tuple[str, Any] = pickle.loads(pipe.recv_bytes())  # noqa: S301  (our own process wrote it)
+        result: tuple[str, Any] = pipe.recv()
+        pipe.send(None)
         return result
     except EOFError:
         return f"rank {rank} ended without a word", None
@@ -103,9 +104,9 @@ def _rank(
         value = function(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
-        # plain bytes: tensors in shared memory would end with the process that made them
-        pipe.send_bytes(pickle.dumps(("", value)))
+        answer = ("", value)
     except BaseException:
-        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
-    finally:
-        pipe.close()
+        answer = (traceback.format_exc(), None)
+    pipe.send(answer)
+    with contextlib.suppress(EOFError):
+        pipe.recv()  # tensors are handed over in memory that ends with this process: wait for the caller

@@ -174,7 +174,7 @@ def test_parts_and_threads_change_roundings_only(
     assert 2 * S * (40 + 24) >= 5 * decode.PART, "work for 5 threads"
     q, k, v = inputs(S, B=1)
     call = make_call(q, k, v, mask=masks.Causal() & masks.Window(3000), wants_lse=True)
-    assert decode.parts(2, S, workers) == (1 if workers == 1 else min(4 * workers, 22))
+    assert decode.parts(2, S, workers) == min(4 * workers, 22)
     assert_right(call, f"{workers} workers")
 
 

@@ -357,4 +357,5 @@ def tokens(model: Model | TextEncoder | Seq2Seq, ids: Tensor, text: str | None =
 
 
 def _family(model: Model | TextEncoder | Seq2Seq) -> str:
-    return type(model.config).__module__.rpartition(".")[2]
+    types = getattr(type(model.config), "model_types", None)
+    return types[0] if types else type(model.config).__module__.rpartition(".")[2]

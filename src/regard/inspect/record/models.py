@@ -119,8 +119,8 @@ def _about(model: Any) -> dict[str, str]:
     inner = getattr(model, "decoder", getattr(model, "network", model))
     parameter = next(inner.parameters(), None) if isinstance(inner, nn.Module) else None
     config = getattr(model, "config", None)
-    family = getattr(config, "model_type", None) or type(config).__module__.rpartition(".")[2]
-    about = {"model": family or type(model).__name__}
+    types = getattr(type(config), "model_types", (getattr(config, "model_type", None),))
+    about = {"model": types[0] or type(config).__module__.rpartition(".")[2]}
     if parameter is not None:
         about |= {
             "dtype": str(parameter.dtype).removeprefix("torch."),

@@ -182,7 +182,7 @@ class _Enter:
         self.calls = Calls(always)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             _thread.open.append(self.calls)
 
 
@@ -190,7 +190,7 @@ class _Leave:
     """After it, also when it failed."""
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not is_compiling():
             _thread.open.pop()
 
 
@@ -239,7 +239,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    if not torch.compiler.is_compiling() and (contexts := _thread.open):
+    if not is_compiling() and (contexts := _thread.open):
         # a small call costs torch 3 microseconds: three sizes decide, before anything else is asked
         if (
             not contexts[-1].always
@@ -472,7 +472,7 @@ def _encoder(
 
 
 def _may_take(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and bool(_thread.open) and not x.is_nested
+    return not is_compiling() and bool(_thread.open) and not x.is_nested
 
 
 def _self_attention(
