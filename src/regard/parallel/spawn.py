@@ -27,7 +27,8 @@ def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIM
     that is defined in another function or typed at a prompt.
 
     Args:
-        function: called with the rank and the arguments; what it returns must be picklable.
+        function: called with the rank and the arguments; what it returns must be picklable, and
+            its tensors detached.
         W: the number of ranks.
         args: handed on to every rank.
         timeout: seconds that a rank waits for another.
@@ -73,7 +74,8 @@ _MESSAGES = ("ParallelError", "gloo", "monitoredBarrier")
 def _result(rank: int, pipe: Connection) -> tuple[str, Any]:
     try:
         result: tuple[str, Any] = pipe.recv()
-        pipe.send(None)
+        if not result[0]:
+            pipe.send(None)
         return result
     except EOFError:
         return f"rank {rank} ended without a word", None
@@ -104,9 +106,8 @@ def _rank(
         value = function(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
-        answer = ("", value)
+        pipe.send(("", value))
+        with contextlib.suppress(EOFError):
+            pipe.recv()  # tensors lie in memory that ends with this process: wait for the caller
     except BaseException:
-        answer = (traceback.format_exc(), None)
-    pipe.send(answer)
-    with contextlib.suppress(EOFError):
-        pipe.recv()  # tensors are handed over in memory that ends with this process: wait for the caller
+        pipe.send((traceback.format_exc(), None))  # and end at once, which the other ranks notice

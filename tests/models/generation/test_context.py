@@ -297,7 +297,7 @@ def test_errors_of_rooms() -> None:
     Room("ring", 8).check(100, 100)
     with pytest.raises(
         regard.ArgumentError,
-        match=r'unknown cache "ring"; did you mean 'growing'\? known: growing, fixed, paged, '
+        match="unknown cache \"ring\"; did you mean 'growing'\\? known: growing, fixed, paged, "
         r"quantised",
     ):
         that_keeps_all("ring")
