@@ -65,15 +65,23 @@ def intersect(a: Intervals, b: Intervals) -> Intervals:
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
-    """The shape that tensors of these shapes broadcast to: torch's own function, with its type."""
-    shape: torch.Size = torch.broadcast_shapes(*shapes)
-    return shape
+    """The shape that tensors of these shapes broadcast to.
+
+    `torch.broadcast_shapes` takes 60 Python calls for it, and kernels ask for each block of
+    queries.
+
+    >>> broadcast_shape((2, 1, 5), (3, 1))
+    torch.Size([2, 3, 5])
+    """
+    dims = max(map(len, shapes))
+    padded = [(*(1,) * (dims - len(shape)), *shape) for shape in shapes]
+    return torch.Size(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
 
 
 def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors, expanded to the shape that they broadcast to."""
-    shape = broadcast_shape(*(x.shape for x in tensors))
-    return tuple(x.expand(shape) for x in tensors)
+    found: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(*tensors))
+    return found
 
 
 def unite(a: Intervals, b: Intervals) -> Intervals:

@@ -251,7 +251,7 @@ def test_slots_that_hold_nothing(opened: list[str]) -> None:
 def test_threads_and_memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts for several threads, rows that were chosen, a fork, and codes that lie otherwise."""
     S = 1600
-    assert 2 * S * (64 + 64) >= 3 * cpu.PART, "work for 3 threads"
+    assert 2 * S * (64 + 64) >= 3 * decode.PART, "work for 3 threads"
     k, v = tokens(S, B=1, D=64, E=64)
     cache = Quantised(4, residual=20)
     filled(cache, k, v)
