@@ -12,8 +12,9 @@ from torch import Tensor
 
 from regard.audit.definition import WRONG, Given, Steps, attend, slopes
 from regard.audit.diagnosis import candidates
-from regard.audit.probe import allowance, gap
+from regard.audit.probe import gap
 from regard.audit.subject import Projections
+from regard.error_rule import allowed_error
 
 H, G, D, M, T = 4, 2, 4, 12, 5
 W = 3
@@ -171,6 +172,6 @@ def test_the_rule() -> None:
     assert gap(torch.ones(2), [x], ref) is not None
     plain = torch.tensor([1.25, float("inf"), float("nan")])
     rounding = 2 * abs(float((torch.ones(1) + 0.3 - 0.3 - 1).double()))
-    assert allowance([x, plain], ref) == 0.5 + rounding
+    assert allowed_error([x, plain], ref) == 0.5 + rounding
     assert gap(torch.tensor([1.5, float("inf"), float("nan")]), [plain], ref) is None
     assert gap(torch.tensor([1.6, float("inf"), float("nan")]), [plain], ref).expected == 1.0

@@ -14,9 +14,7 @@ from torch import Tensor
 from regard.audit.adapters.calibrate import Heard
 from regard.audit.adapters.functions import Function
 from regard.audit.subject import NEW, Ask, CannotTry, NotApplicable, Reply, Subject, influence
-
-FACTOR = 2.0
-
+from regard.error_rule import allowed_error
 
 MOST_NUMBERS = 500_000_000
 """Parameters of which no second copy in float64 is made."""
@@ -53,29 +51,12 @@ def gap(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Gap | None:
     # equal infinities have no difference, and a NaN that both have is none
     same = (x.double() == ref64) | (x.isnan() & ref64.isnan())
     error = torch.where(same, 0.0, error)
-    allowed = allowance(plains, ref64)
+    allowed = allowed_error(plains, ref64)
     worst = torch.where(error.isnan(), torch.inf, error)
     if not worst.numel() or float(worst.max()) <= allowed:
         return None
     at = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
     return Gap(at, float(ref64[at]), float(x[at]), allowed)
-
-
-def allowance(plains: Sequence[Tensor], ref64: Tensor) -> float:
-    """The error that the rule allows: twice that of plain computation, and two roundings."""
-    seen = ref64.isfinite()
-    if not bool(seen.any()):
-        return 0.0
-    errors = [_largest((plain.double() - ref64)[seen]) for plain in plains]
-    rounded = ref64[seen].to(plains[0].dtype)
-    floor = 2 * _largest((rounded + 0.3 - 0.3 - rounded).double())
-    return FACTOR * max(errors) + floor
-
-
-def _largest(x: Tensor) -> float:
-    """The largest finite size in x: a plain computation that overflows allows nothing."""
-    finite = x[x.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 Run: TypeAlias = "Callable[[Subject, Tensor], Tensor]"

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.error_rule import two_roundings
 from regard.inspect.record.kernel_faults import (
     AuditSample,
     explain_lse,
@@ -156,9 +157,8 @@ def _judged(found: list[tuple[Tensor, list[Tensor], Tensor]], more: float) -> Ju
             continue
         error = max(error, _most((x.double() - ref)[seen]))
         plain = max([plain, *(_most((y.double() - ref)[seen]) for y in plains)])
-        rounded = ref[seen].to(x.dtype)
-        rounding = max(rounding, _most((rounded + 0.3 - 0.3 - rounded).double()))
-    return Judged(error, 2 * plain + 2 * rounding + more)
+        rounding = max(rounding, two_roundings(ref, x.dtype))
+    return Judged(error, 2 * plain + rounding + more)
 
 
 def _most(x: Tensor) -> float:
