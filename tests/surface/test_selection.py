@@ -17,7 +17,7 @@ import regard
 from regard import biases, masks
 from regard.claims.registry import CLAIMS
 from regard.cli import COMMANDS
-from regard.configs import FILES
+from regard.configs import LOADABLE
 from regard.nn.variants.registry import VARIANTS
 from regard.ops.softmax import dispatch
 from regard.train.tasks import TASKS
@@ -110,7 +110,7 @@ def test_a_misspelt_mark_is_an_error() -> None:
 
 PACKAGES = [
     *("masks", "biases", "positions", "linear", "memory", "caches", "nn", "inspect"),
-    *("models", "train", "compare", "cost", "bench", "ops.softmax"),
+    *("models", "train", "compare", "claims", "cost", "bench", "ops.softmax", "audit", "parallel"),
 ]
 
 
@@ -119,7 +119,7 @@ ANSWERS = {
     *("cost.Description", "cost.Figure", "bench.Problem", "nn.BlockCaches", "nn.Unprojected"),
     *("inspect.Audit", "inspect.Finding", "inspect.Measures", "inspect.RowSums"),
     *("inspect.Sampled", "inspect.Selection", "inspect.Tile", "inspect.Top"),
-    "inspect.MOST_TOKENS",
+    *("audit.Checked", "audit.NotTried", "inspect.MOST_TOKENS", "masks.Refusal"),
 }
 """Names that a test has no need to write: what functions give back, bases, one limit."""
 
@@ -145,8 +145,8 @@ def features() -> dict[str, str]:
         "biases": kinds(biases, biases.Bias),
         "ops/softmax": [kernel.name for kernel in dispatch.KERNELS],
         "nn": [*VARIANTS],
-        "parity": sorted({*FILES.values()} - {"regard"}),
-        "compare": [*CLAIMS],
+        "parity": sorted({*LOADABLE} - {"regard"}),
+        "claims": [*CLAIMS],
         "train": [*TASKS],
     }
     for home, names in homes.items():
