@@ -54,9 +54,11 @@ def _taken(target: Path, *, alone: bool) -> tuple[Path, int]:
             handle = hold(made)
         except FileNotFoundError:  # swept, or renamed by its owner, before the lock was had
             continue
-        if handle is None:
+        if handle is not None:
+            return made, handle
+        if alone:
             raise in_use(target)
-        return made, handle
+        # another writer looks whether this new folder was left behind: take a new name
 
 
 @contextmanager
