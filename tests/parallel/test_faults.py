@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -46,6 +48,13 @@ def test_torch_distributed_must_run() -> None:
         attend(q, q, q, shards=Shards.even(4, 1))
 
 
+@dataclass(frozen=True, eq=False)
+class Places(regard.masks.Full):
+    """A caller's own mask that speaks of slots."""
+
+    by_slot = True
+
+
 def one_rank(rank: int) -> list[str]:
     """Calls that are refused before anything is sent."""
     q = torch.randn(1, 2, 4, 8)
@@ -58,6 +67,7 @@ def one_rank(rank: int) -> list[str]:
         {"shards": shards, "mask": regard.masks.Dense(torch.ones(4, 4, dtype=torch.bool))},
         {"shards": shards, "mask": torch.ones(4, 4, dtype=torch.bool)},
         {"shards": shards, "bias": regard.biases.Dense(torch.zeros(4, 4)[None, None])},
+        {"shards": shards, "mask": Places()},
         {"shards": shards, "dropout": 0.5},
         {"shards": shards, "method": "ring"},
     ):
@@ -76,6 +86,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         "q has 4 tokens on rank 0, whose shard has 5",
         "2 shards of q for a group of 1 ranks",
         "the shards of q are int",
+        "speaks of the slots of one call",
         "speaks of the slots of one call",
         "speaks of the slots of one call",
         "speaks of the slots of one call",

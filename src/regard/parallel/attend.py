@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from regard.arguments import check_query_key_value
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks import Full, Mask
+from regard.masks import Full, Mask, Selected
 from regard.ops.softmax import Partial, attend_partial, merge
 from regard.ops.softmax import attend as attend_here
 from regard.ops.softmax.merge import with_sink
@@ -198,17 +198,12 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, places: _Places, options: Options)
 
 
 def _of_slots(rule: Mask | Bias) -> bool:
-    """Whether a dense tensor is in it: its rows are the slots of a call, not positions."""
-    from regard.biases import Dense as DenseBias
-    from regard.biases import Sum
-    from regard.masks import Dense, Selected
-
-    if isinstance(rule, (Dense, Selected, DenseBias)):
+    """Whether it speaks of the places of a call: of keys, as a dense tensor does, or of queries, as
+    a selection does.
+    """
+    if rule.by_slot or isinstance(rule, Selected):
         return True
-    if isinstance(rule, Sum):
-        return any(map(_of_slots, rule.terms))
-    inner = getattr(rule, "masks", None) or (getattr(rule, "mask", None),)
-    return any(isinstance(x, Mask) and _of_slots(x) for x in inner)
+    return isinstance(rule, Mask) and any(map(_of_slots, rule.members()))
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, work: _Work, method: str) -> dict[str, object]:

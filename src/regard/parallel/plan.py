@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from regard import units
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask
 from regard.parallel.shards import Shards, needed
+from regard.table import table
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,15 @@ class Plan:
         return {cost.method: cost for cost in self.costs}[method]
 
     def __str__(self) -> str:
-        lines = [
-            f"{'':2}{'method':<10}{'most bytes sent':>16}{'most memory':>14}{'most FLOPs':>14}"
-        ]
+        rows = [["", "method", "most sent", "most memory", "most FLOPs", "why not"]]
         for cost in self.costs:
-            mark = "> " if cost.method == self.method else "  "
-            if cost.why_not:
-                lines.append(f"{mark}{cost.method:<10}  {cost.why_not}")
-                continue
-            lines.append(
-                f"{mark}{cost.method:<10}{max(cost.sent):>16,}{max(cost.memory):>14,}{max(cost.flops):>14,}"
-            )
-        lines.append(f"  the ranks' work is balanced to {self.efficiency:.2f}")
-        return "\n".join(lines)
+            mark = ">" if cost.method == self.method else ""
+            most = units.size(max(cost.sent)), units.size(max(cost.memory))
+            work = units.count(max(cost.flops), "FLOP")
+            cells = [units.ABSENT] * 3 if cost.why_not else [*most, work]
+            rows.append([mark, cost.method, *cells, cost.why_not])
+        text = table(rows, left=(0, 1, 5), gap=2)
+        return f"{text}\nthe ranks' work is balanced to {self.efficiency:.2f}"
 
 
 def plan(

@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -343,6 +345,27 @@ def test_a_model_is_accelerated_for_good_copied_and_pickled() -> None:
         with regard.accelerate() as calls:
             F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 4, 8).unbind(0))
         assert not calls.taken  # the failed pass has ended
+
+
+UNPICKLED = """
+import pickle, sys, torch
+import torch.nn.functional as F
+model = pickle.load(open(sys.argv[1], "rb"))
+model(torch.randn(2, 6, 32))
+(hook,) = model._forward_pre_hooks.values()
+print(sum(hook.calls.taken.values()))
+"""
+
+
+@pytest.mark.full
+def test_a_pickled_model_is_accelerated_in_another_process(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    file = tmp_path / "model"
+    file.write_bytes(pickle.dumps(regard.accelerate(model, always=True)))
+    command = [sys.executable, "-c", UNPICKLED, file]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
 
 
 def test_only_a_module_can_be_accelerated() -> None:

@@ -183,6 +183,8 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not is_compiling():
+            if not _users:  # the model was unpickled in a process that has replaced nothing yet
+                _install()
             _thread.open.append(self.calls)
 
 
