@@ -11,7 +11,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.parallel import Shards, attend, decode
-from regard.parallel.exchange import traffic
+from regard.parallel.communication import traffic
 from regard.span import Span
 
 S, H, G, D, E = 24, 4, 2, 8, 6

@@ -50,7 +50,7 @@ def test_torch_distributed_must_run() -> None:
 
 @dataclass(frozen=True, eq=False)
 class Places(regard.masks.Full):
-    """A caller's own mask that speaks of slots."""
+    """A caller's own mask that depends on slots."""
 
     by_slot = True
 
@@ -83,15 +83,15 @@ def one_rank(rank: int) -> list[str]:
 def test_arguments_that_do_not_fit_are_refused() -> None:
     (said,) = spawn(one_rank, 1)
     wanted = (
-        "q has 4 tokens on rank 0, whose shard has 5",
-        "2 shards of q for a group of 1 ranks",
+        "q has 4 tokens on rank 0, but its shard has 5",
+        "the shards of q are for 2 ranks, but the group has 1",
         "the shards of q are int",
-        "speaks of the slots of one call",
-        "speaks of the slots of one call",
-        "speaks of the slots of one call",
-        "speaks of the slots of one call",
-        "takes no dropout",
-        "method is 'ring'; it is auto, or one of exchange, gather, heads, both",
+        "depends on the slots of one call",
+        "depends on the slots of one call",
+        "depends on the slots of one call",
+        "depends on the slots of one call",
+        "has no argument dropout",
+        "method is 'ring'; it must be auto or one of exchange, gather, heads, both",
     )
     for text, message in zip(said, wanted, strict=True):
         assert message in text

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import regard.parallel
 from regard import masks
 from regard.errors import ArgumentError
 from regard.parallel import Shards, plan, spawn
@@ -71,13 +72,18 @@ def test_it_prints_a_table() -> None:
     ]
     assert ">  exchange" in text
     assert "256 B" in text
-    assert "balanced to 0.69" in text
+    assert "busiest rank: 0.69" in text
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="3 key/value heads do not divide 4"):
+    with pytest.raises(
+        ArgumentError, match="4 query heads cannot be divided among 3 key/value heads"
+    ):
         plan(Shards.even(8, 2), heads=(4, 3), dims=(4, 4))
-    with pytest.raises(ArgumentError, match="3 shards of the queries for 2"):
+    with pytest.raises(
+        ArgumentError,
+        match="the shards of the queries are for 3 ranks, and those of the keys for 2",
+    ):
         plan(Shards.even(8, 2), heads=(4, 2), dims=(4, 4), q_shards=Shards.even(8, 3))
 
 
@@ -85,3 +91,8 @@ def test_half_precision_moves_half_the_bytes() -> None:
     one = plan(Shards.even(8, 2), heads=(2, 2), dims=(4, 4))
     half = plan(Shards.even(8, 2), heads=(2, 2), dims=(4, 4), dtype=torch.bfloat16)
     assert [2 * x for x in half["exchange"].sent] == list(one["exchange"].sent)
+
+
+def test_the_former_name_of_the_plan_warns() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Plan is now regard\.parallel\.ParallelPlan"):
+        assert regard.parallel.Plan is regard.parallel.ParallelPlan

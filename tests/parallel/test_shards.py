@@ -11,7 +11,7 @@ from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.parallel import Shards
-from regard.parallel.shards import needed
+from regard.parallel.shards import needed_keys
 from regard.span import Span
 from tests.parallel.ranks import MASKS, S
 
@@ -79,7 +79,7 @@ def test_the_keys_that_are_needed_are_the_shortest_runs(name: str) -> None:
     for shards in (Shards.even(S, 3), Shards.zigzag(S, 3)):
         for receiver in range(3):
             for sender in range(3):
-                found = needed(mask, shards.spans(receiver), shards.spans(sender))
+                found = needed_keys(mask, shards.spans(receiver), shards.spans(sender))
                 rows = shards.positions(receiver)[0]
                 by_hand = []
                 for n, span in enumerate(shards.spans(sender)):
@@ -105,7 +105,11 @@ REFUSED = [
     (lambda: Shards.even(-1, 2), ArgumentError, "the number of positions is -1"),
     (lambda: Shards.even(4, 2).spans(2), ArgumentError, "ranks 0 to 1"),
     (lambda: Shards.even(4, 2).take(torch.zeros(3), 0, 0), ArgumentError, "hold 4 positions"),
-    (lambda: Shards.even(4, 2).join([torch.zeros(2)], 0), ArgumentError, "1 parts for 2 ranks"),
+    (
+        lambda: Shards.even(4, 2).join([torch.zeros(2)], 0),
+        ArgumentError,
+        "1 part given for 2 ranks",
+    ),
     (
         lambda: Shards.even(4, 2).join([torch.zeros(1), torch.zeros(3)], 0),
         ArgumentError,

@@ -1,15 +1,16 @@
-"""Exact attention over a sequence whose tokens lie on several ranks: `regard.parallel.attend`.
+"""`regard.parallel.attend`: exact attention over a sequence whose tokens lie on several ranks.
 
-Four methods give the same result, and differ in what moves:
+Four methods give the same result; they differ in what is sent between ranks:
 
-    exchange   each rank keeps its queries; the keys and values that they see come to it
-    gather     all keys and values come to every rank at once
-    heads      tokens are exchanged so that each rank has all of them for some heads (Ulysses)
-    both       heads inside a node, exchange between nodes, on a mesh of two dimensions
+    exchange   each rank keeps its queries and receives the keys and values that they see
+    gather     every rank receives all keys and values at once
+    heads      tokens are exchanged so that each rank has all tokens for some heads (Ulysses)
+    both       heads are exchanged inside a node, keys and values between nodes
 
-In the exchange every rank sends its own block to rank r + s at step s, rather than forwarding the
-block that it has just received: the bytes are the same, no rank waits for another's forwarding,
-what a mask does not show never moves, and gradients of keys and values go straight home.
+In the method "exchange" every rank sends its own block to rank r + s at step s; a ring would
+instead forward the block that was just received. The number of bytes is the same, but no rank waits
+for another to forward a block, blocks that the mask hides are never sent, and the gradients of keys
+and values go directly to the rank that holds them.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from regard.masks import Full, Mask, Selected
 from regard.ops.softmax import Partial, attend_partial, merge
 from regard.ops.softmax import attend as attend_here
 from regard.ops.softmax.merge import with_sink
-from regard.parallel.exchange import Group, Ranks
-from regard.parallel.shards import Shards, needed
+from regard.parallel.communication import Group, RankGroup
+from regard.parallel.shards import Shards, needed_keys
 from regard.span import Span
+from regard.units import plural
 
 Method = Literal["auto", "exchange", "gather", "heads", "both"]
 METHODS: tuple[Method, ...] = ("exchange", "gather", "heads", "both")
 
 
-class Options(TypedDict, total=False):
-    """What `regard.parallel.attend` takes besides q, k, v and shards, as `regard.attend` does.
+class ParallelOptions(TypedDict, total=False):
+    """The options of `regard.parallel.attend` and `decode` besides q, k, v and shards.
 
-    mask: a rule on positions; a dense tensor speaks of slots, and is refused.
-    bias: a rule on positions; a dense tensor is refused.
-    scale, softcap, sink: as in `regard.attend`; the sink is the same on every rank.
-    backend: the kernel of each rank.
+    mask: a mask that is a rule on positions; a dense tensor of one call's slots is refused. bias: a
+    bias that is a rule on positions; a dense tensor is refused. scale, softcap, sink: as in
+    `regard.attend`; the sink is the same on every rank. backend: the kernel that each rank uses.
     """
 
     mask: Mask | None
@@ -56,10 +57,8 @@ class Options(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Work:
-    """One call as every method needs it: where queries and keys lie, and the options of a
-    kernel.
-    """
+class _RankedCall:
+    """One checked call: which rank holds which queries and keys, and the options of the kernel."""
 
     ranks: Any
     q_shards: Shards
@@ -82,33 +81,36 @@ def attend(
     q_shards: Shards | None = None,
     group: Group | Sequence[Group] | None = None,
     method: Method = "auto",
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> Float[Tensor, "B H T E"]:
-    """Softmax attention of this rank's queries over the keys of all ranks, exactly.
+    """Compute softmax attention of this rank's queries over the keys of all ranks, exactly.
 
     out_i = sum_j softmax_j(scale q_i . k_j + bias_ij) v_j over the visible keys j of every rank
 
-    Every rank of the group makes this call, with its own part of q, k and v. It is differentiable
-    in q, k, v, sink and in the tensors of the bias; gradients of sink and bias are those of the
-    whole sequence, on every rank.
+    Every rank of the group makes this call, with its own part of q, k and v. The result is
+    differentiable in q, k, v, sink and the tensors of the bias; the gradients of sink and bias are
+    those of the whole sequence, on every rank.
 
     Args:
-        q, k, v: the tokens that this rank holds, in the order of `shards.spans(rank)`.
-        shards: who holds which keys.
-        q_shards: who holds which queries; None is `shards`.
-        group: a process group, None for the default one; for the method "both" two groups: that of
-            the node, whose ranks share heads, and that across nodes.
-        method: see above. "auto" takes "heads" where the heads divide and fewer numbers move,
-            otherwise "exchange".
-        options: see `Options`.
+        q: the queries that this rank holds, [B, H, T, D], in the order of `q_shards.spans(rank)`.
+        k: the keys that this rank holds, [B, G, S, D], in the order of `shards.spans(rank)`.
+        v: the values of these keys, [B, G, S, E].
+        shards: which rank holds which keys.
+        q_shards: which rank holds which queries; None means `shards`.
+        group: a process group; None means the default group. The method "both" takes two groups:
+            the ranks of this node, which exchange heads, and the ranks with the same place in every
+            node.
+        method: one of the methods in the table at the top of this module. "auto" takes "heads" if
+            the heads can be divided among the ranks and fewer bytes are sent, otherwise "exchange".
+        options: mask, bias, scale, softcap, sink and backend: see `ParallelOptions`.
 
     Returns:
         The output of this rank's queries, [B, H, T, E].
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different
-            calls; raised on every rank before anything is computed.
-        ParallelError: a rank ended or is late.
+            calls; every rank raises it before anything is computed.
+        ParallelError: a rank has ended or did not answer in time.
 
     >>> import torch, regard
     >>> def rank(r, x):
@@ -124,13 +126,15 @@ def attend(
     """
     q_shards = shards if q_shards is None else q_shards
     if method == "both" or (isinstance(group, Sequence) and method == "auto"):
-        return _both(q, k, v, (shards, q_shards), group, options)
+        return _hybrid(q, k, v, (shards, q_shards), group, options)
     if isinstance(group, Sequence):
-        raise ArgumentError(f"two groups are for the method 'both', not for {method!r}")
-    ranks = Ranks(group)
-    work = _checked(q, k, v, _Places(ranks, q_shards, shards), options)
-    ranks.agree("attend", _facts(q, k, v, work, method))
-    chosen = _chosen(q, k, v, work, method)
+        raise ArgumentError(
+            f"two groups were given for the method {method!r}; only the method 'both' takes two"
+        )
+    ranks = RankGroup(group)
+    work = _check_call(q, k, v, _CallShards(ranks, q_shards, shards), options)
+    ranks.agree("attend", _call_facts(q, k, v, work, method))
+    chosen = _choose_method(q, k, v, work, method)
     sink = options.get("sink")
     if sink is not None:
         sink = _SharedParameter.apply(sink, ranks)  # type: ignore[no-untyped-call]
@@ -141,53 +145,60 @@ def attend(
 
 
 @dataclass(frozen=True)
-class _Numbered:
-    """A rank by its number alone."""
+class _RankNumber:
+    """The number of this rank and of all ranks, without a process group."""
 
     rank: int
     world: int
 
 
 @dataclass(frozen=True)
-class _Places:
-    ranks: Ranks | _Numbered
+class _CallShards:
+    """The ranks of a call, and the shards of its queries and keys."""
+
+    ranks: RankGroup | _RankNumber
     q_shards: Shards
     shards: Shards
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, places: _Places, options: Options) -> _Work:
+def _check_call(
+    q: Tensor, k: Tensor, v: Tensor, places: _CallShards, options: ParallelOptions
+) -> _RankedCall:
+    """Check the arguments of a call on this rank."""
     check_query_key_value(q, k, v)
     ranks = places.ranks
     for name, shards, x in (("q", places.q_shards, q), ("k", places.shards, k)):
         if not isinstance(shards, Shards):
             raise ArgumentTypeError(
-                f"the shards of {name} are {type(shards).__name__}; make them: Shards.even(S, W)"
+                f"the shards of {name} are {type(shards).__name__}; they must be Shards, for "
+                "example Shards.even(S, W)"
             )
         if shards.world != ranks.world:
             raise ArgumentError(
-                f"{shards.world} shards of {name} for a group of {ranks.world} ranks"
+                f"the shards of {name} are for {plural(shards.world, 'rank')}, but the group has "
+                f"{ranks.world}; make shards for {ranks.world}"
             )
         if x.shape[2] != shards.count(ranks.rank):
             raise ArgumentError(
-                f"{name} has {x.shape[2]} tokens on rank {ranks.rank}, whose shard has "
+                f"{name} has {plural(x.shape[2], 'token')} on rank {ranks.rank}, but its shard has "
                 f"{shards.count(ranks.rank)}: {shards}"
             )
-    unknown = set(options) - set(Options.__annotations__)
+    unknown = set(options) - set(ParallelOptions.__annotations__)
     if unknown:
         raise ArgumentTypeError(
-            f"regard.parallel.attend takes no {', '.join(sorted(unknown))}; it takes "
-            f"{', '.join(Options.__annotations__)}"
+            f"regard.parallel.attend has no argument {', '.join(sorted(unknown))}; its options are "
+            f"{', '.join(ParallelOptions.__annotations__)}"
         )
     mask, bias = options.get("mask"), options.get("bias")
     for name, rule, kind in (("mask", mask, Mask), ("bias", bias, Bias)):
-        if rule is not None and (not isinstance(rule, kind) or _of_slots(rule)):
+        if rule is not None and (not isinstance(rule, kind) or _depends_on_slots(rule)):
             raise ArgumentTypeError(
                 f"{name} is {rule if isinstance(rule, kind) else type(rule).__name__}, which "
-                "speaks of "
-                "the slots of one call; ranks have different slots: give a rule on positions"
+                "depends on the slots of one call; slots differ between ranks: give a rule on "
+                "positions"
             )
     names = ("scale", "softcap", "backend")
-    return _Work(
+    return _RankedCall(
         ranks,
         places.q_shards,
         places.shards,
@@ -197,17 +208,19 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, places: _Places, options: Options)
     )
 
 
-def _of_slots(rule: Mask | Bias) -> bool:
-    """Whether it speaks of the places of a call: of keys, as a dense tensor does, or of queries, as
-    a selection does.
+def _depends_on_slots(rule: Mask | Bias) -> bool:
+    """Whether a mask or bias depends on the slots of one call, as a dense tensor or a selection
+    does.
     """
     if rule.by_slot or isinstance(rule, Selected):
         return True
-    return isinstance(rule, Mask) and any(map(_of_slots, rule.members()))
+    return isinstance(rule, Mask) and any(map(_depends_on_slots, rule.members()))
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, work: _Work, method: str) -> dict[str, object]:
-    """What must be equal on all ranks."""
+def _call_facts(
+    q: Tensor, k: Tensor, v: Tensor, work: _RankedCall, method: str
+) -> dict[str, object]:
+    """Return the facts that must be equal on all ranks, by name."""
     sizes = [(x.shape[0], x.shape[1], x.shape[3]) for x in (q, k, v)]
     return {
         "the sizes [B, heads, dim] of q, k and v": sizes,
@@ -224,7 +237,8 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, work: _Work, method: str) -> dict[st
     }
 
 
-def _chosen(q: Tensor, k: Tensor, v: Tensor, work: _Work, method: Method) -> str:
+def _choose_method(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall, method: Method) -> str:
+    """Return the method to use; "auto" compares the plans of the methods."""
     H, G, W = q.shape[1], k.shape[1], work.ranks.world
     why = why_not_heads(H, G, W)
     if method == "heads" and why:
@@ -243,26 +257,32 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, work: _Work, method: Method) -> str
             q_shards=work.q_shards,
         ).method
     if method not in METHODS:
-        raise ArgumentError(f"method is {method!r}; it is auto, or one of {', '.join(METHODS)}")
+        raise ArgumentError(f"method is {method!r}; it must be auto or one of {', '.join(METHODS)}")
     return method
 
 
 def why_not_heads(H: int, G: int, W: int) -> str:
-    """Why W ranks cannot share the heads of a call; empty if they can."""
+    """Return why W ranks cannot share H query and G key/value heads, or "" if they can."""
     if H % W:
-        return f"{W} ranks cannot share {H} query heads evenly; use the method 'exchange'"
+        return (
+            f"{plural(W, 'rank')} cannot share {plural(H, 'query head')} evenly; use the "
+            "method 'exchange'"
+        )
     if G % W and W % G:
-        return f"{W} ranks cannot share {G} key/value heads evenly; use the method 'exchange'"
+        return (
+            f"{plural(W, 'rank')} cannot share {plural(G, 'key/value head')} evenly; "
+            "use the method 'exchange'"
+        )
     return ""
 
 
 class _SharedParameter(torch.autograd.Function):
-    """A tensor that is the same on every rank: its gradient is the sum over ranks, in fp32 or
-    better.
+    """Mark a tensor that is equal on all ranks: its gradient is summed over the ranks in fp32 or
+    wider.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: RankGroup) -> Tensor:
         ctx.ranks = ranks
         return x.view_as(x)
 
@@ -272,22 +292,24 @@ class _SharedParameter(torch.autograd.Function):
         return ctx.ranks.sum("parameters", gradient), None
 
 
-def _exchange(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries, in fp32 or better."""
+def _exchange(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of this rank's queries by exchanged blocks, in fp32 or wider."""
     tensors = () if work.bias is None else work.bias.tensors()
-    result: tuple[Tensor, Tensor] = _Exchange.apply(work, q, k, v, *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor] = _ExchangeBlocks.apply(work, q, k, v, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
-def _blocks(work: _Work, receiver: int, sender: int) -> tuple[tuple[int, int, int], ...]:
-    """The runs of the sender's keys that the receiver's queries see."""
-    return needed(work.mask, work.q_shards.spans(receiver), work.shards.spans(sender))
+def _blocks(work: _RankedCall, receiver: int, sender: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the runs of the sender's keys that the receiver's queries see, as (span, first,
+    stop).
+    """
+    return needed_keys(work.mask, work.q_shards.spans(receiver), work.shards.spans(sender))
 
 
-def _cut(
+def _take_blocks(
     x: Tensor, spans: tuple[Span, ...], blocks: Sequence[tuple[int, int, int]]
 ) -> list[Tensor]:
-    """The tokens of some blocks, out of the tensor of a rank."""
+    """Return the tokens of each block as views of the tensor of a rank, [B, heads, n, dim]."""
     offsets = [0]
     for span in spans:
         offsets.append(offsets[-1] + len(span))
@@ -297,38 +319,42 @@ def _cut(
     ]
 
 
-def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors as one line of numbers."""
+def _pack(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors into one flat tensor, to be sent as one message."""
     return torch.cat([x.reshape(-1) for x in parts])
 
 
-def _unpacked(line: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    found, at = [], 0
+def _unpack(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Split a flat tensor into tensors of the given shapes: the inverse of `_pack`."""
+    parts, offset = [], 0
     for shape in shapes:
         size = int(torch.Size(shape).numel())
-        found.append(line[at : at + size].view(shape))
-        at += size
-    return found
+        parts.append(flat[offset : offset + size].view(shape))
+        offset += size
+    return parts
 
 
-def _shapes(k: Tensor, v: Tensor, blocks: Sequence[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+def _block_shapes(
+    k: Tensor, v: Tensor, blocks: Sequence[tuple[int, int, int]]
+) -> list[tuple[int, ...]]:
+    """Return the shapes of the keys, then of the values, of each block."""
     return [(x.shape[0], x.shape[1], b - a, x.shape[3]) for x in (k, v) for _, a, b in blocks]
 
 
-class _Exchange(torch.autograd.Function):
-    """Attention by exchanged blocks, and its gradient, for which the blocks are exchanged again."""
+class _ExchangeBlocks(torch.autograd.Function):
+    """Attention by exchanged blocks; its backward pass exchanges the blocks again."""
 
     @staticmethod
     def forward(
-        ctx: Any, work: _Work, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+        ctx: Any, work: _RankedCall, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
-        for _, blocks, keys, values in _arriving(work, k, v, "keys and values"):
+        for _, blocks, keys, values in _receive_blocks(work, k, v, "keys and values"):
             for block, kj, vj in zip(blocks, keys, values, strict=True):
-                for rows, span in _rows(work.queries):
-                    if not needed(work.mask, (span,), (_span(block),)):
+                for rows, span in _query_rows(work.queries):
+                    if not needed_keys(work.mask, (span,), (_span(block),)):
                         continue
                     part = _partial(work, q[:, :, rows], kj, vj, span, block, work.bias)
                     joined = merge(
@@ -345,24 +371,24 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
-        work: _Work = ctx.work
+        work: _RankedCall = ctx.work
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         ranks, wide = work.ranks, out.dtype
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
         d_tensors = [torch.zeros_like(x, dtype=wide) for x in tensors]
-        # what the joined output takes of each part, but for that part's own share
+        # the term of d_lse that is the same for all parts
         rest = d_lse - (d_out * out).sum(-1)
         own = work.shards.spans(ranks.rank)
-        home: list[tuple[int, Callable[[], Tensor | None]]] = []
-        for step, blocks, keys, values in _arriving(work, k, v, "keys and values again"):
+        pending: list[tuple[int, Callable[[], Tensor | None]]] = []
+        for step, blocks, keys, values in _receive_blocks(work, k, v, "keys and values again"):
             source = (ranks.rank - step) % ranks.world
             d_keys = [torch.zeros_like(x, dtype=wide) for x in keys]
             d_values = [torch.zeros_like(x, dtype=wide) for x in values]
             for n, block in enumerate(blocks):
-                for rows, span in _rows(work.queries):
-                    if not needed(work.mask, (span,), (_span(block),)):
+                for rows, span in _query_rows(work.queries):
+                    if not needed_keys(work.mask, (span,), (_span(block),)):
                         continue
-                    found = _partial_gradient(
+                    gradients_of_part = _partial_gradients(
                         work,
                         (q[:, :, rows], keys[n], values[n], *tensors),
                         span,
@@ -370,7 +396,9 @@ class _Exchange(torch.autograd.Function):
                         (lse[:, :, rows], d_out[:, :, rows], rest[:, :, rows]),
                     )
                     for total, gradient in zip(
-                        (dq[:, :, rows], d_keys[n], d_values[n], *d_tensors), found, strict=True
+                        (dq[:, :, rows], d_keys[n], d_values[n], *d_tensors),
+                        gradients_of_part,
+                        strict=True,
                     ):
                         if gradient is not None:
                             total += gradient
@@ -378,9 +406,9 @@ class _Exchange(torch.autograd.Function):
                 _add(dk, dv, own, blocks, d_keys, d_values)
                 continue
             to_me = _blocks(work, (ranks.rank + step) % ranks.world, ranks.rank)
-            shapes = _shapes(k, v, to_me)
+            shapes = _block_shapes(k, v, to_me)
             like = q.new_empty(sum(int(torch.Size(x).numel()) for x in shapes), dtype=wide)
-            sent = _packed([*d_keys, *d_values]) if blocks else None
+            sent = _pack([*d_keys, *d_values]) if blocks else None
             message = ranks.send_receive(
                 "gradients of keys and values",
                 step,
@@ -389,12 +417,12 @@ class _Exchange(torch.autograd.Function):
                 like if to_me else None,
                 (ranks.rank + step) % ranks.world,
             )
-            home.append((step, message.wait))
-        for step, wait in home:
+            pending.append((step, message.wait))
+        for step, wait in pending:
             line = wait()
             if line is not None:
                 to_me = _blocks(work, (ranks.rank + step) % ranks.world, ranks.rank)
-                parts = _unpacked(line, _shapes(k, v, to_me))
+                parts = _unpack(line, _block_shapes(k, v, to_me))
                 _add(dk, dv, own, to_me, parts[: len(to_me)], parts[len(to_me) :])
         sums = [ranks.sum("parameters", x) for x in d_tensors]
         gradients = zip((dq, dk, dv, *sums), (q, k, v, *tensors), strict=True)
@@ -409,54 +437,67 @@ def _add(
     d_keys: Sequence[Tensor],
     d_values: Sequence[Tensor],
 ) -> None:
+    """Add the gradients of blocks to the gradients of all keys and values of a rank."""
     for total, parts in ((dk, d_keys), (dv, d_values)):
-        for place, part in zip(_cut(total, spans, blocks), parts, strict=True):
+        for place, part in zip(_take_blocks(total, spans, blocks), parts, strict=True):
             place += part
 
 
-def _arriving(work: _Work, k: Tensor, v: Tensor, call: str) -> Any:
-    """Each step's blocks with their keys and values, this rank's own first; sends are a step ahead.
+def _receive_blocks(work: _RankedCall, k: Tensor, v: Tensor, call: str) -> Any:
+    """Yield the blocks of each step, this rank's own first; messages are sent one step ahead.
 
     Yields:
-        The step, its blocks, and a tensor of keys and one of values for each.
+        The step, its blocks, and for each block a tensor of keys and one of values.
     """
     ranks, spans = work.ranks, work.shards.spans(work.ranks.rank)
 
     def post(step: int) -> Any:
         to, source = (ranks.rank + step) % ranks.world, (ranks.rank - step) % ranks.world
-        leaving, coming = _blocks(work, to, ranks.rank), _blocks(work, ranks.rank, source)
-        send = _packed([*_cut(k, spans, leaving), *_cut(v, spans, leaving)]) if leaving else None
-        shapes = _shapes(k, v, coming)
-        like = k.new_empty(sum(int(torch.Size(x).numel()) for x in shapes)) if coming else None
-        return ranks.send_receive(call, step, send, to, like, source), coming, shapes
+        blocks_sent, blocks_received = (
+            _blocks(work, to, ranks.rank),
+            _blocks(work, ranks.rank, source),
+        )
+        send = (
+            _pack([*_take_blocks(k, spans, blocks_sent), *_take_blocks(v, spans, blocks_sent)])
+            if blocks_sent
+            else None
+        )
+        shapes = _block_shapes(k, v, blocks_received)
+        like = (
+            k.new_empty(sum(int(torch.Size(x).numel()) for x in shapes))
+            if blocks_received
+            else None
+        )
+        return ranks.send_receive(call, step, send, to, like, source), blocks_received, shapes
 
-    ahead = post(1) if ranks.world > 1 else None
+    next_message = post(1) if ranks.world > 1 else None
     blocks = _blocks(work, ranks.rank, ranks.rank)
-    yield 0, blocks, _cut(k, spans, blocks), _cut(v, spans, blocks)
+    yield 0, blocks, _take_blocks(k, spans, blocks), _take_blocks(v, spans, blocks)
     for step in range(1, ranks.world):
-        assert ahead is not None
-        message, coming, shapes = ahead
-        ahead = post(step + 1) if step + 1 < ranks.world else None
+        assert next_message is not None
+        message, blocks_received, shapes = next_message
+        next_message = post(step + 1) if step + 1 < ranks.world else None
         line = message.wait()
-        parts = [] if line is None else _unpacked(line, shapes)
-        yield step, coming, parts[: len(coming)], parts[len(coming) :]
+        parts = [] if line is None else _unpack(line, shapes)
+        yield step, blocks_received, parts[: len(blocks_received)], parts[len(blocks_received) :]
 
 
-def _rows(spans: tuple[Span, ...]) -> list[tuple[slice, Span]]:
-    """Each span of queries with its rows in the rank's tensors."""
-    found, at = [], 0
+def _query_rows(spans: tuple[Span, ...]) -> list[tuple[slice, Span]]:
+    """Return each span of queries with its rows in the rank's tensors."""
+    rows, start = [], 0
     for span in spans:
-        found.append((slice(at, at + len(span)), span))
-        at += len(span)
-    return found
+        rows.append((slice(start, start + len(span)), span))
+        start += len(span)
+    return rows
 
 
 def _span(block: tuple[int, int, int]) -> Span:
+    """Return the positions of a block as a `Span`."""
     return Span(block[1], block[2] - block[1])
 
 
 def _partial(
-    work: _Work,
+    work: _RankedCall,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -464,6 +505,7 @@ def _partial(
     block: tuple[int, int, int],
     bias: Bias | None,
 ) -> Partial:
+    """Compute attention of one span of queries over one block of keys: (out, lse)."""
     return attend_partial(
         q,
         k,
@@ -476,14 +518,14 @@ def _partial(
     )
 
 
-def _partial_gradient(
-    work: _Work,
+def _partial_gradients(
+    work: _RankedCall,
     inputs: tuple[Tensor, ...],
     span: Span,
     block: tuple[int, int, int],
     joined: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of one part in q, k, v and the bias's tensors.
+    """Return the gradients of one part with respect to q, k, v and the tensors of the bias.
 
     share = exp(lse_p - lse);  d_out_p = share dO;  d_lse_p = share (dO . out_p - dO . out + d_lse)
     """
@@ -505,12 +547,12 @@ def _partial_gradient(
 
 
 class _GatherTokens(torch.autograd.Function):
-    """The tokens of all ranks in order of their positions; the gradient goes home, summed in
-    fp32.
+    """Gather the tokens of all ranks in the order of their positions; the backward pass returns the
+    gradients to their ranks and sums them in fp32.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shards: Shards, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shards: Shards, ranks: RankGroup) -> Tensor:
         ctx.shards, ctx.ranks = shards, ranks
         B, G, _, D = x.shape
         counts = [shards.count(r) for r in range(ranks.world)]
@@ -532,47 +574,47 @@ class _GatherTokens(torch.autograd.Function):
         return total.to(gradient.dtype), None, None
 
 
-def _gather(q: Tensor, k: Tensor, v: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries over all keys at once."""
+def _gather(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of this rank's queries over all keys at once."""
     keys, values = (_GatherTokens.apply(x, work.shards, work.ranks) for x in (k, v))  # type: ignore[no-untyped-call]
     block = (0, work.shards.start, work.shards.stop)
     bias = _shared_bias(work.bias, work.ranks)
     parts = [
         _partial(work, q[:, :, rows], keys, values, span, block, bias)
-        for rows, span in _rows(work.queries)
+        for rows, span in _query_rows(work.queries)
     ]
     if not parts:
-        return _nothing(q, keys, values, bias)
+        return _no_queries(q, keys, values, bias)
     return torch.cat([x.out for x in parts], 2), torch.cat([x.lse for x in parts], 2)
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:
-    """The result of no queries, from which gradients of zero still reach every rank."""
+def _no_queries(q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> tuple[Tensor, Tensor]:
+    """Return the result of a call without queries; gradients of zero still reach every rank."""
     zero = (q.sum() + k.sum() + v.sum()) * 0
     for x in () if bias is None else bias.tensors():
         zero = zero + x.sum() * 0
     return q.new_zeros(*q.shape[:3], v.shape[3]) + zero, q.new_zeros(q.shape[:3]) + zero
 
 
-def _shared_bias(bias: Bias | None, ranks: Ranks) -> Bias | None:
+def _shared_bias(bias: Bias | None, ranks: RankGroup) -> Bias | None:
+    """Return the bias with tensors whose gradients are summed over the ranks."""
     if bias is None:
         return None
     return bias.with_tensors([_SharedParameter.apply(x, ranks) for x in bias.tensors()])  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How the tokens of some ranks lie in the tensor of all their tokens.
+class _HeadExchange:
+    """Exchange tokens for heads among the ranks of a group, and back.
 
     Args:
-        ranks: the group whose ranks exchange heads.
-        shards: who holds which tokens.
-        members: the ranks of the group, as the shards number them.
-        by_position: whether the tokens are put in the order of their positions; otherwise rank by
-            rank.
+        ranks: the ranks that exchange heads.
+        shards: which rank holds which tokens.
+        members: the numbers that the shards use for these ranks.
+        by_position: True puts the tokens in the order of their positions, False rank after rank.
     """
 
-    ranks: Ranks
+    ranks: RankGroup
     shards: Shards
     members: tuple[int, ...]
     by_position: bool
@@ -586,7 +628,7 @@ class _Layout:
         return tuple(x for r in self.members for x in self.shards.spans(r))
 
     def tokens_of_all(self, x: Tensor) -> Tensor:
-        """[B, H, tokens of this rank, D] -> [B, H / W, all tokens, D]."""
+        """Exchange [B, H, tokens of this rank, D] for [B, H / W, all tokens, D]."""
         (B, H, _, D), W = x.shape, self.ranks.world
         parts = [part.contiguous().view(-1) for part in x.chunk(W, 1)]
         like = [x.new_empty(B * (H // W) * n * D) for n in self.counts]
@@ -595,7 +637,7 @@ class _Layout:
         return self.shards.join(tensors) if self.by_position else torch.cat(tensors, 2)
 
     def heads_of_all(self, x: Tensor) -> Tensor:
-        """[B, H / W, all tokens, D] -> [B, H, tokens of this rank, D]."""
+        """Exchange [B, H / W, all tokens, D] for [B, H, tokens of this rank, D]."""
         B, n, _, D = x.shape
         tensors = (
             [self.shards.take(x, r) for r in self.members]
@@ -608,11 +650,11 @@ class _Layout:
         return torch.cat([p.view(B, n, count, D) for p in every], 1)
 
 
-class _ToHeads(torch.autograd.Function):
-    """`_Layout.tokens_of_all`; its gradient is `heads_of_all`."""
+class _TokensToHeads(torch.autograd.Function):
+    """Apply `_HeadExchange.tokens_of_all`; the backward pass is `heads_of_all`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: _Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: _HeadExchange) -> Tensor:
         ctx.layout = layout
         return layout.tokens_of_all(x)
 
@@ -622,11 +664,11 @@ class _ToHeads(torch.autograd.Function):
         return ctx.layout.heads_of_all(gradient), None
 
 
-class _ToTokens(torch.autograd.Function):
-    """`_Layout.heads_of_all`; its gradient is `tokens_of_all`."""
+class _HeadsToTokens(torch.autograd.Function):
+    """Apply `_HeadExchange.heads_of_all`; the backward pass is `tokens_of_all`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: _Layout) -> Tensor:
+    def forward(ctx: Any, x: Tensor, layout: _HeadExchange) -> Tensor:
         ctx.layout = layout
         return layout.heads_of_all(x)
 
@@ -636,14 +678,14 @@ class _ToTokens(torch.autograd.Function):
         return ctx.layout.tokens_of_all(gradient), None
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, work: _Work, sink: Tensor | None) -> Tensor:
-    """The output of this rank's queries: every rank computes some heads over all tokens."""
+def _heads(q: Tensor, k: Tensor, v: Tensor, work: _RankedCall, sink: Tensor | None) -> Tensor:
+    """Compute the method "heads": every rank attends over all tokens with some of the heads."""
     ranks = work.ranks
     members = tuple(range(ranks.world))
-    queries = _Layout(ranks, work.q_shards, members, by_position=True)
-    keys = _Layout(ranks, work.shards, members, by_position=True)
-    qh = _ToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
-    kh, vh = (_ToHeads.apply(_repeated(x, ranks.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
+    queries = _HeadExchange(ranks, work.q_shards, members, by_position=True)
+    keys = _HeadExchange(ranks, work.shards, members, by_position=True)
+    qh = _TokensToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
+    kh, vh = (_TokensToHeads.apply(_repeat_heads(x, ranks.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // ranks.world
     mine = slice(ranks.rank * n, (ranks.rank + 1) * n)
     bias = _shared_bias(work.bias, ranks)
@@ -658,52 +700,51 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, work: _Work, sink: Tensor | None) ->
         k_positions=Span(work.shards.start, kh.shape[2]),
         **work.options,
     )
-    result: Tensor = _ToTokens.apply(z, queries)  # type: ignore[no-untyped-call]
+    result: Tensor = _HeadsToTokens.apply(z, queries)  # type: ignore[no-untyped-call]
     return result
 
 
-def _repeated(x: Tensor, world: int) -> Tensor:
-    """Key/value heads, repeated where there are fewer than ranks; autograd sums their gradients."""
+def _repeat_heads(x: Tensor, world: int) -> Tensor:
+    """Repeat the key/value heads if there are fewer than ranks; autograd sums their gradients."""
     G = x.shape[1]
     return x if world <= G else x.repeat_interleave(world // G, 1)
 
 
-def _both(
+def _hybrid(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     places: tuple[Shards, Shards],
     group: Group | Sequence[Group] | None,
-    options: Options,
+    options: ParallelOptions,
 ) -> Tensor:
-    """Heads are exchanged inside a node, and blocks between nodes."""
+    """Compute the method "both": exchange heads inside a node, and blocks between nodes."""
     if not isinstance(group, Sequence) or len(group) != 2:
         raise ArgumentError(
-            "the method 'both' takes group=(node, across): the ranks that share heads, and those "
-            "at the "
-            "same place in every node"
+            "the method 'both' needs two groups, group=(node, across): the ranks of this node, and "
+            "the ranks with the same place in every node"
         )
-    node, across = Ranks(group[0]), Ranks(group[1])
+    node, across = RankGroup(group[0]), RankGroup(group[1])
     shards, q_shards = places
     world = node.world * across.world
-    here = _Numbered(across.rank * node.world + node.rank, world)
-    work = _checked(q, k, v, _Places(here, q_shards, shards), options)
+    here = _RankNumber(across.rank * node.world + node.rank, world)
+    work = _check_call(q, k, v, _CallShards(here, q_shards, shards), options)
     for ranks in (node, across):
-        ranks.agree("attend", _facts(q, k, v, work, "both"))
+        ranks.agree("attend", _call_facts(q, k, v, work, "both"))
     if why := why_not_heads(q.shape[1], k.shape[1], node.world):
         raise ArgumentError(why)
     members = tuple(across.rank * node.world + i for i in range(node.world))
-    queries = _Layout(node, q_shards, members, by_position=False)
-    keys = _Layout(node, shards, members, by_position=False)
-    qh = _ToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
-    kh, vh = (_ToHeads.apply(_repeated(x, node.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
+    queries = _HeadExchange(node, q_shards, members, by_position=False)
+    keys = _HeadExchange(node, shards, members, by_position=False)
+    qh = _TokensToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
+    kh, vh = (_TokensToHeads.apply(_repeat_heads(x, node.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
     n = q.shape[1] // node.world
     mine = slice(node.rank * n, (node.rank + 1) * n)
     bias = _shared_bias(work.bias, node)
-    inner = _Work(
+    inner = _RankedCall(
         across,
-        _of_nodes(q_shards, node.world),
-        _of_nodes(shards, node.world),
+        _merge_ranks_of_nodes(q_shards, node.world),
+        _merge_ranks_of_nodes(shards, node.world),
         work.mask.select_heads(mine),
         None if bias is None else bias.select_heads(mine),
         work.options,
@@ -713,12 +754,12 @@ def _both(
     if sink is not None:
         shared = _SharedParameter.apply(_SharedParameter.apply(sink, node), across)  # type: ignore[no-untyped-call]
         out = with_sink(out, lse, shared[mine])
-    result: Tensor = _ToTokens.apply(out.to(q.dtype), queries)  # type: ignore[no-untyped-call]
+    result: Tensor = _HeadsToTokens.apply(out.to(q.dtype), queries)  # type: ignore[no-untyped-call]
     return result
 
 
-def _of_nodes(shards: Shards, size: int) -> Shards:
-    """The shards of nodes of `size` ranks each."""
+def _merge_ranks_of_nodes(shards: Shards, size: int) -> Shards:
+    """Return shards in which the `size` ranks of each node count as one rank."""
     return Shards(
         tuple(
             tuple(x for r in range(i, i + size) for x in shards.spans(r))

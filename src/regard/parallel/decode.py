@@ -1,4 +1,4 @@
-"""Decoding over a cache whose tokens lie on several ranks: one (out, lse) of each rank travels."""
+"""`regard.parallel.decode`: attention over a cache whose tokens lie on several ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.ops.softmax import Partial, attend_partial, merge
-from regard.parallel.attend import Options
-from regard.parallel.exchange import Group, Ranks
+from regard.parallel.attend import ParallelOptions
+from regard.parallel.communication import Group, RankGroup
 from regard.span import Positions
 
 
@@ -22,31 +22,34 @@ def decode(
     q_positions: Positions,
     k_positions: Positions,
     group: Group | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[ParallelOptions],
 ) -> Float[Tensor, "B H T E"]:
-    """Attention of queries that every rank has over keys of which each rank holds some.
+    """Compute attention of queries that every rank has, over keys of which each rank holds some.
 
     (out, lse) = merge over ranks of attend_partial(q, k_r, v_r)
 
+    Each rank computes (out, lse) over its own keys, and only these results are sent.
+
     Args:
-        q: the same on every rank.
-        k, v: the tokens in this rank's cache; it may be empty.
-        q_positions: where the queries stand.
-        k_positions: where this rank's tokens stand, -1 = an empty slot.
-        group: a process group; None is the default one.
-        options: as in `regard.parallel.attend`.
+        q: the queries, [B, H, T, D], the same on every rank.
+        k: the keys in this rank's cache, [B, G, S, D]; S may be 0.
+        v: the values of these keys, [B, G, S, E].
+        q_positions: the positions of the queries.
+        k_positions: the positions of this rank's keys; -1 marks an empty slot.
+        group: a process group; None means the default group.
+        options: mask, bias, scale, softcap, sink and backend, as in `regard.parallel.attend`.
 
     Returns:
-        The output of every query, the same on every rank, bit for bit.
+        The output of every query, [B, H, T, E], bitwise equal on every rank.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument does not fit, or the ranks make different
             calls.
-        ParallelError: a rank ended or is late.
+        ParallelError: a rank has ended or did not answer in time.
 
     Source: Shyam et al. 2024 (arXiv 2408.04093), section 4.
     """
-    ranks = Ranks(group)
+    ranks = RankGroup(group)
     sink = options.pop("sink", None)
     ranks.agree(
         "decode",

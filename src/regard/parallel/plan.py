@@ -1,4 +1,7 @@
-"""What a call over several ranks moves and computes: `plan` needs no processes."""
+"""The plan of a call over several ranks: the bytes that it sends and the FLOPs of each rank.
+
+`plan` starts no processes.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,22 @@ import torch
 from regard import units
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask
-from regard.parallel.shards import Shards, needed
+from regard.parallel.shards import Shards, needed_keys
 from regard.table import table
+from regard.units import plural
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one method does in a forward pass.
+class MethodCost:
+    """The cost of one method in a forward pass.
 
-    Attributes:
-        method: its name.
+    Args:
+        method: the name of the method.
         sent: the bytes that each rank sends.
-        flops: 2 (D + E) for each visible query-key pair, for each rank.
-        memory: the bytes that each rank holds besides its own q, k, v and out: blocks in flight, or
-            all keys and values.
-        why_not: why it cannot run; empty if it can.
+        flops: the FLOPs of each rank: 2 (D + E) for each visible query-key pair.
+        memory: the bytes that each rank holds besides its own q, k, v and out: blocks that are
+            being sent, or all keys and values.
+        why_not: why the method cannot run; "" if it can.
     """
 
     method: str
@@ -34,23 +38,24 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What `regard.parallel.attend` would do; printing it gives the table.
+class ParallelPlan:
+    """The plan of a call of `regard.parallel.attend`; printing it shows a table.
 
-    Attributes:
-        method: what `method="auto"` takes: of the methods that can run, the one that sends the
-            fewest bytes at its busiest rank; the exchange where they are equal.
-        costs: every method's answer.
-        steps: of the exchange, the bytes that each rank sends at each step, [step][rank].
-        efficiency: the mean work of a rank over that of the busiest one.
+    Args:
+        method: the method that `method="auto"` takes: of the methods that can run, the one whose
+            busiest rank sends the fewest bytes; "exchange" if they are equal.
+        costs: the cost of every method.
+        steps: for the method "exchange", the bytes that each rank sends at each step, [step][rank].
+        efficiency: the mean number of query-key pairs of a rank, divided by that of the busiest
+            rank.
     """
 
     method: str
-    costs: tuple[Cost, ...]
+    costs: tuple[MethodCost, ...]
     steps: tuple[tuple[int, ...], ...]
     efficiency: float
 
-    def __getitem__(self, method: str) -> Cost:
+    def __getitem__(self, method: str) -> MethodCost:
         return {cost.method: cost for cost in self.costs}[method]
 
     def __str__(self) -> str:
@@ -62,7 +67,7 @@ class Plan:
             cells = [units.ABSENT] * 3 if cost.why_not else [*most, work]
             rows.append([mark, cost.method, *cells, cost.why_not])
         text = table(rows, left=(0, 1, 5), gap=2)
-        return f"{text}\nthe ranks' work is balanced to {self.efficiency:.2f}"
+        return f"{text}\nmean work of a rank / work of the busiest rank: {self.efficiency:.2f}"
 
 
 def plan(
@@ -74,17 +79,21 @@ def plan(
     dtype: torch.dtype = torch.float32,
     batch: int = 1,
     q_shards: Shards | None = None,
-) -> Plan:
-    """Say what each method would send and compute in a forward pass, and which one "auto" takes.
+) -> ParallelPlan:
+    """Compute what each method would send and compute in a forward pass, and which one "auto"
+    takes.
 
     Args:
-        shards: who holds which keys.
-        mask: None sees everything.
-        heads: (H, G), query heads and key/value heads.
-        dims: (D, E) of one head.
-        dtype: of q, k and v.
-        batch: B.
-        q_shards: who holds which queries; None is `shards`.
+        shards: which rank holds which keys.
+        mask: the mask; None means that every query sees every key.
+        heads: (H, G), the numbers of query heads and of key/value heads.
+        dims: (D, E), the features of one key and of one value.
+        dtype: the dtype of q, k and v.
+        batch: the batch size B.
+        q_shards: which rank holds which queries; None means `shards`.
+
+    Returns:
+        The cost of each method, and the method that "auto" takes.
 
     Raises:
         ArgumentError: G does not divide H, or the shards are for different numbers of ranks.
@@ -100,16 +109,21 @@ def plan(
     mask, q_shards = Full() if mask is None else mask, shards if q_shards is None else q_shards
     (H, G), (D, E), W = heads, dims, shards.world
     if H % G:
-        raise ArgumentError(f"{G} key/value heads do not divide {H} query heads")
+        raise ArgumentError(
+            f"{plural(H, 'query head')} cannot be divided among {plural(G, 'key/value head')}"
+        )
     if q_shards.world != W:
-        raise ArgumentError(f"{q_shards.world} shards of the queries for {W} of the keys")
+        raise ArgumentError(
+            f"the shards of the queries are for {plural(q_shards.world, 'rank')}, and those of the "
+            f"keys for {W}; they must be for the same number"
+        )
     number = dtype.itemsize
     key = batch * G * (D + E) * number
     keys = [shards.count(r) for r in range(W)]
     queries = [q_shards.count(r) for r in range(W)]
     moved = [
         [
-            sum(b - a for _, a, b in needed(mask, q_shards.spans(i), shards.spans(j)))
+            sum(b - a for _, a, b in needed_keys(mask, q_shards.spans(i), shards.spans(j)))
             for j in range(W)
         ]
         for i in range(W)
@@ -120,13 +134,13 @@ def plan(
         sum(mask.count(x, y) for x in q_shards.spans(r) for s in range(W) for y in shards.spans(s))
         for r in range(W)
     ]
-    per_head = _heads_told_apart(mask, q_shards, shards)
+    per_head = _counted_masks(mask, q_shards, shards)
     flops = tuple(2 * (D + E) * batch * H * n // per_head for n in pairs)
     in_flight = tuple(
         max((step[(r - s) % W] for s, step in enumerate(steps, 1)), default=0) * 2 for r in range(W)
     )
-    exchange = Cost("exchange", sent, flops, in_flight)
-    gather = Cost(
+    exchange = MethodCost("exchange", sent, flops, in_flight)
+    gather = MethodCost(
         "gather",
         tuple(key * n * (W - 1) for n in keys),
         flops,
@@ -134,7 +148,7 @@ def plan(
     )
     why = why_not_heads(H, G, W)
     G_moved = max(G, W)
-    heads_cost = Cost(
+    heads_cost = MethodCost(
         "heads",
         tuple(
             batch * number * (W - 1) * (keys[r] * G_moved * (D + E) + queries[r] * H * D) // W
@@ -153,13 +167,13 @@ def plan(
     best = min(able, key=lambda cost: (max(cost.sent), cost.method != "exchange"))
     work = q_shards.work(mask) if q_shards is shards else tuple(pairs)
     efficiency = sum(work) / (W * max(work)) if any(work) else 1.0
-    return Plan(best.method, costs, steps, efficiency)
+    return ParallelPlan(best.method, costs, steps, efficiency)
 
 
-def _heads_told_apart(mask: Mask, q_shards: Shards, shards: Shards) -> int:
-    """Over how many batch rows and heads `mask.count` counts."""
-    for held in q_shards.ranks:
-        for span in held:
-            seen = mask.visible(span, shards.spans(0)[0] if shards.spans(0) else span)
-            return int(seen.shape[0] * seen.shape[1])
+def _counted_masks(mask: Mask, q_shards: Shards, shards: Shards) -> int:
+    """Return over how many masks (batch rows times heads) `mask.count` sums."""
+    for spans in q_shards.ranks:
+        for span in spans:
+            visible = mask.visible(span, shards.spans(0)[0] if shards.spans(0) else span)
+            return int(visible.shape[0] * visible.shape[1])
     return 1

@@ -1,5 +1,5 @@
-"""Shards: which positions of a sequence each rank holds, and how well they share the work of a
-mask.
+"""`Shards`: which positions of a sequence each rank holds, and how evenly a mask's work is
+divided.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask
 from regard.masks.base import whole
 from regard.span import Span
+from regard.units import plural
 
 CHUNKS = 4
-"""Chunks a rank in the greedy candidate of `Shards.balanced`."""
+"""The number of runs for each rank in the greedy candidate of `Shards.balanced`."""
 
 PAIRS_PER_KEY = 8
-"""How many query-key pairs of a head moving one key and value counts as, in a choice between
-sharding schemes. Moving overlaps with computing, so balance counts first, and fewer messages where
-it is equal.
+"""The cost of sending one key and value, in query-key pairs, when sharding schemes are compared.
+
+Sending overlaps with computing, so that balance counts most, and fewer messages if it is equal.
 """
 
 
@@ -31,15 +32,15 @@ it is equal.
 class Shards:
     """The positions of a sequence, cut into spans, each held by one rank.
 
-    A rank's tensors hold its spans one after another. Every position from `start` to `stop` is held
-    by exactly one rank; a rank may hold none.
+    The tensors of a rank hold its spans one after another. Every position from `start` to `stop` is
+    held by exactly one rank; a rank may hold none.
 
     Args:
         ranks: the spans of each rank, in the order of its tensors.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no rank; spans that overlap, leave a gap, or begin below
-            0.
+        ArgumentError, ArgumentTypeError: there is no rank, or spans overlap, leave a gap or begin
+            below 0.
 
     >>> shards = Shards.zigzag(8, 2)
     >>> print(shards)
@@ -57,7 +58,7 @@ class Shards:
             raise ArgumentTypeError("ranks must be a sequence with the spans of at least one rank")
         ranks = tuple(tuple(x for x in spans if len(x)) for spans in self.ranks)
         object.__setattr__(self, "ranks", ranks)
-        spans = sorted((x for held in ranks for x in held), key=lambda x: x.start)
+        spans = sorted((x for spans_of_rank in ranks for x in spans_of_rank), key=lambda x: x.start)
         for span in spans[:1]:
             if span.start < 0:
                 raise ArgumentError(f"a shard begins at {span.start}; positions begin at 0")
@@ -65,17 +66,21 @@ class Shards:
             if before.stop != after.start:
                 fault = "overlap" if before.stop > after.start else "leave a gap"
                 raise ArgumentError(
-                    f"the shards {_shown(before)} and {_shown(after)} {fault}; every position "
-                    "belongs to one rank"
+                    f"the shards {_span_text(before)} and {_span_text(after)} {fault}; every "
+                    "position belongs to one rank"
                 )
 
     @classmethod
     def even(cls, S: int, W: int, *, start: int = 0) -> Shards:
-        """W runs of nearly equal length, in order.
+        """Cut S positions into W runs of nearly equal length, in order.
 
         Args:
-            S, W: the number of positions and of ranks.
+            S: the number of positions.
+            W: the number of ranks.
             start: the first position.
+
+        Returns:
+            Shards in which each rank holds one run.
 
         Raises:
             ArgumentError, ArgumentTypeError: S is below 0, W below 1, or start below 0.
@@ -86,15 +91,20 @@ class Shards:
           1: 3-4
           2: 5-6
         """
-        return cls(tuple((x,) for x in _cut(S, _ranks(W), start)))
+        return cls(tuple((x,) for x in _split_evenly(S, _check_ranks(W), start)))
 
     @classmethod
     def zigzag(cls, S: int, W: int, *, start: int = 0) -> Shards:
-        """2 W runs; rank r holds run r and run 2 W - 1 - r, so that causal work is equal.
+        """Cut S positions into 2 W runs; rank r holds runs r and 2 W - 1 - r, so that causal work
+        is equal.
 
         Args:
-            S, W: the number of positions and of ranks.
+            S: the number of positions.
+            W: the number of ranks.
             start: the first position.
+
+        Returns:
+            Shards in which each rank holds two runs.
 
         Raises:
             ArgumentError, ArgumentTypeError: S is below 0, W below 1, or start below 0.
@@ -102,21 +112,25 @@ class Shards:
         Source: Liu et al. 2023 (arXiv 2310.01889), with the order of Llama 3 (arXiv 2407.21783),
         section 3.3.2.
         """
-        runs = _cut(S, 2 * _ranks(W), start)
-        return cls(tuple(_joined((runs[r], runs[2 * W - 1 - r])) for r in range(W)))
+        runs = _split_evenly(S, 2 * _check_ranks(W), start)
+        return cls(tuple(_join_adjacent((runs[r], runs[2 * W - 1 - r])) for r in range(W)))
 
     @classmethod
     def balanced(cls, S: int, W: int, mask: Mask | None = None, *, start: int = 0) -> Shards:
-        """The best of even, zigzag and greedily distributed runs for a mask.
+        """Return the best of even, zigzag and greedily distributed runs for a mask.
 
-        The best has the least work of the busiest rank plus `PAIRS_PER_KEY` times the keys that
-        arrive at any one rank. The greedy candidate cuts `CHUNKS` runs a rank and gives the run
-        with the most visible pairs to the rank with the least work so far.
+        The best has the smallest work of the busiest rank plus `PAIRS_PER_KEY` times the largest
+        number of keys that one rank receives. The greedy candidate cuts `CHUNKS` runs for each
+        rank, and gives the run with the most visible pairs to the rank with the least work so far.
 
         Args:
-            S, W: the number of positions and of ranks.
-            mask: None sees everything.
+            S: the number of positions.
+            W: the number of ranks.
+            mask: the mask; None means that every query sees every key.
             start: the first position.
+
+        Returns:
+            The shards with the lowest estimated time.
 
         Raises:
             ArgumentError, ArgumentTypeError: S is below 0, W below 1, or start below 0.
@@ -128,37 +142,46 @@ class Shards:
         True
         """
         mask = Full() if mask is None else mask
-        runs = [x for x in _cut(S, CHUNKS * _ranks(W), start) if len(x)]
+        runs = [x for x in _split_evenly(S, CHUNKS * _check_ranks(W), start) if len(x)]
         work = {x: mask.count(x, Span(start, S)) for x in runs}
-        load, held = [0] * W, [list[Span]() for _ in range(W)]
+        work_of_rank, runs_of_rank = [0] * W, [list[Span]() for _ in range(W)]
         for run in sorted(runs, key=lambda x: (-work[x], x.start)):
-            least = min((r for r in range(W) if len(held[r]) < CHUNKS), key=lambda r: (load[r], r))
-            held[least].append(run)
-            load[least] += work[run]
-        greedy = cls(tuple(_joined(sorted(x, key=lambda x: x.start)) for x in held))
-        found = (cls.even(S, W, start=start), cls.zigzag(S, W, start=start), greedy)
-        return min(found, key=lambda shards: shards._time(mask))
+            least = min(
+                (r for r in range(W) if len(runs_of_rank[r]) < CHUNKS),
+                key=lambda r: (work_of_rank[r], r),
+            )
+            runs_of_rank[least].append(run)
+            work_of_rank[least] += work[run]
+        greedy = cls(tuple(_join_adjacent(sorted(x, key=lambda x: x.start)) for x in runs_of_rank))
+        candidates = (cls.even(S, W, start=start), cls.zigzag(S, W, start=start), greedy)
+        return min(candidates, key=lambda shards: shards._time(mask))
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
+        """The number of ranks that the sequence is cut for."""
         return len(self.ranks)
 
     @property
     def start(self) -> int:
-        """The first position; 0 where there is none."""
-        return min((x.start for held in self.ranks for x in held), default=0)
+        """The first position; 0 if there are no positions."""
+        return min((x.start for spans_of_rank in self.ranks for x in spans_of_rank), default=0)
 
     @property
     def stop(self) -> int:
-        """One past the last position."""
-        return max((x.stop for held in self.ranks for x in held), default=0)
+        """One past the last position; 0 if there are no positions."""
+        return max((x.stop for spans_of_rank in self.ranks for x in spans_of_rank), default=0)
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The spans of a rank, in the order of its tensors.
+        """Return the spans of a rank, in the order of its tensors.
+
+        Args:
+            rank: the number of the rank, from 0.
+
+        Returns:
+            The spans that the rank holds.
 
         Raises:
             ArgumentError: there is no such rank.
@@ -168,30 +191,47 @@ class Shards:
         return self.ranks[rank]
 
     def count(self, rank: int) -> int:
-        """How many positions a rank holds."""
+        """Return how many positions a rank holds.
+
+        Args:
+            rank: the number of the rank, from 0.
+
+        Returns:
+            The number of positions.
+        """
         return sum(map(len, self.spans(rank)))
 
     def positions(self, rank: int) -> Tensor:
-        """The positions of a rank, int64 [1, count]."""
+        """Return the positions of a rank as a tensor.
+
+        Args:
+            rank: the number of the rank, from 0.
+
+        Returns:
+            The positions, int64 [1, count].
+        """
         return torch.cat(
             [torch.empty(1, 0, dtype=torch.int64), *(x.tensor() for x in self.spans(rank))], 1
         )
 
     def take(self, x: Tensor, rank: int, dim: int = 2) -> Tensor:
-        """The part of a whole tensor that a rank holds.
+        """Take the part of a whole tensor that a rank holds.
 
         Args:
             x: a tensor with one entry for each position along `dim`.
-            rank: whose part.
+            rank: the number of the rank, from 0.
             dim: the dimension of the positions; 2 for [B, H, S, D].
 
+        Returns:
+            The entries of the rank's positions, in the order of its spans.
+
         Raises:
-            ArgumentError: the dimension has another length.
+            ArgumentError: the dimension has another length than the shards.
         """
         if x.shape[dim] != len(self):
             raise ArgumentError(
-                f"dimension {dim} has length {x.shape[dim]}; these shards hold {len(self)} "
-                "positions"
+                f"dimension {dim} has length {x.shape[dim]}; these shards hold "
+                f"{plural(len(self), 'position')}"
             )
         return torch.cat(
             [
@@ -202,10 +242,17 @@ class Shards:
         )
 
     def join(self, parts: Sequence[Tensor], dim: int = 2) -> Tensor:
-        """The whole tensor from every rank's part: the inverse of `take`.
+        """Join the parts of all ranks into the whole tensor: the inverse of `take`.
+
+        Args:
+            parts: the part of each rank.
+            dim: the dimension of the positions.
+
+        Returns:
+            The tensor with all positions in order.
 
         Raises:
-            ArgumentError: another number of parts, or a part of another length.
+            ArgumentError: there are more or fewer parts than ranks, or a part has another length.
 
         >>> shards = Shards.zigzag(10, 2)
         >>> x = torch.arange(10)
@@ -213,90 +260,112 @@ class Shards:
         True
         """
         if len(parts) != self.world:
-            raise ArgumentError(f"{len(parts)} parts for {self.world} ranks")
+            raise ArgumentError(
+                f"{plural(len(parts), 'part')} given for {plural(self.world, 'rank')}; give one "
+                "part for each"
+            )
         pieces: list[tuple[int, Tensor]] = []
         for rank, x in enumerate(parts):
             if x.shape[dim] != self.count(rank):
                 raise ArgumentError(
                     f"the part of rank {rank} has length {x.shape[dim]} along dimension {dim}; it "
-                    f"holds {self.count(rank)} positions"
+                    f"holds {plural(self.count(rank), 'position')}"
                 )
-            at = 0
+            offset = 0
             for span in self.spans(rank):
-                pieces.append((span.start, x.narrow(dim, at, len(span))))
-                at += len(span)
+                pieces.append((span.start, x.narrow(dim, offset, len(span))))
+                offset += len(span)
         if not pieces:
             return parts[0]
         return torch.cat([x for _, x in sorted(pieces, key=lambda piece: piece[0])], dim)
 
     def work(self, mask: Mask | None = None) -> tuple[int, ...]:
-        """The visible query-key pairs of each rank, whose queries see the keys of all ranks."""
+        """Count the visible query-key pairs of each rank's queries with the keys of all ranks.
+
+        Args:
+            mask: the mask; None means that every query sees every key.
+
+        Returns:
+            The number of pairs of each rank.
+        """
         mask = Full() if mask is None else mask
         keys = Span(self.start, len(self))
-        return tuple(sum(mask.count(x, keys) for x in held) for held in self.ranks)
+        return tuple(
+            sum(mask.count(x, keys) for x in spans_of_rank) for spans_of_rank in self.ranks
+        )
 
     def efficiency(self, mask: Mask | None = None) -> float:
-        """The mean work of a rank over that of the busiest one: 1 is perfect balance."""
+        """Return the mean work of a rank divided by that of the busiest rank: 1 is perfect balance.
+
+        Args:
+            mask: the mask; None means that every query sees every key.
+
+        Returns:
+            A number between 1 / W and 1.
+        """
         work = self.work(mask)
         return sum(work) / (self.world * max(work)) if any(work) else 1.0
 
     def _time(self, mask: Mask) -> int:
+        """Estimate the time of a call, in query-key pairs: the busiest rank's work plus its
+        received keys.
+        """
         moved = (
             sum(
                 stop - first
                 for j in range(self.world)
                 if j != i
-                for _, first, stop in needed(mask, self.spans(i), self.spans(j))
+                for _, first, stop in needed_keys(mask, self.spans(i), self.spans(j))
             )
             for i in range(self.world)
         )
         return max(self.work(mask)) + PAIRS_PER_KEY * max(moved)
 
     def __str__(self) -> str:
-        lines = [f"{len(self)} tokens on {self.world} ranks"]
+        lines = [f"{plural(len(self), 'token')} on {plural(self.world, 'rank')}"]
         lines += [
-            f"  {rank}: {' '.join(map(_shown, held)) or 'nothing'}"
-            for rank, held in enumerate(self.ranks)
+            f"  {rank}: {' '.join(map(_span_text, spans_of_rank)) or 'nothing'}"
+            for rank, spans_of_rank in enumerate(self.ranks)
         ]
         return "\n".join(lines)
 
 
 @lru_cache(maxsize=4096)
-def needed(
+def needed_keys(
     mask: Mask, queries: tuple[Span, ...], keys: tuple[Span, ...]
 ) -> tuple[tuple[int, int, int], ...]:
-    """The keys of some spans that some queries see: for each span, the shortest run that holds
+    """Return the keys that the queries see: for each span of keys, the shortest run that holds
     them.
 
     Args:
-        mask: the rule.
+        mask: the mask.
         queries: spans of the rank that receives.
         keys: spans of the rank that sends.
 
     Returns:
-        For each span of which a key is seen: its number, the first position, and one past the last.
+        For each span with a visible key: its index, the first position, and one past the last.
 
     >>> from regard.masks import Causal, Window
-    >>> needed(Causal() & Window(3), (Span(8, 4),), (Span(0, 8),))
+    >>> needed_keys(Causal() & Window(3), (Span(8, 4),), (Span(0, 8),))
     ((0, 6, 8),)
     """
-    found = []
+    needed = []
     for n, span in enumerate(keys):
-        runs = [run for q in queries if (run := _hull(mask, q, span)) is not None]
+        runs = [run for q in queries if (run := _first_and_last_key(mask, q, span)) is not None]
         if runs:
-            found.append((n, min(a for a, _ in runs), max(b for _, b in runs)))
-    return tuple(found)
+            needed.append((n, min(a for a, _ in runs), max(b for _, b in runs)))
+    return tuple(needed)
 
 
-def _hull(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
-    """The first key that some query sees, and one past the last; None if none is seen."""
+def _first_and_last_key(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
+    """Return the first key that some query sees, and one past the last; None if there is none."""
     ranges = mask.intervals(q)
     if ranges is not None:
         starts, stops = ranges.starts.clamp(k.start, k.stop), ranges.stops.clamp(k.start, k.stop)
-        seen = starts < stops
-        if not bool(seen.any()):
+        has_visible = starts < stops
+        if not bool(has_visible.any()):
             return None
-        return int(starts[seen].min()), int(stops[seen].max())
+        return int(starts[has_visible].min()), int(stops[has_visible].max())
     any_query = torch.zeros(len(k), dtype=torch.bool)
     for i in range(0, len(q), 128):
         block = mask.block(q, k, slice(i, min(i + 128, len(q))))
@@ -307,12 +376,13 @@ def _hull(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
     return k.start + int(columns[0]), k.start + int(columns[-1]) + 1
 
 
-def _ranks(W: int) -> int:
+def _check_ranks(W: int) -> int:
+    """Check the number of ranks."""
     return whole("the number of ranks", W, 1)
 
 
-def _cut(S: int, n: int, start: int) -> list[Span]:
-    """n runs of nearly equal length; the longer ones come first."""
+def _split_evenly(S: int, n: int, start: int) -> list[Span]:
+    """Cut S positions into n runs of nearly equal length; the longer ones come first."""
     whole("the number of positions", S, 0)
     whole("start", start, 0)
     size, more = divmod(S, n)
@@ -322,18 +392,19 @@ def _cut(S: int, n: int, start: int) -> list[Span]:
     return [Span(a, b - a) for a, b in itertools.pairwise(bounds)]
 
 
-def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans in order, those that touch as one."""
-    found: list[Span] = []
+def _join_adjacent(spans: Iterable[Span]) -> tuple[Span, ...]:
+    """Join spans that touch one another; empty spans are left out."""
+    joined: list[Span] = []
     for span in spans:
         if not len(span):
             continue
-        if found and found[-1].stop == span.start:
-            found[-1] = Span(found[-1].start, len(found[-1]) + len(span))
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, len(joined[-1]) + len(span))
         else:
-            found.append(span)
-    return tuple(found)
+            joined.append(span)
+    return tuple(joined)
 
 
-def _shown(span: Span) -> str:
+def _span_text(span: Span) -> str:
+    """Write a span as "3-5", or as "3" if it is one position."""
     return str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}"

@@ -1,6 +1,4 @@
-"""Processes on this machine: `spawn` runs a function on W ranks, for examples, tests and
-benchmarks.
-"""
+"""`spawn` runs a function on W ranks on this machine, for examples, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -17,28 +15,28 @@ from typing import Any
 from regard.errors import ArgumentError, ParallelError
 
 TIMEOUT = 60.0
-"""Seconds after which a rank that waits for another gives up."""
+"""The number of seconds after which a rank stops waiting for another."""
 
 
 def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Run function(rank, *args) in W processes that form a group of torch.distributed (gloo).
+    """Run function(rank, *args) in W processes that form a torch.distributed group (gloo).
 
     Each process has one thread. The function must be importable: a function of a module, not one
-    that is defined in another function or typed at a prompt.
+    that is defined inside another function or in an interactive session.
 
     Args:
-        function: called with the rank and the arguments; what it returns must be picklable, and
-            its tensors detached.
+        function: called with the rank and the arguments; its result must be picklable, with
+            detached tensors.
         W: the number of ranks.
-        args: handed on to every rank.
-        timeout: seconds that a rank waits for another.
+        args: further arguments, the same for every rank.
+        timeout: the number of seconds that a rank waits for another.
 
     Returns:
-        What each rank returned.
+        The result of each rank, in the order of the ranks.
 
     Raises:
         ArgumentError: W is below 1.
-        ParallelError: a rank raised or ended; the message has the rank and its traceback.
+        ParallelError: a rank raised an error or ended; the message has the rank and its traceback.
     """
     if W < 1:
         raise ArgumentError(f"W is {W}; it must be at least 1")
@@ -50,38 +48,41 @@ def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIM
         for rank in range(W):
             receiver, sender = context.Pipe()
             process = context.Process(
-                target=_rank, args=(function, rank, W, store, timeout, sender, args), daemon=True
+                target=_run_rank,
+                args=(function, rank, W, store, timeout, sender, args),
+                daemon=True,
             )
             process.start()
             sender.close()
             pipes.append(receiver)
             processes.append(process)
-        found = [_result(rank, pipe) for rank, pipe in enumerate(pipes)]
+        results = [_result(rank, pipe) for rank, pipe in enumerate(pipes)]
         for process in processes:
             process.join()
-    failed = [(rank, text) for rank, (text, _) in enumerate(found) if text]
+    failed = [(rank, text) for rank, (text, _) in enumerate(results) if text]
     if failed:
-        # a rank that fails makes others fail: the cause is the one that is no failed message
-        first = next((x for x in failed if not any(y in x[1] for y in _MESSAGES)), failed[0])
-        raise ParallelError(f"rank {first[0]} of {W} failed:\n{first[1]}")
-    return [value for _, value in found]
+        # a failing rank makes others fail; the cause is the error that is not a failed message
+        cause = next((x for x in failed if not any(y in x[1] for y in _MESSAGES)), failed[0])
+        raise ParallelError(f"rank {cause[0]} of {W} failed:\n{cause[1]}")
+    return [value for _, value in results]
 
 
 _MESSAGES = ("ParallelError", "gloo", "monitoredBarrier")
-"""What stands in the traceback of a rank that waited for another in vain."""
+"""Words in the traceback of a rank that failed because another rank did not answer."""
 
 
 def _result(rank: int, pipe: Connection) -> tuple[str, Any]:
+    """Read the error text and the result of a rank from its pipe."""
     try:
         result: tuple[str, Any] = pipe.recv()
         if not result[0]:
             pipe.send(None)
         return result
     except EOFError:
-        return f"rank {rank} ended without a word", None
+        return f"rank {rank} ended without an error message", None
 
 
-def _rank(
+def _run_rank(
     function: Callable[..., Any],
     rank: int,
     W: int,
@@ -90,6 +91,7 @@ def _rank(
     pipe: Connection,
     args: tuple[Any, ...],
 ) -> None:
+    """Run one rank: join the group, call the function, and send its result through the pipe."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
@@ -108,6 +110,8 @@ def _rank(
         dist.destroy_process_group()
         pipe.send(("", value))
         with contextlib.suppress(EOFError):
-            pipe.recv()  # tensors lie in memory that ends with this process: wait for the caller
+            pipe.recv()  # shared tensors end with this process: wait until the caller has read them
     except BaseException:
-        pipe.send((traceback.format_exc(), None))  # and end at once, which the other ranks notice
+        pipe.send(
+            (traceback.format_exc(), None)
+        )  # then the process ends, and calls of other ranks fail

@@ -1,9 +1,9 @@
-"""Messages between ranks: the one module that calls `torch.distributed`.
+"""Messages between ranks: the only module that calls `torch.distributed`.
 
-Every failure is one error that names the rank, the step and the call. Point-to-point messages of
-torch are not checked: two numbers sent into a buffer of four fill half of it, and bf16 bits arrive
-as fp32 numbers, silently. So every call begins with `agree`, which compares what all ranks are
-about to do.
+Every failure becomes one error that names the rank, the step and the call. torch does not check
+point-to-point messages: if two numbers are sent into a buffer of four, half of it is filled, and
+bf16 bits can arrive as fp32 numbers without an error. Therefore every call begins with
+`RankGroup.agree`, which compares what the ranks are about to do.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ R = TypeVar("R")
 
 @dataclass
 class Traffic:
-    """The bytes that this rank has sent, by the kind of call."""
+    """The number of bytes that this rank has sent, for each kind of call."""
 
     sent: dict[str, int] = field(default_factory=dict)
 
     def add(self, call: str, x: Tensor) -> None:
-        """A tensor goes to another rank."""
+        """Count a tensor that is sent to another rank."""
         self.sent[call] = self.sent.get(call, 0) + x.numel() * x.element_size()
 
     def clear(self) -> None:
-        """Begin to count anew."""
+        """Set all counts to zero."""
         self.sent.clear()
 
 
 traffic = Traffic()
-"""What this process has sent since it began, or since `traffic.clear()`."""
+"""The bytes that this process has sent since it began, or since `traffic.clear()`."""
 
 
-class Ranks:
-    """The ranks of a group, as one call of this package uses them.
+class RankGroup:
+    """The ranks of a process group, and the messages between them.
 
     Args:
-        group: a process group; None is the default one.
+        group: a process group; None means the default group.
 
     Raises:
-        ArgumentError: torch.distributed has not been initialised, or this process is not in the
-            group.
+        ArgumentError: torch.distributed is not initialised, or this process is not in the group.
     """
 
     def __init__(self, group: Group | None = None) -> None:
@@ -62,41 +61,51 @@ class Ranks:
         self.group = group
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise ArgumentError("this process is not a member of the group that was given")
+            raise ArgumentError("this process is not a member of the given group")
 
     def agree(self, call: str, facts: Mapping[str, object]) -> None:
-        """Check that every rank makes the same call, before anything can hang.
+        """Check that every rank makes the same call, before any rank can wait for another forever.
 
         Args:
             call: the name of the call.
-            facts: what must be equal on all ranks, by name; compared as text.
+            facts: what must be equal on all ranks, by name; values are compared as text.
 
         Raises:
-            ArgumentError: on every rank, with the first fact that differs, and who differs.
+            ArgumentError: on every rank, with the first fact that differs and the ranks that
+                differ.
         """
         if self.world == 1:
             return
-        said = {"call": call, **{name: str(x) for name, x in facts.items()}}
-        digest = hashlib.blake2b(repr(said).encode(), digest_size=8).digest()
+        texts_of_facts = {"call": call, **{name: str(x) for name, x in facts.items()}}
+        digest = hashlib.blake2b(repr(texts_of_facts).encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=self._device())
-        every = [torch.empty_like(mine) for _ in range(self.world)]
-        self._run(call, "handshake", lambda: dist.all_gather(every, mine, group=self.group))
-        if all(int(x) == int(mine) for x in every):
+        digests = [torch.empty_like(mine) for _ in range(self.world)]
+        self._run(call, "handshake", lambda: dist.all_gather(digests, mine, group=self.group))
+        if all(int(x) == int(mine) for x in digests):
             return
         texts: list[dict[str, str] | None] = [None] * self.world
-        self._run(call, "handshake", lambda: dist.all_gather_object(texts, said, group=self.group))
+        self._run(
+            call,
+            "handshake",
+            lambda: dist.all_gather_object(texts, texts_of_facts, group=self.group),
+        )
         raise ArgumentError(_difference([x or {} for x in texts]))
 
     def send_receive(
         self, call: str, step: int, send: Tensor | None, to: int, like: Tensor | None, source: int
-    ) -> Message:
-        """Send a tensor to one rank and receive one from another; `Message.wait` gives it.
+    ) -> PendingMessage:
+        """Start sending a tensor to one rank and receiving one from another.
 
         Args:
-            call, step: for errors, and for the count of bytes.
-            send, to: a contiguous tensor and the rank that it goes to; None sends nothing.
-            like, source: an empty tensor to receive into, and the rank that sends; None receives
-                nothing.
+            call: the name of the call, for errors and for the count of bytes.
+            step: the number of the step, for errors.
+            send: a contiguous tensor; None sends nothing.
+            to: the rank that `send` goes to.
+            like: an empty tensor to receive into; None receives nothing.
+            source: the rank that sends into `like`.
+
+        Returns:
+            The message; `PendingMessage.wait` returns the received tensor.
         """
         operations = []
         if send is not None and send.numel():
@@ -109,12 +118,12 @@ class Ranks:
             if operations
             else []
         )
-        return Message(self, call, step, works, like, send)
+        return PendingMessage(self, call, step, works, like, send)
 
     def all_to_all(
         self, call: str, parts: Sequence[Tensor], like: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send one tensor to each rank and receive one from each, as steps of pairs."""
+        """Send one tensor to each rank and receive one from each, in steps of pairs."""
         received = list(like)
         received[self.rank].copy_(parts[self.rank])
         messages = []
@@ -128,7 +137,9 @@ class Ranks:
         return received
 
     def sum(self, call: str, x: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, in fp32 or better, in the order of the ranks."""
+        """Return the sum of a tensor over all ranks, in fp32 or wider, added in the order of the
+        ranks.
+        """
         if self.world == 1:
             return x
         wide = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
@@ -138,55 +149,57 @@ class Ranks:
         return torch.stack(every).sum(0).to(x.dtype)
 
     def gather(self, call: str, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The tensors of all ranks, [..., size] flattened: rank r has sizes[r] numbers."""
+        """Return the flattened tensors of all ranks; that of rank r has sizes[r] elements."""
         parts = [x.reshape(-1).contiguous()] * self.world
         return self.all_to_all(call, parts, [x.new_empty(n) for n in sizes])
 
     def _device(self) -> torch.device:
+        """Return the device on which the group's backend can exchange tensors."""
         backend = dist.get_backend(self.group)
         return torch.device("cuda" if backend == "nccl" else "cpu")
 
     def _run(self, call: str, what: str, function: Callable[[], R]) -> R:
+        """Run a function of torch.distributed and turn its errors into `ParallelError`."""
         try:
             return function()
         except (RuntimeError, ValueError) as error:
-            raise self.failed(call, what, error) from error
+            raise self.failure(call, what, error) from error
 
-    def failed(self, call: str, what: str, error: Exception) -> ParallelError:
-        """The error that a failed message becomes."""
+    def failure(self, call: str, what: str, error: Exception) -> ParallelError:
+        """Make the error for a message that failed."""
         text = str(error).strip().splitlines() or [type(error).__name__]
         return ParallelError(
             f"rank {self.rank} of {self.world}: {call} failed at its {what}: {text[0]}; another "
-            "rank "
-            "has ended, is late, or made another call. Nothing was tried again: start all ranks "
-            "anew"
+            "rank has ended, did not answer in time, or made another call. Nothing was retried: "
+            "start all ranks again"
         )
 
 
 @dataclass
-class Message:
-    """Messages of one step that are on their way."""
+class PendingMessage:
+    """The messages of one step, which may still be on their way."""
 
-    ranks: Ranks
+    ranks: RankGroup
     call: str
     step: int
     works: Sequence[dist.Work]
     received: Tensor | None
     sent: Tensor | None
-    """Kept until the message has left."""
+    """The sent tensor, which is kept alive until it has been sent."""
 
     def wait(self) -> Tensor | None:
-        """Wait until both have happened; what was received, if anything."""
+        """Wait until sending and receiving have ended; return the received tensor, or None."""
         for work in self.works:
             try:
                 work.wait()
             except (RuntimeError, ValueError) as error:
-                raise self.ranks.failed(self.call, f"step {self.step}", error) from error
+                raise self.ranks.failure(self.call, f"step {self.step}", error) from error
         self.sent = None
         return self.received
 
 
 def _difference(texts: Sequence[Mapping[str, str]]) -> str:
+    """Describe the first fact in which the ranks differ."""
     for name in texts[0]:
         values = [x.get(name, "nothing") for x in texts]
         if len(set(values)) > 1:
@@ -194,7 +207,6 @@ def _difference(texts: Sequence[Mapping[str, str]]) -> str:
             odd = [f"{value} on rank {r}" for r, value in enumerate(values) if value != common]
             return (
                 f"the ranks differ in {name}: {common} on most, but {', '.join(odd)}; every rank "
-                "must "
-                "make the same call"
+                "must make the same call"
             )
     return "the ranks make different calls"
