@@ -17,7 +17,7 @@ from regard.integrations.transformers import (  # noqa: E402, F401  (handed on t
     PreallocatedCache,
     PreallocatedLayer,
     architectures,
-    name_places,
+    name_taps,
     regard_attention,
     regard_mask,
 )

@@ -22,7 +22,7 @@ from regard.masks import Causal, Window
 from regard.span import Span
 from tests.integrations.families import (
     MaskRule,
-    name_places,
+    name_taps,
     regard_attention,
     regard_mask,
     transformers,
@@ -30,7 +30,11 @@ from tests.integrations.families import (
 from tests.rules import GRADIENT, assert_close_rule
 
 attention = importlib.import_module("regard.integrations.transformers.attention")
-NEUTRAL, READ, REFUSED = attention.NEUTRAL, attention.READ, attention.REFUSED
+NEUTRAL, READ, REFUSED = (
+    attention.IGNORED_KEYWORDS,
+    attention.USED_KEYWORDS,
+    attention.REFUSED_KEYWORDS,
+)
 B, H, G, T, S, D, E = 2, 4, 2, 5, 7, 6, 3
 LOWEST = torch.finfo(torch.float32).min
 
@@ -275,7 +279,7 @@ def test_taps_have_the_place_of_the_module() -> None:
         assert list(trace) == [place + name for name in ("q", "k", "v", "pattern", "z")]
         assert torch.equal(trace["z"].transpose(1, 2), z)
         assert torch.equal(trace["pattern"] != 0, table(window))
-    name_places(tree)
+    name_taps(tree)
     with regard.Trace("pattern") as trace:
         regard_attention(tree["encoder"], q, k, v, BY_RULE)
     assert list(trace) == ["encoder.pattern"]
@@ -293,7 +297,7 @@ def test_an_edit_changes_what_the_model_computes() -> None:
 def test_a_keyword_that_is_not_known_to_be_harmless_is_refused() -> None:
     q, k, v = inputs()
     for name in ("sinks", "cache", "cu_seq_lens_q", "max_length_k", "head_mask", "anything"):
-        with pytest.raises(ArgumentTypeError, match=rf"Module passes {name}, .*no word for it"):
+        with pytest.raises(ArgumentTypeError, match=rf"Module passes {name}, .*no such option"):
             regard_attention(Module(), q, k, v, None, **{name: torch.zeros(1)})
         with pytest.raises(ArgumentTypeError, match=f"Module passes {name}, "):
             regard_attention(Module(), q, k, v, None, **{name: False})
@@ -434,3 +438,9 @@ def test_it_is_registered_under_its_name() -> None:
 
     assert transformers.AttentionInterface()["regard"] is regard_attention
     assert transformers.AttentionMaskInterface()["regard"] is regard_mask
+
+
+def test_the_former_name_of_name_taps_warns() -> None:
+    package = importlib.import_module("regard.integrations.transformers")
+    with pytest.warns(DeprecationWarning, match="name_places is now"):
+        assert package.name_places is name_taps

@@ -78,7 +78,7 @@ def test_a_step_writes_its_own_token_and_moves_no_other() -> None:
         keys, values = layer.update(*new(1))
         assert keys.shape[2] == i
         assert (keys.data_ptr(), values.data_ptr()) == where
-    with pytest.raises(ArgumentError, match="made for max_length=64 tokens, and 65 come"):
+    with pytest.raises(ArgumentError, match="has max_length=64, but needs 65 tokens"):
         layer.update(*new(1))
 
 
@@ -129,9 +129,11 @@ def test_a_crop_needs_the_tokens_in_front_of_it() -> None:
     for _ in range(12):
         layer.update(*new(1))
     before = [x.clone() for x in (layer.keys, layer.values)]
-    with pytest.raises(ArgumentError, match=r"crop\(-8\) needs 4 tokens in front, and \d are held"):
+    with pytest.raises(
+        ArgumentError, match=r"crop\(-8\) needs 4 tokens before the remaining ones, but has \d"
+    ):
         layer.crop(-8)
-    with pytest.raises(ArgumentError, match=r"crop\(2\): give the number .* as a negative one"):
+    with pytest.raises(ArgumentError, match=r"crop\(2\): give the number .* as a negative number"):
         layer.crop(2)
     assert layer.get_seq_length() == 12
     assert all(torch.equal(a, b) for a, b in zip(before, (layer.keys, layer.values), strict=True))

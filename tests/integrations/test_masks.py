@@ -193,7 +193,7 @@ def test_a_window_of_nothing_is_refused_where_it_is_used(size: int) -> None:
             mask = regard_mask(B, 7, 7, mask_function=function, attention_mask=keep)
             assert not mask.dense().any()
             with pytest.raises(
-                ArgumentError, match=r"window or chunk of less than one key.*must be None"
+                ArgumentError, match=r"window or chunk of less than one key.*to None"
             ):
                 regard_attention(torch.nn.Module(), q, k, k, mask)
 
@@ -275,7 +275,7 @@ FOREIGN = {
     ),
     "lt|gt|eq|ne": (lambda m: m < 0, lambda m: m > 0, lambda m: m == 0, lambda m: m != 0),
     "where": (lambda m: scores.where(m, 1.0), lambda m: torch.where(scores > 0, m, m)),
-    "wanted as torch": (
+    "converted to torch": (
         lambda m: m.to(torch.bool),
         lambda m: m.to(torch.float32),
         lambda m: m.to(dtype=torch.int64),
@@ -310,7 +310,7 @@ FOREIGN = {
 def test_what_could_be_meant_for_an_additive_mask_is_refused(name: str, kind: str) -> None:
     mask = rule() if kind == "rule" else BoolMask.of(rule().dense())
     for wrong in FOREIGN[name]:
-        with pytest.raises(ArgumentError, match=f"({name}).*the model does not know bool masks"):
+        with pytest.raises(ArgumentError, match=f"({name}).*the model does not support bool masks"):
             wrong(mask)
 
 

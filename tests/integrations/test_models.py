@@ -24,7 +24,7 @@ from tests.integrations.families import (
     decoder,
     keep,
     loud,
-    name_places,
+    name_taps,
     other,
     regard_mask,
     tokens,
@@ -304,7 +304,7 @@ def test_padding_is_in_no_pattern() -> None:
 
 def test_places_of_an_encoder_and_a_decoder() -> None:
     model = other("T5", "regard")
-    name_places(model)
+    name_taps(model)
     with torch.no_grad(), regard.Trace("pattern") as trace:
         model(tokens(1, 5), decoder_input_ids=tokens(1, 3))
     places = [

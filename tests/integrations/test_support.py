@@ -14,7 +14,7 @@ import torch
 from regard import ArgumentError
 from tests.integrations.families import ENDS, SIZES, WIDE, architectures, tokens, transformers
 
-support = importlib.import_module("regard.integrations.transformers.support")
+support = importlib.import_module("regard.integrations.transformers.supported_models")
 SMALL = {
     "vocab_size": 48,
     "hidden_size": 32,
@@ -150,7 +150,7 @@ def test_a_part_that_is_refused_refuses_the_whole_and_a_part_that_is_not_named_d
 @pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", SILENT)
 def test_a_class_that_never_calls_us_says_so_once(name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(support, "_told", {})
+    monkeypatch.setattr(support, "_warned", {})
     cls, settings = SILENT[name]
     given = config(name, settings, attn_implementation="regard")
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ def test_what_is_served_is_built_and_switched_in_silence() -> None:
 def test_other_implementations_pass_through_the_guard() -> None:
     model = transformers.MptModel(config("Mpt", REFUSED["Mpt"][1], attn_implementation="eager"))
     model.set_attn_implementation("eager")
-    support.guard()  # a second time wraps nothing
+    support.wrap_model_methods()  # a second time wraps nothing
     assert not hasattr(
         transformers.PreTrainedModel.set_attn_implementation.__wrapped__, "__wrapped__"
     )
@@ -202,12 +202,12 @@ def test_the_list_of_what_works() -> None:
 def test_masks_of_recurrent_layers_are_no_attention_masks() -> None:
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Model
 
-    assert support.use(Mamba2Model) == (False, False, False, False)
+    assert support.attention_usage(Mamba2Model) == (False, False, False, False)
 
 
 def test_a_class_of_ones_own_is_judged_by_what_it_inherits() -> None:
-    assert support.use(MyLlama).interface
-    assert not support.use(MyMpt).interface
+    assert support.attention_usage(MyLlama).interface
+    assert not support.attention_usage(MyMpt).interface
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         MyLlama(transformers.LlamaConfig(**SIZES, attn_implementation="regard"))
@@ -217,7 +217,7 @@ def test_a_class_of_ones_own_is_judged_by_what_it_inherits() -> None:
 
 def test_a_class_without_source_is_judged_by_its_masks_alone() -> None:
     unseen = type("Unseen", (transformers.MptModel,), {"__module__": "nowhere"})
-    assert support.use(unseen) is None
+    assert support.attention_usage(unseen) is None
     model = unseen(config("Mpt", REFUSED["Mpt"][1], attn_implementation="regard"))
-    with pytest.raises(ArgumentError, match="the model does not know bool masks"):
+    with pytest.raises(ArgumentError, match="the model does not support bool masks"):
         model(tokens(1, 5))

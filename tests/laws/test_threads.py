@@ -311,7 +311,7 @@ def test_a_model_of_transformers() -> None:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     model.set_attn_implementation("regard")
-    regard.integrations.transformers.name_places(model)
+    regard.integrations.transformers.name_taps(model)
     ids = [torch.arange(1, n)[None] % 16 for n in (4, 6, 9)]
     check_crowd([lambda x=x: torch.no_grad()(model)(x).logits for x in ids], 1)
 

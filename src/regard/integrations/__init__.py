@@ -1,3 +1,1 @@
-"""Other libraries that can use regard's attention: one package for each, imported by whoever wants
-it.
-"""
+"""Adapters that let other libraries use regard's attention: one package for each library."""

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from regard import masks
-from regard.integrations.pytorch.dense_masks import Memory, Recognised, recognise
+from regard.integrations.pytorch.dense_masks import (
+    RecognizedMask,
+    RecognizedMaskCache,
+    recognize_mask,
+)
 from regard.masks import Causal, Dense, Mask, Window
 from regard.span import Span
 
@@ -46,7 +50,7 @@ CASES: dict[str, tuple[Tensor, Mask | None, int | None]] = {
 def test_a_mask_that_is_a_rule_is_recognised(name: str) -> None:
     table, rule, start = CASES[name]
     for mask in (table, torch.where(table, 0.0, -torch.inf)):
-        found = recognise(mask, B, T, S)
+        found = recognize_mask(mask, B, T, S)
         assert str(found.mask) == str(rule)
         assert found.bias is None
         assert not found.uniform_rows
@@ -62,13 +66,13 @@ def test_padding_is_recognised_alone_and_with_a_rule(side: str, rule: str) -> No
     table = keep(*rows).expand(B, 1, T, S)
     if rule != "padding":
         table = table & band(T, S, S - T, 3 if rule == "window" else None)
-    found = recognise(table, B, T, S)
+    found = recognize_mask(table, B, T, S)
     assert found.mask is not None
     assert not any(isinstance(term, Dense) for term in found.mask.terms())
     assert_equal(found, table)
 
 
-def assert_equal(found: Recognised, table: Tensor) -> None:
+def assert_equal(found: RecognizedMask, table: Tensor) -> None:
     """The rule, written out, is the table."""
     assert found.mask is not None
     written = found.mask.block(found.q_positions, Span(0, S))
@@ -82,13 +86,13 @@ def test_one_element_that_differs_leaves_it_dense_or_exact(name: str) -> None:
     for i in range(0, table.numel(), 5):
         changed = table.clone().contiguous()
         changed.view(-1)[i] ^= True
-        found = recognise(changed, B, T, S)
+        found = recognize_mask(changed, B, T, S)
         assert_equal(found, changed)
 
 
 def test_what_differs_between_heads_stays_dense() -> None:
     table = torch.stack([band(T, S, 4), band(T, S, 4, 2)])[None]
-    found = recognise(table, B, T, S)
+    found = recognize_mask(table, B, T, S)
     assert isinstance(found.mask, Dense)
     assert torch.equal(found.mask.table, table)
 
@@ -96,7 +100,7 @@ def test_what_differs_between_heads_stays_dense() -> None:
 def test_numbers_that_hide_nothing_are_a_bias() -> None:
     hidden = ~band(T, S, 4)
     bias = torch.randn(B, 3, T, S)
-    found = recognise(bias.masked_fill(hidden, -torch.inf), B, T, S)
+    found = recognize_mask(bias.masked_fill(hidden, -torch.inf), B, T, S)
     assert str(found.mask) == "causal"
     assert found.bias is not None
     assert torch.equal(found.bias, bias.masked_fill(hidden, 0))
@@ -107,40 +111,40 @@ def test_a_row_that_a_finite_number_hides_is_uniform_in_torch(dtype: torch.dtype
     lowest = torch.finfo(dtype).min
     table = band(T, S, 0)
     table[2] = False
-    assert recognise(torch.where(table, 0.0, lowest).to(dtype), B, T, S).uniform_rows
-    assert not recognise(torch.where(table, 0.0, -torch.inf).to(dtype), B, T, S).uniform_rows
+    assert recognize_mask(torch.where(table, 0.0, lowest).to(dtype), B, T, S).uniform_rows
+    assert not recognize_mask(torch.where(table, 0.0, -torch.inf).to(dtype), B, T, S).uniform_rows
     table[2] = True
-    assert not recognise(torch.where(table, 0.0, lowest).to(dtype), B, T, S).uniform_rows
+    assert not recognize_mask(torch.where(table, 0.0, lowest).to(dtype), B, T, S).uniform_rows
 
 
 def test_a_mask_is_looked_through_once_until_it_changes() -> None:
-    memory = Memory()
+    cache = RecognizedMaskCache()
     table = band(T, S, 4)
-    first = memory.recognise(table, B, T, S)
-    assert memory.recognise(table, B, T, S) is first
-    assert memory.recognise(table[None, None], B, T, S).mask is not None
-    assert memory.looked == 2  # another shape is another question
+    first = cache.recognize(table, B, T, S)
+    assert cache.recognize(table, B, T, S) is first
+    assert cache.recognize(table[None, None], B, T, S).mask is not None
+    assert cache.misses == 2  # another shape is another question
     table[0, 0] = False
-    changed = memory.recognise(table, B, T, S)
-    assert memory.looked == 3
+    changed = cache.recognize(table, B, T, S)
+    assert cache.misses == 3
     assert isinstance(changed.mask, Dense)
 
 
 def test_memory_that_is_used_again_is_looked_through_again() -> None:
-    memory = Memory(size=4)
+    cache = RecognizedMaskCache(size=4)
     for size in range(1, 6):
         for _ in range(3):
             table = band(T, S, S - T, size).clone()  # freed at once, and likely at the same address
-            found = memory.recognise(table, B, T, S)
+            found = cache.recognize(table, B, T, S)
             assert str(found.mask) == str(masks.Causal() & masks.Window(size))
             del table, found
 
 
 def test_a_tensor_of_inference_mode_is_never_remembered() -> None:
-    memory = Memory()
+    cache = RecognizedMaskCache()
     with torch.inference_mode():
         table = band(T, S, 4)
-        memory.recognise(table, B, T, S)
+        cache.recognize(table, B, T, S)
         table[0, 0] = False
-        assert isinstance(memory.recognise(table, B, T, S).mask, Dense)
-    assert memory.looked == 2
+        assert isinstance(cache.recognize(table, B, T, S).mask, Dense)
+    assert cache.misses == 2

@@ -136,7 +136,7 @@ def test_a_row_hidden_by_a_finite_number_is_left_to_torch(dtype: torch.dtype) ->
     with regard.accelerate(always=True) as calls:
         z = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     assert not calls.taken
-    assert "averages the values" in str(calls)
+    assert "the mean of the values" in str(calls)
     assert torch.equal(z, ORIGINAL(q, q, q, attn_mask=mask))
 
 
@@ -164,7 +164,7 @@ def test_what_is_left_to_torch_is_counted_with_its_reason(name: str) -> None:
         F.scaled_dot_product_attention(q, q, q, **options)
     assert not calls.taken
     assert any(why in reason for reason in calls.left), str(calls)
-    assert str(calls).startswith("calls that ran here: 0; in torch: 1")
+    assert str(calls).startswith("calls that ran in regard: 0; in torch: 1")
 
 
 def test_torch_says_what_does_not_fit() -> None:
@@ -409,3 +409,22 @@ def test_a_transformers_model_generates_the_same_tokens() -> None:
     assert torch.equal(usual, found)
     assert sum(calls.taken.values()) + sum(calls.left.values()) == 2 * 8
     assert sum(calls.taken.values()) >= 2 * 7, str(calls)
+
+
+def test_the_former_name_of_the_counts_warns() -> None:
+    from regard.integrations import pytorch
+
+    with pytest.warns(DeprecationWarning, match="Calls is now"):
+        assert pytorch.Calls is pytorch.CallCounts
+
+
+def test_a_model_pickled_with_the_former_names_of_the_hooks_loads() -> None:
+    model = regard.accelerate(torch.nn.Linear(2, 2))
+    data = pickle.dumps(model, protocol=0)
+    former = data.replace(b"_BeforeForward", b"_Enter").replace(b"_AfterForward", b"_Leave")
+    former = former.replace(b"CallCounts", b"Calls")
+    assert former != data
+    with pytest.warns(DeprecationWarning, match="is now regard"):
+        loaded = pickle.loads(former)
+    x = torch.ones(1, 2)
+    assert torch.equal(loaded(x), model(x))

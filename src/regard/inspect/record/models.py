@@ -224,9 +224,9 @@ def _transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
         )
     layered = any(getattr(m, "layer_idx", None) is not None for m in model.modules())
     if getattr(config, "is_encoder_decoder", False) or not layered:
-        from regard.integrations.transformers import name_places
+        from regard.integrations.transformers import name_taps
 
-        name_places(model)  # its layers have no numbers, or the same ones twice
+        name_taps(model)  # its layers have no numbers, or the same ones twice
     given = {"input_ids": text} if isinstance(text, Tensor) else dict(text)
     if not tokens:
         model(**given)

@@ -1,10 +1,12 @@
-"""Any PyTorch model, one line: `regard.accelerate` runs torch's attention functions through
-`attend`.
+"""`regard.accelerate`: run the attention of any PyTorch model through `regard.attend`.
 
-`override.py` replaces torch's functions and decides which calls leave torch; `dense_masks.py` reads
-the masks that models build as tensors.
+`override.py` replaces torch's attention functions and decides which calls it runs; `dense_masks.py`
+recognizes the rule (causal, window, padding) behind a mask that a model builds as a tensor.
 """
 
-from regard.integrations.pytorch.override import Calls, accelerate
+from regard.deprecation import renamed
+from regard.integrations.pytorch.override import CallCounts, accelerate
 
-__all__ = ["Calls", "accelerate"]
+__all__ = ["CallCounts", "accelerate"]
+
+__getattr__ = renamed(__name__, {"Calls": "CallCounts"})

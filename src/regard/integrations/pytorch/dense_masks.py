@@ -1,10 +1,8 @@
-"""Dense masks read as rules: a tensor [T, S] that is really causal, a window or padding is
-recognised.
+"""Recognize the rule behind a dense mask: a tensor [T, S] that is causal, a window or padding.
 
-Most models build a tensor of booleans, or of 0 and -inf, and hand it to every layer. A kernel that
-knows the rule behind it skips what is hidden; of the tensor it would have to read every element.
-A recognised mask equals the tensor element by element: the candidate rule is written out and
-compared, never assumed.
+Most models build a tensor of booleans, or of 0 and -inf, and pass it to every layer. A kernel that
+knows the rule skips the hidden keys, whereas it would have to read every element of the tensor. A
+recognized mask equals the tensor element by element: the rule is evaluated and compared with it.
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from regard.masks import Causal, Dense, Mask, Padding, Window
 from regard.span import Span
 
-MASKS_KEPT = 32
-"""How many recognised tensors are remembered; a model has one or two kinds of mask a step."""
+MAX_CACHED_MASKS = 32
+"""The number of recognized tensors in the cache; a model has one or two kinds of mask per step."""
 
 
 @dataclass(frozen=True)
-class Recognised:
-    """What a dense mask says of a call with T queries and S keys.
+class RecognizedMask:
+    """The meaning of a dense mask in a call with T queries and S keys.
 
     Attributes:
-        mask: the rule, `Dense` where no rule fits, or None where every query sees every key.
-        q_positions: where the queries stand; the keys stand at 0..S-1.
+        mask: the rule; `Dense` if no rule fits; None if every query sees every key.
+        q_positions: the positions of the queries; the keys are at 0..S-1.
         bias: what a float mask adds to the scores, or None.
-        uniform_rows: some row hides every key by a finite number. torch then gives the mean of all
-            values, which no mask says: such a call is left to torch.
+        uniform_rows: True if a row hides every key by a finite number. torch then returns the mean
+            of all values, which no rule expresses, so that such a call is left to torch.
     """
 
     mask: Mask | None
@@ -43,14 +41,20 @@ class Recognised:
     uniform_rows: bool = False
 
 
-def recognise(mask: Tensor, B: int, T: int, S: int) -> Recognised:
-    """Read a mask as torch means it: bool, True = may attend; or floats that are added to scores.
+def recognize_mask(mask: Tensor, B: int, T: int, S: int) -> RecognizedMask:
+    """Find the rule behind a mask in torch's convention.
 
     Args:
-        mask: any shape that broadcasts to [B, H, T, S].
-        B, T, S: the number of rows of the batch, of queries and of keys.
+        mask: bool, True = may attend, or floats that are added to the scores; any shape that
+            broadcasts to [B, H, T, S].
+        B: the number of rows of the batch.
+        T: the number of queries.
+        S: the number of keys.
 
-    >>> found = recognise(torch.ones(3, 5, dtype=torch.bool).tril(2), 1, 3, 5)
+    Returns:
+        The rule, the positions of the queries, and what a float mask adds to the scores.
+
+    >>> found = recognize_mask(torch.ones(3, 5, dtype=torch.bool).tril(2), 1, 3, 5)
     >>> print(found.mask, found.q_positions)
     causal Span(start=2, length=3)
     """
@@ -60,29 +64,33 @@ def recognise(mask: Tensor, B: int, T: int, S: int) -> Recognised:
     if mask.dtype == torch.bool:
         return _rule(mask, B, T, S)
     lowest = mask <= torch.finfo(mask.dtype).min / 2
-    found = _rule(~lowest, B, T, S)
+    recognized = _rule(~lowest, B, T, S)
     bias = None if bool((lowest | (mask == 0)).all()) else mask.masked_fill(lowest, 0)
     finite = (lowest & (mask > -torch.inf)).any(-1)
-    return replace(found, bias=bias, uniform_rows=bool((lowest.all(-1) & finite).any()))
+    return replace(recognized, bias=bias, uniform_rows=bool((lowest.all(-1) & finite).any()))
 
 
-class Memory:
-    """Masks that were recognised, by their storage and its version: layers share one tensor."""
+class RecognizedMaskCache:
+    """A cache of recognized masks by storage and version, since the layers of a model share one
+    tensor.
+    """
 
-    def __init__(self, size: int = MASKS_KEPT) -> None:
+    def __init__(self, size: int = MAX_CACHED_MASKS) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._found: OrderedDict[tuple[object, ...], tuple[StorageWeakRef, Recognised]] = (
+        self._entries: OrderedDict[tuple[object, ...], tuple[StorageWeakRef, RecognizedMask]] = (
             OrderedDict()
         )
-        self.looked = 0
-        """How many masks were looked through."""
+        self.misses = 0
+        """The number of masks that were not in the cache."""
 
-    def recognise(self, mask: Tensor, B: int, T: int, S: int) -> Recognised:
-        """As `recognise`, once for a tensor that does not change."""
-        if mask.is_inference():  # it counts no versions
-            self.looked += 1
-            return recognise(mask, B, T, S)
+    def recognize(self, mask: Tensor, B: int, T: int, S: int) -> RecognizedMask:
+        """Return `recognize_mask` of these arguments, computed once for a tensor that does not
+        change.
+        """
+        if mask.is_inference():  # inference tensors have no version counter
+            self.misses += 1
+            return recognize_mask(mask, B, T, S)
         storage = mask.untyped_storage()
         key = (
             storage._cdata,
@@ -96,24 +104,24 @@ class Memory:
             S,
         )
         with self._lock:
-            entry = self._found.get(key)
+            entry = self._entries.get(key)
         if entry is not None and not entry[0].expired():
             return entry[1]
-        found = recognise(mask, B, T, S)
-        self.looked += 1
+        recognized = recognize_mask(mask, B, T, S)
+        self.misses += 1
         with self._lock:
-            self._found[key] = (StorageWeakRef(storage), found)
-            while len(self._found) > self._size:
-                self._found.popitem(last=False)
-        return found
+            self._entries[key] = (StorageWeakRef(storage), recognized)
+            while len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+        return recognized
 
 
-def _rule(visible: Tensor, B: int, T: int, S: int) -> Recognised:
-    """The rule of a bool mask [B or 1, H or 1, T, S]: the first candidate that equals it."""
+def _rule(visible: Tensor, B: int, T: int, S: int) -> RecognizedMask:
+    """Return the first candidate rule that equals a bool mask [B or 1, H or 1, T, S]."""
     here = Span(S - T, T, tokens=S < T)
     if T and S and _same_for_heads(visible):
         if bool(visible.all()):
-            return Recognised(None, here)
+            return RecognizedMask(None, here)
         visible = visible[:, :1]
         for rule, start in _candidates(visible[:, 0], B, T, S):
             positions = Span(start, T, tokens=start < 0)
@@ -121,28 +129,31 @@ def _rule(visible: Tensor, B: int, T: int, S: int) -> Recognised:
                 rule.block(positions, Span(0, S), device=visible.device).expand(B, 1, T, S),
                 visible.expand(B, 1, T, S),
             ):
-                return Recognised(rule, positions)
-    return Recognised(Dense(visible), here)
+                return RecognizedMask(rule, positions)
+    return RecognizedMask(Dense(visible), here)
 
 
 def _same_for_heads(visible: Tensor) -> bool:
+    """Whether the mask is the same for every head."""
     if visible.shape[1] == 1 or visible.stride(1) == 0:
         return True
     return torch.equal(visible, visible[:, :1].expand_as(visible))
 
 
 def _candidates(visible: Tensor, B: int, T: int, S: int) -> Iterator[tuple[Mask, int]]:
-    """Rules that a mask [B or 1, T, S] may be, with the first query's position."""
+    """Yield the rules that a mask [B or 1, T, S] may be, each with the position of the first
+    query.
+    """
     keys = visible.any(1)  # [B or 1, S]: which keys some query sees
-    seen = keys[0].nonzero()
-    if not len(seen):
+    visible_columns = keys[0].nonzero()
+    if not len(visible_columns):
         return
     padding = None if bool(keys.all()) else Padding.from_keep(keys.expand(B, S))
     if padding is not None:
         yield padding, S - T
     last = visible[0, -1].nonzero()
-    own = int(last[-1]) - (T - 1) if len(last) else S - T
-    for start in dict.fromkeys((S - T, 0, own)):
+    last_query_start = int(last[-1]) - (T - 1) if len(last) else S - T
+    for start in dict.fromkeys((S - T, 0, last_query_start)):
         rules: list[Mask] = [Causal()]
         q = torch.arange(start, start + T, device=visible.device)[:, None]
         distance = q - torch.arange(S, device=visible.device)

@@ -1,15 +1,14 @@
-"""`regard.accelerate`: torch's attention functions, run by this package's kernels where they are
-faster.
+"""`regard.accelerate`: run torch's attention functions through this package where it is faster.
 
-While it is on, three functions of torch are replaced, in torch's own modules and in every loaded
-module that has imported one by name: `F.scaled_dot_product_attention`, and the fused inference
-paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`. A replacement looks at the call's
-sizes first; what is small goes to torch at once. All other functions of torch cost what they cost
-before: a `TorchFunctionMode`, which sees every call of torch, costs 3 microseconds for each of
-them, which is more than 3 % of a decoding step of a small model.
+While it is active, three functions of torch are replaced, in torch's own modules and in every
+loaded module that has imported one of them by name: `F.scaled_dot_product_attention`, and the fused
+inference paths of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`. A replacement checks
+the sizes of the call first, and passes small calls to torch at once. All other functions of torch
+are untouched. A `TorchFunctionMode` would see every call of torch and cost 3 microseconds for each,
+which is more than 3 % of a decoding step of a small model.
 
-A result is torch's within the error rule, with two differences that are torch's faults: NaN in data
-that a query sees is never lost, and NaN in what is hidden never shows.
+A result equals torch's within the error rule, with two differences, which correct faults of torch:
+NaN in data that a query sees always appears in the output, and NaN in hidden data never does.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.deprecation import renamed
 from regard.errors import ArgumentTypeError
-from regard.integrations.pytorch.dense_masks import Memory
+from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import decide, run_on
@@ -37,23 +37,25 @@ from regard.span import Span
 
 M = TypeVar("M", bound=nn.Module)
 
-FASTER = ("cpu", "gemm")
-"""The kernels for which a call leaves torch."""
+FAST_KERNELS = ("cpu", "gemm")
+"""The kernels that are faster than torch, so that a call for which one is chosen runs here."""
 
-LEAST_MEMORY = 1 << 17
-"""Keys and values of fewer numbers than this are left to torch when queries are few."""
+MIN_KEY_VALUE_NUMBERS = 1 << 17
+"""With few queries, calls whose keys and values have fewer numbers than this run in torch."""
 
-LEAST_PRODUCTS = 1 << 28
-"""Products B H T S (D + E) below this are left to torch when queries are many."""
+MIN_PRODUCTS = 1 << 28
+"""With many queries, calls with B H T S (D + E) below this run in torch."""
 
 FEW_QUERIES = 16
-"""Up to so many rows for each key/value head a call reads memory; with more it multiplies
-matrices.
+"""Up to this many query rows per key/value head the time of a call is that of reading memory; with
+more it is that of matrix multiplication.
 """
 
 SMALL = "it is small"
-AS_FAST = "torch is as fast for these sizes"
-NOT_MASKED = "its arguments do not fit, or its mask averages the values in rows that it hides"
+TORCH_AS_FAST = "torch is as fast for these sizes"
+NOT_MASKED_ATTENTION = (
+    "its arguments do not fit, or its mask gives the mean of the values in hidden rows"
+)
 
 _torch_attention = F.scaled_dot_product_attention
 _torch_mha = torch._native_multi_head_attention
@@ -61,13 +63,13 @@ _torch_encoder = torch._transformer_encoder_layer_fwd
 
 
 @dataclass(eq=False)
-class Calls:
-    """What became of the calls of torch's attention functions; printing it gives the counts.
+class CallCounts:
+    """The numbers of attention calls that ran here and in torch; printing it shows them.
 
-    Attributes:
-        always: whether calls are taken in which torch is as fast.
-        taken: how many calls each kernel ran, by its name.
-        left: how many calls went to torch, by the reason.
+    Args:
+        always: whether calls for which torch is as fast run here, too.
+        taken: the number of calls that each kernel of this package ran, by its name.
+        left: the number of calls that torch ran, by the reason.
     """
 
     always: bool = False
@@ -76,71 +78,73 @@ class Calls:
 
     def __str__(self) -> str:
         here, left = sum(self.taken.values()), sum(self.left.values())
-        lines = [f"calls that ran here: {here}; in torch: {left}"]
+        lines = [f"calls that ran in regard: {here}; in torch: {left}"]
         lines += [f"  {n:>8}  {name}" for name, n in self.taken.most_common()]
         lines += [f"  {n:>8}  torch: {why}" for why, n in self.left.most_common()]
         return "\n".join(lines)
 
 
-class _Thread(threading.local):
-    """The open contexts of this thread."""
+class _OpenContexts(threading.local):
+    """The contexts that are open in this thread."""
 
     def __init__(self) -> None:
-        self.open: list[Calls] = []
+        self.open: list[CallCounts] = []
 
     @property
     def always(self) -> bool:
         """Whether the innermost context takes every call that it can."""
         return self.open[-1].always
 
-    def took(self, kernel: str) -> None:
-        """A kernel runs a call."""
+    def count_kernel(self, kernel: str) -> None:
+        """Count a call that a kernel of this package runs."""
         for calls in self.open:
             calls.taken[kernel] += 1
 
-    def left(self, why: str) -> None:
-        """A call is left to torch."""
+    def count_torch(self, why: str) -> None:
+        """Count a call that torch runs."""
         for calls in self.open:
             calls.left[why] += 1
 
 
-_thread = _Thread()
-_memory = Memory()
+_contexts = _OpenContexts()
+_mask_cache = RecognizedMaskCache()
 
 
 @overload
-def accelerate(*, always: bool = False) -> AbstractContextManager[Calls]: ...
+def accelerate(*, always: bool = False) -> AbstractContextManager[CallCounts]: ...
 @overload
 def accelerate(model: M, *, always: bool = False) -> M: ...
 def accelerate(
     model: nn.Module | None = None, *, always: bool = False
-) -> nn.Module | AbstractContextManager[Calls]:
+) -> nn.Module | AbstractContextManager[CallCounts]:
     """Run attention of any PyTorch model on a CPU through `attend` where that is faster, exactly.
 
-    Without a model it is a context manager, for this thread, whose value counts the calls
-    (`Calls`):
+    Without a model it is a context manager for this thread, which yields the counts of calls
+    (`CallCounts`):
 
         with regard.accelerate() as calls:
             model.generate(...)
         print(calls)
 
-    With a model, every later `model(...)` runs so, in any thread, and the model is returned.
+    With a model, every later call `model(...)` in any thread runs accelerated, and the model is
+    returned.
 
-    Taken are calls of `F.scaled_dot_product_attention`, of `nn.MultiheadAttention` and of
-    `nn.TransformerEncoderLayer`, on a CPU, without dropout, outside of compiled graphs. Each
-    argument means what torch means by it: `is_causal` is aligned at the first key, a bool mask has
-    True = may attend, a float mask is added. A dense mask that is causal, a window or padding is
-    recognised. Calls in which torch is as fast are left to torch, and counted with the reason.
+    It applies to calls of `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and
+    `nn.TransformerEncoderLayer` on a CPU, without dropout, outside of compiled graphs. Each
+    argument has torch's meaning: `is_causal` is aligned at the first key, a bool mask has True =
+    may attend, and a float mask is added to the scores. A dense mask that is causal, a window or
+    padding is recognized. Calls for which torch is as fast run in torch and are counted with the
+    reason.
 
     Args:
-        model: any module; None gives the context manager.
-        always: take every call that `attend` can run, also where torch is as fast.
+        model: any module; None returns the context manager.
+        always: also run the calls for which torch is as fast.
 
     Returns:
         The context manager, or the model.
 
     Raises:
-        ArgumentTypeError: the model is no `nn.Module`.
+        ArgumentTypeError: the model is not an `nn.Module`.
 
     >>> import torch, regard
     >>> q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4096, 64)
@@ -153,57 +157,58 @@ def accelerate(
         return _accelerated(always)
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(
-            f"model is {type(model).__name__}; it must be an nn.Module, or nothing: "
+            f"model is {type(model).__name__}; it must be an nn.Module; without a model, write "
             "`with regard.accelerate():`"
         )
-    if not any(isinstance(hook, _Enter) for hook in model._forward_pre_hooks.values()):
-        _install()  # for good: models that are accelerated may share their modules' functions
-        model.register_forward_pre_hook(_Enter(always))
-        model.register_forward_hook(_Leave(), always_call=True)
+    if not any(isinstance(hook, _BeforeForward) for hook in model._forward_pre_hooks.values()):
+        # never removed: accelerated models may share the functions of their modules
+        _install_replacements()
+        model.register_forward_pre_hook(_BeforeForward(always))
+        model.register_forward_hook(_AfterForward(), always_call=True)
     return model
 
 
 @contextmanager
-def _accelerated(always: bool) -> Iterator[Calls]:  # noqa: FBT001
-    calls = Calls(always)
-    _install()
-    _thread.open.append(calls)
+def _accelerated(always: bool) -> Iterator[CallCounts]:  # noqa: FBT001
+    calls = CallCounts(always)
+    _install_replacements()
+    _contexts.open.append(calls)
     try:
         yield calls
     finally:
-        _thread.open.remove(calls)
-        _uninstall()
+        _contexts.open.remove(calls)
+        _remove_replacements()
 
 
-class _Enter:
-    """Before the forward pass of a model that is accelerated for good."""
+class _BeforeForward:
+    """A hook that opens the context before the forward pass of an accelerated model."""
 
     def __init__(self, always: bool) -> None:  # noqa: FBT001
-        self.calls = Calls(always)
+        self.calls = CallCounts(always)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not is_compiling():
-            if not _users:  # the model was unpickled in a process that has replaced nothing yet
-                _install()
-            _thread.open.append(self.calls)
+            if not _users:  # the model was unpickled in a process without replacements
+                _install_replacements()
+            _contexts.open.append(self.calls)
 
 
-class _Leave:
-    """After it, also when it failed."""
+class _AfterForward:
+    """A hook that closes the context after the forward pass, even if it failed."""
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         if not is_compiling():
-            _thread.open.pop()
+            _contexts.open.pop()
 
 
 _lock = threading.Lock()
 _users = 0
 _replaced: list[tuple[dict[str, Any], str, Any]] = []
-"""Where a function of torch was replaced: a module's names, the name, and the original."""
+"""The replaced functions of torch: the namespace of a module, the name, and the original."""
 
 
-def _install() -> None:
-    """Put the replacements wherever a loaded module holds the original under a name."""
+def _install_replacements() -> None:
+    """Replace torch's functions in every loaded module that holds one of them under a name."""
     global _users
     with _lock:
         _users += 1
@@ -212,7 +217,7 @@ def _install() -> None:
         new = {id(original): function for original, function in _REPLACEMENTS}
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
-            if names is None or names.get("__name__") in _OURS:
+            if names is None or names.get("__name__") in _EXEMPT_MODULES:
                 continue
             for name, value in list(names.items()):
                 function = new.get(id(value))
@@ -221,7 +226,8 @@ def _install() -> None:
                     names[name] = function
 
 
-def _uninstall() -> None:
+def _remove_replacements() -> None:
+    """Put torch's functions back when the last user has ended."""
     global _users
     with _lock:
         _users -= 1
@@ -241,14 +247,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    if not is_compiling() and (contexts := _thread.open):
-        # a small call costs torch 3 microseconds: three sizes decide, before anything else is asked
+    if not is_compiling() and (contexts := _contexts.open):
+        # a small call takes torch 3 microseconds: three sizes are compared before anything else
         if (
             not contexts[-1].always
-            and query.numel() * key.shape[-2] * 2 < LEAST_PRODUCTS
-            and key.numel() * 2 < LEAST_MEMORY
+            and query.numel() * key.shape[-2] * 2 < MIN_PRODUCTS
+            and key.numel() * 2 < MIN_KEY_VALUE_NUMBERS
         ):
-            _thread.left(SMALL)
+            _contexts.count_torch(SMALL)
             return _torch_attention(
                 query,
                 key,
@@ -259,7 +265,7 @@ def _attention(
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        why = _why_torch(query, key, value, attn_mask, dropout_p)
+        why = _reason_for_torch(query, key, value, attn_mask, dropout_p)
         call = (
             _as_call(
                 query, key, value, attn_mask, is_causal=is_causal, scale=scale, grouped=enable_gqa
@@ -269,11 +275,15 @@ def _attention(
         )
         if call is not None:
             kernel, call = decide(call)
-            if kernel.name in FASTER or _thread.always or _skips(call, attn_mask):
-                _thread.took(kernel.name)
+            if (
+                kernel.name in FAST_KERNELS
+                or _contexts.always
+                or _mask_was_recognized(call, attn_mask)
+            ):
+                _contexts.count_kernel(kernel.name)
                 return run_on(kernel, call).out
-            why = AS_FAST
-        _thread.left(why or NOT_MASKED)
+            why = TORCH_AS_FAST
+        _contexts.count_torch(why or NOT_MASKED_ATTENTION)
     return _torch_attention(
         query,
         key,
@@ -286,13 +296,15 @@ def _attention(
     )
 
 
-def _skips(call: Call, given: Tensor | None) -> bool:
-    """Whether a dense mask was recognised: of its rule every kernel leaves out what is hidden."""
-    return given is not None and call.bias is None and not isinstance(call.mask, Dense)
+def _mask_was_recognized(call: Call, mask: Tensor | None) -> bool:
+    """Whether a dense mask was given and recognized, so that every kernel can skip hidden keys."""
+    return mask is not None and call.bias is None and not isinstance(call.mask, Dense)
 
 
-def _why_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> str | None:
-    """The reason, seen without looking at numbers, why torch runs this call; None if it need
+def _reason_for_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
+) -> str | None:
+    """Return why torch must run this call, judging by types and sizes alone; None if it need
     not.
     """
     if is_compiling() or torch._C._is_tracing():
@@ -300,21 +312,21 @@ def _why_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: fl
     if not all(type(x) in (Tensor, nn.Parameter) for x in (q, k, v)):
         return "its tensors are of another class"
     if dropout > 0:
-        return "it has dropout, whose random numbers are torch's"
+        return "it has dropout, which must use torch's random numbers"
     if q.device.type != "cpu":
         return "it is not on a CPU"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        return "its tensors have not the four dimensions [B, H, T, D]"
+        return "its tensors do not have the four dimensions [B, H, T, D]"
     T, S, D, E = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
     G = max(1, k.shape[1])
     if T * (q.shape[1] // G) <= FEW_QUERIES:
-        small = k.numel() + v.numel() < LEAST_MEMORY
+        small = k.numel() + v.numel() < MIN_KEY_VALUE_NUMBERS
     else:
-        small = q.shape[0] * q.shape[1] * T * S * (D + E) < LEAST_PRODUCTS
-    if small and not _thread.always:
+        small = q.shape[0] * q.shape[1] * T * S * (D + E) < MIN_PRODUCTS
+    if small and not _contexts.always:
         return SMALL
     if mask is not None and mask.requires_grad:
-        return "its mask wants a gradient"
+        return "its mask requires a gradient"
     return None
 
 
@@ -328,10 +340,9 @@ def _as_call(
     scale: float | None,
     grouped: bool,
 ) -> Call | None:
-    """The call as `attend` takes it; None where torch's result is no masked attention.
+    """Turn the arguments into a `Call`; return None if torch's result is not masked attention.
 
-    torch's own errors are better than ours for arguments that do not fit torch: such a call is
-    None, too.
+    Arguments that do not fit give None, too, because torch's own errors describe them best.
     """
     B, H, T, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
     fits = k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3] and q.dtype == k.dtype == v.dtype
@@ -346,10 +357,10 @@ def _as_call(
     elif mask is not None:
         if not _broadcasts(mask, (B, H, T, S)):
             return None
-        found = _memory.recognise(mask, B, T, S)
-        if found.uniform_rows:
+        recognized = _mask_cache.recognize(mask, B, T, S)
+        if recognized.uniform_rows:
             return None
-        rule, positions, bias = found.mask, found.q_positions, found.bias
+        rule, positions, bias = recognized.mask, recognized.q_positions, recognized.bias
     return make_call(
         q,
         k,
@@ -363,6 +374,7 @@ def _as_call(
 
 
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a mask has a dtype and a shape that torch accepts."""
     if mask.ndim > 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
         return False
     sizes = shape[4 - mask.ndim :]
@@ -385,7 +397,7 @@ def _mha(
     average_attn_weights: bool = True,  # noqa: FBT001, FBT002
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if _may_take(query) and not need_weights and query is key is value:
+    if _is_active(query) and not need_weights and query is key is value:
         z = _self_attention(query, num_head, qkv_weight, qkv_bias, mask, mask_type)
         if z is not None:
             return F.linear(z, proj_weight, proj_bias), None
@@ -429,7 +441,7 @@ def _encoder(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    if _may_take(src):
+    if _is_active(src):
 
         def norm_1(x: Tensor) -> Tensor:
             return F.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
@@ -473,8 +485,9 @@ def _encoder(
     )
 
 
-def _may_take(x: Tensor) -> bool:
-    return not is_compiling() and bool(_thread.open) and not x.is_nested
+def _is_active(x: Tensor) -> bool:
+    """Whether calls are accelerated in this thread, and x has a plain layout."""
+    return not is_compiling() and bool(_contexts.open) and not x.is_nested
 
 
 def _self_attention(
@@ -485,16 +498,16 @@ def _self_attention(
     mask: Tensor | None,
     mask_type: int | None,
 ) -> Tensor | None:
-    """Attention of x [B,T,M] over itself, before the output map; None where torch's fused path is
-    as fast.
+    """Compute self-attention of x [B,T,M] before the output map; None if torch's fused path is as
+    fast.
 
     Args:
-        mask: True = hidden. mask_type 0 is [T, T], 1 is [B, T] of padding, 2 is [B, heads, T, T].
+        mask: True = hidden. mask_type 0 is [T, T], 1 is [B, T] for padding, 2 is [B, heads, T, T].
     """
     B, T, width = x.shape
-    small = B * T * T * width * 2 < LEAST_PRODUCTS
-    if (small and not _thread.always) or not x.is_cpu:
-        _thread.left(SMALL)
+    small = B * T * T * width * 2 < MIN_PRODUCTS
+    if (small and not _contexts.always) or not x.is_cpu:
+        _contexts.count_torch(SMALL)
         return None
     keep = None
     if mask is not None:
@@ -513,10 +526,15 @@ _REPLACEMENTS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (_torch_mha, _mha),
     (_torch_encoder, _encoder),
 )
-_OURS = frozenset(
+_EXEMPT_MODULES = frozenset(
     {
         __name__,
         "regard.ops.softmax.sdpa",
     }
 )
-"""Modules that keep torch's functions: what is handed back must not come here again."""
+"""Modules that keep torch's own functions, so that calls left to torch do not come back here."""
+
+# whole models that were pickled while accelerated contain the hooks under their former names
+__getattr__ = renamed(
+    __name__, {"Calls": "CallCounts", "_Enter": "_BeforeForward", "_Leave": "_AfterForward"}
+)

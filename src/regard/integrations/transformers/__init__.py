@@ -1,11 +1,10 @@
-"""regard in transformers: importing this module registers the attention implementation `"regard"`
-and its masks.
+"""Import this module to register the attention implementation `"regard"` in transformers.
 
 Every model of transformers that takes its attention from `AttentionInterface` can then run through
 `regard.attend`: with grouped heads, windows, sinks, softcaps, position biases, padding and packed
-sequences, in training and in `generate`. Masks travel as rules where transformers' mask has one
-(causal, window, chunk, documents, padding), so that what is masked is skipped; else as the dense
-mask. Taps are heard as in a model of regard's own.
+sequences, in training and in `generate`. If transformers' mask is causal, a window, chunks,
+documents or padding, it is passed as a rule, so that hidden keys are skipped; any other mask is
+passed as a dense tensor. Taps work as in regard's own models.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="regard")
     model.set_attn_implementation("regard")  # or later
@@ -29,10 +28,10 @@ torch.Size([1, 4, 4, 4])
 >>> model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False).shape
 torch.Size([1, 7])
 
-A query that sees nothing (a padded one) gives 0. A model class that computes its attention itself
-is refused when it is built or switched, for it would add the mask to its scores; `architectures()`
-lists those that can be served, and docs/transformers.md says what was tried with each. It needs the
-extra: pip install 'regard[transformers]'.
+A query whose keys are all hidden (a padded one) gives 0. A model class that computes its attention
+itself is refused when it is built or switched, because it would add the boolean mask to its scores.
+`architectures()` lists the model types that can run through regard, and docs/transformers.md shows
+the test results of each. Install with: pip install 'regard[transformers]'.
 """
 
 from __future__ import annotations
@@ -58,11 +57,16 @@ for _function, _parameter in (
             f"has no {_parameter}; pip install -U transformers"
         )
 
-from regard.integrations.transformers.attention import name_places, regard_attention  # noqa: E402
+from regard.deprecation import renamed  # noqa: E402
+from regard.integrations.transformers.attention import name_taps, regard_attention  # noqa: E402
 from regard.integrations.transformers.cache import PreallocatedCache, PreallocatedLayer  # noqa: E402
-from regard.integrations.transformers.mask import regard_mask  # noqa: E402
-from regard.integrations.transformers.rule import BoolMask, MaskRule  # noqa: E402
-from regard.integrations.transformers.support import NAME, architectures, guard  # noqa: E402
+from regard.integrations.transformers.mask_functions import regard_mask  # noqa: E402
+from regard.integrations.transformers.mask_tensor import BoolMask, MaskRule  # noqa: E402
+from regard.integrations.transformers.supported_models import (  # noqa: E402
+    IMPLEMENTATION,
+    architectures,
+    wrap_model_methods,
+)
 
 __all__ = [
     "BoolMask",
@@ -70,11 +74,13 @@ __all__ = [
     "PreallocatedCache",
     "PreallocatedLayer",
     "architectures",
-    "name_places",
+    "name_taps",
     "regard_attention",
     "regard_mask",
 ]
 
-transformers.AttentionInterface.register(NAME, regard_attention)
-transformers.AttentionMaskInterface.register(NAME, regard_mask)
-guard()
+__getattr__ = renamed(__name__, {"name_places": "name_taps"})
+
+transformers.AttentionInterface.register(IMPLEMENTATION, regard_attention)
+transformers.AttentionMaskInterface.register(IMPLEMENTATION, regard_mask)
+wrap_model_methods()

@@ -1,5 +1,5 @@
-"""A cache for transformers' models whose memory is allocated ahead: a step writes its own tokens
-and copies no others.
+"""A preallocated cache for transformers' models: a step writes its own tokens and copies no
+others.
 """
 
 from __future__ import annotations
@@ -15,23 +15,25 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidi
 from regard.caches import Fixed
 from regard.errors import ArgumentError
 from regard.span import Span
+from regard.units import plural
 
 
 class PreallocatedLayer(CacheLayerMixin):
-    """Keys and values of one layer, in buffers with room behind the last slot; what is given out
-    are views of them.
+    """Keys and values of one layer, in buffers with free space behind the last slot.
+
+    Updates return views of the buffers.
 
     Args:
-        window: how many keys a query may see, its own included; None is all. Older ones are
-            forgotten when the buffer is
-            full: the last window - 1 tokens go to the front of a new one, once in at least as many
-                steps.
-        max_length: slots to allocate at once. None: room doubles when it is used up.
-        spare: slots that are allocated beyond what is needed, at least.
+        window: the number of keys that a query sees, its own included; None means all. When the
+            buffer is full, older keys are dropped: the last window - 1 tokens are copied to the
+            front of a new buffer, at most once in as many steps.
+        max_length: the number of slots to allocate at once. None doubles the buffer when it is
+            full.
+        spare: the minimum number of slots to allocate beyond those that are needed.
 
     Raises:
-        ArgumentError: max_length or window below 1; more than max_length tokens; a crop that needs
-            forgotten tokens.
+        ArgumentError: max_length or window is below 1; more than max_length tokens are added; or a
+            crop needs tokens that were dropped.
 
     >>> layer = PreallocatedLayer()
     >>> keys, _ = layer.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2))
@@ -54,23 +56,29 @@ class PreallocatedLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.record_past = False
         self._slots: Fixed | None = None
-        self._seen = 0
-        self._since = 0  # tokens that a crop may take back
+        self._mask_arguments = 0
+        self._since = 0  # tokens that a crop may remove
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the first update allocates."""
+        """Do nothing: the first update allocates the buffers."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys [B,G,n,D] and values [B,G,n,E]; return views of all that the new queries may
-        see.
+        """Write keys and values, and return views of all that the new queries may see.
+
+        Args:
+            key_states: the new keys, [B, G, n, D].
+            value_states: the new values, [B, G, n, E].
+
+        Returns:
+            The visible keys and values, [B, G, S, D] and [B, G, S, E].
         """
         n = key_states.shape[2]
         length, _ = self.get_mask_sizes(n)
-        slots = self._room(n)
-        (keys, values), _ = slots.update((key_states, value_states), Span(self._seen, n))
-        self._seen += n
+        slots = self._ensure_capacity(n)
+        (keys, values), _ = slots.update((key_states, value_states), Span(self._mask_arguments, n))
+        self._mask_arguments += n
         self._since = self._since + n if self.record_past else 0
         start = keys.shape[2] - length
         self.keys, self.values = keys[:, :, start:], values[:, :, start:]
@@ -78,123 +86,152 @@ class PreallocatedLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys an update with so many tokens gives out, and the position of the first."""
-        old = self._seen if self.window is None else min(self._seen, self.window - 1)
-        return old + query_length, self._seen - old
+        """Return how many keys an update with so many tokens returns, and the position of the
+        first.
+        """
+        old = (
+            self._mask_arguments
+            if self.window is None
+            else min(self._mask_arguments, self.window - 1)
+        )
+        return old + query_length, self._mask_arguments - old
 
     def get_seq_length(self) -> int:
-        """How many tokens were seen."""
-        return self._seen
+        """Return how many tokens were added."""
+        return self._mask_arguments
 
     def get_max_length(self) -> int:
-        """The most tokens; -1 without a bound."""
+        """Return the maximum number of tokens, or -1 if there is none."""
         return -1 if self.max_length is None else self.max_length
 
     def reset(self) -> None:
-        """Forget everything."""
-        self._slots, self._seen, self._since = None, 0, 0
+        """Remove all tokens and free the buffers."""
+        self._slots, self._mask_arguments, self._since = None, 0, 0
         self.keys = self.values = None
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """From now on a windowed layer forgets nothing that came after the last crop, so that it
-        can be taken back.
+        """From now on keep every token that is added after the last crop, so that a crop can remove
+        it.
         """
         self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens; their number is given negative, as transformers does."""
+        """Remove the last tokens.
+
+        Args:
+            tokens_to_remove: minus the number of tokens, as transformers gives it.
+
+        Raises:
+            ArgumentError: the number is positive, or the window before the remaining tokens was
+                dropped.
+        """
         n, self._since = -tokens_to_remove, 0
         if n < 0:
             raise ArgumentError(
-                f"crop({tokens_to_remove}): give the number of tokens to take back as a negative "
-                "one"
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative "
+                "number"
             )
         if n == 0 or self._slots is None:
             return
-        left = max(0, self._seen - n)
-        needed = left if self.window is None else min(left, self.window - 1)
-        held = len(self._slots) - (self._seen - left)
-        if held < needed:
+        remaining = max(0, self._mask_arguments - n)
+        needed = remaining if self.window is None else min(remaining, self.window - 1)
+        available = len(self._slots) - (self._mask_arguments - remaining)
+        if available < needed:
             raise ArgumentError(
-                f"crop({tokens_to_remove}) needs {needed} tokens in front, and {max(held, 0)} are "
-                "held; call "
-                "activate_past_recording() before the tokens that are to be taken back"
+                f"crop({tokens_to_remove}) needs {plural(needed, 'token')} before the remaining "
+                f"ones, but has {max(available, 0)}; call activate_past_recording() before adding "
+                "tokens that may be removed"
             )
-        self._slots.crop(left)
-        self._seen = left
-        self._show()
+        self._slots.crop(remaining)
+        self._mask_arguments = remaining
+        self._update_views()
 
     def reorder_cache(self, beam_idx: Int[Tensor, " B"]) -> None:
-        """Row i becomes what row beam_idx[i] was."""
-        if self._slots is not None and not _same(beam_idx):
+        """Replace row i by row beam_idx[i], for every i."""
+        if self._slots is not None and not _is_identity(beam_idx):
             self._slots.select(beam_idx)
-            self._show()
+            self._update_views()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so many times."""
+        """Repeat each row of the batch.
+
+        Args:
+            repeats: how many copies of each row to make.
+        """
         if self._slots is not None and self._slots.batch is not None:
             self._slots.select(torch.arange(self._slots.batch).repeat_interleave(repeats))
-            self._show()
+            self._update_views()
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows: their numbers, or a bool for each."""
+        """Keep some rows of the batch.
+
+        Args:
+            indices: the numbers of the rows, or a bool for each row.
+        """
         if self._slots is not None and self._slots.batch is not None:
             self._slots.select(torch.arange(self._slots.batch, device=indices.device)[indices])
-            self._show()
+            self._update_views()
 
-    def _room(self, n: int) -> Fixed:
-        """Slots with room for n more: the same ones, or new ones with what is still needed."""
-        old = self._slots
-        held = 0 if old is None else len(old)
-        if old is not None and held + n <= old.capacity:
-            return old
-        kept = held if self.window is None else min(held, self.window - 1 + self._since)
-        slots = Fixed(self._size(kept, n))
-        if old is not None and kept:
-            found = old.contents()
-            memory = {k: x[:, :, held - kept :] for k, x in found.items() if isinstance(x, Tensor)}
-            slots.fill({**memory, "positions": Span(self._seen - kept, kept)})
+    def _ensure_capacity(self, n: int) -> Fixed:
+        """Return slots with space for n more tokens: the present ones, or new ones with what is
+        still needed.
+        """
+        old_slots = self._slots
+        old_length = 0 if old_slots is None else len(old_slots)
+        if old_slots is not None and old_length + n <= old_slots.capacity:
+            return old_slots
+        remaining = (
+            old_length if self.window is None else min(old_length, self.window - 1 + self._since)
+        )
+        slots = Fixed(self._size(remaining, n))
+        if old_slots is not None and remaining:
+            old_tensors = old_slots.contents()
+            memory = {
+                k: x[:, :, old_length - remaining :]
+                for k, x in old_tensors.items()
+                if isinstance(x, Tensor)
+            }
+            slots.fill({**memory, "positions": Span(self._mask_arguments - remaining, remaining)})
         self._slots = slots
         return slots
 
-    def _size(self, kept: int, n: int) -> int:
-        """How many slots to allocate for n new tokens behind those that are kept."""
-        size = kept + n + max(kept, self.spare)
+    def _size(self, remaining: int, n: int) -> int:
+        """Return how many slots to allocate for n new tokens behind those that stay."""
+        size = remaining + n + max(remaining, self.spare)
         if self.max_length is None:
             return size
         if self.window is not None:
-            return min(size, max(self.max_length, kept + n))
-        if kept + n > self.max_length:
+            return min(size, max(self.max_length, remaining + n))
+        if remaining + n > self.max_length:
             raise ArgumentError(
-                f"the cache was made for max_length={self.max_length} tokens, and {kept + n} "
-                "come; make a longer one, "
-                "or give no max_length"
+                f"the cache has max_length={self.max_length}, but needs "
+                f"{plural(remaining + n, 'token')}; "
+                "make a longer one, or give no max_length"
             )
         return self.max_length
 
-    def _show(self) -> None:
-        """The views that other code may look at: what the next token will see."""
+    def _update_views(self) -> None:
+        """Set `keys` and `values` to views of what the next token will see."""
         assert self._slots is not None
-        shown = min(len(self._slots), self.get_mask_sizes(0)[0])
-        found = [x for x in self._slots.contents().values() if isinstance(x, Tensor)]
-        self.keys, self.values = (x[:, :, x.shape[2] - shown :] for x in found)
+        visible_length = min(len(self._slots), self.get_mask_sizes(0)[0])
+        tensors = [x for x in self._slots.contents().values() if isinstance(x, Tensor)]
+        self.keys, self.values = (x[:, :, x.shape[2] - visible_length :] for x in tensors)
 
 
 class PreallocatedCache(DynamicCache):
-    """`past_key_values` of a transformers model, under any attention implementation: a
-    `PreallocatedLayer` for each layer.
+    """`past_key_values` of a transformers model, with a `PreallocatedLayer` for each layer.
 
-    Layers that are no plain or windowed attention (recurrences, indexers) keep transformers' own
-    cache.
+    It works with any attention implementation. Layers that are not plain or windowed attention
+    (recurrences, indexers) keep transformers' own cache.
 
     Args:
-        config: the model's: it says which layers have windows.
-        max_length: tokens to allocate room for at once, a prompt and what follows. None: room
-            doubles when it is used up.
+        config: the configuration of the model, which says which layers have windows.
+        max_length: the number of tokens to allocate at once, for the prompt and what follows. None
+            doubles the buffers when they are full.
 
     Raises:
-        ArgumentError: max_length below 1.
+        ArgumentError: max_length is below 1.
 
     >>> from transformers import LlamaConfig
     >>> cache = PreallocatedCache(LlamaConfig(num_hidden_layers=2), max_length=64)
@@ -208,6 +245,9 @@ class PreallocatedCache(DynamicCache):
 
 
 def _preallocated(layer: Any, max_length: int | None) -> Any:
+    """Return the preallocated layer for a layer of transformers, or that layer itself if there is
+    none.
+    """
     if type(layer) is DynamicLayer:
         return PreallocatedLayer(None, max_length)
     if type(layer) is DynamicSlidingWindowLayer:
@@ -215,6 +255,8 @@ def _preallocated(layer: Any, max_length: int | None) -> Any:
     return layer
 
 
-def _same(rows: Tensor) -> bool:
-    """Every row stays where it is; not asked off the CPU, where the answer is waited for."""
+def _is_identity(rows: Tensor) -> bool:
+    """Whether every row stays in its place. Off the CPU this is not checked, since it would
+    wait.
+    """
     return rows.device.type == "cpu" and rows.tolist() == list(range(len(rows)))

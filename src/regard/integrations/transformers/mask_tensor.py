@@ -1,13 +1,13 @@
-"""A mask of regard's that travels through a transformers model in the place of a dense one.
+"""Tensors that carry a mask of regard through a transformers model in the place of a dense mask.
 
-transformers makes a mask once a forward pass and hands it from module to module as a tensor.
-`MaskRule` is such a tensor: it has the shape, dtype and device of the dense bool mask [B,1,T,S],
-but a single element of memory, and carries the rule.
+transformers makes a mask once for each forward pass and passes it from module to module as a
+tensor. `MaskRule` is such a tensor: it has the shape, dtype and device of the dense bool mask
+[B,1,T,S], but only one element of memory, and it carries the rule.
 
-Code that was written for the masks of eager attention, which are added to scores, would read True
-as the number 1. So a mask does only what has one meaning, and that for bool masks alone: it tells
-its shape, moves to a device, gives parts of itself, and takes `~`, `&`, `|` and the first place of
-`torch.where`, which no float mask does. Everything else is refused.
+Code that expects an additive mask, as eager attention does, would read True as the number 1.
+Therefore a `MaskRule` supports only operations that are unambiguous, and that a float mask does not
+support in another sense: it gives its shape, moves to a device, can be indexed, and takes `~`, `&`,
+`|` and the first argument of `torch.where`. Every other operation raises an error.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from regard.errors import ArgumentError
 from regard.masks import Full, Mask
 from regard.span import Span
 
-NOTHING = ~Full()
-"""The rule of a window of less than one key: no query sees any key."""
+EMPTY_WINDOW = ~Full()
+"""The mask of a window of less than one key: no query sees any key."""
 
-_SHAPE = {
+_SHAPE_METHODS = {
     getattr(Tensor, name)
     for name in (
         "size",
@@ -50,16 +50,18 @@ _SHAPE = {
         "untyped_storage",
     )
 }
-"""What is asked about a mask without looking at its values; so are its attributes, but for those of
-`_VALUES`.
+"""Methods that do not read the values of a mask. Attributes do not either, except those of
+`_VALUE_ATTRIBUTES`.
 """
 
-_VALUES = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")}
+_VALUE_ATTRIBUTES = {
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag")
+}
 
-_SAME = {Tensor.detach, Tensor.contiguous, Tensor.clone, torch.detach, torch.clone}
-"""What gives the same mask again."""
+_IDENTITY_FUNCTIONS = {Tensor.detach, Tensor.contiguous, Tensor.clone, torch.detach, torch.clone}
+"""Functions that return the same mask."""
 
-_PARTS = {
+_VIEW_FUNCTIONS = {
     Tensor.expand,
     Tensor.unsqueeze,
     Tensor.squeeze,
@@ -68,10 +70,10 @@ _PARTS = {
     torch.squeeze,
     torch.narrow,
 }
-"""What gives a part of a mask, or the same entries in another shape."""
+"""Functions that return a part of a mask, or the same entries in another shape."""
 
-_OPPOSITE = {Tensor.__invert__, Tensor.bitwise_not, torch.bitwise_not}
-_JOINED = {
+_NOT_FUNCTIONS = {Tensor.__invert__, Tensor.bitwise_not, torch.bitwise_not}
+_AND_OR_FUNCTIONS = {
     Tensor.__and__,
     Tensor.__rand__,
     Tensor.__or__,
@@ -81,12 +83,12 @@ _JOINED = {
     torch.bitwise_and,
     torch.bitwise_or,
 }
-_DEVICES = {Tensor.to, Tensor.cpu, Tensor.cuda}
+_DEVICE_METHODS = {Tensor.to, Tensor.cpu, Tensor.cuda}
 
 
 class BoolMask(Tensor):
-    """A bool mask, True = may attend, that refuses whatever would be done with a mask that is added
-    to scores.
+    """A bool mask, True = may attend, that refuses operations meant for masks that are added to
+    scores.
 
     >>> mask = BoolMask.of(torch.tensor([[True, False]]))
     >>> type(mask[:, 0]).__name__, (~mask).tolist(), (mask & True).dense().tolist()
@@ -95,24 +97,35 @@ class BoolMask(Tensor):
 
     @staticmethod
     def of(table: Tensor) -> BoolMask:
-        """The mask of a dense bool tensor."""
+        """Make the mask from a dense bool tensor.
+
+        Args:
+            table: the dense mask, bool, True = may attend.
+
+        Returns:
+            The same tensor as a `BoolMask`.
+        """
         return table.as_subclass(BoolMask)
 
     def dense(self) -> Tensor:
-        """The entries, as a plain bool tensor."""
+        """Return the entries as a plain tensor.
+
+        Returns:
+            The dense mask, a plain bool tensor.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self._shown()})"
+        return f"{type(self).__name__}({self._description()})"
 
-    def _shown(self) -> str:
+    def _description(self) -> str:
         return f"bool{list(self.shape)}"
 
-    def _part(self, index: Any) -> BoolMask:
+    def _index(self, index: Any) -> BoolMask:
         return BoolMask.of(self.dense()[index])
 
-    def _moved(self, device: torch.device) -> BoolMask:
+    def _to_device(self, device: torch.device) -> BoolMask:
         return BoolMask.of(self.dense().to(device))
 
     @classmethod
@@ -125,38 +138,38 @@ class BoolMask(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         mask = args[0] if args and isinstance(args[0], BoolMask) else None
-        if func in _SHAPE or (getattr(func, "__name__", "") == "__get__" and func not in _VALUES):
+        if func in _SHAPE_METHODS or (
+            getattr(func, "__name__", "") == "__get__" and func not in _VALUE_ATTRIBUTES
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if mask is not None and not _holds_mask((*args[1:], *kwargs.values())):
-            if func in _SAME:
+            if func in _IDENTITY_FUNCTIONS:
                 return mask
-            if func in _DEVICES:
-                return mask._moved(_device(func, mask, args[1:], kwargs))
+            if func in _DEVICE_METHODS:
+                return mask._to_device(_device(func, mask, args[1:], kwargs))
             if func is Tensor.__getitem__:
-                return mask._part(args[1])
-            if func in _PARTS:
+                return mask._index(args[1])
+            if func in _VIEW_FUNCTIONS:
                 return BoolMask.of(func(mask.dense(), *args[1:], **kwargs))
-        if func in _OPPOSITE and mask is not None:
+        if func in _NOT_FUNCTIONS and mask is not None:
             return func(mask.dense())
         if func is torch.where and mask is not None and not _holds_mask(args[1:]):
             return func(mask.dense(), *args[1:], **kwargs)
-        if func in _JOINED and all(_is_bool(x) for x in args):
+        if func in _AND_OR_FUNCTIONS and all(_is_bool(x) for x in args):
             return BoolMask.of(func(*(x.dense() if isinstance(x, BoolMask) else x for x in args)))
         return _refuse(func)
 
 
 class MaskRule(BoolMask):
-    """The dense bool mask [B,1,T,S] of a rule at the positions of a call, True = may attend, not
-    yet made.
+    """The bool mask [B,1,T,S] of a rule at the positions of a call, without its entries in memory.
 
-    rule: the mask; q_positions, k_positions: where the queries and the keys stand.
+    rule: the mask; q_positions, k_positions: the positions of the queries and of the keys.
 
-    A part of it in which whole queries or keys are left out is a rule again; other parts, and what
-    `&` and `|` give, are made dense. `~` gives a plain bool tensor, True = hidden;
-    `torch.where(mask, a, b)` gives a where a key may be seen. Everything else is refused, above all
-    what is done with a mask that is added to scores: arithmetic, comparisons, `masked_fill`, `cat`,
-    another dtype.
+    Indexing by slices of queries or keys gives another `MaskRule`; any other index, and `&` and
+    `|`, give a dense `BoolMask`. `~` gives a plain bool tensor, True = hidden; `torch.where(mask,
+    a, b)` gives a where a key is visible. Everything else is refused, above all what is done with a
+    mask that is added to scores: arithmetic, comparisons, `masked_fill`, `cat`, another dtype.
 
     >>> from regard.masks import Causal
     >>> mask = MaskRule.make(Causal(), Span(0, 2), Span(0, 2))
@@ -179,7 +192,17 @@ class MaskRule(BoolMask):
         batch: int = 1,
         device: torch.device | str = "cpu",
     ) -> MaskRule:
-        """The mask of a batch.
+        """Make the mask of a batch.
+
+        Args:
+            rule: the mask.
+            q_positions: the positions of the queries.
+            k_positions: the positions of the keys.
+            batch: the number of rows.
+            device: the device that the tensor reports.
+
+        Returns:
+            A tensor of shape [batch, 1, T, S].
 
         Raises:
             ArgumentError: the rule does not fit the shape.
@@ -192,45 +215,49 @@ class MaskRule(BoolMask):
         return mask
 
     def dense(self) -> Tensor:
-        """The dense mask, bool [B,1,T,S]."""
-        found = self.rule.block(self.q_positions, self.k_positions, device=self.device)
-        return found.expand(self.shape)
+        """Evaluate the rule, and return the dense mask, bool [B,1,T,S]."""
+        visible = self.rule.block(self.q_positions, self.k_positions, device=self.device)
+        return visible.expand(self.shape)
 
-    def _shown(self) -> str:
+    def _description(self) -> str:
         return str(self.rule)
 
-    def _part(self, index: Any) -> BoolMask:
+    def _index(self, index: Any) -> BoolMask:
         inside = _spans(index, self.q_positions, self.k_positions)
-        if inside is None or _of_slots(self.rule):
-            return super()._part(index)
+        if inside is None or _has_slot_rows(self.rule):
+            return super()._index(index)
         return MaskRule.make(self.rule, *inside, self.shape[0], self.device)
 
-    def _moved(self, device: torch.device) -> MaskRule:
+    def _to_device(self, device: torch.device) -> MaskRule:
         return MaskRule.make(self.rule, self.q_positions, self.k_positions, self.shape[0], device)
 
 
 def _spans(index: Any, q: Span, k: Span) -> tuple[Span, Span] | None:
-    """The queries and keys of mask[:, :, a:b, c:d]; None for any other index."""
+    """Return the queries and keys of mask[:, :, a:b, c:d]; None for any other index."""
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [x for x in index if not isinstance(x, Tensor)]:
-        at = next(i for i, x in enumerate(index) if x is Ellipsis)
-        index = (*index[:at], *[slice(None)] * (5 - len(index)), *index[at + 1 :])
+        ellipsis_index = next(i for i, x in enumerate(index) if x is Ellipsis)
+        index = (
+            *index[:ellipsis_index],
+            *[slice(None)] * (5 - len(index)),
+            *index[ellipsis_index + 1 :],
+        )
     if not all(isinstance(x, slice) for x in index) or len(index) > 4:
         return None
     index = (*index, *[slice(None)] * (4 - len(index)))
     if any(x != slice(None) for x in index[:2]):
         return None
-    found = []
+    spans = []
     for part, span in zip(index[2:], (q, k), strict=True):
         start, stop, step = part.indices(len(span))
         if step != 1 or stop <= start:
             return None
-        found.append(Span(span.start + start, stop - start))
-    return found[0], found[1]
+        spans.append(Span(span.start + start, stop - start))
+    return spans[0], spans[1]
 
 
-def _of_slots(rule: Mask) -> bool:
-    """A dense table: its rows are the slots of the call, not positions."""
+def _has_slot_rows(rule: Mask) -> bool:
+    """Whether the rule is a dense table, whose rows are slots of the call and not positions."""
     return rule.by_slot
 
 
@@ -247,32 +274,30 @@ def _is_bool(x: Any) -> bool:
 def _device(
     func: Callable[..., Any], mask: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.device:
-    """Where mask.to(...), mask.cpu() or mask.cuda() moves it; another dtype is refused, even
-    bool.
-    """
-    given = [x.dtype if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
-    wanted = next((x for x in given if isinstance(x, torch.dtype)), None)
-    if wanted is not None:
+    """Return the device of mask.to(...), mask.cpu() or mask.cuda(); refuse any dtype, even bool."""
+    requested = [x.dtype if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
+    dtype = next((x for x in requested if isinstance(x, torch.dtype)), None)
+    if dtype is not None:
         raise ArgumentError(
-            f"a mask of True and False is wanted as {wanted}, as if it held numbers that are "
-            f"added to scores; {_ADVICE}"
+            f"a bool mask is to be converted to {dtype}, as if its numbers were added to scores; "
+            f"{_ADVICE}"
         )
     moved: Tensor = func(torch.empty((), dtype=torch.bool, device=mask.device), *args, **kwargs)
     return moved.device
 
 
 _ADVICE = (
-    "the model does not know bool masks, True = may attend: "
+    "the model does not support bool masks, True = may attend: "
     'use model.set_attn_implementation("eager")'
 )
 
 
 def _refuse(func: Callable[..., Any]) -> NoReturn:
-    # an attribute comes as the __get__ of its descriptor
+    # for an attribute, func is the __get__ of its descriptor
+    """Raise the error for an operation that a mask does not support."""
     named = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # type: ignore[attr-defined]
     name = getattr(named, "__name__", str(named)).strip("_")
     raise ArgumentError(
-        f"{name} was tried on an attention mask of regard's, which could read its True and False "
-        "in another sense than "
-        f"meant; {_ADVICE}"
+        f"{name} was called on an attention mask of regard; it could interpret True and False "
+        f"in another sense; {_ADVICE}"
     )

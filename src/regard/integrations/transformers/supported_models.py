@@ -1,0 +1,308 @@
+"""Find out which model classes of transformers take their attention from `AttentionInterface`.
+
+transformers accepts any registered name in the constructor, even for a class that never calls the
+registered function, or that would add a bool mask to its scores. Therefore the source of each class
+is inspected before the class is built or switched.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import transformers
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from regard.errors import ArgumentError
+
+IMPLEMENTATION = "regard"
+"""The name of the attention implementation that this package registers."""
+
+INTERFACE_NAME = "ALL_ATTENTION_FUNCTIONS"
+"""The name that a module of transformers refers to if it takes its attention from the interface."""
+
+_MASKS = re.compile(r"create_(causal|bidirectional|sliding_window|chunked|masks_for)\w*")
+_CLASS_TABLE = re.compile(r"CLASSES\[\s*(self\.)?(config\.)?_?attn_implementation\s*\]")
+_AUTO = re.compile(r"AutoModel|AutoBackbone|load_backbone")
+_warned: dict[str, object] = {}
+
+
+class AttentionUsage(NamedTuple):
+    """How the source of a model class uses attention. Its parts are included, other model classes
+    are not.
+    """
+
+    interface: bool
+    """It calls the attention function of the interface."""
+
+    masks: bool
+    """It makes its masks by `transformers.masking_utils`, in the form of the implementation."""
+
+    by_name: bool
+    """It looks up its attention class in a table by the name of the implementation."""
+
+    models: bool
+    """It contains other model classes, which are checked by themselves."""
+
+
+@functools.cache
+def attention_usage(cls: type) -> AttentionUsage | None:
+    """Inspect the source of a model class; return None if there is no source.
+
+    >>> from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
+    >>> usage = attention_usage(LlamaForCausalLM)
+    >>> attention_usage(LlamaModel).interface, usage.interface, usage.models
+    (True, False, True)
+    """
+    if _definitions(cls.__module__) is None:
+        return None
+    reached, models = _reachable_definitions(cls)
+    definitions = [(_definitions(module_name) or {})[name] for module_name, name in reached]
+    texts = [definition.text for definition in definitions]
+    words = {word for definition in definitions for word in definition.words}
+    return AttentionUsage(
+        INTERFACE_NAME in words,
+        any(_MASKS.fullmatch(word) for word in words),
+        any(_CLASS_TABLE.search(text) for text in texts),
+        models or any(_AUTO.match(word) for word in words),
+    )
+
+
+class _Definition(NamedTuple):
+    """A class, function or table at the top level of a module: its source, and the names in it."""
+
+    text: str
+    words: frozenset[str]
+
+
+@functools.cache
+def _definitions(module: str) -> dict[str, _Definition] | None:
+    """Return the top-level definitions of a module by name; None without its source."""
+    loaded_module = sys.modules.get(module)
+    if loaded_module is None:
+        return None
+    try:
+        text = inspect.getsource(loaded_module)
+    except (OSError, TypeError):
+        return None
+    parts = {}
+    for statement in ast.parse(text).body:
+        for name in _defined_names(statement):
+            words = frozenset(_words(statement))
+            parts[name] = _Definition(ast.get_source_segment(text, statement) or "", words)
+    return parts
+
+
+def _words(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names in a statement, except in attributes that only mention other model
+    classes.
+    """
+    inside = statement.body if isinstance(statement, ast.ClassDef) else [statement]
+    for part in inside:
+        if not {"_init_weights", "_can_record_outputs"} & set(_defined_names(part)):
+            yield from (x.id for x in ast.walk(part) if isinstance(x, ast.Name))
+    for base in statement.bases if isinstance(statement, ast.ClassDef) else ():
+        yield from (x.id for x in ast.walk(base) if isinstance(x, ast.Name))
+
+
+def _defined_names(statement: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement defines."""
+    if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
+        yield statement.name
+    elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+def _bases(cls: type) -> list[type]:
+    """Return the class and those of its base classes that are models."""
+    return [x for x in cls.__mro__ if issubclass(x, PreTrainedModel) and x is not PreTrainedModel]
+
+
+def _reachable_definitions(cls: type) -> tuple[set[tuple[str, str]], bool]:
+    """Follow the names in a model class and its bases to the definitions that they refer to.
+
+    Returns:
+        The definitions as (module, name), other model classes left out; and whether the class
+        refers to another model class.
+    """
+    reached: set[tuple[str, str]] = set()
+    models, pending = False, [(x.__module__, x.__name__) for x in _bases(cls)]
+    while pending:
+        module_name, name = pending.pop()
+        definitions = _definitions(module_name)
+        if definitions is None or (module_name, name) in reached:
+            continue
+        if name not in definitions:  # it is imported from another module
+            value = getattr(sys.modules[module_name], name, None)
+            home_module = getattr(value, "__module__", None)
+            if (
+                isinstance(value, ModuleType)
+                or not isinstance(home_module, str)
+                or home_module == module_name
+            ):
+                continue
+            if ".models." in home_module:
+                pending.append((home_module, getattr(value, "__name__", name)))
+            continue
+        value = getattr(sys.modules[module_name], name, None)
+        if (
+            isinstance(value, type)
+            and issubclass(value, PreTrainedModel)
+            and not issubclass(cls, value)
+        ):
+            models = True
+            continue
+        reached.add((module_name, name))
+        pending += [(module_name, word) for word in definitions[name].words]
+    return reached, models
+
+
+def require_supported(cls: type) -> None:
+    """Refuse a model class whose attention cannot run through regard; warn once if it ignores the
+    name.
+
+    Raises:
+        ArgumentError: the class computes its attention itself from a mask of transformers, or looks
+            its attention class up by name.
+    """
+    usage = attention_usage(cls)
+    if usage is None:
+        return
+    if usage.by_name:
+        raise ArgumentError(
+            _refusal_message(cls, "chooses its attention class from a table of names")
+        )
+    if usage.interface:
+        return
+    if usage.masks and not usage.models:
+        raise ArgumentError(_refusal_message(cls, "computes its attention itself"))
+    marker = object()  # if several threads come at once, only one of them warns
+    if not usage.models and _warned.setdefault(cls.__name__, marker) is marker:
+        warnings.warn(
+            f"{cls.__name__} never calls the attention function of transformers' "
+            "AttentionInterface: its results are those of "
+            'attn_implementation="eager", and nothing in it runs through regard or can be '
+            "recorded",
+            stacklevel=4,
+        )
+
+
+def _refusal_message(cls: type, why: str) -> str:
+    """Return the message that refuses a model class."""
+    others = ["eager", *(["sdpa"] if getattr(cls, "_supports_sdpa", False) else [])]
+    return (
+        f"{cls.__name__} {why} and does not take it from transformers' AttentionInterface, so "
+        'attn_implementation="regard" '
+        f"would have no effect; use {' or '.join(map(repr, others))}. The architectures that can "
+        "run through regard are listed "
+        "by regard.integrations.transformers.architectures(), and tested in docs/transformers.md"
+    )
+
+
+@functools.cache
+def architectures() -> tuple[str, ...]:
+    """List the model types of the installed transformers that can run through regard.
+
+    These are the types with a module that takes its attention from `AttentionInterface`.
+
+    Returns:
+        Their names, sorted.
+
+    >>> "llama" in architectures(), "mpt" in architectures()
+    (True, False)
+    """
+    names = {
+        *modeling_auto.MODEL_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+    root = Path(transformers.__file__).parent / "models"
+    with_it = {
+        path.parent.name
+        for path in root.glob("*/modeling_*.py")
+        if INTERFACE_NAME in path.read_text("utf-8")
+    }
+    folder = transformers.models.auto.configuration_auto.model_type_to_module_name
+    return tuple(sorted(name for name in names if folder(name) in with_it))
+
+
+def accepts_bool_masks(config: object) -> bool:
+    """Whether the model class of a configuration accepts bool masks, True = may attend, as sdpa
+    does.
+
+    Every class accepts the additive masks of eager attention; only one that supports sdpa also
+    accepts bool masks.
+    """
+    module = type(config).__module__.replace(".configuration_", ".modeling_")
+    classes = vars(sys.modules[module]).values() if module in sys.modules else ()
+    models = [
+        x
+        for x in classes
+        if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == module
+    ]
+    return bool(models) and all(getattr(x, "_supports_sdpa", False) for x in models)
+
+
+def _configs_switched(config: Any, implementation: Any) -> Iterator[Any]:
+    """Yield the configurations for which `set_attn_implementation` selects "regard".
+
+    `implementation` is one name, or names by sub-configuration.
+    """
+    by_key = implementation if isinstance(implementation, dict) else None
+    if (implementation if by_key is None else by_key.get("")) == IMPLEMENTATION:
+        yield config
+    for key in config.sub_configs:
+        part = getattr(config, key, None)
+        if part is not None:
+            yield from _configs_switched(
+                part, implementation if by_key is None else by_key.get(key)
+            )
+
+
+def wrap_model_methods() -> None:
+    """Check each model class when it is built with, or switched to, `attn_implementation="regard"`.
+
+    transformers has no hook for this, so that two methods of `PreTrainedModel` are wrapped; any
+    other implementation name is passed on unchanged.
+    """
+    if hasattr(PreTrainedModel.set_attn_implementation, "__wrapped__"):
+        return
+    get_correct, set_implementation = (
+        PreTrainedModel.get_correct_attn_implementation,
+        PreTrainedModel.set_attn_implementation,
+    )
+
+    @functools.wraps(get_correct)
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> str:
+        implementation: str = get_correct(self, *args, **kwargs)
+        if implementation == IMPLEMENTATION:
+            require_supported(type(self))
+        return implementation
+
+    @functools.wraps(set_implementation)
+    def set_attn_implementation(
+        self: Any, attn_implementation: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        selected_ids = [
+            id(config) for config in _configs_switched(self.config, attn_implementation)
+        ]
+        for model in self.modules():
+            is_model = isinstance(model, PreTrainedModel)
+            if is_model and (
+                attn_implementation == IMPLEMENTATION or id(model.config) in selected_ids
+            ):
+                require_supported(type(model))
+        set_implementation(self, attn_implementation, *args, **kwargs)
+
+    for method in (get_correct_attn_implementation, set_attn_implementation):
+        setattr(PreTrainedModel, method.__name__, method)
