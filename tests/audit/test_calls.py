@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.audit import NEW, Claim, Reply
-from regard.audit.adapters.find import constructed, imported
+from regard.audit import NEW_CACHE, AuditClaims, CallOutput
+from regard.audit.adapters.resolve_target import construct_module, import_target
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import audit
-from tests.audit.zoo import base, masks
+from tests.audit.faulty_code import base, masks
 
 SIZES = {"dim": 16, "heads": 4}
 
@@ -27,7 +27,7 @@ def reasons(found: Any) -> dict[str, str]:
 
 
 def held(found: Any) -> set[str]:
-    return {check.name for check in found.held}
+    return {check.name for check in found.passed}
 
 
 class Additive(base.Right):
@@ -157,7 +157,9 @@ def test_a_module_without_weights_is_a_function() -> None:
 
 def adapter(target: Any, x: Tensor, tokens: Tensor | None = None, memory: Any = None) -> Any:
     """Of a module with a calling convention of its own."""
-    out, after = target.run({"x": x, "past": None if memory is NEW else memory, "pad": tokens})
+    out, after = target.run(
+        {"x": x, "past": None if memory is NEW_CACHE else memory, "pad": tokens}
+    )
     return out if memory is None else (out, after)
 
 
@@ -183,8 +185,8 @@ def test_the_user_s_adapter() -> None:
 
 
 def test_an_adapter_may_give_a_reply() -> None:
-    def given(target: Any, x: Tensor, weights: bool = False) -> Reply:
-        return Reply(*base.attend(*(x[:, None],) * 3))._replace(
+    def given(target: Any, x: Tensor, weights: bool = False) -> CallOutput:
+        return CallOutput(*base.attend(*(x[:, None],) * 3))._replace(
             out=base.attend(*(x[:, None],) * 3)[0][:, 0]
         )
 
@@ -193,7 +195,8 @@ def test_an_adapter_may_give_a_reply() -> None:
 
 def test_an_adapter_with_an_argument_that_means_nothing() -> None:
     with pytest.raises(
-        ArgumentError, match=r"argument 'padding'; it may have x and keep, tokens, positions"
+        ArgumentError,
+        match=r"argument 'padding'; after the target it may have x and keep, tokens, positions",
     ):
         audit(nn.Linear(4, 4), adapter=lambda target, x, padding: x)
 
@@ -325,7 +328,7 @@ def test_masks_in_no_form_that_is_known() -> None:
 
     found = audit(attend)
     assert found.clean
-    assert reasons(found)["masks"].startswith("no form of mask that was tried is accepted")
+    assert reasons(found)["masks"].startswith("no mask format that was tried is accepted")
 
 
 # -- errors
@@ -341,7 +344,7 @@ def test_masks_in_no_form_that_is_known() -> None:
             "no_such_module_here cannot be imported: ModuleNotFoundError",
         ),
         ("torch.nn:Attention", {}, "torch.nn has no Attention; it has"),
-        (nn.MultiheadAttention, {}, "needs embed_dim, num_heads: say --dim N --heads N"),
+        (nn.MultiheadAttention, {}, "needs embed_dim, num_heads: give --dim N --heads N"),
         (
             nn.MultiheadAttention,
             {"dim": 10, "heads": 4},
@@ -350,9 +353,9 @@ def test_masks_in_no_form_that_is_known() -> None:
         (
             nn.MultiheadAttention(8, 2),
             {"options": {"bias": False}},
-            "options bias are of a constructor",
+            "options bias were given, but MultiheadAttention is not",
         ),
-        (torch.softmax, {}, "is no attend"),
+        (torch.softmax, {}, "is neither a function attend"),
         (3, {}, "int is int; it must be a module, a class or a function"),
         (base.attend, {"heads": 4, "kv_heads": 3}, "4 query heads are not divisible by 3"),
         (base.attend, {"heads": 0}, "heads is 0; it must be an integer of at least 1"),
@@ -362,8 +365,12 @@ def test_masks_in_no_form_that_is_known() -> None:
             "mask is 'no'; it must be one of None, keep, block, additive",
         ),
         (base.attend, {"layout": "HTD"}, "layout is 'HTD'; it must be one of BHTD, BTHD"),
-        (base.attend, {"dtype": torch.int64}, "dtype is torch.int64; it must be floating"),
-        (base.attend, {"accept": ["no-such"]}, "'no-such' is no fault; there are"),
+        (
+            base.attend,
+            {"dtype": torch.int64},
+            "dtype is torch.int64; it must be a floating-point dtype",
+        ),
+        (base.attend, {"accept": ["no-such"]}, "'no-such' is not a fault; the faults are"),
         (
             nn.Linear(4, 4, bias=False),
             {"dim": 4, "adapter": lambda t, x: x[0]},
@@ -373,7 +380,7 @@ def test_masks_in_no_form_that_is_known() -> None:
         (
             nn.ReLU(),
             {"adapter": lambda t, x: x},
-            "the model dim of ReLU is not known; say it with --dim",
+            "the model dim of ReLU is not known; give it with --dim",
         ),
         (lambda x: x[:, :1], {"adapter": "rotary"}, "must give a tensor of its input's shape"),
         (lambda x: x.nope, {"adapter": "rotary"}, "raised AttributeError"),
@@ -389,7 +396,7 @@ def test_what_a_factory_makes_must_be_a_module() -> None:
         return dim
 
     with pytest.raises(ArgumentTypeError, match=r"make made int; it must be a torch\.nn\.Module"):
-        constructed(make, Claim(dim=3), {})
+        construct_module(make, AuditClaims(dim=3), {})
 
 
 def test_modules_of_the_working_folder_are_found(
@@ -397,7 +404,7 @@ def test_modules_of_the_working_folder_are_found(
 ) -> None:
     (tmp_path / "here_for_audit.py").write_text("class A:\n    class B:\n        x = 3\n")
     monkeypatch.chdir(tmp_path)
-    assert imported("here_for_audit:A.B.x") == 3
+    assert import_target("here_for_audit:A.B.x") == 3
 
 
 def test_the_target_is_left_as_it_was() -> None:
@@ -413,7 +420,7 @@ def test_the_target_is_left_as_it_was() -> None:
 
 def test_progress_is_told() -> None:
     steps: list[tuple[str, int, int]] = []
-    audit(base.attend, tell=lambda name, n, total: steps.append((name, n, total)))
+    audit(base.attend, progress=lambda name, n, total: steps.append((name, n, total)))
     assert [n for _, n, _ in steps] == list(range(steps[0][2]))
     assert steps[0][0] == "repeatable"
 

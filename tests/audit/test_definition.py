@@ -10,10 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.audit.definition import WRONG, Given, Steps, attend, slopes
-from regard.audit.diagnosis import candidates
-from regard.audit.probe import gap
-from regard.audit.subject import Projections
+from regard.audit.adapters.base import Projections
+from regard.audit.check_context import worst_mismatch
+from regard.audit.fault_search import candidates
+from regard.audit.reference import (
+    FAULTY_VALUES,
+    AttentionVariant,
+    ReferenceInputs,
+    alibi_slopes,
+    reference_attention,
+)
 from regard.error_rule import allowed_error
 
 H, G, D, M, T = 4, 2, 4, 12, 5
@@ -83,22 +89,24 @@ def keep(window: int | None = None) -> Tensor:
 @pytest.mark.parametrize("layout", ["none", "half", "interleaved"])
 def test_the_right_steps_are_the_definition(layout: str, window: int | None) -> None:
     x, m = tokens(), maps()
-    out = attend(Given(x, m, keep(window), None, window), Steps(rotary=layout))
+    out = reference_attention(
+        ReferenceInputs(x, m, keep(window), None, window), AttentionVariant(rotary=layout)
+    )
     expected = by_loops(x, m, layout, window)
     assert float((out - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
 
 
-FAULTS = [(name, value) for name, values in WRONG.items() for value in values]
+FAULTS = [(name, value) for name, values in FAULTY_VALUES.items() for value in values]
 
 
-def given(m: Projections, dtype: torch.dtype = torch.float64) -> Given:
+def given(m: Projections, dtype: torch.dtype = torch.float64) -> ReferenceInputs:
     make = torch.Generator().manual_seed(3)
     bias = torch.randn(1, H, T, T, generator=make, dtype=torch.float64)
-    return Given(tokens().to(dtype), m, keep(W), None, W, bias)
+    return ReferenceInputs(tokens().to(dtype), m, keep(W), None, W, bias)
 
 
-def steps(field: str, value: str) -> Steps:
-    return Steps(**{field: value, **({"factor": 0.3} if value == "fitted" else {})})
+def steps(field: str, value: str) -> AttentionVariant:
+    return AttentionVariant(**{field: value, **({"factor": 0.3} if value == "fitted" else {})})
 
 
 def test_each_fault_is_another_function() -> None:
@@ -108,38 +116,49 @@ def test_each_fault_is_another_function() -> None:
         # queries and keys have as many heads where their roles are exchanged
         tried = [(f, v) for f, v in FAULTS if (f == "roles") == (G == H) and f != "sink"]
         numbers, plain = given(m), given(m, torch.float32)
-        rights = [Steps(), Steps(rotary="half"), Steps(rotary="interleaved"), Steps(bias="alibi")]
+        rights = [
+            AttentionVariant(),
+            AttentionVariant(rotary="half"),
+            AttentionVariant(rotary="interleaved"),
+            AttentionVariant(bias="alibi"),
+        ]
         ways = {(f, v): steps(f, v) for f, v in tried if (f, v) != ("output", "absent")}
         ways |= {right: right for right in rights}
-        refs = {way: (attend(numbers, each), attend(plain, each)) for way, each in ways.items()}
+        refs = {
+            way: (reference_attention(numbers, each), reference_attention(plain, each))
+            for way, each in ways.items()
+        }
         for f, v in tried:
             wrong = steps(f, v)
-            assert wrong.wrong == (f,)
-            mine = attend(plain, wrong)
+            assert wrong.faults == (f,)
+            mine = reference_attention(plain, wrong)
             for other, (ref, ours) in refs.items():
-                far = other == (f, v) or gap(mine, [ours], ref) is not None
+                far = other == (f, v) or worst_mismatch(mine, [ours], ref) is not None
                 same = {(f, v), other} == {("mask", "own-hidden-zero"), ("mask", "own-hidden")}
                 assert far or same, ((f, v), other)
             if (f, v) in refs:
-                assert gap(mine, [mine], refs[f, v][0]) is None
+                assert worst_mismatch(mine, [mine], refs[f, v][0]) is None
 
 
 def test_a_sink_whose_share_is_given_back_does_nothing() -> None:
     m = replace(maps(), sinks=torch.randn(H, generator=torch.Generator().manual_seed(4)))
-    right, wrong = (attend(given(m), each) for each in (Steps(), Steps(sink="renormalised")))
-    without = attend(given(maps()), Steps())
+    right, wrong = (
+        reference_attention(given(m), each)
+        for each in (AttentionVariant(), AttentionVariant(sink="renormalised"))
+    )
+    without = reference_attention(given(maps()), AttentionVariant())
     assert float((wrong - without).abs().max()) < 1e-12
     assert float((right - without).abs().max()) > 0.1
 
 
 def test_candidates_begin_with_the_fewest_faults() -> None:
-    def found(n: int, **changes: Any) -> tuple[Steps, ...]:
+    def found(n: int, **changes: Any) -> tuple[AttentionVariant, ...]:
         sizes = {"heads": H, "groups": G, "head_dim": D, "bases": (10000.0,), "n": n, **changes}
         return candidates(**sizes)
 
     for n in range(3):
-        assert {len(s.wrong) for s in found(n)} == {n}
-    assert found(0)[0] == Steps()
+        assert {len(s.faults) for s in found(n)} == {n}
+    assert found(0)[0] == AttentionVariant()
     # one key/value head for all: their order says nothing
     assert all(s.groups == "adjacent" for s in found(1, groups=1))
     masks = {s.mask for s in found(1)}
@@ -154,8 +173,8 @@ def test_slopes_are_those_of_the_paper() -> None:
     """Press, Smith and Lewis, section 3: 2^-1 to 2^-8 for 8 heads; 12 heads take every second one
     of 16 besides.
     """
-    assert slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
-    assert slopes(12).tolist() == [2.0**-n for n in range(1, 9)] + [
+    assert alibi_slopes(8).tolist() == [2.0**-n for n in range(1, 9)]
+    assert alibi_slopes(12).tolist() == [2.0**-n for n in range(1, 9)] + [
         2.0**-0.5,
         2.0**-1.5,
         2.0**-2.5,
@@ -166,12 +185,17 @@ def test_slopes_are_those_of_the_paper() -> None:
 def test_the_rule() -> None:
     ref = torch.tensor([1.0, float("inf"), float("nan")], dtype=torch.float64)
     x = ref.float()
-    assert gap(x, [x], ref) is None
-    assert gap(torch.tensor([1.0, 2.0, float("nan")]), [x], ref).at == (1,)
-    assert gap(torch.tensor([float("nan"), float("inf"), float("nan")]), [x], ref).at == (0,)
-    assert gap(torch.ones(2), [x], ref) is not None
+    assert worst_mismatch(x, [x], ref) is None
+    assert worst_mismatch(torch.tensor([1.0, 2.0, float("nan")]), [x], ref).position == (1,)
+    assert worst_mismatch(
+        torch.tensor([float("nan"), float("inf"), float("nan")]), [x], ref
+    ).position == (0,)
+    assert worst_mismatch(torch.ones(2), [x], ref) is not None
     plain = torch.tensor([1.25, float("inf"), float("nan")])
     rounding = 2 * abs(float((torch.ones(1) + 0.3 - 0.3 - 1).double()))
     assert allowed_error([x, plain], ref) == 0.5 + rounding
-    assert gap(torch.tensor([1.5, float("inf"), float("nan")]), [plain], ref) is None
-    assert gap(torch.tensor([1.6, float("inf"), float("nan")]), [plain], ref).expected == 1.0
+    assert worst_mismatch(torch.tensor([1.5, float("inf"), float("nan")]), [plain], ref) is None
+    assert (
+        worst_mismatch(torch.tensor([1.6, float("inf"), float("nan")]), [plain], ref).expected
+        == 1.0
+    )

@@ -13,7 +13,7 @@ from torch import nn
 import regard
 from regard.inspect import audit
 from regard.nn.variants import VARIANTS
-from tests.audit.zoo import base, calls, steps
+from tests.audit.faulty_code import base, calls, steps
 
 SIZES = {"dim": 16, "heads": 4}
 GROUPED = {**SIZES, "kv_heads": 2}
@@ -85,7 +85,7 @@ def test_right_code_has_no_fault(name: str) -> None:
     target, options, made = RIGHT[name]
     found = audit(target() if name == "tiny" else target, **options)
     assert found.names == (), str(found)
-    missing = set(made.split(", ")) - {check.name for check in found.held}
+    missing = set(made.split(", ")) - {check.name for check in found.passed}
     assert missing == set(), str(found)
 
 
@@ -95,9 +95,9 @@ def test_rows_that_nothing_claims_are_told_and_are_no_fault() -> None:
     """
     found = audit(nn.MultiheadAttention(16, 4, batch_first=True))
     assert found.exit_code == 0, str(found)
-    assert {"definition", "left padding", "masks", "weights"} <= {c.name for c in found.held}
+    assert {"definition", "left padding", "masks", "weights"} <= {c.name for c in found.passed}
     why = {skipped.name: skipped.why for skipped in found.not_tried}
-    assert "nothing claims such rows (--strict)" in why["empty rows"]
+    assert "no result is claimed for such rows (--strict)" in why["empty rows"]
     claimed = audit(nn.MultiheadAttention(16, 4, batch_first=True), strict=True)
     assert claimed.names == ("empty-row", "garbage-leak")
 
@@ -121,7 +121,7 @@ def test_mechanisms_of_the_catalogue_have_no_fault(name: str) -> None:
     entry = VARIANTS[name]
     found = audit(entry.example(), dim=32, causal=entry.causal, strict=name in ("gqa", "mla"))
     assert found.names == (), str(found)
-    held = {check.name for check in found.held}
+    held = {check.name for check in found.passed}
     assert {"repeatable", "batch", "padding", "left padding"} <= held
     if entry.causal:
         assert {"future", "cache"} <= held
@@ -131,7 +131,7 @@ def test_what_shows_some_later_tokens_is_not_judged_without_a_claim() -> None:
     found = audit(VARIANTS["prefix_lm"].example(), dim=32)
     assert found.clean
     why = {skipped.name: skipped.why for skipped in found.not_tried}
-    assert "say --causal or --bidirectional" in why["future"]
+    assert "give --causal or --bidirectional" in why["future"]
     claimed = audit(VARIANTS["prefix_lm"].example(), dim=32, causal=True)
     assert claimed.names == ("future-leak",)
 

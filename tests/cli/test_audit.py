@@ -16,7 +16,7 @@ from regard.cli.app import run
 from regard.cli.audit import audit
 from tests.models import small
 
-ZOO = "tests.audit.zoo"
+FAULTY_CODE = "tests.audit.faulty_code"
 SIZES = ("--dim", "16", "--heads", "4")
 
 
@@ -43,7 +43,7 @@ def test_right_code_exits_with_0() -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("torch.nn:MultiheadAttention, called forward(query, key, value")
     assert re.search(
-        r"^0 faults, 17 checks held, 0 could not be made, 5 do not apply$",
+        r"^0 faults, 17 checks passed, 0 could not be made, 5 do not apply$",
         result.stdout,
         re.MULTILINE,
     )
@@ -51,7 +51,7 @@ def test_right_code_exits_with_0() -> None:
 
 
 def test_faults_exit_with_1_and_are_shown() -> None:
-    result = call(f"{ZOO}.steps:OneMore", *SIZES, "--causal", "--window", "4")
+    result = call(f"{FAULTY_CODE}.steps:OneMore", *SIZES, "--causal", "--window", "4")
     assert result.exit_code == 1
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "error window-off-by-one" in lines
@@ -69,11 +69,11 @@ UNKNOWN = "tests.audit.test_calls:Unknown"
 def test_a_check_that_could_not_be_made_exits_with_3() -> None:
     result = call(UNKNOWN, *SIZES)
     assert result.exit_code == 3, result.output
-    assert "Not a pass: exit code 3, or 0 with --allow-untried." in result.stdout
+    assert "This is not a pass: exit code 3, or 0 with --allow-untried." in result.stdout
     assert re.search(r"definition +its projections were read", result.stdout)
     assert call(UNKNOWN, *SIZES, "--allow-untried").exit_code == 0
     # faults stay faults
-    assert call(f"{ZOO}.masks:SeedOne", *SIZES, "--allow-untried").exit_code == 1
+    assert call(f"{FAULTY_CODE}.masks:SeedOne", *SIZES, "--allow-untried").exit_code == 1
 
 
 def test_sizes_may_be_said_by_set() -> None:
@@ -84,24 +84,41 @@ def test_sizes_may_be_said_by_set() -> None:
 
 
 def test_json() -> None:
-    found = told(f"{ZOO}.masks:SeedOne", *SIZES)
+    found = told(f"{FAULTY_CODE}.masks:SeedOne", *SIZES)
     assert names(found) == ["mask-polarity"]
-    assert found["target"] == f"{ZOO}.masks:SeedOne"
+    assert found["target"] == f"{FAULTY_CODE}.masks:SeedOne"
     assert found["seed"] == 0
     first = found["findings"][0]
-    assert set(first) == {"name", "severity", "sentence", "example", "expected", "got", "look"}
+    assert set(first) == {
+        "name",
+        "severity",
+        "sentence",
+        "example",
+        "expected",
+        "got",
+        "look",
+        "look_at",
+    }
+    # the old keys stand beside the new ones for one release
+    assert first["look"] == first["look_at"]
+    assert found["held"] == found["passed"]
+    assert all(check["what"] == check["description"] for check in found["passed"])
     assert {entry["name"] for entry in found["not_tried"]} >= {"masks", "cache"}
     assert all(entry["why"] for entry in found["not_tried"])
 
 
 def test_options_reach_the_audit() -> None:
-    assert names(told(f"{ZOO}.steps:Tiled", *SIZES, "--kv-heads", "2")) == ["gqa-head-order"]
-    assert names(told(f"{ZOO}.masks:added", "--mask", "keep")) == ["mask-added"]
-    assert names(told(f"{ZOO}.base:attend", "--strict")) == ["garbage-leak"]
-    assert names(told(f"{ZOO}.steps:half_precision", "--rotary")) == ["rotary-precision"]
-    assert names(told(f"{ZOO}.calls:Saved", *SIZES, "--accept", "cache-in-state-dict")) == []
+    assert names(told(f"{FAULTY_CODE}.steps:Tiled", *SIZES, "--kv-heads", "2")) == [
+        "gqa-head-order"
+    ]
+    assert names(told(f"{FAULTY_CODE}.masks:added", "--mask", "keep")) == ["mask-added"]
+    assert names(told(f"{FAULTY_CODE}.base:attend", "--strict")) == ["garbage-leak"]
+    assert names(told(f"{FAULTY_CODE}.steps:half_precision", "--rotary")) == ["rotary-precision"]
+    assert (
+        names(told(f"{FAULTY_CODE}.calls:Saved", *SIZES, "--accept", "cache-in-state-dict")) == []
+    )
     found = told(
-        f"{ZOO}.steps:late_scale", "--heads", "2", "--head-dim", "16", "--dtype", "float16"
+        f"{FAULTY_CODE}.steps:late_scale", "--heads", "2", "--head-dim", "16", "--dtype", "float16"
     )
     assert names(found) == ["softmax-overflow"]
     sized = told(
@@ -131,11 +148,14 @@ def test_the_list_of_faults() -> None:
         ((), "give package.module:name, or --model and a folder"),
         (("a:b", "--model", "tiny"), "give package.module:name, or --model and a folder"),
         (("no_such_module_here:F",), "cannot be imported"),
-        (("torch.nn:MultiheadAttention",), "say --dim N --heads N"),
+        (("torch.nn:MultiheadAttention",), "give --dim N --heads N"),
         (("torch.nn:MultiheadAttention", *SIZES, "--set", "bias"), "must be name=value"),
-        (("torch.nn:MultiheadAttention", *SIZES, "--dtype", "int8"), "it must be float32, float16"),
-        ((f"{ZOO}.base:attend", "--mask", "yes"), "it must be one of"),
-        ((f"{ZOO}.base:halves", "--rotary", "--adapter", "a:b"), "are two ways to call it"),
+        (("torch.nn:MultiheadAttention", *SIZES, "--dtype", "int8"), "it must be one of float32"),
+        ((f"{FAULTY_CODE}.base:attend", "--mask", "yes"), "it must be one of"),
+        (
+            (f"{FAULTY_CODE}.base:halves", "--rotary", "--adapter", "a:b"),
+            "are two ways to call the target",
+        ),
         (("--model", "no-such-folder"), "no-such-folder"),
     ],
 )
@@ -151,4 +171,4 @@ def test_it_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "For example: regard audit torch.nn:MultiheadAttention" in shown
     assert run(["audit", "torch.nn:MultiheadAttention", *SIZES]) == 0
-    assert run(["audit", f"{ZOO}.steps:Unscaled", *SIZES]) == 1
+    assert run(["audit", f"{FAULTY_CODE}.steps:Unscaled", *SIZES]) == 1

@@ -1,25 +1,37 @@
-"""Audit attention code that was written elsewhere: `audit` holds it against the definition of
-attention.
+"""Audit attention code: compare any function, module or model with the definition of attention.
 
-`adapters` finds a way to call the code, `checks` asks one question each, and `run` goes through all
-checks, names the fault behind the findings and makes every example small.
+`run_checks.py` has `audit`, which runs the checks of `checks/`. `adapters/` finds out how the code
+is called, `findings.py` names all faults, and `reference.py` is the definition of attention with
+every known fault as an option.
 """
 
 from __future__ import annotations
 
-from regard.audit.battery import audit
-from regard.audit.findings import FAULTS, Audit, Checked, Fault, Finding, NotTried
-from regard.audit.subject import NEW, Claim, Reply
+from regard.audit.adapters.base import NEW_CACHE, CallOutput
+from regard.audit.claims import AuditClaims
+from regard.audit.findings import FAULTS, Audit, Fault, Finding, NotTried, PassedCheck
+from regard.audit.run_checks import audit
+from regard.deprecation import renamed
 
 __all__ = [
     "FAULTS",
-    "NEW",
+    "NEW_CACHE",
     "Audit",
-    "Checked",
-    "Claim",
+    "AuditClaims",
+    "CallOutput",
     "Fault",
     "Finding",
     "NotTried",
-    "Reply",
+    "PassedCheck",
     "audit",
 ]
+
+__getattr__ = renamed(
+    __name__,
+    {
+        "Checked": "PassedCheck",
+        "Claim": "AuditClaims",
+        "NEW": "NEW_CACHE",
+        "Reply": "CallOutput",
+    },
+)

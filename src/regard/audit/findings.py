@@ -1,11 +1,12 @@
-"""The result of an audit: its findings, what it checked and could not try, and every fault that it
-can name.
-"""
+"""The result of an audit, and `FAULTS`: the table of all faults that an audit can name."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
+
+from regard.deprecation import renamed_attribute
+from regard.units import plural
 
 Severity: TypeAlias = Literal["error", "warning"]
 
@@ -20,15 +21,15 @@ _PLACES = ("left-padding-shift", "position-shift")
 class Finding:
     """One fault, with the smallest input that shows it.
 
-    Attributes:
-        name: the fault, such as "future-leak"; `regard.audit.FAULTS` has a sentence for
-            each.
-        severity: "error" changes what a model computes; "warning" costs memory, or will be noticed
-            later.
-        sentence: what is wrong, for this code.
-        example: the smallest input found: lengths, rows, positions, chunks.
-        expected, got: the numbers of that example.
-        look: where to look.
+    Args:
+        name: the name of the fault, such as "future-leak"; `regard.audit.FAULTS` describes each.
+        severity: "error" if the fault changes the results of a model; "warning" if it costs memory
+            or causes trouble later.
+        sentence: a description of the fault in this code.
+        example: the smallest input that shows it: lengths, rows, positions, chunks.
+        expected: the correct number or value in that example.
+        got: the number or value that the code gave.
+        look_at: the places in the code where this fault usually is.
 
     >>> Finding("future-leak", "error", "Query 0 sees key 1.", {"T": 2}, 0.0, 0.5, "the mask").name
     'future-leak'
@@ -40,30 +41,41 @@ class Finding:
     example: dict[str, Any]
     expected: float | str
     got: float | str
-    look: str
+    look_at: str
+
+    look = renamed_attribute("look_at")
 
     @property
     def size(self) -> int:
-        """How large the example is: what shrinking makes small."""
+        """The size of the example, B + T + heads + head dim: shrinking makes it smaller."""
         sizes = (self.example.get(key, 1) for key in ("B", "T", "heads", "head_dim"))
         return sum(value for value in sizes if isinstance(value, int))
 
 
 @dataclass(frozen=True)
-class Checked:
-    """One check that was run to its end and found nothing."""
+class PassedCheck:
+    """One check that was completed and found no fault.
+
+    Args:
+        name: the name of the check.
+        description: what is true of the code, since it passed.
+    """
 
     name: str
-    what: str
+    description: str
+
+    what = renamed_attribute("description")
 
 
 @dataclass(frozen=True)
 class NotTried:
-    """One check that was not made on this code, and why.
+    """One check that was not made on this code, and the reason.
 
-    Attributes:
-        applies: whether there is something to check, so that a fault may hide there. False: the
-            code takes no cache, no window is claimed, and so on.
+    Args:
+        name: the name of the check.
+        why: the reason.
+        applies: True if there is something to check, so that a fault may remain undetected. False
+            if there is not: the code takes no cache, no window is claimed, and so on.
     """
 
     name: str
@@ -75,15 +87,16 @@ class NotTried:
 class Audit:
     """The result of an audit.
 
-    Attributes:
-        target: what was audited.
-        called: how it was called.
-        findings: faults, worst first.
-        held: checks that found nothing.
-        not_tried: checks that were not made, with the reason; those that apply leave the audit
-            incomplete.
-        accepted: faults that were found, and that the caller said it knows of.
-        seed: of every random number.
+    Args:
+        target: the name of the code that was audited.
+        called: how it was called, such as "forward(x, mask=...)".
+        findings: the faults, errors before warnings.
+        passed: the checks that found no fault.
+        not_tried: the checks that were not made, with their reasons. Those that apply leave the
+            audit incomplete.
+        accepted: faults that were found and that the caller accepts as known.
+        seed: the seed of all random numbers.
+        claims: what the code was claimed to be.
 
     >>> Audit("f", "f(x)", ()).clean
     True
@@ -92,15 +105,17 @@ class Audit:
     target: str
     called: str
     findings: tuple[Finding, ...]
-    held: tuple[Checked, ...] = ()
+    passed: tuple[PassedCheck, ...] = ()
     not_tried: tuple[NotTried, ...] = ()
     accepted: tuple[Finding, ...] = ()
     seed: int = 0
     claims: dict[str, Any] = field(default_factory=dict)
 
+    held = renamed_attribute("passed")
+
     @property
     def clean(self) -> bool:
-        """Whether nothing was found, besides what is accepted."""
+        """Whether no fault was found, apart from accepted ones."""
         return not self.findings
 
     @property
@@ -115,9 +130,7 @@ class Audit:
 
     @property
     def exit_code(self) -> int:
-        """What the command exits with: 1 for findings, 3 for none while a check could not be made,
-        else 0.
-        """
+        """The exit code of `regard audit`: 1 for faults, 3 for none but an open check, else 0."""
         return 1 if self.findings else 0 if self.complete else 3
 
     @property
@@ -126,44 +139,74 @@ class Audit:
         return tuple(finding.name for finding in self.findings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as values that JSON can say."""
-        return {"clean": self.clean, "complete": self.complete, **asdict(self)}
+        """Return everything as values that JSON can hold.
+
+        Keys that were renamed are also there under their old names, for one release.
+
+        Returns:
+            A dictionary with "clean", "complete" and one key for each argument of this class.
+        """
+        values = {"clean": self.clean, "complete": self.complete, **asdict(self)}
+        for finding in (*values["findings"], *values["accepted"]):
+            finding["look"] = finding["look_at"]
+        for check in values["passed"]:
+            check["what"] = check["description"]
+        values["held"] = values["passed"]
+        return values
 
     def __str__(self) -> str:
         lines = [f"{self.target}, called {self.called}"]
-        for f in self.findings:
-            shown = ", ".join(f"{key}={value}" for key, value in f.example.items())
-            lines.append(f"{f.severity}: {f.name}: {f.sentence}")
-            lines.append(f"  smallest example: {shown}")
-            lines.append(f"  expected {_say(f.expected)}, got {_say(f.got)}; look at {f.look}")
-        lines += [f"accepted: {known.name}: {known.sentence}" for known in self.accepted]
-        for skipped in self.not_tried:
-            word = "could not be made" if skipped.applies else "does not apply"
-            lines.append(f"{word}: {skipped.name}: {skipped.why}")
-        counts = f"{len(self.findings)} findings, {len(self.held)} checks held"
-        lines.append(f"{counts}, {len(self.untried)} could not be made")
+        for finding in self.findings:
+            example = ", ".join(f"{key}={value}" for key, value in finding.example.items())
+            expected, got = _number(finding.expected), _number(finding.got)
+            lines.append(f"{finding.severity}: {finding.name}: {finding.sentence}")
+            lines.append(f"  smallest example: {example}")
+            lines.append(f"  expected {expected}, got {got}; look at {finding.look_at}")
+        lines += [f"accepted: {finding.name}: {finding.sentence}" for finding in self.accepted]
+        for check in self.not_tried:
+            label = "could not be made" if check.applies else "does not apply"
+            lines.append(f"{label}: {check.name}: {check.why}")
+        lines.append(self.counts())
         return "\n".join(lines)
 
+    def counts(self) -> str:
+        """Return one line with the numbers of faults, of checks passed and of checks not made.
 
-def _say(x: float | str) -> str:
+        Returns:
+            Such as "1 fault, 17 checks passed, 0 could not be made, 5 do not apply".
+        """
+        n_open = len(self.untried)
+        n_other = len(self.not_tried) - n_open
+        return (
+            f"{plural(len(self.findings), 'fault')}, {plural(len(self.passed), 'check')} passed, "
+            f"{n_open} could not be made, {n_other} {'does' if n_other == 1 else 'do'} not apply"
+        )
+
+
+def _number(x: float | str) -> str:
+    """A number with six digits, or a text unchanged."""
     return x if isinstance(x, str) else f"{x:.6g}"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One row of the table.
+    """The description of one kind of fault: an entry of `FAULTS`.
 
-    Attributes:
-        what: a sentence.
-        look: where to look.
-        severity: as in `Finding`.
-        brings: faults that follow from this one, and are not told beside it.
+    Args:
+        summary: one sentence that says what is wrong.
+        look_at: the places in the code where this fault usually is.
+        severity: "error" or "warning", as in `Finding`.
+        implies: the names of faults that follow from this one and are not reported beside it.
     """
 
-    what: str
-    look: str
+    summary: str
+    look_at: str
     severity: Severity = "error"
-    brings: tuple[str, ...] = ()
+    implies: tuple[str, ...] = ()
+
+    what = renamed_attribute("summary")
+    look = renamed_attribute("look_at")
+    brings = renamed_attribute("implies")
 
 
 FAULTS: dict[str, Fault] = {
@@ -178,22 +221,22 @@ FAULTS: dict[str, Fault] = {
     "state-kept": Fault(
         "A call changes what later calls give.",
         "buffers and attributes written in forward, a cache that is not reset",
-        brings=_RUNS,
+        implies=_RUNS,
     ),
     "input-changed": Fault(
         "The call changes its input in place.",
         "operations with a trailing underscore, +=, out=, slices that are assigned",
-        brings=("definition-differs",),
+        implies=("definition-differs",),
     ),
     "batch-mixing": Fault(
         "A row of the batch depends on other rows.",
         "reshapes and transposes that move the batch, a softmax or a norm over it",
-        brings=(*_RUNS, "padding-leak", "definition-differs", "keys-ignored"),
+        implies=(*_RUNS, "padding-leak", "definition-differs", "keys-ignored"),
     ),
     "mask-polarity": Fault(
         "The mask hides what it should show.",
         "masked_fill(mask == 0) against masked_fill(mask), ~mask",
-        brings=(
+        implies=(
             *_LEAKS,
             *_RUNS,
             "mask-zeroed",
@@ -203,19 +246,19 @@ FAULTS: dict[str, Fault] = {
         ),
     ),
     "mask-ignored": Fault(
-        "A mask that is given changes nothing.",
+        "The mask changes nothing.",
         "the path on which the mask is not passed on",
-        brings=_LEAKS,
+        implies=_LEAKS,
     ),
     "mask-added": Fault(
         "A mask of 0 and 1 is added to the scores: it hides nothing.",
         "scores + mask where masked_fill is meant",
-        brings=_LEAKS,
+        implies=_LEAKS,
     ),
     "mask-kept": Fault(
         "The mask of the first call is used in later calls.",
         "a mask in an attribute, or in a cache by shape, that is not renewed",
-        brings=(
+        implies=(
             *_LEAKS,
             *_RUNS,
             "state-kept",
@@ -233,37 +276,37 @@ FAULTS: dict[str, Fault] = {
     "mask-rows": Fault(
         "One row's mask is used for another row of the batch.",
         "mask[0], masks broadcast over the batch, reshapes to [B*H,T,S]",
-        brings=("padding-leak", "left-padding-shift"),
+        implies=("padding-leak", "left-padding-shift"),
     ),
     "mask-zeroed": Fault(
         "Hidden scores are set to about 0 instead of -inf.",
         "masked_fill(mask, 0) or 1e-9 for -1e9, scores * mask",
-        brings=(*_LEAKS, *_RUNS),
+        implies=(*_LEAKS, *_RUNS),
     ),
     "mask-after-softmax": Fault(
-        "The mask is applied behind the softmax, and rows do not sum to 1.",
+        "The mask is applied after the softmax, so that rows do not sum to 1.",
         "the order of softmax and mask",
-        brings=(*_LEAKS, *_RUNS, "weights-sum", "keys-ignored"),
+        implies=(*_LEAKS, *_RUNS, "weights-sum", "keys-ignored"),
     ),
     "own-key-hidden": Fault(
         "A token does not see itself.",
         "tril(-1) for tril(), < for <=",
-        brings=("future-leak", "keys-ignored", "output-not-finite", "cache-differs"),
+        implies=("future-leak", "keys-ignored", "output-not-finite", "cache-differs"),
     ),
     "future-leak": Fault(
         "A token sees later tokens.",
         "triu and tril, their diagonal, the path that drops the mask",
-        brings=(*_RUNS, "definition-differs"),
+        implies=(*_RUNS, "definition-differs"),
     ),
     "padding-on-queries": Fault(
         "The padding mask hides queries instead of keys.",
         "mask[:, None, :, None] against mask[:, None, None, :]",
-        brings=("padding-leak", "left-padding-shift", "empty-row", "mask-rows"),
+        implies=("padding-leak", "left-padding-shift", "empty-row", "mask-rows"),
     ),
     "padding-leak": Fault(
-        "What stands in padding reaches tokens.",
+        "The content of padding reaches tokens.",
         "whether the padding mask is applied to keys",
-        brings=("left-padding-shift",),
+        implies=("left-padding-shift",),
     ),
     "garbage-leak": Fault(
         "NaN in a hidden slot reaches the output.",
@@ -271,27 +314,28 @@ FAULTS: dict[str, Fault] = {
         "warning",
     ),
     "empty-row": Fault(
-        "A row that may see nothing is not defined.", "softmax of a row that is all -inf"
+        "A row whose keys are all hidden gives no numbers, or affects other rows.",
+        "softmax of a row that is all -inf",
     ),
     "keys-ignored": Fault(
-        "Keys that may be seen are not used.",
+        "Visible keys are not used.",
         "slices of keys, loops over whole blocks, a limit on the length",
-        brings=("definition-differs", "softmax-not-rescaled", "queries-dropped", "cache-differs"),
+        implies=("definition-differs", "softmax-not-rescaled", "queries-dropped", "cache-differs"),
     ),
     "queries-dropped": Fault(
-        "The last queries of a long text get no answer.",
+        "The last queries of a long text get no output.",
         "loops over whole blocks of queries",
-        brings=("definition-differs",),
+        implies=("definition-differs",),
     ),
     "window-off-by-one": Fault(
         "The window has one key too many or too few.",
         "< against <=: a window of W counts the token itself",
-        brings=("keys-ignored", "definition-differs"),
+        implies=("keys-ignored", "definition-differs"),
     ),
     "window-ignored": Fault(
-        "Keys outside of the window are seen.",
+        "Queries attend to keys outside the window.",
         "the mask of the layer",
-        brings=("definition-differs",),
+        implies=("definition-differs",),
     ),
     "scale-missing": Fault("Scores are not scaled.", "1/sqrt(head dim)"),
     "scale-twice": Fault(
@@ -316,7 +360,7 @@ FAULTS: dict[str, Fault] = {
     "queries-keys-exchanged": Fault(
         "Queries are used as keys, and keys as queries.",
         "k @ q^T for q @ k^T",
-        brings=("softmax-axis", "queries-values-exchanged"),
+        implies=("softmax-axis", "queries-values-exchanged"),
     ),
     "queries-values-exchanged": Fault(
         "Queries are used as values, and values as queries.",
@@ -325,12 +369,12 @@ FAULTS: dict[str, Fault] = {
     "bias-sign": Fault(
         "A bias of positions has the wrong sign.",
         "scores - bias for scores + bias; ALiBi adds -slope * distance",
-        brings=("definition-differs",),
+        implies=("definition-differs",),
     ),
     "sink-renormalised": Fault(
-        "The sink does nothing: its share is given back to the keys, or it is left out.",
-        "weights / weights.sum() behind the softmax with the sink",
-        brings=("softmax-overflow",),
+        "The sink has no effect: its share is given back to the keys, or it is left out.",
+        "weights / weights.sum() after the softmax with the sink",
+        implies=("softmax-overflow",),
     ),
     "weights-uniform": Fault(
         "Every visible key has the same weight: scores do nothing.", "a mean for a softmax"
@@ -338,17 +382,17 @@ FAULTS: dict[str, Fault] = {
     "softmax-axis": Fault(
         "The softmax runs over another axis than the keys.",
         "dim=-1",
-        brings=(*_LEAKS, *_RUNS, "weights-sum", "definition-differs", "batch-mixing"),
+        implies=(*_LEAKS, *_RUNS, "weights-sum", "definition-differs", "batch-mixing"),
     ),
     "softmax-missing": Fault(
         "The scores are used without a softmax.",
         "softmax, and the sum that it divides by",
-        brings=("weights-sum", "softmax-overflow"),
+        implies=("weights-sum", "softmax-overflow"),
     ),
     "softmax-not-rescaled": Fault(
-        "Blocks are joined without rescaling what came before to the new maximum.",
+        "Blocks are joined without rescaling the earlier sums to the new maximum.",
         "acc * exp(m_old - m_new), and the same of the sum",
-        brings=("definition-differs",),
+        implies=("definition-differs",),
     ),
     "precision-lost": Fault(
         "The numbers are rounded to a smaller dtype on the way.",
@@ -365,20 +409,20 @@ FAULTS: dict[str, Fault] = {
     "heads-split": Fault(
         "Heads are split without moving the token axis: they mix tokens.",
         "view(B, T, H, D).transpose(1, 2)",
-        brings=(*_LEAKS, *_RUNS, *_MASKS),
+        implies=(*_LEAKS, *_RUNS, *_MASKS),
     ),
     "heads-joined": Fault(
         "Heads are joined without moving the token axis: they mix tokens.",
         "transpose(1, 2) before reshape(B, T, H*D)",
-        brings=(*_LEAKS, *_RUNS, *_MASKS),
+        implies=(*_LEAKS, *_RUNS, *_MASKS),
     ),
     "output-missing": Fault(
-        "The output projection is there and is not applied.", "return self.out_proj(out)"
+        "The module has an output projection and does not apply it.", "return self.out_proj(out)"
     ),
     "output-not-finite": Fault(
         "Ordinary tokens give NaN or infinities.",
         "a softmax of rows that are all -inf, a division by 0",
-        brings=("empty-row", "softmax-overflow"),
+        implies=("empty-row", "softmax-overflow"),
     ),
     "definition-differs": Fault(
         "The output is not that of attention with these weights, and no combination of known "
@@ -388,23 +432,23 @@ FAULTS: dict[str, Fault] = {
     "rotary-mixed": Fault(
         "Rotary mixes its two layouts: scores depend on absolute positions, and norms change.",
         "rotate_half against repeat_interleave of cos and sin",
-        brings=_PLACES,
+        implies=_PLACES,
     ),
     "rotary-axis": Fault(
-        "Rotary turns by the head's number instead of the token's position.",
+        "Rotary rotates by the index of the head instead of the position of the token.",
         "[B,T,H,D] against [B,H,T,D]",
-        brings=_PLACES,
+        implies=_PLACES,
     ),
     "rotary-values": Fault(
-        "Values are rotated, and not turned back.", "apply_rotary to q and k only", brings=_PLACES
+        "Values are rotated, and not rotated back.", "apply_rotary to q and k only", implies=_PLACES
     ),
     "rotary-one-sided": Fault(
-        "Only queries are rotated.", "apply_rotary to q and k", brings=(*_PLACES, "cache-differs")
+        "Only queries are rotated.", "apply_rotary to q and k", implies=(*_PLACES, "cache-differs")
     ),
     "rotary-not-relative": Fault(
         "Products of rotated queries and keys depend on more than their distance.",
         "layouts, positions that count something else",
-        brings=_PLACES,
+        implies=_PLACES,
     ),
     "rotary-precision": Fault(
         "Far positions are rotated by rounded angles.",
@@ -415,7 +459,7 @@ FAULTS: dict[str, Fault] = {
         "rotary, and masks that count slots for positions",
     ),
     "left-padding-shift": Fault(
-        "A row with padding in front gives other results than alone.",
+        "A row with padding in front gives other results than the same row alone.",
         "positions that count padding, a mask offset",
     ),
     "weights-sum": Fault(
@@ -428,13 +472,13 @@ FAULTS: dict[str, Fault] = {
         "before it is used",
     ),
     "cache-output-length": Fault(
-        "A cached chunk gives fewer tokens than it was given.",
+        "A cached chunk returns fewer tokens than it has.",
         "x[:, -1:] when there is a cache",
-        brings=("cache-differs",),
+        implies=("cache-differs",),
     ),
     "cache-grows": Fault(
         "The cache of a windowed layer grows without bound.",
-        "trimming what no later query can see",
+        "removal of keys that no later query can see",
         "warning",
     ),
     "parameters-not-finite": Fault(
@@ -451,23 +495,23 @@ FAULTS: dict[str, Fault] = {
 def finding(
     name: str, sentence: str, example: dict[str, Any], expected: float | str, got: float | str
 ) -> Finding:
-    """A finding of this name, with what the table says of it.
+    """Make a finding; its severity and the places to look at come from `FAULTS`.
 
-    >>> finding("scale-missing", "Scores are not scaled.", {"T": 2}, 0.1, 0.3).look
+    >>> finding("scale-missing", "Scores are not scaled.", {"T": 2}, 0.1, 0.3).look_at
     '1/sqrt(head dim)'
     """
     fault = FAULTS[name]
-    return Finding(name, fault.severity, sentence, example, expected, got, fault.look)
+    return Finding(name, fault.severity, sentence, example, expected, got, fault.look_at)
 
 
-def causes(found: list[Finding]) -> list[Finding]:
-    """Findings without those that another one brings about, each name once, errors first.
+def root_causes(findings: list[Finding]) -> list[Finding]:
+    """Return the findings that no other one implies, each name once, errors first.
 
     >>> leak = finding("future-leak", "", {}, 0.0, 1.0)
-    >>> [f.name for f in causes([leak, finding("mask-polarity", "", {}, 0.0, 1.0)])]
+    >>> [f.name for f in root_causes([leak, finding("mask-polarity", "", {}, 0.0, 1.0)])]
     ['mask-polarity']
     """
-    unique = {f.name: f for f in reversed(found)}
-    brought = {name for f in unique for name in FAULTS[f].brings}
-    kept = [f for name, f in reversed(unique.items()) if name not in brought]
-    return sorted(kept, key=lambda f: f.severity != "error")
+    by_name = {f.name: f for f in reversed(findings)}
+    implied = {name for f in by_name for name in FAULTS[f].implies}
+    causes = [f for name, f in reversed(by_name.items()) if name not in implied]
+    return sorted(causes, key=lambda f: f.severity != "error")

@@ -1,4 +1,4 @@
-"""`regard audit`: attention code that is not ours, held against what attention is."""
+"""`regard audit`: compare attention code with the definition of attention."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from regard.inspect import Audit
 
 
-def show(found: Audit, console: Console) -> None:
-    """The findings as a table, then what was not tried."""
+def show(report: Audit, console: Console) -> None:
+    """Print the faults, then the checks that were not made."""
     from rich.table import Table
 
-    console.print(f"{found.target}, called {found.called}", highlight=False, markup=False)
-    for f in found.findings:
+    console.print(f"{report.target}, called {report.called}", highlight=False, markup=False)
+    for f in report.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))
         example = ", ".join(f"{name} {value}" for name, value in f.example.items())
         rows = {
             "smallest": example,
             "expected": _say(f.expected),
             "got": _say(f.got),
-            "look at": f.look,
+            "look at": f.look_at,
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _plain(value))
@@ -42,34 +42,32 @@ def show(found: Audit, console: Console) -> None:
         console.print(f"  {f.sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
-    for known in found.accepted:
+    for known in report.accepted:
         console.print(f"accepted: {known.name}", highlight=False, markup=False)
     kinds = (("could not be made", True, "yellow"), ("does not apply", False, "dim"))
     for title, applies, style in kinds:
-        skipped = [check for check in found.not_tried if check.applies == applies]
+        skipped = [check for check in report.not_tried if check.applies == applies]
         if skipped:
             table = Table(title, "why", box=None, padding=(0, 1), header_style=style)
             for check in skipped:
                 table.add_row(check.name, _plain(check.why), style=style)
             console.print(table, highlight=False)
-    n, open_ = len(found.findings), len(found.untried)
-    console.print(
-        f"{n} fault{'s' * (n != 1)}, {len(found.held)} checks held, {open_} could not be made, "
-        f"{len(found.not_tried) - open_} do not apply"
-    )
-    if not n and open_:
-        console.print("Not a pass: exit code 3, or 0 with --allow-untried.", highlight=False)
+    console.print(report.counts())
+    if not report.findings and report.untried:
+        console.print(
+            "This is not a pass: exit code 3, or 0 with --allow-untried.", highlight=False
+        )
 
 
 def table(console: Console) -> None:
-    """Every fault that can be named."""
+    """Print the table of all faults."""
     from rich.table import Table
 
     from regard.audit import FAULTS
 
-    faults = Table("fault", "what it is", "look at", box=None, padding=(0, 1))
+    faults = Table("fault", "description", "look at", box=None, padding=(0, 1))
     for name, fault in FAULTS.items():
-        faults.add_row(name, _plain(fault.what), _plain(fault.look))
+        faults.add_row(name, _plain(fault.summary), _plain(fault.look_at))
     console.print(faults, highlight=False)
 
 
@@ -85,14 +83,14 @@ def _say(x: float | str) -> str:
 
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
 UNTRIED = 3
-"""Nothing was found, and a check that applies could not be made."""
-SIZES, CLAIMS, CALL = "Sizes", "What it says it is", "How it is called"
+"""The exit code if no fault was found and a check that applies could not be made."""
+SIZES, CLAIMS, CALL = "Sizes", "What the code is claimed to be", "How the code is called"
 
 Target = Annotated[
     str | None,
     typer.Argument(
-        help="package.module:name of a class, a function that builds a module, a module, or "
-        "attend(q, k, v, ...).",
+        help="package.module:name of a class, a function that builds a module, a module, or a "
+        "function attend(q, k, v, ...).",
         show_default="--model",
     ),
 ]
@@ -103,76 +101,99 @@ Folder = Annotated[
         show_default="none",
     ),
 ]
-Dim = Annotated[int | None, typer.Option(help="The model dim.", rich_help_panel=SIZES)]
-Heads = Annotated[int | None, typer.Option(help="Query heads.", rich_help_panel=SIZES)]
-KvHeads = Annotated[int | None, typer.Option(help="Key/value heads.", rich_help_panel=SIZES)]
-HeadDim = Annotated[int | None, typer.Option(help="The size of a head.", rich_help_panel=SIZES)]
+Dim = Annotated[int | None, typer.Option(help="Model dimension.", rich_help_panel=SIZES)]
+Heads = Annotated[int | None, typer.Option(help="Number of query heads.", rich_help_panel=SIZES)]
+KvHeads = Annotated[
+    int | None, typer.Option(help="Number of key/value heads.", rich_help_panel=SIZES)
+]
+HeadDim = Annotated[int | None, typer.Option(help="Features of one head.", rich_help_panel=SIZES)]
 Causal = Annotated[
     bool | None,
     typer.Option(
         "--causal/--bidirectional",
-        help="Whether later tokens are hidden.",
-        show_default="what it does",
+        help="Whether the code must hide later tokens.",
+        show_default="what the code does",
         rich_help_panel=CLAIMS,
     ),
 ]
 Window = Annotated[
     int | None,
-    typer.Option(help="Keys that a query sees, its own included.", rich_help_panel=CLAIMS),
+    typer.Option(
+        help="Number of keys that a query attends to, its own included.", rich_help_panel=CLAIMS
+    ),
 ]
 Scale = Annotated[
     float | None,
-    typer.Option(help="Of scores.", show_default="1/sqrt(head dim)", rich_help_panel=CLAIMS),
+    typer.Option(
+        help="Factor on the scores.", show_default="1/sqrt(head dim)", rich_help_panel=CLAIMS
+    ),
 ]
 Mask = Annotated[
     str | None,
     typer.Option(
-        help="What True in a mask means: keep or block; or additive.",
-        show_default="what works",
+        help="Mask convention: keep (True = may attend), block (True = hidden) or additive.",
+        show_default="the one that works",
         rich_help_panel=CLAIMS,
     ),
 ]
 Layout = Annotated[
-    str, typer.Option(help="Of a function's arguments: BHTD or BTHD.", rich_help_panel=CALL)
+    str,
+    typer.Option(help="Layout of the arguments of a function: BHTD or BTHD.", rich_help_panel=CALL),
 ]
 Rotary = Annotated[
     bool,
-    typer.Option("--rotary", help="It is rotate(x) or rotate(x, positions).", rich_help_panel=CALL),
+    typer.Option(
+        "--rotary",
+        help="The target is a function rotate(x) or rotate(x, positions).",
+        rich_help_panel=CALL,
+    ),
 ]
 Adapter = Annotated[
     str | None,
     typer.Option(
-        help="package.module:function of your own: adapter(target, x, ...) -> output.",
+        help="package.module:function of yours that calls the target: adapter(target, x, ...) "
+        "-> output.",
         rich_help_panel=CALL,
     ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="name=value for the constructor. Repeatable.", rich_help_panel=CALL),
+    typer.Option(
+        "--set", help="Constructor argument, as name=value. Repeatable.", rich_help_panel=CALL
+    ),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="float32, float16, bfloat16 or float64.", rich_help_panel=CALL)
+    str,
+    typer.Option(
+        help="Dtype to run the code in: float32, float16, bfloat16 or float64.",
+        rich_help_panel=CALL,
+    ),
 ]
 Strict = Annotated[
     bool,
     typer.Option(
-        "--strict", help="NaN behind a mask may reach nobody, and an empty row must give 0."
+        "--strict",
+        help="Also require that NaN in a masked slot reaches no output, and that a query whose "
+        "keys are all hidden gives 0.",
     ),
 ]
 Accept = Annotated[
-    list[str] | None, typer.Option(help="A fault that is known, and does not count. Repeatable.")
+    list[str] | None, typer.Option(help="Known fault that does not count. Repeatable.")
 ]
 Untried = Annotated[
     bool,
     typer.Option(
-        "--allow-untried", help="Exit with 0 although a check that applies could not be made."
+        "--allow-untried", help="Exit with 0 even if a check that applies could not be made."
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of every random number.")]
-List = Annotated[bool, typer.Option("--list", help="List the faults that can be named, and stop.")]
+Seed = Annotated[int, typer.Option(help="Random seed for weights and inputs.")]
+List = Annotated[
+    bool, typer.Option("--list", help="List all faults that the audit can name, and exit.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 Color = Annotated[
-    bool | None, typer.Option("--color/--no-color", help="Colours.", show_default="on a terminal")
+    bool | None,
+    typer.Option("--color/--no-color", help="Colour the output.", show_default="on a terminal"),
 ]
 
 
@@ -202,12 +223,12 @@ def audit(
     json: Json = False,
     color: Color = None,
 ) -> None:
-    """Find what is wrong with attention code: masks, leaks, scale, heads, rotary, windows, caches,
-    padding.
+    """Find faults in attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
 
-    Each fault comes with the smallest input that shows it. Exit code 0: every check that applies
-    was made, and nothing was found. 1: faults. 2: wrong usage, or no way to call the code. 3:
-    nothing was found, and a check could not be made; --allow-untried makes that 0.
+    Each fault is shown with the smallest input that reproduces it. Exit code 0: every check that
+    applies was made, and no fault was found. 1: there are faults. 2: wrong usage, or no way to call
+    the code was found. 3: no fault was found, but a check that applies could not be made;
+    --allow-untried makes that 0.
     """
     if list_faults:
         _list(color, json)
@@ -220,7 +241,7 @@ def audit(
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
         raise typer.BadParameter(
-            "is for a model that is loaded with --model; leave it out", param_hint=hint
+            "only applies to a model that --model loads; leave it out", param_hint=hint
         )
     claims = {
         "dim": dim,
@@ -235,8 +256,10 @@ def audit(
     }
     try:
         if rotary and adapter:
-            raise ArgumentError("--rotary and --adapter are two ways to call it; give one")
-        found = _audited(
+            raise ArgumentError(
+                "--rotary and --adapter are two ways to call the target; give one of them"
+            )
+        report = _audited(
             target,
             model,
             how,
@@ -250,10 +273,10 @@ def audit(
     except RegardError as error:  # 1 means faults
         raise typer.BadParameter(str(error)) from error
     if json:
-        typer.echo(json_format.dumps(found.as_dict(), default=str))
+        typer.echo(json_format.dumps(report.as_dict(), default=str))
     else:
-        show(found, _console(color))
-    code = found.exit_code
+        show(report, _console(color))
+    code = report.exit_code
     if code and not (code == UNTRIED and allow_untried):
         raise typer.Exit(code)
 
@@ -265,21 +288,21 @@ def _audited(target: str | None, model: str | None, how: How, **given: Any) -> A
 
     names = ("float32", "float16", "bfloat16", "float64")
     if how.dtype not in names:
-        raise ArgumentError(f"--dtype is {how.dtype!r}; it must be {', '.join(names)}")
+        raise ArgumentError(f"--dtype is {how.dtype!r}; it must be one of {', '.join(names)}")
     chosen = getattr(torch, how.dtype)
     what = target if model is None else load(model, how)
-    with _progress() as tell:
-        found = run(what, dtype=chosen, tell=tell, **given)
+    with _progress() as progress:
+        report = run(what, dtype=chosen, progress=progress, **given)
     if model is not None:
         from dataclasses import replace
 
-        found = replace(found, target=model)
-    return found
+        report = replace(report, target=model)
+    return report
 
 
 @contextmanager
 def _progress() -> Iterator[Any]:
-    """A line on standard error, on a terminal only."""
+    """Show a progress bar on standard error if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -288,40 +311,50 @@ def _progress() -> Iterator[Any]:
     ) as bar:
         task = bar.add_task("", total=1.0)
 
-        def tell(name: str, n: int, total: int) -> None:
+        def progress(name: str, n: int, total: int) -> None:
             bar.update(task, description=name, completed=n / total)
 
-        yield tell
+        yield progress
 
 
 def _options(settings: list[str] | None) -> dict[str, Any]:
-    """name=value, the value as Python writes it, or else a text."""
-    found: dict[str, Any] = {}
+    """Parse name=value settings: the value is a Python literal, or else a string."""
+    options: dict[str, Any] = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name.isidentifier():
             raise ArgumentError(f"--set {setting!r} must be name=value")
         try:
-            found[name] = ast.literal_eval(value)
+            options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+            options[name] = value
+    return options
 
 
 def _list(color: bool | None, json: bool) -> None:
-    """The table of faults."""
+    """Print all faults, as a table or as JSON."""
     from dataclasses import asdict
 
     from regard.audit import FAULTS
 
     if json:
-        typer.echo(json_format.dumps({name: asdict(fault) for name, fault in FAULTS.items()}))
+        # the old keys stay beside the new ones for one release
+        faults = {
+            name: {
+                **asdict(fault),
+                "what": fault.summary,
+                "look": fault.look_at,
+                "brings": fault.implies,
+            }
+            for name, fault in FAULTS.items()
+        }
+        typer.echo(json_format.dumps(faults))
         return
     table(_console(color))
 
 
 def _console(color: bool | None) -> Console:
-    """A console of 100 columns; colours as asked, else on a terminal that wants them."""
+    """Make a console of 100 columns, coloured as asked or, by default, if it is a terminal."""
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):

@@ -1,3 +1,3 @@
-"""Ways to call attention code that was written elsewhere."""
+"""Find out how attention code is called, and call it: an adapter class for each kind of code."""
 
 from __future__ import annotations

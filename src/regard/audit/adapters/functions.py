@@ -1,6 +1,4 @@
-"""Functions `attend(q, k, v, ...)`, and the user's own adapter: calls that are given a target or q,
-k and v.
-"""
+"""Adapters for functions attend(q, k, v, ...) and for code that the user's own adapter calls."""
 
 from __future__ import annotations
 
@@ -12,28 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.audit.adapters.arguments import (
-    BIAS,
-    SCALE,
-    SINKS,
-    SIZES,
-    Keywords,
-    Reading,
-    first,
+from regard.audit.adapters.base import (
+    NEW_CACHE,
+    CallInputs,
+    CallOutput,
+    CheckNotPossible,
+    Projections,
+    TargetAdapter,
+)
+from regard.audit.adapters.call_arguments import (
+    BIAS_NAMES,
+    SCALE_NAMES,
+    SINKS_NAMES,
+    SIZE_NAMES,
+    CallKeywords,
+    OutputFormat,
+    first_known,
     parameters,
 )
-from regard.audit.adapters.projections import read
-from regard.audit.subject import NEW, Ask, CannotTry, Claim, Projections, Reply, Subject
+from regard.audit.adapters.projections import read_projections
+from regard.audit.claims import AuditClaims
 from regard.caches import Growing
 from regard.errors import ArgumentError
 from regard.span import Span
 
-SIZE = 6
-FARTHEST = 64
-"""A given bias tells distances apart up to here."""
+DEFAULT_HEAD_DIM = 6
+MAX_BIAS_DISTANCE = 64
+"""The largest distance that the random bias distinguishes."""
 
 
-KNOWN = {
+ADAPTER_KEYWORDS = {
     "keep": "rows",
     "tokens": "padding",
     "positions": "positions",
@@ -42,117 +48,138 @@ KNOWN = {
 }
 
 
-class Function(Subject):
-    """attend(q [B,H,T,D], k [B,G,S,D], v [B,G,S,D], ...) -> [B,H,T,D], between projections whose
-    weights are known.
+class FunctionAdapter(TargetAdapter):
+    """Call attend(q [B,H,T,D], k [B,G,S,D], v [B,G,S,D], ...) -> [B,H,T,D] with projected tokens.
 
     q, k, v = x Wq, x Wk, x Wv, split into heads;  out = attend(q, k, v), heads joined
 
-    Args:
-        function: the code; a module without parameters is one, too.
-        claim: what it says it is; sizes default to 4 heads of 6, whose scales do not coincide.
-        flag: whether its own causal flag is set.
-        flat: whether it takes one head, [B,T,D].
+    The projections are random and known. If the function takes the number of heads as an argument,
+    it is called with joined heads, [B, T, H*D].
 
-    Where the code takes a number of heads, it takes them joined, [B,T,H*D].
+    Args:
+        function: the code; a module without parameters counts as one.
+        claims: what the code is claimed to be; without sizes, 4 heads of 6 features, for which no
+            two wrong scales are equal.
+        name: the name of the code.
+        dtype: the dtype in which it runs.
+        keywords: the names of its arguments; None reads them from its signature.
+        output_format: the format of its results.
+        causal_flag: whether its own causal flag is set in each call.
+        single_head: whether it takes one head, [B, T, D].
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        claim: Claim,
+        claims: AuditClaims,
         *,
         name: str,
         dtype: torch.dtype = torch.float32,
-        keywords: Keywords | None = None,
-        reading: Reading | None = None,
-        flag: bool = False,
-        flat: bool = False,
+        keywords: CallKeywords | None = None,
+        output_format: OutputFormat | None = None,
+        causal_flag: bool = False,
+        single_head: bool = False,
     ) -> None:
-        heads = 1 if flat else claim.heads or 4
-        D = claim.head_dim or (claim.dim // heads if claim.dim else SIZE) or 1
-        self.claim = replace(
-            claim, heads=heads, kv_heads=claim.kv_heads or heads, head_dim=D, dim=heads * D
+        heads = 1 if single_head else claims.heads or 4
+        D = claims.head_dim or (claims.dim // heads if claims.dim else DEFAULT_HEAD_DIM) or 1
+        self.claims = replace(
+            claims, heads=heads, kv_heads=claims.kv_heads or heads, head_dim=D, dim=heads * D
         )
-        self.function, self.name, self.dtype = _ready(function, dtype), name, dtype
-        self.original, self.width, self.flag, self.flat = function, heads * D, flag, flat
+        self.function, self.name, self.dtype = _for_evaluation(function, dtype), name, dtype
+        self.original, self.width, self.causal_flag, self.single_head = (
+            function,
+            heads * D,
+            causal_flag,
+            single_head,
+        )
         known = parameters(getattr(function, "forward", function))
-        self.keywords = keywords or _known(known, claim)
-        count = first(SIZES["heads"], [n for n in known if len(n) > 1])
-        self.joined = count is not None and not flat
-        if self.joined:
+        self.keywords = keywords or _function_keywords(known, claims)
+        count = first_known(SIZE_NAMES["heads"], [n for n in known if len(n) > 1])
+        self.heads_joined = count is not None and not single_head
+        if self.heads_joined:
             self.keywords = replace(self.keywords, fixed={**self.keywords.fixed, str(count): heads})
-        self.reading = reading or Reading()
-        extra = {"weights"} if self.reading.weights is not None else set()
-        self.takes = self.keywords.takes | extra | {"memory"}
+        self.output_format = output_format or OutputFormat()
+        extra = {"weights"} if self.output_format.weights is not None else set()
+        self.accepts = self.keywords.accepts | extra | {"memory"}
 
     @property
     def called(self) -> str:  # type: ignore[override]
-        """attend(q, k, v, mask=...)."""
-        layout = "B,T,D" if self.flat else "B,T,H*D" if self.joined else ",".join(self.claim.layout)
+        """The arguments of a call, such as "(q [B,H,T,D], k, v, mask=...)"."""
+        layout = (
+            "B,T,D"
+            if self.single_head
+            else "B,T,H*D"
+            if self.heads_joined
+            else ",".join(self.claims.layout)
+        )
         words = [f"q [{layout}], k, v"]
-        if self.keywords.mask and self.keywords.mask_form:
-            words.append(f"{self.keywords.mask}={self.keywords.mask_form}")
-        if self.flag:
+        if self.keywords.mask and self.keywords.mask_format:
+            words.append(f"{self.keywords.mask}={self.keywords.mask_format}")
+        if self.causal_flag:
             words.append(f"{self.keywords.causal}=True")
         return f"({', '.join(words)})"
 
-    def ask(self, x: Tensor, ask: Ask = Ask()) -> Reply:  # noqa: B008
-        """Project, call, join."""
-        heads = self._heads(x.to(self.dtype))
-        memory = ask.memory
+    def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
+        """Project the tokens, call the function, and join the heads."""
+        heads = self.project_heads(x.to(self.dtype))
+        memory = inputs.memory
         q, k, v = heads
         if memory is not None:
-            memory = Growing() if memory is NEW else memory
+            memory = Growing() if memory is NEW_CACHE else memory
             (k, v), _ = memory.update((k, v), Span(len(memory), x.shape[1]))
-        reply = self.between(q, k, v, ask._replace(memory=None))
+        reply = self.call_function(q, k, v, inputs._replace(memory=None))
         return reply._replace(memory=memory)
 
-    def between(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Reply:
-        """The function itself on q [B,H,T,D], k and v [B,G,S,D]; its output with heads joined,
-        [B,T,H*D].
+    def call_function(self, q: Tensor, k: Tensor, v: Tensor, inputs: CallInputs) -> CallOutput:
+        """Call the function on q [B,H,T,D] and k, v [B,G,S,D]; its output has joined heads, [B, T,
+        H*D].
         """
-        given = self.keywords.arguments(ask, q, self.dtype)
+        arguments = self.keywords.arguments(inputs, q, self.dtype)
         if self.keywords.causal:
-            given[self.keywords.causal] = self.flag and ask.keep is None
+            arguments[self.keywords.causal] = self.causal_flag and inputs.keep is None
         if self.keywords.sinks:
-            given[self.keywords.sinks] = self._sinks().to(self.dtype)  # type: ignore[union-attr]
+            arguments[self.keywords.sinks] = self._sinks().to(self.dtype)  # type: ignore[union-attr]
         if self.keywords.bias:
-            given[self.keywords.bias] = self.bias(q.shape[2], k.shape[2]).to(self.dtype)  # type: ignore[union-attr]
+            arguments[self.keywords.bias] = self.bias(q.shape[2], k.shape[2]).to(self.dtype)  # type: ignore[union-attr]
         with torch.no_grad():
-            reply = self.reading.read(
-                self.function(self._lay(q), self._lay(k), self._lay(v), **given)
+            reply = self.output_format.read(
+                self.function(
+                    self._to_layout(q), self._to_layout(k), self._to_layout(v), **arguments
+                )
             )
-        plain = self.flat or self.joined
-        out = reply.out if plain else self._lay(reply.out).transpose(1, 2).flatten(2)
+        plain = self.single_head or self.heads_joined
+        out = reply.out if plain else self._to_layout(reply.out).transpose(1, 2).flatten(2)
         return reply._replace(out=out)
 
-    def last(self, x: Tensor, n: int, keep: Tensor | None = None) -> Tensor:
-        """The last n tokens of x as queries, all of them as keys: [B,n,H*D]."""
-        q, k, v = self._heads(x.to(self.dtype))
-        return self.between(q[:, :, -n:], k, v, Ask(keep)).out
+    def call_last_queries(self, x: Tensor, n: int, keep: Tensor | None = None) -> Tensor:
+        """Attend from the last n tokens of x to all tokens: [B, n, H*D]."""
+        q, k, v = self.project_heads(x.to(self.dtype))
+        return self.call_function(q[:, :, -n:], k, v, CallInputs(keep)).out
 
-    def _lay(self, x: Tensor) -> Tensor:
-        if self.flat:
+    def _to_layout(self, x: Tensor) -> Tensor:
+        """Rearrange [B, H, T, D] for the layout of the function."""
+        if self.single_head:
             return x[:, 0]
-        if self.joined:
+        if self.heads_joined:
             return x.transpose(1, 2).flatten(2)
-        return x.transpose(1, 2) if self.claim.layout == "BTHD" else x
+        return x.transpose(1, 2) if self.claims.layout == "BTHD" else x
 
-    def _heads(self, x: Tensor) -> list[Tensor]:
+    def project_heads(self, x: Tensor) -> list[Tensor]:
+        """Return q, k and v of tokens x, each [B, heads, T, D]."""
         known = self.projections()[0]
         D = known.head_dim
         maps = [weight.to(self.dtype) for weight, _ in (known.q, known.k, known.v)]
         return [torch.unflatten(x @ w.T, -1, (-1, D)).transpose(1, 2) for w in maps]
 
     def projections(self) -> tuple[Projections, ...]:
-        """Random maps, the same for any dtype."""
-        make = torch.Generator().manual_seed(0)
+        """Return random maps, the same for every dtype."""
+        generator = torch.Generator().manual_seed(0)
         H, G, D = (
-            int(n or 1) for n in (self.claim.heads, self.claim.kv_heads, self.claim.head_dim)
+            int(n or 1) for n in (self.claims.heads, self.claims.kv_heads, self.claims.head_dim)
         )
         q, k, v = (
-            torch.randn(n * D, self.width, generator=make, dtype=torch.float64) * self.width**-0.5
+            torch.randn(n * D, self.width, generator=generator, dtype=torch.float64)
+            * self.width**-0.5
             for n in (H, G, G)
         )
         eye = torch.eye(H * D, dtype=torch.float64)
@@ -160,144 +187,175 @@ class Function(Subject):
         return (Projections((q, None), (k, None), (v, None), (eye, None), H, G, sinks=sinks),)
 
     def _sinks(self) -> Tensor | None:
-        """A logit for each head, where the code takes one."""
-        make = torch.Generator().manual_seed(1)
-        H = self.claim.heads or 1
-        return torch.randn(H, generator=make, dtype=torch.float64) if self.keywords.sinks else None
+        """Return one sink logit for each head if the code takes sinks, else None."""
+        generator = torch.Generator().manual_seed(1)
+        H = self.claims.heads or 1
+        return (
+            torch.randn(H, generator=generator, dtype=torch.float64)
+            if self.keywords.sinks
+            else None
+        )
 
     def bias(self, T: int, S: int | None = None) -> Tensor | None:
-        """A bias [1,H,T,S] of the distance between the last T of S tokens and all of them, where
-        the code takes one.
+        """Return a random bias [1,H,T,S] of the distances of the last T of S tokens, if the code
+        takes one.
         """
         if not self.keywords.bias:
             return None
         S = S or T
-        make = torch.Generator().manual_seed(2)
+        generator = torch.Generator().manual_seed(2)
         table = torch.randn(
-            self.claim.heads or 1, 2 * FARTHEST + 1, generator=make, dtype=torch.float64
+            self.claims.heads or 1,
+            2 * MAX_BIAS_DISTANCE + 1,
+            generator=generator,
+            dtype=torch.float64,
         )
         gap = torch.arange(S - T, S)[:, None] - torch.arange(S)
-        return table[:, gap.clamp(-FARTHEST, FARTHEST) + FARTHEST][None]
+        return table[:, gap.clamp(-MAX_BIAS_DISTANCE, MAX_BIAS_DISTANCE) + MAX_BIAS_DISTANCE][None]
 
-    def at(self, dtype: torch.dtype) -> Function:
-        """The same function, on numbers of another dtype."""
-        return self._with(dtype=dtype)
+    def to_dtype(self, dtype: torch.dtype) -> FunctionAdapter:
+        """Return an adapter for the same function in another dtype."""
+        return self._copy_with(dtype=dtype)
 
-    def told(self, keywords: Keywords, reading: Reading) -> Function:
-        """The same, with what was found out about its arguments and replies."""
-        return self._with(keywords=keywords, reading=reading)
+    def with_conventions(
+        self, keywords: CallKeywords, output_format: OutputFormat
+    ) -> FunctionAdapter:
+        """Return the adapter with other argument names and another output format."""
+        return self._copy_with(keywords=keywords, output_format=output_format)
 
-    def flagged(self) -> Function:
-        """The same, with its causal flag set."""
-        return self._with(flag=True)
+    def with_causal_flag(self) -> FunctionAdapter:
+        """Return the adapter with the function's causal flag set."""
+        return self._copy_with(causal_flag=True)
 
-    def _with(self, **changes: Any) -> Function:
-        given: dict[str, Any] = {
-            "claim": self.claim,
+    def _copy_with(self, **changes: Any) -> FunctionAdapter:
+        """Return a new adapter with some arguments changed."""
+        arguments: dict[str, Any] = {
+            "claims": self.claims,
             "name": self.name,
             "dtype": self.dtype,
             "keywords": self.keywords,
-            "reading": self.reading,
-            "flag": self.flag,
-            "flat": self.flat,
+            "output_format": self.output_format,
+            "causal_flag": self.causal_flag,
+            "single_head": self.single_head,
             **changes,
         }
-        return Function(self.original, given.pop("claim"), **given)
+        return FunctionAdapter(self.original, arguments.pop("claims"), **arguments)
 
-    def smaller(self) -> Iterator[Subject]:
-        """The same function on fewer heads and dims, smallest first."""
-        H, G = self.claim.heads or 1, self.claim.kv_heads or 1
+    def smaller_versions(self) -> Iterator[TargetAdapter]:
+        """Yield the same function with fewer heads and features, smallest first."""
+        H, G = self.claims.heads or 1, self.claims.kv_heads or 1
         sizes = [(1, 1), (2, 2)] if G == H else [(2, 1), (4, 2), (H, G)]
         for heads, groups in dict.fromkeys(sizes):
             for D in (1, 2, 4):
                 if heads * D < self.width and heads <= H:
-                    claim = replace(self.claim, heads=heads, kv_heads=groups, head_dim=D, dim=None)
-                    yield self._with(claim=claim)
+                    claims = replace(
+                        self.claims, heads=heads, kv_heads=groups, head_dim=D, dim=None
+                    )
+                    yield self._copy_with(claims=claims)
 
 
-def _ready(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A module in evaluation mode and in this dtype; a function as it is."""
+def _for_evaluation(function: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a copy of a module in evaluation mode and this dtype; return a function unchanged."""
     if isinstance(function, nn.Module):
         return copy.deepcopy(function).to("cpu", dtype).eval()
     return function
 
 
-def _known(known: Any, claim: Claim) -> Keywords:
-    found = Keywords.of(known)
-    name = first(SIZES["window"], known)
-    fixed: dict[str, Any] = {name: claim.window} if name and claim.window else {}
-    scale = first(SCALE, known)
-    if scale in found.required:
-        fixed[str(scale)] = claim.scale or (claim.head_dim or SIZE) ** -0.5
-    if "enable_gqa" in known and claim.kv_heads and claim.kv_heads != claim.heads:
+def _function_keywords(signature_parameters: Any, claims: AuditClaims) -> CallKeywords:
+    """Return the names of a function's arguments by role, with values for those it requires."""
+    keywords = CallKeywords.of(signature_parameters)
+    name = first_known(SIZE_NAMES["window"], signature_parameters)
+    fixed: dict[str, Any] = {name: claims.window} if name and claims.window else {}
+    scale = first_known(SCALE_NAMES, signature_parameters)
+    if scale in keywords.required:
+        fixed[str(scale)] = claims.scale or (claims.head_dim or DEFAULT_HEAD_DIM) ** -0.5
+    if "enable_gqa" in signature_parameters and claims.kv_heads and claims.kv_heads != claims.heads:
         fixed["enable_gqa"] = True
-    biases = [n for n in known if not isinstance(known[n].default, bool)]  # a flag is no bias
-    extra: dict[str, Any] = {"bias": first(BIAS, biases), "sinks": first(SINKS, known)}
-    return replace(found, fixed={**found.fixed, **fixed}, memory=None, use=None, **extra)
+    biases = [
+        n for n in signature_parameters if not isinstance(signature_parameters[n].default, bool)
+    ]  # bias=True is a flag, not a bias on the scores
+    extra: dict[str, Any] = {
+        "bias": first_known(BIAS_NAMES, biases),
+        "sinks": first_known(SINKS_NAMES, signature_parameters),
+    }
+    return replace(keywords, fixed={**keywords.fixed, **fixed}, memory=None, use=None, **extra)
 
 
-class Custom(Subject):
-    """A target behind the user's adapter, whose keyword arguments say what can be asked.
+class CustomAdapter(TargetAdapter):
+    """Call the target through an adapter function of the user.
 
-    adapter(target, x [B,T,M], *, keep [B or 1,T,S] True = may attend, tokens [B,S] False = padding,
-    positions [B,T], memory (NEW at the start), weights) -> out, or (out, weights) where weights
-    were asked for, or (out, memory).
+    The keyword arguments of that function say what can be tested:
+
+        adapter(target, x [B,T,M], *, keep [B or 1,T,S] True = may attend, tokens [B,S] False =
+        padding,
+                positions [B,T], memory (the cache; NEW_CACHE at the start), weights)
+
+    It returns out; (out, weights) if weights is True; or (out, memory) if there is a cache.
 
     Raises:
-        ArgumentError: an argument of the adapter has no meaning here.
+        ArgumentError: the adapter has an argument with another name.
     """
 
     def __init__(
         self,
         target: Any,
-        adapter: Callable[..., Any],
-        claim: Claim,
+        user_adapter: Callable[..., Any],
+        claims: AuditClaims,
         width: int,
         name: str,
         dtype: torch.dtype,
     ) -> None:
-        self.original, self.adapter, self.claim, self.width = target, adapter, claim, width
+        self.original, self.user_adapter, self.claims, self.width = (
+            target,
+            user_adapter,
+            claims,
+            width,
+        )
         self.name, self.dtype = name, dtype
-        self.known = list(parameters(adapter))[2:]
-        strange = [n for n in self.known if n not in KNOWN]
-        if strange:
+        self.known = list(parameters(user_adapter))[2:]
+        unknown = [n for n in self.known if n not in ADAPTER_KEYWORDS]
+        if unknown:
             raise ArgumentError(
-                f"the adapter has an argument {strange[0]!r}; it may have x and "
-                f"{', '.join(KNOWN)} behind the target"
+                f"the adapter has an argument {unknown[0]!r}; after the target it may have x and "
+                f"{', '.join(ADAPTER_KEYWORDS)}"
             )
         self.called = f"adapter(target, x{''.join(', ' + n for n in self.known)})"
-        takes = {KNOWN[n] for n in self.known}
-        self.takes = frozenset(takes | ({"mask"} if "rows" in takes else set()))
+        takes = {ADAPTER_KEYWORDS[n] for n in self.known}
+        self.accepts = frozenset(takes | ({"mask"} if "rows" in takes else set()))
         is_module = isinstance(target, nn.Module)
         self.target = copy.deepcopy(target).to("cpu", dtype).eval() if is_module else target
 
-    def ask(self, x: Tensor, ask: Ask = Ask()) -> Reply:  # noqa: B008
-        """Call the adapter with what it takes."""
-        given = {name: getattr(ask, name) for name in self.known}
+    def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
+        """Call the user's adapter with the arguments that it takes."""
+        arguments = {name: getattr(inputs, name) for name in self.known}
         if x.is_floating_point():
             x = x.to(self.dtype)
         with torch.no_grad():
-            answer = self.adapter(self.target, x, **given)
-        reply = Reading(1 if ask.weights else None).read(answer)
+            result = self.user_adapter(self.target, x, **arguments)
+        reply = OutputFormat(1 if inputs.weights else None).read(result)
         memory = reply.memory
-        if ask.memory is not None and memory is None and ask.memory is not NEW:
-            memory = ask.memory  # changed in place
+        if inputs.memory is not None and memory is None and inputs.memory is not NEW_CACHE:
+            memory = inputs.memory  # the cache was changed in place
         return reply._replace(memory=memory)
 
-    def at(self, dtype: torch.dtype) -> Custom:
-        """A copy in another dtype."""
-        return Custom(self.original, self.adapter, self.claim, self.width, self.name, dtype)
+    def to_dtype(self, dtype: torch.dtype) -> CustomAdapter:
+        """Return an adapter for a copy in another dtype."""
+        return CustomAdapter(
+            self.original, self.user_adapter, self.claims, self.width, self.name, dtype
+        )
 
     def projections(self) -> tuple[Projections, ...]:
-        """The maps of a module, where they have names that are known."""
+        """Read the maps of a module from its parameters."""
         if not isinstance(self.original, nn.Module):
-            raise CannotTry(f"{self.name} is no module, and so has no weights to read")
-        return read(self.original, self.claim, self.width)
+            raise CheckNotPossible(
+                f"{self.name} is not a module, so that it has no weights to read"
+            )
+        return read_projections(self.original, self.claims, self.width)
 
-    def traced(self) -> tuple[nn.Module, Subject] | None:
-        """The copy that runs, and this subject."""
+    def traced_module(self) -> tuple[nn.Module, TargetAdapter] | None:
+        """Return the copy of the module that runs, and this adapter."""
         return (self.target, self) if isinstance(self.target, nn.Module) else None
 
-    def state(self) -> dict[str, Tensor] | None:
-        """The state dict of a module."""
+    def state_tensors(self) -> dict[str, Tensor] | None:
+        """Return the state dict of a module."""
         return self.original.state_dict() if isinstance(self.original, nn.Module) else None

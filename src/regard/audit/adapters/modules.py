@@ -1,4 +1,6 @@
-"""Modules: forward(x, ...) and forward(query, key, value, ...)."""
+"""The adapter for modules: forward(x, ...), forward(query, key, value, ...), forward(query,
+keys).
+"""
 
 from __future__ import annotations
 
@@ -11,122 +13,134 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.audit.adapters.arguments import (
+from regard.audit.adapters.base import (
     NEW_CACHE,
-    RESET,
-    Keywords,
-    Reading,
-    first,
-    items,
-    pair,
-    parameters,
-    triple,
+    CallInputs,
+    CallOutput,
+    CheckNotPossible,
+    Projections,
+    TargetAdapter,
+    count_elements,
 )
-from regard.audit.adapters.projections import read
-from regard.audit.subject import NEW, Ask, CannotTry, Claim, Projections, Reply, Subject, numbers
+from regard.audit.adapters.call_arguments import (
+    NEW_CACHE_METHOD_NAMES,
+    RESET_CACHE_METHOD_NAMES,
+    CallKeywords,
+    OutputFormat,
+    first_known,
+    output_parts,
+    parameters,
+    query_key_value_names,
+    query_keys_names,
+)
+from regard.audit.adapters.projections import read_projections
+from regard.audit.claims import AuditClaims
 from regard.errors import ArgumentTypeError
 
-INSIDE = "inside the module"
-"""As a cache: the module keeps it itself."""
+CACHE_IN_MODULE = "inside the module"
+"""Stands for a cache that the module itself holds."""
 
 
-class Module(Subject):
-    """A module called with tokens [B,T,M], once or as query, key and value.
+class ModuleAdapter(TargetAdapter):
+    """Call a module with tokens [B, T, M], once or as query, key and value.
 
     Args:
-        module: the code; a copy in evaluation mode is what runs.
-        claim: what it says it is.
-        width: M.
-        keywords: the arguments that it knows; None reads them from its signature.
-        remake: makes the same module with other sizes, (dim, heads, kv_heads) -> module, where it
-            can be made.
+        module: the code; a copy in evaluation mode runs.
+        claims: what the code is claimed to be.
+        width: the model dimension M.
+        name: the name of the code.
+        dtype: the dtype in which it runs.
+        keywords: the names of its arguments; None reads them from its signature.
+        output_format: the format of its results.
+        rebuild: makes the same module with other sizes, (dim, heads, kv_heads) -> module; None if
+            its sizes are fixed.
     """
 
-    relative = True  # a layer that is given positions and hidden states: rotary and its like
+    relative = True  # a layer that takes positions uses rotary or a similar scheme
 
     def __init__(
         self,
         module: nn.Module,
-        claim: Claim,
+        claims: AuditClaims,
         width: int,
         *,
         name: str,
         dtype: torch.dtype = torch.float32,
-        keywords: Keywords | None = None,
-        reading: Reading | None = None,
-        remake: Callable[[int, int, int], nn.Module] | None = None,
+        keywords: CallKeywords | None = None,
+        output_format: OutputFormat | None = None,
+        rebuild: Callable[[int, int, int], nn.Module] | None = None,
     ) -> None:
         known = parameters(module.forward)
-        self.original, self.claim, self.width, self.name, self.dtype = (
+        self.original, self.claims, self.width, self.name, self.dtype = (
             module,
-            claim,
+            claims,
             width,
             name,
             dtype,
         )
         self.module = _copy(module).to("cpu", dtype).eval()
-        self.three = triple(known)
-        self.pair = None if self.three else pair(known)
-        self.keywords = keywords or Keywords.of(known)
-        self.remake = remake
+        self.query_key_value = query_key_value_names(known)
+        self.query_keys = None if self.query_key_value else query_keys_names(known)
+        self.keywords = keywords or CallKeywords.of(known)
+        self.rebuild = rebuild
         self.batch_first = bool(getattr(module, "batch_first", True))
-        self.reading = reading or Reading()
-        self.takes = self.keywords.takes | self._keeps()
+        self.output_format = output_format or OutputFormat()
+        self.accepts = self.keywords.accepts | self._extra_abilities()
 
     @property
     def called(self) -> str:  # type: ignore[override]
-        """forward(x, mask=...)."""
-        words = [", ".join(self.three or self.pair or ("x",))]
-        for name, form in (
-            (self.keywords.mask, self.keywords.mask_form),
-            (self.keywords.padding, self.keywords.padding_form),
+        """The arguments of a call, such as "forward(x, mask=...)"."""
+        words = [", ".join(self.query_key_value or self.query_keys or ("x",))]
+        for name, mask_format in (
+            (self.keywords.mask, self.keywords.mask_format),
+            (self.keywords.padding, self.keywords.padding_format),
         ):
-            if name and form:
-                words.append(f"{name}={form}")
+            if name and mask_format:
+                words.append(f"{name}={mask_format}")
         return f"forward({', '.join(words)})"
 
-    def ask(self, x: Tensor, ask: Ask = Ask()) -> Reply:  # noqa: B008
-        """Call forward, and read what it gives."""
+    def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
+        """Call forward, and interpret what it returns."""
         x = x.to(self.dtype)
-        if ask.memory is NEW:
-            ask = ask._replace(memory=self._new())
-        given = self.keywords.arguments(ask, x, self.dtype)
-        if self.pair is not None:
-            return self._one_by_one(x, given)
+        if inputs.memory is NEW_CACHE:
+            inputs = inputs._replace(memory=self._make_cache())
+        arguments = self.keywords.arguments(inputs, x, self.dtype)
+        if self.query_keys is not None:
+            return self._call_per_query(x, arguments)
         tokens = x if self.batch_first else x.transpose(0, 1)
         with torch.no_grad():
-            answer = self.module(*[tokens] * (3 if self.three else 1), **given)
-        reply = self.reading.read(answer)
+            result = self.module(*[tokens] * (3 if self.query_key_value else 1), **arguments)
+        reply = self.output_format.read(result)
         out = reply.out if self.batch_first else reply.out.transpose(0, 1)
         memory = reply.memory
-        if ask.memory is not None and memory is None:  # changed in place
-            memory = ask.memory
-        return Reply(out, reply.weights, memory)
+        if inputs.memory is not None and memory is None:  # the cache was changed in place
+            memory = inputs.memory
+        return CallOutput(out, reply.weights, memory)
 
-    def _one_by_one(self, x: Tensor, given: dict[str, Any]) -> Reply:
-        """Each token once as the query [B,1,M] or [B,M], all tokens as keys; weights [B,1,T,S],
-        where there are any.
+    def _call_per_query(self, x: Tensor, arguments: dict[str, Any]) -> CallOutput:
+        """Call forward(query, keys) with each token as the query [B,1,M] or [B,M] and all tokens as
+        keys.
         """
         outs, rows = [], []
         for t in range(x.shape[1]):
             query = x[:, t : t + 1]
             with torch.no_grad():
                 try:
-                    answer = self.module(query, x, **given)
-                    parts = self._parts(answer, x)
+                    result = self.module(query, x, **arguments)
+                    parts = self._parts(result, x)
                 except (RuntimeError, IndexError, ArgumentTypeError):
-                    parts = self._parts(self.module(query[:, 0], x, **given), x)
+                    parts = self._parts(self.module(query[:, 0], x, **arguments), x)
             outs.append(parts[0])
             rows.append(parts[1])
         weights = None if rows[0] is None else torch.cat([r for r in rows if r is not None], 1)
-        return Reply(torch.cat(outs, 1), None if weights is None else weights[:, None])
+        return CallOutput(torch.cat(outs, 1), None if weights is None else weights[:, None])
 
     def _parts(self, answer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The context [B,1,N] and the weights [B,1,S] of one query: weights have no other dim than
-        the length.
+        """Return the context [B,1,N] and the weights [B,1,S] or None of one query, recognized by
+        their sizes.
         """
         B, S = x.shape[:2]
-        parts = [part for part in items(answer) if isinstance(part, Tensor)]
+        parts = [part for part in output_parts(answer) if isinstance(part, Tensor)]
         weights = [
             p for p in parts if p.numel() == B * S and (self.width != S or p is not parts[0])
         ]
@@ -137,85 +151,100 @@ class Module(Subject):
             )
         return contexts[0].reshape(B, 1, -1), weights[0].reshape(B, 1, S) if weights else None
 
-    def at(self, dtype: torch.dtype) -> Module:
-        """A copy in another dtype."""
-        return self._with(self.original, dtype=dtype)
+    def to_dtype(self, dtype: torch.dtype) -> ModuleAdapter:
+        """Return an adapter for a copy in another dtype."""
+        return self._copy_with(self.original, dtype=dtype)
 
-    def told(self, keywords: Keywords, reading: Reading) -> Module:
-        """The same, with what was found out about its arguments and replies."""
-        return self._with(self.original, keywords=keywords, reading=reading)
+    def with_conventions(
+        self, keywords: CallKeywords, output_format: OutputFormat
+    ) -> ModuleAdapter:
+        """Return the adapter with other argument names and another output format."""
+        return self._copy_with(self.original, keywords=keywords, output_format=output_format)
 
-    def _with(self, module: nn.Module, **changes: Any) -> Module:
-        given: dict[str, Any] = {
-            "claim": self.claim,
+    def _copy_with(self, module: nn.Module, **changes: Any) -> ModuleAdapter:
+        """Return a new adapter for a module with some arguments changed."""
+        arguments: dict[str, Any] = {
+            "claims": self.claims,
             "width": self.width,
             "name": self.name,
             "dtype": self.dtype,
             "keywords": self.keywords,
-            "reading": self.reading,
-            "remake": self.remake,
+            "output_format": self.output_format,
+            "rebuild": self.rebuild,
             **changes,
         }
-        return Module(module, given.pop("claim"), given.pop("width"), **given)
+        return ModuleAdapter(module, arguments.pop("claims"), arguments.pop("width"), **arguments)
 
     def projections(self) -> tuple[Projections, ...]:
-        """Its maps, where they have names that are known."""
-        if self.pair is not None:
-            raise CannotTry("it takes one query and all keys, and so has no self-attention")
-        return read(self.original, self.claim, self.width)
+        """Read the module's maps from its parameters."""
+        if self.query_keys is not None:
+            raise CheckNotPossible(
+                "it takes one query and all keys, so that it has no self-attention"
+            )
+        return read_projections(self.original, self.claims, self.width)
 
-    def traced(self) -> tuple[nn.Module, Subject]:
-        """The copy that runs, and this subject."""
+    def traced_module(self) -> tuple[nn.Module, TargetAdapter]:
+        """Return the copy of the module that runs, and this adapter."""
         return self.module, self
 
-    def smaller(self) -> Iterator[Subject]:
-        """Modules of fewer heads and dims, smallest first."""
-        H, G = self.claim.heads, self.claim.groups
-        if self.remake is None or not H or not G:
+    def smaller_versions(self) -> Iterator[TargetAdapter]:
+        """Yield modules with fewer heads and features, smallest first."""
+        H, G = self.claims.heads, self.claims.groups
+        if self.rebuild is None or not H or not G:
             return
         for heads, groups in dict.fromkeys([(1, 1), (2, min(G, 2) if G == H else 1), (H, G)]):
             for d in (1, 2, 4, 8):
                 if heads * d >= self.width or (groups == heads) != (G == H):
                     continue
-                claim = replace(
-                    self.claim, dim=heads * d, heads=heads, kv_heads=groups, head_dim=None
+                claims = replace(
+                    self.claims, dim=heads * d, heads=heads, kv_heads=groups, head_dim=None
                 )
                 try:
-                    made = self.remake(heads * d, heads, groups)
-                    yield self._with(made, claim=claim, width=heads * d, remake=None)
-                except Exception:  # noqa: S112  # a size that it refuses is no finding
+                    module = self.rebuild(heads * d, heads, groups)
+                    yield self._copy_with(module, claims=claims, width=heads * d, rebuild=None)
+                except Exception:  # noqa: S112  # the module refuses this size, which is not a fault
                     continue
 
-    def state(self) -> dict[str, Tensor]:
-        """Its state dict."""
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the module's state dict."""
         return self.original.state_dict()
 
-    def held(self, memory: Any) -> int:
-        """Numbers in the cache, or in what the module keeps besides parameters."""
-        return numbers(memory) if memory is not INSIDE else _kept(self.module)
+    def cache_size(self, memory: Any) -> int:
+        """Count the elements of the cache, or of the module's buffers and attributes if it holds
+        the cache.
+        """
+        return (
+            count_elements(memory)
+            if memory is not CACHE_IN_MODULE
+            else _stored_elements(self.module)
+        )
 
-    def _new(self) -> Any:
-        maker, reset = first(NEW_CACHE, dir(self.module)), first(RESET, dir(self.module))
+    def _make_cache(self) -> Any:
+        """Make an empty cache, or reset the one in the module; `NEW_CACHE` if the module makes it
+        itself.
+        """
+        maker, reset = (
+            first_known(NEW_CACHE_METHOD_NAMES, dir(self.module)),
+            first_known(RESET_CACHE_METHOD_NAMES, dir(self.module)),
+        )
         if self.keywords.memory and maker:
             return getattr(self.module, maker)()
         if self.keywords.memory and type(self.module).__module__.startswith("transformers."):
             return sys.modules["transformers"].DynamicCache()
         if reset and not self.keywords.memory:
             getattr(self.module, reset)()
-            return INSIDE
-        if self.addressed:
-            return INSIDE
-        return NEW
+            return CACHE_IN_MODULE
+        if self.positions_index_cache:
+            return CACHE_IN_MODULE
+        return NEW_CACHE
 
     @property
-    def addressed(self) -> bool:
-        """Whether positions address a cache that the module keeps: what it writes first, it
-        reads.
-        """
-        known = self.keywords
-        if not (known.start or known.positions) or known.memory:
+    def positions_index_cache(self) -> bool:
+        """Whether positions are indices into a cache that the module holds."""
+        keywords = self.keywords
+        if not (keywords.start or keywords.positions) or keywords.memory:
             return False
-        kept = [
+        tensors_by_name = [
             (name, value)
             for child in self.module.modules()
             for name, value in {**dict(child.named_buffers(recurse=False)), **vars(child)}.items()
@@ -225,27 +254,33 @@ class Module(Subject):
             and value.ndim >= 3
             and ("cache" in name or "past" in name)
             and not any(word in name for word in ("cos", "sin", "freq", "rope", "mask"))
-            for name, value in kept
+            for name, value in tensors_by_name
         )
 
-    def _keeps(self) -> frozenset[str]:
-        has_reset = first(RESET, dir(self.module)) is not None
-        can = self.keywords.memory or (self.keywords.use and has_reset) or self.addressed
-        shows = {"weights"} if self.reading.weights is not None else set()
-        return frozenset({"memory"} if can else ()) | frozenset(shows)
+    def _extra_abilities(self) -> frozenset[str]:
+        """Return "memory" if a cache can be used, and "weights" if weights are returned."""
+        has_reset = first_known(RESET_CACHE_METHOD_NAMES, dir(self.module)) is not None
+        has_cache = (
+            self.keywords.memory or (self.keywords.use and has_reset) or self.positions_index_cache
+        )
+        weights = {"weights"} if self.output_format.weights is not None else set()
+        return frozenset({"memory"} if has_cache else ()) | frozenset(weights)
 
 
 def _copy(module: nn.Module) -> nn.Module:
+    """Return a copy of the module, or the module itself if it cannot be copied."""
     try:
         return copy.deepcopy(module)
-    except (RuntimeError, TypeError, NotImplementedError):  # it holds what has no copy
+    except (RuntimeError, TypeError, NotImplementedError):  # a part of it cannot be copied
         return module
 
 
-def _kept(module: nn.Module) -> int:
-    """Numbers in buffers and plain attributes of a module and its children."""
-    found = sum(b.numel() for b in module.buffers())
+def _stored_elements(module: nn.Module) -> int:
+    """Count the elements in the buffers and plain attributes of a module and its children."""
+    total = sum(b.numel() for b in module.buffers())
     for child in module.modules():
-        plain = {k: v for k, v in vars(child).items() if not k.startswith("_")}
-        found += numbers({k: v for k, v in plain.items() if not isinstance(v, nn.Module)})
-    return found
+        attributes = {k: v for k, v in vars(child).items() if not k.startswith("_")}
+        total += count_elements(
+            {k: v for k, v in attributes.items() if not isinstance(v, nn.Module)}
+        )
+    return total

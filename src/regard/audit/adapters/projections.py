@@ -1,6 +1,4 @@
-"""The linear maps of a module, read from its parameters by the names and shapes that people give
-them.
-"""
+"""Read the linear maps of an attention module from its parameters, by their names and shapes."""
 
 from __future__ import annotations
 
@@ -13,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.audit.adapters.arguments import SIZES
-from regard.audit.subject import CannotTry, Claim, Map, Projections
+from regard.audit.adapters.base import CheckNotPossible, LinearMap, Projections
+from regard.audit.adapters.call_arguments import SIZE_NAMES
+from regard.audit.claims import AuditClaims
+from regard.units import plural
 
 ROLES = {
     "q": ("q", "query", "queries", "qs"),
@@ -23,55 +23,57 @@ ROLES = {
     "kv": ("kv",),
     "qkv": ("qkv", "querykeyvalue", "pack"),
 }
-OUT = ("o", "out", "output", "os", "dense", "fc", "fcout", "final", "unifyheads", "ofc")
-"""Words that remain of a name when its ornaments are taken away."""
-FUSED = ("c_attn", "in_proj", "att", "attn")
-O_NAMES = ("c_proj", "proj", "projection", "proj_out", "linear")
-BASES = ("rope_theta", "theta", "rope_base", "base", "rotary_base")
-SINK = "sink"
+OUTPUT_WORDS = ("o", "out", "output", "os", "dense", "fc", "fcout", "final", "unifyheads", "ofc")
+"""Names of output maps, without prefixes and suffixes such as "w_" or "_proj"."""
+FUSED_NAMES = ("c_attn", "in_proj", "att", "attn")
+OUTPUT_NAMES = ("c_proj", "proj", "projection", "proj_out", "linear")
+ROTARY_BASE_NAMES = ("rope_theta", "theta", "rope_base", "base", "rotary_base")
+SINK_NAME = "sink"
 
 
-def read(module: nn.Module, claim: Claim, width: int) -> tuple[Projections, ...]:
-    """The ways to read its q, k, v and output maps, weights [out, in]: the likeliest first.
+def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tuple[Projections, ...]:
+    """Return the interpretations of a module's q, k, v and output maps, the most likely first.
 
     Raises:
-        CannotTry: they cannot be read; the message says what is missing.
+        CheckNotPossible: the maps cannot be read; the message says what is missing.
 
-    >>> read(nn.MultiheadAttention(8, 2), Claim(), 8)[0].heads
+    >>> read_projections(nn.MultiheadAttention(8, 2), AuditClaims(), 8)[0].heads
     2
     """
-    listed = _listed(module)
-    if listed:
-        return _of_heads(module, listed, width)
+    head_modules = _modules_per_head(module)
+    if head_modules:
+        return _join_heads(module, head_modules, width)
     cores = [child for child in module.modules() if _has_maps(child)]
     if not cores:
-        raise CannotTry(
-            "it has no linear maps or parameters whose names say query, key and value (q_proj, "
-            "W_query, to_q, wq, "
-            "c_attn, qkv, in_proj_weight, ...)"
+        raise CheckNotPossible(
+            "it has no linear maps or parameters with names of queries, keys and values (q_proj, "
+            "W_query, to_q, wq, c_attn, qkv, in_proj_weight, ...)"
         )
     if len(cores) > 1:
-        raise CannotTry(f"it has {len(cores)} sets of query, key and value maps, not one")
-    core = cores[0]
-    found = list(_readings(module, core, claim, width))
-    if not found:
-        q = next(iter(_maps(core, 1, 1)))[0][0]
-        raise CannotTry(
-            f"its query map is {list(q[0].shape)}, which does not fit tokens of {width} numbers "
-            "and "
-            f"{_heads(module, core, claim, q[0].shape[0])} heads; say --dim and --heads"
+        raise CheckNotPossible(
+            f"it has {len(cores)} sets of query, key and value maps instead of one"
         )
-    return tuple(found)
+    core = cores[0]
+    interpretations = list(_interpretations(module, core, claims, width))
+    if not interpretations:
+        q = next(iter(_maps(core, 1, 1)))[0][0]
+        n_heads = _heads(module, core, claims, q[0].shape[0])
+        raise CheckNotPossible(
+            f"the query map is {list(q[0].shape)}, which does not fit tokens of "
+            f"{plural(width, 'feature')} and {plural(n_heads, 'head')}; give --dim and --heads"
+        )
+    return tuple(interpretations)
 
 
-def unread(module: nn.Module, found: Sequence[Projections]) -> list[str]:
-    """The parameters that are no part of the projections.
+def unused_parameters(module: nn.Module, interpretations: Sequence[Projections]) -> list[str]:
+    """Return the names of the parameters that belong to none of the projections.
 
-    >>> unread(nn.MultiheadAttention(8, 2), read(nn.MultiheadAttention(8, 2), Claim(), 8))
+    >>> heads = nn.MultiheadAttention(8, 2)
+    >>> unused_parameters(heads, read_projections(nn.MultiheadAttention(8, 2), AuditClaims(), 8))
     ['in_proj_weight', 'in_proj_bias', 'out_proj.weight', 'out_proj.bias']
     """
     known: set[int] = set()
-    for maps in found:
+    for maps in interpretations:
         tensors = [t for m in (maps.q, maps.k, maps.v, maps.o) if m is not None for t in m]
         tensors += [maps.sinks, *(maps.norm[:2] if maps.norm else ())]
         known |= {t.untyped_storage().data_ptr() for t in tensors if t is not None}
@@ -80,50 +82,54 @@ def unread(module: nn.Module, found: Sequence[Projections]) -> list[str]:
     ]
 
 
-def role(name: str) -> str | None:
-    """What a name says that a map makes: "q", "k", "v", "kv", "qkv", "o", or None.
+def projection_role(name: str) -> str | None:
+    """Return the role that a name gives to a map: "q", "k", "v", "kv", "qkv", "o", or None.
 
     >>> names = ("W_query", "to_kv", "linear_v", "query_key_value", "o_proj", "gate")
-    >>> [role(name) for name in names]
+    >>> [projection_role(name) for name in names]
     ['q', 'kv', 'v', 'qkv', 'o', None]
     """
-    if name.removesuffix("_weight") in FUSED:
+    if name.removesuffix("_weight") in FUSED_NAMES:
         return "qkv"
-    if name in O_NAMES:
+    if name in OUTPUT_NAMES:
         return "o"
     words = re.sub(
         r"proj(ection)?|weights?|kernel|linear|layer|attn|states|matrix", "", name.lower()
     )
     word = re.sub(r"^(to|fc|lin|w|c)_?(?=[a-z_])", "", words.strip("_")).replace("_", "")
     word = re.sub(r"(lin|w)$", "", word) or word
-    return next((r for r, known in ROLES.items() if word in known), "o" if word in OUT else None)
+    return next(
+        (r for r, known in ROLES.items() if word in known), "o" if word in OUTPUT_WORDS else None
+    )
 
 
 def _has_maps(module: nn.Module) -> bool:
+    """Whether the module itself has query, key and value maps."""
     return next(iter(_maps(module, 1, 1)), None) is not None
 
 
-def _named(module: nn.Module) -> dict[str, list[Map]]:
-    """Role -> the maps that a module itself has in it; a parameter whose orientation is open is
-    there twice.
+def _maps_by_role(module: nn.Module) -> dict[str, list[LinearMap]]:
+    """Return the module's own maps by role.
+
+    A parameter that may be stored as [in, out] or as [out, in] has one map for each orientation.
     """
-    found: dict[str, list[Map]] = {}
+    maps: dict[str, list[LinearMap]] = {}
     for name, child in module.named_children():
-        what = role(name)
-        read_map = _map(child) if what else None
-        if what and read_map is not None:
-            found.setdefault(what, [read_map])
+        role = projection_role(name)
+        read_map = _map(child) if role else None
+        if role and read_map is not None:
+            maps.setdefault(role, [read_map])
     for name, p in module.named_parameters(recurse=False):
-        what = role(name)
-        if what and p.ndim in (2, 3) and "bias" not in name:
+        role = projection_role(name)
+        if role and p.ndim in (2, 3) and "bias" not in name:
             bias = getattr(module, name.replace("weight", "bias"), None)
             bias = bias.detach() if isinstance(bias, Tensor) and bias is not p else None
-            found.setdefault(what, [(w, bias) for w in _oriented(p.detach(), out=what == "o")])
-    return found
+            maps.setdefault(role, [(w, bias) for w in _orientations(p.detach(), out=role == "o")])
+    return maps
 
 
-def _oriented(p: Tensor, *, out: bool) -> list[Tensor]:
-    """A parameter as weights [out, in]: of two dims either way, of three with a dim of heads."""
+def _orientations(p: Tensor, *, out: bool) -> list[Tensor]:
+    """Return a parameter of two or three dimensions as weights [out, in], in each orientation."""
     if p.ndim == 2:
         return [p.T, p]  # x @ p, or F.linear(x, p)
     if out:  # [H,D,M]: what a head gives
@@ -134,43 +140,46 @@ def _oriented(p: Tensor, *, out: bool) -> list[Tensor]:
 
 def _maps(
     module: nn.Module, heads: int, groups: int
-) -> Iterator[tuple[tuple[Map, Map, Map], bool, bool]]:
-    """q, k and v, whether they have names of their own, and whether faults are looked for under
-    this reading.
+) -> Iterator[tuple[tuple[LinearMap, LinearMap, LinearMap], bool, bool]]:
+    """Yield (q, k, v), whether they have names of their own, and whether faults are searched with
+    them.
     """
-    named = _named(module)
+    named = _maps_by_role(module)
     ways = range(max((len(maps) for maps in named.values()), default=1))
     for way in ways:
         one = {what: maps[min(way, len(maps) - 1)] for what, maps in named.items()}
         if {"q", "k", "v"} <= set(one):
             yield (one["q"], one["k"], one["v"]), True, True
         elif {"q", "kv"} <= set(one):
-            for n, (k, v) in enumerate(_cut(one["kv"], (1, 1), groups)):
+            for n, (k, v) in enumerate(_split_fused(one["kv"], (1, 1), groups)):
                 yield (one["q"], k, v), False, n in (0, 1)
         elif "qkv" in one:
             yield from _fused(one["qkv"], heads, groups)
 
 
 def _fused(
-    whole: Map, heads: int, groups: int
-) -> Iterator[tuple[tuple[Map, Map, Map], bool, bool]]:
-    """One map of queries, keys and values, in each layout and order."""
-    found = []
+    whole: LinearMap, heads: int, groups: int
+) -> Iterator[tuple[tuple[LinearMap, LinearMap, LinearMap], bool, bool]]:
+    """Yield the interpretations of one map for queries, keys and values: each layout and order."""
+    splits = []
     if heads == groups:
-        found = list(_cut(whole, (1, 1, 1), heads))
+        splits = list(_split_fused(whole, (1, 1, 1), heads))
     elif whole[0].shape[0] % (heads + 2 * groups) == 0:
-        found = list(_cut(whole, (heads // groups, 1, 1), groups))[:2]
-    for parts in found:
+        splits = list(_split_fused(whole, (heads // groups, 1, 1), groups))[:2]
+    for parts in splits:
         yield (parts[0], parts[1], parts[2]), False, True
-    for parts in found if heads == groups else ():
+    for parts in splits if heads == groups else ():
         for order in list(permutations(range(3)))[1:]:
             a, b, c = (parts[n] for n in order)
             yield (a, b, c), False, False
 
 
-def _cut(whole: Map, shares: tuple[int, ...], groups: int) -> Iterator[tuple[Map, ...]]:
-    """A fused map in parts: one after the other; each head's together; each feature's together;
-    reversed.
+def _split_fused(
+    whole: LinearMap, shares: tuple[int, ...], groups: int
+) -> Iterator[tuple[LinearMap, ...]]:
+    """Yield the parts of a fused map for each layout of its rows.
+
+    The layouts are: part after part; by head; by feature; and two parts in reversed order.
     """
     weight, bias = whole
     rows, total = weight.shape[0], sum(shares)
@@ -190,17 +199,18 @@ def _cut(whole: Map, shares: tuple[int, ...], groups: int) -> Iterator[tuple[Map
         yield tuple((weight[n], None if bias is None else bias[n]) for n in parts)
 
 
-def _readings(
-    module: nn.Module, core: nn.Module, claim: Claim, width: int
+def _interpretations(
+    module: nn.Module, core: nn.Module, claims: AuditClaims, width: int
 ) -> Iterator[Projections]:
-    """Every reading of one core, in the module that it stands in."""
+    """Yield every interpretation of the module `core` inside `module`."""
     outs, norm = _output(module, core)
     first = next(iter(_maps(core, 1, 1)))[0][0][0].shape[0]
-    heads = _heads(module, core, claim, first)
-    groups = claim.kv_heads or _size((core, module), "kv_heads") or heads
+    heads = _heads(module, core, claims, first)
+    groups = claims.kv_heads or _size((core, module), "kv_heads") or heads
     bases = _bases(module)
     sinks = next(
-        (p.detach() for n, p in module.named_parameters() if SINK in n and p.numel() == heads), None
+        (p.detach() for n, p in module.named_parameters() if SINK_NAME in n and p.numel() == heads),
+        None,
     )
     for (q, k, v), named, standard in _maps(core, heads, groups):
         rows = q[0].shape[0]
@@ -216,16 +226,16 @@ def _readings(
             yield Projections(q, k, v, o, heads, G, bases, named, sinks, norm, standard)
 
 
-def _output(module: nn.Module, core: nn.Module) -> tuple[list[Map | None], Any]:
-    """The output map in each orientation, or [None]; and BERT's norm over it and the input."""
-    own = _named(core).get("o")
+def _output(module: nn.Module, core: nn.Module) -> tuple[list[LinearMap | None], Any]:
+    """Return the output map in each orientation, or [None]; and BERT's norm after it, or None."""
+    own = _maps_by_role(core).get("o")
     if own:
         return list(own), None
     for child in module.modules():
         if child is core or core in list(child.modules()):
-            inner = _named(child).get("o") if child is not core else None
+            inner = _maps_by_role(child).get("o") if child is not core else None
         else:
-            inner = _named(child).get("o")
+            inner = _maps_by_role(child).get("o")
         if inner:
             norms = [c for c in child.children() if isinstance(c, nn.LayerNorm)]
             norm = norms[0] if norms and child is not module else None
@@ -235,43 +245,50 @@ def _output(module: nn.Module, core: nn.Module) -> tuple[list[Map | None], Any]:
     return [None], None
 
 
-def _listed(module: nn.Module) -> list[nn.Module]:
-    """Heads that are modules of their own, in one list."""
+def _modules_per_head(module: nn.Module) -> list[nn.Module]:
+    """Return the modules of a list that has one module for each head, or []."""
     for child in module.children():
         if isinstance(child, nn.ModuleList) and len(child) and all(_has_maps(c) for c in child):
             return list(child)
     return []
 
 
-def _of_heads(module: nn.Module, listed: list[nn.Module], width: int) -> tuple[Projections, ...]:
-    """One head each, joined in their order."""
-    each = [read(head, Claim(heads=1), width)[0] for head in listed]
+def _join_heads(
+    module: nn.Module, head_modules: list[nn.Module], width: int
+) -> tuple[Projections, ...]:
+    """Return the projections of one module for each head, joined in their order."""
+    first_maps = [read_projections(head, AuditClaims(heads=1), width)[0] for head in head_modules]
 
-    def joined(maps: list[Map]) -> Map:
+    def joined(maps: list[LinearMap]) -> LinearMap:
         biases = [b for _, b in maps if b is not None]
         weight = torch.cat([w for w, _ in maps])
         return weight, torch.cat(biases) if len(biases) == len(maps) else None
 
-    q, k, v = (joined([getattr(maps, name) for maps in each]) for name in "qkv")
-    outs: list[Map | None] = [*_named(module).get("o", [])] or [None]
-    n = len(listed)
-    found = (
-        replace(each[0], q=q, k=k, v=v, o=o, heads=n, groups=n, bases=_bases(module)) for o in outs
+    q, k, v = (joined([getattr(maps, name) for maps in first_maps]) for name in "qkv")
+    outs: list[LinearMap | None] = [*_maps_by_role(module).get("o", [])] or [None]
+    n = len(head_modules)
+    interpretations = (
+        replace(first_maps[0], q=q, k=k, v=v, o=o, heads=n, groups=n, bases=_bases(module))
+        for o in outs
     )
-    return tuple(maps for maps in found if maps.o is None or maps.o[0].shape[1] == q[0].shape[0])
+    return tuple(
+        maps for maps in interpretations if maps.o is None or maps.o[0].shape[1] == q[0].shape[0]
+    )
 
 
-def _heads(module: nn.Module, core: nn.Module, claim: Claim, rows: int) -> int:
-    """H: as claimed, or as an attribute says, or from the size of a head, or one."""
-    found = claim.heads or _size((core, module), "heads")
-    if found:
-        return found
-    D = claim.head_dim or _size((core, module), "head_dim")
+def _heads(module: nn.Module, core: nn.Module, claims: AuditClaims, rows: int) -> int:
+    """Return H: the claim, an attribute, or the number of rows divided by the head dimension; else
+    1.
+    """
+    heads = claims.heads or _size((core, module), "heads")
+    if heads:
+        return heads
+    D = claims.head_dim or _size((core, module), "head_dim")
     return rows // D if D and rows % D == 0 else 1
 
 
-def _map(child: nn.Module) -> Map | None:
-    """A linear map, or the first one of a sequence."""
+def _map(child: nn.Module) -> LinearMap | None:
+    """Return the weight and bias of a linear map, or of the first module of a sequence."""
     if isinstance(child, nn.Sequential) and len(child):
         child = child[0]
     weight = getattr(child, "weight", None)
@@ -287,7 +304,7 @@ def _map(child: nn.Module) -> Map | None:
 
 
 def attribute(owners: Sequence[Any], names: Sequence[str]) -> int | None:
-    """The first whole number that the owners, or their configurations, keep under one of the
+    """Return the first positive integer that the owners or their configs have under one of the
     names.
     """
     for owner in owners:
@@ -302,14 +319,17 @@ def attribute(owners: Sequence[Any], names: Sequence[str]) -> int | None:
 
 
 def _size(owners: Sequence[nn.Module], what: str) -> int | None:
-    return attribute(owners, SIZES[what])
+    """Return a size that the owners or their configs have as an attribute."""
+    return attribute(owners, SIZE_NAMES[what])
 
 
 def _bases(module: nn.Module) -> tuple[float, ...]:
-    """Rotary bases that the module names, and the one that most use."""
+    """Return the rotary bases that the module names, and 10000, which is the most common."""
     owners = [m for child in module.modules() for m in (child, getattr(child, "config", None))]
-    found = [getattr(owner, name, None) for owner in owners for name in BASES]
-    named = [
-        float(x) for x in found if isinstance(x, (int, float)) and not isinstance(x, bool) and x > 1
+    values = [getattr(owner, name, None) for owner in owners for name in ROTARY_BASE_NAMES]
+    bases = [
+        float(x)
+        for x in values
+        if isinstance(x, (int, float)) and not isinstance(x, bool) and x > 1
     ]
-    return tuple(dict.fromkeys([*named, 10000.0]))
+    return tuple(dict.fromkeys([*bases, 10000.0]))

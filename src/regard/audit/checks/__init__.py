@@ -1,3 +1,3 @@
-"""The checks of an audit, grouped by what they ask."""
+"""The checks of an audit, grouped by what they test."""
 
 from __future__ import annotations

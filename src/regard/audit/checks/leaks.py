@@ -1,4 +1,6 @@
-"""What reaches a token wrongly: later tokens, padding, other rows, keys beyond the window."""
+"""Checks of what reaches a token: later tokens, other rows of the batch, keys outside the
+window.
+"""
 
 from __future__ import annotations
 
@@ -7,64 +9,76 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.audit.adapters.functions import Custom, Function
-from regard.audit.adapters.modules import Module
+from regard.audit.adapters.base import (
+    NEW_CACHE,
+    CheckNotApplicable,
+    CheckNotPossible,
+    TargetAdapter,
+)
+from regard.audit.adapters.functions import CustomAdapter, FunctionAdapter
+from regard.audit.adapters.modules import ModuleAdapter
+from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
-from regard.audit.probe import Probe
-from regard.audit.subject import NEW, CannotTry, Influence, NotApplicable, Subject, influence
+from regard.audit.influence import Influence, influence
+from regard.units import plural
 
 LONGEST = 9
 
 
-_WORDS = {
-    "weights": " when its weights are wanted",
+_PATH_WORDS = {
+    "weights": " when the weights are returned",
     "padding": " when padding is marked",
     "memory": " when it fills a cache",
     "flag": " although its causal flag is set",
 }
-FAR = (293, 149, 75, 37)
-"""Lengths that no block divides; the first that the code takes."""
-PLACES = (0, 20, 70, 135, 200, 283, 290)
+LONG_LENGTHS = (293, 149, 75, 37)
+"""Lengths that no block size divides; the first that the code accepts is used."""
+TESTED_KEYS = (0, 20, 70, 135, 200, 283, 290)
 
 
-def future(probe: Probe, T: int | None = None) -> list[Finding]:
-    """No token sees a later one, on any path: plain, with weights wanted, with padding marked, into
-    a cache.
+def check_future(context: CheckContext, T: int | None = None) -> list[Finding]:
+    """Check that no token depends on a later one, on any path.
+
+    The paths are: plain, with weights returned, with padding marked, into a cache, with a causal
+    flag.
     """
-    if probe.notes.get("unclear"):
-        return _unclear(probe, T or LONGEST)
-    if not probe.causal:
-        raise NotApplicable("it is bidirectional")
+    if context.notes.get("unclear"):
+        return _check_unclear(context, T or LONGEST)
+    if not context.causal:
+        raise CheckNotApplicable("it is bidirectional")
     lengths = [T] if T else [LONGEST]
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for path in ("", "weights", "padding", "memory", "flag"):
-        if path and path not in probe.subject.takes and path != "flag":
+        if path and path not in context.adapter.accepts and path != "flag":
             continue
-        if path == "flag" and "flag" not in probe.notes:
+        if path == "flag" and "flag" not in context.notes:
             continue
         for n in lengths:
-            found = found or _future(probe, n, path)
-    return found
+            findings = findings or _check_path(context, n, path)
+    return findings
 
 
-def _unclear(probe: Probe, T: int) -> list[Finding]:
-    """Nothing is claimed: tokens that see nothing but later ones are wrong whatever was meant."""
-    found = [f for f in _future(probe, T, "") if f.name == "mask-polarity"]
-    if not found:
-        raise CannotTry("it shows some later tokens and not all; say --causal or --bidirectional")
-    return found
+def _check_unclear(context: CheckContext, T: int) -> list[Finding]:
+    """Check code without claims: tokens that see nothing but later ones are wrong in any case."""
+    findings = [f for f in _check_path(context, T, "") if f.name == "mask-polarity"]
+    if not findings:
+        raise CheckNotPossible(
+            "it shows some later tokens and not all; give --causal or --bidirectional"
+        )
+    return findings
 
 
-def _future(probe: Probe, T: int, path: str) -> list[Finding]:
-    got = reach(probe, T, path)
+def _check_path(context: CheckContext, T: int, path: str) -> list[Finding]:
+    """Return a finding if a query sees a later key on this path."""
+    measured = influence_of(context, T, path)
     later = torch.ones(T, T).triu(1).bool()
-    if not bool((got.seen & later).any()):
+    if not bool((measured.visible & later).any()):
         return []
-    # the last query of an inverted mask sees nothing, which -1e9 makes an average of everything
+    # with an inverted mask the last query sees nothing; masked with -1e9, it averages all values
     earlier = later.T & (torch.arange(T) < T - 1)[:, None] if T > 2 else later.T
-    i, j, amount = got.worst(later)
+    i, j, amount = measured.strongest(later)
     example = {"T": T, "query": i, "key": j}
-    if T > 1 and not bool((got.seen & earlier).any()) and not path:
+    if T > 1 and not bool((measured.visible & earlier).any()) and not path:
         return [
             finding(
                 "mask-polarity",
@@ -77,7 +91,7 @@ def _future(probe: Probe, T: int, path: str) -> list[Finding]:
     return [
         finding(
             "future-leak",
-            f"Query {i} changes with token {j}{_WORDS.get(path, '')}.",
+            f"Query {i} changes with token {j}{_PATH_WORDS.get(path, '')}.",
             example,
             0.0,
             amount,
@@ -85,14 +99,16 @@ def _future(probe: Probe, T: int, path: str) -> list[Finding]:
     ]
 
 
-def reach(
-    probe: Probe, T: int, path: str = "", columns: tuple[int, ...] | None = None
+def influence_of(
+    context: CheckContext, T: int, path: str = "", columns: tuple[int, ...] | None = None
 ) -> Influence:
-    """Influence of T tokens, or of those in columns, in float64 where the code runs there."""
-    subject = probe.wide or probe.subject
+    """Return the influence of T tokens, or of those in `columns`, in float64 if the code runs
+    there.
+    """
+    adapter = context.float64_adapter or context.adapter
     if path == "flag":
-        subject = probe.notes["flag"].at(subject.dtype)
-    x = probe.inputs(1, T)
+        adapter = context.notes["flag"].to_dtype(adapter.dtype)
+    x = context.random_tokens(1, T)
     tokens = None
     if path == "padding":
         tokens = torch.ones(1, T, dtype=torch.bool)
@@ -100,58 +116,64 @@ def reach(
 
     def run(x: Tensor) -> Tensor:
         if path == "flag":
-            return subject.ask(x).out
-        memory = NEW if path == "memory" else None
-        reply = probe.ask(
-            x, tokens=tokens, memory=memory, weights=path == "weights", subject=subject
+            return adapter.call(x).out
+        memory = NEW_CACHE if path == "memory" else None
+        reply = context.call(
+            x, tokens=tokens, memory=memory, weights=path == "weights", adapter=adapter
         )
         return reply.out if reply.out.shape[1] == T else reply.out.expand(-1, T, -1) * 0
 
-    return influence(run, x, probe.changed, columns)
+    return influence(run, x, context.replace_token, columns)
 
 
-def keys(probe: Probe, T: int | None = None) -> list[Finding]:
-    """Every key that the claim shows reaches some query, in a short text and in a long one.
+def check_keys_used(context: CheckContext, T: int | None = None) -> list[Finding]:
+    """Check that every visible key reaches some query, in a short and in a long sequence.
 
-    Tokens are small, so that weights are nearly even and every key counts.
+    The tokens are small, so that the weights are nearly equal and every key counts.
     """
-    if not _plain(probe.subject):
-        raise NotApplicable("its mask is declared, and not found out")
-    if probe.notes.get("unclear"):
-        return _columns(probe, T or 6)
-    far: tuple[int, ...] = (
-        FAR if getattr(probe.subject, "pair", None) is None else FAR[-1:]
+    if not _mask_is_inferred(context.adapter):
+        raise CheckNotApplicable("its mask is declared, so that it need not be found out")
+    if context.notes.get("unclear"):
+        return _check_without_known_mask(context, T or 6)
+    long_lengths: tuple[int, ...] = (
+        LONG_LENGTHS if getattr(context.adapter, "query_keys", None) is None else LONG_LENGTHS[-1:]
     )  # a call for each query
-    if probe.notes.get("long holds"):  # the whole output was computed again from its definition
-        far = ()
-    for n in (T,) if T else (6, *far):
+    if context.notes.get("long holds"):  # the definition check has compared the whole output
+        long_lengths = ()
+    for n in (T,) if T else (6, *long_lengths):
         try:
-            found = _unused(probe, n, range(n) if n < 30 else [j for j in PLACES if j < n - 2])
+            findings = _unused_key(
+                context, n, range(n) if n < 30 else [j for j in TESTED_KEYS if j < n - 2]
+            )
         except Exception:
             if n < 30:
                 raise
-            continue  # a limit on the length that it tells
-        if found or n >= 30:
-            return found
+            continue  # the code has a maximum length
+        if findings or n >= 30:
+            return findings
     return []
 
 
-def _columns(probe: Probe, T: int) -> list[Finding]:
-    """Find a key that no query uses although every query uses another one, in code whose mask is
-    not known.
+def _check_without_known_mask(context: CheckContext, T: int) -> list[Finding]:
+    """Find a key that no query uses, in code whose mask is not known, if every query uses another
+    key.
     """
-    x = 0.3 * probe.inputs(1, T)
-    subject = probe.wide or probe.subject
-    got = influence(lambda x: probe.ask(x, subject=subject).out, x, probe.changed).seen
+    x = 0.3 * context.random_tokens(1, T)
+    adapter = context.float64_adapter or context.adapter
+    got = influence(
+        lambda x: context.call(x, adapter=adapter).out, x, context.replace_token
+    ).visible
     others = ~torch.eye(T, dtype=torch.bool)
     unused = ~(got & others).any(0)
     if not bool((got | ~others).all(0).any()) or not bool(unused.any()):
-        raise NotApplicable("it shows some later tokens and not all, by rules that are not claimed")
+        raise CheckNotApplicable(
+            "it shows some later tokens and not all, by a rule that is not claimed"
+        )
     j = int(unused.to(torch.int64).argmax())
     return [
         finding(
             "keys-ignored",
-            f"No query uses key {j}, and all use others.",
+            f"No query uses key {j}, although all queries use other keys.",
             {"T": T, "key": j},
             "a weight",
             0.0,
@@ -159,88 +181,92 @@ def _columns(probe: Probe, T: int) -> list[Finding]:
     ]
 
 
-def _plain(subject: Subject) -> bool:
-    return isinstance(subject, (Function, Module, Custom))
+def _mask_is_inferred(adapter: TargetAdapter) -> bool:
+    """Whether the code declares no mask, so that its mask must be found out."""
+    return isinstance(adapter, (FunctionAdapter, ModuleAdapter, CustomAdapter))
 
 
-def _unused(probe: Probe, T: int, places: Sequence[int]) -> list[Finding]:
-    """The first key that no query uses though it may."""
-    subject = probe.wide or probe.subject
-    x = 0.3 * probe.inputs(1, T)
+def _unused_key(context: CheckContext, T: int, places: Sequence[int]) -> list[Finding]:
+    """Return a finding for the first key that no query uses although it is visible."""
+    adapter = context.float64_adapter or context.adapter
+    x = 0.3 * context.random_tokens(1, T)
 
     def run(x: Tensor) -> Tensor:
-        return probe.ask(x, subject=subject).out
+        return context.call(x, adapter=adapter).out
 
-    got = influence(run, x, probe.changed, list(places)).seen
-    mine = influence(run, x, probe.changed, [T - 1]).seen[-1, 0]
-    if not bool(mine):
-        sentence = f"Query {T - 1} of {T} does not depend on its own token: it gets no answer."
+    visible = influence(run, x, context.replace_token, list(places)).visible
+    own_visible = influence(run, x, context.replace_token, [T - 1]).visible[-1, 0]
+    if not bool(own_visible):
+        sentence = f"Query {T - 1} of {T} does not depend on its own token: it gets no output."
         return [finding("queries-dropped", sentence, {"T": T, "query": T - 1}, "an answer", 0.0)]
-    shown = probe.pattern(T, T)[:, list(places)]
-    own = torch.arange(T)[:, None] == torch.tensor(list(places))
-    may = shown & ~own
+    expected = context.expected_mask(T, T)[:, list(places)]
+    own_key = torch.arange(T)[:, None] == torch.tensor(list(places))
+    allowed = expected & ~own_key
     if T < 30:
-        missing = may & ~got
-        # a query alone sees nothing when its own key is all that it has
-        lost = may.any(0) & ~(may & got).any(0)
+        hidden_pairs = allowed & ~visible
+        # a query whose only key is its own is not counted
+        unused_keys = allowed.any(0) & ~(allowed & visible).any(0)
     else:
-        lost = may.any(0) & ~(may & got).any(0)
-        missing = may & ~got
-        late = may[-1] & ~got[-1]
-        lost = lost | late
-    if not bool(lost.any()):
+        unused_keys = allowed.any(0) & ~(allowed & visible).any(0)
+        hidden_pairs = allowed & ~visible
+        not_in_last_row = allowed[-1] & ~visible[-1]
+        unused_keys = unused_keys | not_in_last_row
+    if not bool(unused_keys.any()):
         return []
-    n = int(lost.to(torch.int64).argmax())
+    n = int(unused_keys.to(torch.int64).argmax())
     j = list(places)[n]
-    i = int(missing[:, n].nonzero()[-1])
+    i = int(hidden_pairs[:, n].nonzero()[-1])
     sentence = (
-        f"Query {i} does not use key {j}, which nothing hides (say --window if that is meant)."
+        f"Query {i} does not use key {j}, which nothing hides (give --window if this is intended)."
     )
     return [finding("keys-ignored", sentence, {"T": T, "query": i, "key": j}, "a weight", 0.0)]
 
 
-def window(probe: Probe, T: int | None = None) -> list[Finding]:
-    """A query sees the W keys that end with its own."""
-    W = probe.subject.claim.window
-    if W is None or not probe.causal:
-        raise NotApplicable("no window is claimed (--window W)")
+def check_window(context: CheckContext, T: int | None = None) -> list[Finding]:
+    """Check that a query sees the W keys that end with its own."""
+    W = context.adapter.claims.window
+    if W is None or not context.causal:
+        raise CheckNotApplicable("no window is claimed (--window W)")
     T = T or W + 2
-    i = T - 1  # the last query; the keys at the edge, the first one beyond, and the one behind that
+    i = T - 1  # the last query; tested are its last visible key and the two keys before that
     columns = {"within": i - W + 1, "edge": i - W, "beyond": i - W - 1}
     columns = {name: j for name, j in columns.items() if j >= 0}
     if not columns:
-        raise CannotTry(f"{T} tokens are fewer than the window")
-    got = reach(probe, T, columns=tuple(columns.values())).seen[i].tolist()
-    seen = dict(zip(columns, got, strict=True))
+        raise CheckNotPossible(f"{plural(T, 'token')} are fewer than the window")
+    visible_keys = influence_of(context, T, columns=tuple(columns.values())).visible[i].tolist()
+    visible = dict(zip(columns, visible_keys, strict=True))
     example = {"T": T, "query": i}
-    if seen.get("beyond"):
+    if visible.get("beyond"):
         sentence = (
-            f"Query {i} sees key {columns['beyond']}, {W + 2} keys with its own; the window is {W}."
+            f"Query {i} sees key {columns['beyond']}, that is {plural(W + 2, 'key')} with its own; "
+            f"the window is {W}."
         )
         return [finding("window-ignored", sentence, example, float(W), float(W + 2))]
-    if seen.get("edge") or not seen["within"]:
-        n = W + 1 if seen.get("edge") else W - 1
-        words = "sees" if seen.get("edge") else "does not see"
-        key = columns["edge"] if seen.get("edge") else columns["within"]
+    if visible.get("edge") or not visible["within"]:
+        count = W + 1 if visible.get("edge") else W - 1
+        verb = "sees" if visible.get("edge") else "does not see"
+        key = columns["edge"] if visible.get("edge") else columns["within"]
         sentence = (
-            f"Query {i} {words} key {key}: {n} keys with its own; the window is {W}, its "
-            "own included."
+            f"Query {i} {verb} key {key}: {plural(count, 'key')} with its own; the window is "
+            f"{W}, its own included."
         )
-        return [finding("window-off-by-one", sentence, example, float(W), float(n))]
+        return [finding("window-off-by-one", sentence, example, float(W), float(count))]
     return []
 
 
-def rows(probe: Probe, T: int = 5) -> list[Finding]:
-    """A row of the batch does not depend on the other rows."""
-    subject = probe.wide or probe.subject
-    x = probe.inputs(3, T)
-    other = x.clone()
-    other[0] = probe.inputs(1, T, turn=9)[0]
-    before, behind = (probe.ask(each, subject=subject).out for each in (x, other))
-    amounts = (behind - before)[1:].abs()
-    scale = float(before[before.isfinite()].abs().max()) if bool(before.isfinite().any()) else 1.0
-    amounts = torch.where(behind[1:].isnan() & before[1:].isnan(), 0.0, amounts)
-    if float(amounts.max()) <= scale * torch.finfo(before.dtype).eps ** 0.5:
+def check_batch_rows(context: CheckContext, T: int = 5) -> list[Finding]:
+    """Check that a row of the batch does not depend on other rows."""
+    adapter = context.float64_adapter or context.adapter
+    x = context.random_tokens(3, T)
+    changed_x = x.clone()
+    changed_x[0] = context.random_tokens(1, T, turn=9)[0]
+    outputs, changed_outputs = (context.call(each, adapter=adapter).out for each in (x, changed_x))
+    amounts = (changed_outputs - outputs)[1:].abs()
+    scale = (
+        float(outputs[outputs.isfinite()].abs().max()) if bool(outputs.isfinite().any()) else 1.0
+    )
+    amounts = torch.where(changed_outputs[1:].isnan() & outputs[1:].isnan(), 0.0, amounts)
+    if float(amounts.max()) <= scale * torch.finfo(outputs.dtype).eps ** 0.5:
         return []
     b, t, _ = (int(i) for i in torch.unravel_index(amounts.argmax(), amounts.shape))
     return [

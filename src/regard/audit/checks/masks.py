@@ -1,4 +1,6 @@
-"""Masks and padding that are given: their polarity, their rows, and what happens behind them."""
+"""Checks of masks and padding that are passed to the code: their meaning, their rows, hidden
+content.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.audit.adapters.arguments import Form
+from regard.audit.adapters.base import (
+    CallInputs,
+    CheckNotApplicable,
+    CheckNotPossible,
+    TargetAdapter,
+)
+from regard.audit.adapters.call_arguments import MaskFormat
+from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
-from regard.audit.probe import Probe
-from regard.audit.subject import Ask, CannotTry, NotApplicable, Subject, influence
+from regard.audit.influence import influence
 
-_SAID = {
+_FAULT_BY_VERDICT = {
     "inverted": ("mask-polarity", "{name} hides the keys that it should show"),
     "ignored": ("mask-ignored", "{name} changes nothing"),
     "added": ("mask-added", "{name} changes the output, and hides no key"),
-    "kept": ("mask-kept", "The first {name} serves a later call with another"),
+    "kept": ("mask-kept", "The {name} of the first call is used in a later call with another mask"),
     "overflow": ("mask-value-overflow", "{name} cannot be applied"),
 }
-_MEANS = {
+_MEANING = {
     "keep": "True = may attend",
     "block": "True = hidden",
     "ones": "1 = may attend",
@@ -29,52 +37,53 @@ _MEANS = {
 }
 
 
-PADS = 3
+PADDING_LENGTH = 3
 
 
-def heard(probe: Probe) -> list[Finding]:
-    """Masks do what is claimed of them."""
-    found = []
-    told = probe.notes.get("heard", {})
-    if not told:
-        raise NotApplicable("it takes no mask")
-    for role, said in told.items():
-        if said.verdict not in _SAID or said.form is None:
+def check_masks(context: CheckContext) -> list[Finding]:
+    """Check that masks have the claimed meaning."""
+    findings = []
+    behaviors = context.notes.get("mask_behavior", {})
+    if not behaviors:
+        raise CheckNotApplicable("it takes no mask")
+    for role, behavior in behaviors.items():
+        if behavior.verdict not in _FAULT_BY_VERDICT or behavior.mask_format is None:
             continue
-        name, words = _SAID[said.verdict]
-        kind = said.form.kind
-        keywords: Any = getattr(probe.subject, "keywords")  # noqa: B009  # those who hear masks have them
+        name, template = _FAULT_BY_VERDICT[behavior.verdict]
+        kind = behavior.mask_format.kind
+        keywords: Any = getattr(context.adapter, "keywords")  # noqa: B009  # every adapter with mask behavior has them
         argument = getattr(keywords, role) or keywords.padding
         sentence = (
-            f"{words.format(name=argument)}: {_MEANS[kind]} was expected (say --mask if "
-            "another is meant)."
+            f"{template.format(name=argument)}: {_MEANING[kind]} was expected (give --mask if the "
+            "code has another convention)."
         )
-        if said.verdict == "overflow":
-            found.append(overflow(probe.subject, f"{argument}: a number"))
-        elif said.verdict == "kept":
+        if behavior.verdict == "overflow":
+            findings.append(overflow_finding(context.adapter, f"{argument}: a number"))
+        elif behavior.verdict == "kept":
             example = {"T": 5, "calls": 2}
-            found.append(
+            findings.append(
                 finding(
                     name,
-                    f"{words.format(name=argument)}.",
+                    f"{template.format(name=argument)}.",
                     example,
                     "the second mask",
                     "the first mask",
                 )
             )
         else:
-            found.append(finding(name, sentence, *_numbers(probe, role, kind)))
-    if all(said.verdict == "refused" for said in told.values()):
-        raise CannotTry(
-            "no form of mask that was tried is accepted, or does what a mask does: give an adapter"
+            findings.append(finding(name, sentence, *_effect_of_hidden_key(context, role, kind)))
+    if all(behavior.verdict == "refused" for behavior in behaviors.values()):
+        raise CheckNotPossible(
+            "no mask format that was tried is accepted, or has the effect of a mask: give an "
+            "adapter"
         )
-    return found
+    return findings
 
 
-def overflow(subject: Subject, what: str) -> Finding:
-    """The finding of a number that the dtype cannot hold."""
-    name = str(subject.dtype).removeprefix("torch.")
-    most = torch.finfo(subject.dtype).max
+def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
+    """Return the finding of a number that the dtype cannot hold."""
+    name = str(adapter.dtype).removeprefix("torch.")
+    most = torch.finfo(adapter.dtype).max
     sentence = f"{what} that is written in the code does not fit in {name}, and the call raises."
     return finding(
         "mask-value-overflow",
@@ -85,93 +94,103 @@ def overflow(subject: Subject, what: str) -> Finding:
     )
 
 
-def _numbers(probe: Probe, role: str, kind: str) -> tuple[dict[str, Any], float, float]:
-    """How much the last query changes with key 0, hidden from it by a mask as it is claimed to be
-    written.
+def _effect_of_hidden_key(
+    context: CheckContext, role: str, kind: str
+) -> tuple[dict[str, Any], float, float]:
+    """Return the change of the last query when key 0 is replaced, which a mask as claimed hides
+    from it.
     """
-    subject: Any = probe.wide or probe.subject
-    keywords = subject.keywords
-    shape = (getattr(keywords, f"{role}_form") or probe.notes["heard"][role].form).shape
-    told = subject.told(replace(keywords, **{f"{role}_form": Form(shape, kind)}), subject.reading)
+    adapter: Any = context.float64_adapter or context.adapter
+    keywords = adapter.keywords
+    shape = (
+        getattr(keywords, f"{role}_format") or context.notes["mask_behavior"][role].mask_format
+    ).shape
+    masked_adapter = adapter.with_conventions(
+        replace(keywords, **{f"{role}_format": MaskFormat(shape, kind)}), adapter.output_format
+    )
     for T in (2, 3, 4):
-        x, keep = probe.inputs(1, T), torch.ones(1, T, T).tril().bool()
+        x, keep = context.random_tokens(1, T), torch.ones(1, T, T).tril().bool()
         keep[0, -1, 0] = False
-        ask = Ask(tokens=torch.arange(T)[None] > 0) if role == "padding" else Ask(keep)
-        got = influence(partial(_out, told, ask), x, probe.changed)
-        amount = float(got.amount[T - 1, 0])
-        if amount > got.least:
+        inputs = (
+            CallInputs(tokens=torch.arange(T)[None] > 0) if role == "padding" else CallInputs(keep)
+        )
+        measured = influence(partial(_output, masked_adapter, inputs), x, context.replace_token)
+        amount = float(measured.amount[T - 1, 0])
+        if amount > measured.threshold:
             break
     return {"T": T, "query": T - 1, "hidden key": 0}, 0.0, amount
 
 
-def _out(subject: Subject, ask: Ask, x: Tensor) -> Tensor:
-    return subject.ask(x, ask).out
+def _output(adapter: TargetAdapter, inputs: CallInputs, x: Tensor) -> Tensor:
+    """Return the output of a call."""
+    return adapter.call(x, inputs).out
 
 
-def rows(probe: Probe, T: int = 4) -> list[Finding]:
-    """Two rows of the batch with masks of their own give what each gives alone."""
-    if not probe.subject.takes & {"rows", "padding"}:
-        raise NotApplicable("it takes no mask for each row of a batch")
-    keeps = torch.stack([probe.pattern(T, T), probe.pattern(T, T)])
+def check_mask_rows(context: CheckContext, T: int = 4) -> list[Finding]:
+    """Check that two rows with different masks in one batch give what each gives alone."""
+    if not context.adapter.accepts & {"rows", "padding"}:
+        raise CheckNotApplicable("it takes no mask for each row of a batch")
+    masks = torch.stack([context.expected_mask(T, T), context.expected_mask(T, T)])
     tokens = torch.ones(2, T, dtype=torch.bool)
     tokens[0, 1] = False  # each row hides another key
     tokens[1, 2] = False
-    by_keys = "rows" not in probe.subject.takes
-    x = probe.inputs(1, T)
+    by_keys = "rows" not in context.adapter.accepts
+    x = context.random_tokens(1, T)
     x = torch.cat([x, x])
 
-    def asked(subject: Subject, x: Tensor, rows: slice) -> Tensor:
+    def asked(adapter: TargetAdapter, x: Tensor, rows: slice) -> Tensor:
         if by_keys:
-            return probe.ask(x[rows], tokens=tokens[rows], subject=subject).out
-        return subject.ask(x[rows], Ask(keep=(keeps & tokens[:, None])[rows])).out
+            return context.call(x[rows], tokens=tokens[rows], adapter=adapter).out
+        return adapter.call(x[rows], CallInputs(keep=(masks & tokens[:, None])[rows])).out
 
-    def together(subject: Subject, x: Tensor) -> Tensor:
-        return asked(subject, x, slice(None))[1:, T - 1 :]
+    def together(adapter: TargetAdapter, x: Tensor) -> Tensor:
+        return asked(adapter, x, slice(None))[1:, T - 1 :]
 
-    def alone(subject: Subject, x: Tensor) -> Tensor:
-        return asked(subject, x, slice(1, 2))[:, T - 1 :]
+    def alone(adapter: TargetAdapter, x: Tensor) -> Tensor:
+        return asked(adapter, x, slice(1, 2))[:, T - 1 :]
 
-    off = probe.differs(x, together, alone)
-    if off is None:
+    mismatch = context.compare(x, together, alone)
+    if mismatch is None:
         return []
     return [
         finding(
             "mask-rows",
             f"Token {T - 1} of row 1 gives another result beside a row with another mask.",
             {"B": 2, "T": T},
-            off.expected,
-            off.got,
+            mismatch.expected,
+            mismatch.got,
         )
     ]
 
 
-def _need_padding(probe: Probe) -> None:
-    if not probe.subject.takes & {"padding", "rows", "mask"}:
-        raise NotApplicable("it takes no mask that could mark padding")
+def _need_padding(context: CheckContext) -> None:
+    """Raise `CheckNotApplicable` if the code takes no mask that can mark padding."""
+    if not context.adapter.accepts & {"padding", "rows", "mask"}:
+        raise CheckNotApplicable("it takes no mask that could mark padding")
 
 
-def content(probe: Probe, T: int = 6) -> list[Finding]:
-    """Changing a padded token, in front or behind, changes no token."""
-    _need_padding(probe)
-    subject = probe.wide or probe.subject
-    x = probe.inputs(1, T)
+def check_padding_content(context: CheckContext, T: int = 6) -> list[Finding]:
+    """Check that replacing a padded token, in front or at the end, changes no other token."""
+    _need_padding(context)
+    adapter = context.float64_adapter or context.adapter
+    x = context.random_tokens(1, T)
     for pad in (0, T - 1):
         tokens = torch.ones(1, T, dtype=torch.bool)
         tokens[0, pad] = False
 
         def run(x: Tensor, tokens: Tensor = tokens) -> Tensor:
-            return probe.ask(x, tokens=tokens, subject=subject).out
+            return context.call(x, tokens=tokens, adapter=adapter).out
 
-        got = influence(run, x, probe.changed)
-        hit = got.seen[:, pad].clone()
-        hit[pad] = False
-        if bool(hit.any()):
-            i = int(hit.to(torch.int64).argmax())
-            amount = float(got.amount[i, pad])
-            if _hides_query(probe, x, tokens, pad):
+        measured = influence(run, x, context.replace_token)
+        affected = measured.visible[:, pad].clone()
+        affected[pad] = False
+        if bool(affected.any()):
+            i = int(affected.to(torch.int64).argmax())
+            amount = float(measured.amount[i, pad])
+            if _hides_query(context, x, tokens, pad):
                 sentence = (
-                    f"The mask of padding changes query {pad}, which is padding, and hides "
-                    "its key from nobody."
+                    f"The padding mask changes query {pad}, which is padding, and hides its key "
+                    "from no query."
                 )
                 return [
                     finding(
@@ -185,7 +204,7 @@ def content(probe: Probe, T: int = 6) -> list[Finding]:
             return [
                 finding(
                     "padding-leak",
-                    f"Token {i} changes with what stands in the padding at {pad}.",
+                    f"Token {i} changes with the content of the padding at {pad}.",
                     {"T": T, "padding": pad, "query": i},
                     0.0,
                     amount,
@@ -194,34 +213,34 @@ def content(probe: Probe, T: int = 6) -> list[Finding]:
     return []
 
 
-def _hides_query(probe: Probe, x: Tensor, tokens: Tensor, pad: int) -> bool:
-    """Whether the mask changes what the padded token gets, and no other one."""
-    subject = probe.wide or probe.subject
+def _hides_query(context: CheckContext, x: Tensor, tokens: Tensor, pad: int) -> bool:
+    """Whether the padding mask changes the output of the padded token and of no other."""
+    adapter = context.float64_adapter or context.adapter
     with_mask, without = (
-        probe.ask(x, tokens=tokens, subject=subject).out,
-        probe.ask(x, subject=subject).out,
+        context.call(x, tokens=tokens, adapter=adapter).out,
+        context.call(x, adapter=adapter).out,
     )
-    off = (with_mask - without).abs().amax(-1)[0]
-    off = torch.where(off.isnan(), torch.inf, off)
+    difference = (with_mask - without).abs().amax(-1)[0]
+    difference = torch.where(difference.isnan(), torch.inf, difference)
     least = float(without.abs().max()) * torch.finfo(without.dtype).eps ** 0.5
-    others = torch.arange(off.shape[0]) != pad
-    return bool(off[pad] > least) and bool((off[others] <= least).all())
+    others = torch.arange(difference.shape[0]) != pad
+    return bool(difference[pad] > least) and bool((difference[others] <= least).all())
 
 
-def garbage(probe: Probe, T: int = 4) -> list[Finding]:
-    """NaN in a padded slot reaches no token."""
-    if not probe.strict:
-        raise NotApplicable(
-            "it is asked for by --strict: plain softmax code multiplies 0 by what is hidden"
+def check_nan_behind_mask(context: CheckContext, T: int = 4) -> list[Finding]:
+    """Check that NaN in a padded slot reaches no token."""
+    if not context.strict:
+        raise CheckNotApplicable(
+            "it is only made with --strict: plain softmax code multiplies hidden values by 0"
         )
-    _need_padding(probe)
-    x = probe.inputs(1, T)
+    _need_padding(context)
+    x = context.random_tokens(1, T)
     if not x.is_floating_point():
-        raise NotApplicable("tokens are ids, which cannot be NaN")
+        raise CheckNotApplicable("tokens are ids, which cannot be NaN")
     tokens = torch.ones(1, T, dtype=torch.bool)
     tokens[0, 0] = False
     x[0, 0] = float("nan")
-    out = probe.ask(x, tokens=tokens).out[0, 1:]
+    out = context.call(x, tokens=tokens).out[0, 1:]
     if bool(out.isfinite().all()):
         return []
     i = int((~out.isfinite()).any(-1).to(torch.int64).argmax()) + 1
@@ -236,96 +255,97 @@ def garbage(probe: Probe, T: int = 4) -> list[Finding]:
     ]
 
 
-def left(probe: Probe, T: int = 4) -> list[Finding]:
-    """A row behind padding gives what it gives alone, beside a longer row in the batch."""
-    takes = probe.subject.takes
+def check_left_padding(context: CheckContext, T: int = 4) -> list[Finding]:
+    """Check that a row with padding in front, beside a longer row, gives what it gives alone."""
+    takes = context.adapter.accepts
     if not takes & {"padding", "rows"}:
-        raise NotApplicable("it takes no mask for each row of a batch that could mark padding")
-    n = T + PADS
-    x = probe.inputs(2, n)
+        raise CheckNotApplicable("it takes no mask for each row of a batch that could mark padding")
+    n = T + PADDING_LENGTH
+    x = context.random_tokens(2, n)
     tokens = torch.ones(2, n, dtype=torch.bool)
-    tokens[0, :PADS] = False
+    tokens[0, :PADDING_LENGTH] = False
 
-    def padded(subject: Subject, x: Tensor) -> Tensor:
-        return probe.ask(x, tokens=tokens, subject=subject).out[:1, PADS:]
+    def padded(adapter: TargetAdapter, x: Tensor) -> Tensor:
+        return context.call(x, tokens=tokens, adapter=adapter).out[:1, PADDING_LENGTH:]
 
-    def alone(subject: Subject, x: Tensor) -> Tensor:
-        return probe.ask(x[:1, PADS:], subject=subject).out
+    def alone(adapter: TargetAdapter, x: Tensor) -> Tensor:
+        return context.call(x[:1, PADDING_LENGTH:], adapter=adapter).out
 
-    off = probe.differs(x, padded, alone)
-    if off is None:
+    mismatch = context.compare(x, padded, alone)
+    if mismatch is None:
         return []
-    t = off.at[1] if off.at else 0
+    t = mismatch.position[1] if mismatch.position else 0
     sentence = (
-        f"Token {t} of a row of {T} differs from the same row without {PADS} padded slots in front."
+        f"Token {t} of a row of {T} differs from the same row without {PADDING_LENGTH} "
+        "padded slots in front."
     )
     return [
         finding(
             "left-padding-shift",
             sentence,
-            {"B": 2, "T": n, "padding": PADS, "token": t},
-            off.expected,
-            off.got,
+            {"B": 2, "T": n, "padding": PADDING_LENGTH, "token": t},
+            mismatch.expected,
+            mismatch.got,
         )
     ]
 
 
-def empty(probe: Probe, T: int = 3) -> list[Finding]:
-    """A query that may see nothing harms no other one; with --strict, it gives what no weight at
-    all gives.
+def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
+    """Check that a query whose keys are all hidden affects no other query, and gives 0 under
+    --strict.
     """
-    takes, subject = probe.subject.takes, probe.subject
+    takes, adapter = context.adapter.accepts, context.adapter
     if not takes & {"mask", "padding"}:
-        raise NotApplicable("it takes no mask that could hide every key")
-    x = probe.inputs(1, T)
+        raise CheckNotApplicable("it takes no mask that could hide every key")
+    x = context.random_tokens(1, T)
     tokens = keep = None
     if "mask" in takes:
-        keep = probe.pattern(T, T)[None].clone()
+        keep = context.expected_mask(T, T)[None].clone()
         keep[0, 0] = False
     else:
         tokens = torch.ones(1, T, dtype=torch.bool)
         tokens[0, 0] = False
-    out = subject.ask(x, Ask(keep=keep, tokens=tokens)).out[0]
-    bad = ~out.isfinite().all(-1)
-    spread = bad[1:] if probe.causal or keep is not None else bad[:0]
-    if bool(spread.any()) or (probe.strict and bool(bad.any())):
+    out = adapter.call(x, CallInputs(keep=keep, tokens=tokens)).out[0]
+    not_finite = ~out.isfinite().all(-1)
+    other_not_finite = not_finite[1:] if context.causal or keep is not None else not_finite[:0]
+    if bool(other_not_finite.any()) or (context.strict and bool(not_finite.any())):
         i = (
-            int(bad.to(torch.int64).argmax())
-            if not bool(spread.any())
-            else int(spread.to(torch.int64).argmax()) + 1
+            int(not_finite.to(torch.int64).argmax())
+            if not bool(other_not_finite.any())
+            else int(other_not_finite.to(torch.int64).argmax()) + 1
         )
         return [
             finding(
                 "empty-row",
-                f"Query {i} is NaN in a call in which query 0 may see nothing.",
+                f"Query {i} is NaN in a call in which every key is hidden from query 0.",
                 {"T": T, "query": i},
                 "finite",
                 "nan",
             )
         ]
-    if bool(bad.any()):
-        raise NotApplicable(
-            "query 0 is NaN where a mask hides every key from it, and nothing claims such rows "
-            "(--strict)"
+    if bool(not_finite.any()):
+        raise CheckNotApplicable(
+            "query 0 is NaN if a mask hides every key from it, and no result is claimed for such "
+            "rows (--strict)"
         )
-    if not probe.strict or probe.causal is False:
+    if not context.strict or context.causal is False:
         return []
     try:
-        o = subject.projections()[0].o
-    except CannotTry:
+        o = adapter.projections()[0].o
+    except CheckNotPossible:
         return []
     bias = None if o is None else o[1]
     expected = torch.zeros_like(out[0]) if bias is None else bias.to(out)
-    off = (out[0] - expected).abs()
-    if float(off.max()) <= torch.finfo(out.dtype).eps ** 0.5:
+    difference = (out[0] - expected).abs()
+    if float(difference.max()) <= torch.finfo(out.dtype).eps ** 0.5:
         return []
-    at = int(off.argmax())
+    position = int(difference.argmax())
     return [
         finding(
             "empty-row",
-            "Query 0 may see nothing, and gives an average of all values.",
+            "Every key is hidden from query 0, and it gives an average of all values.",
             {"T": T, "query": 0},
-            float(expected[at]),
-            float(out[0, at]),
+            float(expected[position]),
+            float(out[0, position]),
         )
     ]

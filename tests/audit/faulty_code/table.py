@@ -1,4 +1,4 @@
-"""The zoo: every wrong implementation, how it is audited, and the names that it must be given, no
+"""Every wrong implementation, how it is audited, and the names that it must be given, no
 more and no fewer.
 """
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.audit.zoo import base, calls, masks, steps
+from tests.audit.faulty_code import base, calls, masks, steps
 
 
 class Wrong(NamedTuple):
@@ -27,7 +27,7 @@ GROUPED = {**SIZES, "kv_heads": 2}
 WINDOW = {**SIZES, "causal": True, "window": 4}
 HALF = {"adapter": "rotary"}
 
-ZOO = (
+FAULTY_CODE = (
     wrong(masks.SeedOne, "mask-polarity", **SIZES),
     wrong(masks.inverted, "mask-polarity", mask="keep"),
     wrong(masks.inverted, "mask-polarity"),

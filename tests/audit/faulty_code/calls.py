@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.audit.zoo.base import Right, RightCached, RightPadded, RightRotary
+from tests.audit.faulty_code.base import Right, RightCached, RightPadded, RightRotary
 
 
 class DropoutOn(Right):

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tests.audit.zoo.base import Right, RightPadded
+from tests.audit.faulty_code.base import Right, RightPadded
 
 
 class SeedOne(nn.Module):

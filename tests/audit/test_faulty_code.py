@@ -1,5 +1,5 @@
-"""Every wrong implementation of the zoo gets its own name, no other, and an example that shows
-it.
+"""Every wrong implementation in `faulty_code` gets its own name, no other, and an example that
+shows it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from regard.audit.findings import FAULTS, causes, finding
+from regard.audit.findings import FAULTS, finding, root_causes
 from regard.inspect import audit
 from tests.audit.corpus.table import WRONG
-from tests.audit.zoo.table import ZOO, Wrong
+from tests.audit.faulty_code.table import FAULTY_CODE, Wrong
 
 
 def label(entry: Wrong) -> str:
@@ -19,27 +19,29 @@ def label(entry: Wrong) -> str:
 
 
 @pytest.mark.full(keep=6)
-@pytest.mark.parametrize("entry", ZOO, ids=label)
+@pytest.mark.parametrize("entry", FAULTY_CODE, ids=label)
 def test_the_fault_is_named(entry: Wrong) -> None:
     found = audit(entry.target, **entry.options)
     assert sorted(found.names) == sorted(entry.names), str(found)
     for told in found.findings:
         assert told.expected != told.got
         assert told.sentence
-        assert told.look == FAULTS[told.name].look
+        assert told.look_at == FAULTS[told.name].look_at
         assert told.example.get("T", 1) <= 40
     json.dumps(found.as_dict())
 
 
-def test_the_zoo_has_every_fault() -> None:
-    shown = {name for entry in ZOO for name in entry.names} | {entry.fault for entry in WRONG}
-    assert len(ZOO) >= 20
+def test_the_faulty_code_has_every_fault() -> None:
+    shown = {name for entry in FAULTY_CODE for name in entry.names} | {
+        entry.fault for entry in WRONG
+    }
+    assert len(FAULTY_CODE) >= 20
     assert set(FAULTS) - shown == set()
 
 
 def test_what_a_fault_brings_about_is_a_fault() -> None:
     for fault in FAULTS.values():
-        assert set(fault.brings) <= set(FAULTS)
+        assert set(fault.implies) <= set(FAULTS)
 
 
 def test_causes_hide_consequences_and_put_errors_first() -> None:
@@ -49,11 +51,11 @@ def test_causes_hide_consequences_and_put_errors_first() -> None:
         finding("mask-polarity", "", {}, 0.0, 1.0),
         finding("future-leak", "", {}, 0.0, 2.0),
     ]
-    assert [f.name for f in causes(found)] == ["mask-polarity", "cache-grows"]
+    assert [f.name for f in root_causes(found)] == ["mask-polarity", "cache-grows"]
 
 
 SMALLEST = {
-    # name in the zoo -> the smallest example there can be, by hand
+    # name in `faulty_code` -> the smallest example there can be, by hand
     "Unmasked": {"T": 2, "query": 0, "key": 1, "heads": 1, "head_dim": 1},
     "inverted": {"T": 2, "query": 1, "hidden key": 0, "heads": 1, "head_dim": 1},
     "Restarted": {"T": 2, "chunks": [1, 1], "token": 1},
@@ -69,7 +71,7 @@ SMALLEST = {
 @pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_the_example_is_the_smallest(name: str) -> None:
-    entry = next(e for e in ZOO if e.target.__name__ == name)
+    entry = next(e for e in FAULTY_CODE if e.target.__name__ == name)
     told = audit(entry.target, **entry.options).findings[0].example
     assert {key: told.get(key) for key in SMALLEST[name]} == SMALLEST[name]
 
@@ -78,14 +80,14 @@ def test_numbers_are_those_of_the_example() -> None:
     """The example of a scale that is missing, computed again by hand from what it says."""
     import torch
 
-    from regard.audit.adapters.functions import Function
-    from regard.audit.subject import Claim
+    from regard.audit.adapters.functions import FunctionAdapter
+    from regard.audit.claims import AuditClaims
 
     def unscaled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torch.softmax(q @ k.mT, -1) @ v
 
     found = audit(unscaled, heads=1, head_dim=2).findings[0]
-    maps = Function(unscaled, Claim(heads=1, head_dim=2), name="f").projections()[0]
+    maps = FunctionAdapter(unscaled, AuditClaims(heads=1, head_dim=2), name="f").projections()[0]
     at = found.example
     rows = []
     for b in range(2):  # the inputs of the audit: a seed for each row, 1.5 times a normal
@@ -101,7 +103,7 @@ def test_numbers_are_those_of_the_example() -> None:
 
 
 def test_equal_seeds_give_equal_audits() -> None:
-    entry = next(e for e in ZOO if e.target.__name__ == "Tiled")
+    entry = next(e for e in FAULTY_CODE if e.target.__name__ == "Tiled")
     first, again = (audit(entry.target, **entry.options, seed=5).as_dict() for _ in range(2))
     assert first == again
     assert first != audit(entry.target, **entry.options, seed=6).as_dict()
@@ -110,12 +112,12 @@ def test_equal_seeds_give_equal_audits() -> None:
 @pytest.mark.parametrize("seed", (1,))
 @pytest.mark.parametrize("name", ["SeedOne", "Mixed", "OneMore", "TopLeft", "JoinedRows"])
 def test_other_seeds_name_it_too(name: str, seed: int) -> None:
-    entry = next(e for e in ZOO if e.target.__name__ == name)
+    entry = next(e for e in FAULTY_CODE if e.target.__name__ == name)
     assert audit(entry.target, **entry.options, seed=seed).names == entry.names
 
 
 def test_a_fault_that_is_known_does_not_count() -> None:
-    entry = next(e for e in ZOO if e.target.__name__ == "Saved")
+    entry = next(e for e in FAULTY_CODE if e.target.__name__ == "Saved")
     found = audit(entry.target, **entry.options, accept=["cache-in-state-dict"])
     assert found.clean
     assert [f.name for f in found.accepted] == ["cache-in-state-dict"]

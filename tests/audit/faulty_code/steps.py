@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.audit.zoo.base import Right, RightRotary, angles, halves
+from tests.audit.faulty_code.base import Right, RightRotary, angles, halves
 
 
 class Unscaled(Right):

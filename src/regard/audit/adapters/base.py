@@ -1,0 +1,207 @@
+"""The interface of adapters, `TargetAdapter`: call attention code on tokens, and get mixed tokens
+back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from regard.audit.claims import AuditClaims
+
+NEW_CACHE = object()
+"""The value of `CallInputs.memory` that asks for a new, empty cache."""
+
+
+class CallInputs(NamedTuple):
+    """The inputs of one call, besides the tokens.
+
+    Attributes:
+        keep: a mask, bool [B or 1, T, S], True = may attend, or None.
+        tokens: a padding mask, bool [B, S], False = padding, or None.
+        positions: the positions of the tokens, int [B, T]; None means the code's own.
+        memory: a cache that holds the earlier tokens; None means no cache, `NEW_CACHE` an empty
+            one.
+        weights: whether the attention weights shall be returned.
+    """
+
+    keep: Tensor | None = None
+    tokens: Tensor | None = None
+    positions: Tensor | None = None
+    memory: Any = None
+    weights: bool = False
+
+
+class CallOutput(NamedTuple):
+    """The result of one call; adapters of users may return it, too.
+
+    Args:
+        out: the output, [B, T, N].
+        weights: the attention weights, [B, H or 1, T, S], or None.
+        memory: the cache to give to the next call, or None.
+    """
+
+    out: Tensor
+    weights: Tensor | None = None
+    memory: Any = None
+
+
+class CheckNotPossible(Exception):
+    """A check that applies could not be made, so that a fault may remain undetected; the message
+    says why.
+    """
+
+
+class CheckNotApplicable(CheckNotPossible):
+    """A check has nothing to test: the code takes no cache or mask, or no window is claimed."""
+
+
+LinearMap: TypeAlias = tuple[Tensor, Tensor | None]
+"""The weight [out, in] and the bias [out] of a linear map."""
+
+
+@dataclass(frozen=True)
+class Projections:
+    """The linear maps of an attention module, as read from its parameters.
+
+    Attributes:
+        q, k, v: weight [out, in], and bias [out] or None.
+        o: the output map, or None if the module has none.
+        heads: the number of query heads H.
+        groups: the number of key/value heads G.
+        bases: rotary bases that the module may use.
+        named: whether queries, keys and values have maps with names of their own, so that
+            exchanging them is a fault.
+        sinks: one sink logit for each head, [H], or None.
+        norm: weight, bias and eps of a layer norm over the sum of output and input, as in BERT, or
+            None.
+        search_faults: whether faults are searched under this interpretation. Other orders of a
+            fused map are only compared with the correct definition.
+    """
+
+    q: LinearMap
+    k: LinearMap
+    v: LinearMap
+    o: LinearMap | None
+    heads: int
+    groups: int
+    bases: tuple[float, ...] = (10000.0,)
+    named: bool = True
+    sinks: Tensor | None = None
+    norm: tuple[Tensor, Tensor, float] | None = None
+    search_faults: bool = True
+
+    @property
+    def head_dim(self) -> int:
+        """The features of one head D."""
+        return self.q[0].shape[0] // self.heads
+
+
+class TargetAdapter(ABC):
+    """Base class of the adapters: each calls one kind of attention code.
+
+    Attributes:
+        name: the name of the code.
+        called: how the code is called, for the report.
+        claims: what the code is claimed to be.
+        accepts: the inputs that the code accepts, of "mask", "rows" (a mask for each row of the
+            batch), "padding", "positions", "memory" and "weights".
+        dtype: the dtype in which the code runs.
+        width: the model dimension M, or the size of the vocabulary.
+        relative: whether the results should depend on differences of positions only.
+    """
+
+    name: str
+    called: str
+    claims: AuditClaims
+    accepts: frozenset[str]
+    dtype: torch.dtype
+    width: int
+    relative = False
+
+    @abstractmethod
+    def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008  # a NamedTuple does not change
+        """Call the code on tokens x [B, T, M] or ids [B, T]."""
+
+    @abstractmethod
+    def to_dtype(self, dtype: torch.dtype) -> TargetAdapter:
+        """Return an adapter for the same code and weights in another dtype."""
+
+    def random_tokens(self, B: int, T: int, seed: int) -> Tensor:
+        """Return normal random tokens [B, T, M] in float64, with a seed for each row."""
+        rows = []
+        for b in range(B):
+            generator = torch.Generator().manual_seed(seed * 1000 + b)
+            rows.append(torch.randn(T, self.width, generator=generator, dtype=torch.float64))
+        return torch.stack(rows)
+
+    def projections(self) -> tuple[Projections, ...]:
+        """Return the interpretations of the code's linear maps.
+
+        There are several if the parameters do not say which part of a fused map is which.
+
+        Raises:
+            CheckNotPossible: they cannot be read; the message says what is missing.
+        """
+        raise CheckNotPossible(f"the linear maps of {self.name} cannot be read")
+
+    def declared_mask(self, T: int) -> Tensor | None:
+        """Return the mask that the code declares, bool [T, T], or None if it declares none."""
+        del T
+        return None
+
+    def bias(self, T: int) -> Tensor | None:
+        """Return the bias [1, H, T, T] that is passed to every call of T tokens, or None."""
+        del T
+        return None
+
+    def traced_module(self) -> tuple[nn.Module, TargetAdapter] | None:
+        """Return the module whose operations can be recorded, and an adapter that calls this very
+        module.
+        """
+        return None
+
+    def smaller_versions(self) -> Iterator[TargetAdapter]:
+        """Yield the same code with fewer heads and features, smallest first; nothing if its sizes
+        are fixed.
+        """
+        yield from ()
+
+    @property
+    def cache_window(self) -> int | None:
+        """The window beyond which caches are tested: the claimed one, or None."""
+        return self.claims.window
+
+    def state_tensors(self) -> dict[str, Tensor] | None:
+        """Return the tensors that the code would save, or None if it saves nothing."""
+        return None
+
+    def cache_size(self, memory: Any) -> int:
+        """Return the number of elements in a cache."""
+        return count_elements(memory)
+
+
+def count_elements(x: Any, visited_ids: set[int] | None = None) -> int:
+    """Count the elements of all tensors inside x: in lists, tuples, sets, dictionaries and
+    attributes.
+
+    >>> count_elements({"k": [torch.ones(2, 3)], "v": torch.ones(4)})
+    10
+    """
+    visited_ids = set() if visited_ids is None else visited_ids
+    if id(x) in visited_ids or isinstance(x, (str, bytes, int, float, nn.Parameter)):
+        return 0
+    visited_ids.add(id(x))
+    if isinstance(x, Tensor):
+        return x.numel()
+    if isinstance(x, dict):
+        return sum(count_elements(value, visited_ids) for value in x.values())
+    if isinstance(x, (list, tuple, set)):
+        return sum(count_elements(value, visited_ids) for value in x)
+    attributes = getattr(x, "__dict__", None)
+    return count_elements(attributes, visited_ids) if isinstance(attributes, dict) else 0

@@ -1,0 +1,427 @@
+"""Recognize the arguments of attention code by their names, build the arguments of a call, and
+interpret its result.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.audit.adapters.base import NEW_CACHE, CallInputs, CallOutput
+from regard.errors import ArgumentTypeError
+
+# the names that people give to arguments, by their role
+QUERY_NAMES = ("q", "query", "queries", "xq", "Q", "query_states")
+KEY_NAMES = ("k", "key", "keys", "xk", "K", "key_states")
+VALUE_NAMES = ("v", "value", "values", "xv", "V", "value_states")
+MASK_NAMES = ("mask", "attn_mask", "attention_mask", "src_mask", "tgt_mask", "causal_mask")
+PADDING_NAMES = ("key_padding_mask", "padding_mask", "pad_mask", "src_key_padding_mask")
+POSITIONS_NAMES = ("positions", "position_ids", "pos", "input_pos", "q_positions")
+START_NAMES = ("start_pos", "offset", "start", "position_offset", "past_length")
+MEMORY_NAMES = (
+    "cache",
+    "kv_cache",
+    "past",
+    "past_kv",
+    "past_key_value",
+    "past_key_values",
+    "layer_past",
+)
+USE_NAMES = ("use_cache", "return_cache", "use_kv_cache")
+WEIGHTS_NAMES = (
+    "need_weights",
+    "output_attentions",
+    "return_weights",
+    "return_attention",
+    "return_attn",
+)
+CAUSAL_NAMES = ("is_causal", "causal")
+BIAS_NAMES = (
+    "bias",
+    "attn_bias",
+    "position_bias",
+    "attention_bias",
+    "rel_bias",
+    "rel_pos_bias",
+    "relative_position_bias",
+    "score_bias",
+)
+SINKS_NAMES = ("sink", "sinks", "attention_sinks", "attn_sink", "sink_logits", "s_aux")
+SCALE_NAMES = ("scale", "scaling", "softmax_scale", "sm_scale", "scale_factor")
+KEYS_NAMES_OF_TWO = (
+    "keys",
+    "key",
+    "k",
+    "encoder_outputs",
+    "encoder_output",
+    "enc_outputs",
+    "enc_out",
+    "memory",
+    "values",
+    "value",
+    "context",
+    "annotations",
+    "encoder_states",
+    "encoder_hidden_states",
+)
+QUERY_NAMES_OF_TWO = (
+    "query",
+    "queries",
+    "q",
+    "hidden",
+    "decoder_hidden",
+    "dec_hidden",
+    "decoder_state",
+    "hidden_state",
+    "state",
+    "s",
+    "h",
+)
+NEW_CACHE_METHOD_NAMES = ("new_cache", "make_cache", "init_cache", "empty_cache")
+RESET_CACHE_METHOD_NAMES = ("reset_cache", "clear_cache", "reset_kv_cache")
+
+SIZE_NAMES: dict[str, tuple[str, ...]] = {
+    "dim": (
+        "dim",
+        "d_model",
+        "embed_dim",
+        "hidden_size",
+        "n_embd",
+        "emb_dim",
+        "hidden_dim",
+        "model_dim",
+        "d_in",
+        "embed_size",
+        "embedding_dim",
+        "in_dim",
+        "M",
+    ),
+    "heads": (
+        "heads",
+        "num_heads",
+        "n_heads",
+        "n_head",
+        "nhead",
+        "num_attention_heads",
+        "n_heads_q",
+        "num_q_heads",
+        "h",
+        "H",
+    ),
+    "kv_heads": (
+        "kv_heads",
+        "num_kv_heads",
+        "n_kv_heads",
+        "n_kv_head",
+        "num_key_value_heads",
+        "num_kv_groups",
+        "groups",
+        "G",
+    ),
+    "head_dim": ("head_dim", "d_head", "dim_head", "d_k", "head_size", "attention_head_size", "D"),
+    "window": (
+        "window",
+        "window_size",
+        "sliding_window",
+        "attention_window",
+        "local_window",
+        "sliding_window_size",
+    ),
+    "causal": ("causal", "is_causal"),
+}
+OUTPUT_SIZE_NAMES = ("d_out", "out_dim", "d_output")
+LENGTH_NAMES = (
+    "context_length",
+    "max_seq_len",
+    "block_size",
+    "max_len",
+    "max_length",
+    "context",
+    "max_position_embeddings",
+    "seq_len",
+)
+DROPOUT_NAMES = (
+    "dropout",
+    "attn_dropout",
+    "attn_pdrop",
+    "dropout_p",
+    "p_dropout",
+    "attention_dropout",
+)
+DEFAULT_LENGTH = 512
+"""The length that is given to a constructor that requires one."""
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the named parameters of a callable, without self.
+
+    Built-in functions of torch have no signature, so that their documentation is read.
+    """
+    try:
+        signature_parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return _documented(function)
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: p for name, p in signature_parameters.items() if p.kind not in kinds}
+
+
+def first_known(names: Iterable[str], known: Iterable[str]) -> str | None:
+    """Return the first of the names that is known, or None.
+
+    >>> first_known(("mask", "attn_mask"), ["q", "attn_mask"])
+    'attn_mask'
+    """
+    known = list(known)
+    return next((name for name in names if name in known), None)
+
+
+def query_keys_names(known: Iterable[str]) -> tuple[str, str] | None:
+    """Return the names of one query and of all keys among the first two parameters, or None.
+
+    Additive attention has such parameters.
+
+    >>> query_keys_names(["decoder_hidden", "encoder_outputs"]), query_keys_names(["x", "mask"])
+    (('decoder_hidden', 'encoder_outputs'), None)
+    """
+    leading = list(known)[:2]
+    query, keys = first_known(QUERY_NAMES_OF_TWO, leading), first_known(KEYS_NAMES_OF_TWO, leading)
+    return (query, keys) if query and keys and query != keys else None
+
+
+def query_key_value_names(known: Iterable[str]) -> tuple[str, str, str] | None:
+    """Return the names of queries, keys and values among the first three parameters, or None."""
+    leading = list(known)[:3]
+    names = tuple(
+        first_known(aliases, leading) for aliases in (QUERY_NAMES, KEY_NAMES, VALUE_NAMES)
+    )
+    return (names[0], names[1], names[2]) if all(names) else None  # type: ignore[return-value]
+
+
+def _documented(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Read the parameters from the first line of a docstring: name(a, b=1, *, c) -> Tensor."""
+    text = (getattr(function, "__doc__", None) or "").strip()
+    line = text.partition("\n")[0]
+    if text.count("(") == 0 or not line:
+        return {}
+    arguments_text = text[text.index("(") + 1 : text.find(")")]
+    parameters_by_name = {}
+    for part in arguments_text.replace("\n", " ").split(","):
+        name, has_default, default = part.strip().partition("=")
+        if name.strip().isidentifier():
+            value = default.strip() if has_default else inspect.Parameter.empty
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters_by_name[name.strip()] = inspect.Parameter(name.strip(), kind, default=value)
+    return parameters_by_name
+
+
+@dataclass(frozen=True)
+class MaskFormat:
+    """The format in which code expects a mask.
+
+    Attributes:
+        shape: "TS", "BTS", "B1TS", or "BS" for a mask of keys only.
+        kind: "keep" (True = may attend), "block" (True = hidden), "ones" (1.0 = may attend), or
+            "additive" (0, and the lowest number of the dtype, as in transformers).
+
+    >>> MaskFormat("TS", "block").write(torch.tensor([[[True, False]]]), torch.float32)
+    tensor([[False,  True]])
+    """
+
+    shape: str
+    kind: str
+
+    def write(self, keep: Tensor, dtype: torch.dtype) -> Tensor:
+        """Convert a mask, bool [B, T, S] or [B, S] with True = may attend, to this format."""
+        if self.kind == "block":
+            mask = ~keep
+        elif self.kind == "additive":
+            mask = torch.zeros(keep.shape, dtype=dtype).masked_fill(~keep, torch.finfo(dtype).min)
+        else:
+            mask = keep if self.kind == "keep" else keep.to(dtype)
+        if self.shape == "TS":
+            return mask[0]
+        return mask[:, None] if self.shape == "B1TS" else mask
+
+    @property
+    def rows(self) -> bool:
+        """Whether each row of the batch can have its own mask."""
+        return self.shape != "TS"
+
+    def __str__(self) -> str:
+        means = {"keep": "True = may attend", "block": "True = hidden", "ones": "1 = may attend"}
+        shape = {"TS": "T,S", "BTS": "B,T,S", "B1TS": "B,1,T,S", "BS": "B,S"}[self.shape]
+        return f"[{shape}], {means.get(self.kind, '0 and finfo.min, added')}"
+
+
+@dataclass(frozen=True)
+class CallKeywords:
+    """The names of a callable's arguments by their role; None if it has none for that role.
+
+    Attributes:
+        mask, padding, positions, start, memory, use, weights, causal, bias, sinks: names of
+            parameters.
+        mask_format, padding_format: the formats of the masks; None if no format works, so that no
+            mask can be given.
+        fixed: arguments with the same value in every call.
+        required: the names of parameters without a default.
+    """
+
+    mask: str | None = None
+    padding: str | None = None
+    positions: str | None = None
+    start: str | None = None
+    memory: str | None = None
+    use: str | None = None
+    weights: str | None = None
+    causal: str | None = None
+    bias: str | None = None
+    sinks: str | None = None
+    mask_format: MaskFormat | None = None
+    padding_format: MaskFormat | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
+    required: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(signature_parameters: Mapping[str, Parameter]) -> CallKeywords:
+        """Assign roles to parameters by their names."""
+        roles = {
+            "mask": MASK_NAMES,
+            "padding": PADDING_NAMES,
+            "positions": POSITIONS_NAMES,
+            "start": START_NAMES,
+            "memory": MEMORY_NAMES,
+            "use": USE_NAMES,
+            "weights": WEIGHTS_NAMES,
+            "causal": CAUSAL_NAMES,
+        }
+        required = frozenset(
+            name for name, p in signature_parameters.items() if p.default is Parameter.empty
+        )
+        parameters_by_role: dict[str, Any] = {
+            role: first_known(names, signature_parameters) for role, names in roles.items()
+        }
+        return CallKeywords(**parameters_by_role, required=required)
+
+    def arguments(self, inputs: CallInputs, x: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the keyword arguments for the inputs of a call on tokens x."""
+        arguments = dict(self.fixed)
+        if inputs.keep is not None and self.mask and self.mask_format:
+            arguments[self.mask] = self.mask_format.write(inputs.keep, dtype)
+        if inputs.tokens is not None and self.padding and self.padding_format:
+            arguments[self.padding] = self.padding_format.write(inputs.tokens, dtype)
+        if self.weights:
+            arguments[self.weights] = inputs.weights
+        for name in (self.mask, self.memory):
+            if name in self.required and name not in arguments:
+                arguments[str(name)] = None
+        return {**arguments, **self._places(inputs, x), **self._memory(inputs)}
+
+    def _places(self, inputs: CallInputs, x: Tensor) -> dict[str, Any]:
+        """Return the arguments for the positions of the tokens."""
+        arguments: dict[str, Any] = {}
+        if inputs.positions is None:
+            if self.start in self.required:
+                arguments[str(self.start)] = 0
+            if self.positions in self.required:
+                arguments[str(self.positions)] = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+            return arguments
+        if self.positions:  # gpt-fast's input_pos is [T]
+            one = self.positions == "input_pos"
+            arguments[self.positions] = inputs.positions[0] if one else inputs.positions
+        if self.start:
+            arguments[self.start] = int(inputs.positions[0, 0])
+        return arguments
+
+    def _memory(self, inputs: CallInputs) -> dict[str, Any]:
+        """Return the arguments for the cache."""
+        arguments: dict[str, Any] = {}
+        if inputs.memory is not None:
+            if self.use:
+                arguments[self.use] = True
+            if self.memory and inputs.memory is not NEW_CACHE:
+                arguments[self.memory] = inputs.memory
+        elif self.use:
+            arguments[self.use] = False
+        return arguments
+
+    @property
+    def accepts(self) -> frozenset[str]:
+        """The names of the inputs that reach the code, as in `TargetAdapter.accepts`."""
+        available = {
+            "mask": self.mask and self.mask_format,
+            "rows": self.mask and self.mask_format and self.mask_format.rows,
+            "padding": self.padding and self.padding_format,
+            "positions": self.positions,
+        }
+        return frozenset(name for name, has in available.items() if has)
+
+
+@dataclass(frozen=True)
+class OutputFormat:
+    """The format of what a call returns: the index of the weights, or None if there are none.
+
+    >>> import torch
+    >>> x = torch.ones(2, 3, 4)
+    >>> OutputFormat(1).read((x, torch.ones(2, 3, 3))).weights.shape
+    torch.Size([2, 1, 3, 3])
+    """
+
+    weights: int | None = None
+
+    def read(self, result: Any) -> CallOutput:
+        """Split what a call returned into the output, the weights [B, H or 1, T, S] and the
+        cache.
+        """
+        parts = output_parts(result)
+        weights = None
+        if self.weights is not None and self.weights < len(parts):
+            weights = parts[self.weights]
+        rest = [x for n, x in enumerate(parts) if n and n != self.weights and x is not None]
+        memory = None if not rest else rest[0] if len(rest) == 1 else rest
+        if isinstance(weights, Tensor):
+            weights = weights[:, None] if weights.ndim == 3 else weights
+        return CallOutput(parts[0], weights if isinstance(weights, Tensor) else None, memory)
+
+    @staticmethod
+    def of(replies: dict[int, Any], B: int) -> OutputFormat:
+        """Find the format from results for several lengths: only weights have the length in two
+        dimensions.
+        """
+        parts = {T: output_parts(reply) for T, reply in replies.items()}
+        for n in range(1, min(len(p) for p in parts.values())):
+            if all(_square(p[n], B, T) for T, p in parts.items()):
+                return OutputFormat(n)
+        return OutputFormat()
+
+
+def output_parts(result: Any) -> list[Any]:
+    """Return the parts of what a call returned as a list, the output first.
+
+    Raises:
+        ArgumentTypeError: the first part is not a tensor.
+    """
+    if isinstance(result, CallOutput):
+        return list(result)
+    if hasattr(result, "to_tuple"):  # a ModelOutput of transformers
+        result = result.to_tuple()
+    if isinstance(result, dict):
+        result = tuple(result.values())
+    parts = list(result) if isinstance(result, (tuple, list)) else [result]
+    if not parts or not isinstance(parts[0], Tensor):
+        type_name = type(parts[0]).__name__ if parts else "nothing"
+        raise ArgumentTypeError(
+            f"the code returned {type_name}; it must return a tensor, or a sequence or dictionary "
+            "that begins with one: give an adapter"
+        )
+    return parts
+
+
+def _square(x: Any, B: int, T: int) -> bool:
+    """Whether x has the shape of weights: [B, T, T] or [B, H, T, T]."""
+    return isinstance(x, Tensor) and x.ndim in (3, 4) and x.shape[0] == B and x.shape[-2:] == (T, T)

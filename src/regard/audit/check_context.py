@@ -1,0 +1,301 @@
+"""What all checks share: how the code is called, which mask it needs, and when two outputs
+differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from regard.audit.adapters.base import (
+    NEW_CACHE,
+    CallInputs,
+    CallOutput,
+    CheckNotApplicable,
+    CheckNotPossible,
+    TargetAdapter,
+)
+from regard.audit.adapters.functions import FunctionAdapter
+from regard.audit.adapters.mask_formats import MaskBehavior
+from regard.audit.influence import influence
+from regard.error_rule import allowed_error
+
+MAX_PARAMETERS = 500_000_000
+"""The largest number of parameters of which a second copy in float64 is made."""
+T = 6
+
+
+class Mismatch(NamedTuple):
+    """The largest difference of an output from its reference, if the error rule does not allow it.
+
+    Attributes:
+        position: the index of the difference.
+        expected: the reference there.
+        got: the output there.
+        allowed: the largest allowed error.
+    """
+
+    position: tuple[int, ...]
+    expected: float
+    got: float
+    allowed: float
+
+
+def worst_mismatch(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Mismatch | None:
+    """Return where x differs most from ref64 if the error rule does not allow it, else None.
+
+    max|x - ref64| <= 2 max|plain - ref64| + 2 max|((ref + 0.3) - 0.3) - ref|
+
+    Args:
+        x: the output to be judged.
+        plains: straightforward computations of equal standing in the same dtype; the largest of
+            their errors counts.
+        ref64: the definition in float64. NaN and infinities must be at the same places.
+
+    >>> worst_mismatch(torch.ones(2), [torch.ones(2)], torch.ones(2).double())
+    >>> worst_mismatch(torch.tensor([1.0, 3.0]), [torch.ones(2)], torch.ones(2).double())[:3]
+    ((1,), 1.0, 3.0)
+    """
+    if x.shape != ref64.shape:
+        return Mismatch((), float(ref64.numel()), float(x.numel()), 0.0)
+    error = (x.double() - ref64).abs()
+    # equal infinities, and NaN in both, count as equal
+    same = (x.double() == ref64) | (x.isnan() & ref64.isnan())
+    error = torch.where(same, 0.0, error)
+    allowed = allowed_error(plains, ref64)
+    worst = torch.where(error.isnan(), torch.inf, error)
+    if not worst.numel() or float(worst.max()) <= allowed:
+        return None
+    position = tuple(int(i) for i in torch.unravel_index(worst.argmax(), worst.shape))
+    return Mismatch(position, float(ref64[position]), float(x[position]), allowed)
+
+
+RunTarget: TypeAlias = "Callable[[TargetAdapter, Tensor], Tensor]"
+"""From a adapter, in one dtype or another, and tokens to an output."""
+
+
+@dataclass
+class CheckContext:
+    """The code under audit, and how it must be called.
+
+    Attributes:
+        adapter: calls the code.
+        causal: whether no query may see later tokens.
+        masked: whether the causal mask must be passed to each call.
+        seed: the seed of all random numbers.
+        strict: whether the code must also meet what `regard` itself guarantees.
+        notes: results that checks share: "mask_behavior" (what each mask argument does), "flag"
+            (the adapter with its causal flag set), "unclear" (it shows some later tokens and not
+            all), and those of the definition check.
+        float64_adapter: the same code in float64, or None if it cannot run there.
+    """
+
+    adapter: TargetAdapter
+    causal: bool
+    masked: bool
+    seed: int = 0
+    strict: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.float64_adapter = to_float64(self.adapter)
+
+    def expected_mask(self, T: int, S: int, *, causal: bool | None = None) -> Tensor:
+        """Return the mask of the last T of S tokens as claimed, bool [T, S]; `causal` overrides the
+        context's.
+        """
+        causal = self.causal if causal is None else causal
+        i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
+        visible = torch.ones(T, S, dtype=torch.bool)
+        if causal:
+            visible = visible & (j <= i)
+        window = self.adapter.claims.window
+        if window and causal:
+            visible = visible & (j > i - window)
+        return visible
+
+    def random_tokens(self, B: int, T: int, turn: int = 0) -> Tensor:
+        """Return random tokens [B, T, ...]; each `turn` gives others."""
+        return self.adapter.random_tokens(B, T, self.seed * 101 + turn)
+
+    def replace_token(self, x: Tensor, j: int) -> Tensor:
+        """Return x with another token at index j."""
+        other = x.clone()
+        if x.is_floating_point():
+            generator = torch.Generator().manual_seed(self.seed * 101 + 7 + j)
+            noise = torch.randn(x[:, j].shape, generator=generator, dtype=torch.float64)
+            other[:, j] = noise - x[:, j]
+        else:
+            other[:, j] = (x[:, j] + 1 + self.seed % 3) % self.adapter.width
+        return other
+
+    def call(
+        self,
+        x: Tensor,
+        *,
+        tokens: Tensor | None = None,
+        start: int = 0,
+        memory: Any = None,
+        weights: bool = False,
+        adapter: TargetAdapter | None = None,
+    ) -> CallOutput:
+        """Call the code on tokens x that begin at position `start`, with the mask that its claims
+        need.
+        """
+        adapter = adapter or self.adapter
+        B, T = x.shape[:2]
+        S = start + T if memory is not None else T
+        keep = self.expected_mask(T, S)[None] if self.masked else None
+        padding = None
+        if tokens is not None:
+            if "padding" in adapter.accepts:
+                padding = tokens
+            else:
+                keep = self.expected_mask(T, S)[None] & tokens[:, None, :]
+        positions = None
+        if memory is not None:
+            positions = torch.arange(start, start + T).expand(B, -1)
+        return adapter.call(x, CallInputs(keep, padding, positions, memory, weights))
+
+    def compare(self, x: Tensor, run: RunTarget, reference: RunTarget) -> Mismatch | None:
+        """Return where `run` differs from `reference`, both on this code, by the error rule, else
+        None.
+
+        The reference in float64 is the definition. The plain errors are those of the reference
+        itself, on x and on inputs that equal x up to rounding, so that the luck of a single run
+        does not count.
+        """
+        plains, ref = self.reference_outputs(x, reference)
+        return worst_mismatch(run(self.adapter, x), plains, ref)
+
+    def reference_outputs(self, x: Tensor, reference: RunTarget) -> tuple[list[Tensor], Tensor]:
+        """Return the outputs that an output on x is compared with: plain computations, and
+        float64.
+        """
+        plain = reference(self.adapter, x)
+        ref = (
+            plain.double()
+            if self.float64_adapter is None
+            else reference(self.float64_adapter, x).double()
+        )
+        return [plain, *self._equal_standing_outputs(x, ref, reference)], ref
+
+    def _equal_standing_outputs(self, x: Tensor, ref: Tensor, reference: RunTarget) -> list[Tensor]:
+        """Return plain computations on x with rounding errors, or, for ids, with the errors on
+        other ids.
+        """
+        generators = [torch.Generator().manual_seed(turn) for turn in range(2)]
+        if x.is_floating_point():
+            eps = torch.finfo(self.adapter.dtype).eps
+            signs = [torch.randn(x.shape, generator=g).sign().double() for g in generators]
+            return [reference(self.adapter, x * (1 + eps * sign)) for sign in signs]
+        if self.float64_adapter is None:
+            return []
+        other_tokens = [
+            self.random_tokens(x.shape[0], x.shape[1], turn=50 + turn) for turn in range(2)
+        ]
+        errors = [
+            reference(self.adapter, y).double() - reference(self.float64_adapter, y)
+            for y in other_tokens
+        ]
+        return [(ref + error).to(self.adapter.dtype) for error in errors]
+
+    def run_cached(
+        self, x: Tensor, chunks: Sequence[int], adapter: TargetAdapter
+    ) -> tuple[Tensor, Any]:
+        """Return the output over cached chunks of these lengths, and the cache at the end.
+
+        Raises:
+            CheckNotPossible: the code takes no cache, or returns none.
+        """
+        if "memory" not in adapter.accepts:
+            raise CheckNotApplicable("it takes no cache")
+        # fills a cache inside the module with other tokens, which must not affect the result
+        self.call(self.random_tokens(x.shape[0], x.shape[1], turn=8), adapter=adapter)
+        memory: Any = NEW_CACHE
+        outs, start = [], 0
+        for n in chunks:
+            reply = self.call(x[:, start : start + n], start=start, memory=memory, adapter=adapter)
+            memory = reply.memory
+            if memory is NEW_CACHE or memory is None:
+                raise CheckNotPossible("it returns no cache: give an adapter")
+            outs.append(reply.out)
+            start += n
+        return torch.cat(outs, 1), memory
+
+
+def to_float64(adapter: TargetAdapter) -> TargetAdapter | None:
+    """Return the adapter in float64, or None if the code does not run there or is too large."""
+    state = adapter.state_tensors()
+    if state and sum(x.numel() for x in state.values()) > MAX_PARAMETERS:
+        return None
+    try:
+        float64_adapter = adapter.to_dtype(torch.float64)
+        out = float64_adapter.call(adapter.random_tokens(1, 3, 0)).out
+    except Exception:  # the limits of the code are not a fault
+        return None
+    return float64_adapter if out.dtype == torch.float64 else None
+
+
+def make_context(
+    adapter: TargetAdapter, mask_behavior: dict[str, MaskBehavior], seed: int, *, strict: bool
+) -> CheckContext:
+    """Find out whether the code is causal and whether its mask must be passed, and make the
+    context.
+
+    If nothing is claimed, code that shows no later token is causal, and code that shows all tokens
+    is causal if it takes a mask. If other code shows some later tokens, these are not judged.
+    """
+    claimed_causal = adapter.claims.causal
+    unmasked_context = CheckContext(adapter, causal=False, masked=False, seed=seed, strict=strict)
+    float64_adapter = unmasked_context.float64_adapter or adapter
+    visible = influence(
+        lambda x: float64_adapter.call(x).out,
+        unmasked_context.random_tokens(1, T),
+        unmasked_context.replace_token,
+    ).visible
+    later, earlier = torch.ones(T, T).triu(1).bool(), torch.ones(T, T).tril(-1).bool()
+    everything = bool(visible[later].all()) and bool(visible[earlier].all())
+    takes_mask = "mask" in adapter.accepts
+    notes: dict[str, Any] = {"mask_behavior": mask_behavior}
+    if (
+        isinstance(adapter, FunctionAdapter)
+        and adapter.keywords.causal
+        and claimed_causal is not False
+    ):
+        notes["flag"] = adapter.with_causal_flag()
+    triangular = not bool(visible[later].any())
+    if claimed_causal is None and not everything and not triangular:
+        notes["unclear"] = True
+    causal = (
+        claimed_causal
+        if claimed_causal is not None
+        else triangular or (everything and (takes_mask or "flag" in notes))
+    )
+    masked = causal and takes_mask and bool(visible[later].any())
+    if causal and not masked and "flag" in notes and bool(visible[later].any()):
+        adapter = notes["flag"]
+    return CheckContext(
+        adapter, causal=bool(causal), masked=masked, seed=seed, strict=strict, notes=notes
+    )
+
+
+def with_adapter(context: CheckContext, adapter: TargetAdapter) -> CheckContext:
+    """Return the same context with another adapter."""
+    return CheckContext(
+        adapter,
+        causal=context.causal,
+        masked=context.masked,
+        seed=context.seed,
+        strict=context.strict,
+        notes=_without_flag(context),
+    )
+
+
+def _without_flag(context: CheckContext) -> dict[str, Any]:
+    """Return the notes without the adapter that has its causal flag set."""
+    return {name: value for name, value in context.notes.items() if name != "flag"}

@@ -1,0 +1,206 @@
+"""Checks of caches and positions: cached chunks and shifted positions must agree with one pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from regard.audit.adapters.base import (
+    CallInputs,
+    CheckNotApplicable,
+    CheckNotPossible,
+    TargetAdapter,
+)
+from regard.audit.adapters.functions import FunctionAdapter
+from regard.audit.check_context import CheckContext, worst_mismatch
+from regard.audit.findings import Finding, finding
+from regard.units import plural
+
+SHORTEST, SLOW, LONGEST = 7, 40, 400
+
+
+SHIFT = 11
+
+
+def tested_length(context: CheckContext) -> int:
+    """Return three windows and one token; a few tokens if there is no window or it is too long."""
+    W = context.adapter.cache_window
+    return SHORTEST if W is None else 3 * W + 1 if 3 * W + 1 <= LONGEST else SLOW
+
+
+def chunkings(T: int, W: int | None, seed: int) -> Iterator[tuple[int, ...]]:
+    """Yield ways to cut T tokens: single steps, a prompt and steps, equal chunks, long and short,
+    random.
+    """
+    if T <= SLOW:
+        yield (1,) * T
+    yield (T - 2, 1, 1)
+    for n in dict.fromkeys((*((2, 3) if T <= SLOW else ()), W or 2, (W or 2) + 1)):
+        yield (*(n,) * (T // n), *((T % n,) if T % n else ()))
+    yield (1, T - 1)
+    yield (T - 1, 1)
+    draw = random.Random(seed)  # noqa: S311  # not for secrets
+    for _ in range(2):
+        cuts = sorted(draw.sample(range(1, T), min(T - 1, 3)))
+        yield tuple(b - a for a, b in zip([0, *cuts], [*cuts, T], strict=True))
+
+
+def check_cache(context: CheckContext, T: int | None = None) -> list[Finding]:
+    """Check that every chunking gives the result of one pass; report the shortest failing
+    length.
+    """
+    if "memory" not in context.adapter.accepts:
+        raise CheckNotApplicable("it takes no cache")
+    if getattr(context.adapter, "causal_flag", False):
+        raise CheckNotApplicable(
+            "its causal flag does not say which positions the queries have if there are more keys"
+        )
+    if not context.causal:
+        raise CheckNotApplicable("it is bidirectional, so that nothing can be cached")
+    longest = T or tested_length(context)
+    W = context.adapter.cache_window
+    finding, refused = _first_failure(context, longest)
+    if finding is None:
+        n = len(set(chunkings(longest, W, context.seed)))
+        if refused:
+            refusals = f"{len(refused)} of {n} chunkings raised {refused[0]}"
+            if len(refused) == n:
+                raise CheckNotPossible(refusals)
+            raise CheckNotApplicable(f"{refusals}, and the other {n - len(refused)} agree")
+        if W and longest <= W:
+            raise CheckNotPossible(
+                f"{plural(longest, 'token')} agree, but three windows of {W} are too long to test"
+            )
+        return []
+    for shorter in range(2, longest):
+        smaller, _ = _first_failure(context, shorter)
+        if smaller is not None:
+            return [smaller]
+    return [finding]
+
+
+def _first_failure(context: CheckContext, T: int) -> tuple[Finding | None, list[str]]:
+    """Return the first chunking of T tokens that fails, and the errors that calls raised."""
+    x, W = context.random_tokens(2, T), context.adapter.cache_window
+    refused: list[str] = []
+    standard = context.reference_outputs(x, lambda adapter, x: context.call(x, adapter=adapter).out)
+    for chunks in dict.fromkeys(chunkings(T, W, context.seed)):
+        if min(chunks) < 1:
+            continue
+        try:
+            finding = _check_chunking(context, x, chunks, standard)
+        except CheckNotPossible:
+            raise
+        except Exception as error:  # the code refuses such chunks, which is not a wrong result
+            refused.append(f"{type(error).__name__}: {str(error)[:160]}")
+            continue
+        if finding is not None:
+            return finding, refused
+    return None, refused
+
+
+def _check_chunking(
+    context: CheckContext, x: Tensor, chunks: tuple[int, ...], standard: tuple[list[Tensor], Tensor]
+) -> Finding | None:
+    """Return a finding if chunks of these lengths differ from one pass."""
+    T, (plains, ref) = x.shape[1], standard
+    out, _ = context.run_cached(x, chunks, context.adapter)
+    if out.shape[1] != T:
+        sentence = (
+            f"Chunks of {_token_counts(chunks)} give {plural(out.shape[1], 'output')} for "
+            f"{plural(T, 'token')}."
+        )
+        return finding(
+            "cache-output-length",
+            sentence,
+            {"T": T, "chunks": list(chunks)},
+            float(T),
+            float(out.shape[1]),
+        )
+    mismatch = worst_mismatch(out, plains, ref)
+    if mismatch is None:
+        return None
+    error = (out.double() - ref).abs().transpose(0, 1).flatten(1).amax(1)
+    t = int((~(error <= mismatch.allowed)).to(torch.int64).argmax())
+    sentence = (
+        f"In chunks of {_token_counts(chunks)}, output {t} differs from that of one pass of {T}."
+    )
+    return finding(
+        "cache-differs",
+        sentence,
+        {"T": T, "chunks": list(chunks), "token": t},
+        mismatch.expected,
+        mismatch.got,
+    )
+
+
+def check_cache_growth(context: CheckContext, T: int | None = None) -> list[Finding]:
+    """Check that the cache of a layer with a window stops growing."""
+    W = context.adapter.claims.window
+    if W is None:
+        raise CheckNotApplicable("no window is claimed (--window W)")
+    if "memory" not in context.adapter.accepts:
+        raise CheckNotApplicable("it takes no cache")
+    if isinstance(context.adapter, FunctionAdapter):
+        raise CheckNotApplicable("a function keeps no cache of its own")
+    longest = T or min(6 * W, 64)
+    x = context.random_tokens(1, longest)
+    sizes = []
+    for n in (longest // 2, longest):
+        _, memory = context.run_cached(x[:, :n], (1,) * n, context.adapter)
+        sizes.append(context.adapter.cache_size(memory))
+    if sizes[1] <= sizes[0] or longest // 2 <= W + 1:
+        return []
+    sentence = (
+        f"The cache of a window of {W} holds {plural(sizes[0], 'number')} after "
+        f"{plural(longest // 2, 'token')} and {sizes[1]} after {longest}."
+    )
+    return [
+        finding(
+            "cache-grows", sentence, {"T": longest, "window": W}, float(sizes[0]), float(sizes[1])
+        )
+    ]
+
+
+def _token_counts(chunks: tuple[int, ...]) -> str:
+    """Write the lengths of chunks as "2 + 3 tokens"."""
+    return " + ".join([*map(str, chunks[:-1]), plural(chunks[-1], "token")])
+
+
+def check_position_shift(context: CheckContext, T: int = 5) -> list[Finding]:
+    """Check that shifting all positions by one number changes nothing."""
+    adapter = context.adapter
+    if "positions" not in adapter.accepts:
+        raise CheckNotApplicable("it takes no positions")
+    if getattr(adapter, "positions_index_cache", False):
+        raise CheckNotApplicable("its positions are indices into a cache that it holds")
+    if not adapter.relative:
+        raise CheckNotApplicable("whether positions are relative is not claimed")
+    x = context.random_tokens(1, T)
+    keep = context.expected_mask(T, T)[None] if context.masked else None
+
+    def run_from(start: int, adapter: TargetAdapter, x: Tensor) -> Tensor:
+        return adapter.call(
+            x, CallInputs(keep=keep, positions=torch.arange(start, start + T)[None])
+        ).out
+
+    mismatch = context.compare(
+        x, lambda s, x: run_from(SHIFT, s, x), lambda s, x: run_from(0, s, x)
+    )
+    if mismatch is None:
+        return []
+    sentence = (
+        f"Positions {SHIFT} to {SHIFT + T - 1} give other results than positions 0 to {T - 1}."
+    )
+    return [
+        finding(
+            "position-shift",
+            sentence,
+            {"T": T, "shift": SHIFT, "output": list(mismatch.position)},
+            mismatch.expected,
+            mismatch.got,
+        )
+    ]

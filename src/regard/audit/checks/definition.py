@@ -1,0 +1,638 @@
+"""Compare the output with the definition of attention, and name the fewest faults that explain
+it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.audit.adapters.base import (
+    CheckNotApplicable,
+    CheckNotPossible,
+    TargetAdapter,
+)
+from regard.audit.adapters.functions import FunctionAdapter
+from regard.audit.adapters.projections import unused_parameters
+from regard.audit.check_context import CheckContext, Mismatch, worst_mismatch
+from regard.audit.fault_search import (
+    LENGTH,
+    FaultSearch,
+    WeightInterpretation,
+    reference_inputs,
+    same_dtype_references,
+)
+from regard.audit.findings import FAULTS, Finding, finding
+from regard.audit.graph_checks import GraphFault, check_operations, check_rotary, find_softcap
+from regard.audit.reference import (
+    AttentionVariant,
+    ReferenceInputs,
+    join_and_project,
+    products_and_values,
+    reference_attention,
+    score_scale,
+)
+from regard.units import plural
+
+FAULT_NAMES = {
+    ("scale", "none"): "scale-missing",
+    ("scale", "twice"): "scale-twice",
+    ("scale", "length"): "scale-wrong-dim",
+    ("scale", "model_dim"): "scale-wrong-dim",
+    ("scale", "inverted"): "scale-inverted",
+    ("scale", "fitted"): "scale-wrong",
+    ("roles", "keys-values"): "keys-values-exchanged",
+    ("roles", "queries-keys"): "queries-keys-exchanged",
+    ("roles", "queries-values"): "queries-values-exchanged",
+    ("groups", "tiled"): "gqa-head-order",
+    ("mask", "inverted"): "mask-polarity",
+    ("mask", "own-hidden"): "own-key-hidden",
+    ("mask", "own-hidden-first"): "own-key-hidden",
+    ("mask", "own-hidden-zero"): "own-key-hidden",
+    ("mask", "next-seen"): "future-leak",
+    ("mask", "unmasked"): "future-leak",
+    ("mask", "one-more"): "window-off-by-one",
+    ("mask", "one-less"): "window-off-by-one",
+    ("mask", "zeroed"): "mask-zeroed",
+    ("mask", "after"): "mask-after-softmax",
+    ("softmax", "queries"): "softmax-axis",
+    ("softmax", "heads"): "softmax-axis",
+    ("softmax", "absent"): "softmax-missing",
+    ("softmax", "linear"): "softmax-missing",
+    ("softmax", "unnormalised"): "softmax-missing",
+    ("softmax", "sigmoid"): "softmax-missing",
+    ("softmax", "uniform"): "weights-uniform",
+    ("bias", "alibi-grows"): "bias-sign",
+    ("bias", "given-back"): "bias-sign",
+    ("sink", "renormalised"): "sink-renormalised",
+    ("split", "rows"): "heads-split",
+    ("join", "rows"): "heads-joined",
+    ("output", "absent"): "output-missing",
+    ("rotary", "mixed"): "rotary-mixed",
+    ("rotary", "mixed-back"): "rotary-mixed",
+}
+_ROTARY_FAULTS = {
+    "heads": "rotary-axis",
+    "values": "rotary-values",
+    "queries": "rotary-one-sided",
+    "each": "rotary-mixed",
+    "apart": "rotary-not-relative",
+}
+
+
+LONGEST_WINDOW = 64
+"""Longer windows are left to the checks of windows and caches."""
+LONG_LENGTHS = (293, 149, 75, 37)
+"""Lengths that no block size divides; the first that the code accepts is used."""
+FEW_QUERIES = 7
+"""The number of queries in a test with more keys than queries."""
+BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+
+
+def name_of(field: str, value: str) -> str:
+    """Return the name of the fault for a faulty value of a field of `AttentionVariant`.
+
+    >>> name_of("rotary", "values-half"), name_of("scale", "none")
+    ('rotary-values', 'scale-missing')
+    """
+    if (field, value) in FAULT_NAMES:
+        return FAULT_NAMES[field, value]
+    return _ROTARY_FAULTS[value.partition("-")[0]]
+
+
+def check_definition(context: CheckContext, T: int = LENGTH) -> list[Finding]:
+    """Check that the output is that of the definition with the code's own weights.
+
+    If the weights can be read, the reference computes the output from them. If no variant
+    reproduces the output, the operations of a module are recorded instead, which shows whether
+    other steps (a norm, a gate, a latent) surround correct attention.
+
+    Raises:
+        CheckNotPossible: neither the weights nor the operations can be read.
+    """
+    W = context.adapter.claims.window
+    if W and W + 2 <= LONGEST_WINDOW:
+        T = max(T, W + 2)
+    if context.notes.get("judged by trace"):
+        return _check_by_operations(context, T)
+    try:
+        search = FaultSearch(context, T)
+    except CheckNotApplicable:
+        raise
+    except CheckNotPossible as unread_why:
+        return _check_without_weights(context, T, str(unread_why))
+    if context.notes.get("differs"):  # a smaller example of an output that no variant reproduces
+        return _definition_differs(search)
+    if "softcap" not in context.notes:
+        context.notes["softcap"] = _softcap(context)
+        search.inputs_cache.clear()
+    match = search.simplest()
+    if match is not None:
+        interpretation, variant = match
+        rotary_findings = (
+            [] if variant.faults or variant.rotary != "none" else _rotary_by_head(context)
+        )
+        if rotary_findings:
+            return rotary_findings
+        if (
+            variant.faults
+            and _difference_from_correct(context, search, interpretation, variant) is None
+        ):
+            raise CheckNotPossible(f"{plural(T, 'token')} show no difference")
+        context.notes.setdefault("interpretation", interpretation)
+        context.notes.setdefault("variant", variant)
+        return _findings_of_faults(context, search, interpretation, variant)
+    return _not_reproduced(context, search, T)
+
+
+def _softcap(context: CheckContext) -> float | None:
+    """Return the softcap of a function, or None."""
+    adapter = context.float64_adapter or context.adapter
+    return (
+        find_softcap(adapter, context.random_tokens(1, 3))
+        if isinstance(adapter, FunctionAdapter)
+        else None
+    )
+
+
+def _findings_of_faults(
+    context: CheckContext,
+    search: FaultSearch,
+    interpretation: WeightInterpretation,
+    variant: AttentionVariant,
+) -> list[Finding]:
+    """Return a finding for each fault of a variant that reproduces the output."""
+    shown = _difference_from_correct(context, search, interpretation, variant)
+    if shown is None:
+        return []
+    example, expected, got = shown
+    return [
+        finding(
+            name_of(field, getattr(variant, field)),
+            _sentence(variant, field, search, interpretation),
+            example,
+            expected,
+            got,
+        )
+        for field in variant.faults
+    ]
+
+
+def _difference_from_correct(
+    context: CheckContext,
+    search: FaultSearch,
+    interpretation: WeightInterpretation,
+    variant: AttentionVariant,
+) -> tuple[dict[str, int], float, float] | None:
+    """Return where the output differs most from the correct variant, or None if they agree."""
+    x, out = search.runs[0]
+    corrected_fields: dict[str, Any] = {
+        name: _correct_value(name, variant) for name in variant.faults
+    }
+    correct = AttentionVariant(**{**_field_values(variant), **corrected_fields})
+    ref = reference_attention(search.inputs_for(interpretation, x, torch.float64), correct)
+    if (
+        ref.shape == out.shape
+        and worst_mismatch(out, same_dtype_references(context, interpretation, correct, x)[:1], ref)
+        is None
+    ):
+        return None
+    return _largest_difference(out, ref, interpretation)
+
+
+def _largest_difference(
+    out: Tensor, ref: Tensor, interpretation: WeightInterpretation
+) -> tuple[dict[str, int], float, float]:
+    """Return the example, the expected number and the actual number of the largest difference."""
+    T = out.shape[1]
+    sizes = {"heads": interpretation.maps.heads, "head_dim": interpretation.maps.head_dim}
+    if ref.shape != out.shape:
+        return {"T": T, **sizes}, float(ref.numel()), float(out.numel())
+    error = (out.double() - ref).abs()
+    b, t, c = (int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    return (
+        {"T": T, "row": b, "query": t, "feature": c, **sizes},
+        float(ref[b, t, c]),
+        float(out[b, t, c]),
+    )
+
+
+def _field_values(variant: AttentionVariant) -> dict[str, Any]:
+    """Return the fields of a variant as a dictionary."""
+    return dict(vars(variant))
+
+
+def _correct_value(name: str, variant: AttentionVariant) -> str:
+    """Return the correct value of a field, for a variant in which it is faulty."""
+    if name != "rotary":
+        return (
+            str(getattr(AttentionVariant(), name))
+            if name != "bias" or "alibi" not in variant.bias
+            else "alibi"
+        )
+    return "interleaved" if variant.rotary.endswith(("interleaved", "mixed")) else "half"
+
+
+def _sentence(
+    variant: AttentionVariant, field: str, search: FaultSearch, interpretation: WeightInterpretation
+) -> str:
+    """Return the sentence of a finding: the fault, and what reproduces the output."""
+    others = [name_of(f, getattr(variant, f)) for f in variant.faults if f != field]
+    with_others = f" together with {', '.join(others)}" if others else ""
+    summary = FAULTS[name_of(field, getattr(variant, field))].summary.rstrip(".")
+    if field == "scale":
+        x = search.runs[0][0]
+        numbers = search.inputs_for(interpretation, x, torch.float64)
+        correct_scale = score_scale(numbers, AttentionVariant())
+        summary += (
+            f" ({score_scale(numbers, variant):.6g} instead of {correct_scale:.6g}, with heads of "
+            f"{interpretation.maps.head_dim})"
+        )
+    return (
+        f"{summary}: the definition with this fault{with_others} reproduces the output, and "
+        "without it does not."
+    )
+
+
+# -- outputs that nothing explains
+
+
+def _not_reproduced(context: CheckContext, search: FaultSearch, T: int) -> list[Finding]:
+    """Handle an output that no known faults reproduce: rounding, other steps, or an unknown
+    fault.
+    """
+    rounded = _rounded_to_half(context, search)
+    if rounded:
+        return rounded
+    others = []
+    if context.adapter.traced_module() is not None:
+        try:
+            return _check_by_operations(context, T)
+        except CheckNotPossible as why:
+            original: nn.Module = getattr(context.adapter, "original")  # noqa: B009
+            others = unused_parameters(original, [r.maps for r in search.interpretations])
+            if others:
+                raise CheckNotPossible(
+                    "its projections were read, and no plain attention with them reproduces its "
+                    f"output: it has other steps ({', '.join(others[:3])}), and {why}"
+                ) from why
+    elif not isinstance(context.adapter, FunctionAdapter):
+        raise CheckNotPossible(
+            "its projections were read, and no plain attention with them reproduces its output"
+        )
+    context.notes["differs"] = True
+    return _definition_differs(search)
+
+
+def _definition_differs(search: FaultSearch) -> list[Finding]:
+    """Return the finding of an output that no correct variant gives."""
+    for interpretation in search.interpretations:
+        for variant in search.correct_variants(interpretation):
+            if search.reproduces(interpretation, variant):
+                return []
+    interpretation, variant = search.nearest_correct()
+    x, out = search.runs[0]
+    ref = reference_attention(search.inputs_for(interpretation, x, torch.float64), variant)
+    sentence = (
+        "The output is not that of attention with these weights, and no known fault explains it."
+    )
+    return [finding("definition-differs", sentence, *_largest_difference(out, ref, interpretation))]
+
+
+def _rounded_to_half(context: CheckContext, search: FaultSearch) -> list[Finding]:
+    """Return a finding if the output is correct except for rounding to half precision on the
+    way.
+    """
+    adapter = context.adapter
+    if adapter.dtype not in (torch.float32, torch.float64):
+        return []
+    interpretation, variant = search.nearest_correct()
+    x, out = search.runs[-1]
+    ref = reference_attention(search.inputs_for(interpretation, x, torch.float64), variant)
+    if ref.shape != out.shape:
+        return []
+    difference = out.double() - ref
+    relative_error = float(difference.abs().max()) / float(ref.abs().max())
+    # between the rounding error of weights in float16 and that of scores in bfloat16
+    if (
+        not torch.finfo(torch.float16).eps / 32
+        <= relative_error
+        <= 4 * torch.finfo(torch.bfloat16).eps
+    ):
+        return []
+    # a small change of the tokens changes the effect of a fault a little, but rounding errors
+    # completely
+    generator = torch.Generator().manual_seed(5)
+    perturbed = x * (1 + 3e-3 * torch.randn(x.shape, generator=generator, dtype=x.dtype))
+    moved_difference = context.call(perturbed).out.double() - reference_attention(
+        reference_inputs(context, interpretation, perturbed, torch.float64), variant
+    )
+    if float((moved_difference - difference).abs().max()) < 0.3 * float(difference.abs().max()):
+        return []
+    name = str(adapter.dtype).removeprefix("torch.")
+    sentence = (
+        f"In {name} the output is off by {relative_error:.2g} of its size, as if numbers were "
+        "rounded to half precision."
+    )
+    return [finding("precision-lost", sentence, *_largest_difference(out, ref, interpretation))]
+
+
+def _check_without_weights(context: CheckContext, T: int, why: str) -> list[Finding]:
+    """Check the operations alone if the weights cannot be read."""
+    if why == "its output is not finite":
+        return _not_finite(context, T)
+    if context.adapter.traced_module() is None:
+        raise CheckNotPossible(why)
+    try:
+        return _check_by_operations(context, T)
+    except CheckNotPossible as also:
+        raise CheckNotPossible(f"{why}; and {also}") from also
+
+
+def _not_finite(context: CheckContext, T: int) -> list[Finding]:
+    """Return the finding of an output with NaN or infinities."""
+    x = context.random_tokens(2, T, turn=3) * 1.5
+    out = context.call(x).out
+    if bool(out.isfinite().all()):
+        out = context.call(context.random_tokens(2, T + 2, turn=3) * 1.5).out
+    bad = ~out.isfinite().all(-1)
+    t = int(bad.any(0).to(torch.int64).argmax())
+    return [
+        finding(
+            "output-not-finite",
+            f"Token {t} of {out.shape[1]} ordinary tokens is NaN or infinite.",
+            {"T": out.shape[1], "query": t},
+            "finite",
+            "nan or inf",
+        )
+    ]
+
+
+def _check_by_operations(context: CheckContext, T: int) -> list[Finding]:
+    """Check the recorded operations at this length, with at least two tokens."""
+    adapter = context.float64_adapter or context.adapter
+    x = context.random_tokens(1, max(T, 2), turn=3)
+    whole = getattr(adapter, "query_keys", None) is None
+    if not whole and _weighs_tokens(adapter, x):
+        context.notes["judged by trace"] = True
+        return []
+    faults = check_operations(adapter, x, adapter.claims.scale, adapter.width, whole=whole)
+    if not faults and whole:
+        faults = check_rotary(adapter, x[:, :1].expand(-1, 6, -1).clone())
+    context.notes["judged by trace"] = True
+    return [_finding_of(each, x.shape[1]) for each in faults]
+
+
+def _weighs_tokens(adapter: TargetAdapter, x: Tensor) -> bool:
+    """Whether the output is the sum of the tokens with the returned weights, which sum to 1."""
+    reply = adapter.call(x)
+    if reply.weights is None or reply.out.shape != x.shape:
+        return False
+    weights = reply.weights[:, 0]
+    close = torch.finfo(weights.dtype).eps ** 0.5
+    even = bool(((weights.sum(-1) - 1).abs() < close).all())
+    return even and bool(((weights @ x.to(weights.dtype) - reply.out).abs() < close).all())
+
+
+def _rotary_by_head(context: CheckContext) -> list[Finding]:
+    """Return a finding if a rotary turns by the index of the head.
+
+    If each head has keys of its own, such a rotation cancels in every score: the output depends on
+    no position, and only the recorded operations show the fault.
+    """
+    adapter = context.float64_adapter or context.adapter
+    if adapter.traced_module() is None:
+        return []
+    x = context.random_tokens(1, 1, turn=3).expand(-1, 7, -1).clone()
+    try:
+        return [
+            _finding_of(each, 7) for each in check_rotary(adapter, x) if each.name == "rotary-axis"
+        ]
+    except CheckNotPossible:
+        return []
+
+
+def _finding_of(fault: GraphFault, T: int) -> Finding:
+    """Turn a fault of the operations at length T into a finding."""
+    return finding(fault.name, fault.sentence, {"T": T}, fault.expected, fault.got)
+
+
+# -- long texts
+
+
+def check_long_sequences(context: CheckContext) -> list[Finding]:
+    """Check the definition at a length that no block size divides, and with more keys than queries.
+
+    Raises:
+        CheckNotPossible: the definition was not found for a few tokens, or the code takes no more.
+    """
+    if context.notes.get("differs"):
+        raise CheckNotApplicable("the definition differs at few tokens already")
+    interpretation, variant = context.notes.get("interpretation"), context.notes.get("variant")
+    if interpretation is None or variant is None:
+        if not context.notes.get("judged by trace"):
+            raise CheckNotApplicable("the definition could not be tried at few tokens")
+        return _check_long_by_operations(context)
+    if variant.faults:
+        raise CheckNotApplicable("the definition has a fault that is reported already")
+    length_error = None
+    for T in LONG_LENGTHS:
+        try:
+            findings = _check_length(context, interpretation, variant, T)
+        except Exception as error:  # the code has a maximum length
+            length_error = error
+            continue
+        if not findings and isinstance(context.adapter, FunctionAdapter):
+            findings = _check_more_keys(context, context.adapter, interpretation, variant, T)
+        context.notes["long holds"] = not findings
+        return findings
+    raise CheckNotApplicable(
+        f"it takes no long texts: {type(length_error).__name__}: {str(length_error)[:200]}"
+    )
+
+
+def _check_long_by_operations(context: CheckContext) -> list[Finding]:
+    """Check the operations at the longest length that the code takes."""
+    for T in LONG_LENGTHS:
+        try:
+            x = context.random_tokens(1, T, turn=3)
+            context.call(x)
+        except Exception:  # noqa: S112  # the code has a maximum length
+            continue
+        return _check_by_operations(context, T)
+    raise CheckNotApplicable("it takes no long texts")
+
+
+def _check_length(
+    context: CheckContext, interpretation: WeightInterpretation, variant: AttentionVariant, T: int
+) -> list[Finding]:
+    """Return a finding if the output at length T differs from the variant that explained few
+    tokens.
+    """
+    x = context.random_tokens(1, T, turn=3)
+    mismatch = _mismatch(context, interpretation, variant, x, context.call(x).out)
+    if mismatch is None:
+        return []
+    return [_long_sequence_fault(context, interpretation, variant, x, mismatch)]
+
+
+def _mismatch(
+    context: CheckContext,
+    interpretation: WeightInterpretation,
+    variant: AttentionVariant,
+    x: Tensor,
+    out: Tensor,
+) -> Mismatch | None:
+    """Return where an output differs from a variant, or None."""
+    ref = reference_attention(reference_inputs(context, interpretation, x, torch.float64), variant)
+    return worst_mismatch(out, same_dtype_references(context, interpretation, variant, x), ref)
+
+
+def _long_sequence_fault(
+    context: CheckContext,
+    interpretation: WeightInterpretation,
+    variant: AttentionVariant,
+    x: Tensor,
+    mismatch: Mismatch,
+) -> Finding:
+    """Name the fault of an output that is correct for few tokens and wrong for many."""
+    T, out = x.shape[1], context.call(x).out
+    has_output = (out != 0).any(-1)[0] & out.isfinite().all(-1)[0]
+    if out.shape[1] < T or not bool(has_output.all()):
+        t = out.shape[1] if out.shape[1] < T else int((~has_output).to(torch.int64).argmax())
+        return finding(
+            "queries-dropped",
+            f"Query {t} of {plural(T, 'token')} gets no output.",
+            {"T": T, "query": t},
+            "an answer",
+            "nothing, or zeros",
+        )
+    for block in BLOCK_SIZES:
+        for mistake in ("neither", "sum", "values"):
+            ref = _blockwise_output(
+                reference_inputs(context, interpretation, x, torch.float64), variant, block, mistake
+            )
+            if (
+                ref is not None
+                and worst_mismatch(
+                    out, same_dtype_references(context, interpretation, variant, x), ref
+                )
+                is None
+            ):
+                return _unrescaled_blocks(context, interpretation, variant, block, mismatch)
+    shorter = _shortest_failing_length(context, interpretation, variant, T)
+    x = context.random_tokens(1, shorter, turn=3)
+    ref, out = (
+        reference_attention(reference_inputs(context, interpretation, x, torch.float64), variant),
+        context.call(x).out,
+    )
+    sentence = f"The output is correct for few tokens, and wrong for {shorter}."
+    return finding("definition-differs", sentence, *_largest_difference(out, ref, interpretation))
+
+
+def _unrescaled_blocks(
+    context: CheckContext,
+    interpretation: WeightInterpretation,
+    variant: AttentionVariant,
+    block: int,
+    mismatch: Mismatch,
+) -> Finding:
+    """Return the finding of blocks that are joined without rescaling."""
+    T = block + 1
+    x = context.random_tokens(1, T, turn=3)
+    short_mismatch = _mismatch(context, interpretation, variant, x, context.call(x).out)
+    reported = mismatch if short_mismatch is None else short_mismatch
+    example = {
+        "T": LONG_LENGTHS[0] if short_mismatch is None else T,
+        "block": block,
+        "output": list(reported.position),
+    }
+    sentence = (
+        f"Blocks of {plural(block, 'key')} are joined without rescaling, which reproduces "
+        "the output."
+    )
+    return finding("softmax-not-rescaled", sentence, example, reported.expected, reported.got)
+
+
+def _blockwise_output(
+    numbers: ReferenceInputs, variant: AttentionVariant, block: int, mistake: str
+) -> Tensor | None:
+    """Compute an online softmax in which a new maximum does not rescale the earlier sums."""
+    if numbers.maps.sinks is not None or variant.bias != "none":
+        return None
+    products, v = products_and_values(numbers, variant)
+    scores = (products * score_scale(numbers, variant)).masked_fill(~numbers.keep, -torch.inf)
+    T = scores.shape[-1]
+    block_maxima = (
+        torch.stack([s.amax(-1) for s in torch.split(scores, block, -1)], -1).cummax(-1).values
+    )
+    running = block_maxima.repeat_interleave(block, -1)[..., :T]
+    running_weights = torch.exp(scores - running.masked_fill(running == -torch.inf, 0.0))
+    correct_weights = torch.exp(scores - block_maxima[..., -1:])
+    numerator_weights, denominator_weights = {
+        "neither": (running_weights, running_weights),
+        "sum": (running_weights, correct_weights),
+        "values": (correct_weights, running_weights),
+    }[mistake]
+    return join_and_project(
+        numbers, variant, (numerator_weights @ v) / denominator_weights.sum(-1, keepdim=True)
+    )
+
+
+def _shortest_failing_length(
+    context: CheckContext, interpretation: WeightInterpretation, variant: AttentionVariant, T: int
+) -> int:
+    """Return a short length that differs, by bisection between one that agrees and one that does
+    not.
+    """
+    low, high = 1, T
+    while high - low > 1:
+        middle = (low + high) // 2
+        x = context.random_tokens(1, middle, turn=3)
+        if _mismatch(context, interpretation, variant, x, context.call(x).out) is None:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _check_more_keys(
+    context: CheckContext,
+    adapter: FunctionAdapter,
+    interpretation: WeightInterpretation,
+    variant: AttentionVariant,
+    T: int,
+) -> list[Finding]:
+    """Check a few queries against many keys, as with a cache: they are the last rows of the
+    whole.
+    """
+    if "flag" in context.notes and adapter.causal_flag:
+        return []  # a causal flag does not say which positions the queries have
+    x = context.random_tokens(1, T, turn=3)
+    keep = (
+        context.expected_mask(FEW_QUERIES, T, causal=interpretation.causal)[None]
+        if context.masked
+        else None
+    )
+    if interpretation.causal and not context.masked and not context.causal:
+        return []
+    out = adapter.call_last_queries(x, FEW_QUERIES, keep)
+    ref = reference_attention(reference_inputs(context, interpretation, x, torch.float64), variant)[
+        :, -FEW_QUERIES:
+    ]
+    mismatch = worst_mismatch(
+        out,
+        [p[:, -FEW_QUERIES:] for p in same_dtype_references(context, interpretation, variant, x)],
+        ref,
+    )
+    if mismatch is None:
+        return []
+    example = {"T": FEW_QUERIES, "S": T, "output": list(mismatch.position)}
+    sentence = (
+        f"{plural(FEW_QUERIES, 'query', 'queries')} against {plural(T, 'key')} give other results "
+        f"than the last {FEW_QUERIES} of all {T}."
+    )
+    name = "cache-differs" if interpretation.causal else "definition-differs"
+    return [finding(name, sentence, example, mismatch.expected, mismatch.got)]

@@ -1,0 +1,538 @@
+"""Check the attention that is found in a module's operations: its scale, softmax, bias, heads,
+roles and rotary positions.
+
+`reference.py` needs projections that can be read from the parameters. These checks need none,
+because `operation_graph.py` finds attention in the recorded operations themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from regard.audit.adapters.base import CallInputs, CheckNotPossible, TargetAdapter
+from regard.audit.adapters.projections import projection_role
+from regard.audit.operation_graph import (
+    LAYOUT_OPS,
+    LINEAR_OPS,
+    MATMUL_OPS,
+    TOLERANCE,
+    AttentionNodes,
+    OperationNode,
+    OperationRecorder,
+    constant_of,
+    find_attention,
+    operands,
+    scale_and_weights,
+)
+from regard.units import plural
+
+HIDDEN_BIAS = 1e3
+
+
+@dataclass
+class GraphFault:
+    """A fault that the recorded operations show: its name, a sentence, and the numbers."""
+
+    name: str
+    sentence: str
+    expected: float
+    got: float
+
+
+def check_operations(
+    adapter: TargetAdapter, x: Tensor, scale: float | None, dim: int, *, whole: bool = True
+) -> list[GraphFault]:
+    """Return the faults that the operations on tokens x [1, T, M] show; an empty list if there are
+    none.
+
+    `whole` is False for code that takes one query at a time, whose scores may be of any kind: then
+    only the weights are checked.
+
+    Raises:
+        CheckNotPossible: no attention is found in the operations, or one of them is not understood.
+    """
+    module_and_adapter = adapter.traced_module()
+    if module_and_adapter is None:
+        raise CheckNotPossible("its operations cannot be recorded")
+    module, traced_adapter = module_and_adapter
+    with torch.no_grad(), OperationRecorder(module, x) as recorder:
+        traced_adapter.call(x, CallInputs())
+    faults: list[GraphFault] = []
+    attentions = find_attention(recorder)
+    for attention in attentions:
+        faults += _check_weight_sums(attention)
+        if attention.additive or not whole:
+            continue
+        faults += [
+            *_check_scale(attention, x.shape[1], scale, dim),
+            *_check_bias(attention),
+            *_check_roles(attention),
+            *_check_head_groups(attention),
+        ]
+        faults += _check_joined_heads(attention, recorder, len(attentions))
+    if whole:
+        faults += _check_token_alignment(adapter, x, attentions)
+    unique = {fault.name: fault for fault in reversed(faults)}
+    return list(unique.values())
+
+
+def find_softcap(adapter: TargetAdapter, x: Tensor) -> float | None:
+    """Return c if the scores go through c tanh(scores / c), else None."""
+    with torch.no_grad(), OperationRecorder(nn.Identity(), x) as recorder:
+        adapter.call(x, CallInputs())
+    for node in recorder.nodes:
+        if (
+            node.name == "mul"
+            and len(node.token_inputs) == 1
+            and node.token_inputs[0].name == "tanh"
+        ):
+            return constant_of(node)
+    return None
+
+
+def _check_token_alignment(
+    adapter: TargetAdapter, x: Tensor, attentions: list[AttentionNodes]
+) -> list[GraphFault]:
+    """Check that the query, key and value at each position are computed from the token there."""
+    j, T = x.shape[1] // 2, x.shape[1]
+    other = x.clone()
+    other[:, j] = -x[:, j] + 0.5
+    module_and_adapter = adapter.traced_module()
+    if module_and_adapter is None or T < 3 or any(attention.additive for attention in attentions):
+        return []
+    with torch.no_grad(), OperationRecorder(module_and_adapter[0], other) as recorder:
+        module_and_adapter[1].call(other, CallInputs())
+    for attention, repeated in zip(attentions, find_attention(recorder), strict=True):
+        pairs = {
+            "query": (attention.query, repeated.query),
+            "key": (attention.key, repeated.key),
+            "value": (attention.value, repeated.value),
+        }
+        for name, (a, b) in pairs.items():
+            axis = -1 if name == "key" and attention.products else -2
+            n = a.value.shape[axis]
+            if a.value.shape != b.value.shape or n % T:
+                raise CheckNotPossible(f"a {name} for each token is not found in its operations")
+            rows = (a.value != b.value).transpose(axis, -1).flatten(0, -2).any(0)
+            if n > T:  # heads and tokens along one axis, in either order
+                by_token = rows.view(T, n // T).any(1)
+                rows = by_token if int(by_token.sum()) == 1 else rows.view(n // T, T).any(0)
+            moved = rows.nonzero().flatten().tolist()
+            if len(moved) == 1 and moved != [j]:
+                sentence = f"The {name} at position {moved[0]} is computed from token {j}."
+                return [GraphFault("definition-differs", sentence, float(j), float(moved[0]))]
+            if moved != [j]:
+                raise CheckNotPossible(
+                    f"its {name} at one position depends on {plural(len(moved), 'token')}"
+                )
+    return []
+
+
+def check_rotary(adapter: TargetAdapter, x: Tensor) -> list[GraphFault]:
+    """Check rotary positions: for equal tokens x, q . k must depend on the distance only."""
+    module_and_adapter = adapter.traced_module()
+    if module_and_adapter is None:
+        return []
+    module, traced_adapter = module_and_adapter
+    with torch.no_grad(), OperationRecorder(module, x) as recorder:
+        traced_adapter.call(x, CallInputs())
+    T = x.shape[1]
+    for attention in find_attention(recorder):
+        table_fault = None if attention.additive else _rotary_table_by_head(attention.query, T)
+        if table_fault is not None:
+            return [table_fault]
+        if (
+            attention.additive
+            or attention.query.value.shape[-2] != T
+            or attention.key.value.shape[-1 if attention.products else -2] != T
+        ):
+            continue
+        q = attention.query.value
+        k = attention.key.value.transpose(-1, -2) if attention.products else attention.key.value
+        v = attention.value.value
+        if v.shape[-2] == T and _varies_by_position(v) and _constant_norms(v):
+            return [
+                GraphFault(
+                    "rotary-values",
+                    "The values of equal tokens are rotated by their positions.",
+                    0.0,
+                    _position_spread(v),
+                )
+            ]
+        if (
+            not (_varies_by_position(q) or _varies_by_position(k))
+            or not (_constant_norms(q) and _constant_norms(k))
+            or q.shape != k.shape
+        ):
+            continue
+        if _varies_by_position(q) != _varies_by_position(k):
+            which = "queries" if _varies_by_position(q) else "keys"
+            return [
+                GraphFault(
+                    "rotary-one-sided",
+                    f"Only {which} are rotated by their positions.",
+                    0.0,
+                    _position_spread(q if _varies_by_position(q) else k),
+                )
+            ]
+        if len(attention.products) > 1:  # only a part of each head is rotated
+            continue
+        scores = q @ k.transpose(-1, -2)
+        differences = (scores[..., 1:, 1:] - scores[..., :-1, :-1]).abs()
+        if float(differences.max()) > 1e-4 * float(scores.abs().max()):
+            first_score, next_score = (
+                float(scores.flatten(0, -3)[0, 0, 0]),
+                float(scores.flatten(0, -3)[0, 1, 1]),
+            )
+            return [
+                GraphFault(
+                    "rotary-not-relative",
+                    "Equal tokens at equal distances have different scores.",
+                    first_score,
+                    next_score,
+                )
+            ]
+    return []
+
+
+def _rotary_table_by_head(node: OperationNode, T: int) -> GraphFault | None:
+    """Find a table of angles that differs by head and not by token."""
+    while node.token_inputs and node.name not in LINEAR_OPS:
+        for table in node.inputs if node.name == "mul" else ():
+            value, shape = table.value, node.value.shape
+            if (
+                table.tokens
+                or table.weights
+                or value.ndim < 3
+                or T not in shape
+                or not value.is_complex() | bool((value.abs() <= 1).all())
+            ):
+                continue
+            token_axis = list(shape).index(T) - len(shape)
+            head_axis = next(
+                (
+                    a
+                    for a in (-2, -3)
+                    if a != token_axis and value.ndim >= -a and value.shape[a] > 1
+                ),
+                None,
+            )
+            if head_axis is None or (value.ndim >= -token_axis and value.shape[token_axis] == T):
+                continue
+            differences = (value - value.select(head_axis, 0).unsqueeze(head_axis)).abs()
+            if float(differences[..., 1:].max()) > TOLERANCE:
+                return GraphFault(
+                    "rotary-axis",
+                    "Queries are rotated by angles that differ by head and not by token.",
+                    0.0,
+                    float(differences.max()),
+                )
+        node = node.token_inputs[0]
+    return None
+
+
+def _varies_by_position(x: Tensor) -> bool:
+    """Whether vectors differ between positions."""
+    return _position_spread(x) > 1e-6 * float(x.abs().max())
+
+
+def _position_spread(x: Tensor) -> float:
+    """Return the largest difference between the vectors of two positions."""
+    return float((x - x[..., :1, :]).abs().max())
+
+
+def _constant_norms(x: Tensor) -> bool:
+    """Whether the norms of vectors are the same at all positions."""
+    n = x.norm(dim=-1)
+    return float((n - n[..., :1]).abs().max()) <= 1e-4 * float(n.max())
+
+
+def _check_weight_sums(attention: AttentionNodes) -> Iterator[GraphFault]:
+    """Check that each row of weights sums to 1, or to less if a sink has a share."""
+    if attention.weights is None or attention.softmax is None:
+        return
+    rows, columns = attention.weights.sum(-1), attention.weights.sum(-2)
+    rows = torch.where(rows == 0, 1.0, rows)  # every key is hidden
+    rows_sum_to_one = bool(((rows - 1).abs() < TOLERANCE).all())
+    softmax_output = attention.softmax.value
+    if (
+        rows_sum_to_one
+        and softmax_output.numel() > attention.weights.numel()
+        and attention.softmax.name != "exp"
+    ):
+        yield GraphFault(
+            "sink-renormalised",
+            "The weights of the keys sum to 1 despite the sink: its share is given back.",
+            1 - 1e-3,
+            1.0,
+        )
+    if rows_sum_to_one:
+        return
+    position = int((rows - 1).abs().argmax())
+    row_sum = float(rows.flatten()[position])
+    if softmax_output.numel() > attention.weights.numel() and bool((rows <= 1 + TOLERANCE).all()):
+        return  # the remaining share belongs to a sink
+    masked = (
+        softmax_output.numel() == attention.weights.numel()
+        and bool((attention.weights == 0).any())
+        and not bool((softmax_output == 0).any())
+    )
+    if masked and bool((rows <= 1 + TOLERANCE).all()):
+        yield GraphFault(
+            "mask-after-softmax",
+            f"Weights are set to 0 after the softmax: a row sums to {row_sum:.4g}.",
+            1.0,
+            row_sum,
+        )
+    elif bool(((columns - 1).abs() < TOLERANCE).all()):
+        yield GraphFault(
+            "softmax-axis",
+            f"The weights of a query sum to {row_sum:.4g}, and those of each key to 1.",
+            1.0,
+            row_sum,
+        )
+    elif attention.softmax.name in ("_softmax", "_safe_softmax"):
+        yield GraphFault(
+            "softmax-axis",
+            f"The weights of a query over its keys sum to {row_sum:.4g}.",
+            1.0,
+            row_sum,
+        )
+    else:
+        raise CheckNotPossible(
+            "its weights do not sum to 1 and do not come from a single softmax: it may work in "
+            "blocks"
+        )
+
+
+def _check_scale(
+    attention: AttentionNodes, T: int, scale: float | None, dim: int
+) -> Iterator[GraphFault]:
+    """Check that products are multiplied by 1/sqrt(D), where D is the number of summed features."""
+    if attention.scale_free_reason is not None:
+        return
+    if attention.products:
+        gains = []
+        sizes = 0
+        for product, factor in attention.products:
+            a, b = operands(product)
+            gains.append(abs(factor * scale_and_weights(a)[0] * scale_and_weights(b)[0]))
+            sizes += a.value.shape[-1]
+        if max(gains) - min(gains) > TOLERANCE * max(gains):
+            raise CheckNotPossible("parts of its scores have different scales")
+        measured = gains[0]
+        if product.name == "mm" and attention.weights is None:
+            return
+    else:
+        measured, sizes = abs(float(attention.out.options["gain"])), attention.query.value.shape[-1]
+    correct = [1 / math.sqrt(n) for n in _sizes(attention, sizes)] if scale is None else [scale]
+    if any(abs(measured - r) <= 1e-6 * r for r in correct):
+        return
+    sentence = (
+        f"Products over {plural(sizes, 'feature')} are multiplied by {measured:.6g}, "
+        f"not by {correct[0]:.6g}."
+    )
+    yield GraphFault(_scale_name(measured, correct[0], dim, T), sentence, correct[0], measured)
+
+
+def _scale_name(factor: float, correct: float, dim: int, T: int) -> str:
+    """Return the name of the fault for a wrong factor."""
+    named = {
+        "scale-missing": (1.0,),
+        "scale-twice": (correct * correct,),
+        "scale-wrong-dim": (dim**-0.5, T**-0.5),
+        "scale-inverted": (1 / correct,),
+    }
+    for name, values in named.items():
+        if any(abs(factor - value) <= 1e-6 * value for value in values):
+            return name
+    return "scale-wrong"
+
+
+def _sizes(attention: AttentionNodes, size: int) -> list[int]:
+    """Return the sizes that 1/sqrt may refer to: the number of summed features, and, for absorbed
+    latents, that of the head before its own map.
+    """
+    sizes = [size]
+    for node in (attention.query, attention.key):
+        while node.name in LAYOUT_OPS and node.token_inputs:
+            node = node.token_inputs[0]
+        parts = node.token_inputs if node.name in ("cat", "stack") else [node]
+        for part in parts:
+            while part.name in LAYOUT_OPS and part.token_inputs:
+                part = part.token_inputs[0]
+            if part.name == "bmm" and part.weights:
+                a, _ = operands(part)
+                sizes.append(size - part.value.shape[-1] + a.value.shape[-1])
+    return sizes
+
+
+def _check_bias(attention: AttentionNodes) -> Iterator[GraphFault]:
+    """Check that a position bias decreases with the distance, or is learned and added."""
+    for node, sign in attention.biases:
+        value = node.value
+        if value.ndim < 2 or value.shape[-1] != value.shape[-2] or not value.is_floating_point():
+            continue
+        T = value.shape[-1]
+        i, j = torch.arange(T)[:, None], torch.arange(T)
+        b = sign * value.reshape(-1, T, T).double()
+        visible_earlier = (b.abs() < HIDDEN_BIAS) & (j < i)
+        if T < 3 or not bool(visible_earlier.any()):
+            continue
+        by_distance = [b[:, (i - j == d) & visible_earlier.all(0)] for d in range(1, T)]
+        means = torch.stack([x.mean(-1) for x in by_distance if x.numel()], -1)
+        steps = means.diff(dim=-1)
+        moving = steps.abs().amax(-1) > TOLERANCE
+        if not bool(moving.any()):
+            continue
+        steps = steps[moving]
+        if not node.weights and bool((steps > 0).all()):
+            sentence = (
+                "A bias of positions grows with the distance, so that far keys are preferred."
+            )
+            yield GraphFault(
+                "bias-sign", sentence, float(-means[moving][0, -1]), float(means[moving][0, -1])
+            )
+        elif node.weights and sign * _sign(node) < 0 and not bool((steps < 0).all()):
+            yield GraphFault(
+                "bias-sign",
+                "A learned bias is subtracted from the scores.",
+                float(-means[moving][0, 0]),
+                float(means[moving][0, 0]),
+            )
+
+
+def _sign(node: OperationNode) -> float:
+    """Return the sign with which a learned table enters a bias."""
+    sign = 1.0
+    while node.name not in ("embedding", "parameter", *MATMUL_OPS):
+        inner = [n for n in node.inputs if n.weights]
+        if not inner:
+            break
+        if node.name == "neg":
+            sign = -sign
+        elif node.name in ("mul", "div"):
+            others = [n for n in node.inputs if not n.weights]
+            number = (
+                float(others[0].value)
+                if others and others[0].value.numel() == 1
+                else node.scalars[0]
+                if node.scalars
+                else 1.0
+            )
+            sign = -sign if number < 0 else sign
+        elif node.name in ("sub", "rsub") and node.inputs[0] is not inner[0]:
+            sign = -sign
+        node = inner[0]
+    return sign
+
+
+def _check_roles(attention: AttentionNodes) -> Iterator[GraphFault]:
+    """Check that queries, keys and values come from the maps with these names."""
+    roles_used = {}
+    for name, node in (("q", attention.query), ("k", attention.key), ("v", attention.value)):
+        try:
+            roles = {
+                projection_role(part)
+                for weight in scale_and_weights(node)[1]
+                for part in weight.split(".")
+            }
+        except CheckNotPossible:
+            return
+        roles_used[name] = roles & {"q", "k", "v"}
+    swaps = {"keys-values-exchanged": ("k", "v"), "queries-values-exchanged": ("q", "v")}
+    if _queries_are_rows(attention):
+        swaps["queries-keys-exchanged"] = ("q", "k")
+    for fault, (a, b) in swaps.items():
+        if roles_used[a] == {b} and roles_used[b] == {a}:
+            yield GraphFault(
+                fault, f"The map with the name of {b} makes {a}, and vice versa.", 0.0, 1.0
+            )
+
+
+def _queries_are_rows(attention: AttentionNodes) -> bool:
+    """Whether the rows of the product are the rows of the weights, so that its first operand is
+    queries.
+    """
+    if attention.weights is None:
+        return True
+    scores = attention.products[0][0].value * attention.products[0][1]
+    if len(attention.products) > 1 or scores.shape != attention.weights.shape:
+        return False
+    hidden = attention.weights == 0
+    candidates = [
+        torch.softmax(s.masked_fill(hidden, -torch.inf), -1)
+        for s in (scores, scores.transpose(-1, -2))
+    ]
+    differences = [float(_finite(p - attention.weights).abs().max()) for p in candidates]
+    return differences[0] < TOLERANCE < differences[1]
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Replace NaN and infinities by 0."""
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+def _check_head_groups(attention: AttentionNodes) -> Iterator[GraphFault]:
+    """Check that adjacent query heads share a key head."""
+    k = attention.key.value
+    k = k.flatten(0, -3) if k.ndim > 3 else k
+    H = k.shape[0]
+    if H < 4:
+        return
+    equal_keys = (k[:, None] - k[None]).abs().flatten(2).amax(-1) == 0
+    G = len({tuple(row.tolist()) for row in equal_keys})
+    if not 1 < G < H or H % G:
+        return
+    h = torch.arange(H)
+    if torch.equal(equal_keys, (h[:, None] % G) == (h % G)) and not torch.equal(
+        equal_keys, (h[:, None] // (H // G)) == (h // (H // G))
+    ):
+        yield GraphFault(
+            "gqa-head-order",
+            f"Query heads 0 and {G} share a key head, and 0 and 1 do not.",
+            0.0,
+            float(G),
+        )
+
+
+def _check_joined_heads(
+    attention: AttentionNodes, recorder: OperationRecorder, count: int
+) -> Iterator[GraphFault]:
+    """Check that heads are joined token by token before the output map, or in the output."""
+    z = attention.out.value
+    z = z.flatten(0, -3) if z.ndim > 3 else z
+    if z.ndim != 3 or z.shape[0] < 2 or count > 1:
+        return
+    rows, expected = z.reshape(z.shape[1], -1), z.transpose(0, 1).reshape(z.shape[1], -1)
+    entries = [
+        n.token_inputs[0]
+        for n in recorder.nodes
+        if n.name in LINEAR_OPS and n.weights and len(n.token_inputs) == 1
+    ]
+    for node in [*entries, recorder.nodes[-1]]:
+        if node.value.numel() != z.numel():
+            continue
+        rows_of_node = node.value.reshape(rows.shape[0], -1)
+        if torch.equal(rows_of_node, expected):
+            return
+        if torch.equal(rows_of_node, rows):
+            position = int((rows - expected).abs().argmax())
+            yield GraphFault(
+                "heads-joined",
+                "The input of the output map mixes tokens.",
+                float(expected.flatten()[position]),
+                float(rows.flatten()[position]),
+            )
+            return
+        gate = rows_of_node / expected
+        if bool(((gate >= 0) & (gate <= 1)).all()):
+            return
+    raise CheckNotPossible(
+        "there are other steps between its heads and its output map, such as a gate or a norm"
+    )

@@ -1,0 +1,76 @@
+"""Measure which input tokens influence which outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Influence(NamedTuple):
+    """How much each output changes when each token is replaced.
+
+    Attributes:
+        amount: the change of output i when token j is replaced, [T, S].
+        threshold: the smallest amount that counts as a change.
+    """
+
+    amount: Tensor
+    threshold: float
+
+    @property
+    def visible(self) -> Tensor:
+        """Whether token j reaches output i, bool [T, S]. NaN counts as a change."""
+        return ~(self.amount <= self.threshold)  # NaN is an influence
+
+    def strongest(self, where: Tensor) -> tuple[int, int, float]:
+        """Return the first output with an influence inside `where`, its strongest token, and the
+        amount.
+        """
+        amounts = torch.where(where & self.visible, self.amount, 0.0)
+        i = int((amounts > 0).any(1).to(torch.int64).argmax())
+        j = int(amounts[i].argmax())
+        return i, j, float(amounts[i, j])
+
+
+def influence(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    changed: Callable[[Tensor, int], Tensor],
+    tokens: Sequence[int] | None = None,
+) -> Influence:
+    """Measure the influence of each token: run on x, and on x with each token replaced.
+
+    A change counts if it exceeds sqrt(eps) of the dtype times the largest output. This is larger
+    than rounding and smaller than any weight that a softmax over moderate scores gives.
+
+    Args:
+        run: from tokens [1, T, ...] to outputs [1, T, ...].
+        x: the tokens, [1, S, M] or ids [1, S].
+        changed: returns x with another token at index j.
+        tokens: the tokens to replace; None means all.
+
+    Returns:
+        The amounts, one column for each replaced token.
+
+    >>> x = torch.randn(1, 3, 2)
+    >>> other = lambda x, j: x.index_fill(1, torch.tensor([j]), 5.0)
+    >>> influence(lambda x: x.cumsum(1), x, other).visible
+    tensor([[ True, False, False],
+            [ True,  True, False],
+            [ True,  True,  True]])
+    """
+    base = run(x)
+    columns = []
+    for j in range(x.shape[1]) if tokens is None else tokens:
+        other = run(changed(x, j))
+        difference = (other - base).abs().double()
+        difference = torch.where(
+            other.isnan() & base.isnan(), 0.0, difference
+        )  # NaN in both outputs shows no influence
+        columns.append(difference.transpose(0, 1).flatten(1).amax(1))
+    finite = base[base.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return Influence(torch.stack(columns, 1), scale * torch.finfo(base.dtype).eps ** 0.5)

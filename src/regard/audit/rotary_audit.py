@@ -1,0 +1,152 @@
+"""The audit of rotary functions, rotate(x) or rotate(x, positions): norms, distances and
+precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.audit.adapters.call_arguments import parameters
+from regard.audit.adapters.resolve_target import import_target
+from regard.audit.claims import AuditClaims
+from regard.audit.findings import Audit, Finding, NotTried, PassedCheck, finding, root_causes
+from regard.audit.reference import rotate
+from regard.errors import ArgumentError
+
+LENGTH, KEY_DISTANCE, FAR_POSITION = 41, 3, 1000
+START_POSITIONS = (0, 5, 10, 20, 37)
+
+
+def audit_rotary(
+    target: str | Callable[..., Any],
+    claims: AuditClaims,
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    reported_claims: dict[str, Any],
+) -> Audit:
+    """Check rotate(x [B,H,T,D]) or rotate(x, positions) -> [B,H,T,D] against the definition of a
+    rotation.
+    """
+    name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
+    rotate: Any = import_target(target) if isinstance(target, str) else target
+    H, D = claims.heads or 2, claims.head_dim or 8
+    second = list(parameters(getattr(rotate, "forward", rotate)).values())[1:2]
+    takes_positions, takes_start = bool(second), bool(second) and isinstance(second[0].default, int)
+
+    def run(x: Tensor, start: int = 0) -> Tensor:
+        positions = start if takes_start else torch.arange(start, start + x.shape[2])
+        with torch.no_grad():
+            out: Tensor = rotate(x, positions) if takes_positions else rotate(x)
+        return out
+
+    x = _equal_vectors(H, D, seed)
+    try:
+        out = run(x.to(dtype))
+    except Exception as error:
+        raise ArgumentError(
+            f"{name} on {list(x.shape)} raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(out, Tensor) or out.shape != x.shape:
+        raise ArgumentError(f"{name} must give a tensor of its input's shape, {list(x.shape)}")
+    findings = _check_relative(x, out.double(), dtype)
+    passed = [] if findings else [PassedCheck("relative", "products depend on distance alone")]
+    skipped = [] if takes_positions else [NotTried("precision", "it takes no positions")]
+    if takes_positions:
+        rounded = _check_precision(run, D, seed)
+        findings += rounded
+        passed += (
+            []
+            if rounded
+            else [PassedCheck("precision", "far positions have different angles in bfloat16")]
+        )
+    called = "rotate(x, positions)" if takes_positions else "rotate(x)"
+    return Audit(
+        name,
+        called,
+        tuple(root_causes(findings)),
+        tuple(passed),
+        tuple(skipped),
+        seed=seed,
+        claims=reported_claims,
+    )
+
+
+def _equal_vectors(H: int, D: int, seed: int) -> Tensor:
+    """Return vectors [1, H, T, D] that are the same at every position: q in head 0, k in the last
+    head.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(1, H, 1, D, generator=generator, dtype=torch.float64)
+        .expand(-1, -1, LENGTH, -1)
+        .clone()
+    )
+
+
+def _check_relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]:
+    """Check that q at i + 3 times k at i, and q at i times itself, are the same for all i."""
+    q, k = out[0, 0], out[0, -1]
+    cross_products, self_products = (
+        torch.stack([q[i + n] @ other[i] for i in START_POSITIONS])
+        for n, other in ((KEY_DISTANCE, k), (0, q))
+    )
+    # each product sums D terms of vectors whose angles have a rounding error for each position
+    size = float(x[0, :, 0].norm(dim=-1).max()) ** 2
+    allowed = 4 * LENGTH * torch.finfo(dtype).eps * size
+    deviations = torch.stack([(p - p[0]).abs() for p in (cross_products, self_products)])
+    if float(deviations.max()) <= allowed:
+        return []
+    kind, n = (int(i) for i in (deviations > allowed).nonzero()[0])
+    products, distance = ((cross_products, KEY_DISTANCE), (self_products, 0))[kind]
+    products_text, starts_text = (
+        ", ".join(f"{float(p):.4g}" for p in products),
+        ", ".join(map(str, START_POSITIONS)),
+    )
+    ratio = out.norm(dim=-1) / x.norm(dim=-1)
+    sentence = (
+        f"q at i + {distance} times k at i is {products_text} for i = {starts_text}; norms change "
+        f"by {float(ratio.min()):.4g} to {float(ratio.max()):.4g}."
+    )
+    tolerance = torch.finfo(dtype).eps ** 0.5 * float(x.abs().max())
+    mixed_rotations = [rotate(x, 10000.0, layout, 2) for layout in ("mixed", "mixed-back")]
+    mixed = any(float((out - each).abs().max()) <= tolerance for each in mixed_rotations)
+    name = "rotary-mixed" if mixed else "rotary-not-relative"
+    i = START_POSITIONS[n]
+    return [
+        finding(
+            name, sentence, {"T": i + distance + 1, "i": i}, float(products[0]), float(products[n])
+        )
+    ]
+
+
+def _check_precision(run: Callable[..., Tensor], D: int, seed: int) -> list[Finding]:
+    """Check bfloat16 vectors at a far position: angles rounded to bfloat16 are wrong by whole turns
+    there.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(1, 1, 1, D, generator=generator, dtype=torch.float64).bfloat16()
+    exact, got = run(x.double(), FAR_POSITION + 1).double(), run(x, FAR_POSITION + 1).double()
+    rounded = exact.bfloat16().double()
+    # the rounding error of a product and a sum is a few units of the largest number
+    allowed = 8 * float((rounded - exact).abs().max()) + 4 * 2**-8 * float(x.double().abs().max())
+    errors = (got - exact).abs()
+    if float(errors.max()) <= allowed:
+        return []
+    c = int(errors.flatten().argmax())
+    sentence = (
+        f"In bfloat16, position {FAR_POSITION + 1} is rotated by another angle than in float64."
+    )
+    return [
+        finding(
+            "rotary-precision",
+            sentence,
+            {"T": 1, "position": FAR_POSITION + 1, "feature": c},
+            float(exact.flatten()[c]),
+            float(got.flatten()[c]),
+        )
+    ]
