@@ -129,7 +129,7 @@ def _closure_values(function: MaskFunction) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
-def _causal(_closure_values: dict[str, Any], positions: MaskPositions) -> Mask:
+def _causal(_values: dict[str, Any], positions: MaskPositions) -> Mask:
     # no key comes after a decoded token, so that kernels need not look for hidden keys
     return Full() if positions.q.start >= positions.k.stop - 1 else Causal()
 
@@ -138,7 +138,7 @@ def _window(values: dict[str, Any], positions: MaskPositions) -> Mask:
     size = values["sliding_window"]
     if size < 1:
         return EMPTY_WINDOW
-    # the window covers all keys
+    # a window that covers all keys hides nothing
     return Full() if positions.q.stop - positions.k.start <= size else Window(size)
 
 
@@ -161,7 +161,7 @@ def _chunk(values: dict[str, Any], positions: MaskPositions) -> Mask:
     return Document(tuple((0, *bounds) if bounds[0] else bounds for bounds in bounds_of_rows))
 
 
-def _packed_sequences(values: dict[str, Any], _where: MaskPositions) -> Mask:
+def _packed_sequences(values: dict[str, Any], _positions: MaskPositions) -> Mask:
     ids = values["packed_sequence_mask"]
     starts = [(x.nonzero()[:, 0] + 1).tolist() for x in ids.diff(dim=1)]
     return Document(tuple((0, *starts_of_row, ids.shape[1]) for starts_of_row in starts))
@@ -201,7 +201,7 @@ def _depends_on_distance(function: MaskFunction) -> bool:
 
 _RULES: dict[str, Callable[[dict[str, Any], MaskPositions], Mask | None]] = {
     "causal_mask_function": _causal,
-    "bidirectional_mask_function": lambda _closure_values, _where: Full(),
+    "bidirectional_mask_function": lambda _values, _positions: Full(),
     "sliding_window_overlay": _window,
     "sliding_window_bidirectional_overlay": _bidirectional_window,
     "chunked_overlay": _chunk,
