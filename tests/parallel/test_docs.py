@@ -31,7 +31,7 @@ def test_the_example_runs(tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(example(PAGES[0]))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert "4096 tokens on 4 ranks\n  0: 0-1023" in done.stdout
+    assert "4,096 tokens on 4 ranks\n  0: 0-1023" in done.stdout
     assert ">  exchange" in done.stdout
     difference = float(done.stdout.rsplit("tensor(", 1)[1].rstrip(")\n"))
     assert difference < 1e-5
