@@ -251,13 +251,13 @@ def join_parts(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, 
 
 @cache
 def _plain() -> Callable[[torch.dtype], int]:
-    from regard.ops.jit import decode_loops
+    from regard.ops.jit import decode_loops as loops
 
-    return decode_loops.entry
+    return loops.entry
 
 
 @cache
 def _quantised() -> Callable[[torch.dtype], int]:
-    from regard.ops.jit import decode_quantised
+    from regard.ops.jit import decode_quantised as loops
 
-    return decode_quantised.entry
+    return loops.entry
