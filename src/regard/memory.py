@@ -4,6 +4,20 @@ state.
 
 from __future__ import annotations
 
-from regard.ops.memory import Compressed, Read, infini_attention, retrieve, sigma, write
+from regard.ops.memory import (
+    CompressiveState,
+    MemoryRead,
+    elu_plus_one,
+    infini_attention,
+    retrieve,
+    write,
+)
 
-__all__ = ["Compressed", "Read", "infini_attention", "retrieve", "sigma", "write"]
+__all__ = [
+    "CompressiveState",
+    "MemoryRead",
+    "elu_plus_one",
+    "infini_attention",
+    "retrieve",
+    "write",
+]

@@ -40,7 +40,7 @@ from regard.models.tokenizer import Tokenizer
 from regard.nn import dynamic_rotary
 from regard.ops.gemv import gemv
 from regard.ops.jit import decode, openmp
-from regard.ops.norm import rms_norm
+from regard.ops.rms_norm import rms_norm
 from regard.ops.softmax import cpu, flex
 from regard.ops.softmax.dispatch import KERNELS
 from regard.positions import DynamicNTK, Rotary
@@ -163,7 +163,7 @@ def test_kept_tables_are_read_only_and_survive_being_thrown_out(
             )
     check_crowd(calls, 1)
     where, rule = Span(7, 2), masks.Causal() & masks.Window(4)
-    kept = [*cpu._run(where), *(cpu._ranges(rule, where) or ())]
+    kept = [*cpu._span_positions(where), *(cpu._cached_intervals(rule, where) or ())]
     q, k, v = inputs(2, 9)
     for mask in (masks.Causal(), rule):
         regard.attend(q, k, v, mask=mask, backend="cpu")
@@ -184,12 +184,12 @@ def test_compiled_maps_and_norms() -> None:
 @pytest.mark.parametrize("own", [False, True], ids=["torch's team", "threads of ours"])
 def test_several_workers_for_each_caller(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers share one team; ours grows while others wait for it."""
-    monkeypatch.setattr(openmp, "POOL", openmp.Pool())
+    monkeypatch.setattr(openmp, "THREAD_POOL", openmp.ThreadPool())
     if own:
         monkeypatch.setattr(openmp, "openmp", lambda: None)
     count = threading.local()
-    monkeypatch.setattr(openmp, "threads", lambda: getattr(count, "n", 2))
-    q, k, v = inputs(1, 4 * decode.PART // 64)  # work for four threads
+    monkeypatch.setattr(openmp, "thread_count", lambda: getattr(count, "n", 2))
+    q, k, v = inputs(1, 4 * decode.ELEMENTS_PER_THREAD // 64)  # work for four threads
     alone = {}
     for n in (2, 3, 4):
         count.n = n
@@ -501,7 +501,7 @@ def test_flex_leaves_filters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing, and changes no filter: not even for a moment, for that moment is
     everybody's.
     """
-    flex._function.cache_clear()
+    flex._flex_attention_for.cache_clear()
     monkeypatch.setattr(torch_flex, "_WARNINGS_SHOWN", set())
     monkeypatch.setattr(warnings, "filters", before := list(warnings.filters))
     seen: list[bool] = []

@@ -16,7 +16,7 @@ from regard.nn.linear import linear
 from regard.nn.variants import build
 from regard.ops import gemv as gemv_module
 from regard.ops.gemv import gemv
-from regard.ops.norm import rms_norm
+from regard.ops.rms_norm import rms_norm
 
 
 @pytest.fixture(params=["grad", "no_grad", "no_grad, no Numba"])

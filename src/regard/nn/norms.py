@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.arguments import check_device, check_tensor
 from regard.errors import ArgumentError
-from regard.ops.norm import rms_norm
+from regard.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

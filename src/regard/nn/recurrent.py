@@ -24,7 +24,7 @@ from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import Heads, Projection
 from regard.ops.linear import gated_linear, linear_attention, retention
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
-from regard.ops.linear.features import FeatureMap, feature_map_of
+from regard.ops.linear.feature_maps import FeatureMap, feature_map_of
 from regard.span import Positions, Span
 from regard.tap import tap
 

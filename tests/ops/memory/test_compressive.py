@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.memory import Compressed, retrieve, sigma, write
-from regard.ops.memory.compressive import nothing
+from regard.memory import CompressiveState, elu_plus_one, retrieve, write
+from regard.ops.memory.compressive import empty_state
 from tests.oracles import infini as oracle
 from tests.rules import assert_close_rule
 
@@ -23,8 +23,8 @@ def drawn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -
     return (torch.randn(*shape, dtype=torch.float64) * scale).to(dtype)
 
 
-def empty(k: Tensor, v: Tensor) -> Compressed:
-    return nothing(k, v)
+def empty(k: Tensor, v: Tensor) -> CompressiveState:
+    return empty_state(k, v)
 
 
 def by_hand(q: Tensor, segments: list[tuple[Tensor, Tensor]], update: str) -> Tensor:
@@ -84,7 +84,7 @@ def test_wrong_rules_are_caught() -> None:
     right, exact = retrieve(q, state).values, by_hand(q, segments, "linear")
     assert float((right - exact).abs().max()) < 1e-13
     tiled = retrieve(q[:, [0, 2, 1, 3]], state).values
-    bare = sigma(q).unflatten(1, (2, 2)) @ state.M[:, :, None]
+    bare = elu_plus_one(q).unflatten(1, (2, 2)) @ state.M[:, :, None]
     for wrong in (by_hand(q, segments, "delta"), tiled, bare.flatten(1, 2)):
         with pytest.raises(AssertionError, match="error"):
             assert_close_rule(wrong, right, exact)
@@ -93,14 +93,14 @@ def test_wrong_rules_are_caught() -> None:
 def test_sigma_keeps_what_is_small() -> None:
     x = torch.tensor([-80.0, -30.0, -17.0, -1e-3, 0.0, 1e-3, 30.0])
     exact = torch.tensor([oracle.sigma(float(y)) for y in x.double()], dtype=torch.float64)
-    assert float(((sigma(x).double() - exact) / exact).abs().max()) < 2e-7 * 80, (
+    assert float(((elu_plus_one(x).double() - exact) / exact).abs().max()) < 2e-7 * 80, (
         "rounding of the argument"
     )
     assert (F.elu(x) + 1)[:3].tolist()[:2] == [0.0, 0.0], "expm1(x) + 1 rounds it away"
 
 
 def test_a_query_far_below_zero_reads_the_same_mean() -> None:
-    """sigma(q) is 0 in fp32 below -104: 0/0 in plain math; the weights of the dims stay what they
+    """elu(q) + 1 is 0 in fp32 below -104: 0/0 in plain math; the weights of the dims stay what they
     are.
     """
     q, k, v = drawn(1, 1, 2, 4), drawn(1, 1, 6, 4), drawn(1, 1, 6, 3)
@@ -148,7 +148,7 @@ def test_what_is_not_written_is_not_looked_at() -> None:
             alone = write(
                 k[b : b + 1, :, where[b]],
                 v[b : b + 1, :, where[b]],
-                Compressed(*(x[b : b + 1] for x in state)),
+                CompressiveState(*(x[b : b + 1] for x in state)),
                 update,
             )
             assert float((alone.M - mine.M[b]).abs().max()) < 1e-13
@@ -196,12 +196,12 @@ TABLE = {
 
 
 def test_selectivity_of_random_keys() -> None:
-    """How much more a matching key weighs than any other: E[sigma^2] / E[sigma]^2, at most pi."""
+    """How much more a matching key weighs than any other: E[f^2] / E[f]^2 with f = elu + 1, at most pi."""
     x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
     density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
 
     def ratio(s: float) -> float:
-        f = sigma(s * x) * 1.0
+        f = elu_plus_one(s * x) * 1.0
         first, second = (torch.trapezoid(y * density, x).item() for y in (f, f * f))
         return second / first**2
 
@@ -238,7 +238,7 @@ def test_gradients(update: str) -> None:
     M, z = drawn(1, 1, 3, 2), drawn(1, 1, 3).abs() + 0.5
 
     def both(q: Tensor, k: Tensor, v: Tensor, M: Tensor, z: Tensor) -> Tensor:
-        return retrieve(q, write(k, v, Compressed(M, z), update)).values
+        return retrieve(q, write(k, v, CompressiveState(M, z), update)).values
 
     inputs = tuple(x.requires_grad_() for x in (q, k, v, M, z))
     assert torch.autograd.gradcheck(both, inputs)

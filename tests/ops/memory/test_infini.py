@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.memory import infini_attention
-from regard.ops.memory import infini
+from regard.ops.memory.infini_attention import segments_of_call
 from regard.span import Span
 from tests.ops.memory.plain import several
 from tests.oracles import infini as oracle
@@ -291,8 +291,8 @@ def test_a_compiled_graph_gives_the_same() -> None:
 def test_pieces() -> None:
     """Equal rows as a span and as a tensor: the same queries, keys and writes."""
     for start, S, T, size in ((0, 9, 9, 4), (4, 6, 3, 4), (5, 3, 3, 4), (0, 3, 3, 8), (8, 8, 8, 8)):
-        span = list(infini.pieces(Span(start, S), T, size))
-        rows = list(infini.pieces(Span(start, S).tensor(), T, size))
+        span = list(segments_of_call(Span(start, S), T, size))
+        rows = list(segments_of_call(Span(start, S).tensor(), T, size))
         assert [(p.queries, p.keys, p.closed) for p in span] == [
             (p.queries, p.keys, p.closed) for p in rows
         ]
@@ -301,8 +301,8 @@ def test_pieces() -> None:
             assert p.k_in is not None
             assert p.q_in.all()
             assert bool(p.k_in.all()) is p.closed
-    assert list(infini.pieces(Span(3, 0), 0, 4)) == []
-    assert list(infini.pieces(torch.full((2, 3), -1), 3, 4)) == []
+    assert list(segments_of_call(Span(3, 0), 0, 4)) == []
+    assert list(segments_of_call(torch.full((2, 3), -1), 3, 4)) == []
 
 
 def test_nothing_in_nothing_out() -> None:

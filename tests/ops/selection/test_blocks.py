@@ -9,7 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.ops.selection.blocks import best_blocks, by_rows, order, top
+from regard.ops.selection.position_blocks import (
+    block_layout,
+    in_query_chunks,
+    select_blocks,
+    top_k_mask,
+)
 from regard.span import Positions, Span, as_tensor
 
 E = -1
@@ -39,7 +44,7 @@ def test_order(name: str, size: int) -> None:
     x[torch.tensor(where)[:, None, :, None].expand(x.shape) < 0] = (
         math.nan
     )  # what an empty slot holds
-    laid = order(positions, size)
+    laid = block_layout(positions, size)
     found, held = laid.split(x), laid.held.expand(2, -1).tolist()
     assert found.shape == (2, 3, laid.blocks, size, 2)
     first, N = laid.first.expand(2).tolist(), laid.blocks
@@ -58,12 +63,12 @@ def test_order(name: str, size: int) -> None:
 
 
 def test_a_row_starts_at_a_block_edge_so_that_far_positions_cost_nothing() -> None:
-    assert order(torch.tensor([[10**12, 10**12 + 1]]), 4).blocks == 1
-    assert order(Span(10**12, 2), 4).blocks == 1
+    assert block_layout(torch.tensor([[10**12, 10**12 + 1]]), 4).blocks == 1
+    assert block_layout(Span(10**12, 2), 4).blocks == 1
 
 
 def test_own_block_of_queries() -> None:
-    laid = order(Span(0, 8), 3)
+    laid = block_layout(Span(0, 8), 3)
     assert laid.own(torch.tensor([[0, 2, 3, E, 7]])).tolist() == [[0, 0, 1, E, 2]]
 
 
@@ -80,22 +85,22 @@ NUMBERS = st.sampled_from([0.0, -0.0, 1.0, 1.0, -2.5, math.inf, -math.inf, math.
     st.lists(st.lists(NUMBERS, min_size=6, max_size=6), min_size=1, max_size=4), st.integers(-1, 8)
 )
 def test_top_takes_the_first_of_equals_and_never_minus_infinity(rows: list, k: int) -> None:
-    assert top(torch.tensor(rows), k).tolist() == [reference_top(row, k) for row in rows]
+    assert top_k_mask(torch.tensor(rows), k).tolist() == [reference_top(row, k) for row in rows]
     taken = torch.arange(len(rows))[:, None]
-    found = top(torch.tensor(rows), k, taken).tolist()
+    found = top_k_mask(torch.tensor(rows), k, taken).tolist()
     assert found == [reference_top(row, k - i) for i, row in enumerate(rows)]
 
 
 def test_top_of_nothing() -> None:
-    assert top(torch.zeros(2, 0), 3).shape == (2, 0)
-    assert top(torch.zeros(2, 3), 0).tolist() == [[False] * 3] * 2
+    assert top_k_mask(torch.zeros(2, 0), 3).shape == (2, 0)
+    assert top_k_mask(torch.zeros(2, 3), 0).tolist() == [[False] * 3] * 2
 
 
 def test_top_is_the_same_under_any_layout_and_dtype() -> None:
     x = torch.randint(0, 4, (5, 40)).to(torch.bfloat16)  # ties everywhere
     expected = [reference_top(row, 7) for row in x.tolist()]
     for y in (x, x.double(), x.t().contiguous().t()):
-        assert top(y, 7).tolist() == expected
+        assert top_k_mask(y, 7).tolist() == expected
 
 
 def test_forced_blocks_count_among_the_best() -> None:
@@ -105,7 +110,7 @@ def test_forced_blocks_count_among_the_best() -> None:
         [True, True, True, True, False]
     )  # a forced block that is not allowed takes no place
     for k, expected in ((0, [3]), (1, [3]), (2, [2, 3]), (3, [0, 2, 3]), (9, [0, 1, 2, 3])):
-        found = best_blocks(*(x[None, None, None] for x in (scores, forced, allowed)), k)
+        found = select_blocks(*(x[None, None, None] for x in (scores, forced, allowed)), k)
         assert found[0, 0, 0].nonzero()[:, 0].tolist() == expected
 
 
@@ -117,13 +122,13 @@ def test_rows_in_turns_equal_all_at_once() -> None:
         seen.append(x[:, :, rows].shape[2])
         return x[:, :, rows] > 0
 
-    assert by_rows(choose, 11, 10, most=40).equal(x > 0)
+    assert in_query_chunks(choose, 11, 10, most=40).equal(x > 0)
     assert seen == [4, 4, 3]
 
 
 def test_a_compiled_graph_takes_rows_without_gaps_and_refuses_others() -> None:
     def lay(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return order(positions, 4).lay(x)
+        return block_layout(positions, 4).lay(x)
 
     compiled = torch.compile(lay, fullgraph=True, backend="eager")
     x, positions = torch.randn(2, 1, 6, 2), CASES["left padded"]

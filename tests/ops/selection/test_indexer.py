@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from regard.masks import Causal
-from regard.ops.selection import blocks, index_mask, index_scores, indexer_loss
+from regard.ops.selection import index_mask, index_scores, indexer_loss, position_blocks
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
 from tests.rules import assert_close_rule
@@ -142,7 +142,7 @@ def test_the_future_changes_no_choice_and_rows_in_turns_neither(
         changed = k.clone()
         changed[:, :, t + 1 :] = math.nan
         assert choose(changed)[:, :, : t + 1].equal(before[:, :, : t + 1])
-    monkeypatch.setattr(blocks, "ROW_BYTES", 1)
+    monkeypatch.setattr(position_blocks, "MAX_CHUNK_BYTES", 1)
     assert choose(k).equal(before)
 
 

@@ -13,10 +13,10 @@ from regard import biases, masks
 from regard.errors import KernelRefusal
 from regard.ops.softmax import flex
 from regard.ops.softmax.call import make_call
-from regard.ops.softmax.flex import Flex, block_mask
-from regard.ops.softmax.reference import Reference
+from regard.ops.softmax.flex import FlexKernel, block_mask
+from regard.ops.softmax.reference import ReferenceKernel
 
-KERNEL = Flex()
+KERNEL = FlexKernel()
 
 
 def qkv(T: int = 20, S: int = 20, H: int = 2, D: int = 16, **kind: Any) -> list[Tensor]:
@@ -38,7 +38,7 @@ def test_on_cpu_it_infers_when_it_is_asked_for() -> None:
     options = {"mask": mask, "bias": bias, "sink": sink, "softcap": 2.0}
     out = regard.attend(q, k, v, backend="flex", **options)
     torch.testing.assert_close(
-        out, Reference().run(make_call(q, k, v, **options)).out, rtol=1e-5, atol=1e-6
+        out, ReferenceKernel().run(make_call(q, k, v, **options)).out, rtol=1e-5, atol=1e-6
     )
 
 
@@ -80,7 +80,7 @@ def test_what_the_generated_kernel_does_not_take() -> None:
     def why(
         T: int = 256, D: int = 64, dtype: torch.dtype = torch.float32, **options: Any
     ) -> list[str]:
-        return flex._why_not_cuda(make_call(*qkv(T, T, D=D, dtype=dtype), **options))
+        return flex._cuda_reasons(make_call(*qkv(T, T, D=D, dtype=dtype), **options))
 
     assert why() == []
     assert why(dtype=torch.float64) == ["no float64 on CUDA"]

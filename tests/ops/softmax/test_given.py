@@ -7,7 +7,7 @@ import torch
 
 import regard
 from regard import Span
-from regard.ops.softmax.call import last
+from regard.ops.softmax.call import default_query_positions
 
 
 def test_an_inverted_mask_is_pointed_out() -> None:
@@ -28,20 +28,20 @@ def test_a_mask_that_means_it_is_not() -> None:
 
 
 def test_queries_are_the_last_of_the_keys() -> None:
-    assert last(Span(0, 5), 2) == Span(3, 2)
-    assert last(Span(0, 2), 5) == Span(-3, 5, tokens=True)
+    assert default_query_positions(Span(0, 5), 2) == Span(3, 2)
+    assert default_query_positions(Span(0, 2), 5) == Span(-3, 5, tokens=True)
     keys = torch.tensor([[-1, -1, 0, 1]])
-    assert last(keys, 3).tolist() == [[-1, 0, 1]]
+    assert default_query_positions(keys, 3).tolist() == [[-1, 0, 1]]
     with pytest.raises(
         regard.ArgumentError, match=r"5 queries for 4 keys at given k_positions: give q_positions"
     ):
-        last(keys, 5)
+        default_query_positions(keys, 5)
 
 
 def test_queries_are_not_put_into_empty_slots_behind_the_keys() -> None:
     source = torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]])
-    assert last(source, 4) is not None  # the queries are those tokens
-    assert last(torch.full((1, 4), -1), 2).tolist() == [[-1, -1]]
+    assert default_query_positions(source, 4) is not None  # the queries are those tokens
+    assert default_query_positions(torch.full((1, 4), -1), 2).tolist() == [[-1, -1]]
     q, kv = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 4, 8)
     with pytest.raises(
         regard.ArgumentError,

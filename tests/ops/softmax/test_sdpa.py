@@ -21,9 +21,9 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.masks import EMPTY, FULL
-from regard.ops.softmax import dispatch, pieces, sdpa
+from regard.ops.softmax import dispatch, mask_lowering, sdpa
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.pieces import lower, runs
+from regard.ops.softmax.mask_lowering import lower_mask, merge_tiles
 from regard.span import Span
 from tests.ops.softmax.plain import allowed, assert_near, torch_dense
 from tests.oracles.plain import plain_attention
@@ -46,7 +46,7 @@ class Case:
     G: int = 2
     D: int = 8
     E: int = 8
-    pieces: list[Any] | None = None
+    mask_lowering: list[Any] | None = None
 
     def inputs(self, dtype: torch.dtype, scale: float = 0.25) -> list[Tensor]:
         """q, k, v: randn, with one key far out, two keys that tie, and exact zeros.
@@ -165,7 +165,7 @@ CASES = {
 }
 
 
-SMALL = pieces.Grain(rows=16, keys=4)
+SMALL = mask_lowering.BlockSizes(rows=16, keys=4)
 
 
 @pytest.fixture(autouse=True)
@@ -184,7 +184,7 @@ def described(call: Call) -> list[Any]:
                 for p in work.pieces
             ],
         )
-        for work in lower(call, SMALL)
+        for work in lower_mask(call, SMALL)
     ]
 
 
@@ -342,13 +342,13 @@ def test_a_stale_lse_in_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> N
     """Negative control: a piece's backward must be given the whole row's lse, not one that is
     off.
     """
-    right = sdpa.fused_backward
+    right = sdpa.range_gradients
 
     def stale(row: Any, *rest: Any) -> Any:
         q, out, lse, d_out, d_lse = row
         return right((q, out, lse + 0.01, d_out, d_lse), *rest)
 
-    monkeypatch.setattr(sdpa, "fused_backward", stale)
+    monkeypatch.setattr(sdpa, "range_gradients", stale)
     with pytest.raises(AssertionError, match="off by"):
         assert_right(CASES["window"], torch.float64)
 
@@ -462,7 +462,7 @@ def test_half_scores_do_not_overflow(mask: masks.Mask | None) -> None:
 
 
 def reasons(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[str]:
-    return sdpa.Sdpa().why_not(make_call(q, k, v, **options))
+    return sdpa.SdpaKernel().why_not(make_call(q, k, v, **options))
 
 
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf, 1e38])
@@ -526,12 +526,12 @@ def test_numbers_whose_products_overflow_count_as_infinite() -> None:
 
 def test_another_schema_of_the_private_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
-    monkeypatch.setattr(sdpa, "_SCHEMA", "another")
+    monkeypatch.setattr(sdpa, "_CPU_OP_SCHEMA", "another")
     why = ["this torch has another private CPU op, so no lse"]
     assert reasons(q, k, v) == []
     assert reasons(q, k, v, wants_lse=True) == why
     assert reasons(q, k, v, sink=torch.zeros(4)) == why
-    assert sdpa.why_no_lse(torch.device("cuda")) == ["gives no lse on cuda"]
+    assert sdpa.no_lse_reasons(torch.device("cuda")) == ["gives no lse on cuda"]
     with pytest.raises(regard.KernelRefusal, match="another private CPU op"):
         regard.attend_partial(q, k, v, backend="sdpa")
 
@@ -615,8 +615,8 @@ def test_masks_of_pieces_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
         most = max(most, sum(ref() is not None for ref in alive))
         return mask
 
-    right = pieces.additive
-    monkeypatch.setattr(pieces, "additive", counted)
+    right = mask_lowering.additive_mask
+    monkeypatch.setattr(mask_lowering, "additive_mask", counted)
     q, k, v = (x.requires_grad_() for x in CASES["window"].inputs(torch.float32))
     out = regard.attend(q, k, v, mask=LOCAL, backend="sdpa")
     assert total == 6, "one piece for each block of 16 rows"
@@ -629,7 +629,7 @@ def test_masks_of_pieces_are_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
 def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     def pairs(T: int) -> int:
         q = torch.zeros(1, 1, T, 2)
-        return sdpa.Sdpa(SMALL).work(make_call(q, q, q, mask=LOCAL)).pairs
+        return sdpa.SdpaKernel(SMALL).work(make_call(q, q, q, mask=LOCAL)).pairs
 
     assert pairs(640) - pairs(320) == pairs(320) - pairs(160) + (pairs(320) - pairs(160))
     assert pairs(320) < 320 * 320 / 8
@@ -640,7 +640,7 @@ def test_work_of_a_window_grows_with_T_not_with_its_square() -> None:
     long=st.integers(1, 6),
 )
 def test_runs_by_brute_force(state: list[int], long: int) -> None:
-    found = runs(state, long)
+    found = merge_tiles(state, long)
     kinds: list[bool | None] = [None] * len(state)
     for start, stop, full in found:
         assert start < stop

@@ -22,7 +22,7 @@ from regard.inspect.record.place import Place, Pool, Step
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.rules import copied, speaks_of_slots, written_out
 from regard.masks import Mask
-from regard.ops.softmax.call import Call, Result
+from regard.ops.softmax.call import Call, KernelResult
 from regard.span import Positions, Span, as_tensor
 from regard.tap import Opening, Trace
 
@@ -187,7 +187,7 @@ class Track:
         same = (self._batch, self._H) == (call.B, call.H)
         return same and bool((first > self._last).all())
 
-    def add(self, call: Call, result: Result, kernel: str) -> None:
+    def add(self, call: Call, result: KernelResult, kernel: str) -> None:
         """A call and its result; tensors are copied, since caches write over their own."""
         if self._last is None:
             self._batch, self._H = call.B, call.H
@@ -210,7 +210,7 @@ class Track:
         """Nothing was kept."""
         return not self._steps
 
-    def _step(self, call: Call, result: Result, kernel: str) -> Step:
+    def _step(self, call: Call, result: KernelResult, kernel: str) -> Step:
         assert result.lse is not None, "an observed call asks for its lse"
         heads, n = list(self.heads), call.H // call.G
         first = 0 if self._kept.rows is None else max(0, call.T - self._kept.rows)

@@ -31,7 +31,7 @@ from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import Memory
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
-from regard.ops.softmax.dispatch import decide, run_on
+from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.process import is_compiling
 from regard.span import Span
 
@@ -268,10 +268,10 @@ def _attention(
             else None
         )
         if call is not None:
-            kernel, call = decide(call)
+            kernel, call = choose_kernel(call)
             if kernel.name in FASTER or _thread.always or _skips(call, attn_mask):
                 _thread.took(kernel.name)
-                return run_on(kernel, call).out
+                return run_on_kernel(kernel, call).out
             why = AS_FAST
         _thread.left(why or NOT_MASKED)
     return _torch_attention(

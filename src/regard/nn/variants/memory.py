@@ -6,8 +6,8 @@ from regard.nn.infini import InfiniAttention
 from regard.nn.streaming import StreamingAttention
 from regard.nn.variants.parts import head_size, join, separate
 from regard.nn.variants.registry import variant
-from regard.ops.memory.compressive import Update
-from regard.ops.memory.infini import Empty
+from regard.ops.memory.compressive import UpdateRule
+from regard.ops.memory.infini_attention import EmptyMemoryRule
 from regard.positions import Rotary
 
 
@@ -28,7 +28,7 @@ def infini(
     groups: int | None = None,
     head_dim: int | None = None,
     base: float = 10000.0,
-    empty: Empty = "zero",
+    empty: EmptyMemoryRule = "zero",
 ) -> InfiniAttention:
     """Infini-attention: softmax inside a segment, and a memory of fixed size for all segments
     before.
@@ -72,7 +72,7 @@ def infini_delta(
     groups: int | None = None,
     head_dim: int | None = None,
     base: float = 10000.0,
-    empty: Empty = "zero",
+    empty: EmptyMemoryRule = "zero",
 ) -> InfiniAttention:
     """Infini-attention that writes only what its memory does not answer already.
 
@@ -97,8 +97,8 @@ def _infini(
     groups: int | None,
     head_dim: int | None,
     base: float,
-    empty: Empty,
-    update: Update,
+    empty: EmptyMemoryRule,
+    update: UpdateRule,
 ) -> InfiniAttention:
     D = head_size(dim, heads, head_dim)
     project = separate(dim, heads, heads if groups is None else groups, D)

@@ -23,7 +23,7 @@ from regard.nn.recurrent import (
 )
 from regard.nn.variants.parts import head_size, join, separate
 from regard.nn.variants.registry import variant
-from regard.ops.linear.features import FeatureMap
+from regard.ops.linear.feature_maps import FeatureMap
 from regard.positions import Rotary
 
 

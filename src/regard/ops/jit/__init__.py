@@ -7,11 +7,11 @@ There are two doors, and two small side doors:
 - `prefill`: many queries, as products of small matrices over the tiles that a mask shows, and their
   gradient. `regard.ops.softmax.gemm` comes in here.
 - `gemv` and `norm`: a linear map and an RMS norm of a few rows. `regard.ops.gemv` and
-  `regard.ops.norm` come in here.
+  `regard.ops.rms_norm` come in here.
 
 One call, from door to loop. `regard.attend(q, k, v)` decodes one token against 1,024 keys:
 
-1. `regard.ops.softmax.dispatch` asks the kernel `cpu` (`regard.ops.softmax.cpu.Cpu`) first, because
+1. `regard.ops.softmax.dispatch` asks the kernel `cpu` (`regard.ops.softmax.cpu.CpuKernel`) first, because
    keys and values are many. It has no reason against the call, so its `run` writes the call down as
    plain contiguous tensors, a `DecodeArgs`: which ranges of positions each query sees, what is
    added to its scores.

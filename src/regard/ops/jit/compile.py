@@ -23,7 +23,7 @@ from numba import njit
 from numba.core import config
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 
-PACKAGE, FOLDER = __package__ or "", Path(__file__).parent
+JIT_PACKAGE, JIT_FOLDER = __package__ or "", Path(__file__).parent
 
 
 class SourceStamps:
@@ -66,13 +66,13 @@ class SourceStamps:
         return found.hexdigest()
 
 
-_stamps = SourceStamps(PACKAGE, FOLDER)
+_stamps = SourceStamps(JIT_PACKAGE, JIT_FOLDER)
 
 
 @cache
 def source_stamp(module: str) -> str:
     """The stamp of a module of this package, by its full name; computed once in a process."""
-    return _stamps.stamp(module.removeprefix(f"{PACKAGE}."))
+    return _stamps.stamp(module.removeprefix(f"{JIT_PACKAGE}."))
 
 
 class _StampedCache(FunctionCache):  # type: ignore[misc, unused-ignore]
@@ -94,7 +94,9 @@ def disk_cache(function: Callable[..., Any], stamp: str) -> Any:
         return NullCache()
 
 
-def compiled(*, fastmath: Collection[str] = (), makes_arrays: bool = True) -> Callable[[Any], Any]:
+def njit_cached(
+    *, fastmath: Collection[str] = (), makes_arrays: bool = True
+) -> Callable[[Any], Any]:
     """Decorate a function that Numba compiles: it lets go of the interpreter while it runs, divides
     as numpy does, and is kept on disk under the stamp of its module.
 
@@ -116,17 +118,17 @@ def compiled(*, fastmath: Collection[str] = (), makes_arrays: bool = True) -> Ca
     return decorate
 
 
-exact = compiled()
+njit_strict = njit_cached()
 """For loops over whole numbers and positions, and for floating-point numbers in their order."""
 
-SUMS = ("contract", "reassoc", "nsz")
+FASTMATH_FLAGS = ("contract", "reassoc", "nsz")
 """The liberties of most loops: products and sums in one rounding, and sums in any order."""
 
-fast = compiled(fastmath=SUMS)
+njit_fastmath = njit_cached(fastmath=FASTMATH_FLAGS)
 """For loops over floating-point numbers."""
 
 
-def has(feature: str) -> bool:
+def has_cpu_feature(feature: str) -> bool:
     """Whether loops may name instructions of a processor feature: LLVM knows this processor to have
     it, and Numba was not told to compile for another. Naming one that is missing ends the process.
 

@@ -2,7 +2,7 @@
 
 `DecodeArgs` holds what a call asks, as contiguous tensors; `decode` reads keys and values of any
 strides, and `decode_quantised` those that a cache keeps in codes. Each packs a record
-(`regard.ops.jit.records`), takes the entry of the dtype (`decode_loops`, `decode_quantised`) and
+(`regard.ops.jit.argument_structs`), takes the entry of the dtype (`decode_loops`, `decode_quantised`) and
 lets torch's threads run it (`openmp`); `join_parts` joins what both gave. Compiled code checks
 nothing: the caller has checked sizes, dtypes and devices. Numba is imported when the first call
 comes.
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from regard.ops.jit import openmp
-from regard.ops.jit.records import DECODE, DECODE_QUANTISED, Record
+from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT, DECODE_STRUCT, StructLayout
 
-TILE = 64
+TILE_KEYS = 64
 """Keys of a tile, as in `decode_loops`."""
 
-PART = 1 << 17
+ELEMENTS_PER_THREAD = 1 << 17
 """Numbers of keys and values that are worth a thread."""
 
 
@@ -144,12 +144,12 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     slots = k.shape[2] - keys.recent.shape[2]
     if slots != v.shape[2] - values.recent.shape[2]:  # one loop over codes reads both
         return None
-    (of_k, owners), (of_v, more) = _code_memory(keys), _code_memory(values)
+    (of_k, owners), (of_v, more) = _quantized_argument(keys), _quantized_argument(values)
     recent = keys.recent, values.recent
     return QuantizedSegment(of_k, of_v, keys.made.scale.dtype, slots, recent, (*owners, *more))
 
 
-def _code_memory(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """The numbers of a `records.Coded` field, and the tensors that they are of."""
     codes, scale, zero = x.made.codes, x.made.scale, x.made.zero
     codes = codes if codes.stride(-1) == 1 else codes.contiguous()
@@ -172,11 +172,13 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
     Neither is copied, whatever its strides, if its last dimension is contiguous.
     """
-    (k, of_k), (v, of_v) = strided(k), strided(v)
-    return _run(args, DECODE, _plain(), k.dtype, (of_k, of_v), k.shape[2], v.shape[3])
+    (k, of_k), (v, of_v) = strided_argument(k), strided_argument(v)
+    return _run_decode(
+        args, DECODE_STRUCT, _plain_entry(), k.dtype, (of_k, of_v), k.shape[2], v.shape[3]
+    )
 
 
-def strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """A tensor [B,G,S,d], copied only if its last dimension is not contiguous, and the numbers of
     its `records.Strided` field.
     """
@@ -186,25 +188,27 @@ def strided(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return x, (x.data_ptr(), *x.stride()[:3])
 
 
-def parts(heads: int, S: int, workers: int) -> int:
+def split_count(heads: int, S: int, workers: int) -> int:
     """Into how many parts the keys of each of so many heads are split: every worker has some tasks,
     and a part some tiles.
 
     >>> parts(2, 4485, 5), parts(2, 300, 5)
     (17, 1)
     """
-    return max(1, min(-(-8 * workers // heads), S // (4 * TILE)))
+    return max(1, min(-(-8 * workers // heads), S // (4 * TILE_KEYS)))
 
 
-def decode_quantised(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tuple[Tensor, Tensor]:
+def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tuple[Tensor, Tensor]:
     """The same for the slots of a segment that are in codes; E: the dimension of the values."""
     fields = segment.k, segment.v
-    return _run(args, DECODE_QUANTISED, _quantised(), segment.dtype, fields, segment.slots, E)
+    return _run_decode(
+        args, DECODE_QUANTIZED_STRUCT, _quantized_entry(), segment.dtype, fields, segment.slots, E
+    )
 
 
-def _run(
+def _run_decode(
     args: DecodeArgs,
-    record: Record,
+    record: StructLayout,
     entry: Callable[[torch.dtype], int],
     dtype: torch.dtype,
     memory: tuple[Sequence[int], Sequence[int]],
@@ -213,8 +217,8 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """Pack the record, run the entry in as many threads as pay, and give out and lse."""
     B, G, R, D = args.q.shape
-    workers = min(openmp.threads(), max(1, B * G * S * (D + E) // PART))
-    P = parts(B * G, S, workers) if workers > 1 else 1
+    workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
+    P = split_count(B * G, S, workers) if workers > 1 else 1
     out, lse = torch.empty(B * G, P, R, E), torch.empty(B, G, P, R)
     packed = record.pack(
         T=args.T,
@@ -236,28 +240,28 @@ def _run(
         k=memory[0],
         v=memory[1],
     )
-    openmp.run(entry(dtype), packed, workers)
+    openmp.run_entry(entry(dtype), packed, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]
 
 
-def join_parts(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     """Two or more parts out [B,G,R,E] and lse [B,G,R] as one."""
-    from regard.ops.jit.decode_loops import join
+    from regard.ops.jit.decode_loops import join_splits
 
     out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
-    join(out.numpy(), lse.numpy())
+    join_splits(out.numpy(), lse.numpy())
     return out[:, :, 0], lse[:, :, 0]
 
 
 @cache
-def _plain() -> Callable[[torch.dtype], int]:
+def _plain_entry() -> Callable[[torch.dtype], int]:
     from regard.ops.jit import decode_loops as loops
 
-    return loops.entry
+    return loops.entry_address
 
 
 @cache
-def _quantised() -> Callable[[torch.dtype], int]:
-    from regard.ops.jit import decode_quantised as loops
+def _quantized_entry() -> Callable[[torch.dtype], int]:
+    from regard.ops.jit import decode_quantized_loops as loops
 
-    return loops.entry
+    return loops.entry_address

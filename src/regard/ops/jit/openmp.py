@@ -30,16 +30,16 @@ from typing import Any
 
 import torch
 
-from regard.ops.jit.records import Words
+from regard.ops.jit.argument_structs import PackedStruct
 
-Parallel = Callable[[int, int, int, int], None]
+ParallelFunction = Callable[[int, int, int, int], None]
 """`GOMP_parallel(function, its argument, threads, flags)`, addresses as numbers."""
 
-MAPS = Path("/proc/self/maps")
+PROC_MAPS = Path("/proc/self/maps")
 """What this process has loaded, on Linux."""
 
 
-class Pool:
+class ThreadPool:
     """Runs `work(part, parts)` for every part at once in Python threads; the caller's thread does
     part 0.
 
@@ -82,57 +82,57 @@ class Pool:
         self._lock, self._executor, self._size = Lock(), None, 0
 
 
-POOL = Pool()
-_Entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+THREAD_POOL = ThreadPool()
+_EntryPrototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _forked = False
 
 
-def _fork() -> None:
+def _mark_as_forked() -> None:
     global _forked
     _forked = True
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fork)
+    os.register_at_fork(after_in_child=_mark_as_forked)
 
 
-def threads() -> int:
+def thread_count() -> int:
     """How many: as many as torch uses."""
     return torch.get_num_threads()
 
 
-def run(entry: int, record: Words, workers: int) -> None:
+def run_entry(entry: int, record: PackedStruct, workers: int) -> None:
     """Call an entry with a record in so many threads at once, and come back when all are done.
 
     Args:
-        entry: the address of the compiled code (`regard.ops.jit.entries.address_of`).
-        record: as `regard.ops.jit.records.Record.pack` makes it. The threads share its counters:
-            `regard.ops.jit.entries.take` hands out the tasks.
+        entry: the address of the compiled code (`regard.ops.jit.entry_points.compile_entry`).
+        record: as `regard.ops.jit.argument_structs.StructLayout.pack` makes it. The threads share its counters:
+            `regard.ops.jit.entry_points.take_task` hands out the tasks.
         workers: threads, the caller's among them.
     """
     address = record.buffer_info()[0]
     if workers <= 1:
-        _as_function(entry)(address)
-    elif not _forked and (parallel := openmp()) is not None:
+        _callable_at(entry)(address)
+    elif not _forked and (parallel := torch_openmp()) is not None:
         parallel(entry, address, workers, 0)
     else:
-        function = _as_function(entry)
-        POOL.run(lambda _part, _of: function(address), workers)
+        function = _callable_at(entry)
+        THREAD_POOL.run(lambda _part, _of: function(address), workers)
 
 
 @cache
-def _as_function(entry: int) -> Callable[[int], None]:
+def _callable_at(entry: int) -> Callable[[int], None]:
     """It lets go of the interpreter while it runs."""
-    return _Entry(entry)
+    return _EntryPrototype(entry)
 
 
 @cache
-def openmp() -> Parallel | None:
+def torch_openmp() -> ParallelFunction | None:
     """The threads of the OpenMP library that torch uses; None where there are none to be had."""
-    return openmp_of(libraries())
+    return find_gomp_parallel(loaded_openmp_libraries())
 
 
-def openmp_of(paths: Iterable[str]) -> Parallel | None:
+def find_gomp_parallel(paths: Iterable[str]) -> ParallelFunction | None:
     """`GOMP_parallel` of the first library that can be opened and has it."""
     for path in paths:
         try:
@@ -141,12 +141,12 @@ def openmp_of(paths: Iterable[str]) -> Parallel | None:
             continue
         found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         found.restype = None
-        function: Parallel = found
+        function: ParallelFunction = found
         return function
     return None
 
 
-def libraries(maps: Path = MAPS) -> list[str]:
+def loaded_openmp_libraries(maps: Path = PROC_MAPS) -> list[str]:
     """Loaded OpenMP libraries, torch's own first; none where the system does not list what is
     loaded.
     """

@@ -3,7 +3,7 @@ chunks.
 """
 
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
-from regard.ops.linear.features import FEATURE_MAPS
+from regard.ops.linear.feature_maps import FEATURE_MAPS
 from regard.ops.linear.gated_linear import gated_linear
 from regard.ops.linear.linear_attention import linear_attention
 from regard.ops.linear.retention import retention

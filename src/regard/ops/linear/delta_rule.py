@@ -9,15 +9,21 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.arguments import check_finite
-from regard.ops.linear.call import (
-    check_call,
-    check_shape,
-    chunk_of,
-    emptied,
-    empty_slots,
-    first_state,
+from regard.ops.linear.chunk_decays import (
+    decay_since_start,
+    decay_until_end,
+    decayed_products,
+    pairwise_decay,
+    split_into_chunks,
 )
-from regard.ops.linear.decays import between, fold, reads, since_start, until_end
+from regard.ops.linear.validation import (
+    check_call,
+    check_tensor_shape,
+    chunk_size,
+    empty_slot_mask,
+    initial_state,
+    zero_empty_slots,
+)
 from regard.span import Positions
 
 
@@ -103,20 +109,24 @@ def chunked(
     T, R = k.shape[2], q.shape[2]
     if T == 0:
         return q @ state[:, :, None], state.clone()
-    lost, size = _not_finite(k, v, beta, log_decay), min(size, T)
+    lost, size = _nan_markers(k, v, beta, log_decay), min(size, T)
     if log_decay is not None and log_decay.shape[-1] > 1:
         size = 1 << (size - 1).bit_length()
     own = 0 * q.detach().sum(-1, keepdim=True)
-    q, k, v, beta = (fold(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, beta))
+    q, k, v, beta = (
+        split_into_chunks(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, beta)
+    )
     g = None
     if log_decay is not None:
-        g = fold(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
-    start = None if g is None else since_start(g)
-    write, erase = _solve(k, v, beta, g, start)
+        g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
+    start = None if g is None else decay_since_start(g)
+    write, erase = _solve_updates(k, v, beta, g, start)
     q = q.movedim(2, 3)  # [B,G,n,R,C,D]
-    weights = _decayed(q, k[:, :, :, None], None if g is None else g[:, :, :, None]).flatten(3, 4)
+    weights = _decayed_products(
+        q, k[:, :, :, None], None if g is None else g[:, :, :, None]
+    ).flatten(3, 4)
     q = (q if start is None else q * start[:, :, :, None]).flatten(3, 4)  # [B,G,n,R*C,D]
-    k = k if g is None else k * until_end(g)  # as much as is left of it at the end
+    k = k if g is None else k * decay_until_end(g)  # as much as is left of it at the end
     answers = []
     for i in range(k.shape[2]):
         u = write[:, :, i] - erase[:, :, i] @ state
@@ -128,13 +138,13 @@ def chunked(
     return out + own + lost[:, :, None], state + lost[:, :, -1:]
 
 
-def _solve(
+def _solve_updates(
     k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Updates u = write - erase S, for any state S in front of the chunk: write [B,G,n,C,E], erase
     [B,G,n,C,D].
     """
-    system = beta * _decayed(k, k, g)
+    system = beta * _decayed_products(k, k, g)
     seen = k if start is None else k * start
     # the diagonal is taken to be 1, whatever stands there
     solved = torch.linalg.solve_triangular(
@@ -144,14 +154,14 @@ def _solve(
     return write, erase
 
 
-def _decayed(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
+def _decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     """x_i . (k_j decayed from j to i) for j <= i, else 0: [*L,C,C]."""
     if g is None:
         return (x @ k.mT).tril()
-    return (x @ k.mT) * between(g) if g.shape[-1] == 1 else reads(x, k, g)
+    return (x @ k.mT) * pairwise_decay(g) if g.shape[-1] == 1 else decayed_products(x, k, g)
 
 
-def _not_finite(
+def _nan_markers(
     k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None
 ) -> Float[Tensor, "B G T E"]:
     """NaN in what the recurrence spoils, 0 elsewhere, at each token; an infinity counts as NaN.
@@ -219,7 +229,7 @@ def delta_rule(
     2406.06484).
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
-    return _run(q, k, v, {"beta": beta}, scale, state, k_positions, form, chunk)
+    return _run_rule(q, k, v, {"beta": beta}, scale, state, k_positions, form, chunk)
 
 
 def gated_delta_rule(
@@ -264,10 +274,10 @@ def gated_delta_rule(
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
     gates = {"beta": beta, "log_decay": log_decay}
-    return _run(q, k, v, gates, scale, state, k_positions, form, chunk)
+    return _run_rule(q, k, v, gates, scale, state, k_positions, form, chunk)
 
 
-def _run(
+def _run_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -284,19 +294,19 @@ def _run(
     for name, gate in gates.items():
         meaning = "one number per key/value head and token"
         meaning += ", or one per key channel as well" * (name == "log_decay")
-        check_shape(name, gate, ((B, G, T), (B, G, T, wide[name])), meaning, k)
-    (S,) = first_state(state, {"S": (B, G, D, E)}, k)
-    empty = empty_slots(positions, q)
-    q, k, v = (emptied(x, empty) for x in (q, k, v))
+        check_tensor_shape(name, gate, ((B, G, T), (B, G, T, wide[name])), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(positions, q)
+    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     columns = (x if x.ndim == 4 else x[..., None] for x in gates.values())
-    beta, *decay = (emptied(x, empty).to(S.dtype) for x in columns)
+    beta, *decay = (zero_empty_slots(x, empty).to(S.dtype) for x in columns)
     g = decay[0] if decay else None  # [B,G,T,1 or D]
     queries = torch.unflatten(q.to(S.dtype) * (D**-0.5 if scale is None else scale), 1, (G, -1))
-    k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_of(form, chunk, T)
+    k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
         if size is None:
             out, S = recurrent(queries, k, v, beta, g, S)
         else:
             out, S = chunked(queries, k, v, beta, g, S, size)
-    return emptied(out.flatten(1, 2).to(q.dtype), empty), (S,)
+    return zero_empty_slots(out.flatten(1, 2).to(q.dtype), empty), (S,)

@@ -6,15 +6,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.arguments import check_finite
-from regard.ops.linear.call import (
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.validation import (
     check_call,
-    check_shape,
-    emptied,
-    empty_slots,
-    first_state,
+    check_tensor_shape,
+    empty_slot_mask,
+    initial_state,
     state_dtype,
+    zero_empty_slots,
 )
-from regard.ops.linear.decayed_sum import decayed_sum
 from regard.span import Positions
 
 
@@ -70,11 +70,11 @@ def gated_linear(
     check_call(q, k, v, scale, k_positions, form, chunk)
     (B, G, T, D), E = k.shape, v.shape[3]
     meaning = "one number per key channel and token, or one for all channels"
-    check_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning, k)
-    (S,) = first_state(state, {"S": (B, G, D, E)}, k)
-    empty = empty_slots(k_positions, q)
-    q, k, v, log_decay = (emptied(x, empty) for x in (q, k, v, log_decay))
+    check_tensor_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(k_positions, q)
+    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
     check_finite(query=q, key=k, value=v)
     queries = q.to(state_dtype(k)) * (D**-0.5 if scale is None else scale)
-    out, S = decayed_sum(queries, k, v, log_decay, S, form=form, chunk=chunk)
-    return emptied(out.to(q.dtype), empty), (S,)
+    out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
+    return zero_empty_slots(out.to(q.dtype), empty), (S,)

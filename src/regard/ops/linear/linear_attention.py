@@ -13,9 +13,15 @@ from torch.nn.functional import pad
 
 from regard.arguments import check_finite
 from regard.errors import ArgumentError
-from regard.ops.linear.call import check_call, emptied, empty_slots, first_state, state_dtype
-from regard.ops.linear.decayed_sum import decayed_sum
-from regard.ops.linear.features import FeatureMap, feature_map_of, relative
+from regard.ops.linear.feature_maps import FeatureMap, feature_map_of, normalised_query_features
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.validation import (
+    check_call,
+    empty_slot_mask,
+    initial_state,
+    state_dtype,
+    zero_empty_slots,
+)
 from regard.span import Positions
 
 
@@ -74,31 +80,34 @@ def linear_attention(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 8 to 12 and 16 to 20.
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
-    features, empty = feature_map_of(feature_map), empty_slots(k_positions, q)
-    q, k, v = (emptied(x, empty) for x in (q, k, v))
+    features, empty = feature_map_of(feature_map), empty_slot_mask(k_positions, q)
+    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     wide = state_dtype(k)
     with torch.autocast(q.device.type, enabled=False):
-        keys = _features(features, k.to(wide))
-        keys = emptied(keys, empty)  # once more: phi(0) need not be 0
+        keys = _checked_features(features, k.to(wide))
+        keys = zero_empty_slots(keys, empty)  # once more: phi(0) need not be 0
         B, G, _, F = keys.shape
         if normalise:
-            S, z = first_state(state, {"S": (B, G, F, v.shape[3]), "z": (B, G, F)}, k)
-            queries = relative(feature_map, q.to(wide))
+            S, z = initial_state(state, {"S": (B, G, F, v.shape[3]), "z": (B, G, F)}, k)
+            queries = normalised_query_features(feature_map, q.to(wide))
             # z is one more column of S, under a value that is always 1
             both = torch.cat([S, z[..., None]], -1)
             ones = pad(v.to(wide), (0, 1), value=1.0)
-            out, both = decayed_sum(queries, keys, ones, None, both, form=form, chunk=chunk)
-            out, after = _mean(out), tuple(x.contiguous() for x in (both[..., :-1], both[..., -1]))
+            out, both = linear_recurrence(queries, keys, ones, None, both, form=form, chunk=chunk)
+            out, after = (
+                _normalised(out),
+                tuple(x.contiguous() for x in (both[..., :-1], both[..., -1])),
+            )
         else:
-            (S,) = first_state(state, {"S": (B, G, F, v.shape[3])}, k)
+            (S,) = initial_state(state, {"S": (B, G, F, v.shape[3])}, k)
             queries = features(q.to(wide)) * scale
-            out, S = decayed_sum(queries, keys, v, None, S, form=form, chunk=chunk)
+            out, S = linear_recurrence(queries, keys, v, None, S, form=form, chunk=chunk)
             after = (S,)
-    return emptied(out.to(q.dtype), empty), after
+    return zero_empty_slots(out.to(q.dtype), empty), after
 
 
-def _features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
+def _checked_features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
     """The features of keys, of a shape that a state can be made of."""
     found = features(k)
     if found.ndim != 4 or found.shape[:3] != k.shape[:3]:
@@ -109,7 +118,7 @@ def _features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
     return found
 
 
-def _mean(sums: Tensor) -> Tensor:
+def _normalised(sums: Tensor) -> Tensor:
     """Sums of weighted values, and in the last column the sum of the weights -> their quotient; 0
     where that is 0.
 

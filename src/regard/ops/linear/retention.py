@@ -7,15 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.arguments import check_finite
-from regard.ops.linear.call import (
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.validation import (
     check_call,
-    check_shape,
-    emptied,
-    empty_slots,
-    first_state,
+    check_tensor_shape,
+    empty_slot_mask,
+    initial_state,
     state_dtype,
+    zero_empty_slots,
 )
-from regard.ops.linear.decayed_sum import decayed_sum
 from regard.span import Positions
 
 
@@ -71,21 +71,25 @@ def retention(
     (B, G, T, D), E = k.shape, v.shape[3]
     if decay is not None:
         meaning = "one factor per key/value head, each of which has one state"
-        check_shape("decay", decay, ((G,),), meaning, k)
-    (S,) = first_state(state, {"S": (B, G, D, E)}, k)
-    empty = empty_slots(k_positions, q)
-    q, k, v = (emptied(x, empty) for x in (q, k, v))
+        check_tensor_shape("decay", decay, ((G,),), meaning, k)
+    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    empty = empty_slot_mask(k_positions, q)
+    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     dtype = state_dtype(k)
-    g = log_decays(G, k.device, dtype) if decay is None else _wide(decay).log().to(dtype)
+    g = (
+        default_log_decays(G, k.device, dtype)
+        if decay is None
+        else _to_float32_or_wider(decay).log().to(dtype)
+    )
     rows = 1 if empty is None else empty.shape[0]
-    steps = emptied(g[None, :, None, None].expand(rows, G, T, 1), empty)
+    steps = zero_empty_slots(g[None, :, None, None].expand(rows, G, T, 1), empty)
     queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
-    out, S = decayed_sum(queries, k, v, steps, S, form=form, chunk=chunk)
-    return emptied(out.to(q.dtype), empty), (S,)
+    out, S = linear_recurrence(queries, k, v, steps, S, form=form, chunk=chunk)
+    return zero_empty_slots(out.to(q.dtype), empty), (S,)
 
 
-def log_decays(
+def default_log_decays(
     groups: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, " G"]:
     """ln(1 - 2^(-5-g)) for g = 0 ... G-1: the decays of the paper's heads.
@@ -101,5 +105,5 @@ def log_decays(
     return torch.log1p(-torch.exp2(-5 - g))
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_float32_or_wider(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()

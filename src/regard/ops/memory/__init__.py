@@ -2,7 +2,20 @@
 softmax.
 """
 
-from regard.ops.memory.compressive import Compressed, Read, retrieve, sigma, write
-from regard.ops.memory.infini import infini_attention
+from regard.ops.memory.compressive import (
+    CompressiveState,
+    MemoryRead,
+    elu_plus_one,
+    retrieve,
+    write,
+)
+from regard.ops.memory.infini_attention import infini_attention
 
-__all__ = ["Compressed", "Read", "infini_attention", "retrieve", "sigma", "write"]
+__all__ = [
+    "CompressiveState",
+    "MemoryRead",
+    "elu_plus_one",
+    "infini_attention",
+    "retrieve",
+    "write",
+]

@@ -13,11 +13,11 @@ from torch import Tensor
 from regard.arguments import check_groups, check_sizes, check_tensor
 from regard.errors import ArgumentTypeError
 
-Update: TypeAlias = Literal["linear", "delta"]
+UpdateRule: TypeAlias = Literal["linear", "delta"]
 """How values are written: as they are, or less what the memory answers to their keys already."""
 
 
-class Compressed(NamedTuple):
+class CompressiveState(NamedTuple):
     """What was written: M [B,G,D,E], the sum of sigma(k)^T v, and z [B,G,D], the sum of sigma(k);
     fp32, or fp64 for fp64.
     """
@@ -26,7 +26,7 @@ class Compressed(NamedTuple):
     z: Tensor
 
 
-class Read(NamedTuple):
+class MemoryRead(NamedTuple):
     """What queries read: values [B,H,T,E], and found [B,H,T], whether anything was there; values
     are 0 where not.
     """
@@ -35,7 +35,7 @@ class Read(NamedTuple):
     found: Tensor
 
 
-def sigma(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The feature map elu(x) + 1: x + 1 above 0, exp(x) below.
 
     exp(x) itself, not expm1(x) + 1, which rounds what is below the precision of 1 away.
@@ -48,11 +48,11 @@ def sigma(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
-def nothing(k: Tensor, v: Tensor) -> Compressed:
+def empty_state(k: Tensor, v: Tensor) -> CompressiveState:
     """The memory in front of the first token: zeros, for k [B,G,S,D] and v [B,G,S,E]."""
     B, G, _, D = k.shape
     dtype = state_dtype(k)
-    return Compressed(
+    return CompressiveState(
         torch.zeros(B, G, D, v.shape[-1], dtype=dtype, device=k.device),
         torch.zeros(B, G, D, dtype=dtype, device=k.device),
     )
@@ -67,7 +67,7 @@ def retrieve(
     q: Float[Tensor, "B H T D"],
     state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]],
     where: Bool[Tensor, "#B T"] | None = None,
-) -> Read:
+) -> MemoryRead:
     """Read a mean of the values that were written, weighted by how their keys' features match the
     query's.
 
@@ -93,8 +93,8 @@ def retrieve(
     own = {} if where is None else {"where": (where, "#B T")}
     sizes = check_sizes(q=(q, "B H T D"), M=(M, "B G D E"), z=(z, "B G D"), **own)
     check_groups(sizes["H"], sizes["G"])
-    _check_kinds(state, where, q=q)
-    q = q.to(M.dtype) if where is None else torch.where(_rows(where), q, 0).to(M.dtype)
+    _check_dtypes(state, where, q=q)
+    q = q.to(M.dtype) if where is None else torch.where(_as_row_mask(where), q, 0).to(M.dtype)
     # The factor exp(-top) is in the numerator and in the denominator: with it neither becomes 0 for
     # a query far below 0.
     top = q.detach().amax(-1, keepdim=True).clamp(max=0)
@@ -103,18 +103,18 @@ def retrieve(
     grouped = torch.unflatten(features, 1, (G, shape[0])).flatten(2, 3)  # [B,G,n*T,D]
     total = torch.unflatten(grouped @ z.unsqueeze(-1), 2, shape).flatten(1, 2)  # [B,H,T,1]
     mixed = torch.unflatten(grouped @ M, 2, shape).flatten(1, 2)  # [B,H,T,E]
-    none = total == 0 if where is None else (total == 0) | ~_rows(where)
+    none = total == 0 if where is None else (total == 0) | ~_as_row_mask(where)
     values = torch.where(none, 0, mixed / total.masked_fill(none, 1))
-    return Read(values, ~none.squeeze(-1))
+    return MemoryRead(values, ~none.squeeze(-1))
 
 
 def write(
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S E"],
     state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]],
-    update: Update = "linear",
+    update: UpdateRule = "linear",
     where: Bool[Tensor, "#B S"] | None = None,
-) -> Compressed:
+) -> CompressiveState:
     """Add one segment's keys and values to the memory.
 
     M' = M + sigma(k)^T u,  z' = z + sum_t sigma(k_t)
@@ -143,19 +143,19 @@ def write(
     M, z = state
     own = {} if where is None else {"where": (where, "#B S")}
     check_sizes(k=(k, "B G S D"), v=(v, "B G S E"), M=(M, "B G D E"), z=(z, "B G D"), **own)
-    _check_kinds(state, where, k=k, v=v)
+    _check_dtypes(state, where, k=k, v=v)
     if where is not None:
-        k, v = torch.where(_rows(where), k, 0), torch.where(_rows(where), v, 0)
+        k, v = torch.where(_as_row_mask(where), k, 0), torch.where(_as_row_mask(where), v, 0)
     k, v = k.to(M.dtype), v.to(M.dtype)
-    features = sigma(k)
+    features = elu_plus_one(k)
     if update == "delta":
         v = v - retrieve(k, state).values
     if where is not None:
-        features = torch.where(_rows(where), features, 0)
-    return Compressed(M + features.transpose(-1, -2) @ v, z + features.sum(2))
+        features = torch.where(_as_row_mask(where), features, 0)
+    return CompressiveState(M + features.transpose(-1, -2) @ v, z + features.sum(2))
 
 
-def _check_kinds(state: tuple[Tensor, Tensor], where: Tensor | None, **given: Tensor) -> None:
+def _check_dtypes(state: tuple[Tensor, Tensor], where: Tensor | None, **given: Tensor) -> None:
     """Tokens are floating and of one dtype, the memory is of the dtype that sums over them need,
     and `where` is bool.
     """
@@ -179,6 +179,6 @@ def _check_kinds(state: tuple[Tensor, Tensor], where: Tensor | None, **given: Te
         )
 
 
-def _rows(where: Tensor) -> Tensor:
+def _as_row_mask(where: Tensor) -> Tensor:
     """[B,L] -> [B,1,L,1]."""
     return where[:, None, :, None]

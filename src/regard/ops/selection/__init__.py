@@ -2,19 +2,19 @@
 softmax attention.
 """
 
-from regard.ops.selection.blocks import Order, order, top
-from regard.ops.selection.indexer import index_mask, index_scores, indexer_loss
+from regard.ops.selection.lightning_indexer import index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import moba_mask
 from regard.ops.selection.nsa import NSABlocks, selection_mask
+from regard.ops.selection.position_blocks import BlockLayout, block_layout, top_k_mask
 
 __all__ = [
+    "BlockLayout",
     "NSABlocks",
-    "Order",
+    "block_layout",
     "index_mask",
     "index_scores",
     "indexer_loss",
     "moba_mask",
-    "order",
     "selection_mask",
-    "top",
+    "top_k_mask",
 ]

@@ -11,8 +11,14 @@ from torch import Tensor
 from regard.arguments import check_positions, check_query_key
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
-from regard.ops.selection.blocks import Order, by_rows, order, top, undifferentiated
-from regard.ops.softmax.call import last
+from regard.ops.selection.position_blocks import (
+    BlockLayout,
+    block_layout,
+    in_query_chunks,
+    top_k_mask,
+    without_gradient,
+)
+from regard.ops.softmax.call import default_query_positions
 from regard.span import Positions, Span
 
 
@@ -50,19 +56,21 @@ def moba_mask(
 
     Source: Lu et al. 2025 (arXiv 2502.13189), equations 5 and 6, and "causality" in section 2.2.
     """
-    check_moba(size, topk)
+    check_sizes(size, topk)
     check_query_key(q, k)
     keys = Span(0, k.shape[2]) if k_positions is None else k_positions
     check_positions("k_positions", keys, q.shape[0], k.shape[2])
-    q_positions = last(keys, q.shape[2]) if q_positions is None else q_positions
+    q_positions = default_query_positions(keys, q.shape[2]) if q_positions is None else q_positions
     check_positions("q_positions", q_positions, q.shape[0], q.shape[2])
-    blocks = order(keys, size, q.device)
-    with undifferentiated(q.device):
-        chosen = _choose(q.detach(), means(k.detach(), blocks), blocks, q_positions, topk)
+    blocks = block_layout(keys, size, q.device)
+    with without_gradient(q.device):
+        chosen = _select_blocks(
+            q.detach(), block_mean_keys(k.detach(), blocks), blocks, q_positions, topk
+        )
     return Selected(chosen, size, blocks.first) & Causal()
 
 
-def check_moba(size: int, topk: int) -> None:
+def check_sizes(size: int, topk: int) -> None:
     """A block and a choice hold at least one."""
     if size < 1 or topk < 1:
         raise ArgumentError(
@@ -71,7 +79,7 @@ def check_moba(size: int, topk: int) -> None:
         )
 
 
-def means(k: Float[Tensor, "B G S D"], blocks: Order) -> Float[Tensor, "B G N D"]:
+def block_mean_keys(k: Float[Tensor, "B G S D"], blocks: BlockLayout) -> Float[Tensor, "B G N D"]:
     """The mean key of each block, over the tokens that it holds, in fp32 or better; 0 for an empty
     block.
     """
@@ -80,7 +88,9 @@ def means(k: Float[Tensor, "B G S D"], blocks: Order) -> Float[Tensor, "B G N D"
     return blocks.split(k).sum(3, dtype=kind) / filled
 
 
-def _choose(q: Tensor, mean: Tensor, blocks: Order, positions: Positions, topk: int) -> Tensor:
+def _select_blocks(
+    q: Tensor, mean: Tensor, blocks: BlockLayout, positions: Positions, topk: int
+) -> Tensor:
     """[B,H,T,N], True = chosen."""
     own, number = blocks.own(positions)[:, None, :, None], blocks.number[:, None, None]
     past = (number < own) & (blocks.filled > 0)[:, None, None]
@@ -91,6 +101,6 @@ def _choose(q: Tensor, mean: Tensor, blocks: Order, positions: Positions, topk: 
         x = torch.unflatten(q[:, :, rows].to(mean.dtype), 1, (G, H // G)).flatten(2, 3)
         s = torch.unflatten(x @ mean.mT, 2, (H // G, -1)).flatten(1, 2)  # [B,H,t,N]
         s = s.masked_fill(~past[:, :, rows], -torch.inf)
-        return top(s, topk - 1) | (number == own[:, :, rows])
+        return top_k_mask(s, topk - 1) | (number == own[:, :, rows])
 
-    return by_rows(choose, T, B * H * N * 32)
+    return in_query_chunks(choose, T, B * H * N * 32)

@@ -14,7 +14,12 @@ from torch import Tensor
 from regard.arguments import check_positions, check_query_key, divisors
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
-from regard.ops.selection.blocks import Order, best_blocks, by_rows, undifferentiated
+from regard.ops.selection.position_blocks import (
+    BlockLayout,
+    in_query_chunks,
+    select_blocks,
+    without_gradient,
+)
 from regard.ops.softmax import attention_weights
 from regard.span import Positions
 
@@ -66,8 +71,8 @@ class NSABlocks:
             )
 
 
-def windows(
-    x: Float[Tensor, "B G S D"], laid: Order, sizes: NSABlocks
+def compression_windows(
+    x: Float[Tensor, "B G S D"], laid: BlockLayout, sizes: NSABlocks
 ) -> Float[Tensor, "B G C l D"]:
     """The tokens of each compressed block: block i holds positions i d .. i d + l - 1 behind the
     first one.
@@ -75,7 +80,7 @@ def windows(
     return laid.lay(x).unfold(2, sizes.compress, sizes.stride).mT  # [B,G,C,D,l] -> [B,G,C,l,D]
 
 
-def ends(laid: Order, sizes: NSABlocks) -> Int[Tensor, "B C"]:
+def compression_positions(laid: BlockLayout, sizes: NSABlocks) -> Int[Tensor, "B C"]:
     """The position of the last token of each compressed block; -1 where a token of it is
     missing.
     """
@@ -84,7 +89,7 @@ def ends(laid: Order, sizes: NSABlocks) -> Int[Tensor, "B C"]:
     return torch.where(whole, laid.first[:, None] * laid.size + at, -1)
 
 
-def importance(
+def block_importance(
     p: Float[Tensor, "B H T C"], groups: int, sizes: NSABlocks
 ) -> Float[Tensor, "B G T N"]:
     """What share of the attention to compressed tokens falls on each block, summed over the heads
@@ -110,7 +115,7 @@ def importance(
 def selection_mask(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G C D"],
-    laid: Order,
+    laid: BlockLayout,
     sizes: NSABlocks,
     *,
     q_positions: Positions,
@@ -154,9 +159,9 @@ def selection_mask(
             q_positions=q_positions,
             k_positions=k_positions,
         )
-        share = importance(p, G, sizes)
-        return best_blocks(share, forced[:, :, rows], allowed[:, :, rows], sizes.count)
+        share = block_importance(p, G, sizes)
+        return select_blocks(share, forced[:, :, rows], allowed[:, :, rows], sizes.count)
 
-    with undifferentiated(q.device):
-        table = by_rows(choose, T, B * H * k.shape[2] * 24)
+    with without_gradient(q.device):
+        table = in_query_chunks(choose, T, B * H * k.shape[2] * 24)
     return Selected(table.repeat_interleave(H // G, 1), sizes.select, laid.first) & Causal()

@@ -3,19 +3,26 @@
 """
 
 from regard.ops.softmax.attend import attend, attend_partial, attention_weights
-from regard.ops.softmax.call import Call, Kernel, Options, Partial, Result, Work
+from regard.ops.softmax.call import (
+    AttentionOptions,
+    Call,
+    Kernel,
+    KernelResult,
+    Partial,
+    WorkEstimate,
+)
 from regard.ops.softmax.dispatch import register_kernel
 from regard.ops.softmax.merge import merge
 from regard.ops.softmax.plan import Plan, plan
 
 __all__ = [
+    "AttentionOptions",
     "Call",
     "Kernel",
-    "Options",
+    "KernelResult",
     "Partial",
     "Plan",
-    "Result",
-    "Work",
+    "WorkEstimate",
     "attend",
     "attend_partial",
     "attention_weights",

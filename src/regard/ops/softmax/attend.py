@@ -11,9 +11,16 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
-from regard.ops.softmax.call import Call, Options, Partial, make_call
-from regard.ops.softmax.dispatch import run, without_garbage
-from regard.ops.softmax.reference import BLOCK_BYTES, join, scores, total, weights, with_sink
+from regard.ops.softmax.call import AttentionOptions, Call, Partial, make_call
+from regard.ops.softmax.dispatch import run_call, zero_empty_slots
+from regard.ops.softmax.reference import (
+    BLOCK_BYTES,
+    add_sink,
+    join_sums,
+    scores,
+    softmax_sum,
+    softmax_weights,
+)
 from regard.span import Positions
 
 
@@ -66,7 +73,7 @@ def attend(
         q_positions=q_positions,
         k_positions=k_positions,
     )
-    return run(call, backend).out
+    return run_call(call, backend).out
 
 
 def attend_partial(
@@ -75,7 +82,7 @@ def attend_partial(
     v: Float[Tensor, "B G S E"],
     *,
     backend: str = "auto",
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Partial:
     """Attention over a part of the keys, as (out, lse), for `merge`; options as in `attend`, but
     dropout and sink.
@@ -105,7 +112,7 @@ def attend_partial(
                     else "use attend"
                 )
             )
-    result = run(make_call(q, k, v, wants_lse=True, **options), backend)
+    result = run_call(make_call(q, k, v, wants_lse=True, **options), backend)
     assert result.lse is not None, "a kernel that was asked for the lse returned none"
     return Partial(result.out, result.lse)
 
@@ -116,7 +123,7 @@ def attention_weights(
     *,
     rows: slice | int | None = None,
     columns: slice | int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Float[Tensor, "B H t s"]:
     """Any block of the exact weights [B,H,t,s], whatever the length: p_ij = exp(s_ij) / sum_j
     exp(s_ij).
@@ -140,27 +147,27 @@ def attention_weights(
     """
     if options.get("dropout"):
         raise ArgumentTypeError("attention_weights takes no dropout: weights are shown without it")
-    call = without_garbage(make_call(q, k, k, **options))
-    shown, block = _part("rows", rows, call.T), _part("columns", columns, call.S)
+    call = zero_empty_slots(make_call(q, k, k, **options))
+    shown, block = _as_slice("rows", rows, call.T), _as_slice("columns", columns, call.S)
     with torch.autocast(q.device.type, enabled=False):
-        return _weights(call, shown, block)
+        return _block_of_weights(call, shown, block)
 
 
-def _weights(call: Call, shown: slice, block: slice) -> Tensor:
+def _block_of_weights(call: Call, shown: slice, block: slice) -> Tensor:
     rows = len(range(*shown.indices(call.T)))
     step = max(1, BLOCK_BYTES // max(1, call.B * call.H * rows * 8))
     if step >= call.S:
         every, _ = scores(call, shown, slice(0, call.S))
-        return weights(every[..., block], with_sink(total(every), call.sink))
+        return softmax_weights(every[..., block], add_sink(softmax_sum(every), call.sink))
     totals = [
-        total(scores(call, shown, slice(i, min(i + step, call.S)))[0])
+        softmax_sum(scores(call, shown, slice(i, min(i + step, call.S)))[0])
         for i in range(0, call.S, step)
     ]
     s, _ = scores(call, shown, block)
-    return weights(s, with_sink(join(totals), call.sink))
+    return softmax_weights(s, add_sink(join_sums(totals), call.sink))
 
 
-def _part(name: str, which: slice | int | None, length: int) -> slice:
+def _as_slice(name: str, which: slice | int | None, length: int) -> slice:
     if which is None:
         return slice(0, length)
     if isinstance(which, slice) and which.step in (None, 1):

@@ -12,10 +12,10 @@ from torch import Tensor
 from regard.biases import Bias, Dense, Sum
 from regard.ops.softmax.call import Call
 
-ALL = slice(None)
+EVERY_ROW = slice(None)
 
 
-class Learner(NamedTuple):
+class TrainableTerm(NamedTuple):
     """One bias of a sum, and where its tensors stand among those of the sum."""
 
     term: Bias
@@ -38,12 +38,12 @@ class BiasGradient:
             for i, x in enumerate(tensors)
             if wanted[i]
         }
-        self.learners: list[Learner] = []
+        self.learners: list[TrainableTerm] = []
         first = 0
         for term in bias_terms(bias):
             stop = first + len(term.tensors())
             if any(wanted[first:stop]):
-                self.learners.append(Learner(term, first, stop))
+                self.learners.append(TrainableTerm(term, first, stop))
             first = stop
 
     def add(self, call: Call, d_s: Tensor, rows: slice, columns: slice) -> None:
@@ -55,13 +55,13 @@ class BiasGradient:
             ):  # autograd would fill the whole tensor for each block
                 total = self.sums[learner.first]
                 total = total[None, None] if total.ndim == 2 else total
-                here = total[:, :, rows if total.shape[2] > 1 else ALL, columns]
+                here = total[:, :, rows if total.shape[2] > 1 else EVERY_ROW, columns]
                 here += d_s.sum_to_size(here.shape)
             else:
                 self._differentiate(learner, call, d_s, rows, columns)
 
     def _differentiate(
-        self, learner: Learner, call: Call, d_s: Tensor, rows: slice, columns: slice
+        self, learner: TrainableTerm, call: Call, d_s: Tensor, rows: slice, columns: slice
     ) -> None:
         wanted = self.wanted[learner.first : learner.stop]
         with torch.enable_grad():

@@ -18,7 +18,7 @@ from regard.process import is_compiling
 from regard.span import EMPTY, Positions, Span, count
 
 
-def last(keys: Positions, T: int) -> Positions:
+def default_query_positions(keys: Positions, T: int) -> Positions:
     """The default query positions: the last T of the keys' ones (bottom-right alignment).
 
     Raises:
@@ -35,11 +35,11 @@ def last(keys: Positions, T: int) -> Positions:
             f"{T} queries for {keys.shape[1]} keys at given k_positions: give q_positions as well"
         )
     if 0 < T < keys.shape[1] and not is_compiling():
-        _check_ends(keys, T)
+        _check_rows_end_in_tokens(keys, T)
     return keys[:, keys.shape[1] - T :]
 
 
-def _check_ends(keys: Tensor, T: int) -> None:
+def _check_rows_end_in_tokens(keys: Tensor, T: int) -> None:
     """The last tokens of a row stand at its end, so that they may be the queries."""
     ends = (keys[:, -1] <= EMPTY) & (keys > EMPTY).any(1)
     if bool(ends.any()):
@@ -66,16 +66,16 @@ def as_mask(mask: Mask | Tensor | None) -> Mask:
         dense = masks.Dense(mask)
         _warn_if_inverted(mask)
         return dense
-    raise ArgumentTypeError(_no_mask(mask))
+    raise ArgumentTypeError(_wrong_mask_type_message(mask))
 
 
-def _no_mask(given: object) -> str:
+def _wrong_mask_type_message(given: object) -> str:
     if isinstance(given, type):
         return f"mask is the class {given.__name__}; make one: {given.__name__}(...)"
     return f"mask is {type(given).__name__}; it must be a regard.masks mask, a bool tensor or None"
 
 
-def check_rules(
+def check_custom_rules(
     mask: Mask, bias: Bias | None, sizes: tuple[int, int], q: Positions, k: Positions
 ) -> None:
     """What a caller's own function or class says is for as many rows of the batch and heads as the
@@ -91,7 +91,7 @@ def check_rules(
         return
     one = slice(0, 1)
     for name, rule in (("mask", mask), ("bias", bias)):
-        if rule is None or not _foreign(rule):
+        if rule is None or not _has_custom_code(rule):
             continue
         found = tuple(rule.block(q, k, one, one).shape[:2])
         if any(n not in (1, size) for n, size in zip(found, sizes, strict=True)):
@@ -102,23 +102,23 @@ def check_rules(
             )
 
 
-_FAMILIAR = "_familiar"
+_NO_CUSTOM_CODE = "_familiar"
 """Where a rule that was looked through remembers it: a model asks with the same one for every layer
 and token.
 """
 
 
-def _foreign(rule: Mask | Bias) -> bool:
+def _has_custom_code(rule: Mask | Bias) -> bool:
     """Whether a function or class of the caller is in it."""
-    if _FAMILIAR in rule.__dict__:
+    if _NO_CUSTOM_CODE in rule.__dict__:
         return False
     if isinstance(rule, (masks.Fn, biases.Fn)) or not type(rule).__module__.startswith("regard."):
         return True
     values = [getattr(rule, x.name) for x in fields(rule)]
     inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
-    found = any(_foreign(x) for x in inner if isinstance(x, (Mask, Bias)))
+    found = any(_has_custom_code(x) for x in inner if isinstance(x, (Mask, Bias)))
     if not found and not is_compiling():
-        rule.__dict__[_FAMILIAR] = True
+        rule.__dict__[_NO_CUSTOM_CODE] = True
     return found
 
 
@@ -147,7 +147,7 @@ def _warn_if_inverted(mask: Tensor) -> None:
         )
 
 
-class Options(TypedDict, total=False):
+class AttentionOptions(TypedDict, total=False):
     """What every softmax function takes by keyword.
 
     mask: a rule on positions (`regard.masks`), a bool tensor [T,S] or [B or 1, H or 1, T, S] with
@@ -187,7 +187,7 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-class Work(NamedTuple):
+class WorkEstimate(NamedTuple):
     """What a kernel would do with a call: query-key pairs that it visits over all B and H, and its
     peak extra bytes.
     """
@@ -196,7 +196,7 @@ class Work(NamedTuple):
     bytes: int
 
 
-class Result(NamedTuple):
+class KernelResult(NamedTuple):
     """What a kernel returns; lse may be None when the call did not ask for it. The sink is in
     `out`, never in `lse`.
 
@@ -295,7 +295,7 @@ class Call:
         if 0 in (self.B, self.T, self.S):
             return 0.0
         if "bound" not in self._known:  # read once a call, however many kernels ask
-            q, k = (_longest(x) for x in (self.q, self.k))  # [B,H], [B,G]
+            q, k = (_largest_norms(x) for x in (self.q, self.k))  # [B,H], [B,G]
             longest = (torch.unflatten(q, 1, (self.G, -1)) * k[:, :, None]).amax()
             self._known["bound"] = abs(self.scale) * longest.item()
         return self._known["bound"]
@@ -308,7 +308,7 @@ class Call:
             return True
         for name in names:
             if name not in self._known:  # read once a call, however many kernels ask
-                self._known[name] = _finite(getattr(self, name))
+                self._known[name] = _all_entries_finite(getattr(self, name))
         return all(bool(self._known[name]) for name in names)
 
 
@@ -341,10 +341,10 @@ class Kernel(Protocol):
         10 for the definition, which runs everything.
         """
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         """Run it."""
 
-    def work(self, call: Call) -> Work:
+    def work(self, call: Call) -> WorkEstimate:
         """What running it costs; nothing is computed."""
 
 
@@ -381,7 +381,7 @@ def make_call(
     if q_positions is not None:
         arguments.check_positions("q_positions", q_positions, B, T)
     elif k_positions is not None:
-        q_positions = last(k_positions, T)
+        q_positions = default_query_positions(k_positions, T)
     else:
         q_positions = Span(S - T, T, S < T)  # as `last` says
     k_positions = Span(0, S) if k_positions is None else k_positions
@@ -389,8 +389,8 @@ def make_call(
     mask.require(B, H, T, S)
     if bias is not None:
         bias.require(B, H, T, S)
-    if bias is not None or _FAMILIAR not in mask.__dict__:
-        check_rules(mask, bias, (B, H), q_positions, k_positions)
+    if bias is not None or _NO_CUSTOM_CODE not in mask.__dict__:
+        check_custom_rules(mask, bias, (B, H), q_positions, k_positions)
     call = Call(
         q,
         k,
@@ -411,7 +411,7 @@ def make_call(
     return call
 
 
-SMALL_SCORES = 6.0
+SMALL_SCORE_BOUND = 6.0
 """Up to this bound on |scale q k| every kernel's gradient rounds as plain math does.
 
 Then scores of a row differ by at most 12, so that no weight is lost beside another in fp32 (e^-12 >
@@ -421,21 +421,21 @@ breaks the error rule now and then from 7 on.
 """
 
 
-def _longest(x: Tensor) -> Tensor:
+def _largest_norms(x: Tensor) -> Tensor:
     """The length of the longest vector [B,h] of x [B,h,n,D], in fp32 or better."""
     wide = torch.promote_types(x.dtype, torch.float32)
     lengths: Tensor = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=wide)
     return lengths.amax(-1)
 
 
-LARGE = 1e17
+MAX_FINITE = 1e17
 """Numbers up to here have finite products and sums in fp32."""
 
 
-def _finite(x: Tensor) -> bool:
+def _all_entries_finite(x: Tensor) -> bool:
     # One cheap pass that keeps every NaN and infinity. Larger numbers count as infinite: behind a
     # mask they may be anything, and -inf + inf is NaN in a kernel that masks by adding.
     if x.numel() == 0:
         return True
     low, high = torch.aminmax(x.detach() if x.requires_grad else x)
-    return low.item() >= -LARGE and high.item() <= LARGE
+    return low.item() >= -MAX_FINITE and high.item() <= MAX_FINITE

@@ -13,32 +13,35 @@ from regard import masks
 from regard.biases import ALiBi, Bias
 from regard.masks.tiling import FAR
 from regard.ops.jit import has_numba
+from regard.ops.jit.argument_structs import DTYPES
 from regard.ops.jit.decode import (
-    TILE,
+    TILE_KEYS,
     DecodeArgs,
     decode,
-    decode_quantised,
-    join_parts,
+    decode_quantized,
+    join_splits,
     quantized_segment,
 )
-from regard.ops.jit.records import DTYPES
-from regard.ops.softmax.call import Call, Result, Work
-from regard.ops.softmax.merge import with_sink
+from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.merge import apply_sink
 from regard.span import Span, vacant
 
 _NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
-_NO_TABLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
+_NO_VISIBLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
 _NO_RANGES = torch.empty(1, 1, 1, 0, dtype=torch.int64)
 _NO_BIAS = torch.empty(1, 1, 1, 0)
 _NO_SLOPES = torch.empty(0)
-_FIRST, _EVERY = torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1, 1), FAR)
+_START_AT_ZERO, _STOP_NOWHERE = (
+    torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+    torch.full((1, 1, 1, 1), FAR),
+)
 
 
 def decode_args(call: Call) -> DecodeArgs:
     """A call in the words of the compiled loops."""
     q_positions, k_positions = call.q_positions, call.k_positions
     if isinstance(q_positions, Span):
-        at, causal_stops = _run(q_positions)
+        at, causal_stops = _span_positions(q_positions)
     else:
         at = q_positions.long().contiguous()
         causal_stops = (at[:, None, :, None] + 1).contiguous()
@@ -54,10 +57,12 @@ def decode_args(call: Call) -> DecodeArgs:
         q = q.masked_fill(empty[:, None, :, None], 0)
     q = q.reshape(call.B, call.G, call.H // call.G * call.T, call.D).contiguous()
     if isinstance(call.mask, masks.Causal):
-        starts, stops, visible = _FIRST, causal_stops, _NO_TABLE
+        starts, stops, visible = _START_AT_ZERO, causal_stops, _NO_VISIBLE
     else:
-        starts, stops, visible = _seen(call, empty)
-    symmetric, slopes, bias = _NOTHING_ADDED if call.bias is None else _added(call, call.bias)
+        starts, stops, visible = _visibility_arguments(call, empty)
+    symmetric, slopes, bias = (
+        _NO_BIAS_ARGUMENTS if call.bias is None else _bias_arguments(call, call.bias)
+    )
     return DecodeArgs(
         q,
         call.scale,
@@ -76,7 +81,7 @@ def decode_args(call: Call) -> DecodeArgs:
 
 
 @lru_cache(maxsize=8)
-def _run(positions: Span) -> tuple[Tensor, Tensor]:
+def _span_positions(positions: Span) -> tuple[Tensor, Tensor]:
     """Positions [1,L], and where what each may see causally ends [1,1,L,1]: every layer of a model
     asks for the same.
     """
@@ -86,35 +91,35 @@ def _run(positions: Span) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _ranges(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] | None:
+def _cached_intervals(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] | None:
     """The intervals of a mask that only numbers say, likewise the same for every layer."""
     with torch.inference_mode(mode=False):
         found = mask.intervals(positions)
         return None if found is None else tuple(x.contiguous() for x in found)
 
 
-def _seen(call: Call, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Ranges of positions, or a dense block where a rule has none; empty: queries that are no
     tokens.
     """
     if isinstance(call.mask, masks.Full):
-        stops = _EVERY if empty is None else torch.where(empty, 0, FAR)[:, None, :, None]
-        return _FIRST, stops.contiguous(), _NO_TABLE
+        stops = _STOP_NOWHERE if empty is None else torch.where(empty, 0, FAR)[:, None, :, None]
+        return _START_AT_ZERO, stops.contiguous(), _NO_VISIBLE
     if isinstance(call.q_positions, Span) and call.mask.is_static:
-        found = _ranges(call.mask, call.q_positions)
+        found = _cached_intervals(call.mask, call.q_positions)
     else:
         found = call.mask.intervals(call.q_positions)
     if found is None:
         dense = call.mask.block(call.q_positions, call.k_positions, device="cpu")
         return _NO_RANGES, _NO_RANGES, dense.contiguous()
     starts, stops = (x.contiguous() for x in found)
-    return starts, stops, _NO_TABLE
+    return starts, stops, _NO_VISIBLE
 
 
-_NOTHING_ADDED = False, _NO_SLOPES, _NO_BIAS
+_NO_BIAS_ARGUMENTS = False, _NO_SLOPES, _NO_BIAS
 
 
-def _added(call: Call, bias: Bias) -> tuple[bool, Tensor, Tensor]:
+def _bias_arguments(call: Call, bias: Bias) -> tuple[bool, Tensor, Tensor]:
     """Whether ALiBi is symmetric, its slopes, and any other bias as numbers."""
     if isinstance(bias, ALiBi):
         slopes = bias.slopes_on(torch.device("cpu"), torch.float32).detach()
@@ -123,16 +128,16 @@ def _added(call: Call, bias: Bias) -> tuple[bool, Tensor, Tensor]:
     return False, _NO_SLOPES, table.detach().contiguous()
 
 
-FEW, ROWS = 16, 64
+MAX_QUERIES, MAX_ROWS = 16, 64
 """Up to so many queries, and rows of a key/value head (H/G * T): beyond, products of matrices are
 faster.
 """
 
-MUCH = 1 << 17
+MIN_ELEMENTS = 1 << 17
 """Numbers of keys and values from which on it is the first choice."""
 
 
-class Cpu:
+class CpuKernel:
     """Split over keys and key/value heads, one pass with the online softmax, fp32 in registers;
     Numba compiles it once.
     """
@@ -152,9 +157,9 @@ class Cpu:
             *([f"no {call.q.dtype}"] if call.q.dtype not in DTYPES else []),
         ]
         rows = call.H // call.G * call.T
-        if call.T > FEW or rows > ROWS:
+        if call.T > MAX_QUERIES or rows > MAX_ROWS:
             reasons.append(
-                f"{call.T} queries, {rows} rows of a key/value head; made for {FEW} and {ROWS}"
+                f"{call.T} queries, {rows} rows of a key/value head; made for {MAX_QUERIES} and {MAX_ROWS}"
             )
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append("nothing to do")
@@ -170,10 +175,10 @@ class Cpu:
         """
         if not call.q.is_cpu:
             return None
-        is_large = call.k.numel() + call.v.numel() >= MUCH and not call.has_gradient
+        is_large = call.k.numel() + call.v.numel() >= MIN_ELEMENTS and not call.has_gradient
         return 100 if is_large else 50
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         """Parts of the keys as tasks, joined by lse; slots that are in codes still are read as
         codes.
         """
@@ -181,21 +186,21 @@ class Cpu:
         k, v = call.k, call.v
         if (segment := quantized_segment(k, v)) is not None:
             slots, (k, v) = segment.slots, segment.recent
-            found.append(decode_quantised(args, segment, call.E))
+            found.append(decode_quantized(args, segment, call.E))
             args = args.behind(slots)
         if slots < call.S:
             found.append(decode(args, k, v))
-        out, lse = found[0] if len(found) == 1 else join_parts(*zip(*found, strict=True))
+        out, lse = found[0] if len(found) == 1 else join_splits(*zip(*found, strict=True))
         z = out.reshape(call.B, call.H, call.T, call.E)
         sums = lse.reshape(call.B, call.H, call.T)
-        z = z if call.sink is None else with_sink(z, sums, call.sink)
-        return Result(z.to(call.q.dtype), sums if call.wants_lse else None)
+        z = z if call.sink is None else apply_sink(z, sums, call.sink)
+        return KernelResult(z.to(call.q.dtype), sums if call.wants_lse else None)
 
-    def work(self, call: Call) -> Work:
+    def work(self, call: Call) -> WorkEstimate:
         """Pairs of the tiles that some query of a key/value head sees; bytes of the parts."""
         B, H, G, S, R = call.B, call.H, call.G, call.S, call.H // call.G * call.T
-        row = call.mask.tile_row(call.q_positions, call.k_positions, slice(0, call.T), TILE)
+        row = call.mask.tile_row(call.q_positions, call.k_positions, slice(0, call.T), TILE_KEYS)
         seen = torch.unflatten((row > 0).expand(B, H, -1), 1, (G, H // G)).any(2)
-        sizes = torch.full((seen.shape[-1],), TILE)
-        sizes[-1:] = S - TILE * (len(sizes) - 1)
-        return Work(R * int((seen * sizes).sum()), 4 * B * G * R * (call.E + 1))
+        sizes = torch.full((seen.shape[-1],), TILE_KEYS)
+        sizes[-1:] = S - TILE_KEYS * (len(sizes) - 1)
+        return WorkEstimate(R * int((seen * sizes).sum()), 4 * B * G * R * (call.E + 1))

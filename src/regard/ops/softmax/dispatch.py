@@ -13,17 +13,24 @@ import torch
 
 from regard import tap
 from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
-from regard.ops.softmax.call import Call, Kernel, Result
-from regard.ops.softmax.cpu import Cpu
-from regard.ops.softmax.flex import Flex
-from regard.ops.softmax.gemm import Gemm
-from regard.ops.softmax.reference import Reference
-from regard.ops.softmax.sdpa import Sdpa
-from regard.ops.softmax.tiled import Tiled
+from regard.ops.softmax.call import Call, Kernel, KernelResult
+from regard.ops.softmax.cpu import CpuKernel
+from regard.ops.softmax.flex import FlexKernel
+from regard.ops.softmax.gemm import GemmKernel
+from regard.ops.softmax.reference import ReferenceKernel
+from regard.ops.softmax.sdpa import SdpaKernel
+from regard.ops.softmax.tiled import TiledKernel
 from regard.span import Span, vacant
 from regard.suggest import suggest
 
-KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
+KERNELS: tuple[Kernel, ...] = (
+    CpuKernel(),
+    SdpaKernel(),
+    TiledKernel(),
+    FlexKernel(),
+    GemmKernel(),
+    ReferenceKernel(),
+)
 """The kernels of this package."""
 
 _registered: tuple[Kernel, ...] = KERNELS
@@ -53,7 +60,7 @@ def register_kernel(kernel: Kernel) -> KernelHandle:
     """Let `attend`, `attend_partial` and `plan` use one more kernel, in all threads.
 
     `backend="auto"` asks it where its `priority` says, and `backend=kernel.name` asks it alone.
-    `regard.ops.softmax.Kernel` says what it must offer, and `Call`, `Result` and `Work` beside it
+    `regard.ops.softmax.Kernel` says what it must offer, and `Call`, `KernelResult` and `WorkEstimate` beside it
     are what it is given and what it gives back.
 
     Args:
@@ -68,13 +75,13 @@ def register_kernel(kernel: Kernel) -> KernelHandle:
         ArgumentError: there is a kernel of that name already, or the name is "auto".
 
     >>> import torch, regard
-    >>> from regard.ops.softmax import Result, Work
+    >>> from regard.ops.softmax import KernelResult, WorkEstimate
     >>> class Zeros:
     ...     name, selects = "zeros", True
     ...     def why_not(self, call): return ["no gradient"] if call.has_gradient else []
     ...     def priority(self, call): return None  # only if it is asked for
-    ...     def run(self, call): return Result(call.q.new_zeros(*call.q.shape[:3], call.E), None)
-    ...     def work(self, call): return Work(0, 0)
+    ...     def run(self, call): return KernelResult(call.v.new_zeros(*call.q.shape[:3], call.E), None)
+    ...     def work(self, call): return WorkEstimate(0, 0)
     >>> q = torch.randn(1, 2, 3, 4)
     >>> with regard.register_kernel(Zeros()):
     ...     regard.attend(q, q, q, backend="zeros").abs().sum().item()
@@ -103,12 +110,12 @@ def register_kernel(kernel: Kernel) -> KernelHandle:
     return KernelHandle(kernel)
 
 
-def kernels() -> tuple[Kernel, ...]:
+def all_kernels() -> tuple[Kernel, ...]:
     """All kernels: those of this package, then those that were registered, in that order."""
     return _registered
 
 
-def order(call: Call) -> list[Kernel]:
+def kernels_by_priority(call: Call) -> list[Kernel]:
     """The kernels in the order in which `backend="auto"` asks them; those that are never chosen by
     themselves are left out.
     """
@@ -121,17 +128,17 @@ def order(call: Call) -> list[Kernel]:
     return [every[i] for _, i in asked]
 
 
-def run(call: Call, backend: str = "auto") -> Result:
+def run_call(call: Call, backend: str = "auto") -> KernelResult:
     """Run a call on the chosen kernel, in the dtypes that it came with: no kernel is at the mercy
     of autocast.
     """
-    return run_on(*decide(call, backend))
+    return run_on_kernel(*choose_kernel(call, backend))
 
 
-def run_on(kernel: Kernel, call: Call) -> Result:
+def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
     """Run a call on the kernel that `decide` gave for it, and show it to the open traces."""
     if watching := tap.watchers():
-        return _shown(kernel, call, watching)
+        return _run_observed(kernel, call, watching)
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
         return kernel.run(call)
@@ -139,16 +146,16 @@ def run_on(kernel: Kernel, call: Call) -> Result:
         return kernel.run(call)
 
 
-def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
+def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> KernelResult:
     """Run the kernel that was chosen for the call without an observer, with its lse, and show both
     to the observers.
     """
     asked, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
         if kernel.why_not(asked):  # it gives no lse here: its output stays, the lse is another's
-            other, asked = decide(asked)
+            other, asked = choose_kernel(asked)
             name = f"{name}, lse by {other.name}"
-            result = Result(kernel.run(call).out, other.run(asked).lse)
+            result = KernelResult(kernel.run(call).out, other.run(asked).lse)
         else:
             result = kernel.run(asked)
     for watcher in watching:
@@ -156,7 +163,7 @@ def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
     return result
 
 
-def decide(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
+def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
     """The kernel of that name, or the first that can run the call; and the call as it takes it.
 
     A kernel that `selects` never looks at what is masked, so it takes the call as it is. For every
@@ -168,31 +175,31 @@ def decide(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
             reason.
     """
     if backend == "auto":
-        asked = order(call)
+        asked = kernels_by_priority(call)
     else:
         asked = [kernel for kernel in _registered if kernel.name == backend]
         if not asked:
-            raise ArgumentError(_unknown(backend))
+            raise ArgumentError(_unknown_backend_message(backend))
     refusals: dict[str, list[str]] = {}
     emptied = False
     for kernel in asked:
         if not (kernel.selects or emptied):
-            call, emptied = without_garbage(call), True
+            call, emptied = zero_empty_slots(call), True
         reasons = kernel.why_not(call)
         if not reasons:
             return kernel, call
         refusals[kernel.name] = reasons
-    raise KernelRefusal(_refusal(call, refusals))
+    raise KernelRefusal(_refusal_message(call, refusals))
 
 
-def _refusal(call: Call, refusals: dict[str, list[str]]) -> str:
+def _refusal_message(call: Call, refusals: dict[str, list[str]]) -> str:
     reasons = "; ".join(f"{name} ({', '.join(why)})" for name, why in refusals.items())
     able = [x.name for x in _registered if x.name not in refusals and not x.why_not(call)]
     hint = f"backends that can: {', '.join(able)}" if able else "no other backend can"
     return f"this call cannot run on {reasons}; {hint}"
 
 
-def without_garbage(call: Call) -> Call:
+def zero_empty_slots(call: Call) -> Call:
     """Slots that hold nothing may hold anything: empty them, so that no kernel multiplies a NaN by
     0.
     """
@@ -208,7 +215,7 @@ def without_garbage(call: Call) -> Call:
     return replace(call, **changes) if changes else call
 
 
-def _unknown(backend: str) -> str:
+def _unknown_backend_message(backend: str) -> str:
     names = ["auto", *(kernel.name for kernel in _registered)]
     hint = suggest(backend, names)
     return f"unknown backend {backend!r}; it must be one of {', '.join(names)}{hint}"

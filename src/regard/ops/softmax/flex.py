@@ -22,32 +22,32 @@ from regard import biases, masks, units
 from regard.biases import Bias
 from regard.masks import EMPTY, FULL, Mask
 from regard.ops.softmax.bias_gradient import bias_terms
-from regard.ops.softmax.call import Call, Result, Work
-from regard.ops.softmax.merge import with_sink
+from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.merge import apply_sink
 from regard.span import Positions, Span, as_tensor, part
 
-BLOCK = 128
+BLOCK_SIZE = 128
 """The side of a block of the mask, and the shortest length on CUDA; below it the other kernels are
 as fast.
 """
 
-DIMS = (16, 256)
+CUDA_HEAD_DIMS = (16, 256)
 """Head dimensions on CUDA: what its generated kernel takes."""
 
-RANGES = 8
+MAX_RANGES = 8
 """The most key ranges per query; a mask with more, or none, is looked up in a table of bools."""
 
-TABLE_BYTES = 2**26
+MAX_TABLE_BYTES = 2**26
 """The largest such table on CUDA."""
 
-MAX_BYTES = 2**32
+MAX_CPU_BYTES = 2**32
 """What it may hold on CPU, where it keeps every score."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class Flex:
+class FlexKernel:
     """torch.nn.attention.flex_attention."""
 
     name = "flex"
@@ -66,9 +66,9 @@ class Flex:
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         device = call.q.device.type
         if device == "cpu":
-            reasons += _why_not_cpu(call)
+            reasons += _cpu_reasons(call)
         elif device == "cuda":
-            reasons += _why_not_cuda(call)
+            reasons += _cuda_reasons(call)
         else:
             reasons.append(f"runs on cuda and cpu, not on {device}")
         if not reasons and not call.finite:
@@ -79,14 +79,14 @@ class Flex:
         """Behind torch's fused kernel; on a CPU, where it holds every score, behind the tiles."""
         return 40 if call.q.is_cpu else 70
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         """Lower mask and bias, run, apply the sink."""
         from torch.nn.attention.flex_attention import AuxRequest
 
         q, k, v = call.q, call.k, call.v
         if q.device.type == "cpu":  # uncompiled, it would round the scores to a half type
             q, k, v = (x.detach().to(call.score_dtype) for x in (q, k, v))
-        out, aux = _function(q.device.type)(
+        out, aux = _flex_attention_for(q.device.type)(
             q,
             k,
             v,
@@ -97,38 +97,40 @@ class Flex:
             return_aux=AuxRequest(lse=True),
         )
         lse = aux.lse.to(call.score_dtype)
-        out = out if call.sink is None else with_sink(out, lse, call.sink)
-        return Result(out.to(call.q.dtype), lse)
+        out = out if call.sink is None else apply_sink(out, lse, call.sink)
+        return KernelResult(out.to(call.q.dtype), lse)
 
-    def work(self, call: Call) -> Work:
+    def work(self, call: Call) -> WorkEstimate:
         """On CUDA the blocks that are not empty, and the lse; on CPU every pair, as scores and as
         weights.
         """
         every = call.B * call.H * call.T * call.S
         if call.q.device.type == "cpu":
-            return Work(every, 2 * every * call.score_dtype.itemsize)
-        tiles = call.mask.tiles(call.q_positions, call.k_positions, (BLOCK, BLOCK)) != EMPTY
+            return WorkEstimate(every, 2 * every * call.score_dtype.itemsize)
+        tiles = (
+            call.mask.tiles(call.q_positions, call.k_positions, (BLOCK_SIZE, BLOCK_SIZE)) != EMPTY
+        )
         heads = call.B * call.H // (tiles.shape[0] * tiles.shape[1])
-        pairs = min(every, heads * int(tiles.sum()) * BLOCK**2)
-        return Work(pairs, call.B * call.H * call.T * 4)
+        pairs = min(every, heads * int(tiles.sum()) * BLOCK_SIZE**2)
+        return WorkEstimate(pairs, call.B * call.H * call.T * 4)
 
 
-def _why_not_cpu(call: Call) -> list[str]:
+def _cpu_reasons(call: Call) -> list[str]:
     reasons = ["no gradients on CPU"] if call.has_gradient else []
     size = 2 * call.B * call.H * call.T * call.S * call.score_dtype.itemsize
-    if size > MAX_BYTES:
-        held, limit = units.size(size), units.size(MAX_BYTES)
+    if size > MAX_CPU_BYTES:
+        held, limit = units.size(size), units.size(MAX_CPU_BYTES)
         reasons.append(f"would hold {held} of scores on CPU; limit {limit}")
     return reasons
 
 
-def _why_not_cuda(call: Call) -> list[str]:
+def _cuda_reasons(call: Call) -> list[str]:
     reasons = []
     if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')} on CUDA")
-    if min(call.T, call.S) < BLOCK:
-        reasons.append(f"fewer than {BLOCK} queries or keys (T {call.T}, S {call.S})")
-    low, high = DIMS
+    if min(call.T, call.S) < BLOCK_SIZE:
+        reasons.append(f"fewer than {BLOCK_SIZE} queries or keys (T {call.T}, S {call.S})")
+    low, high = CUDA_HEAD_DIMS
     if any(not low <= x <= high or x % 16 for x in (call.D, call.E)):
         reasons.append(
             f"head dimensions are not multiples of 16 from {low} to {high} (D {call.D}, E {call.E})"
@@ -142,7 +144,7 @@ def _why_not_cuda(call: Call) -> list[str]:
     table = call.B * call.H * call.T * call.S
     if (
         not isinstance(call.mask, masks.Dense)
-        and table > TABLE_BYTES
+        and table > MAX_TABLE_BYTES
         and call.mask.intervals(first) is None
     ):
         reasons.append(f"no key ranges in the mask {call.mask}")
@@ -150,7 +152,7 @@ def _why_not_cuda(call: Call) -> list[str]:
 
 
 @cache
-def _function(device: str) -> Callable[..., Any]:
+def _flex_attention_for(device: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention as module
 
     # torch warns once in a process of the uncompiled form. Its own list of what was said is told
@@ -178,16 +180,16 @@ def _block_mask(
 ) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
-    tiles = mask.tiles(q, k, (BLOCK, BLOCK), device=device)
+    tiles = mask.tiles(q, k, (BLOCK_SIZE, BLOCK_SIZE), device=device)
     some, full = tiles != EMPTY, tiles == FULL
     for dim, length in ((2, lengths[0]), (3, lengths[1])):
-        if length % BLOCK:  # a block that sticks out is never full: its tail must be masked
+        if length % BLOCK_SIZE:  # a block that sticks out is never full: its tail must be masked
             full = full.clone()
             full.select(dim, -1).fill_(False)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~full),
-        *_listed(full),
-        BLOCK_SIZE=BLOCK,
+        *_block_indices(some & ~full),
+        *_block_indices(full),
+        BLOCK_SIZE=BLOCK_SIZE,
         mask_mod=mask_mod(mask, q, k, device),
         seq_lengths=lengths,
     )
@@ -199,7 +201,7 @@ _block_mask_cached = lru_cache(32)(_block_mask)
 def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskMod:
     """The mask as a function of indices: by key ranges, else by a table."""
     found = mask.intervals(q, device=device)
-    if found is None or not 0 < found.starts.shape[-1] <= RANGES:
+    if found is None or not 0 < found.starts.shape[-1] <= MAX_RANGES:
         table = mask.block(q, k, device=device)
         b_step, h_step = (int(n > 1) for n in table.shape[:2])
 
@@ -226,7 +228,7 @@ def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> Ma
     return by_range
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _block_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """bool [b,h,nQ,nK] -> how many are chosen [b,h,nQ], and which, first in the list
     [b,h,nQ,nK].
     """
@@ -236,7 +238,7 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def score_mod(call: Call) -> ScoreMod | None:
     """Softcap, then bias, as one function of a score and its indices; None if there is neither."""
-    mods = [_bias_mod(term, call) for term in bias_terms(call.bias)]
+    mods = [_bias_score_mod(term, call) for term in bias_terms(call.bias)]
     cap = call.softcap
     if cap is None and not mods:
         return None
@@ -251,7 +253,7 @@ def score_mod(call: Call) -> ScoreMod | None:
     return mod
 
 
-def _bias_mod(term: Bias, call: Call) -> ScoreMod:
+def _bias_score_mod(term: Bias, call: Call) -> ScoreMod:
     q, k = (as_tensor(p, call.q.device) for p in (call.q_positions, call.k_positions))
     q_step, k_step = int(q.shape[0] > 1), int(k.shape[0] > 1)
     if isinstance(term, biases.ALiBi):

@@ -15,38 +15,38 @@ from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
 from regard.masks.tiling import FAR
 from regard.ops.jit import has_numba
-from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, up
-from regard.ops.jit.records import DTYPES
-from regard.ops.softmax.call import Call, Result, Work
-from regard.ops.softmax.merge import with_sink
+from regard.ops.jit.argument_structs import DTYPES
+from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, round_up
+from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.merge import apply_sink
 from regard.span import as_tensor, part
 
-LEAST = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
+MIN_PRODUCTS = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
 """From so many products B H T S (D + E) on it is the first choice; below, torch's kernel takes a
 few milliseconds as well.
 """
 
-LEARNS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.float16: 2**26}
+MIN_TRAINING_PRODUCTS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.float16: 2**26}
 """The same with a gradient, where torch's kernel is further behind."""
 
-LARGE_SCORES = 500.0
+MAX_TRAINING_SCORE = 500.0
 """Up to this bound on |scale q k| it serves gradients. Its weights are right at any size; but dp
 and rowsum(dout out) cancel to their rounding only, which breaks the error rule where every row of a
 call has one weight of nearly 1: measured from 6,000 on."""
 
-ROWS = 64
+MIN_ROWS = 64
 """And from so many queries of a key/value head, H/G T: keys and values are packed for them."""
 
-LONG = {torch.float32: 512, torch.bfloat16: 128, torch.float16: 128}
+MIN_TRAINING_LENGTH = {torch.float32: 512, torch.bfloat16: 128, torch.float16: 128}
 """With a gradient, from so many of those queries, and of keys: both are packed, three times."""
 
-WIDE = {torch.float32: 128, torch.bfloat16: 64, torch.float16: 0}
+MIN_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 64, torch.float16: 0}
 """And from so many dims D + E where torch's kernel computes no more pairs: softmax is slower here,
 products are faster.
 """
 
 
-class Gemm:
+class GemmKernel:
     """Blocks of queries against packed keys and values, the heads of a group as rows; Numba
     compiles it once.
 
@@ -77,7 +77,7 @@ class Gemm:
                 if not isinstance(call.bias, ALiBi | None)
                 else []
             ),
-            *(["no gradient for a bias"] if _learns_bias(call) else []),
+            *(["no gradient for a bias"] if _bias_requires_grad(call) else []),
         ]
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to do (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
@@ -85,13 +85,17 @@ class Gemm:
             reasons.append("no part of a compiled graph")
         elif not reasons and not has_numba():
             reasons.append("Numba is not installed: pip install numba")
-        elif not reasons and ranges(call, slice(0, 1)) is None:
+        elif not reasons and visible_position_ranges(call, slice(0, 1)) is None:
             reasons.append(f"the mask has no ranges of positions ({call.mask})")
-        elif not reasons and not call.sees_everything and not call.all_finite(*_multiplied(call)):
+        elif (
+            not reasons
+            and not call.sees_everything
+            and not call.all_finite(*_inputs_to_check(call))
+        ):
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
-        elif not reasons and call.has_gradient and call.score_bound > LARGE_SCORES:
+        elif not reasons and call.has_gradient and call.score_bound > MAX_TRAINING_SCORE:
             reasons.append(
-                f"its gradient is right for scores up to {LARGE_SCORES:.0f}; here they may reach "
+                f"its gradient is right for scores up to {MAX_TRAINING_SCORE:.0f}; here they may reach "
                 f"{call.score_bound:.3g}"
             )
         return reasons
@@ -104,7 +108,7 @@ class Gemm:
             return None
         return 90 if prefer_gemm(call) else 70 if call.has_gradient else 30
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         """The output, and what its gradient needs if something wants one."""
         args = prefill_args(call)
         if call.has_gradient:
@@ -112,10 +116,10 @@ class Gemm:
         else:
             out, top, total = prefill(args)
             lse = top + total.log()
-        z = out if call.sink is None else with_sink(out, lse, call.sink)
-        return Result(z, lse if call.wants_lse else None)
+        z = out if call.sink is None else apply_sink(out, lse, call.sink)
+        return KernelResult(z, lse if call.wants_lse else None)
 
-    def work(self, call: Call) -> Work:
+    def work(self, call: Call) -> WorkEstimate:
         """Pairs of the panels that some query of a block sees; bytes of the packed keys and values,
         and of a block's work.
         """
@@ -129,13 +133,13 @@ class Gemm:
             heads = (seen * sizes).sum(-1).expand(call.B, call.H).sum()
             pairs += (block.stop - block.start) * int(heads)
         each = 2 if call.q.dtype == torch.bfloat16 else 4
-        memories, length, wide = call.B * call.G, up(call.S, panel), call.D + call.E
-        packed = memories * length * (call.D + up(call.E, panel)) * each
-        held = rows * (call.D + 2 * 256 + up(call.E, panel)) * 4
+        memories, length, wide = call.B * call.G, round_up(call.S, panel), call.D + call.E
+        packed = memories * length * (call.D + round_up(call.E, panel)) * each
+        held = rows * (call.D + 2 * 256 + round_up(call.E, panel)) * 4
         if call.has_gradient:  # keys twice, values, and sums of the gradients of both
-            packed = memories * length * ((wide + up(call.D, panel)) * each + wide * 4)
-            held = rows * (2 * wide * each + up(call.D, panel) * 4 + 2 * panel * 4)
-        return Work(pairs, packed + held + 2 * call.B * call.H * call.T * 4)
+            packed = memories * length * ((wide + round_up(call.D, panel)) * each + wide * 4)
+            held = rows * (2 * wide * each + round_up(call.D, panel) * 4 + 2 * panel * 4)
+        return WorkEstimate(pairs, packed + held + 2 * call.B * call.H * call.T * 4)
 
 
 def prefer_gemm(call: Call) -> bool:
@@ -143,34 +147,34 @@ def prefer_gemm(call: Call) -> bool:
     (AMX), which torch uses.
     """
     rows = call.H // call.G * call.T
-    if rows < ROWS or call.compiling:
+    if rows < MIN_ROWS or call.compiling:
         return False
     learns, kind = call.has_gradient, call.q.dtype
     products = call.B * call.H * call.T * call.S * (call.D + call.E)
-    if products < (LEARNS if learns else LEAST).get(kind, math.inf):
+    if products < (MIN_TRAINING_PRODUCTS if learns else MIN_PRODUCTS).get(kind, math.inf):
         return False
-    if learns and min(rows, call.S) < LONG[kind]:
+    if learns and min(rows, call.S) < MIN_TRAINING_LENGTH[kind]:
         return False
-    return (_leaves_out(call.mask) or _fits(call)) and _suits()
+    return (_skips_pairs(call.mask) or _head_dims_suit(call)) and _processor_suits()
 
 
-def _leaves_out(mask: Mask) -> bool:
+def _skips_pairs(mask: Mask) -> bool:
     """Whether it leaves out what torch's kernel would compute, flag of the triangle and all."""
     return not all(isinstance(term, Full | Causal | Padding) for term in mask.terms())
 
 
-def _fits(call: Call) -> bool:
+def _head_dims_suit(call: Call) -> bool:
     """Whether the heads are wide enough, and in fp32 fill their panels."""
     wide, full = call.D + call.E, call.q.dtype != torch.float32 or call.E % 64 == 0
-    return full and wide >= WIDE[call.q.dtype]
+    return full and wide >= MIN_HEAD_DIMS[call.q.dtype]
 
 
-def _learns_bias(call: Call) -> bool:
+def _bias_requires_grad(call: Call) -> bool:
     learned = () if call.bias is None else call.bias.tensors()
     return torch.is_grad_enabled() and any(x.requires_grad for x in learned)
 
 
-def _multiplied(call: Call) -> str:
+def _inputs_to_check(call: Call) -> str:
     """The inputs that are multiplied with weights, or their gradients, of 0: a NaN in them would
     leak.
     """
@@ -178,12 +182,12 @@ def _multiplied(call: Call) -> str:
 
 
 @cache
-def _suits() -> bool:
+def _processor_suits() -> bool:
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and not amx()
 
 
-def ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
+def visible_position_ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
     """Starts and stops [b,h,t,n] of the ranges of positions that queries see, or None."""
     q, first = part(call.q_positions, rows), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     if call.sees_everything:
@@ -195,7 +199,7 @@ def ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
 
 def prefill_args(call: Call) -> PrefillArgs:
     """A call in the words of the compiled loops."""
-    found = ranges(call, slice(0, call.T))
+    found = visible_position_ranges(call, slice(0, call.T))
     assert found is not None, "why_not refuses these"
     symmetric, slopes = False, torch.empty(0)
     if isinstance(call.bias, ALiBi):

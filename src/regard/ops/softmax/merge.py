@@ -54,7 +54,7 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
                 "have out "
                 f"{tuple(partials[0].out.shape)} and lse {tuple(partials[0].out.shape[:3])}"
             )
-    _check_kinds(partials)
+    _check_dtypes_and_devices(partials)
     check_sink(sink, partials[0].out.shape[1], partials[0].out)
     lses = torch.stack([p.lse for p in partials])
     top = lses.amax(0).detach()
@@ -63,14 +63,14 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     total = weights.sum(0)
     empty = total == 0
     share = (weights / total.masked_fill(empty, 1)).unsqueeze(-1)
-    out = sum_selected(share, [p.out for p in partials])
+    out = weighted_sum(share, [p.out for p in partials])
     lse = (top + total.masked_fill(empty, 1).log()).masked_fill(empty, -math.inf)
     if sink is not None:
-        out = with_sink(out, lse, sink)
+        out = apply_sink(out, lse, sink)
     return Partial(out, lse)
 
 
-def _check_kinds(partials: Sequence[Partial]) -> None:
+def _check_dtypes_and_devices(partials: Sequence[Partial]) -> None:
     """All parts are floating tensors of one dtype on one device, and so are their log-sums."""
     first = partials[0]
     for i, part in enumerate(partials):
@@ -85,7 +85,7 @@ def _check_kinds(partials: Sequence[Partial]) -> None:
                 )
 
 
-def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """The output when exp(sink) joins the denominator: out * sigmoid(lse - sink); a row that sees
     nothing stays 0.
     """
@@ -94,7 +94,7 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     return (out * keep.unsqueeze(-1)).to(out.dtype)
 
 
-def sum_selected(share: Tensor, outs: list[Tensor]) -> Tensor:
+def weighted_sum(share: Tensor, outs: list[Tensor]) -> Tensor:
     """sum_p share_p out_p in the precision of the shares; a part with share 0 is left out, NaN
     included.
     """

@@ -10,19 +10,24 @@ from torch import Tensor
 
 from regard import units
 from regard.cost import attention_flops
-from regard.ops.softmax.call import Options, Work, make_call
-from regard.ops.softmax.dispatch import decide, kernels, order, without_garbage
+from regard.ops.softmax.call import AttentionOptions, WorkEstimate, make_call
+from regard.ops.softmax.dispatch import (
+    all_kernels,
+    choose_kernel,
+    kernels_by_priority,
+    zero_empty_slots,
+)
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """One kernel's answer: the reasons against it, or its work (pairs visited, peak extra bytes)
     and FLOPs.
     """
 
     kernel: str
     reasons: tuple[str, ...]
-    work: Work | None
+    work: WorkEstimate | None
     flops: int
     skipped: int
 
@@ -40,11 +45,11 @@ class Plan:
     """
 
     kernel: str
-    choices: tuple[Choice, ...]
+    choices: tuple[KernelChoice, ...]
     flops: int
     title: str
 
-    def __getitem__(self, kernel: str) -> Choice:
+    def __getitem__(self, kernel: str) -> KernelChoice:
         return {choice.kernel: choice for choice in self.choices}[kernel]
 
     def __str__(self) -> str:
@@ -72,7 +77,7 @@ def plan(
     v: Float[Tensor, "B G S E"],
     *,
     backend: str = "auto",
-    **options: Unpack[Options],
+    **options: Unpack[AttentionOptions],
 ) -> Plan:
     """Say which kernel `attend` would run, why not each other one, and the bytes and FLOPs of each;
     compute nothing.
@@ -88,17 +93,19 @@ def plan(
     >>> regard.plan(q, q, q, mask=regard.masks.Causal()).kernel
     'sdpa'
     """
-    call = without_garbage(make_call(q, k, v, **options))
+    call = zero_empty_slots(make_call(q, k, v, **options))
     dense = call.B * call.H * call.T * call.S
     total = attention_flops(dense, call.D, call.E)
     choices = []
-    asked = order(call)
-    for kernel in (*asked, *(x for x in kernels() if x not in asked)):
+    asked = kernels_by_priority(call)
+    for kernel in (*asked, *(x for x in all_kernels() if x not in asked)):
         reasons = tuple(kernel.why_not(call))
         work = None if reasons else kernel.work(call)
         flops = 0 if work is None else attention_flops(work.pairs, call.D, call.E)
-        choices.append(Choice(kernel.name, reasons, work, flops, total - flops if work else 0))
+        choices.append(
+            KernelChoice(kernel.name, reasons, work, flops, total - flops if work else 0)
+        )
     sizes = " ".join(f"{name}={getattr(call, name)}" for name in "BHGTSDE")
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
-    return Plan(decide(call, backend)[0].name, tuple(choices), total, title)
+    return Plan(choose_kernel(call, backend)[0].name, tuple(choices), total, title)

@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard import units
-from regard.ops.softmax.call import Call, Result, Work
+from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.tap import edited, tap
 
-ALL = slice(None)
+EVERYTHING = slice(None)
 
 
-def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor, Tensor]:
+def scores(
+    call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
+) -> tuple[Tensor, Tensor]:
     """The scores [B,H,t,s] of a block, -inf where masked, and which of them are visible (bool,
     broadcastable).
 
@@ -29,7 +31,7 @@ def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor,
     visible = call.mask.block(
         call.q_positions, call.k_positions, rows, columns, device=call.q.device
     )
-    s = dot(call, rows, columns)
+    s = scaled_dot(call, rows, columns)
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
     if call.bias is not None:
@@ -39,22 +41,22 @@ def scores(call: Call, rows: slice = ALL, columns: slice = ALL) -> tuple[Tensor,
     return s.masked_fill(~visible, -math.inf), visible
 
 
-def dot(call: Call, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING) -> Tensor:
     """scale * q k^T [B,H,t,s]; query head h reads key head h // (H/G), without repeating the
     keys.
     """
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
-    s = _grouped(q, k.mT)
+    s = _grouped_matmul(q, k.mT)
     if call.compiling or call.finite:
         return s
     # The gradient of a masked score is 0, and 0 times a NaN in q or k would poison its neighbours:
     # differentiate the product of the finite entries, and show the value of the whole.
-    clean = _grouped(_finite_only(q), _finite_only(k).mT)
+    clean = _grouped_matmul(_zero_non_finite(q), _zero_non_finite(k).mT)
     return torch.where(s.isfinite(), clean, s.detach())
 
 
-def mix(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
+def weighted_values(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
     """The weighted sum of the values [B,H,t,E]; a value that a query may not see does not reach it,
     NaN included.
     """
@@ -63,19 +65,20 @@ def mix(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
     # may be infinite
     pattern = pattern.masked_fill(~visible, 0)
     if finite:
-        return _grouped(pattern, v)
-    out = _grouped(pattern, _finite_only(v))
+        return _grouped_matmul(pattern, v)
+    out = _grouped_matmul(pattern, _zero_non_finite(v))
     # 0 x NaN is NaN: so the non-finite values go to those queries that see them, by counting, not
     # by multiplying.
     seen = visible.expand(pattern.shape).to(pattern.dtype)
     n_nan, n_up, n_down = (
-        _grouped(seen, bad.to(v.dtype)) > 0 for bad in (v.isnan(), v.isposinf(), v.isneginf())
+        _grouped_matmul(seen, bad.to(v.dtype)) > 0
+        for bad in (v.isnan(), v.isposinf(), v.isneginf())
     )
     out = out.masked_fill(n_up, math.inf).masked_fill(n_down, -math.inf)
     return out.masked_fill(n_nan | (n_up & n_down), math.nan)
 
 
-def _grouped(x: Tensor, y: Tensor) -> Tensor:
+def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
     """x [B,H,t,a] @ y [B,G,a,b] -> [B,H,t,b]: the H/G query heads of a group are rows of one
     product.
     """
@@ -84,11 +87,11 @@ def _grouped(x: Tensor, y: Tensor) -> Tensor:
     return torch.unflatten(x @ y, 2, (H // G, t)).flatten(1, 2)
 
 
-def _finite_only(x: Tensor) -> Tensor:
+def _zero_non_finite(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), x, 0)
 
 
-class Total(NamedTuple):
+class SoftmaxSum(NamedTuple):
     """sum_j exp(s_ij) = share * e^top for each row: top is the largest score, or 0 for a row that
     sees nothing.
 
@@ -105,50 +108,50 @@ class Total(NamedTuple):
         return (self.top + self.share.masked_fill(blind, 1).log()).masked_fill(blind, -math.inf)
 
 
-def total(s: Tensor) -> Total:
+def softmax_sum(s: Tensor) -> SoftmaxSum:
     """The sum over the last dimension of scores [..., t, s], -inf where masked."""
     if s.shape[-1] == 0:
-        return Total(s.new_zeros(s.shape[:-1]), s.sum(-1))
+        return SoftmaxSum(s.new_zeros(s.shape[:-1]), s.sum(-1))
     top = s.amax(-1).detach()
     top = top.masked_fill(top.isneginf(), 0)
-    return Total(top, torch.exp(s - top[..., None]).sum(-1))
+    return SoftmaxSum(top, torch.exp(s - top[..., None]).sum(-1))
 
 
-def join(parts: Sequence[Total]) -> Total:
+def join_sums(parts: Sequence[SoftmaxSum]) -> SoftmaxSum:
     """The sum over all the keys of several parts; at least one."""
     tops, shares = (torch.stack(x) for x in zip(*parts, strict=True))
     tops = tops.masked_fill(shares == 0, -math.inf)  # the 0 of a part that sees nothing is no score
     top = tops.amax(0)
     top = top.masked_fill(top.isneginf(), 0)
-    return Total(top, (shares * torch.exp(tops - top)).sum(0))
+    return SoftmaxSum(top, (shares * torch.exp(tops - top)).sum(0))
 
 
-def with_sink(whole: Total, sink: Tensor | None) -> Total:
+def add_sink(whole: SoftmaxSum, sink: Tensor | None) -> SoftmaxSum:
     """The sum with exp(sink) in it; sink: one logit per head [H], for rows [B,H,t]."""
     if sink is None:
         return whole
     logit = sink.to(whole.top.dtype)[:, None].expand(whole.top.shape)
     top = torch.where(whole.share == 0, logit, torch.maximum(whole.top, logit)).detach()
     old = torch.where(whole.share == 0, 0, whole.share * torch.exp(whole.top - top))
-    return Total(top, old + torch.exp(logit - top))
+    return SoftmaxSum(top, old + torch.exp(logit - top))
 
 
-def weights(s: Tensor, whole: Total) -> Tensor:
+def softmax_weights(s: Tensor, whole: SoftmaxSum) -> Tensor:
     """exp(s_ij) over the sum of its row, for any columns of it; 0 for a row that sees nothing."""
     share = whole.share.masked_fill(whole.share == 0, 1)
     return torch.exp(s - whole.top[..., None]) / share[..., None]
 
 
 BLOCK_BYTES = 2**28  # scores held at once, unless somebody wants to see them all
-MAX_BYTES = 2**32  # what a listener to scores or pattern may make it hold
+MAX_SCORE_BYTES = 2**32  # what a listener to scores or pattern may make it hold
 
-FEW = 2**24
+MAX_TRAINING_PRODUCTS = 2**24
 """Up to so many products B H T S (D + E) with a gradient, the definition is faster than its tiles:
 measured on one thread.
 """
 
 
-class Reference:
+class ReferenceKernel:
     """Attention as it is written down; memory O(T S) where it is traced or trained, else
     bounded.
     """
@@ -159,10 +162,10 @@ class Reference:
     def why_not(self, call: Call) -> list[str]:
         """It runs everything, short of holding more than 4 GiB of scores."""
         size = call.B * call.H * call.T * call.S * call.score_dtype.itemsize
-        if size > MAX_BYTES and (call.needs or call.has_gradient):
+        if size > MAX_SCORE_BYTES and (call.needs or call.has_gradient):
             shape = (call.B, call.H, call.T, call.S)
             held = f"would allocate {units.size(size)} for scores {shape}"
-            limit = f"limit {units.size(MAX_BYTES)}"
+            limit = f"limit {units.size(MAX_SCORE_BYTES)}"
             return [f"{held}; {limit}: regard.attention_weights gives any block of them"]
         return []
 
@@ -171,36 +174,38 @@ class Reference:
         because there it is the number of operations that costs.
         """
         learns = call.has_gradient and call.q.is_cpu
-        few = learns and call.B * call.H * call.T * call.S * (call.D + call.E) < FEW
+        few = (
+            learns and call.B * call.H * call.T * call.S * (call.D + call.E) < MAX_TRAINING_PRODUCTS
+        )
         return 75 if few else 10
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         """All rows at once if somebody listens or learns, else a block of rows at a time."""
         row_bytes = max(1, call.B * call.H * call.S * call.score_dtype.itemsize)
         block = max(1, BLOCK_BYTES // row_bytes)
         if call.needs or call.has_gradient or block >= call.T:
-            return attend_rows(call, ALL)
+            return attend_rows(call, EVERYTHING)
         parts = [attend_rows(call, slice(i, i + block)) for i in range(0, call.T, block)]
         outs, lses, *_ = zip(*parts, strict=True)
-        return Result(torch.cat(outs, 2), torch.cat(lses, 2))
+        return KernelResult(torch.cat(outs, 2), torch.cat(lses, 2))
 
-    def work(self, call: Call) -> Work:
+    def work(self, call: Call) -> WorkEstimate:
         """Every pair, masked or not; scores and weights of a block of rows."""
         pairs = call.B * call.H * call.T * call.S
         whole = 2 * pairs * call.score_dtype.itemsize
         bounded = whole if call.needs or call.has_gradient else min(whole, 2 * BLOCK_BYTES)
-        return Work(pairs, bounded)
+        return WorkEstimate(pairs, bounded)
 
 
-def attend_rows(call: Call, rows: slice) -> Result:
+def attend_rows(call: Call, rows: slice) -> KernelResult:
     """The definition, for a block of queries."""
     s, visible = scores(call, rows)
     s = tap("scores", s)
-    whole = total(s)
-    pattern = tap("pattern", weights(s, with_sink(whole, call.sink)))
+    whole = softmax_sum(s)
+    pattern = tap("pattern", softmax_weights(s, add_sink(whole, call.sink)))
     kept = F.dropout(pattern, call.dropout) if call.dropout else pattern
     finite = not call.compiling and call.finite
-    out = mix(kept, visible, call.v, finite=finite).to(call.q.dtype)
-    return Result(
+    out = weighted_values(kept, visible, call.v, finite=finite).to(call.q.dtype)
+    return KernelResult(
         out, whole.lse, s if edited("scores") else None, pattern if edited("pattern") else None
     )

@@ -34,12 +34,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.ops.softmax.bias_gradient import BiasGradient
-from regard.ops.softmax.call import SMALL_SCORES, Call, Result, Work
-from regard.ops.softmax.merge import with_sink
-from regard.ops.softmax.pieces import tile_runs
+from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, WorkEstimate
+from regard.ops.softmax.mask_lowering import visible_key_ranges
+from regard.ops.softmax.merge import apply_sink
 
 
-class Grain(NamedTuple):
+class TileSizes(NamedTuple):
     """How finely a call is cut.
 
     rows: queries in a block, of each head. keys: keys in a tile, which is what a mask is asked
@@ -54,12 +54,12 @@ class Grain(NamedTuple):
     long: int = 5
 
 
-USUAL = Grain()
+DEFAULT_TILE_SIZES = TileSizes()
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-class Tiled:
+class TiledKernel:
     """Flash attention in plain torch, for every mask and bias, with gradients, softcap, sink and
     dropout.
     """
@@ -67,7 +67,7 @@ class Tiled:
     name = "tiled"
     selects = False
 
-    def __init__(self, grain: Grain = USUAL) -> None:
+    def __init__(self, grain: TileSizes = DEFAULT_TILE_SIZES) -> None:
         self.grain = grain
 
     def why_not(self, call: Call) -> list[str]:
@@ -87,37 +87,37 @@ class Tiled:
         """Next to torch's kernel on a CPU; elsewhere generated kernels come before plain torch."""
         return 60 if call.q.is_cpu else 20
 
-    def run(self, call: Call) -> Result:
+    def run(self, call: Call) -> KernelResult:
         """All query blocks, one after the other."""
         seed = int(torch.randint(2**31, ())) if call.dropout else 0
-        work = row_blocks(call, self.grain)
+        work = query_blocks(call, self.grain)
         if call.has_gradient:
             learned = () if call.bias is None else call.bias.tensors()
             out, lse = TiledFunction.apply(  # type: ignore[no-untyped-call]
                 call, seed, list(work), call.q, call.k, call.v, *learned
             )
         else:
-            out, top, total = forward(call, seed, call.q, call.k, call.v, work)
+            out, top, total = tiled_forward(call, seed, call.q, call.k, call.v, work)
             lse = top + total.log()
-        return Result(out if call.sink is None else with_sink(out, lse, call.sink), lse)
+        return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
-    def work(self, call: Call) -> Work:
+    def work(self, call: Call) -> WorkEstimate:
         """Pairs of the pieces; bytes of the lse, of a piece's scores, and of the gradients while
         they are summed.
         """
         size, heads = call.score_dtype.itemsize, call.B * call.H
         areas = [
             (rows.stop - rows.start) * (columns.stop - columns.start)
-            for rows, pieces in row_blocks(call, self.grain)
+            for rows, pieces in query_blocks(call, self.grain)
             for columns, _ in pieces
         ]
         held = heads * call.T + heads * max(areas, default=0) * (4 if call.has_gradient else 2)
         if call.has_gradient:
             held += call.q.numel() + call.k.numel() + call.v.numel()
-        return Work(heads * sum(areas), held * size)
+        return WorkEstimate(heads * sum(areas), held * size)
 
 
-class Piece(NamedTuple):
+class TiledKeyRange(NamedTuple):
     """A range of keys, and whether every query of the block sees all of them in every row and
     head.
     """
@@ -126,14 +126,14 @@ class Piece(NamedTuple):
     full: bool
 
 
-class Rows(NamedTuple):
+class TiledQueryBlock(NamedTuple):
     """A block of queries, and the pieces of the keys that some of them see."""
 
     rows: slice
-    pieces: list[Piece]
+    pieces: list[TiledKeyRange]
 
 
-def row_blocks(call: Call, grain: Grain = USUAL) -> Iterator[Rows]:
+def query_blocks(call: Call, grain: TileSizes = DEFAULT_TILE_SIZES) -> Iterator[TiledQueryBlock]:
     """The work of a call, one block of queries after the other."""
     heads, size = call.B * call.H, grain.keys
     step = min(call.T, max(16, min(grain.rows, grain.tile // (size * heads))))
@@ -141,11 +141,11 @@ def row_blocks(call: Call, grain: Grain = USUAL) -> Iterator[Rows]:
     for start in range(0, call.T, step):
         rows = slice(start, min(start + step, call.T))
         parts = [
-            Piece(slice(i, min(i + widest, keys.stop)), full)
-            for keys, full in tile_runs(call, rows, size, grain.long)
+            TiledKeyRange(slice(i, min(i + widest, keys.stop)), full)
+            for keys, full in visible_key_ranges(call, rows, size, grain.long)
             for i in range(keys.start, keys.stop, widest)
         ]
-        yield Rows(rows, parts)
+        yield TiledQueryBlock(rows, parts)
 
 
 class TiledFunction(torch.autograd.Function):
@@ -156,19 +156,19 @@ class TiledFunction(torch.autograd.Function):
         ctx: Any,
         call: Call,
         seed: int,
-        work: list[Rows],
+        work: list[TiledQueryBlock],
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The tiles, and what the backward pass needs of them."""
-        out, top, total = forward(call, seed, q, k, v, work)
+        out, top, total = tiled_forward(call, seed, q, k, v, work)
         ctx.save_for_backward(q, k, v, out, top, total, *learned)
         # what autograd keeps for us is not kept a second time
         shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
         ctx.call, ctx.seed, ctx.work = replace(call, sink=None, **shapes), seed, work
-        ctx.careful = call.score_bound > SMALL_SCORES
+        ctx.careful = call.score_bound > SMALL_SCORE_BOUND
         ctx.set_materialize_grads(False)
         return out, top + total.log()
 
@@ -184,14 +184,14 @@ class TiledFunction(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.autocast(q.device.type, enabled=False):
             saved = (q, k, v, out, top, total)
-            grads = backward(
+            grads = tiled_backward(
                 call, ctx.seed, ctx.work, saved, d_out, d_lse, d_bias, careful=ctx.careful
             )
         return None, None, None, *grads, *d_bias.total()
 
 
-def forward(
-    call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, work: Iterable[Rows]
+def tiled_forward(
+    call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, work: Iterable[TiledQueryBlock]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out [B,H,T,E] in the dtype of q; of each row the largest score m and l = sum e^(s - m),
     [B,H,T].
@@ -202,7 +202,7 @@ def forward(
     for rows, pieces in work:
         if not pieces:
             continue
-        query = fold(call, q[:, :, rows]) * call.scale
+        query = fold_heads(call, q[:, :, rows]) * call.scale
         top = torch.full_like(query[..., :1], torch.finfo(kind).min)  # not -inf: -inf - -inf is NaN
         total, mixed = torch.zeros_like(top), top.new_zeros(*query.shape[:2], call.E)
         for piece in pieces:
@@ -211,18 +211,18 @@ def forward(
             p, shrink = s.sub_(higher).exp_(), top.sub_(higher).exp_()
             total.mul_(shrink).add_(p.sum(-1, keepdim=True))
             if call.dropout:
-                p.mul_(kept(call, seed, p, rows, piece))
-            mixed.mul_(shrink).baddbmm_(p, fold_keys(v, piece, kind))
+                p.mul_(dropout_factors(call, seed, p, rows, piece))
+            mixed.mul_(shrink).baddbmm_(p, keys_of_range(v, piece, kind))
             top = higher
         tops[:, :, rows], totals[:, :, rows] = (x.view(call.B, call.H, -1) for x in (top, total))
         out[:, :, rows] = mixed.div_(total.masked_fill_(total == 0, 1)).view(out[:, :, rows].shape)
     return out, tops, totals
 
 
-def backward(
+def tiled_backward(
     call: Call,
     seed: int,
-    work: list[Rows],
+    work: list[TiledQueryBlock],
     saved: tuple[Tensor, ...],
     d_out: Tensor,
     d_lse: Tensor | None,
@@ -240,20 +240,25 @@ def backward(
     d_q = torch.zeros(q.shape, dtype=kind, device=q.device)
     d_k, d_v = (torch.zeros(x.flatten(0, 1).shape, dtype=kind, device=q.device) for x in (k, v))
     for rows, pieces in work:
-        query = fold(call, q[:, :, rows]) * call.scale
+        query = fold_heads(call, q[:, :, rows]) * call.scale
         d_row, row_top, row_total = (
-            fold(call, x[:, :, rows]) for x in (d_out, top[..., None], total[..., None])
+            fold_heads(call, x[:, :, rows]) for x in (d_out, top[..., None], total[..., None])
         )
         blind = row_total == 0
         row_total = row_total.masked_fill(blind, 1)
-        weigh = partial(_weigh, call, seed, (query, row_top, d_row / row_total), (k, v), rows)
+        weigh = partial(
+            _recompute_weights, call, seed, (query, row_top, d_row / row_total), (k, v), rows
+        )
         held = [weigh(piece) for piece in pieces[: len(pieces) == 1]]
         if held or careful:
-            shift = sum((_slip(held[0] if held else weigh(piece)) for piece in pieces), 0 * row_top)
+            shift = sum(
+                (_weighted_gradient_sum(held[0] if held else weigh(piece)) for piece in pieces),
+                0 * row_top,
+            )
         else:
-            shift = (d_row * fold(call, out[:, :, rows])).sum(-1, keepdim=True)
+            shift = (d_row * fold_heads(call, out[:, :, rows])).sum(-1, keepdim=True)
         if d_lse is not None:  # of a blind row it may be anything: nothing depends on it
-            shift = shift - fold(call, d_lse[:, :, rows, None]).masked_fill(blind, 0)
+            shift = shift - fold_heads(call, d_lse[:, :, rows, None]).masked_fill(blind, 0)
         shift, d_row = shift / row_total, d_row / row_total
         d_query = torch.zeros_like(query)
         for piece in pieces:
@@ -263,19 +268,19 @@ def backward(
             d_bias.add(call, d_s, rows, piece.columns)
             if slope is not None:
                 d_s.mul_(slope)
-            d_query.baddbmm_(d_s, fold_keys(k, piece, kind))
+            d_query.baddbmm_(d_s, keys_of_range(k, piece, kind))
             d_k[:, piece.columns] += torch.bmm(d_s.mT, query)
         d_q[:, :, rows] = d_query.mul_(call.scale).view(d_q[:, :, rows].shape)
     return d_q.to(q.dtype), d_k.view(k.shape).to(k.dtype), d_v.view(v.shape).to(v.dtype)
 
 
-def _weigh(
+def _recompute_weights(
     call: Call,
     seed: int,
     row: tuple[Tensor, ...],
     memory: tuple[Tensor, Tensor],
     rows: slice,
-    piece: Piece,
+    piece: TiledKeyRange,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute one piece without the 1/l of the weights: p, dp, p after dropout, and the slope of
     the softcap if there is one.
@@ -283,26 +288,32 @@ def _weigh(
     (query, row_top, d_row), (k, v) = row, memory
     s, slope = tile_scores(call, query, k, rows, piece, with_slope=True)
     p = s.sub_(row_top).exp_()
-    d_p = torch.bmm(d_row, fold_keys(v, piece, query.dtype).mT)
+    d_p = torch.bmm(d_row, keys_of_range(v, piece, query.dtype).mT)
     if not call.dropout:
         return p, d_p, p, slope
-    keep = kept(call, seed, p, rows, piece)
+    keep = dropout_factors(call, seed, p, rows, piece)
     return p, d_p.mul_(keep), p * keep, slope
 
 
-def _slip(weighed: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Tensor:
+def _weighted_gradient_sum(weighed: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Tensor:
     """sum_j p_j dp_j over the keys of a piece."""
     return (weighed[0] * weighed[1]).sum(-1, keepdim=True)
 
 
 def tile_scores(
-    call: Call, query: Tensor, k: Tensor, rows: slice, piece: Piece, *, with_slope: bool = False
+    call: Call,
+    query: Tensor,
+    k: Tensor,
+    rows: slice,
+    piece: TiledKeyRange,
+    *,
+    with_slope: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The scores [B G, (H/G) t, s] of a piece, and the slope of the softcap there, 1 - tanh^2, if
     it is asked for.
     """
     slope = None
-    s = torch.bmm(query, fold_keys(k, piece, query.dtype).mT)
+    s = torch.bmm(query, keys_of_range(k, piece, query.dtype).mT)
     if call.softcap is not None:
         s.div_(call.softcap).tanh_()
         slope = 1 - s * s if with_slope else None
@@ -316,19 +327,19 @@ def tile_scores(
     return s, slope
 
 
-def fold(call: Call, x: Tensor) -> Tensor:
+def fold_heads(call: Call, x: Tensor) -> Tensor:
     """[B,H,t,a] -> [B G, (H/G) t, a], in the dtype of the scores: the heads of a group are rows of
     one product.
     """
     return x.reshape(call.B * call.G, -1, x.shape[-1]).to(call.score_dtype)
 
 
-def fold_keys(x: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
+def keys_of_range(x: Tensor, piece: TiledKeyRange, dtype: torch.dtype) -> Tensor:
     """The keys or values of a piece, [B G, s, a]."""
     return x[:, :, piece.columns].flatten(0, 1).to(dtype)
 
 
-def kept(call: Call, seed: int, p: Tensor, rows: slice, piece: Piece) -> Tensor:
+def dropout_factors(call: Call, seed: int, p: Tensor, rows: slice, piece: TiledKeyRange) -> Tensor:
     """1/(1 - dropout) where a weight is kept, else 0; the same for a piece in both passes, another
     for each piece.
     """

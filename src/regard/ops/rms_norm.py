@@ -11,11 +11,11 @@ from torch import Tensor
 
 from regard.arguments import check_tensor
 from regard.errors import ArgumentError
-from regard.ops.gemv import at_hand
+from regard.ops.gemv import compiled_kernel_applies
 from regard.ops.jit import openmp
-from regard.ops.jit.records import NORM
+from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
 
-FEW = 1 << 14
+MAX_COMPILED_SIZE = 1 << 14
 """Numbers of a call up to which the compiled one is the faster."""
 
 
@@ -33,25 +33,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
     if (
-        at_hand(x, weight)  # first, since a compiled graph must not depend on the sizes below
+        compiled_kernel_applies(
+            x, weight
+        )  # first, since a compiled graph must not depend on the sizes below
         and x.shape[-1:] == weight.shape
-        and 0 < x.numel() <= FEW
+        and 0 < x.numel() <= MAX_COMPILED_SIZE
         and weight.is_contiguous()
     ):
         x = x.contiguous()
         y, M = torch.empty_like(x), x.shape[-1]
-        record = NORM.pack_numbers(
+        record = RMS_NORM_STRUCT.pack_numbers(
             x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
         )
-        openmp.run(_entry()(x.dtype), record, 1)
+        openmp.run_entry(_compiled_entry()(x.dtype), record, 1)
         return y
-    _check(x, weight)
+    _check_sizes(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + offset if offset else weight.to(wide)
     return F.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
 
 
-def _check(x: Tensor, weight: Tensor) -> None:
+def _check_sizes(x: Tensor, weight: Tensor) -> None:
     """x [...,M] is a floating tensor, and weight [M] has a number for each feature of it, on the
     same device.
     """
@@ -77,7 +79,7 @@ def _check(x: Tensor, weight: Tensor) -> None:
 
 
 @cache
-def _entry() -> Callable[[torch.dtype], int]:
-    from regard.ops.jit import norm
+def _compiled_entry() -> Callable[[torch.dtype], int]:
+    from regard.ops.jit import rms_norm_loops
 
-    return norm.entry
+    return rms_norm_loops.entry_address

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, where
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.memory.compressive import sigma
+from regard.ops.memory.compressive import elu_plus_one
 
 FeatureMap: TypeAlias = str | Callable[[Tensor], Tensor]
 """A name in `FEATURE_MAPS`, or a function [B,n,T,D] -> [B,n,T,F] that treats each token by
@@ -43,7 +43,7 @@ def softmax(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
 
 
 FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "elu+1": sigma,
+    "elu+1": elu_plus_one,
     "exp": exponential,
     "identity": identity,
     "relu": relu,
@@ -82,7 +82,9 @@ def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
     return feature_map
 
 
-def relative(feature_map: FeatureMap, q: Float[Tensor, "*L D"]) -> Float[Tensor, "*L F"]:
+def normalised_query_features(
+    feature_map: FeatureMap, q: Float[Tensor, "*L D"]
+) -> Float[Tensor, "*L F"]:
     """Features of queries, up to a factor of each query, chosen so that they neither vanish nor
     overflow.
 

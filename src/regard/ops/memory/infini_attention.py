@@ -16,10 +16,10 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk
 from regard.masks.base import whole
 from regard.ops.memory.compressive import (
-    Compressed,
-    Read,
-    Update,
-    nothing,
+    CompressiveState,
+    MemoryRead,
+    UpdateRule,
+    empty_state,
     retrieve,
     state_dtype,
     write,
@@ -29,7 +29,7 @@ from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor, count, part
 
 
-class Piece(NamedTuple):
+class InfiniSegment(NamedTuple):
     """One segment, as far as a call has it.
 
     queries: the slots of the call's queries among which those of the segment are.
@@ -47,9 +47,9 @@ class Piece(NamedTuple):
     closed: bool
 
 
-def pieces(
+def segments_of_call(
     positions: Positions, T: int, size: int, device: torch.device | None = None
-) -> Iterator[Piece]:
+) -> Iterator[InfiniSegment]:
     """The segments of a call whose keys stand at `positions`, and whose queries are the last T of
     them, in order.
 
@@ -63,15 +63,15 @@ def pieces(
         return
     compiling = is_compiling()
     if isinstance(positions, Span) and (size <= T or not compiling):
-        yield from _of_a_span(positions, T, size)
+        yield from _span_segments(positions, T, size)
     # also a few tokens at a span: its graph serves them in front of a border, across and behind it
     elif compiling:
-        yield from _of_a_graph(as_tensor(positions, device), T, size)
+        yield from _graph_segments(as_tensor(positions, device), T, size)
     else:
-        yield from _of_rows(as_tensor(positions), T, size)
+        yield from _row_segments(as_tensor(positions), T, size)
 
 
-def _of_a_span(keys: Span, T: int, size: int) -> Iterator[Piece]:
+def _span_segments(keys: Span, T: int, size: int) -> Iterator[InfiniSegment]:
     """All rows alike: slices, and nothing to read."""
     held, base = keys.length - T, keys.start // size
     n = (keys.stop - 1) // size - base + 1
@@ -79,14 +79,16 @@ def _of_a_span(keys: Span, T: int, size: int) -> Iterator[Piece]:
         first = 0 if i == 0 else (base + i) * size - keys.start
         last = keys.length if i == n - 1 else (base + i + 1) * size - keys.start
         queries = slice(max(first - held, 0), max(last - held, 0))
-        yield Piece(queries, slice(first, last), None, None, i < n - 1 or keys.stop % size == 0)
+        yield InfiniSegment(
+            queries, slice(first, last), None, None, i < n - 1 or keys.stop % size == 0
+        )
 
 
-def _of_rows(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
+def _row_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
     """Rows whose borders differ: the slots between the first and the last one of any row, and which
     of them it is.
     """
-    segment, open_ = _segments(positions, size)
+    segment, open_ = _segment_numbers(positions, size)
     held = positions.shape[1] - T
     for s in torch.unique(segment[positions >= 0]).tolist():
         inside = (segment == s) & (positions >= 0)
@@ -94,14 +96,14 @@ def _of_rows(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
         keys = slice(int(slots[0]), int(slots[-1]) + 1)
         queries = slice(max(keys.start - held, 0), max(keys.stop - held, 0))
         writes = inside[:, keys] & (s < open_)
-        yield Piece(queries, keys, inside[:, held:][:, queries], writes, bool(writes.any()))
+        yield InfiniSegment(queries, keys, inside[:, held:][:, queries], writes, bool(writes.any()))
 
 
-def _of_a_graph(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
+def _graph_segments(positions: Tensor, T: int, size: int) -> Iterator[InfiniSegment]:
     """As rows, in a compiled graph, which reads no tensor: as many segments as T tokens without a
     gap can touch.
     """
-    segment, open_ = _segments(positions, size)
+    segment, open_ = _segment_numbers(positions, size)
     used = positions >= 0
     first = segment.masked_fill(~used, torch.iinfo(segment.dtype).max).amin(1, keepdim=True)
     held, most = positions.shape[1] - T, -(-T // size) + 1
@@ -111,7 +113,7 @@ def _of_a_graph(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
     )
     for n in range(most):
         inside = (segment == first + n) & used
-        yield Piece(
+        yield InfiniSegment(
             slice(0, T),
             slice(0, positions.shape[1]),
             inside[:, held:],
@@ -120,7 +122,7 @@ def _of_a_graph(positions: Tensor, T: int, size: int) -> Iterator[Piece]:
         )
 
 
-def _segments(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _segment_numbers(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The segment of every slot [B,S], and the first segment of each row that is not closed
     [B,1].
     """
@@ -128,7 +130,7 @@ def _segments(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return positions.div(size, rounding_mode="floor"), (last + 1).div(size, rounding_mode="floor")
 
 
-Empty: TypeAlias = Literal["zero", "skip"]
+EmptyMemoryRule: TypeAlias = Literal["zero", "skip"]
 """What the gate does while there is no memory: it takes its share from local attention, or it is
 left out.
 """
@@ -143,12 +145,12 @@ def infini_attention(
     segment: int,
     q_rotated: Float[Tensor, "B H T D"] | None = None,
     k_rotated: Float[Tensor, "B G S D"] | None = None,
-    update: Update = "linear",
-    empty: Empty = "zero",
+    update: UpdateRule = "linear",
+    empty: EmptyMemoryRule = "zero",
     state: tuple[Float[Tensor, "B G D E"], Float[Tensor, "B G D"]] | None = None,
     positions: Positions | None = None,
     backend: str = "auto",
-) -> tuple[Float[Tensor, "B H T E"], Compressed]:
+) -> tuple[Float[Tensor, "B H T E"], CompressiveState]:
     """Softmax attention inside segments of N positions, mixed with what a memory holds of all
     segments before.
 
@@ -195,9 +197,9 @@ def infini_attention(
     sqrt(d_model) for sqrt(D).
     """
     positions = Span(0, k.shape[2]) if positions is None else positions
-    _check(q, k, v, gate, state, positions)
+    _check_tensors(q, k, v, gate, state, positions)
     check_options(segment, update, empty)
-    q_rotated, k_rotated = _rotated(q, k, q_rotated, k_rotated)
+    q_rotated, k_rotated = _rotated_or_plain(q, k, q_rotated, k_rotated)
     T = q.shape[2]
     local = attend(
         q_rotated,
@@ -208,18 +210,23 @@ def infini_attention(
         q_positions=part(positions, slice(k.shape[2] - T, None)),
         backend=backend,
     )
-    memory = nothing(k, v) if state is None else Compressed(*state)
+    memory = empty_state(k, v) if state is None else CompressiveState(*state)
     with torch.autocast(q.device.type, enabled=False):
-        read, memory = _through(
-            q, k, v, memory, update, list(pieces(positions, T, segment, q.device))
+        read, memory = _read_and_write_segments(
+            q, k, v, memory, update, list(segments_of_call(positions, T, segment, q.device))
         )
-        mixed = _mix(gate.to(read.values.dtype), read, local, empty)
+        mixed = _gate_outputs(gate.to(read.values.dtype), read, local, empty)
     return mixed.to(local.dtype), memory
 
 
-def _through(
-    q: Tensor, k: Tensor, v: Tensor, state: Compressed, update: Update, plan: list[Piece]
-) -> tuple[Read, Compressed]:
+def _read_and_write_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: CompressiveState,
+    update: UpdateRule,
+    plan: list[InfiniSegment],
+) -> tuple[MemoryRead, CompressiveState]:
     """Segment by segment: the queries read, then the keys are written."""
     reads = []
     for piece in plan:
@@ -228,15 +235,19 @@ def _through(
         if piece.closed:
             keys, values = k[:, :, piece.keys], v[:, :, piece.keys]
             state = write(keys, values, state, update, piece.k_in)
-    return _in_place(q, state, reads), state
+    return _collect_reads(q, state, reads), state
 
 
-def _in_place(q: Tensor, state: Compressed, reads: list[tuple[Piece, Read]]) -> Read:
+def _collect_reads(
+    q: Tensor, state: CompressiveState, reads: list[tuple[InfiniSegment, MemoryRead]]
+) -> MemoryRead:
     """What was read, one segment behind the other, or, where rows differ, each at the slots of its
     queries.
     """
     if reads and all(piece.q_in is None for piece, _ in reads):
-        return Read(*(torch.cat(xs, 2) for xs in zip(*(read for _, read in reads), strict=True)))
+        return MemoryRead(
+            *(torch.cat(xs, 2) for xs in zip(*(read for _, read in reads), strict=True))
+        )
     values = state.M.new_zeros(*q.shape[:3], state.M.shape[-1])
     found = torch.zeros(q.shape[:3], dtype=torch.bool, device=q.device)
     for piece, read in reads:
@@ -244,10 +255,10 @@ def _in_place(q: Tensor, state: Compressed, reads: list[tuple[Piece, Read]]) -> 
         t, mine = piece.queries, piece.q_in[:, None]
         values[:, :, t] = torch.where(mine[..., None], read.values, values[:, :, t])
         found[:, :, t] = torch.where(mine, read.found, found[:, :, t])
-    return Read(values, found)
+    return MemoryRead(values, found)
 
 
-def _mix(gate: Tensor, read: Read, local: Tensor, empty: Empty) -> Tensor:
+def _gate_outputs(gate: Tensor, read: MemoryRead, local: Tensor, empty: EmptyMemoryRule) -> Tensor:
     """sigmoid(gate) A_mem + sigmoid(-gate) A_dot, the second one so that it is exact where it is
     small.
     """
@@ -257,7 +268,7 @@ def _mix(gate: Tensor, read: Read, local: Tensor, empty: Empty) -> Tensor:
     return torch.sigmoid(gate)[:, None, None] * read.values + rest * local.to(read.values.dtype)
 
 
-def _rotated(
+def _rotated_or_plain(
     q: Tensor, k: Tensor, q_rotated: Tensor | None, k_rotated: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if q_rotated is None and k_rotated is None:
@@ -284,7 +295,7 @@ def check_options(segment: int, update: str, empty: str) -> None:
             raise ArgumentError(f"{name} is {given!r}; it must be {allowed[0]!r} or {allowed[1]!r}")
 
 
-def _check(
+def _check_tensors(
     q: Tensor,
     k: Tensor,
     v: Tensor,

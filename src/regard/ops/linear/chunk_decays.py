@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def fold(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
+def split_into_chunks(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
     """Cut T tokens into chunks of `size`; zeros, which write nothing and decay nothing, fill the
     last one.
 
@@ -23,12 +23,12 @@ def fold(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
     return torch.unflatten(F.pad(x, (0, 0, 0, -x.shape[-2] % size)), -2, (-1, size))
 
 
-def since_start(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
+def decay_since_start(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
     """exp(g_1 + ... + g_i): what is left at token i of what stood in front of the chunk."""
     return g.cumsum(-2).exp()
 
 
-def until_end(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
+def decay_until_end(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
     """exp(g_{j+1} + ... + g_C): what is left behind the chunk of what token j wrote.
 
     >>> until_end(torch.tensor([[0.2], [0.5], [0.25]]).log()).flatten().tolist()
@@ -38,7 +38,7 @@ def until_end(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
     return later.flip(-2).cumsum(-2).flip(-2).exp()
 
 
-def between(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
+def pairwise_decay(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
     """exp(g_{j+1} + ... + g_i) for j <= i, else 0: what is left at token i of what token j wrote.
 
     >>> between(torch.zeros(2, 1)).tolist()
@@ -49,7 +49,7 @@ def between(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
     return g.expand(*g.shape[:-1], C).masked_fill(~later, 0).cumsum(-2).exp().tril()
 
 
-def reads(
+def decayed_products(
     x: Float[Tensor, "*L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
 ) -> Float[Tensor, "*L C C"]:
     """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: what x_i reads of k_j,
@@ -73,9 +73,11 @@ def reads(
     found = (x * k).sum(-1)[..., None, None]  # [*L,C,1,1]
     size = 1
     while size < x.shape[-2]:
-        (_, here), (there, _) = _halves(x, size), _halves(k, size)
-        before, behind = _halves(g, size)
-        across = (here * since_start(behind)) @ (there * until_end(before)).mT  # [*L,p,size,size]
+        (_, here), (there, _) = _block_halves(x, size), _block_halves(k, size)
+        before, behind = _block_halves(g, size)
+        across = (here * decay_since_start(behind)) @ (
+            there * decay_until_end(before)
+        ).mT  # [*L,p,size,size]
         first, second = torch.unflatten(found, -3, (-1, 2)).unbind(-3)
         above = torch.cat([first, torch.zeros_like(first)], -1)
         found = torch.cat([above, torch.cat([across, second], -1)], -2)
@@ -83,7 +85,7 @@ def reads(
     return found.squeeze(-3)
 
 
-def _halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _block_halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """[*L,C,D] -> the first and the second of each pair of blocks of `size` tokens,
     [*L,C/2size,size,D].
     """

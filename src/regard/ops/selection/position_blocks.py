@@ -16,12 +16,12 @@ from torch import Tensor
 from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor
 
-ROW_BYTES = 2**27
+MAX_CHUNK_BYTES = 2**27
 """Scores of a selection that are held at once: more queries are taken in turns."""
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class BlockLayout:
     """Where slots go when they are put in the order of their positions, cut into blocks of `size`
     positions.
 
@@ -78,7 +78,9 @@ class Order:
         return torch.where(q >= 0, q.long() // self.size, -1)
 
 
-def order(positions: Positions, size: int, device: torch.device | str | None = None) -> Order:
+def block_layout(
+    positions: Positions, size: int, device: torch.device | str | None = None
+) -> BlockLayout:
     """Put slots at these positions in order, in blocks of `size`.
 
     A `Span` is in order already, and nothing is read from the device. For positions in a tensor the
@@ -90,7 +92,7 @@ def order(positions: Positions, size: int, device: torch.device | str | None = N
     tensor([2., 3., 0., 5.])
     """
     if isinstance(positions, Span) and positions.start >= 0:
-        return _of_span(positions, size, device)
+        return _span_layout(positions, size, device)
     p = as_tensor(positions, device).long()
     rows, S = p.shape
     valid = p >= 0
@@ -113,18 +115,18 @@ def order(positions: Positions, size: int, device: torch.device | str | None = N
     source = torch.zeros(rows, L + 1, dtype=torch.int64, device=p.device)
     held = torch.zeros(rows, L + 1, dtype=torch.bool, device=p.device)
     source, held = source.scatter(1, place, slots), held.scatter(1, place, valid)
-    return Order(size, blocks, first, held[:, :L], source[:, :L])
+    return BlockLayout(size, blocks, first, held[:, :L], source[:, :L])
 
 
-def _of_span(span: Span, size: int, device: torch.device | str | None) -> Order:
+def _span_layout(span: Span, size: int, device: torch.device | str | None) -> BlockLayout:
     first, left = divmod(span.start, size)
     blocks = max(1, -(-(left + span.length) // size))
     at = torch.arange(blocks * size, device=device)[None]
     held = (at >= left) & (at < left + span.length)
-    return Order(size, blocks, torch.tensor([first], device=device), held, None, left)
+    return BlockLayout(size, blocks, torch.tensor([first], device=device), held, None, left)
 
 
-def top(
+def top_k_mask(
     scores: Float[Tensor, "*b N"], k: int, taken: Int[Tensor, "*b 1"] | None = None
 ) -> Bool[Tensor, "*b N"]:
     """The k largest of the last dimension, at most; -inf is never taken, and of equal ones the
@@ -154,7 +156,7 @@ def top(
     return above | (tied & (tied.cumsum(-1) <= free - above.sum(-1, keepdim=True)))
 
 
-def best_blocks(
+def select_blocks(
     scores: Float[Tensor, "B n T N"],
     forced: Bool[Tensor, "#B #n T N"],
     allowed: Bool[Tensor, "#B #n T N"],
@@ -170,11 +172,11 @@ def best_blocks(
     """
     forced = (forced & allowed).expand(scores.shape)
     free = scores.masked_fill(forced | ~allowed, -torch.inf)
-    return forced | top(free, k, forced.sum(-1, keepdim=True))
+    return forced | top_k_mask(free, k, forced.sum(-1, keepdim=True))
 
 
-def by_rows(
-    choose: Callable[[slice], Tensor], T: int, row_bytes: int, most: int = ROW_BYTES
+def in_query_chunks(
+    choose: Callable[[slice], Tensor], T: int, row_bytes: int, most: int = MAX_CHUNK_BYTES
 ) -> Tensor:
     """choose(rows) [B,n,t,...] for all T queries, so many at a time as fit into `most` bytes."""
     step = max(1, most // max(1, row_bytes))
@@ -184,7 +186,7 @@ def by_rows(
 
 
 @contextmanager
-def undifferentiated(device: torch.device) -> Iterator[None]:
+def without_gradient(device: torch.device) -> Iterator[None]:
     """No gradient flows through a choice, and autocast does not round what it is made of."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

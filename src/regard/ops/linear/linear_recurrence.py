@@ -8,8 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.ops.linear.call import chunk_of
-from regard.ops.linear.decays import between, fold, since_start, until_end
+from regard.ops.linear.chunk_decays import (
+    decay_since_start,
+    decay_until_end,
+    pairwise_decay,
+    split_into_chunks,
+)
+from regard.ops.linear.validation import chunk_size
 
 
 def recurrent(
@@ -46,7 +51,7 @@ def recurrent(
     return (torch.stack(answers, 3) if answers else q @ S[:, :, None]), S
 
 
-def within(
+def within_chunks(
     q: Float[Tensor, "B G n C R D"],
     k: Float[Tensor, "B G n C D"],
     v: Float[Tensor, "B G n C E"],
@@ -64,17 +69,17 @@ def within(
     [1.0, 2.0]
     """
     if g is not None and g.shape[-1] > 1:
-        return _by_halves(q, k, v, g)
+        return _within_chunks_by_halves(q, k, v, g)
     C, R = q.shape[3:5]
     weights = torch.unflatten(q.flatten(3, 4) @ k.mT, 3, (C, R))  # [B,G,n,C,R,C]
     if g is not None:
-        weights = weights * between(g)[..., None, :]
+        weights = weights * pairwise_decay(g)[..., None, :]
     later = weights.new_ones(C, C, dtype=torch.bool).triu(1)
     weights = weights.masked_fill(later[:, None], 0)
     return torch.unflatten(weights.flatten(3, 4) @ v, 3, (C, R))
 
 
-def _by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+def _within_chunks_by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """Each token alone, then pairs of blocks of 1, 2, 4, ... tokens: the second block reads the
     first across their border.
 
@@ -86,17 +91,19 @@ def _by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     out = (q * k[..., None, :]).sum(-1, keepdim=True) * v[..., None, :]  # a token and itself
     s = 1
     while s < k.shape[3]:
-        (first_k, _), (first_v, _) = _halves(k, s), _halves(v, s)
-        first_g, second_g = _halves(g, s)  # [B,G,n,p,s,D]
-        reads = _halves(q, s)[1] * since_start(second_g)[..., None, :]  # [B,G,n,p,s,R,D]
-        weights = reads.flatten(4, 5) @ (first_k * until_end(first_g)).mT  # [B,G,n,p,s*R,s]
+        (first_k, _), (first_v, _) = _block_halves(k, s), _block_halves(v, s)
+        first_g, second_g = _block_halves(g, s)  # [B,G,n,p,s,D]
+        reads = (
+            _block_halves(q, s)[1] * decay_since_start(second_g)[..., None, :]
+        )  # [B,G,n,p,s,R,D]
+        weights = reads.flatten(4, 5) @ (first_k * decay_until_end(first_g)).mT  # [B,G,n,p,s*R,s]
         found = torch.unflatten(weights @ first_v, 4, (s, R))
         out = out + torch.stack([torch.zeros_like(found), found], 4).flatten(3, 5)
         s *= 2
     return out
 
 
-def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
+def _block_halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
     """[B,G,n,C,...] -> the first and the second of each pair of blocks of s tokens,
     [B,G,n,C/2s,s,...].
     """
@@ -137,26 +144,28 @@ def chunked(
         return q @ state[:, :, None], state.clone()
     if log_decay is not None and log_decay.shape[-1] > 1:
         size = 1 << (size - 1).bit_length()
-    lost, spoilt = _not_finite(q, k, v, log_decay)
+    lost, spoilt = _nan_markers(q, k, v, log_decay)
     q, k, v = (torch.where(x.isfinite(), x, 0) for x in (q, k, v))
-    q = torch.unflatten(fold(q.movedim(2, 3).flatten(3), size), -1, (R, D))  # [B,G,n,C,R,D]
-    k, v, g = fold(k, size), fold(v, size), None
+    q = torch.unflatten(
+        split_into_chunks(q.movedim(2, 3).flatten(3), size), -1, (R, D)
+    )  # [B,G,n,C,R,D]
+    k, v, g = split_into_chunks(k, size), split_into_chunks(v, size), None
     if log_decay is not None:
-        g = fold(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
-    out = within(q, k, v, g)  # [B,G,n,C,R,E]
-    before, state = _states(k, v, g, state)
-    q = q if g is None else q * since_start(g)[..., None, :]
+        g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
+    out = within_chunks(q, k, v, g)  # [B,G,n,C,R,E]
+    before, state = _chunk_states(k, v, g, state)
+    q = q if g is None else q * decay_since_start(g)[..., None, :]
     out = out + torch.unflatten(q.flatten(3, 4) @ before, 3, (size, R))
     out = out.flatten(2, 3)[:, :, :T].movedim(3, 2)  # [B,G,R,T,E]
     return out + lost, state + spoilt
 
 
-def _states(
+def _chunk_states(
     k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
 ) -> tuple[Float[Tensor, "B G n D E"], Float[Tensor, "B G D E"]]:
     """The states in front of each chunk, and the one behind the last."""
-    writes = (k if g is None else k * until_end(g)).mT @ v
-    left = None if g is None else since_start(g)[..., -1, :, None]  # [B,G,n,D or 1,1]
+    writes = (k if g is None else k * decay_until_end(g)).mT @ v
+    left = None if g is None else decay_since_start(g)[..., -1, :, None]  # [B,G,n,D or 1,1]
     before = []
     for i in range(writes.shape[2]):
         before.append(state)
@@ -164,7 +173,7 @@ def _states(
     return torch.stack(before, 2), state
 
 
-def _not_finite(
+def _nan_markers(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
     """NaN in the outputs and in the state that the recurrence spoils, 0 elsewhere; an infinity
@@ -183,7 +192,7 @@ def _not_finite(
     return outputs + own, rows.sum(2)[..., None] + columns.sum(2)[..., None, :]
 
 
-def decayed_sum(
+def linear_recurrence(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B G T E"],
@@ -205,7 +214,7 @@ def decayed_sum(
     queries = torch.unflatten(q, 1, (G, -1)).to(state.dtype)
     k, v = k.to(state.dtype), v.to(state.dtype)
     g = None if log_decay is None else log_decay.to(state.dtype)
-    size = chunk_of(form, chunk, T)
+    size = chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
         if size is None:
             out, state = recurrent(queries, k, v, g, state)

@@ -14,21 +14,21 @@ from numba import carray, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import disk_cache, exact, source_stamp
+from regard.ops.jit.compile import disk_cache, njit_strict, source_stamp
 from regard.ops.jit.half_precision import BF16, FP16
 
-KINDS = {
+STORAGE = {
     torch.float32: (np.float32, BF16),
     torch.bfloat16: (np.uint16, BF16),
     torch.float16: (np.uint16, FP16),
 }
 """What holds the numbers of a dtype, and the tag that says how its bits are meant."""
 
-EVER = np.int64(1) << 60
+UNBOUNDED = np.int64(1) << 60
 
 
 @intrinsic
-def pointer(context: Any, address: Any) -> Any:
+def int_to_pointer(context: Any, address: Any) -> Any:
     """An address as a pointer."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -37,7 +37,7 @@ def pointer(context: Any, address: Any) -> Any:
     return types.voidptr(types.int64), code
 
 
-def _counter(place: int) -> Any:
+def _atomic_counter(place: int) -> Any:
     """Adds 1 to a counter of the record at an address, for all threads to see, and gives what it
     was.
     """
@@ -54,32 +54,32 @@ def _counter(place: int) -> Any:
     return intrinsic(count)
 
 
-take, done = _counter(0), _counter(1)
+take_task, finish_task = _atomic_counter(0), _atomic_counter(1)
 """The next task, each once, whoever asks; and one more that is done: how many were before."""
 
 
-@exact
-def record_at(address, dtype):
+@njit_strict
+def struct_at(address, dtype):
     """The record at an address, its fields by name."""
-    return carray(pointer(address), (1,), dtype)[0]
+    return carray(int_to_pointer(address), (1,), dtype)[0]
 
 
-@exact
-def array_at(address, shape, dtype):
+@njit_strict
+def array_4d_at(address, shape, dtype):
     """The array of 4 dimensions at an address."""
-    return carray(pointer(address), (shape[0], shape[1], shape[2], shape[3]), dtype)
+    return carray(int_to_pointer(address), (shape[0], shape[1], shape[2], shape[3]), dtype)
 
 
-@exact
+@njit_strict
 def memory_at(address, dtype):
     """All memory from an address on, as a flat array without an end."""
-    return carray(pointer(address), (EVER,), dtype)
+    return carray(int_to_pointer(address), (UNBOUNDED,), dtype)
 
 
-_entries: list[Any] = []
+_loaded_entries: list[Any] = []
 
 
-def address_of(entry: Callable[[int], None]) -> int:
+def compile_entry(entry: Callable[[int], None]) -> int:
     """Compile a function of one address, or load it; where its code begins, as long as this process
     lives.
     """
@@ -88,6 +88,6 @@ def address_of(entry: Callable[[int], None]) -> int:
     )
     made._cache = disk_cache(entry, source_stamp(entry.__module__))
     made.compile()
-    _entries.append(made)
+    _loaded_entries.append(made)
     address: int = made.address or 0
     return address

@@ -15,17 +15,17 @@ from regard.arguments import check_positions, check_query_key_value
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.ops.softmax.call import as_mask
-from regard.ops.softmax.reference import mix, total, weights
+from regard.ops.softmax.reference import softmax_sum, softmax_weights, weighted_values
 from regard.span import Positions, Span
 from regard.tap import tap
 
-__all__ = ["Aligned", "additive_attention"]
+__all__ = ["AdditiveAttentionOutput", "additive_attention"]
 
 BLOCK_BYTES = 2**26
 """What the hidden layer of a block of queries may take; with gradients, torch keeps all blocks."""
 
 
-class Aligned(NamedTuple):
+class AdditiveAttentionOutput(NamedTuple):
     """What queries found, and where.
 
     context: [B,H,T,E], the weighted mean of the values; 0 for a row that sees nothing.
@@ -33,7 +33,7 @@ class Aligned(NamedTuple):
     """
 
     context: Tensor
-    weights: Tensor
+    softmax_weights: Tensor
 
 
 def additive_attention(
@@ -45,7 +45,7 @@ def additive_attention(
     mask: Mask | Tensor | None = None,
     q_positions: Positions | None = None,
     k_positions: Positions | None = None,
-) -> Aligned:
+) -> AdditiveAttentionOutput:
     """Additive attention: query and key are added, and a vector reads the score from the tanh of
     the sum.
 
@@ -92,9 +92,9 @@ def additive_attention(
         visible = rule.block(q_positions, k_positions, device=query.device)
         s = _scores(query.to(wide), keys.to(wide), weight.to(wide), visible)
         s = tap("scores", s)
-        pattern = tap("pattern", weights(s, total(s)))
-        context = mix(pattern, visible, values, finite=False)
-    return Aligned(context.to(query.dtype), pattern.to(query.dtype))
+        pattern = tap("pattern", softmax_weights(s, softmax_sum(s)))
+        context = weighted_values(pattern, visible, values, finite=False)
+    return AdditiveAttentionOutput(context.to(query.dtype), pattern.to(query.dtype))
 
 
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, visible: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from regard.span import Positions, vacant
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
 """How a recurrence can be computed: token by token, in chunks, as one chunk; all give the same."""
-FEW = 8
+MAX_RECURRENT_TOKENS = 8
 """Up to so many tokens `auto` goes token by token."""
 
 
@@ -52,7 +52,7 @@ def check_call(
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
 
 
-def check_shape(
+def check_tensor_shape(
     name: str, x: Tensor, allowed: tuple[tuple[int, ...], ...], meaning: str, like: Tensor
 ) -> None:
     """x is a floating tensor of one of the allowed shapes, where the keys are."""
@@ -63,23 +63,23 @@ def check_shape(
         raise ArgumentError(f"{name} is {tuple(x.shape)}; it must be {shapes}, {meaning}")
 
 
-def chunk_of(form: str, chunk: int, T: int) -> int | None:
+def chunk_size(form: str, chunk: int, T: int) -> int | None:
     """How many tokens a chunk has in this form; None is token by token.
 
     >>> chunk_of("auto", 64, 1000), chunk_of("parallel", 64, 1000), chunk_of("auto", 64, 1)
     (64, 1000, None)
     """
-    if form == "recurrent" or (form == "auto" and T <= FEW):
+    if form == "recurrent" or (form == "auto" and T <= MAX_RECURRENT_TOKENS):
         return None
     return max(1, T) if form == "parallel" else chunk
 
 
-def empty_slots(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
+def empty_slot_mask(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
     """Which slots are no tokens; None where none is, and that is known without reading a tensor."""
     return None if positions is None else vacant(positions, q.device)
 
 
-def emptied(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:
+def zero_empty_slots(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:
     """x with 0 in the empty slots: selected, not multiplied, so that whatever stood there is
     gone.
     """
@@ -91,7 +91,7 @@ def state_dtype(k: Tensor) -> Dtype:
     return float64 if k.dtype == float64 else float32
 
 
-def first_state(
+def initial_state(
     state: tuple[Tensor, ...] | None, sizes: dict[str, tuple[int, ...]], like: Tensor
 ) -> tuple[Tensor, ...]:
     """The state in front of the first token: what was given, held against its sizes by name, or
@@ -105,12 +105,12 @@ def first_state(
         return tuple(like.new_zeros(size, dtype=dtype) for size in sizes.values())
     if not isinstance(state, tuple) or not all(isinstance(x, Tensor) for x in state):
         raise ArgumentTypeError(
-            f"state is {type(state).__name__}; it must be {_named(sizes)} as a call before this "
+            f"state is {type(state).__name__}; it must be {_state_names(sizes)} as a call before this "
             "one returned it, or None"
         )
     if len(state) != len(sizes):
         raise ArgumentError(
-            f"state has {len(state)} tensor{'s' * (len(state) != 1)}; it must be {_named(sizes)} "
+            f"state has {len(state)} tensor{'s' * (len(state) != 1)}; it must be {_state_names(sizes)} "
             "as a call with the same "
             "options returned it, or None"
         )
@@ -124,5 +124,5 @@ def first_state(
     return state
 
 
-def _named(sizes: dict[str, tuple[int, ...]]) -> str:
+def _state_names(sizes: dict[str, tuple[int, ...]]) -> str:
     return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"

@@ -25,26 +25,33 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard.ops.jit.compile import exact, fast
-from regard.ops.jit.elementary import exp
-from regard.ops.jit.half_precision import narrow, widen
+from regard.ops.jit.compile import njit_fastmath, njit_strict
+from regard.ops.jit.exp_tanh import exp
+from regard.ops.jit.half_precision import from_float32, to_float32
+from regard.ops.jit.matmul import (
+    PANEL_COLUMNS,
+    REGISTER_ROWS,
+    matmul,
+    matmul_add,
+    pack_keys,
+    pack_values,
+)
 from regard.ops.jit.prefill_loops import (
     ONE,
-    PANELS,
+    TILE_PANELS,
     ZERO,
-    adjust,
-    fetch,
-    hide,
-    meets,
-    place,
-    reach,
-    survey,
+    adjust_scores,
+    block_reach,
+    head_and_query,
+    hide_masked,
+    load_queries,
+    survey_tile,
+    tile_in_reach,
 )
-from regard.ops.jit.product import PANEL, STEP, add_product, pack_keys, pack_values, product
 
 
-@fast
-def turn(x, rows, step, D, out):
+@njit_fastmath
+def transpose(x, rows, step, D, out):
     """[step, depth] -> [D, step]; rows from `rows` on are 0."""
     depth = x.size // step
     for d in range(D):
@@ -55,8 +62,8 @@ def turn(x, rows, step, D, out):
             line[r] = 0
 
 
-@fast
-def _soften(s, d, top, share, shift, alone):
+@njit_fastmath
+def _weights_and_gradients(s, d, top, share, shift, alone):
     """Scores of a row become weights p, and gradients dp those of scores, p (dp - shift).
 
     A weight of exactly 1 means that the other weights of its row are lost in rounding. There dp and
@@ -70,8 +77,8 @@ def _soften(s, d, top, share, shift, alone):
         s[c] = p
 
 
-@fast
-def _slopes(s, scale, cap, out):
+@njit_fastmath
+def _softcap_slopes(s, scale, cap, out):
     """The slope 1 - tanh^2 of the softcap at scores that are not scaled yet: 4e / (1 + e)^2, e =
     exp(-2|x|).
 
@@ -82,57 +89,65 @@ def _slopes(s, scale, cap, out):
         out[c] = np.float32(4) * e / ((ONE + e) * (ONE + e))
 
 
-@fast
-def weigh(block, panel, group, hidden, rows, scores, mask, extra):
+@njit_fastmath
+def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
     """A group of rows against a panel of keys, some of which are hidden or not; missing rows are
     0.
     """
     s, d, slopes = scores
-    for r in range(group * STEP, (group + 1) * STEP):
-        here, change = s[r * PANEL : (r + 1) * PANEL], d[r * PANEL : (r + 1) * PANEL]
+    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS):
+        here, change = (
+            s[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
+            d[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
+        )
         if r >= block[3]:
             here[:], change[:] = ZERO, ZERO
             continue
-        h, t = place(block, r)
+        h, t = head_and_query(block, r)
         if extra[1] > 0:
-            _slopes(here, extra[0], extra[1], slopes)
-        adjust(here, panel * PANEL, block[0], h, t, mask[0], extra)
+            _softcap_slopes(here, extra[0], extra[1], slopes)
+        adjust_scores(here, panel * PANEL_COLUMNS, block[0], h, t, mask[0], extra)
         if hidden:
-            hide(here, block[0], h, t, (panel * PANEL, (panel + 1) * PANEL), mask)
-        _soften(here, change, rows[0][r], rows[1][r], rows[2][r], rows[3][r])
+            hide_masked(
+                here, block[0], h, t, (panel * PANEL_COLUMNS, (panel + 1) * PANEL_COLUMNS), mask
+            )
+        _weights_and_gradients(here, change, rows[0][r], rows[1][r], rows[2][r], rows[3][r])
         if extra[1] > 0:
-            for c in range(PANEL):
+            for c in range(PANEL_COLUMNS):
                 change[c] *= slopes[c]
 
 
-@fast
-def in_words(x, group, tag, like, words):
+@njit_fastmath
+def pack_row_pairs(x, group, tag, like, words):
     """The rows of a group, two in a word: bfloat16s that are neighbours along a sum over rows."""
-    for r in range(group * STEP, (group + 1) * STEP, 2):
-        even, odd = x[r * PANEL : (r + 1) * PANEL], x[(r + 1) * PANEL : (r + 2) * PANEL]
-        out = words[r // 2 * PANEL : (r // 2 + 1) * PANEL]
-        for c in range(PANEL):
-            low, high = narrow(even[c], tag, like), narrow(odd[c], tag, like)
+    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS, 2):
+        even, odd = (
+            x[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
+            x[(r + 1) * PANEL_COLUMNS : (r + 2) * PANEL_COLUMNS],
+        )
+        out = words[r // 2 * PANEL_COLUMNS : (r // 2 + 1) * PANEL_COLUMNS]
+        for c in range(PANEL_COLUMNS):
+            low, high = from_float32(even[c], tag, like), from_float32(odd[c], tag, like)
             out[c] = np.uint32(low) | (np.uint32(high) << np.uint32(16))
 
 
-@fast
-def in_rows(x, group, tag, out):
+@njit_fastmath
+def pack_rows(x, group, tag, out):
     """The rows of a group as bfloat16s, neighbours along a sum over keys."""
-    first, last = group * STEP * PANEL, (group + 1) * STEP * PANEL
+    first, last = group * REGISTER_ROWS * PANEL_COLUMNS, (group + 1) * REGISTER_ROWS * PANEL_COLUMNS
     numbers, to = x[first:last], out[first:last]
     for c in range(numbers.shape[0]):
-        to[c] = narrow(numbers[c], tag, out)
+        to[c] = from_float32(numbers[c], tag, out)
 
 
-RUN = 10 * STEP
+ROWS_PER_SUM = 10 * REGISTER_ROWS
 """Rows that are summed in one go: sums of sums round less than one long chain, and so much of a
 panel stays in the first cache.
 """
 
 
-@fast
-def pack(keys, values, sizes, packed, first, stride):
+@njit_fastmath
+def pack_for_gradient(keys, values, sizes, packed, first, stride):
     """Panels first, first + stride, ... of all rows and heads: keys and values [dims,PANEL], and
     keys [S,PANEL].
 
@@ -142,31 +157,31 @@ def pack(keys, values, sizes, packed, first, stride):
     """
     B, G, S, D, E, each = sizes
     by_dims, values_by_dims, by_tokens = packed
-    heads, count = B * G, (S + PANEL - 1) // PANEL
+    heads, count = B * G, (S + PANEL_COLUMNS - 1) // PANEL_COLUMNS
     k_size, v_size = by_dims.size // (heads * count), values_by_dims.size // (heads * count)
     for task in range(first, heads * count, stride):
         head, panel = task // count, task % count
-        tokens = (panel * PANEL, min(S, (panel + 1) * PANEL))
+        tokens = (panel * PANEL_COLUMNS, min(S, (panel + 1) * PANEL_COLUMNS))
         source = (keys[0], head // G * keys[1] + head % G * keys[2], keys[3], keys[4])
         pack_keys(source, tokens, D, each, by_dims, task * k_size)
         at = head * (by_tokens.size // heads)
-        pack_values(source, tokens, D, each, by_tokens, at, count * PANEL * PANEL)
+        pack_values(source, tokens, D, each, by_tokens, at, count * PANEL_COLUMNS * PANEL_COLUMNS)
         source = (values[0], head // G * values[1] + head % G * values[2], values[3], values[4])
         pack_keys(source, tokens, E, each, values_by_dims, task * v_size)
 
 
-@fast
-def _dot(x, y, b, h, t):
+@njit_fastmath
+def _row_dot(x, y, b, h, t):
     """The product of two rows."""
     i, j = b * x[1] + h * x[2] + t * x[3], b * y[1] + h * y[2] + t * y[3]
     a, c, total = x[0][i : i + x[5]], y[0][j : j + x[5]], ZERO
     for e in range(x[5]):
-        total += widen(a[e], x[4]) * widen(c[e], y[4])
+        total += to_float32(a[e], x[4]) * to_float32(c[e], y[4])
     return total
 
 
-@exact
-def _begin(block, given, T, H, saved, left, rows):
+@njit_strict
+def _load_block(block, given, T, H, saved, left, rows):
     """What is kept of a block: its queries and their gradients, as they are and turned, and the
     numbers of its rows.
     """
@@ -174,24 +189,24 @@ def _begin(block, given, T, H, saved, left, rows):
     top, share, shift, alone = rows
     step = top.size
     width = d_out.size // step
-    fetch(queries, block, q, q.size // step)
-    fetch(changes, block, d_out, width)
+    load_queries(queries, block, q, q.size // step)
+    load_queries(changes, block, d_out, width)
     for r in range(block[3]):
-        h, t = place(block, r)
+        h, t = head_and_query(block, r)
         at = (block[0] * H + h) * T + t
         blind = saved[1][at] == 0
         top[r] = saved[0][at]
         share[r] = ZERO if blind else ONE / saved[1][at]
         alone[r] = ZERO if blind else saved[2][at]
-        shift[r] = ZERO if blind else _dot(changes, outs, block[0], h, t) - saved[2][at]
+        shift[r] = ZERO if blind else _row_dot(changes, outs, block[0], h, t) - saved[2][at]
         if blind:  # nothing depends on it, whatever its gradient is
             d_out[r * width : (r + 1) * width] = 0
-    turn(q, block[3], step, queries[5], q_turned)
-    turn(d_out, block[3], step, changes[5], d_out_turned)
+    transpose(q, block[3], step, queries[5], q_turned)
+    transpose(d_out, block[3], step, changes[5], d_out_turned)
 
 
-@fast
-def _weigh_panel(block, where, seen, head, left, rows, scores, factors, mask, extra):
+@njit_fastmath
+def _panel_weights(block, where, seen, head, left, rows, scores, factors, mask, extra):
     """The weights of a block in a panel, and their gradients: the first and one past the last group
     that see some of it.
     """
@@ -203,56 +218,69 @@ def _weigh_panel(block, where, seen, head, left, rows, scores, factors, mask, ex
         if hidden[group, p] < 2:
             low, high = min(low, group), group + 1
     for group in range(low, high):
-        r, at = group * STEP, group * STEP * PANEL
+        r, at = group * REGISTER_ROWS, group * REGISTER_ROWS * PANEL_COLUMNS
         if hidden[group, p] < 2:
-            product(q, r * depth, depth, k, k_at, depth, s, at, PANEL)
-            product(d_out, r * width, width, v, v_at, width, d, at, PANEL)
-            weigh(block, panel, group, hidden[group, p], rows, scores, mask, extra)
+            matmul(q, r * depth, depth, k, k_at, depth, s, at, PANEL_COLUMNS)
+            matmul(d_out, r * width, width, v, v_at, width, d, at, PANEL_COLUMNS)
+            recompute_weights(block, panel, group, hidden[group, p], rows, scores, mask, extra)
         else:
-            s[at : at + STEP * PANEL], d[at : at + STEP * PANEL] = ZERO, ZERO
+            (
+                s[at : at + REGISTER_ROWS * PANEL_COLUMNS],
+                d[at : at + REGISTER_ROWS * PANEL_COLUMNS],
+            ) = ZERO, ZERO
         if weights.itemsize < s.itemsize:  # else the factors are s and d
-            in_words(s, group, tag, weights, words)
-            in_words(d, group, tag, weights, d_words)
-            in_rows(d, group, tag, d_rows)
+            pack_row_pairs(s, group, tag, weights, words)
+            pack_row_pairs(d, group, tag, weights, d_words)
+            pack_rows(d, group, tag, d_rows)
     return low, high
 
 
-@fast
-def _sum_panel(low, high, step, left, factors, keys, sums):
+@njit_fastmath
+def _add_panel_gradients(low, high, step, left, factors, keys, sums):
     """Groups low to high - 1 of a block, to the gradients of a panel of keys and values, and of the
     queries.
     """
     (_, q_turned, _, d_out_turned), (weights, _, slopes, _, d_rows, _) = left, factors
     w, w_at, w_panel = keys
     d_q, d_k, k_at, d_v, v_at = sums
-    first, last, width = low * STEP, high * STEP, d_q.size // step
-    for r in range(first, last, RUN):
-        n = min(RUN, last - r)
-        for e in range(0, d_out_turned.size // step, STEP):
-            x, to = e * step + r, v_at + e * PANEL
-            add_product(d_out_turned, x, step, weights, r * PANEL, n, d_v, to, PANEL)
-        for e in range(0, q_turned.size // step, STEP):
-            x, to = e * step + r, k_at + e * PANEL
-            add_product(q_turned, x, step, slopes, r * PANEL, n, d_k, to, PANEL)
-    for e in range(0, width, PANEL):
-        y = w_at + e // PANEL * w_panel
-        for r in range(first, last, STEP):
-            add_product(d_rows, r * PANEL, PANEL, w, y, PANEL, d_q, r * width + e, width)
+    first, last, width = low * REGISTER_ROWS, high * REGISTER_ROWS, d_q.size // step
+    for r in range(first, last, ROWS_PER_SUM):
+        n = min(ROWS_PER_SUM, last - r)
+        for e in range(0, d_out_turned.size // step, REGISTER_ROWS):
+            x, to = e * step + r, v_at + e * PANEL_COLUMNS
+            matmul_add(d_out_turned, x, step, weights, r * PANEL_COLUMNS, n, d_v, to, PANEL_COLUMNS)
+        for e in range(0, q_turned.size // step, REGISTER_ROWS):
+            x, to = e * step + r, k_at + e * PANEL_COLUMNS
+            matmul_add(q_turned, x, step, slopes, r * PANEL_COLUMNS, n, d_k, to, PANEL_COLUMNS)
+    for e in range(0, width, PANEL_COLUMNS):
+        y = w_at + e // PANEL_COLUMNS * w_panel
+        for r in range(first, last, REGISTER_ROWS):
+            matmul_add(
+                d_rows,
+                r * PANEL_COLUMNS,
+                PANEL_COLUMNS,
+                w,
+                y,
+                PANEL_COLUMNS,
+                d_q,
+                r * width + e,
+                width,
+            )
 
 
-@fast
-def _visit(block, where, seen, keys, kept, held, rules, sums):
+@njit_fastmath
+def _process_panel(block, where, seen, keys, kept, held, rules, sums):
     """All rows of a block against one panel of keys: two products, weights, and three products
     more.
     """
     (left, rows), (scores, factors), (mask, extra) = kept, held, rules
     given = left, rows, scores, factors, mask, extra
-    low, high = _weigh_panel(block, where, seen, keys[:4], *given)
+    low, high = _panel_weights(block, where, seen, keys[:4], *given)
     if low < high:
-        _sum_panel(low, high, rows[0].size, left, factors, keys[4:], sums)
+        _add_panel_gradients(low, high, rows[0].size, left, factors, keys[4:], sums)
 
 
-@exact
+@njit_strict
 def run_tasks(given, packed, sizes, mask, extra, saved, scratch, results, first, stride):
     """Tasks first, first + stride, ...: all blocks of a row, a key/value head and a split, one
     after the other.
@@ -266,42 +294,47 @@ def run_tasks(given, packed, sizes, mask, extra, saved, scratch, results, first,
     left, scores, factors, d_q = scratch
     (k, v, w), (_, d_k, d_v), n = packed, results, H // G
     heads, count, blocks = B * G, mask[1].shape[1], (T * n + step - 1) // step
-    panels, square = heads * count, PANEL * PANEL
+    panels, square = heads * count, PANEL_COLUMNS * PANEL_COLUMNS
     k_size, v_size, w_size = k.size // panels, v.size // panels, w.size // heads
     dk_size, dv_size = d_k.size // (splits * panels), d_v.size // (splits * panels)
     numbers = np.empty((4, step), np.float32)
     rows = (numbers[0], numbers[1], numbers[2], numbers[3])
-    seen = (np.empty((step // STEP, 2), np.int64), np.empty((step // STEP, PANELS), np.int8))
+    seen = (
+        np.empty((step // REGISTER_ROWS, 2), np.int64),
+        np.empty((step // REGISTER_ROWS, TILE_PANELS), np.int8),
+    )
     hull = np.empty((mask[2].shape[3], 2), np.int64)
     kept, held, rules = (left, rows), (scores, factors), (mask, extra)
     for task in range(first, heads * splits, stride):
         pair, split = task // splits, task % splits
         for number in range(split, blocks, splits):
             block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
-            _begin(block, given, T, H, saved, left, rows)
-            reach(block, mask, hull)
+            _load_block(block, given, T, H, saved, left, rows)
+            block_reach(block, mask, hull)
             d_q[:] = 0
-            for tile in range(0, count, PANELS):
-                if not meets(block, tile, mask, hull) or not survey(block, tile, mask, *seen):
+            for tile in range(0, count, TILE_PANELS):
+                if not tile_in_reach(block, tile, mask, hull) or not survey_tile(
+                    block, tile, mask, *seen
+                ):
                     continue
-                for panel in range(tile, min(tile + PANELS, count)):
+                for panel in range(tile, min(tile + TILE_PANELS, count)):
                     at = pair * count + panel
                     w_at = pair * w_size + panel * square
                     keys = (k, at * k_size, v, at * v_size, w, w_at, count * square)
                     to = split * panels + at
                     sums = (d_q, d_k, to * dk_size, d_v, to * dv_size)
                     where = (panel, panel - tile)
-                    _visit(block, where, seen, keys, kept, held, rules, sums)
-            _finish(block, T, H, given[0], d_q, step, extra[0], results[0])
+                    _process_panel(block, where, seen, keys, kept, held, rules, sums)
+            _write_query_gradient(block, T, H, given[0], d_q, step, extra[0], results[0])
 
 
-@fast
-def _finish(block, T, H, queries, d_q, step, scale, out):
+@njit_fastmath
+def _write_query_gradient(block, T, H, queries, d_q, step, scale, out):
     """The sums of a block, to the gradient of the queries: scores are scaled products."""
     D, width = queries[5], d_q.size // step
     for r in range(block[3]):
-        h, t = place(block, r)
+        h, t = head_and_query(block, r)
         at = ((block[0] * H + h) * T + t) * D
         row, sums = out[at : at + D], d_q[r * width : r * width + D]
         for d in range(D):
-            row[d] = narrow(sums[d] * scale, queries[4], out)
+            row[d] = from_float32(sums[d] * scale, queries[4], out)

@@ -28,24 +28,24 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import fast, has
-from regard.ops.jit.half_precision import converted
+from regard.ops.jit.compile import has_cpu_feature, njit_fastmath
+from regard.ops.jit.half_precision import convert
 
-WIDE = has("avx512f")
+HAS_AVX512 = has_cpu_feature("avx512f")
 """Whether registers hold 16 numbers and there are 32 of them."""
 
-PAIRS = WIDE and has("avx512bf16")
+HAS_BF16_DOT = HAS_AVX512 and has_cpu_feature("avx512bf16")
 """Whether products of bfloat16s are to be had; else they are widened to fp32."""
 
-LANES = 16 if WIDE else 8 if has("avx2") else 4
-VECTORS = 4 if WIDE else 2
-STEP, PANEL = 6, LANES * VECTORS
+LANES = 16 if HAS_AVX512 else 8 if has_cpu_feature("avx2") else 4
+REGISTERS = 4 if HAS_AVX512 else 2
+REGISTER_ROWS, PANEL_COLUMNS = 6, LANES * REGISTERS
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
-class _Kind(NamedTuple):
+class _FactorType(NamedTuple):
     """How the factors lie in memory: one number, a word of it that is broadcast, a register of
     words, numbers in a word.
     """
@@ -56,13 +56,13 @@ class _Kind(NamedTuple):
     each: int
 
 
-_BF16, _FP32 = _Kind(_I16, _I32, _WORDS, 2), _Kind(_F32, _F32, _SUMS, 1)
+_BF16, _FP32 = _FactorType(_I16, _I32, _WORDS, 2), _FactorType(_F32, _F32, _SUMS, 1)
 
 
-class _Emit:
+class _MatmulEmitter:
     """Writes one product with a builder."""
 
-    def __init__(self, builder: Any, kind: _Kind) -> None:
+    def __init__(self, builder: Any, kind: _FactorType) -> None:
         self.builder, self.kind = builder, kind
         # newer LLVM wants bfloats in place of the words, which llvmlite cannot name: it upgrades
         # this by itself
@@ -115,12 +115,12 @@ class _Emit:
             sums[i].add_incoming(after, head)
 
 
-def _code(kind: _Kind, *, adds: bool) -> Callable[..., Any]:
+def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
     """The code of one product, as Numba asks for it."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
-        emit = _Emit(builder, kind)
+        emit = _MatmulEmitter(builder, kind)
 
         def start(i: int, array: Any, steps: Any, number: ir.Type) -> Any:
             data = context.make_array(signature.args[i])(context, builder, array).data
@@ -128,24 +128,29 @@ def _code(kind: _Kind, *, adds: bool) -> Callable[..., Any]:
 
         left, right = start(0, a, a_at, kind.number), start(3, b, b_at, kind.number)
         target = start(6, c, c_at, _F32)
-        lines = [emit.at(left, builder.mul(a_step, _I64(r)), kind.number) for r in range(STEP)]
+        lines = [
+            emit.at(left, builder.mul(a_step, _I64(r)), kind.number) for r in range(REGISTER_ROWS)
+        ]
         spots = [
             emit.at(target, builder.add(builder.mul(c_step, _I64(r)), _I64(v * LANES)), _F32)
-            for r in range(STEP)
-            for v in range(VECTORS)
+            for r in range(REGISTER_ROWS)
+            for v in range(REGISTERS)
         ]
         sums = [ir.Constant(_SUMS, [0.0] * LANES) for _ in spots]
         times = builder.lshr(k, _I64(1)) if kind.each == 2 else k
         with emit.loop(times, sums) as (i, so_far, after):
-            across, along = builder.mul(i, _I64(PANEL * kind.each)), builder.mul(i, _I64(kind.each))
+            across, along = (
+                builder.mul(i, _I64(PANEL_COLUMNS * kind.each)),
+                builder.mul(i, _I64(kind.each)),
+            )
             ys = []
-            for v in range(VECTORS):
+            for v in range(REGISTERS):
                 steps = builder.add(across, _I64(v * LANES * kind.each))
                 ys.append(emit.load(emit.at(right, steps, kind.number), kind.register))
-            for r in range(STEP):
+            for r in range(REGISTER_ROWS):
                 x = emit.spread(emit.at(lines[r], along, kind.number))
-                for v in range(VECTORS):
-                    after[r * VECTORS + v] = emit.add(so_far[r * VECTORS + v], x, ys[v])
+                for v in range(REGISTERS):
+                    after[r * REGISTERS + v] = emit.add(so_far[r * REGISTERS + v], x, ys[v])
         for spot, total in zip(spots, sums, strict=True):
             if adds:  # at the end: sums of sums round less than one long chain
                 total = builder.fadd(emit.load(spot, _SUMS), total)
@@ -161,35 +166,35 @@ def _signature(a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def product(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+def matmul(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
     """c = a b, for flat arrays: a from a_at on with a_step between rows, b from b_at on, c as a; k
     is even for bf16.
     """
     kind = _BF16 if a.dtype == types.uint16 else _FP32
-    return _signature(a, b, c), _code(kind, adds=False)
+    return _signature(a, b, c), _make_matmul(kind, adds=False)
 
 
 @intrinsic
-def add_product(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+def matmul_add(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
     """c += a b."""
     kind = _BF16 if a.dtype == types.uint16 else _FP32
-    return _signature(a, b, c), _code(kind, adds=True)
+    return _signature(a, b, c), _make_matmul(kind, adds=True)
 
 
-@fast
+@njit_fastmath
 def pack_keys(memory, tokens, D, each, out, at):
     """One panel: keys tokens[0] to tokens[1] - 1 of D dims, to out from `at` on."""
     flat, base, step, tag = memory
     first, n = tokens[0], tokens[1] - tokens[0]
     for d in range(0, D, each):
         for i in range(min(each, D - d)):
-            to = at + d * PANEL + i
+            to = at + d * PANEL_COLUMNS + i
             start = base + first * step + d + i
             for j in range(n):
-                out[to + j * each] = converted(flat[start + j * step], tag, out)
+                out[to + j * each] = convert(flat[start + j * step], tag, out)
 
 
-@fast
+@njit_fastmath
 def pack_values(memory, tokens, E, each, out, at, across):
     """Keys tokens[0] to tokens[1] - 1, of every panel of E dims; panels begin `across` numbers
     apart.
@@ -197,16 +202,16 @@ def pack_values(memory, tokens, E, each, out, at, across):
     flat, base, step, tag = memory
     for j in range(tokens[0], tokens[1]):
         start = base + j * step
-        for e in range(0, E, PANEL):
-            to = at + e // PANEL * across + j // each * each * PANEL + j % each
-            n = min(PANEL, E - e)
+        for e in range(0, E, PANEL_COLUMNS):
+            to = at + e // PANEL_COLUMNS * across + j // each * each * PANEL_COLUMNS + j % each
+            n = min(PANEL_COLUMNS, E - e)
             panel, numbers = out[to : to + n * each : each], flat[start + e : start + e + n]
             for i in range(n):
-                panel[i] = converted(numbers[i], tag, out)
+                panel[i] = convert(numbers[i], tag, out)
 
 
-@fast
-def pack(keys, values, sizes, packed, first, stride):
+@njit_fastmath
+def pack_panels(keys, values, sizes, packed, first, stride):
     """Panels first, first + stride, ... of the keys of all rows and heads, and the values of the
     same keys.
 
@@ -216,13 +221,13 @@ def pack(keys, values, sizes, packed, first, stride):
         and D rounded up.
     """
     B, G, S, D, E, each = sizes
-    count = (S + PANEL - 1) // PANEL
-    k_head, v_panel = packed[0].shape[0] // (B * G), count * PANEL * PANEL
+    count = (S + PANEL_COLUMNS - 1) // PANEL_COLUMNS
+    k_head, v_panel = packed[0].shape[0] // (B * G), count * PANEL_COLUMNS * PANEL_COLUMNS
     v_head = packed[1].shape[0] // (B * G)
     for task in range(first, B * G * count, stride):
         head, panel = task // count, task % count
         b, g = head // G, head % G
-        tokens = (panel * PANEL, min(S, (panel + 1) * PANEL))
+        tokens = (panel * PANEL_COLUMNS, min(S, (panel + 1) * PANEL_COLUMNS))
         memory = (keys[0], b * keys[1] + g * keys[2], keys[3], keys[4])
         pack_keys(memory, tokens, D, each, packed[0], head * k_head + panel * (k_head // count))
         memory = (values[0], b * values[1] + g * values[2], values[3], values[4])

@@ -38,39 +38,46 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import SUMS, compiled, exact
+from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT
+from regard.ops.jit.compile import FASTMATH_FLAGS, njit_cached, njit_strict
 from regard.ops.jit.decode_loops import (
-    NONE,
-    adjust,
-    call_of,
-    covers,
-    finish,
-    join,
-    see,
-    soften,
+    NEG_INF,
+    apply_softcap_and_bias,
+    decode_arguments,
+    join_splits,
+    online_softmax,
+    query_visibility,
+    tile_coverage,
+    write_output,
 )
-from regard.ops.jit.entries import KINDS, address_of, done, memory_at, record_at, take
-from regard.ops.jit.half_precision import widen
-from regard.ops.jit.int_dot import MOST, THERE, sum_words
-from regard.ops.jit.records import DECODE_QUANTISED
-from regard.ops.jit.vectors import (
+from regard.ops.jit.entry_points import (
+    STORAGE,
+    compile_entry,
+    finish_task,
+    memory_at,
+    struct_at,
+    take_task,
+)
+from regard.ops.jit.half_precision import to_float32
+from regard.ops.jit.int_dot import HAS_INT_DOT, MAX_LINES, int_weighted_sums
+from regard.ops.jit.llvm_vectors import (
     FLOAT,
-    Loop,
-    data,
-    everywhere,
-    fetch_bytes,
+    LLVMLoop,
+    array_data,
+    broadcast,
     fma,
-    line,
-    number,
+    i64_constant,
+    prefetch_array,
+    row_pointer,
 )
 
-WIDE = 32
+BLOCK_COLUMNS = 32
 """Numbers of a line that are summed together: their sums for four rows stay in registers."""
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 
 
-def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[Any]:
+def _load_codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[Any]:
     """Codes as vectors of floats: vector v * per + i has every per-th number of the v-th run of
     bytes, from i on.
     """
@@ -78,7 +85,7 @@ def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[An
     lanes = min(16, size)
     found = []
     for first in range(0, size, lanes):
-        place = builder.gep(flat, [builder.add(at, number(first))])
+        place = builder.gep(flat, [builder.add(at, i64_constant(first))])
         line = builder.load(builder.bitcast(place, ir.VectorType(_I8, lanes).as_pointer()), align=1)
         wide = builder.zext(line, ir.VectorType(_I32, lanes))
         for i in range(per):
@@ -92,7 +99,7 @@ def _codes(builder: Any, flat: Any, at: Any, columns: int, bits: int) -> list[An
     return found
 
 
-def _in_order(builder: Any, parts: list[Any]) -> list[Any]:
+def _interleave(builder: Any, parts: list[Any]) -> list[Any]:
     """Vectors of every n-th number -> the numbers in order, as one vector."""
     while len(parts) > 1:
         half, lanes = len(parts) // 2, parts[0].type.count
@@ -104,7 +111,7 @@ def _in_order(builder: Any, parts: list[Any]) -> list[Any]:
 
 
 @intrinsic
-def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
+def _sum_variant(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
     """`sum_lines` for rows and columns of a variant: one loop for each, chosen when it runs.
 
     variant: (rows, columns, bits). lines: (bytes of the codes, byte of the first line, step to the
@@ -118,23 +125,24 @@ def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
         array, row, column, fresh = cgutils.unpack_tuple(builder, args[3])
         weigh, more = cgutils.unpack_tuple(builder, args[2])
         codes, added = (
-            data(context, builder, kind, x) for kind, x in ((lines[0], flat), (weights[1], more))
+            array_data(context, builder, kind, x)
+            for kind, x in ((lines[0], flat), (weights[1], more))
         )
         end, none = builder.append_basic_block("end"), builder.append_basic_block("none")
-        choice = builder.switch(_key(builder, cgutils.unpack_tuple(builder, args[0])), none)
+        choice = builder.switch(_variant_key(builder, cgutils.unpack_tuple(builder, args[0])), none)
         builder.position_at_end(none)
         builder.unreachable()
         for rows, columns, bits in VARIANTS:
             block = builder.append_basic_block("variant")
-            choice.add_case(number(_number(rows, columns, bits)), block)
+            choice.add_case(i64_constant(_variant_number(rows, columns, bits)), block)
             builder.position_at_end(block)
-            where = [builder.add(row, number(r)) for r in range(rows)]
-            w = [line(context, builder, weights[0], weigh, r) for r in where]
-            sums = _loop(builder, (columns, bits), (codes, at, step, count), w)
+            where = [builder.add(row, i64_constant(r)) for r in range(rows)]
+            w = [row_pointer(context, builder, weights[0], weigh, r) for r in where]
+            sums = _line_loop(builder, (columns, bits), (codes, at, step, count), w)
             for r, found in zip(where, sums, strict=True):
-                place = builder.gep(line(context, builder, out[0], array, r), [column])
+                place = builder.gep(row_pointer(context, builder, out[0], array, r), [column])
                 plus = builder.load(builder.gep(added, [r]))
-                _put(builder, found, place, 8 // bits, fresh, plus)
+                _store_sums(builder, found, place, 8 // bits, fresh, plus)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -142,54 +150,59 @@ def _sum(context: Any, variant: Any, lines: Any, weights: Any, out: Any) -> Any:
     return types.void(variant, lines, weights, out), code
 
 
-VARIANTS = (*product((4, 1), (WIDE,), (8, 4, 2)), *((1, 8 // bits, bits) for bits in (8, 4, 2)))
+VARIANTS = (
+    *product((4, 1), (BLOCK_COLUMNS,), (8, 4, 2)),
+    *((1, 8 // bits, bits) for bits in (8, 4, 2)),
+)
 """Rows, columns, bits: four rows or one; and what is left of a line byte by byte."""
 
 
-def _number(rows: int, columns: int, bits: int) -> int:
+def _variant_number(rows: int, columns: int, bits: int) -> int:
     """The number of a variant."""
     return (rows * 64 + columns) * 16 + bits
 
 
-def _key(builder: Any, variant: list[Any]) -> Any:
+def _variant_key(builder: Any, variant: list[Any]) -> Any:
     """`_number`, when it runs."""
-    key = builder.add(builder.mul(variant[0], number(64)), variant[1])
-    return builder.add(builder.mul(key, number(16)), variant[2])
+    key = builder.add(builder.mul(variant[0], i64_constant(64)), variant[1])
+    return builder.add(builder.mul(key, i64_constant(16)), variant[2])
 
 
-def _loop(builder: Any, form: tuple[int, int], lines: tuple[Any, ...], w: list[Any]) -> list[Any]:
+def _line_loop(
+    builder: Any, form: tuple[int, int], lines: tuple[Any, ...], w: list[Any]
+) -> list[Any]:
     """The loop over lines; the sums of each row, vector by vector."""
     (columns, bits), (codes, start, step, count) = form, lines
     lanes = min(16, columns * bits // 8)
     n = columns // lanes
     nothing = ir.Constant(ir.VectorType(FLOAT, lanes), [0.0] * lanes)
-    loop = Loop(builder, number(0), count, 1, [nothing] * (n * len(w)))
+    loop = LLVMLoop(builder, i64_constant(0), count, 1, [nothing] * (n * len(w)))
     at = builder.add(start, builder.mul(loop.i, step))
-    x = _codes(builder, codes, at, columns, bits)
+    x = _load_codes(builder, codes, at, columns, bits)
     weights = [builder.load(builder.gep(place, [loop.i])) for place in w]
-    terms = [(y, everywhere(builder, weight, lanes)) for weight in weights for y in x]
+    terms = [(y, broadcast(builder, weight, lanes)) for weight in weights for y in x]
     found = loop.close([fma(builder, *pair, z) for pair, z in zip(terms, loop.now, strict=True)])
     return [found[i : i + n] for i in range(0, len(found), n)]
 
 
-def _put(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: Any) -> None:
+def _store_sums(builder: Any, sums: list[Any], place: Any, per: int, fresh: Any, plus: Any) -> None:
     """Sums of a row and one more number, added to what is there, or in its place."""
     fresh = builder.trunc(fresh, ir.IntType(1))
     for v in range(0, len(sums), per):
-        (whole,) = _in_order(builder, sums[v : v + per])
-        whole = builder.fadd(whole, everywhere(builder, plus, whole.type.count))
-        at = builder.gep(place, [number(v * sums[0].type.count)])
+        (whole,) = _interleave(builder, sums[v : v + per])
+        whole = builder.fadd(whole, broadcast(builder, plus, whole.type.count))
+        at = builder.gep(place, [i64_constant(v * sums[0].type.count)])
         at = builder.bitcast(at, whole.type.as_pointer())
         nothing = ir.Constant(whole.type, [0.0] * whole.type.count)
         before = builder.select(fresh, nothing, builder.load(at, align=4))
         builder.store(builder.fadd(before, whole), at, align=4)
 
 
-leaf = compiled(fastmath=SUMS, makes_arrays=False)
+njit_leaf = njit_cached(fastmath=FASTMATH_FLAGS, makes_arrays=False)
 
 
-@leaf
-def _weigh(scales, at, count, w, rows, half, scratch):
+@njit_leaf
+def _scale_weights(scales, at, count, w, rows, half, scratch):
     """Weights [R,n] with the scales of their lines in them, and what each row has of the middles of
     all lines [R].
     """
@@ -198,13 +211,13 @@ def _weigh(scales, at, count, w, rows, half, scratch):
     if step == 1:
         near, zeros = scale[at : at + count], zero[at : at + count]
         for i in range(count):
-            wide[i] = widen(near[i], tag)
+            wide[i] = to_float32(near[i], tag)
         for i in range(count):
-            middle[i] = widen(zeros[i], tag) + half * wide[i]
+            middle[i] = to_float32(zeros[i], tag) + half * wide[i]
     else:
         for i in range(count):
-            wide[i] = widen(scale[at + i * step], tag)
-            middle[i] = widen(zero[at + i * step], tag) + half * wide[i]
+            wide[i] = to_float32(scale[at + i * step], tag)
+            middle[i] = to_float32(zero[at + i * step], tag) + half * wide[i]
     for r in range(rows):
         line, given, total = weighed[r], w[r], np.float32(0)
         for i in range(count):
@@ -213,8 +226,8 @@ def _weigh(scales, at, count, w, rows, half, scratch):
         added[r] = total
 
 
-@leaf
-def sum_lines(rows, memory, at, w, scratch, out):
+@njit_leaf
+def weighted_line_sums(rows, memory, at, w, scratch, out):
     """out[r, c] (+)= sum_i w[r, i] x[i, c] for the lines i of a group, all its columns c and all
     rows r.
 
@@ -228,46 +241,46 @@ def sum_lines(rows, memory, at, w, scratch, out):
     codes, step, scales, group, bits, count = memory
     z, first, fresh = out
     padded = rows if rows % 4 < 2 else z.shape[0]
-    _weigh(scales, at[1], count, w, padded, np.float32(1 << (bits - 1)), scratch)
+    _scale_weights(scales, at[1], count, w, padded, np.float32(1 << (bits - 1)), scratch)
     if (
-        THERE
+        HAS_INT_DOT
         and scratch[5]
         and bits == 8
         and padded % 4 == 0
         and group % 32 == 0
         and count % 2 == 0
-        and count <= MOST
+        and count <= MAX_LINES
     ):
         lines = (codes, at[0], step, count, at[2])
-        sum_words(padded, lines, group, scratch[0], scratch[3], scratch[4], out)
+        int_weighted_sums(padded, lines, group, scratch[0], scratch[3], scratch[4], out)
         return
-    fetch_bytes(codes, at[2], count * group * bits // 8)
+    prefetch_array(codes, at[2], count * group * bits // 8)
     weights = (scratch[0], scratch[3])
-    wide, c = group // WIDE * WIDE, 0
+    wide, c = group // BLOCK_COLUMNS * BLOCK_COLUMNS, 0
     while c < group:
-        columns, r = WIDE if c < wide else 8 // bits, 0
+        columns, r = BLOCK_COLUMNS if c < wide else 8 // bits, 0
         lines = (codes, at[0] + c * bits // 8, step, count)
         while r < padded:
             together = 4 if c < wide and r + 4 <= padded else 1
-            _sum((together, columns, bits), lines, weights, (z, r, first + c, fresh))
+            _sum_variant((together, columns, bits), lines, weights, (z, r, first + c, fresh))
             r += together
         c += columns
 
 
-LENGTH = 128
+MIN_TILE_TOKENS = 128
 """Tokens of a tile, at least: a call for each group of channels pays for itself."""
 
 
-@exact
-def _lines(rows, columns):
+@njit_strict
+def _aligned_rows(rows, columns):
     """An array of zeros of which a row of 16 k columns begins where a line of the cache does."""
     flat = np.zeros(rows * columns + 16, np.float32)
     first = -(flat.ctypes.data // 4) % 16
     return flat[first : first + rows * columns].reshape(rows, columns)
 
 
-@exact
-def _score(q, rows, keys, b, g, tile, s, scratch):
+@njit_strict
+def _tile_scores(q, rows, keys, b, g, tile, s, scratch):
     """Scores of all rows of q [R,D] with the keys of a tile, a whole number of groups."""
     codes, steps, scale, zero, scale_steps, tag, group, bits, _ = keys
     memory = (codes, steps[3], (scale, zero, scale_steps[3], tag), group, bits, q.shape[1])
@@ -276,11 +289,11 @@ def _score(q, rows, keys, b, g, tile, s, scratch):
         at = b * steps[0] + g * steps[1] + n * steps[2]
         at_scale = b * scale_steps[0] + g * scale_steps[1] + n * scale_steps[2]
         later = at + (tile[1] - tile[0]) // group * steps[2]
-        sum_lines(rows, memory, (at, at_scale, later), q, scratch, (s, j - tile[0], True))
+        weighted_line_sums(rows, memory, (at, at_scale, later), q, scratch, (s, j - tile[0], True))
 
 
-@exact
-def _mix(s, rows, values, b, g, tile, acc, scratch):
+@njit_strict
+def _add_tile_values(s, rows, values, b, g, tile, acc, scratch):
     """acc [R,E] += weights times the values of a tile."""
     codes, steps, scale, zero, scale_steps, tag, group, bits, _ = values
     scales = (scale, zero, scale_steps[2], tag)
@@ -292,94 +305,94 @@ def _mix(s, rows, values, b, g, tile, acc, scratch):
     for i in range(groups):
         later = at + whole + whole // groups * i  # a share of the next tile
         where = (at + i * steps[3], at_scale + i * scale_steps[3], later)
-        sum_lines(rows, memory, where, s, scratch, (acc, i * group, False))
+        weighted_line_sums(rows, memory, where, s, scratch, (acc, i * group, False))
 
 
-@exact
-def _look(b, g, tile, rows, T, mask, seen):
+@njit_strict
+def _tile_visibility(b, g, tile, rows, T, mask, seen):
     """Which keys of a tile each row sees; whether any sees any."""
     heads, some = rows // T, False
     for r in range(rows):
-        see(b, g * heads + r // T, r % T, tile, mask, seen[r])
+        query_visibility(b, g * heads + r // T, r % T, tile, mask, seen[r])
         for c in range(tile[1] - tile[0]):
             some |= seen[r, c]
     return some
 
 
-@exact
+@njit_strict
 def run_tasks(address, call, keys, values):
     """Do what `decode_loops.run_tasks` does, for keys and values in codes."""
     q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
     D, group, S = q_all.shape[3], keys[6], keys[8]
-    length = group * max(1, LENGTH // group)
+    length = group * max(1, MIN_TILE_TOKENS // group)
     padded = R if R % 4 < 2 else (R + 3) // 4 * 4
-    q, acc = _lines(padded, D), _lines(padded, E)
+    q, acc = _aligned_rows(padded, D), _aligned_rows(padded, E)
     top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
-    s, seen = _lines(padded, length), np.empty((R, length), np.bool_)
+    s, seen = _aligned_rows(padded, length), np.empty((R, length), np.bool_)
     n = (max(D, length) + 15) // 16 * 16
     short = (
         np.empty((padded, n), np.int16),
         np.empty(padded, np.float32),
         np.empty(padded, np.int32),
     )
-    line, more, added = _lines(1, n)[0], _lines(1, n)[0], np.zeros(padded, np.float32)
-    scratch = (_lines(padded, n), line, more, added, short, keys[2].itemsize == 2)
+    line, more, added = _aligned_rows(1, n)[0], _aligned_rows(1, n)[0], np.zeros(padded, np.float32)
+    scratch = (_aligned_rows(padded, n), line, more, added, short, keys[2].itemsize == 2)
     index = np.empty(length, np.int64)
     tiles = (S + length - 1) // length
     share = (tiles + P - 1) // P
     contiguous = mask[0].shape[1] == 0 and mask[4].shape[3] == 0
     plain = extra[0] == 0 and extra[2].shape[0] == 0 and extra[3].shape[3] == 0
     while True:
-        task = take(address)
+        task = take_task(address)
         if task >= B * G * P:
             break
         b, g, p = task // (G * P), task // P % G, task % P
         q[:R] = q_all[b, g] * scale
         acc[:] = 0
-        top[:] = NONE
+        top[:] = NEG_INF
         total[:] = 0
         for i in range(p * share, min(tiles, (p + 1) * share)):
             tile = (i * length, min(S, (i + 1) * length))
-            cover = covers(b, g, tile, R, T, mask) if contiguous else 1
-            if cover == 0 or (cover == 1 and not _look(b, g, tile, R, T, mask, seen)):
+            cover = tile_coverage(b, g, tile, R, T, mask) if contiguous else 1
+            if cover == 0 or (cover == 1 and not _tile_visibility(b, g, tile, R, T, mask, seen)):
                 continue
             n = tile[1] - tile[0]
-            _score(q, R, keys, b, g, tile, s, scratch)
+            _tile_scores(q, R, keys, b, g, tile, s, scratch)
             if not plain:
                 for c in range(n):
                     index[c] = tile[0] + c
-                adjust(s, b, g, R, T, n, index, mask, extra)
+                apply_softcap_and_bias(s, b, g, R, T, n, index, mask, extra)
             for r in range(R):
                 for c in range(n if cover == 1 else 0):
                     if not seen[r, c]:
-                        s[r, c] = NONE
-            soften(s, R, n, acc, top, total)
-            _mix(s, R, values, b, g, tile, acc, scratch)
-        finish(acc, top, total, out[b, g, p], lse[b, g, p])
-        if done(address) == B * G * P - 1 and P > 1:
-            join(out, lse)
+                        s[r, c] = NEG_INF
+            online_softmax(s, R, n, acc, top, total)
+            _add_tile_values(s, R, values, b, g, tile, acc, scratch)
+        write_output(acc, top, total, out[b, g, p], lse[b, g, p])
+        if finish_task(address) == B * G * P - 1 and P > 1:
+            join_splits(out, lse)
 
 
-@exact
-def _four(x):
+@njit_strict
+def _four_strides(x):
     """Four steps of a record."""
     return x[0], x[1], x[2], x[3]
 
 
-RECORD = DECODE_QUANTISED.dtype
+ARGUMENTS = DECODE_QUANTIZED_STRUCT.dtype
 
 
-def _entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     def entry(address: int) -> None:
-        given = record_at(address, RECORD)
+        given = struct_at(address, ARGUMENTS)
         S = given.S
         keys = (
             memory_at(given.k, np.uint8),
-            _four(given.k_steps),
+            _four_strides(given.k_steps),
             memory_at(given.k_scale, dtype),
             memory_at(given.k_zero, dtype),
-            _four(given.k_scale_steps),
+            _four_strides(given.k_scale_steps),
             tag,
             given.k_group,
             given.k_bits,
@@ -387,21 +400,21 @@ def _entry(dtype: Any, tag: Any) -> Callable[[int], None]:
         )
         values = (
             memory_at(given.v, np.uint8),
-            _four(given.v_steps),
+            _four_strides(given.v_steps),
             memory_at(given.v_scale, dtype),
             memory_at(given.v_zero, dtype),
-            _four(given.v_scale_steps),
+            _four_strides(given.v_scale_steps),
             tag,
             given.v_group,
             given.v_bits,
             S,
         )
-        run_tasks(address, call_of(given), keys, values)
+        run_tasks(address, decode_arguments(given), keys, values)
 
     return entry
 
 
 @cache
-def entry(dtype: torch.dtype) -> int:
+def entry_address(dtype: torch.dtype) -> int:
     """The address of the entry for codes with scales of a dtype."""
-    return address_of(_entry(*KINDS[dtype]))
+    return compile_entry(_make_entry(*STORAGE[dtype]))

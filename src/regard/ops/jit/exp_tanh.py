@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 
-from regard.ops.jit.compile import compiled, fast
-from regard.ops.jit.half_precision import float_of
+from regard.ops.jit.compile import njit_cached, njit_fastmath
+from regard.ops.jit.half_precision import bits_to_float
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = (
     np.float32(1.4426950408889634),
@@ -27,7 +27,7 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 _HALF, _ONE, _ZERO, _LEAST = np.float32(0.5), np.float32(1), np.float32(0), np.float32(-87)
 
 
-@compiled(fastmath=("contract", "nsz"))
+@njit_cached(fastmath=("contract", "nsz"))
 def exp(x: np.float32) -> np.float32:
     """e^x for x <= 0 to about a rounding; 0 below -87, where fp32 is no longer normal; NaN stays
     NaN.
@@ -39,13 +39,13 @@ def exp(x: np.float32) -> np.float32:
     n = np.floor(y * _LOG2E + _HALF)
     r = y - n * _LN2_HIGH - n * _LN2_LOW
     p = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-    e = (p * r * r + r + _ONE) * float_of((np.int32(n) + np.int32(127)) << np.int32(23))
+    e = (p * r * r + r + _ONE) * bits_to_float((np.int32(n) + np.int32(127)) << np.int32(23))
     if x >= _LEAST:
         return e
     return _ZERO if x < _LEAST else x
 
 
-@fast
+@njit_fastmath
 def tanh(x):
     """tanh to a few roundings: near 0 by the odd polynomial of Cephes' tanhf, else by the
     exponential.

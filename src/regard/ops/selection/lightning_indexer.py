@@ -9,7 +9,7 @@ from torch import Tensor
 from regard.arguments import check_positions, check_sizes, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Dense, Mask
-from regard.ops.selection.blocks import by_rows, top, undifferentiated
+from regard.ops.selection.position_blocks import in_query_chunks, top_k_mask, without_gradient
 from regard.span import Positions, Span, as_tensor
 
 
@@ -35,7 +35,7 @@ def index_scores(
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equation 1.
     """
-    J, T = _check(q, k, w)
+    J, T = _check_sizes(q, k, w)
     kind = torch.float32
     for x in (q, k, w):  # under autocast they come in several dtypes
         kind = torch.promote_types(kind, x.dtype)
@@ -43,7 +43,7 @@ def index_scores(
     return (dots.relu() * w.to(kind).transpose(1, 2)[..., None]).sum(1)
 
 
-def _check(q: Tensor, k: Tensor, w: Tensor) -> tuple[int, int]:
+def _check_sizes(q: Tensor, k: Tensor, w: Tensor) -> tuple[int, int]:
     """The small heads fit one another; how many there are, and how many queries."""
     sizes = check_sizes(q=(q, "B J T d"), k=(k, "B 1 S d"), w=(w, "B T J"))
     for name, x in (("q", q), ("k", k), ("w", w)):
@@ -77,14 +77,14 @@ def index_mask(
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 1 and 2.
     """
     check_topk(topk)
-    J, T = _check(q, k, w)
+    J, T = _check_sizes(q, k, w)
     B, S = len(q), k.shape[2]
     check_positions("q_positions", q_positions, B, T)
     check_positions("k_positions", k_positions, B, S)
-    with undifferentiated(q.device):
+    with without_gradient(q.device):
         q, k, w = q.detach(), k.detach(), w.detach()
-        table = by_rows(
-            lambda rows: _choose(
+        table = in_query_chunks(
+            lambda rows: _select_keys(
                 index_scores(q[:, :, rows], k, w[:, rows]), q_positions, k_positions, rows, topk
             ),
             T,
@@ -99,18 +99,18 @@ def check_topk(topk: int) -> None:
         raise ArgumentError(f"topk is {topk}; it must be 1 or more")
 
 
-def _choose(
+def _select_keys(
     scores: Tensor, q_positions: Positions, k_positions: Positions, rows: slice, topk: int
 ) -> Tensor:
     """[B,1,t,S], True = chosen, from scores [B,t,S]."""
     allowed = Causal().block(q_positions, k_positions, rows, device=scores.device)  # [B,1,t,S]
     s = scores[:, None].masked_fill(~allowed, -torch.inf)
     if isinstance(k_positions, Span):
-        return top(s, topk)
+        return top_k_mask(s, topk)
     # equal scores go by position, and slots may stand in any order
     p = as_tensor(k_positions, s.device).expand(s.shape[0], -1)
     by_position = p.argsort(dim=-1, stable=True)[:, None, None].expand(s.shape)
-    chosen = top(s.gather(-1, by_position), topk)
+    chosen = top_k_mask(s.gather(-1, by_position), topk)
     return torch.zeros_like(chosen).scatter(-1, by_position, chosen)
 
 

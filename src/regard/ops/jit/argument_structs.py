@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Words: TypeAlias = array  # type: ignore[type-arg]  # Python 3.11 cannot say of what
+PackedStruct: TypeAlias = array  # type: ignore[type-arg]  # Python 3.11 cannot say of what
 """A record in memory, as numbers of 8 bytes."""
 
-_COUNTERS = 2
-_SHORTER = tuple((1,) * (4 - n) for n in range(5))
+_COUNTER_FIELDS = 2
+_LEADING_ONES = tuple((1,) * (4 - n) for n in range(5))
 
 
-class Field:
+class StructField:
     """One argument: its name, and the fields of a C struct that it takes ("q" an int64, "d" a
     float64).
     """
@@ -39,21 +39,21 @@ class Field:
         return f"{type(self).__name__}({self.name!r})"
 
 
-class Integer(Field):
+class IntField(StructField):
     """A whole number, a truth value, or the address of contiguous memory; 0 where there is none."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, (name, "q", 1))
 
 
-class Real(Field):
+class FloatField(StructField):
     """A floating-point number."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, (name, "d", 1))
 
 
-class Array(Field):
+class ArrayField(StructField):
     """A contiguous tensor of up to 4 dimensions: its address, and `<name>_shape` with 1 in front
     where it has fewer.
     """
@@ -62,7 +62,7 @@ class Array(Field):
         super().__init__(name, (name, "q", 1), (f"{name}_shape", "q", 4))
 
 
-class Strided(Field):
+class StridedField(StructField):
     """Keys or values [B,G,S,d] wherever they lie: the address and the steps of B, G and S; the last
     dimension is contiguous.
     """
@@ -71,7 +71,7 @@ class Strided(Field):
         super().__init__(name, (name, "q", 1), (f"{name}_steps", "q", 3))
 
 
-class Coded(Field):
+class QuantizedField(StructField):
     """Keys or values in codes of few bits: the address of the codes and their steps of B, G, rows
     and lines; the addresses of scales and zeros and their steps; the columns of a group, and the
     bits of a code.
@@ -90,7 +90,7 @@ class Coded(Field):
         )
 
 
-class Record:
+class StructLayout:
     """A list of fields as a C struct.
 
     dtype: the same as a numpy structured dtype, which Numba reads.
@@ -102,8 +102,8 @@ class Record:
     ([7, 0], 32)
     """
 
-    def __init__(self, *fields: Field) -> None:
-        self.fields = (Integer("taken"), Integer("done"), *fields)
+    def __init__(self, *fields: StructField) -> None:
+        self.fields = (IntField("taken"), IntField("done"), *fields)
         parts = [part for field in self.fields for part in field.parts]
         self._struct = struct.Struct("=" + "".join(n * kind for _, kind, n in parts))
         self.dtype = np.dtype(
@@ -111,7 +111,7 @@ class Record:
         )
         self._given = [(field.name, type(field)) for field in fields]
 
-    def pack(self, **given: float | Tensor | Sequence[int]) -> Words:
+    def pack(self, **given: float | Tensor | Sequence[int]) -> PackedStruct:
         """A record in memory, its counters at 0.
 
         Args:
@@ -119,70 +119,70 @@ class Record:
                 `Strided` or `Coded` all its numbers in order. What a tensor has must live as long
                 as the record is read.
         """
-        numbers: list[Any] = [0] * _COUNTERS
+        numbers: list[Any] = [0] * _COUNTER_FIELDS
         for name, kind in self._given:
             x: Any = given[name]
-            if kind is Array:
+            if kind is ArrayField:
                 shape = x.shape
-                numbers += (x.data_ptr(), *_SHORTER[len(shape)], *shape)
-            elif kind is Integer or kind is Real:
+                numbers += (x.data_ptr(), *_LEADING_ONES[len(shape)], *shape)
+            elif kind is IntField or kind is FloatField:
                 numbers.append(x)
             else:
                 numbers += x
         return array("q", self._struct.pack(*numbers))
 
-    def pack_numbers(self, *given: float) -> Words:
+    def pack_numbers(self, *given: float) -> PackedStruct:
         """The same for a record of numbers only, in the order of its list: arguments by name would
         take half a microsecond, a tenth of a short call.
         """
         return array("q", self._struct.pack(0, 0, *given))
 
 
-_CALL = (
-    Integer("T"),  # queries; a row of q is query r % T of head g H/G + r // T
-    Integer("origin"),  # the position of key 0, where keys are a contiguous run
-    Real("softcap"),  # 0 is none
-    Integer("symmetric"),  # whether ALiBi is
-    Real("scale"),
-    Array("q"),  # fp32 [B,G,R,D]
-    Array("out"),  # fp32 [B G,P,R,E], written
-    Array("lse"),  # fp32 [B,G,P,R], written
-    Array("k_positions"),  # int64 [b,S], or [1,0] for a run from `origin` on
-    Array("starts"),  # int64 [b,h,t,n]: ranges of positions that a query sees
-    Array("stops"),
-    Array("visible"),  # bool [b,h,t,S] in place of ranges, or none of it
-    Array("slopes"),  # fp32 [H] of ALiBi, or none
-    Array("bias"),  # fp32 [b,h,t,S], or none of it
-    Array("q_positions"),  # int64 [b,T]
-    Integer("S"),  # keys
+_DECODE_FIELDS = (
+    IntField("T"),  # queries; a row of q is query r % T of head g H/G + r // T
+    IntField("origin"),  # the position of key 0, where keys are a contiguous run
+    FloatField("softcap"),  # 0 is none
+    IntField("symmetric"),  # whether ALiBi is
+    FloatField("scale"),
+    ArrayField("q"),  # fp32 [B,G,R,D]
+    ArrayField("out"),  # fp32 [B G,P,R,E], written
+    ArrayField("lse"),  # fp32 [B,G,P,R], written
+    ArrayField("k_positions"),  # int64 [b,S], or [1,0] for a run from `origin` on
+    ArrayField("starts"),  # int64 [b,h,t,n]: ranges of positions that a query sees
+    ArrayField("stops"),
+    ArrayField("visible"),  # bool [b,h,t,S] in place of ranges, or none of it
+    ArrayField("slopes"),  # fp32 [H] of ALiBi, or none
+    ArrayField("bias"),  # fp32 [b,h,t,S], or none of it
+    ArrayField("q_positions"),  # int64 [b,T]
+    IntField("S"),  # keys
 )
-DECODE = Record(*_CALL, Strided("k"), Strided("v"))
+DECODE_STRUCT = StructLayout(*_DECODE_FIELDS, StridedField("k"), StridedField("v"))
 """Decoding over keys and values as they are: the door `decode` packs it."""
 
-DECODE_QUANTISED = Record(*_CALL, Coded("k"), Coded("v"))
+DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), QuantizedField("v"))
 """Decoding over keys and values in codes."""
 
-GEMV = Record(
-    Integer("R"),  # vectors
-    Integer("M"),
-    Integer("N"),
-    Integer("x"),  # [R,M]
-    Integer("w"),  # [N,M]
-    Integer("b"),  # [N], or 0
-    Integer("y"),  # [R,N], written
+GEMV_STRUCT = StructLayout(
+    IntField("R"),  # vectors
+    IntField("M"),
+    IntField("N"),
+    IntField("x"),  # [R,M]
+    IntField("w"),  # [N,M]
+    IntField("b"),  # [N], or 0
+    IntField("y"),  # [R,N], written
 )
 """A matrix with a few vectors: `regard.ops.gemv` packs it."""
 
-NORM = Record(
-    Integer("R"),  # rows
-    Integer("M"),
-    Integer("x"),  # [R,M]
-    Integer("w"),  # [M]
-    Integer("y"),  # [R,M], written
-    Real("eps"),
-    Real("offset"),
+RMS_NORM_STRUCT = StructLayout(
+    IntField("R"),  # rows
+    IntField("M"),
+    IntField("x"),  # [R,M]
+    IntField("w"),  # [M]
+    IntField("y"),  # [R,M], written
+    FloatField("eps"),
+    FloatField("offset"),
 )
-"""The RMS norm of a few rows: `regard.ops.norm` packs it."""
+"""The RMS norm of a few rows: `regard.ops.rms_norm` packs it."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What keys, values, weights and the scales of codes may be."""

@@ -22,11 +22,11 @@ from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
 from regard.span import Span
 
-ROWS = 256
+BLOCK_QUERIES = 256
 """Queries per block."""
 
 
-class Grain(NamedTuple):
+class BlockSizes(NamedTuple):
     """How finely a call is cut.
 
     rows: queries per block, and keys: keys per tile, where tiles are asked for. long: full tiles in
@@ -34,21 +34,21 @@ class Grain(NamedTuple):
     of at most so many rows beside older keys is cheaper under a mask than as two pieces.
     """
 
-    rows: int = ROWS
+    rows: int = BLOCK_QUERIES
     keys: int = 128
     long: int = 4
     small: int = 32
 
 
-USUAL = Grain()
+DEFAULT_BLOCK_SIZES = BlockSizes()
 
-LEAST_KEYS = 16
+MIN_KEYS = 16
 """Below one SIMD vector of keys, and without a mask, torch 2.13 on CPU turns a row of NaN scores
 into zeros (pytorch #141128).
 """
 
 
-class Piece(NamedTuple):
+class KeyRange(NamedTuple):
     """A range of keys: start to stop - 1, as numbers, because a compiled graph ties itself to the
     numbers in a slice.
 
@@ -74,30 +74,32 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-class Rows(NamedTuple):
+class QueryBlock(NamedTuple):
     """A range of queries, and the disjoint pieces of the keys that they see; none: they see
     nothing.
     """
 
     rows: slice
-    pieces: list[Piece]
+    pieces: list[KeyRange]
 
 
-def lower(call: Call, grain: Grain = USUAL) -> list[Rows]:
+def lower_mask(call: Call, grain: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
     """The work of a call. Rows that are not listed see nothing."""
     if call.bias is None:
-        known = _aligned(call, grain)
+        known = _lower_without_reading(call, grain)
         if known is not None:
             return known
-    everything = Rows(slice(0, call.T), [_masked(call, slice(0, call.T), slice(0, call.S))])
+    everything = QueryBlock(
+        slice(0, call.T), [_masked_range(call, slice(0, call.T), slice(0, call.S))]
+    )
     if call.compiling or call.q.device.type != "cpu":
         # tiles are found by reading tensors: not in a graph, not across a device
         return [everything]
     blocks = [slice(i, min(i + grain.rows, call.T)) for i in range(0, call.T, grain.rows)]
-    return [_by_tiles(call, rows, grain) for rows in blocks]
+    return [_lower_by_tiles(call, rows, grain) for rows in blocks]
 
 
-def _aligned(call: Call, grain: Grain) -> list[Rows] | None:
+def _lower_without_reading(call: Call, grain: BlockSizes) -> list[QueryBlock] | None:
     """The work of a plain or causal mask over contiguous positions, or None: nothing is read to
     know it.
     """
@@ -105,18 +107,18 @@ def _aligned(call: Call, grain: Grain) -> list[Rows] | None:
     if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
         return None
     if call.sees_everything:
-        return [Rows(slice(0, call.T), [Piece(0, call.S)])]
+        return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S)])]
     if isinstance(call.mask, masks.Causal):
-        return _causal(call, q, k, grain)
-    rest = _beside_causal(call.mask)
+        return _lower_causal(call, q, k, grain)
+    rest = _padding_beside_causal(call.mask)
     if rest is not None and q == k:
         # the triangle by the flag, what concerns keys only as one row of a mask
-        mask = partial(_additive, replace(call, mask=rest), 0, 1, 0, call.S)
-        return [Rows(slice(0, call.T), [Piece(0, call.S, True, mask)])]
+        mask = partial(_additive_mask_of_range, replace(call, mask=rest), 0, 1, 0, call.S)
+        return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S, True, mask)])]
     return None
 
 
-def _beside_causal(mask: Mask) -> Mask | None:
+def _padding_beside_causal(mask: Mask) -> Mask | None:
     """The padding of `causal & padding`, or None."""
     terms = mask.terms()
     rest = [term for term in terms if not isinstance(term, masks.Causal)]
@@ -124,7 +126,7 @@ def _beside_causal(mask: Mask) -> Mask | None:
     return rest[0] if known else None
 
 
-def _causal(call: Call, q: Span, k: Span, grain: Grain) -> list[Rows]:
+def _lower_causal(call: Call, q: Span, k: Span, grain: BlockSizes) -> list[QueryBlock]:
     """Causal by positions: blind rows, then a triangle beside the older keys, then rows that see
     every key.
     """
@@ -134,35 +136,38 @@ def _causal(call: Call, q: Span, k: Span, grain: Grain) -> list[Rows]:
     work = []
     if edge:
         rows = slice(first, first + edge)
-        few = past + edge < LEAST_KEYS  # under a mask, NaN scores stay NaN
+        few = past + edge < MIN_KEYS  # under a mask, NaN scores stay NaN
         if edge == 1 and not few:
-            pieces = [Piece(0, past + 1)]
+            pieces = [KeyRange(0, past + 1)]
         elif few or (past and edge <= grain.small):
-            pieces = [_masked(call, rows, slice(0, past + edge))]
+            pieces = [_masked_range(call, rows, slice(0, past + edge))]
         else:
-            pieces = [*([Piece(0, past)] if past else []), Piece(past, past + edge, causal=True)]
-        work.append(Rows(rows, pieces))
+            pieces = [
+                *([KeyRange(0, past)] if past else []),
+                KeyRange(past, past + edge, causal=True),
+            ]
+        work.append(QueryBlock(rows, pieces))
     if first + edge < call.T and call.S:
-        work.append(Rows(slice(first + edge, call.T), [Piece(0, call.S)]))
+        work.append(QueryBlock(slice(first + edge, call.T), [KeyRange(0, call.S)]))
     return work
 
 
-def _by_tiles(call: Call, rows: slice, grain: Grain) -> Rows:
+def _lower_by_tiles(call: Call, rows: slice, grain: BlockSizes) -> QueryBlock:
     """The pieces of a block of queries: runs of tiles that are not empty, long full stretches
     without a mask.
     """
-    found = tile_runs(call, rows, grain.keys, grain.long)
+    found = visible_key_ranges(call, rows, grain.keys, grain.long)
     bare = call.bias is None
-    return Rows(
+    return QueryBlock(
         rows,
         [
-            Piece(keys.start, keys.stop) if full and bare else _masked(call, rows, keys)
+            KeyRange(keys.start, keys.stop) if full and bare else _masked_range(call, rows, keys)
             for keys, full in found
         ],
     )
 
 
-def tile_runs(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice, bool]]:
+def visible_key_ranges(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice, bool]]:
     """Ranges of keys that some query of a block sees, and whether all see all of them, in every row
     and head.
     """
@@ -171,11 +176,11 @@ def tile_runs(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice
     state = [hi and (lo if lo == FULL else PARTIAL) for hi, lo in zip(most, least, strict=True)]
     return [
         (slice(start * size, min(stop * size, call.S)), full)
-        for start, stop, full in runs(state, long)
+        for start, stop, full in merge_tiles(state, long)
     ]
 
 
-def runs(state: list[int], long: int) -> list[tuple[int, int, bool]]:
+def merge_tiles(state: list[int], long: int) -> list[tuple[int, int, bool]]:
     """Runs (start, stop, full) over the tiles that are not empty.
 
     Full tiles are a run of their own if they are `long`, or have no partial neighbour; fewer join
@@ -200,17 +205,19 @@ def runs(state: list[int], long: int) -> list[tuple[int, int, bool]]:
     return found
 
 
-def _masked(call: Call, rows: slice, columns: slice) -> Piece:
+def _masked_range(call: Call, rows: slice, columns: slice) -> KeyRange:
     """A piece under an additive mask."""
     where = rows.start, rows.stop, columns.start, columns.stop
-    return Piece(columns.start, columns.stop, False, partial(_additive, call, *where))
+    return KeyRange(
+        columns.start, columns.stop, False, partial(_additive_mask_of_range, call, *where)
+    )
 
 
-def _additive(call: Call, top: int, bottom: int, start: int, stop: int) -> Tensor:
-    return additive(call, slice(top, bottom), slice(start, stop))
+def _additive_mask_of_range(call: Call, top: int, bottom: int, start: int, stop: int) -> Tensor:
+    return additive_mask(call, slice(top, bottom), slice(start, stop))
 
 
-def additive(call: Call, rows: slice, columns: slice) -> Tensor:
+def additive_mask(call: Call, rows: slice, columns: slice) -> Tensor:
     """The bias where a key is visible (0 without one), -inf where not: float [B|1,H|1,t,s]."""
     where = (call.q_positions, call.k_positions, rows, columns)
     visible = call.mask.block(*where, device=call.q.device)
