@@ -295,9 +295,9 @@ def test_attend_partial_takes_no_sink_and_no_dropout() -> None:
     for options, message in (
         (
             {"sink": torch.zeros(2)},
-            "attend_partial takes no sink; give it to regard.merge, which counts it once",
+            "attend_partial does not accept sink; pass it to regard.merge, which counts it once",
         ),
-        ({"dropout": 0.5}, "attend_partial takes no dropout; use attend"),
+        ({"dropout": 0.5}, "attend_partial does not accept dropout; use regard.attend"),
     ):
         with pytest.raises(ArgumentTypeError) as error:
             regard.attend_partial(q, k, v, **options)  # type: ignore[arg-type]
@@ -320,8 +320,8 @@ def test_float_masks_and_other_things() -> None:
     q, k, v = make()
     for dtype in (torch.float32, torch.bfloat16):
         message = (
-            f"mask is {str(dtype).removeprefix('torch.')}; a mask is bool, True = may attend: "
-            "use regard.masks.from_additive(mask), or pass it as bias="
+            f"mask is {str(dtype).removeprefix('torch.')}; a mask must be bool, with True = may "
+            "attend: convert it with regard.masks.from_additive(mask), or pass it as bias="
         )
         assert_refused(ArgumentTypeError, message, [q, k, v], mask=torch.zeros(4, 4, dtype=dtype))
     allowed = "it must be a regard.masks mask, a bool tensor or None"
@@ -429,7 +429,7 @@ def test_positions() -> None:
         assert_refused(ArgumentTypeError, message, inputs, q_positions=wrong)
     assert_refused(
         ArgumentError,
-        "4 queries for 2 keys at given k_positions: give q_positions as well",
+        "4 queries for 2 keys with k_positions: pass q_positions as well",
         make(T=4, S=2),
         k_positions=torch.tensor([[0, 1]]),
     )
@@ -518,4 +518,4 @@ def test_a_mask_that_is_a_class_is_told_to_be_made() -> None:
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
     with pytest.raises(ArgumentTypeError) as caught:
         regard.attend(q, k, v, mask=regard.masks.Causal)  # type: ignore[arg-type]
-    assert str(caught.value) == "mask is the class Causal; make one: Causal(...)"
+    assert str(caught.value) == "mask is the class Causal; pass an instance, Causal(...)"

@@ -1,9 +1,10 @@
-"""Attention with a memory of fixed size: Infini-attention and its compressive memory, with explicit
-state.
+"""Attention with a memory of fixed size: Infini-attention, and the functions that read and
+write its compressive memory.
 """
 
 from __future__ import annotations
 
+from regard.deprecation import renamed
 from regard.ops.memory import (
     CompressiveState,
     MemoryRead,
@@ -21,3 +22,7 @@ __all__ = [
     "retrieve",
     "write",
 ]
+
+__getattr__ = renamed(
+    __name__, {"Compressed": "CompressiveState", "Read": "MemoryRead", "sigma": "elu_plus_one"}
+)

@@ -636,7 +636,7 @@ def test_a_compilation_concerns_its_own_thread_only(monkeypatch: pytest.MonkeyPa
             regard.attend(q, k, v)
         # the broken form: in this thread it is as if it compiled
         monkeypatch.setattr(process, "_of_this_thread", lambda: True)
-        with pytest.raises(regard.KernelRefusal, match="no part of a compiled graph"):
+        with pytest.raises(regard.KernelRefusal, match="not inside a compiled graph"):
             work()
 
 

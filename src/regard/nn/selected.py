@@ -35,7 +35,7 @@ from regard.ops.selection.lightning_indexer import (
     index_scores,
     indexer_loss,
 )
-from regard.ops.selection.moba import check_sizes, moba_mask
+from regard.ops.selection.moba import check_moba_sizes, moba_mask
 from regard.ops.selection.nsa import (
     NSABlocks,
     compression_positions,
@@ -88,7 +88,7 @@ class MoBA(nn.Module):
 
     def __init__(self, size: int, topk: int) -> None:
         super().__init__()
-        check_sizes(size, topk)
+        check_moba_sizes(size, topk)
         self.size, self.topk = size, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:

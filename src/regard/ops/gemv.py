@@ -1,5 +1,5 @@
-"""A linear map of a few vectors on a CPU, at the memory's speed: what a decoded token spends its
-time on.
+"""A linear map of a few vectors on a CPU at the speed of the memory, which dominates the time
+of a decoded token.
 """
 
 from __future__ import annotations
@@ -16,22 +16,29 @@ from regard.ops.jit.argument_structs import GEMV_STRUCT
 from regard.process import is_compiling
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
-"""Most vectors, by dtype: beyond, torch's products of matrices are faster."""
+"""The most vectors, by dtype; for more, torch's matrix products are faster."""
 
 MIN_WEIGHT_SIZE = 1 << 14
-"""Numbers of a weight from which on it pays: less is near, and a call costs."""
+"""The fewest numbers of a weight for which the compiled loop is faster than torch: smaller
+weights fit into the cache, and a call has a fixed cost.
+"""
 
 WEIGHTS_PER_THREAD = 1 << 17
-"""Numbers of a weight that are worth a thread."""
+"""The numbers of a weight for which one more thread is worth its start."""
 
 
 def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """x [...,M], weight [N,M] and bias [N] make a linear map: sizes, dtype and device agree.
+    """Check that x `[..., M]`, weight `[N, M]` and bias `[N]` agree in sizes, dtype and device.
+
+    Args:
+        x: the vectors.
+        weight: the matrix.
+        bias: the bias, or None.
 
     Raises:
-        ArgumentError, ArgumentTypeError: they do not.
+        ArgumentError, ArgumentTypeError: they do not agree.
 
-    >>> check_map(torch.ones(1, 4), torch.ones(2, 3), None)
+    >>> check_linear_map(torch.ones(1, 4), torch.ones(2, 3), None)
     Traceback (most recent call last):
     regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight ...
     """
@@ -51,11 +58,12 @@ def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             )
         )
     )
-    if not fits:  # what is wrong is found out only when something is
+    if not fits:  # the exact reason is determined only after a failure
         _raise_mismatch(x, weight, bias)
 
 
 def _raise_mismatch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise the error that describes why x, weight and bias do not fit together."""
     if not isinstance(x, Tensor):
         raise ArgumentTypeError(
             f"x is {type(x).__name__}; it must be a torch tensor [..., features]"
@@ -66,8 +74,7 @@ def _raise_mismatch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if x.ndim == 0 or x.shape[-1] != M:
         raise ArgumentError(
             f"x is {tuple(x.shape)}; its last dimension must be {M}, as the weight ({N}, {M}) "
-            "takes it: "
-            "give it what the layer was built for, or build the layer for this size"
+            "requires: pass vectors of that size, or build the layer for this one"
         )
     if bias is not None and tuple(bias.shape) != (N,):
         raise ArgumentError(
@@ -81,7 +88,8 @@ def _raise_mismatch(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ArgumentError(f"x is on {x.device} and {name} on {y.device}; move one with .to()")
         if x.dtype != y.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ArgumentTypeError(
-                f"x is {_dtype_name(x)} and {name} is {_dtype_name(y)}; all must have one dtype: convert "
+                f"x is {_dtype_name(x)} and {name} is {_dtype_name(y)}; all must have one dtype: "
+                "convert "
                 "one with .to()"
             )
 
@@ -93,11 +101,17 @@ def _dtype_name(x: Tensor) -> str:
 def try_gemv(
     x: object, weight: Tensor, bias: Tensor | None, *, only_if_faster: bool = True
 ) -> Tensor | None:
-    """W x + b where compiled code can compute it, and is the faster; None where it cannot, is not,
-    or something does not fit.
+    """Compute W x + b with compiled code, or return None if it does not apply, is not faster, or
+    the arguments do not fit.
 
-    Every matrix of a model passes here for every decoded token, so that each fact is asked for
-    once, and in one function.
+    Every matrix of a model calls this for every decoded token, so all conditions are in one
+    function, and each is checked once.
+
+    Args:
+        x: vectors `[..., M]`; any other object gives None.
+        weight: `[N, M]`.
+        bias: `[N]`, or None.
+        only_if_faster: return None also where torch was measured to be faster.
     """
     if (
         not isinstance(x, Tensor)
@@ -143,8 +157,8 @@ def try_gemv(
 
 
 def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
-    """Whether compiled code may read both: one dtype on a CPU, no graph, no gradient, no autocast;
-    and Numba is there.
+    """Return whether compiled code may read both tensors: equal dtypes on a CPU, no compiled
+    graph, no gradient, no autocast, and Numba is installed.
     """
     return (
         isinstance(x, Tensor)
@@ -162,15 +176,22 @@ def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
 
 
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)
-"""Tensors whose memory is their numbers."""
+"""Tensor types whose memory holds their numbers directly."""
 
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = W x + b for a few vectors x [..., M], W [N,M] and b [N] -> [..., N]: summed in fp32,
-    rounded once.
+    """Compute y = W x + b for a few vectors, summed in fp32 and rounded once.
+
+    Args:
+        x: vectors `[..., M]`, fp32, bf16 or fp16, on a CPU.
+        weight: W `[N, M]`, contiguous, in the dtype of x.
+        bias: b `[N]`, or None.
+
+    Returns:
+        y `[..., N]` in the dtype of x.
 
     Raises:
-        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree; or compiled code
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree, or compiled code
             cannot read the tensors.
 
     >>> gemv(torch.ones(2, 3), torch.eye(3)).tolist()
@@ -181,16 +202,17 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if y is None:
         raise ArgumentError(
             f"gemv was given x {_dtype_name(x)} {tuple(x.shape)} and weight {_dtype_name(weight)} "
-            f"{tuple(weight.shape)}; it reads "
+            f"{tuple(weight.shape)}; it supports "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in MAX_VECTORS)} on a CPU, "
-            "contiguous, not empty, without "
-            "gradients, autocast or a compiled graph, and needs Numba: use regard.nn.linear.linear"
+            "contiguous, not empty, without gradients, autocast or a compiled graph, and it needs "
+            "Numba: use regard.nn.linear.linear"
         )
     return y
 
 
 @cache
 def _compiled_entry() -> Callable[[torch.dtype], int]:
+    """Import the compiled loops, and return the function that gives their entry for a dtype."""
     from regard.ops.jit import gemv_loops
 
     return gemv_loops.entry_address

@@ -1,4 +1,4 @@
-"""The RMS norm, in fp32 or better whatever the dtype."""
+"""The RMS norm, computed in fp32 or better whatever the dtype."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
 
 MAX_COMPILED_SIZE = 1 << 14
-"""Numbers of a call up to which the compiled one is the faster."""
+"""Up to this many numbers per call the compiled loop is faster than torch."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """y = x / sqrt(mean(x^2) + eps) * (weight + offset) for x [..., M] and weight [M] -> [..., M],
-    rounded once.
+    """Compute y = x / sqrt(mean(x^2) + eps) * (weight + offset), rounded once.
+
+    Args:
+        x: `[..., M]`, a floating-point tensor.
+        weight: `[M]`.
+        eps: the number added to the mean square.
+        offset: the number added to the weight, 1 in Gemma's norms.
+
+    Returns:
+        y `[..., M]` in the dtype of x.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: x is not a floating-point tensor, or the weight does not
+            have the size of its last dimension.
 
     >>> rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), 0.0).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
-
-    Raises:
-        ArgumentError, ArgumentTypeError: x is no floating tensor, or the weight is not of the size
-            of its last dimension.
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
@@ -54,8 +62,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def _check_sizes(x: Tensor, weight: Tensor) -> None:
-    """x [...,M] is a floating tensor, and weight [M] has a number for each feature of it, on the
-    same device.
+    """Check that x `[..., M]` is a floating-point tensor and that the weight `[M]` has one
+    number per feature, on the same device.
     """
     fits = (
         isinstance(x, Tensor)
@@ -71,15 +79,16 @@ def _check_sizes(x: Tensor, weight: Tensor) -> None:
     check_tensor("weight", weight)
     if x.shape[-1:] != weight.shape:
         raise ArgumentError(
-            f"x is {tuple(x.shape)} and the norm's weight {tuple(weight.shape)}; the last "
-            "dimension of x must have one "
-            "number of the weight for each feature: build the norm for this size"
+            f"x is {tuple(x.shape)} and the weight of the norm is {tuple(weight.shape)}; the "
+            "weight "
+            "must have one number for each feature of x: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
 
 
 @cache
 def _compiled_entry() -> Callable[[torch.dtype], int]:
+    """Import the compiled loops, and return the function that gives their entry for a dtype."""
     from regard.ops.jit import rms_norm_loops
 
     return rms_norm_loops.entry_address

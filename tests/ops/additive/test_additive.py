@@ -255,7 +255,7 @@ def test_refusals() -> None:
         (
             lambda: additive_attention(q, k, v, w, mask=torch.zeros(T, S)),
             regard.ArgumentTypeError,
-            "a mask is bool",
+            "a mask must be bool",
         ),
     ]
     for call, kind, message in cases:

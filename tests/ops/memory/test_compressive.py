@@ -70,7 +70,7 @@ def test_what_is_read_is_the_definition(scale: float, dtype: torch.dtype, update
     f = (F.elu(q) + 1).unflatten(1, (2, 2))
     plain = f @ plain_M[:, :, None] / (f @ plain_z[:, :, None, :, None])
     read = retrieve(q, state)
-    assert bool(read.found.all())
+    assert bool(read.has_memory.all())
     assert_close_rule(read.values.to(dtype), plain.flatten(1, 2), by_hand(q, segments, update))
 
 
@@ -108,7 +108,7 @@ def test_a_query_far_below_zero_reads_the_same_mean() -> None:
     low = [x.float() for x in (q, k, v)]
     state = write(*low[1:], empty(*low[1:]))
     far = retrieve((q - 400).float(), state)
-    assert bool(far.found.all())
+    assert bool(far.has_memory.all())
     assert float((far.values.double() - near).abs().max()) < 1e-3  # q - 400 keeps 5 digits
     f = F.elu(q.float() - 400) + 1
     assert bool((f @ state.M / (f @ state.z[..., None])).isnan().all()), "negative control"
@@ -118,7 +118,7 @@ def test_an_empty_memory_reads_0_and_says_so() -> None:
     q, k, v = drawn(1, 2, 3, 4), drawn(1, 2, 0, 4), drawn(1, 2, 0, 5)
     for update in ("linear", "delta"):
         read = retrieve(q, write(k, v, empty(k, v), update))
-        assert not read.found.any()
+        assert not read.has_memory.any()
         assert torch.equal(read.values, torch.zeros(1, 2, 3, 5, dtype=torch.float64))
 
 
@@ -136,7 +136,7 @@ def test_what_is_not_written_is_not_looked_at() -> None:
         spoilt = write(spoilt_k, spoilt_v, state, update, where)
         assert all(torch.equal(a, b) for a, b in zip(mine, spoilt, strict=True))
         read = retrieve(spoilt_q, spoilt, where)
-        assert torch.equal(read.found[:, 0], where)
+        assert torch.equal(read.has_memory[:, 0], where)
         assert torch.equal(read.values[where[:, None]], retrieve(q, mine).values[where[:, None]])
         assert read.values[~where[:, None]].eq(0).all()
         read.values.sum().backward()
@@ -196,7 +196,7 @@ TABLE = {
 
 
 def test_selectivity_of_random_keys() -> None:
-    """How much more a matching key weighs than any other: E[f^2] / E[f]^2 with f = elu + 1, at most pi."""
+    """A matching key weighs E[f^2] / E[f]^2 times as much as another, f = elu + 1; at most pi."""
     x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
     density = torch.exp(-x.square() / 2) / math.sqrt(2 * math.pi)
 

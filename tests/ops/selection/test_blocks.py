@@ -45,7 +45,7 @@ def test_order(name: str, size: int) -> None:
         math.nan
     )  # what an empty slot holds
     laid = block_layout(positions, size)
-    found, held = laid.split(x), laid.held.expand(2, -1).tolist()
+    found, held = laid.to_blocks(x), laid.occupied.expand(2, -1).tolist()
     assert found.shape == (2, 3, laid.blocks, size, 2)
     first, N = laid.first.expand(2).tolist(), laid.blocks
     for b in range(2):
@@ -57,8 +57,8 @@ def test_order(name: str, size: int) -> None:
             expected = torch.zeros(3, 2) if j is None else x[b, :, j]
             assert torch.equal(found.flatten(2, 3)[b, :, i], expected.double())
         counts = [sum(p // size == first[b] + n for p in slot) for n in range(N)]
-        assert laid.filled.expand(2, -1)[b].tolist() == counts
-        assert laid.number.expand(2, -1)[b].tolist() == [first[b] + n for n in range(N)]
+        assert laid.token_counts.expand(2, -1)[b].tolist() == counts
+        assert laid.block_numbers.expand(2, -1)[b].tolist() == [first[b] + n for n in range(N)]
     assert max(1, max(len(w) for w in where), 16 // size + 1) >= N, "memory follows the slots"
 
 
@@ -69,7 +69,7 @@ def test_a_row_starts_at_a_block_edge_so_that_far_positions_cost_nothing() -> No
 
 def test_own_block_of_queries() -> None:
     laid = block_layout(Span(0, 8), 3)
-    assert laid.own(torch.tensor([[0, 2, 3, E, 7]])).tolist() == [[0, 0, 1, E, 2]]
+    assert laid.block_of(torch.tensor([[0, 2, 3, E, 7]])).tolist() == [[0, 0, 1, E, 2]]
 
 
 def reference_top(row: list[float], k: int) -> list[bool]:
@@ -122,13 +122,13 @@ def test_rows_in_turns_equal_all_at_once() -> None:
         seen.append(x[:, :, rows].shape[2])
         return x[:, :, rows] > 0
 
-    assert in_query_chunks(choose, 11, 10, most=40).equal(x > 0)
+    assert in_query_chunks(choose, 11, 10, max_bytes=40).equal(x > 0)
     assert seen == [4, 4, 3]
 
 
 def test_a_compiled_graph_takes_rows_without_gaps_and_refuses_others() -> None:
     def lay(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return block_layout(positions, 4).lay(x)
+        return block_layout(positions, 4).to_position_order(x)
 
     compiled = torch.compile(lay, fullgraph=True, backend="eager")
     x, positions = torch.randn(2, 1, 6, 2), CASES["left padded"]

@@ -272,7 +272,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
             "17 queries, 51 rows of a key/value head; made for 16 and 64",
             {"q": torch.randn(2, 6, 17, 40)},
         ),
-        ("nothing to do", {"k": k[:, :, :0], "v": v[:, :, :0]}),
+        ("nothing to compute", {"k": k[:, :, :0], "v": v[:, :, :0]}),
     ]
     for reason, change in cases:
         call = make_call(**{"q": q, "k": k, "v": v, **change})

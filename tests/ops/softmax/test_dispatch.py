@@ -154,7 +154,9 @@ def test_what_is_no_kernel_is_refused() -> None:
         regard.register_kernel(wrong)
     own: Any = Own(1)
     own.name = 7
-    with pytest.raises(regard.ArgumentTypeError, match="Own, which has a name that is no string"):
+    with pytest.raises(
+        regard.ArgumentTypeError, match="Own, which has a name that is not a string"
+    ):
         regard.register_kernel(own)
 
 

@@ -64,7 +64,7 @@ def test_refusals() -> None:
     bad = v.clone()
     bad[0, 0, 0, 0] = torch.nan
     assert "a NaN or infinity behind a mask would leak through 0 x NaN" in refusal(q, k, bad)
-    assert "nothing to do (B 1, T 20, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
+    assert "nothing to compute (B 1, T 20, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
     with regard.Trace("scores", missing="ignore"):
         assert "does not expose ['scores']" in refusal(q, k, v)
     long = qkv(2**15, 2**15, D=1)
@@ -84,7 +84,7 @@ def test_what_the_generated_kernel_does_not_take() -> None:
 
     assert why() == []
     assert why(dtype=torch.float64) == ["no float64 on CUDA"]
-    assert why(T=100) == ["fewer than 128 queries or keys (T 100, S 100)"]
+    assert why(T=100) == ["T 100 or S 100 is below 128"]
     assert why(D=24) == ["head dimensions are not multiples of 16 from 16 to 256 (D 24, E 24)"]
     assert why(D=512) == ["head dimensions are not multiples of 16 from 16 to 256 (D 512, E 512)"]
     assert why(bias=biases.ALiBi(2)) == []

@@ -305,8 +305,8 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     assert "gemm (no dropout)" in refusal(q, k, v, dropout=0.1)
     assert "gemm (no float64)" in refusal(q.double(), k.double(), v.double())
-    assert "no bias but ALiBi (" in refusal(q, k, v, bias=torch.zeros(70, 70))
-    assert "nothing to do (B 1, T 70, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
+    assert "no bias other than ALiBi (" in refusal(q, k, v, bias=torch.zeros(70, 70))
+    assert "nothing to compute (B 1, T 70, S 0, E 16)" in refusal(q, k[:, :, :0], v[:, :, :0])
     fifth = masks.Fn(lambda q, k: (q + k) % 5 != 0, "fifth")
     assert "the mask has no ranges of positions (fifth)" in refusal(q, k, v, mask=fifth)
     with regard.Trace("pattern", missing="ignore"):
@@ -326,7 +326,7 @@ def test_a_compiled_graph_is_refused() -> None:
         return q + 1
 
     ask(torch.randn(1, 1, 20, 4))
-    assert reasons == ["no part of a compiled graph"]
+    assert reasons == ["not inside a compiled graph"]
 
 
 def test_work_is_what_the_mask_leaves() -> None:

@@ -13,7 +13,9 @@ from regard.ops.softmax.call import default_query_positions
 def test_an_inverted_mask_is_pointed_out() -> None:
     q, k, v = torch.randn(3, 1, 2, 20, 8).unbind(0)
     drop = torch.ones(20, 20, dtype=torch.bool).triu(1)
-    with pytest.warns(UserWarning, match=r"mask hides each query's own key: is it inverted\?"):
+    with pytest.warns(
+        UserWarning, match=r"the mask hides the own key of every query; it may be inverted"
+    ):
         wrong = regard.attend(q, k, v, mask=drop)
     right = regard.attend(q, k, v, mask=regard.masks.from_drop(drop))
     assert torch.allclose(right, regard.attend(q, k, v, mask=regard.masks.Causal()), atol=1e-6)
@@ -33,7 +35,7 @@ def test_queries_are_the_last_of_the_keys() -> None:
     keys = torch.tensor([[-1, -1, 0, 1]])
     assert default_query_positions(keys, 3).tolist() == [[-1, 0, 1]]
     with pytest.raises(
-        regard.ArgumentError, match=r"5 queries for 4 keys at given k_positions: give q_positions"
+        regard.ArgumentError, match=r"5 queries for 4 keys with k_positions: pass q_positions"
     ):
         default_query_positions(keys, 5)
 
@@ -45,9 +47,9 @@ def test_queries_are_not_put_into_empty_slots_behind_the_keys() -> None:
     q, kv = torch.randn(2, 1, 3, 8), torch.randn(2, 1, 4, 8)
     with pytest.raises(
         regard.ArgumentError,
-        match=r"^k_positions of row 1 end in an empty slot \(-1\), and 3 queries for 4 keys would "
-        r"stand there by default, "
-        r"where a query sees nothing: give q_positions as well$",
+        match=r"^row 1 of k_positions ends in an empty slot \(-1\). By default the last 3 of its "
+        r"4 slots "
+        r"are the queries, and a query in an empty slot sees nothing: pass q_positions as well$",
     ):
         regard.attend(q, kv, kv, k_positions=source)
     out = regard.attend(q, kv, kv, k_positions=source, q_positions=Span(0, 3))

@@ -179,7 +179,7 @@ def test_the_bound_is_a_bound_and_is_tight_for_vectors_in_one_direction() -> Non
 def test_a_large_bias_counts_where_a_row_sees_nothing_better() -> None:
     q, k, v = (x * 0.1 for x in draw(0, (1, 2, 2, 20, 20, 8), 1.0, torch.float32))
     q.requires_grad_()
-    reason = "its gradient is right for scores up to 6; here they may reach 1e+04"
+    reason = "its gradient is accurate for scores up to 6; here they may reach 1e+04"
     table = torch.zeros(1, 1, 20, 20)
     table[..., 10:] = -1e9  # beside keys without a bias it is no row's largest
     sdpa = next(x for x in dispatch.KERNELS if x.name == "sdpa")
@@ -200,7 +200,7 @@ def test_a_compiled_graph_cannot_look_and_takes_the_definition_for_gradients() -
     attend = torch.compile(regard.attend, backend="aot_eager", fullgraph=True)
     for x in results(attend(*leaves), leaves, gradient=True)[1:3]:
         assert x.eq(0).all()
-    with pytest.raises(Exception, match="small scores only, and a graph cannot look at them"):
+    with pytest.raises(Exception, match="small scores only, and a compiled graph cannot read them"):
         attend(*leaves, backend="sdpa")
 
 

@@ -46,7 +46,7 @@ class Case:
     G: int = 2
     D: int = 8
     E: int = 8
-    mask_lowering: list[Any] | None = None
+    pieces: list[Any] | None = None
 
     def inputs(self, dtype: torch.dtype, scale: float = 0.25) -> list[Tensor]:
         """q, k, v: randn, with one key far out, two keys that tie, and exact zeros.
@@ -172,7 +172,7 @@ SMALL = mask_lowering.BlockSizes(rows=16, keys=4)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many pieces arise from small shapes, in every call that this kernel is asked for."""
     (kernel,) = (x for x in dispatch.KERNELS if x.name == "sdpa")
-    monkeypatch.setattr(kernel, "grain", SMALL)
+    monkeypatch.setattr(kernel, "sizes", SMALL)
 
 
 def described(call: Call) -> list[Any]:
@@ -489,7 +489,7 @@ def test_refusals() -> None:
         "no softcap",
         "no dropout on the weights in its fused kernel",
     ]
-    short = "fewer than 16 keys, or nothing to do (B 2, T 16, S 15, E 8)"
+    short = "fewer than 16 keys, or nothing to compute (B 2, T 16, S 15, E 8)"
     assert reasons(q, k[:, :, 1:], v[:, :, 1:]) == [short]
     assert reasons(q[:, :, :0], k, v) == [short.replace("T 16, S 15", "T 0, S 16")]
     assert reasons(q[:0], k[:0], v[:0]) == [short.replace("B 2, T 16, S 15", "B 0, T 16, S 16")]
@@ -527,12 +527,12 @@ def test_numbers_whose_products_overflow_count_as_infinite() -> None:
 def test_another_schema_of_the_private_op_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = Case(None, 16, 16).inputs(torch.float32)
     monkeypatch.setattr(sdpa, "_CPU_OP_SCHEMA", "another")
-    why = ["this torch has another private CPU op, so no lse"]
+    why = ["no lse: this version of torch has another signature of its private CPU operator"]
     assert reasons(q, k, v) == []
     assert reasons(q, k, v, wants_lse=True) == why
     assert reasons(q, k, v, sink=torch.zeros(4)) == why
-    assert sdpa.no_lse_reasons(torch.device("cuda")) == ["gives no lse on cuda"]
-    with pytest.raises(regard.KernelRefusal, match="another private CPU op"):
+    assert sdpa.no_lse_reasons(torch.device("cuda")) == ["returns no lse on cuda"]
+    with pytest.raises(regard.KernelRefusal, match="another signature of its private CPU operator"):
         regard.attend_partial(q, k, v, backend="sdpa")
 
 
@@ -561,7 +561,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torch_launders_nan_on_short_inputs(dtype: torch.dtype) -> None:
-    """Control: why fewer than 16 keys are refused. If this fails, torch was mended, and LEAST_KEYS
+    """Control: why fewer than 16 keys are refused. If this fails, torch was mended, and MIN_KEYS
     may go.
     """
     q, k, v = torch.randn(3, 1, 1, 4, 8).to(dtype)

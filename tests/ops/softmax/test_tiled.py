@@ -30,7 +30,7 @@ def qkv(T: int = 40, S: int = 40, H: int = 2, D: int = 8, **kind: Any) -> list[T
 def visited(call: Call) -> Tensor:
     """How often each pair is visited."""
     seen = torch.zeros(call.T, call.S, dtype=torch.long)
-    for rows, pieces in query_blocks(call, SMALL.grain):
+    for rows, pieces in query_blocks(call, SMALL.sizes):
         for piece in pieces:
             seen[rows, piece.columns] += 1
     return seen
@@ -55,7 +55,7 @@ def test_what_is_visible_is_visited_once_and_empty_tiles_never(mask: masks.Mask)
     visible = mask.block(call.q_positions, call.k_positions).expand(1, 2, 40, 40).flatten(0, 1)
     assert torch.equal(seen[visible.any(0)], torch.ones_like(seen[visible.any(0)]))
     assert int(seen.max()) <= 1
-    for rows, pieces in query_blocks(call, SMALL.grain):
+    for rows, pieces in query_blocks(call, SMALL.sizes):
         some = [visible[:, rows, i : i + 4].any() for i in range(0, 40, 4)]
         at = {
             j
@@ -215,9 +215,11 @@ def test_refusals() -> None:
     bad = v.clone()
     bad[0, 0, 0, 0] = math.nan
     assert "a NaN or infinity behind a mask would leak through 0 x NaN" in refusal(q, k, bad)
-    assert "tiled (nothing to do (B 1, T 40, S 0, E 8))" in refusal(q, k[:, :, :0], v[:, :, :0])
-    assert "nothing to do (B 1, T 0, S 40, E 8)" in refusal(q[:, :, :0], k, v)
-    assert "nothing to do (B 0, T 40, S 40, E 8)" in refusal(q[:0], k[:0], v[:0])
+    assert "tiled (nothing to compute (B 1, T 40, S 0, E 8))" in refusal(
+        q, k[:, :, :0], v[:, :, :0]
+    )
+    assert "nothing to compute (B 1, T 0, S 40, E 8)" in refusal(q[:, :, :0], k, v)
+    assert "nothing to compute (B 0, T 40, S 40, E 8)" in refusal(q[:0], k[:0], v[:0])
     with regard.Trace("pattern", missing="ignore"):
         message = refusal(q, k, v)
     assert "does not expose ['pattern']" in message
@@ -235,7 +237,7 @@ def test_a_compiled_graph_is_refused() -> None:
         return q + 1
 
     ask(torch.randn(1, 1, 20, 4))
-    assert reasons == ["reads the tiles of the mask, which a compiled graph cannot"]
+    assert reasons == ["reads the tiles of the mask, which is not possible in a compiled graph"]
 
 
 def test_it_promises_memory_that_grows_with_T_and_not_with_its_square() -> None:

@@ -1,5 +1,5 @@
-"""The exponential and the hyperbolic tangent, written so that a loop over them is SIMD, which no
-call into libm is.
+"""The exponential and the hyperbolic tangent, written so that loops over them are vectorised;
+calls to libm are not.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ _HALF, _ONE, _ZERO, _LEAST = np.float32(0.5), np.float32(1), np.float32(0), np.f
 
 @njit_cached(fastmath=("contract", "nsz"))
 def exp(x: np.float32) -> np.float32:
-    """e^x for x <= 0 to about a rounding; 0 below -87, where fp32 is no longer normal; NaN stays
-    NaN.
+    """Return e^x for x <= 0, accurate to about one rounding; 0 below -87, where fp32 is no longer
+    normal; NaN stays NaN.
 
-    e^x = 2^n e^r,  n = round(x / ln 2),  r = x - n ln 2 in two parts;  e^r by a polynomial of
-    degree 7 (the coefficients of Cephes' expf).
+    e^x = 2^n e^r,  n = round(x / ln 2),  r = x - n ln 2 in two parts
+
+    e^r is a polynomial of degree 7 with the coefficients of Cephes' expf.
     """
     y = max(x, _LEAST)
     n = np.floor(y * _LOG2E + _HALF)
@@ -47,8 +48,8 @@ def exp(x: np.float32) -> np.float32:
 
 @njit_fastmath
 def tanh(x):
-    """tanh to a few roundings: near 0 by the odd polynomial of Cephes' tanhf, else by the
-    exponential.
+    """Return tanh x, accurate to a few roundings: near 0 by the odd polynomial of Cephes'
+    tanhf, elsewhere by the exponential.
     """
     a = abs(x)
     z = x * x

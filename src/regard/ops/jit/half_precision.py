@@ -1,5 +1,5 @@
-"""Half precision in registers: 16 bits widened to float32 and back, without a table and without a
-call, so that a loop over them is SIMD.
+"""Half precision in registers: bfloat16 and float16 numbers converted to and from float32
+without a table and without a call, so that loops over them are vectorised.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from numba.extending import intrinsic
 from regard.ops.jit.compile import njit_strict
 
 BF16, FP16 = np.int8(0), np.int16(0)
-"""Tags that say by their type how 16 bits are meant."""
+"""Tags whose type says how 16 bits encode a number: int8 for bfloat16, int16 for float16."""
 
 
 @intrinsic
 def to_float32(context: Any, x: Any, tag: Any) -> Any:
-    """A stored number as float32: as it is, or from the 16 bits of a bfloat16 or a float16, as the
-    type of the tag says.
+    """Convert a stored number to float32: a float32 unchanged, 16 bits as a bfloat16 or a
+    float16 according to the type of the tag.
     """
 
     def as_it_is(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -41,7 +41,7 @@ def to_float32(context: Any, x: Any, tag: Any) -> Any:
 
 @intrinsic
 def bits_to_float(context: Any, x: Any) -> Any:
-    """The 32 bits of an int32, read as a float32."""
+    """Reinterpret the 32 bits of an int32 as a float32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -51,7 +51,7 @@ def bits_to_float(context: Any, x: Any) -> Any:
 
 @intrinsic
 def float_to_bits(context: Any, x: Any) -> Any:
-    """The 32 bits of a float32, read as an int32."""
+    """Reinterpret the 32 bits of a float32 as an int32."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.IntType(32))
@@ -61,20 +61,21 @@ def float_to_bits(context: Any, x: Any) -> Any:
 
 @njit_strict
 def _round_to_bfloat16(x):
-    """A float32 as the 16 bits of a bfloat16, to nearest, ties to even; NaN stays NaN."""
+    """Round a float32 to the 16 bits of a bfloat16, to nearest, ties to even; NaN stays NaN."""
     u = float_to_bits(x)
     rounded = (u + np.int32(0x7FFF) + ((u >> np.int32(16)) & np.int32(1))) >> np.int32(16)
     return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
 
 
 def _unchanged(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Emit the code of the identity."""
     return args[0]
 
 
 @intrinsic
 def from_float32(context: Any, x: Any, tag: Any, like: Any) -> Any:
-    """A float32 in the dtype of an array: as it is, or as 16 bits that mean what the type of the
-    tag says.
+    """Convert a float32 to the dtype of the array `like`: unchanged, or to 16 bits according to
+    the type of the tag.
     """
 
     def bfloat(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -91,8 +92,8 @@ def from_float32(context: Any, x: Any, tag: Any, like: Any) -> Any:
 
 @intrinsic
 def convert(context: Any, x: Any, tag: Any, like: Any) -> Any:
-    """A stored number for an array: 16 bits as they are where it holds such, else widened to
-    float32.
+    """Convert a stored number for the array `like`: 16 bits are copied if it holds 16-bit
+    numbers, else converted to float32.
     """
 
     def wide(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -1,5 +1,5 @@
-"""The RMS norm of a few rows, compiled: for them torch's time is that of its calls, not of its
-numbers. `entry` at the end is what `regard.ops.rms_norm` calls.
+"""The RMS norm of a few rows, compiled: for few rows torch spends its time on calls rather than
+on numbers. `regard.ops.rms_norm` calls `entry_address`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ ARGUMENTS = RMS_NORM_STRUCT.dtype
 
 @njit_fastmath
 def norm_rows(x, w, y, R, M, eps, offset, tag):
-    """y = x / sqrt(mean(x^2) + eps) * (w + offset), row by row, in fp32; flat memory."""
+    """Compute y = x / sqrt(mean(x^2) + eps) * (w + offset), row by row in fp32; x, w and y are
+    flat memory.
+    """
     for r in range(R):
         row, out = x[r * M : (r + 1) * M], y[r * M : (r + 1) * M]
         total = np.float32(0)
@@ -37,15 +39,23 @@ def norm_rows(x, w, y, R, M, eps, offset, tag):
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+    """Return the entry for one storage dtype and tag."""
+
     def entry(address: int) -> None:
-        given = struct_at(address, ARGUMENTS)
-        x, w, y = memory_at(given.x, dtype), memory_at(given.w, dtype), memory_at(given.y, dtype)
-        norm_rows(x, w, y, given.R, given.M, given.eps, np.float32(given.offset), tag)
+        arguments = struct_at(address, ARGUMENTS)
+        x, w, y = (
+            memory_at(arguments.x, dtype),
+            memory_at(arguments.w, dtype),
+            memory_at(arguments.y, dtype),
+        )
+        norm_rows(
+            x, w, y, arguments.R, arguments.M, arguments.eps, np.float32(arguments.offset), tag
+        )
 
     return entry
 
 
 @cache
 def entry_address(dtype: torch.dtype) -> int:
-    """The address of the entry for rows of a dtype."""
+    """Return the address of the compiled entry for rows of a dtype."""
     return compile_entry(_make_entry(*STORAGE[dtype]))

@@ -1,5 +1,5 @@
-"""Mechanisms that keep a state in place of tokens: each a recurrence, computed step by step or in
-chunks.
+"""Linear recurrences with a state of fixed size: linear attention, retention, gated linear
+attention, and the delta rules; each is computed token by token or in chunks.
 """
 
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule

@@ -1,4 +1,4 @@
-"""Feature maps: what stands in for exp(q . k) in linear attention is phi(q) . phi(k)."""
+"""Feature maps phi of linear attention, which replaces exp(q . k) by phi(q) . phi(k)."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.memory.compressive import elu_plus_one
 
 FeatureMap: TypeAlias = str | Callable[[Tensor], Tensor]
-"""A name in `FEATURE_MAPS`, or a function [B,n,T,D] -> [B,n,T,F] that treats each token by
-itself.
+"""The name of a feature map in `FEATURE_MAPS`, or a function `[B, n, T, D]` -> `[B, n, T, F]`
+that maps each token separately.
 """
 
 
 def identity(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """x: features may be negative, so that a normaliser may pass through 0."""
+    """Return x itself; features may be negative, so that the sum of the weights may be 0."""
     return x
 
 
 def relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """max(x, 0)."""
+    """Return max(x, 0) for each number."""
     return x.relu()
 
 
 def squared_relu(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """max(x, 0)^2."""
+    """Return max(x, 0)^2 for each number."""
     return x.relu().square()
 
 
 def exponential(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """exp(x); in fp32 it is infinite above 88."""
+    """Return exp(x) for each number; in fp32 it is infinite above 88."""
     return x.exp()
 
 
 def softmax(x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-    """exp(x_d) / sum_d exp(x_d), over the channels of one token."""
+    """Return exp(x_d) / sum_d exp(x_d), over the channels of one token."""
     return x.softmax(-1)
 
 
@@ -50,17 +50,18 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu^2": squared_relu,
     "softmax": softmax,
 }
-"""Name -> feature map. The sources: elu+1 Katharopoulos et al. 2020 (arXiv 2006.16236), equation 7;
-relu Choromanski et al. 2021 (arXiv 2009.14794), section 2.4; softmax Zhang et al. 2024 (arXiv
-2402.04347), section 4.1; the others are folklore."""
+"""The feature maps by name. Sources: elu+1 Katharopoulos et al. 2020 (arXiv 2006.16236),
+equation 7; relu Choromanski et al. 2021 (arXiv 2009.14794), section 2.4; softmax Zhang et
+al. 2024 (arXiv 2402.04347), section 4.1; the others are common practice.
+"""
 
 
 def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
-    """The function that a name stands for, or the function itself.
+    """Return the feature map of a name, or the given function itself.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no feature map has this name; or it is neither a name nor
-            a function.
+        ArgumentError, ArgumentTypeError: no feature map has this name, or the argument is neither a
+            name nor a function.
 
     >>> import torch
     >>> feature_map_of("relu")(torch.tensor([-1.0, 2.0])).tolist()
@@ -85,18 +86,18 @@ def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
 def normalised_query_features(
     feature_map: FeatureMap, q: Float[Tensor, "*L D"]
 ) -> Float[Tensor, "*L F"]:
-    """Features of queries, up to a factor of each query, chosen so that they neither vanish nor
-    overflow.
+    """Return the features of queries, each divided by a factor of its own so that they neither
+    underflow nor overflow.
 
-    A normalised answer does not depend on the factor.
+    A normalised output does not depend on these factors.
 
     >>> import torch
-    >>> relative("exp", torch.tensor([-1000.0, -1001.0])).tolist()
+    >>> normalised_query_features("exp", torch.tensor([-1000.0, -1001.0])).tolist()
     [1.0, 0.3678794503211975]
     """
     if feature_map == "exp":
         return (q - q.detach().amax(-1, keepdim=True)).exp()
     if feature_map == "elu+1":
-        top = q.detach().amax(-1, keepdim=True).clamp(max=0)
-        return where(q > 0, q + 1, (q.clamp(max=0) - top).exp())
+        maximum = q.detach().amax(-1, keepdim=True).clamp(max=0)
+        return where(q > 0, q + 1, (q.clamp(max=0) - maximum).exp())
     return feature_map_of(feature_map)(q)

@@ -1,5 +1,5 @@
-"""What every function of this folder checks of a call, and what it makes of padding, of the state
-and of the form.
+"""Argument checks and shared preparation of the linear recurrences: padding, the initial state,
+and the form of computation.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from regard.arguments import (
 )
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, vacant
+from regard.units import plural
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
-"""How a recurrence can be computed: token by token, in chunks, as one chunk; all give the same."""
+"""The forms in which a recurrence can be computed: "recurrent" token by token, "chunk" in
+chunks, "parallel" as one chunk, and "auto". All give the same result.
+"""
 MAX_RECURRENT_TOKENS = 8
-"""Up to so many tokens `auto` goes token by token."""
+"""Up to this many tokens, "auto" computes token by token."""
 
 
 def check_call(
@@ -33,13 +36,14 @@ def check_call(
     form: str,
     chunk: int,
 ) -> None:
-    """q, k and v fit one another, are of the same tokens, and the options are known."""
+    """Check that q, k and v fit together and have the same number of tokens, and that the
+    options are valid.
+    """
     check_query_key_value(q, k, v)
     if q.shape[2] != k.shape[2]:
         raise ArgumentError(
-            f"query length {q.shape[2]} != key length {k.shape[2]}: a recurrence reads and writes "
-            "token by token; "
-            "pass what came before as state"
+            f"query length {q.shape[2]} != key length {k.shape[2]}: a recurrence needs a query for "
+            "each key; pass the result of earlier tokens as state"
         )
     check_number("scale", scale, float("-inf"), float("inf"), "finite")
     if positions is not None:
@@ -55,7 +59,16 @@ def check_call(
 def check_tensor_shape(
     name: str, x: Tensor, allowed: tuple[tuple[int, ...], ...], meaning: str, like: Tensor
 ) -> None:
-    """x is a floating tensor of one of the allowed shapes, where the keys are."""
+    """Check that x is a floating-point tensor of one of the allowed shapes, on the device of the
+    keys.
+
+    Args:
+        name: its name in error messages.
+        x: the tensor.
+        allowed: the allowed shapes.
+        meaning: what the tensor holds, for error messages.
+        like: the keys.
+    """
     check_tensor(name, x)
     check_device(name, x, like, "key")
     if tuple(x.shape) not in allowed:
@@ -64,9 +77,9 @@ def check_tensor_shape(
 
 
 def chunk_size(form: str, chunk: int, T: int) -> int | None:
-    """How many tokens a chunk has in this form; None is token by token.
+    """Return the number of tokens in a chunk for a form; None for computation token by token.
 
-    >>> chunk_of("auto", 64, 1000), chunk_of("parallel", 64, 1000), chunk_of("auto", 64, 1)
+    >>> chunk_size("auto", 64, 1000), chunk_size("parallel", 64, 1000), chunk_size("auto", 64, 1)
     (64, 1000, None)
     """
     if form == "recurrent" or (form == "auto" and T <= MAX_RECURRENT_TOKENS):
@@ -75,54 +88,61 @@ def chunk_size(form: str, chunk: int, T: int) -> int | None:
 
 
 def empty_slot_mask(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
-    """Which slots are no tokens; None where none is, and that is known without reading a tensor."""
+    """Return which slots `[B or 1, T]` are empty; None if it is known without reading a tensor
+    that none is.
+    """
     return None if positions is None else vacant(positions, q.device)
 
 
 def zero_empty_slots(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:
-    """x with 0 in the empty slots: selected, not multiplied, so that whatever stood there is
-    gone.
+    """Return x with 0 in the empty slots. They are selected rather than multiplied, so that a
+    NaN in them disappears.
     """
     return x if empty is None else x.masked_fill(empty[:, None, :, None], 0)
 
 
 def state_dtype(k: Tensor) -> Dtype:
-    """What sums over a whole text are held in."""
+    """Return the dtype of sums over a whole sequence: fp32, or fp64 for fp64 keys."""
     return float64 if k.dtype == float64 else float32
 
 
 def initial_state(
-    state: tuple[Tensor, ...] | None, sizes: dict[str, tuple[int, ...]], like: Tensor
+    state: tuple[Tensor, ...] | None, shapes: dict[str, tuple[int, ...]], like: Tensor
 ) -> tuple[Tensor, ...]:
-    """The state in front of the first token: what was given, held against its sizes by name, or
-    zeros.
+    """Return the state before the first token: the given one after a check of its sizes, or zeros.
+
+    Args:
+        state: the state that an earlier call returned, or None.
+        shapes: the name and shape of each tensor of the state.
+        like: the keys.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a given state is not what a call with these sizes returns.
+        ArgumentError, ArgumentTypeError: a given state has other sizes or another dtype.
     """
     dtype = state_dtype(like)
     if state is None:
-        return tuple(like.new_zeros(size, dtype=dtype) for size in sizes.values())
+        return tuple(like.new_zeros(shape, dtype=dtype) for shape in shapes.values())
     if not isinstance(state, tuple) or not all(isinstance(x, Tensor) for x in state):
         raise ArgumentTypeError(
-            f"state is {type(state).__name__}; it must be {_state_names(sizes)} as a call before this "
-            "one returned it, or None"
+            f"state is {type(state).__name__}; it must be {_state_names(shapes)}, as an "
+            "earlier call returned it, or None"
         )
-    if len(state) != len(sizes):
+    if len(state) != len(shapes):
         raise ArgumentError(
-            f"state has {len(state)} tensor{'s' * (len(state) != 1)}; it must be {_state_names(sizes)} "
-            "as a call with the same "
-            "options returned it, or None"
+            f"state has {plural(len(state), 'tensor')}; it must be {_state_names(shapes)}, as a "
+            "call "
+            "with the same options returned it, or None"
         )
-    for x, size in zip(state, sizes.values(), strict=True):
-        if tuple(x.shape) != size or x.dtype != dtype:
+    for x, shape in zip(state, shapes.values(), strict=True):
+        if tuple(x.shape) != shape or x.dtype != dtype:
             raise ArgumentError(
-                f"state is {x.dtype} {tuple(x.shape)}; it must be {dtype} {size}: "
-                "pass on what a call with the same sizes returned"
+                f"state is {x.dtype} {tuple(x.shape)}; it must be {dtype} {shape}: "
+                "pass the state that a call with the same sizes returned"
             )
         check_device("state", x, like, "key")
     return state
 
 
 def _state_names(sizes: dict[str, tuple[int, ...]]) -> str:
+    """Return the names of the tensors of a state as the text of a tuple."""
     return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"

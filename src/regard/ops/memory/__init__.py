@@ -1,7 +1,8 @@
-"""Compressive memory: its rules of reading and writing, and Infini-attention, which mixes it with
-softmax.
+"""Compressive memory: the functions that read and write it, and Infini-attention, which
+combines it with softmax attention.
 """
 
+from regard.deprecation import renamed
 from regard.ops.memory.compressive import (
     CompressiveState,
     MemoryRead,
@@ -19,3 +20,7 @@ __all__ = [
     "retrieve",
     "write",
 ]
+
+__getattr__ = renamed(
+    __name__, {"Compressed": "CompressiveState", "Read": "MemoryRead", "sigma": "elu_plus_one"}
+)

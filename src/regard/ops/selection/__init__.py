@@ -1,7 +1,8 @@
-"""Selections: which keys a query is worth reading, computed from queries and keys, as masks for
-softmax attention.
+"""Key selection: functions that choose for each query the keys or blocks of keys to attend to,
+and return them as masks for softmax attention.
 """
 
+from regard.deprecation import renamed
 from regard.ops.selection.lightning_indexer import index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import moba_mask
 from regard.ops.selection.nsa import NSABlocks, selection_mask
@@ -18,3 +19,7 @@ __all__ = [
     "selection_mask",
     "top_k_mask",
 ]
+
+__getattr__ = renamed(
+    __name__, {"Order": "BlockLayout", "order": "block_layout", "top": "top_k_mask"}
+)

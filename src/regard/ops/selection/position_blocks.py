@@ -1,5 +1,5 @@
-"""What selections share: slots put in the order of their positions, in blocks, and the choice of
-the best of them.
+"""Slots arranged in blocks of consecutive positions, and the choice of the best blocks, which
+all key selections share.
 """
 
 from __future__ import annotations
@@ -13,66 +13,90 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from regard.deprecation import renamed_attribute
 from regard.process import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 MAX_CHUNK_BYTES = 2**27
-"""Scores of a selection that are held at once: more queries are taken in turns."""
+"""The most bytes of selection scores in memory at a time; more queries are processed in chunks."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """Where slots go when they are put in the order of their positions, cut into blocks of `size`
-    positions.
+    """How slots are arranged in the order of their positions, in blocks of `size` positions.
 
-    Block edges are absolute multiples of `size`, row by row, so that padding and the way a sequence
-    was cut into chunks change nothing. Place i of row b stands for position first[b] * size + i.
+    Block borders are absolute multiples of `size` in each row, so that padding, and the division of
+    a sequence into calls, have no effect. Index i of row b stands for position first[b] * size + i.
 
-    Attributes:
+    Args:
         size: positions per block.
-        blocks: how many blocks there are, N; at least one.
-        first: the number of the first block, int64 [B or 1].
-        held: which places hold a token, bool [B or 1, N * size].
-        source: the slot of each place, int64 [B or 1, N * size]; None where slots are in order
+        blocks: N, the number of blocks, at least one.
+        first: the number of the first block, int64 `[B or 1]`.
+        occupied: which indices hold a token, bool `[B or 1, N * size]`.
+        source: the slot of each index, int64 `[B or 1, N * size]`; None where slots are in order
             already.
     """
 
     size: int
     blocks: int
     first: Int[Tensor, " B"]
-    held: Bool[Tensor, "B L"]
+    occupied: Bool[Tensor, "B L"]
     source: Int[Tensor, "B L"] | None
     _left: int = 0
 
-    def lay(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n L d"]:
-        """Slots [B,n,S,d] in the order of their positions, [B,n,N*size,d]; 0 where nothing is
-        held.
+    held = renamed_attribute("occupied")
+    lay = renamed_attribute("to_position_order")
+    split = renamed_attribute("to_blocks")
+    filled = renamed_attribute("token_counts")
+    number = renamed_attribute("block_numbers")
+    own = renamed_attribute("block_of")
+
+    def to_position_order(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n L d"]:
+        """Arrange slots in the order of their positions.
+
+        Args:
+            x: one vector per slot, `[B, n, S, d]`.
+
+        Returns:
+            `[B, n, N * size, d]`, with 0 where no token is.
         """
         L, (B, n, S, d) = self.blocks * self.size, x.shape
         if self.source is None:
             return F.pad(x, (0, 0, self._left, L - S - self._left))
         if S == 0:
             return x.new_zeros(B, n, L, d)
-        at = self.source[:, None, :, None].expand(B, n, L, d)
-        return x.gather(2, at).masked_fill(~self.held[:, None, :, None], 0)
+        index = self.source[:, None, :, None].expand(B, n, L, d)
+        return x.gather(2, index).masked_fill(~self.occupied[:, None, :, None], 0)
 
-    def split(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n N size d"]:
-        """Slots [B,n,S,d] as blocks [B,n,N,size,d]."""
-        return torch.unflatten(self.lay(x), 2, (self.blocks, self.size))
+    def to_blocks(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n N size d"]:
+        """Arrange slots in blocks.
+
+        Args:
+            x: one vector per slot, `[B, n, S, d]`.
+
+        Returns:
+            `[B, n, N, size, d]`, with 0 where no token is.
+        """
+        return torch.unflatten(self.to_position_order(x), 2, (self.blocks, self.size))
 
     @property
-    def filled(self) -> Int[Tensor, "B N"]:
-        """How many tokens each block holds, [B or 1, N]."""
-        return torch.unflatten(self.held, 1, (self.blocks, self.size)).sum(-1)
+    def token_counts(self) -> Int[Tensor, "B N"]:
+        """The number of tokens in each block, `[B or 1, N]`."""
+        return torch.unflatten(self.occupied, 1, (self.blocks, self.size)).sum(-1)
 
     @property
-    def number(self) -> Int[Tensor, "B N"]:
-        """The number of each block, counted from position 0: [B or 1, N]."""
+    def block_numbers(self) -> Int[Tensor, "B N"]:
+        """The number of each block, counted from position 0, `[B or 1, N]`."""
         return self.first[:, None] + torch.arange(self.blocks, device=self.first.device)
 
-    def own(self, positions: Positions) -> Int[Tensor, "B T"]:
-        """The number of the block in which each query stands, [B or 1, T]; -1 for a slot that holds
-        nothing.
+    def block_of(self, positions: Positions) -> Int[Tensor, "B T"]:
+        """Return the block of each query.
+
+        Args:
+            positions: the positions of the queries.
+
+        Returns:
+            The block numbers `[B or 1, T]`; -1 for an empty slot.
         """
         q = as_tensor(positions, self.first.device)
         return torch.where(q >= 0, q.long() // self.size, -1)
@@ -81,79 +105,91 @@ class BlockLayout:
 def block_layout(
     positions: Positions, size: int, device: torch.device | str | None = None
 ) -> BlockLayout:
-    """Put slots at these positions in order, in blocks of `size`.
+    """Arrange slots at the given positions in blocks of `size` positions.
 
     A `Span` is in order already, and nothing is read from the device. For positions in a tensor the
-    largest one is read; a compiled graph cannot, and there the tokens of a row must follow one
-    another without gaps (asserted on the device).
+    largest one is read; a compiled graph cannot read it, so there the tokens of a row must be
+    consecutive (asserted on the device).
+
+    Args:
+        positions: the position of each slot.
+        size: positions per block.
+        device: the device of the layout; default that of the positions.
+
+    Returns:
+        The layout.
 
     >>> x = torch.tensor([3.0, 9.0, 2.0, 5.0])[None, None, :, None]
-    >>> order(torch.tensor([[3, -1, 2, 5]]), 2).split(x).flatten()
+    >>> block_layout(torch.tensor([[3, -1, 2, 5]]), 2).to_blocks(x).flatten()
     tensor([2., 3., 0., 5.])
     """
     if isinstance(positions, Span) and positions.start >= 0:
         return _span_layout(positions, size, device)
-    p = as_tensor(positions, device).long()
-    rows, S = p.shape
-    valid = p >= 0
-    far = 2**62
-    least = F.pad(torch.where(valid, p, far), (0, 1), value=far).amin(1)
-    first = torch.where(least == far, 0, least // size)  # [B]
-    place = p - first[:, None] * size
+    tensor = as_tensor(positions, device).long()
+    rows, S = tensor.shape
+    is_token = tensor >= 0
+    no_position = 2**62
+    smallest = F.pad(torch.where(is_token, tensor, no_position), (0, 1), value=no_position).amin(1)
+    first = torch.where(smallest == no_position, 0, smallest // size)  # [B]
+    index = tensor - first[:, None] * size
     if is_compiling():
         blocks = -(-S // size) + 1
         torch._assert_async(
-            (place < blocks * size).all(),
-            "positions of a row have gaps: a compiled selection needs tokens that follow one "
-            "another",
+            (index < blocks * size).all(),
+            "the positions of a row have gaps: in a compiled graph a selection needs consecutive "
+            "positions",
         )
     else:
-        blocks = int(F.pad(place, (0, 1), value=0).amax()) // size + 1
-    L = blocks * size
-    place = torch.where(valid, place, L)
-    slots = torch.arange(S, device=p.device).expand(rows, S)
-    source = torch.zeros(rows, L + 1, dtype=torch.int64, device=p.device)
-    held = torch.zeros(rows, L + 1, dtype=torch.bool, device=p.device)
-    source, held = source.scatter(1, place, slots), held.scatter(1, place, valid)
-    return BlockLayout(size, blocks, first, held[:, :L], source[:, :L])
+        blocks = int(F.pad(index, (0, 1), value=0).amax()) // size + 1
+    length = blocks * size
+    index = torch.where(is_token, index, length)
+    slots = torch.arange(S, device=tensor.device).expand(rows, S)
+    source = torch.zeros(rows, length + 1, dtype=torch.int64, device=tensor.device)
+    occupied = torch.zeros(rows, length + 1, dtype=torch.bool, device=tensor.device)
+    source, occupied = source.scatter(1, index, slots), occupied.scatter(1, index, is_token)
+    return BlockLayout(size, blocks, first, occupied[:, :length], source[:, :length])
 
 
 def _span_layout(span: Span, size: int, device: torch.device | str | None) -> BlockLayout:
+    """Return the layout of contiguous positions, without reading a tensor."""
     first, left = divmod(span.start, size)
     blocks = max(1, -(-(left + span.length) // size))
-    at = torch.arange(blocks * size, device=device)[None]
-    held = (at >= left) & (at < left + span.length)
-    return BlockLayout(size, blocks, torch.tensor([first], device=device), held, None, left)
+    index = torch.arange(blocks * size, device=device)[None]
+    occupied = (index >= left) & (index < left + span.length)
+    return BlockLayout(size, blocks, torch.tensor([first], device=device), occupied, None, left)
 
 
 def top_k_mask(
     scores: Float[Tensor, "*b N"], k: int, taken: Int[Tensor, "*b 1"] | None = None
 ) -> Bool[Tensor, "*b N"]:
-    """The k largest of the last dimension, at most; -inf is never taken, and of equal ones the
-    first are.
+    """Mark the k largest numbers of the last dimension, or fewer: -inf is never marked, and among
+    equal numbers the first ones are.
 
-    A NaN counts as the largest: what is not a number must show in the output, not vanish from it.
+    A NaN counts as the largest number, so that it shows in the output rather than disappearing.
 
     Args:
-        scores: any shape.
-        k: how many.
-        taken: how many of the k places of each row are taken already, [..., 1].
+        scores: numbers `[..., N]`.
+        k: how many to mark.
+        taken: how many of the k places of each row are taken already, `[..., 1]`; None: none.
 
-    >>> top(torch.tensor([1.0, 3.0, 1.0, -torch.inf]), 2).tolist()
+    Returns:
+        A bool tensor in the shape of the scores.
+
+    >>> top_k_mask(torch.tensor([1.0, 3.0, 1.0, -torch.inf]), 2).tolist()
     [True, True, False, False]
     """
     N = scores.shape[-1]
     if N == 0 or k < 1:
         return torch.zeros_like(scores, dtype=torch.bool)
     scores = scores.masked_fill(scores.isnan(), torch.inf)
-    best = scores.topk(min(k, N)).values
-    free = torch.full_like(best[..., :1], min(k, N), dtype=torch.int64)
+    largest = scores.topk(min(k, N)).values
+    places = torch.full_like(largest[..., :1], min(k, N), dtype=torch.int64)
     if taken is not None:
-        free = (k - taken).clamp(0, min(k, N))
-    least = best.gather(-1, (free - 1).clamp(min=0))
-    above = (scores > least) & (free > 0)
-    tied = (scores == least) & (scores > -torch.inf)
-    return above | (tied & (tied.cumsum(-1) <= free - above.sum(-1, keepdim=True)))
+        places = (k - taken).clamp(0, min(k, N))
+    threshold = largest.gather(-1, (places - 1).clamp(min=0))
+    above = (scores > threshold) & (places > 0)
+    tied = (scores == threshold) & (scores > -torch.inf)
+    return above | (tied & (tied.cumsum(-1) <= places - above.sum(-1, keepdim=True)))
 
 
 def select_blocks(
@@ -162,12 +198,13 @@ def select_blocks(
     allowed: Bool[Tensor, "#B #n T N"],
     k: int,
 ) -> Bool[Tensor, "B n T N"]:
-    """The forced blocks that are allowed, and the best of the other allowed ones: k in all, or the
-    forced alone.
+    """Mark k blocks per query: the allowed forced ones, then the best other allowed ones; more than
+    k forced blocks are all marked.
 
     >>> scores = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]])
-    >>> yes = torch.ones(1, 1, 1, 4, dtype=torch.bool)
-    >>> best_blocks(scores, yes & torch.tensor([False, False, True, False]), yes, 2).int().tolist()
+    >>> allowed = torch.ones(1, 1, 1, 4, dtype=torch.bool)
+    >>> forced = torch.tensor([False, False, True, False]) & allowed
+    >>> select_blocks(scores, forced, allowed, 2).int().tolist()
     [[[[0, 0, 1, 1]]]]
     """
     forced = (forced & allowed).expand(scores.shape)
@@ -176,10 +213,12 @@ def select_blocks(
 
 
 def in_query_chunks(
-    choose: Callable[[slice], Tensor], T: int, row_bytes: int, most: int = MAX_CHUNK_BYTES
+    choose: Callable[[slice], Tensor], T: int, row_bytes: int, max_bytes: int = MAX_CHUNK_BYTES
 ) -> Tensor:
-    """choose(rows) [B,n,t,...] for all T queries, so many at a time as fit into `most` bytes."""
-    step = max(1, most // max(1, row_bytes))
+    """Compute choose(rows) `[B, n, t, ...]` for all T queries, in chunks that need at most
+    `most` bytes.
+    """
+    step = max(1, max_bytes // max(1, row_bytes))
     if step >= T:
         return choose(slice(0, T))
     return torch.cat([choose(slice(i, min(i + step, T))) for i in range(0, T, step)], 2)
@@ -187,6 +226,8 @@ def in_query_chunks(
 
 @contextmanager
 def without_gradient(device: torch.device) -> Iterator[None]:
-    """No gradient flows through a choice, and autocast does not round what it is made of."""
+    """Disable autograd and autocast: no gradient flows through a choice, and its inputs are not
+    rounded.
+    """
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

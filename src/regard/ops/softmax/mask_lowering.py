@@ -1,8 +1,9 @@
-"""What a mask leaves to do: blocks of queries, each with the pieces of the keys that they see.
+"""Lowering a mask to work for a fused kernel: blocks of queries, each with the ranges of keys that
+they see.
 
-A fused kernel knows two shapes only: every key, or the square causal triangle. Everything else is
-lowered to those, with an additive mask on the pieces that need one, and joined by lse. What is
-masked for a whole tile is never visited.
+A fused kernel supports two shapes: every key, or the square causal triangle. Every other mask is
+split into such ranges, with an additive mask on the ranges that need one; the results are merged by
+their lse. Tiles of keys that are masked completely are never visited.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from regard.ops.softmax.call import Call
 from regard.span import Span
 
 BLOCK_QUERIES = 256
-"""Queries per block."""
+"""The default number of queries in a block."""
 
 
 class BlockSizes(NamedTuple):
-    """How finely a call is cut.
+    """How finely a call is split.
 
-    rows: queries per block, and keys: keys per tile, where tiles are asked for. long: full tiles in
-    a row that are worth a piece of their own; fewer join their masked neighbours. small: a triangle
-    of at most so many rows beside older keys is cheaper under a mask than as two pieces.
+    Args:
+        rows: queries per block.
+        keys: keys per tile, the unit in which a mask reports what is visible.
+        long: full tiles in a row from which on they form a range of their own; shorter runs join
+            their masked neighbours.
+        small: a causal triangle of at most so many rows is joined with the earlier keys in one
+            masked range, which is cheaper than two ranges.
     """
 
     rows: int = BLOCK_QUERIES
@@ -41,21 +46,26 @@ class BlockSizes(NamedTuple):
 
 
 DEFAULT_BLOCK_SIZES = BlockSizes()
+"""The block sizes that the kernel "sdpa" uses."""
 
 MIN_KEYS = 16
-"""Below one SIMD vector of keys, and without a mask, torch 2.13 on CPU turns a row of NaN scores
-into zeros (pytorch #141128).
+"""The fewest keys for torch's fused kernel: with fewer than one SIMD vector of keys and no mask,
+torch 2.13 on CPU turns a row of NaN scores into zeros (pytorch #141128).
 """
 
 
 class KeyRange(NamedTuple):
-    """A range of keys: start to stop - 1, as numbers, because a compiled graph ties itself to the
-    numbers in a slice.
+    """The keys `start` to `stop` - 1, and how they are masked.
 
-    causal: row i sees the first i + 1 of them.
-    mask: makes the float mask [B|1,H|1,t|1,s] that is added to scores, -inf = masked. It is made
-        when it is used, and again for the gradient, so that the masks of all pieces never exist at
-        once.
+    The ends are numbers because torch.compile would specialise a graph on the numbers in a slice.
+
+    Args:
+        start: the first key.
+        stop: one past the last key.
+        causal: whether row i of the block sees the first i + 1 keys of the range only.
+        mask: returns the float mask `[B or 1, H or 1, t or 1, s]` that is added to the scores, -inf
+            where masked; None: every key is visible. It is computed when it is used, and again for
+            the gradient, so that the masks of all ranges are never in memory at the same time.
     """
 
     start: int
@@ -65,17 +75,17 @@ class KeyRange(NamedTuple):
 
     @property
     def columns(self) -> slice:
-        """The keys."""
+        """The keys of the range as a slice."""
         return slice(self.start, self.stop)
 
     @property
     def size(self) -> int:
-        """How many keys."""
+        """The number of keys in the range."""
         return self.stop - self.start
 
 
 class QueryBlock(NamedTuple):
-    """A range of queries, and the disjoint pieces of the keys that they see; none: they see
+    """A range of queries, and the disjoint ranges of keys that they see; without any, they see
     nothing.
     """
 
@@ -83,10 +93,12 @@ class QueryBlock(NamedTuple):
     pieces: list[KeyRange]
 
 
-def lower_mask(call: Call, grain: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
-    """The work of a call. Rows that are not listed see nothing."""
+def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
+    """Split a call into blocks of queries with the key ranges that they see. Rows that are in no
+    block see nothing.
+    """
     if call.bias is None:
-        known = _lower_without_reading(call, grain)
+        known = _lower_without_reading(call, sizes)
         if known is not None:
             return known
     everything = QueryBlock(
@@ -95,13 +107,13 @@ def lower_mask(call: Call, grain: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[Quer
     if call.compiling or call.q.device.type != "cpu":
         # tiles are found by reading tensors: not in a graph, not across a device
         return [everything]
-    blocks = [slice(i, min(i + grain.rows, call.T)) for i in range(0, call.T, grain.rows)]
-    return [_lower_by_tiles(call, rows, grain) for rows in blocks]
+    blocks = [slice(i, min(i + sizes.rows, call.T)) for i in range(0, call.T, sizes.rows)]
+    return [_lower_by_tiles(call, rows, sizes) for rows in blocks]
 
 
-def _lower_without_reading(call: Call, grain: BlockSizes) -> list[QueryBlock] | None:
-    """The work of a plain or causal mask over contiguous positions, or None: nothing is read to
-    know it.
+def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | None:
+    """Lower a full or causal mask over contiguous positions, without reading a tensor; return None
+    for other calls.
     """
     q, k = call.q_positions, call.k_positions
     if not (isinstance(q, Span) and isinstance(k, Span) and k.start >= 0):
@@ -109,71 +121,75 @@ def _lower_without_reading(call: Call, grain: BlockSizes) -> list[QueryBlock] | 
     if call.sees_everything:
         return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S)])]
     if isinstance(call.mask, masks.Causal):
-        return _lower_causal(call, q, k, grain)
-    rest = _padding_beside_causal(call.mask)
-    if rest is not None and q == k:
-        # the triangle by the flag, what concerns keys only as one row of a mask
-        mask = partial(_additive_mask_of_range, replace(call, mask=rest), 0, 1, 0, call.S)
+        return _lower_causal(call, q, k, sizes)
+    padding = _padding_beside_causal(call.mask)
+    if padding is not None and q == k:
+        # the causal flag covers the triangle; the padding is a mask of one row for all queries
+        mask = partial(_additive_mask_of_range, replace(call, mask=padding), 0, 1, 0, call.S)
         return [QueryBlock(slice(0, call.T), [KeyRange(0, call.S, True, mask)])]
     return None
 
 
 def _padding_beside_causal(mask: Mask) -> Mask | None:
-    """The padding of `causal & padding`, or None."""
+    """Return the padding mask of `causal & padding`, or None for any other mask."""
     terms = mask.terms()
-    rest = [term for term in terms if not isinstance(term, masks.Causal)]
-    known = len(terms) == 2 and len(rest) == 1 and isinstance(rest[0], masks.Padding)
-    return rest[0] if known else None
+    others = [term for term in terms if not isinstance(term, masks.Causal)]
+    is_causal_and_padding = (
+        len(terms) == 2 and len(others) == 1 and isinstance(others[0], masks.Padding)
+    )
+    return others[0] if is_causal_and_padding else None
 
 
-def _lower_causal(call: Call, q: Span, k: Span, grain: BlockSizes) -> list[QueryBlock]:
-    """Causal by positions: blind rows, then a triangle beside the older keys, then rows that see
-    every key.
+def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[QueryBlock]:
+    """Lower a causal mask over contiguous positions: rows before every key, a triangle beside the
+    earlier keys, and rows that see every key.
     """
-    first = min(max(k.start - q.start, 0), call.T)
-    past = max(q.start + first - k.start, 0)
-    edge = max(0, min(call.T - first, call.S - past))  # rows of the triangle
-    work = []
-    if edge:
-        rows = slice(first, first + edge)
-        few = past + edge < MIN_KEYS  # under a mask, NaN scores stay NaN
-        if edge == 1 and not few:
-            pieces = [KeyRange(0, past + 1)]
-        elif few or (past and edge <= grain.small):
-            pieces = [_masked_range(call, rows, slice(0, past + edge))]
+    first_row = min(max(k.start - q.start, 0), call.T)
+    earlier_keys = max(q.start + first_row - k.start, 0)
+    triangle_rows = max(0, min(call.T - first_row, call.S - earlier_keys))  # rows of the triangle
+    blocks = []
+    if triangle_rows:
+        rows = slice(first_row, first_row + triangle_rows)
+        too_few_keys = earlier_keys + triangle_rows < MIN_KEYS  # under a mask, NaN scores stay NaN
+        if triangle_rows == 1 and not too_few_keys:
+            pieces = [KeyRange(0, earlier_keys + 1)]
+        elif too_few_keys or (earlier_keys and triangle_rows <= sizes.small):
+            pieces = [_masked_range(call, rows, slice(0, earlier_keys + triangle_rows))]
         else:
             pieces = [
-                *([KeyRange(0, past)] if past else []),
-                KeyRange(past, past + edge, causal=True),
+                *([KeyRange(0, earlier_keys)] if earlier_keys else []),
+                KeyRange(earlier_keys, earlier_keys + triangle_rows, causal=True),
             ]
-        work.append(QueryBlock(rows, pieces))
-    if first + edge < call.T and call.S:
-        work.append(QueryBlock(slice(first + edge, call.T), [KeyRange(0, call.S)]))
-    return work
+        blocks.append(QueryBlock(rows, pieces))
+    if first_row + triangle_rows < call.T and call.S:
+        blocks.append(QueryBlock(slice(first_row + triangle_rows, call.T), [KeyRange(0, call.S)]))
+    return blocks
 
 
-def _lower_by_tiles(call: Call, rows: slice, grain: BlockSizes) -> QueryBlock:
-    """The pieces of a block of queries: runs of tiles that are not empty, long full stretches
-    without a mask.
+def _lower_by_tiles(call: Call, rows: slice, sizes: BlockSizes) -> QueryBlock:
+    """Return the key ranges of one block of queries: runs of tiles that are not empty, where long
+    full runs need no mask.
     """
-    found = visible_key_ranges(call, rows, grain.keys, grain.long)
-    bare = call.bias is None
+    ranges = visible_key_ranges(call, rows, sizes.keys, sizes.long)
+    no_bias = call.bias is None
     return QueryBlock(
         rows,
         [
-            KeyRange(keys.start, keys.stop) if full and bare else _masked_range(call, rows, keys)
-            for keys, full in found
+            KeyRange(keys.start, keys.stop) if full and no_bias else _masked_range(call, rows, keys)
+            for keys, full in ranges
         ],
     )
 
 
 def visible_key_ranges(call: Call, rows: slice, size: int, long: int) -> list[tuple[slice, bool]]:
-    """Ranges of keys that some query of a block sees, and whether all see all of them, in every row
-    and head.
+    """Return the ranges of keys that some query of a block sees, and for each whether every query
+    of every row and head sees all of it.
     """
     tiles = call.mask.tile_row(call.q_positions, call.k_positions, rows, size)
-    most, least = tiles.amax((0, 1)).tolist(), tiles.amin((0, 1)).tolist()
-    state = [hi and (lo if lo == FULL else PARTIAL) for hi, lo in zip(most, least, strict=True)]
+    largest, smallest = tiles.amax((0, 1)).tolist(), tiles.amin((0, 1)).tolist()
+    state = [
+        hi and (lo if lo == FULL else PARTIAL) for hi, lo in zip(largest, smallest, strict=True)
+    ]
     return [
         (slice(start * size, min(stop * size, call.S)), full)
         for start, stop, full in merge_tiles(state, long)
@@ -181,48 +197,63 @@ def visible_key_ranges(call: Call, rows: slice, size: int, long: int) -> list[tu
 
 
 def merge_tiles(state: list[int], long: int) -> list[tuple[int, int, bool]]:
-    """Runs (start, stop, full) over the tiles that are not empty.
+    """Merge tiles that are not empty into runs (start, stop, full).
 
-    Full tiles are a run of their own if they are `long`, or have no partial neighbour; fewer join
-    it: under a mask they are cheaper than one more piece.
+    Full tiles form a run of their own if there are at least `long` of them, or if no neighbour is
+    partial; fewer join the neighbouring run, because a few full tiles under a mask are cheaper than
+    one more range.
 
-    >>> runs([0, 1, 2, 2, 2, 1, 0, 2], long=3)
+    Args:
+        state: EMPTY, PARTIAL or FULL for each tile.
+        long: the shortest run of full tiles beside a partial one that is kept apart.
+
+    >>> merge_tiles([0, 1, 2, 2, 2, 1, 0, 2], long=3)
     [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, True)]
-    >>> runs([1, 2, 1, 0], long=3)
+    >>> merge_tiles([1, 2, 1, 0], long=3)
     [(0, 3, False)]
     """
-    found: list[tuple[int, int, bool]] = []
+    merged: list[tuple[int, int, bool]] = []
     for kind, group in groupby(range(len(state)), key=state.__getitem__):
         tiles = list(group)
         start, stop = tiles[0], tiles[-1] + 1
-        beside = PARTIAL in (*state[max(start - 1, 0) : start], *state[stop : stop + 1])
-        full = kind == FULL and (len(tiles) >= long or not beside)
+        has_partial_neighbour = PARTIAL in (
+            *state[max(start - 1, 0) : start],
+            *state[stop : stop + 1],
+        )
+        full = kind == FULL and (len(tiles) >= long or not has_partial_neighbour)
         if kind == EMPTY:
             continue
-        if found and found[-1][1] == start and not full and not found[-1][2]:
-            start = found.pop()[0]
-        found.append((start, stop, full))
-    return found
+        if merged and merged[-1][1] == start and not full and not merged[-1][2]:
+            start = merged.pop()[0]
+        merged.append((start, stop, full))
+    return merged
 
 
 def _masked_range(call: Call, rows: slice, columns: slice) -> KeyRange:
-    """A piece under an additive mask."""
-    where = rows.start, rows.stop, columns.start, columns.stop
+    """Return a key range with an additive mask."""
+    ends = rows.start, rows.stop, columns.start, columns.stop
     return KeyRange(
-        columns.start, columns.stop, False, partial(_additive_mask_of_range, call, *where)
+        columns.start, columns.stop, False, partial(_additive_mask_of_range, call, *ends)
     )
 
 
-def _additive_mask_of_range(call: Call, top: int, bottom: int, start: int, stop: int) -> Tensor:
-    return additive_mask(call, slice(top, bottom), slice(start, stop))
+def _additive_mask_of_range(
+    call: Call, first_query: int, stop_query: int, start: int, stop: int
+) -> Tensor:
+    """Compute the additive mask for the queries `top` to `bottom` - 1 and the keys `start` to
+    `stop` - 1.
+    """
+    return additive_mask(call, slice(first_query, stop_query), slice(start, stop))
 
 
 def additive_mask(call: Call, rows: slice, columns: slice) -> Tensor:
-    """The bias where a key is visible (0 without one), -inf where not: float [B|1,H|1,t,s]."""
-    where = (call.q_positions, call.k_positions, rows, columns)
-    visible = call.mask.block(*where, device=call.q.device)
+    """Return the bias (0 without one) where a key is visible and -inf where it is not: float `[B or
+    1, H or 1, t, s]`.
+    """
+    block_of = (call.q_positions, call.k_positions, rows, columns)
+    visible = call.mask.block(*block_of, device=call.q.device)
     if call.bias is None:
         base = torch.zeros((), dtype=call.score_dtype, device=visible.device)
     else:
-        base = call.bias.block(*where, dtype=call.score_dtype, device=visible.device)
+        base = call.bias.block(*block_of, dtype=call.score_dtype, device=visible.device)
     return torch.where(visible, base, -math.inf)
