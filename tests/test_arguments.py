@@ -224,7 +224,7 @@ def test_devices() -> None:
 def test_scale_of_zero(value: float) -> None:
     assert_refused(
         ArgumentError,
-        f"scale is {value}; it must be finite and not 0: None is 1/sqrt(D)".replace(
+        f"scale is {value}; it must be finite and not 0; None means 1/sqrt(D)".replace(
             f"{value};", "0;"
         ),
         make(),

@@ -108,20 +108,26 @@ def test_every_import_of_the_package_is_found(name: str) -> None:
 def test_loops_are_built_upon_loops_only() -> None:
     """Otherwise a change of a door, which is not compiled, would have all loops compiled anew."""
     stamps = SourceStamps("regard.ops.jit", FOLDER)
-    for name in ("decode_loops", "decode_quantised", "gradient_loops", "gemv", "norm"):
+    for name in (
+        "decode_loops",
+        "decode_quantized_loops",
+        "prefill_gradient_loops",
+        "gemv_loops",
+        "rms_norm_loops",
+    ):
         assert not stamps.built_upon(name) & {"decode", "prefill", "openmp"}, name
-    assert "half_precision" in stamps.built_upon("decode_quantised")
+    assert "half_precision" in stamps.built_upon("decode_quantized_loops")
 
 
 TWO = {
     "below": """
-        from regard.ops.jit.compile import SourceStamps, compiled, disk_cache
+        from regard.ops.jit.compile import SourceStamps, disk_cache, njit_cached
         from pathlib import Path
 
         STAMPS = SourceStamps("{package}", Path(__file__).parent)
 
         def kept(function):
-            made = compiled()(function)
+            made = njit_cached()(function)
             made._cache = disk_cache(function, STAMPS.stamp(function.__module__.split(".")[-1]))
             return made
 
@@ -214,11 +220,11 @@ def test_where_no_folder_can_be_written_nothing_is_kept(monkeypatch: pytest.Monk
 
 OWN_PROCESS = """
 import torch
-from regard.ops.jit import norm, gemv
-from regard.ops.jit.entry_points import _entries
+from regard.ops.jit import gemv_loops, rms_norm_loops
+from regard.ops.jit.entry_points import _loaded_entries
 from regard.ops.rms_norm import rms_norm
 rms_norm(torch.ones(2, 8), torch.ones(8), 1e-6)
-print(sum(entry.cache_hits for entry in _entries), len(_entries))
+print(sum(entry.cache_hits for entry in _loaded_entries), len(_loaded_entries))
 """
 
 
@@ -287,7 +293,7 @@ def test_a_record_is_what_its_fields_say() -> None:
     assert read["c_scale_steps"].tolist() == [107, 108, 109, 110]
     assert (read["c_group"], read["c_bits"], read["last"]) == (111, 112, np.iinfo(np.int64).max)
     assert len(packed) * 8 == EVERY.dtype.itemsize
-    assert repr(EVERY.fields[2:4]) == "(Integer('n'), Real('x'))"
+    assert repr(EVERY.fields[2:4]) == "(IntField('n'), FloatField('x'))"
 
 
 def test_numbers_alone_are_given_in_the_order_of_the_list() -> None:

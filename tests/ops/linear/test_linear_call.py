@@ -133,7 +133,8 @@ def test_errors_of_all(changes: dict[str, Any], error: type[Exception], message:
             lambda: retention(Q, K, V, state=()),
             regard.ArgumentError,
             (
-                "state has 0 tensors; it must be (S,), as a call with the same options returned it, "
+                "state has 0 tensors; it must be (S,), as a call with the same options returned "
+                "it, "
                 "or None"
             ),
         ),

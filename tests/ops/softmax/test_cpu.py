@@ -269,7 +269,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no dropout", {"dropout": 0.5}),
         ("no torch.float64", {"q": q.double(), "k": k.double(), "v": v.double()}),
         (
-            "17 queries, 51 rows of a key/value head; made for 16 and 64",
+            "17 queries and 51 rows per key/value head; the limits are 16 and 64",
             {"q": torch.randn(2, 6, 17, 40)},
         ),
         ("nothing to compute", {"k": k[:, :, :0], "v": v[:, :, :0]}),
@@ -298,7 +298,7 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
     q, k, v = inputs(640, H=4, G=2)
     call = make_call(q, k, v, mask=masks.Causal() & (masks.Window(65) | masks.Sinks(1)))
     assert KERNEL.work(call).pairs == 2 * 4 * (64 + 2 * 64)
-    assert decode_loops.TILE == cpu.TILE
+    assert decode_loops.TILE == cpu.TILE_KEYS
     assert KERNEL.work(make_call(q, k[:, :, :70], v[:, :, :70])).pairs == 2 * 4 * 70
 
 

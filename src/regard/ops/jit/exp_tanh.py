@@ -48,8 +48,8 @@ def exp(x: np.float32) -> np.float32:
 
 @njit_fastmath
 def tanh(x):
-    """Return tanh x, accurate to a few roundings: near 0 by the odd polynomial of Cephes'
-    tanhf, elsewhere by the exponential.
+    """Return tanh x, accurate to a few roundings: by the odd polynomial of Cephes' tanhf near
+    0, otherwise by the exponential.
     """
     a = abs(x)
     z = x * x

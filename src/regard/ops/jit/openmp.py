@@ -1,5 +1,5 @@
-"""Threads for compiled loops: torch's own OpenMP threads where they are found, and Python threads
-elsewhere on other systems.
+"""Threads for compiled loops: torch's own OpenMP threads where they are found, otherwise Python
+threads.
 
 Between its products torch's threads spin while they wait for work. Other threads beside them lose
 up to a fifth of the memory bandwidth (LOG.md) and wake up a hundred times more slowly, so an entry

@@ -100,7 +100,7 @@ def prefill_with_gradient(args: PrefillArgs) -> tuple[Tensor, Tensor]:
 
 
 class _PrefillFunction(torch.autograd.Function):
-    """Autograd function of `prefill`."""
+    """Autograd function of `prefill`, for the gradients of q, k and v."""
 
     @staticmethod
     def forward(

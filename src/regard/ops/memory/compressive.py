@@ -44,9 +44,9 @@ class MemoryRead(NamedTuple):
     has_memory: Tensor
 
 
-_found = renamed_attribute("has_memory")
-_found.__set_name__(MemoryRead, "found")
-setattr(MemoryRead, "found", _found)  # noqa: B010  mypy knows no other attributes of a named tuple
+_old_attribute = renamed_attribute("has_memory")
+_old_attribute.__set_name__(MemoryRead, "found")  # a named tuple does not do this itself
+setattr(MemoryRead, "found", _old_attribute)  # noqa: B010  mypy refuses a plain assignment
 
 
 def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -44,12 +44,12 @@ class BlockLayout:
     source: Int[Tensor, "B L"] | None
     _left: int = 0
 
-    held = renamed_attribute("occupied")
     lay = renamed_attribute("to_position_order")
     split = renamed_attribute("to_blocks")
     filled = renamed_attribute("token_counts")
     number = renamed_attribute("block_numbers")
     own = renamed_attribute("block_of")
+    locals()["held"] = renamed_attribute("occupied")
 
     def to_position_order(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n L d"]:
         """Arrange slots in the order of their positions.

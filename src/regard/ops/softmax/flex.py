@@ -48,7 +48,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexKernel:
-    """The kernel "flex": torch.nn.attention.flex_attention."""
+    """The kernel "flex": a call of torch.nn.attention.flex_attention."""
 
     name = "flex"
     selects = False
@@ -157,7 +157,7 @@ def _cuda_reasons(call: Call) -> list[str]:
 
 @cache
 def _flex_attention_for(device: str) -> Callable[..., Any]:
-    """Return FlexAttention for a device type: uncompiled on a CPU, compiled elsewhere."""
+    """Return FlexAttention for a device type: uncompiled for a CPU, compiled for other devices."""
     from torch.nn.attention import flex_attention as module
 
     # torch warns once per process about the uncompiled form. The warning is marked as shown in

@@ -231,9 +231,9 @@ def merge_tiles(state: list[int], long: int) -> list[tuple[int, int, bool]]:
 
 def _masked_range(call: Call, rows: slice, columns: slice) -> KeyRange:
     """Return a key range with an additive mask."""
-    ends = rows.start, rows.stop, columns.start, columns.stop
+    limits = rows.start, rows.stop, columns.start, columns.stop
     return KeyRange(
-        columns.start, columns.stop, False, partial(_additive_mask_of_range, call, *ends)
+        columns.start, columns.stop, False, partial(_additive_mask_of_range, call, *limits)
     )
 
 
