@@ -59,8 +59,8 @@ class GemmKernel:
 
     Where the processor has AVX512-BF16, bfloat16 inputs are multiplied without conversion, with
     sums, scores and softmax in fp32 and weights rounded to bfloat16 before they are multiplied with
-    the values, as in torch's kernel. On other processors half-precision inputs are converted to fp32. The
-    gradients of q, k and v are computed in the same way, over the visible tiles only.
+    the values, as in torch's kernel. On other processors half-precision inputs are converted to
+    fp32. The gradients of q, k and v are computed in the same way, over the visible tiles only.
     """
 
     name = "gemm"
