@@ -41,9 +41,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4.
     """
     if (
-        compiled_kernel_applies(
-            x, weight
-        )  # first, since a compiled graph must not depend on the sizes below
+        # first, since a compiled graph must not depend on the sizes below
+        compiled_kernel_applies(x, weight)
         and x.shape[-1:] == weight.shape
         and 0 < x.numel() <= MAX_COMPILED_SIZE
         and weight.is_contiguous()

@@ -181,7 +181,7 @@ def described(call: Call) -> list[Any]:
             (work.rows.start, work.rows.stop),
             [
                 ((p.columns.start, p.columns.stop), p.causal, p.mask is not None)
-                for p in work.pieces
+                for p in work.ranges
             ],
         )
         for work in lower_mask(call, SMALL)

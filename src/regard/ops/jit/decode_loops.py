@@ -429,9 +429,8 @@ def write_output(acc, top, total, out, lse):
     """
     for r in range(out.shape[0]):
         some = total[r] != 0
-        lse[r] = (
-            np.float64(top[r]) + math.log(np.float64(total[r])) if some else NEG_INF
-        )  # rounded once
+        # rounded once
+        lse[r] = np.float64(top[r]) + math.log(np.float64(total[r])) if some else NEG_INF
         for e in range(out.shape[1]):
             out[r, e] = acc[r, e] / total[r] if some else ZERO
 

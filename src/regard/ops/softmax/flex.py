@@ -176,9 +176,8 @@ def block_mask(call: Call) -> Any:
         return None
     q, k = call.q_positions, call.k_positions
     is_constant = isinstance(q, Span) and isinstance(k, Span) and call.mask.is_static
-    build = (
-        _block_mask_cached if is_constant else _block_mask
-    )  # a mask with tensors may change and is not cached
+    # a mask with tensors may change and is not cached
+    build = _block_mask_cached if is_constant else _block_mask
     return build(call.mask, q, k, call.q.device, (call.T, call.S))
 
 

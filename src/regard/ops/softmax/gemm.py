@@ -132,11 +132,12 @@ class GemmKernel:
         """Return the pairs of the key panels that some query of a block sees, and the bytes of
         the packed keys and values and of one block.
         """
+        # the constants of ops/jit, which is not imported here because it imports Numba
         block_rows, panel, group_size = (
             258,
             64,
             call.H // call.G,
-        )  # the constants of ops/jit, which is not imported here because it imports Numba
+        )
         step, pairs = max(1, block_rows // group_size), 0
         for start in range(0, call.T, step):
             block = slice(start, min(start + step, call.T))

@@ -90,7 +90,7 @@ class QueryBlock(NamedTuple):
     """
 
     rows: slice
-    pieces: list[KeyRange]
+    ranges: list[KeyRange]
 
 
 def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[QueryBlock]:
@@ -152,15 +152,15 @@ def _lower_causal(call: Call, q: Span, k: Span, sizes: BlockSizes) -> list[Query
         rows = slice(first_row, first_row + triangle_rows)
         too_few_keys = earlier_keys + triangle_rows < MIN_KEYS  # under a mask, NaN scores stay NaN
         if triangle_rows == 1 and not too_few_keys:
-            pieces = [KeyRange(0, earlier_keys + 1)]
+            ranges = [KeyRange(0, earlier_keys + 1)]
         elif too_few_keys or (earlier_keys and triangle_rows <= sizes.small):
-            pieces = [_masked_range(call, rows, slice(0, earlier_keys + triangle_rows))]
+            ranges = [_masked_range(call, rows, slice(0, earlier_keys + triangle_rows))]
         else:
-            pieces = [
+            ranges = [
                 *([KeyRange(0, earlier_keys)] if earlier_keys else []),
                 KeyRange(earlier_keys, earlier_keys + triangle_rows, causal=True),
             ]
-        blocks.append(QueryBlock(rows, pieces))
+        blocks.append(QueryBlock(rows, ranges))
     if first_row + triangle_rows < call.T and call.S:
         blocks.append(QueryBlock(slice(first_row + triangle_rows, call.T), [KeyRange(0, call.S)]))
     return blocks

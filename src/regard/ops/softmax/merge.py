@@ -101,9 +101,8 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
         lse: `[B, H, T]`.
         sink: `[H]`.
     """
-    finite_lse = lse.masked_fill(
-        lse.isneginf(), 0
-    )  # where lse is -inf, out is 0; -inf - -inf would be NaN
+    # where lse is -inf, out is 0; -inf - -inf would be NaN
+    finite_lse = lse.masked_fill(lse.isneginf(), 0)
     share = torch.sigmoid(finite_lse - sink.to(lse.dtype)[:, None])
     return (out * share.unsqueeze(-1)).to(out.dtype)
 

@@ -131,11 +131,11 @@ class SdpaKernel:
         blocks = lower_mask(call, self.sizes)
         is_one_range = (
             len(blocks) == 1
-            and len(blocks[0].pieces) == 1
+            and len(blocks[0].ranges) == 1
             and _covers_all_queries(blocks[0].rows, call.T)
         )
         if is_one_range and not call.wants_lse and call.sink is None:
-            out = attend_range(q, k, v, blocks[0].pieces[0], scale)
+            out = attend_range(q, k, v, blocks[0].ranges[0], scale)
             return KernelResult(out if call.E >= call.D else out[..., : call.E], None)
         attend = BlockwiseSdpa.apply if call.has_gradient else attend_blocks
         out, lse = attend(q, k, v, scale, blocks)
@@ -288,9 +288,8 @@ class BlockwiseSdpa(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
         d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        lse = lse.masked_fill(
-            lse.isneginf(), 0
-        )  # for a row that sees nothing: exp(-inf - 0) is 0, as required
+        # for a row that sees nothing: exp(-inf - 0) is 0, as required
+        lse = lse.masked_fill(lse.isneginf(), 0)
         for rows, ranges in ctx.blocks:
             row_tensors = tuple(
                 None if x is None else x[:, :, rows] for x in (q, out, lse, d_out, d_lse)
@@ -322,7 +321,7 @@ def attend_range_with_lse(
 
 
 def range_gradients(
-    row: tuple[Tensor | None, ...], k: Tensor, v: Tensor, piece: KeyRange, scale: float
+    row: tuple[Tensor | None, ...], k: Tensor, v: Tensor, key_range: KeyRange, scale: float
 ) -> tuple[Tensor, ...]:
     """Return the gradients of one key range, given the output and lse of the whole row.
 
@@ -334,7 +333,7 @@ def range_gradients(
             of the block.
         k: all keys `[B, G, S, D]`.
         v: all values `[B, G, S, D]`.
-        piece: the key range.
+        key_range: the key range.
         scale: the factor on q . k.
     """
     q, out, lse, d_out, d_lse = row
@@ -342,17 +341,17 @@ def range_gradients(
     assert out is not None
     assert lse is not None
     assert d_out is not None
-    k, v, mask = select_range(k, piece), select_range(v, piece), make_mask(piece)
+    k, v, mask = select_range(k, key_range), select_range(v, key_range), make_mask(key_range)
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     if d_lse is None:
         gradients: tuple[Tensor, ...] = op(
-            d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale
+            d_out, q, k, v, out, lse, 0.0, key_range.causal, attn_mask=mask, scale=scale
         )
         return gradients
     d_out = torch.cat([d_out, d_lse.unsqueeze(-1).to(d_out.dtype)], -1)
     q, k, out = (F.pad(x, (0, 1)) for x in (q, k, out))
     v = F.pad(v, (0, 1), value=1.0)
-    grads = op(d_out, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask, scale=scale)
+    grads = op(d_out, q, k, v, out, lse, 0.0, key_range.causal, attn_mask=mask, scale=scale)
     return tuple(g[..., :-1] for g in grads)
 
 

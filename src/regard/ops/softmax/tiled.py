@@ -142,7 +142,7 @@ class TiledQueryBlock(NamedTuple):
     """A block of queries, and the ranges of keys that some of them see."""
 
     rows: slice
-    pieces: list[TiledKeyRange]
+    ranges: list[TiledKeyRange]
 
 
 def query_blocks(call: Call, sizes: TileSizes = DEFAULT_TILE_SIZES) -> Iterator[TiledQueryBlock]:
@@ -234,9 +234,8 @@ def tiled_forward(
         if not ranges:
             continue
         query = fold_heads(call, q[:, :, rows]) * call.scale
-        max_score = torch.full_like(
-            query[..., :1], torch.finfo(dtype).min
-        )  # finite, since -inf - -inf is NaN
+        # finite, since -inf - -inf is NaN
+        max_score = torch.full_like(query[..., :1], torch.finfo(dtype).min)
         scaled_sum, weighted_sum = (
             torch.zeros_like(max_score),
             max_score.new_zeros(*query.shape[:2], call.E),
