@@ -53,9 +53,8 @@ class BiasGradient:
         """Add the contribution of a block, given the gradient `d_s` of its scores `[..., t, s]`."""
         d_s = d_s.view(call.B, call.H, -1, d_s.shape[-1])
         for learner in self.learners:
-            if isinstance(
-                learner.term, Dense
-            ):  # added in place: autograd would return a gradient of the full size for each block
+            if isinstance(learner.term, Dense):
+                # added in place: autograd would return a gradient of the full size for each block
                 total = self.sums[learner.first]
                 total = total[None, None] if total.ndim == 2 else total
                 here = total[:, :, rows if total.shape[2] > 1 else EVERY_ROW, columns]

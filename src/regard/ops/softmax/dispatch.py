@@ -161,9 +161,8 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> 
     """
     call_with_lse, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
-        if kernel.why_not(
-            call_with_lse
-        ):  # it cannot return the lse of this call: another kernel computes the lse
+        if kernel.why_not(call_with_lse):
+            # it cannot return the lse of this call: another kernel computes the lse
             other, call_with_lse = choose_kernel(call_with_lse)
             name = f"{name}, lse by {other.name}"
             result = KernelResult(kernel.run(call).out, other.run(call_with_lse).lse)

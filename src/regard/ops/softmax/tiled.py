@@ -308,9 +308,8 @@ def tiled_backward(
             )
         else:
             row_shift = (d_row * fold_heads(call, out[:, :, rows])).sum(-1, keepdim=True)
-        if (
-            d_lse is not None
-        ):  # the gradient of the lse of a row that sees nothing is arbitrary, and has no effect
+        if d_lse is not None:
+            # the gradient of the lse of a row that sees nothing is arbitrary, and has no effect
             row_shift = row_shift - fold_heads(call, d_lse[:, :, rows, None]).masked_fill(
                 sees_nothing, 0
             )
