@@ -67,9 +67,9 @@ def attend(
         dropout: the probability that a weight is set to 0, at least 0 and less than 1; the other
             weights are divided by 1 - dropout. It applies in every call, in training and in
             inference.
-        q_positions: the position of each query: a `regard.Span`, or an integer tensor `[B or 1,
-            T]`. A position of -1 marks an empty slot, which sees nothing. None: the last T
-            positions of the keys.
+        q_positions: the position of each query: a `regard.Span`, or an integer tensor
+            `[B or 1, T]`. A position of -1 marks an empty slot, which sees nothing. None: the last
+            T positions of the keys.
         k_positions: the position of each key: a `regard.Span`, or an integer tensor `[B or 1, S]`.
             A position of -1 marks an empty slot, which no query sees. None: 0 to S - 1.
         backend: the kernel: "cpu", "sdpa", "tiled", "flex", "gemm", "reference", or the name of a

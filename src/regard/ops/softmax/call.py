@@ -186,8 +186,8 @@ class AttentionOptions(TypedDict, total=False):
     explains each.
 
     Args:
-        mask: which keys each query may see: a mask of `regard.masks`, a bool tensor `[T, S]` or `[B
-            or 1, H or 1, T, S]` with True = may attend, or None: every key whose position is at
+        mask: which keys each query may see: a mask of `regard.masks`, a bool tensor `[T, S]` or
+            `[B or 1, H or 1, T, S]` with True = may attend, or None: every key whose position is at
             least 0.
         bias: a term added to the scores after the softcap: a bias of `regard.biases`, or a float
             tensor `[T, S]` or `[B or 1, H or 1, T, S]`; it may require a gradient.
