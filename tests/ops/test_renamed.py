@@ -10,6 +10,7 @@ import regard.ops.memory
 import regard.ops.selection
 import regard.ops.softmax
 from regard import Span
+from regard.ops.selection import NSABlocks, block_layout, selection_mask
 
 RENAMED = {
     regard.memory: {
@@ -67,3 +68,14 @@ def test_the_old_attribute_of_a_memory_read() -> None:
     assert read._fields == ("values", "has_memory")
     with pytest.warns(DeprecationWarning, match="MemoryRead.found is now MemoryRead.has_memory; "):
         assert read.found is read.has_memory  # type: ignore[attr-defined]
+
+
+def test_the_old_parameter_of_a_selection_mask() -> None:
+    q, k = torch.randn(1, 1, 4, 2), torch.randn(1, 1, 2, 2)
+    sizes = NSABlocks(compress=2, stride=2, select=2, count=3, window=2)
+    layout, at = block_layout(Span(0, 4), 2), torch.tensor([[1, 3]])
+    options = {"sizes": sizes, "q_positions": Span(0, 4), "k_positions": at}
+    new = selection_mask(q, k, layout=layout, **options)  # type: ignore[arg-type]
+    with pytest.warns(DeprecationWarning, match="laid=.* is now .*layout="):
+        old = selection_mask(q, k, laid=layout, **options)
+    assert torch.equal(*(x.block(Span(0, 4), Span(0, 4)) for x in (old, new)))
