@@ -13,9 +13,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Generic, TypeVar
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.foreign import told
-from regard.suggest import suggest
+from regard.untrusted_text import error_text
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ class Registry(Generic[T]):
         if name not in known:
             hint = suggest(name, known, most=2, cutoff=0.5, otherwise=";")
             raise ArgumentError(
-                f'unknown {self.what} "{told(str(name), 60)}"{hint} known: {", ".join(known)}'
+                f'unknown {self.what} "{error_text(str(name), 60)}"{hint} known: {", ".join(known)}'
             )
         return known[name]
 

@@ -94,16 +94,18 @@ def as_tensor(positions: Positions, device: torch.device | str | None = None) ->
     return positions.tensor(device) if isinstance(positions, Span) else positions
 
 
-def part(positions: Positions, where: slice) -> Positions:
+def slice_positions(positions: Positions, where: slice) -> Positions:
     """The positions of a slice of the slots."""
     return positions[where] if isinstance(positions, Span) else positions[:, where]
 
 
-def vacant(positions: Positions, device: torch.device | str | None = None) -> Tensor | None:
+def find_empty_slots(
+    positions: Positions, device: torch.device | str | None = None
+) -> Tensor | None:
     """Which slots hold nothing, bool [B or 1, L]; None where every slot holds a token, and no
     tensor is read to know it.
 
-    >>> vacant(Span(-1, 3)).tolist(), vacant(Span(0, 3))
+    >>> find_empty_slots(Span(-1, 3)).tolist(), find_empty_slots(Span(0, 3))
     ([[True, False, False]], None)
     """
     if isinstance(positions, Span) and (positions.all_tokens or not positions.length):
@@ -112,16 +114,16 @@ def vacant(positions: Positions, device: torch.device | str | None = None) -> Te
     return (found if device is None else found.to(device)) <= EMPTY
 
 
-def count(positions: Positions) -> int:
+def slot_count(positions: Positions) -> int:
     """How many slots there are."""
     return positions.length if isinstance(positions, Span) else positions.shape[-1]
 
 
-def follow(old: Positions, new: Positions) -> Positions:
+def concat_positions(old: Positions, new: Positions) -> Positions:
     """The positions of `new` slots behind `old` ones: a `Span` where both are and they touch, else
     a tensor.
 
-    >>> follow(Span(0, 3), Span(3, 2))
+    >>> concat_positions(Span(0, 3), Span(3, 2))
     Span(start=0, length=5)
     """
     if isinstance(old, Span) and isinstance(new, Span) and old.stop == new.start:
@@ -134,13 +136,13 @@ def follow(old: Positions, new: Positions) -> Positions:
     return torch.cat([first.expand(rows, -1), second.expand(rows, -1)], dim=1)
 
 
-def after(positions: Positions, length: int) -> Positions:
+def next_positions(positions: Positions, length: int) -> Positions:
     """The `length` positions that follow the last token of each row; slots at -1 are no tokens.
 
-    >>> after(Span(0, 3), 2)
+    >>> next_positions(Span(0, 3), 2)
     Span(start=3, length=2)
     >>> import torch
-    >>> after(torch.tensor([[-1, 0, 1], [0, 1, 2]]), 2).tolist()
+    >>> next_positions(torch.tensor([[-1, 0, 1], [0, 1, 2]]), 2).tolist()
     [[2, 3], [3, 4]]
     """
     if isinstance(positions, Span):

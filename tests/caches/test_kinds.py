@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import regard
 from regard.caches import CACHES, Cache, Fixed, Growing, LayerSize, Paged, that_keeps_all
 from regard.caches.base import check_fits, check_update
-from regard.caches.codes import Codes, dequantise, shapes
+from regard.caches.quantization import Codes, dequantise, shapes
 from regard.cli.generate import generate
 from regard.masks import Sinks, Window, reach
 from regard.registry import is_own

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.arguments import check_number
+from regard.argument_checks import check_number
 from regard.biases.base import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.plain_data import Plain
 from regard.registry import Registry
-from regard.span import Positions, as_tensor, part
+from regard.serialization import Serializable
+from regard.span import Positions, as_tensor, slice_positions
 
 ALL = slice(None)
 
@@ -23,7 +23,7 @@ BIASES: Registry[Bias] = Registry("bias")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Bias(Plain):
+class Bias(Serializable):
     """Base of the biases. One rule, `values`; the rest follows from it.
 
     A new bias is a subclass, `@dataclass(frozen=True, eq=False, repr=False)`, here or in your own
@@ -68,8 +68,8 @@ class Bias(Plain):
         """The bias [B or 1, H or 1, t, s] of some rows (queries) and columns (keys) of a call, in a
         dtype.
         """
-        q = as_tensor(part(q_positions, rows), device)[:, None, :, None]
-        k = as_tensor(part(k_positions, columns), device)[:, None, None, :]
+        q = as_tensor(slice_positions(q_positions, rows), device)[:, None, :, None]
+        k = as_tensor(slice_positions(k_positions, columns), device)[:, None, None, :]
         values = self.values(q, k, torch.promote_types(dtype, torch.float32)).to(dtype)
         return values.expand(*values.shape[:2], q.shape[2], k.shape[3])
 

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_tensor
+from regard.argument_checks import check_tensor
 from regard.biases.base import ALL, Bias
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.span import Positions, count
+from regard.span import Positions, slot_count
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,7 +57,7 @@ class Dense(Bias):
         """Rows and columns of the tensor."""
         x = self.tensor if self.tensor.ndim == 4 else self.tensor[None, None]
         if x.shape[2] == 1:
-            x = x.expand(-1, -1, count(q_positions), -1)
+            x = x.expand(-1, -1, slot_count(q_positions), -1)
         return x[:, :, rows, columns].to(device=device, dtype=dtype)
 
     @property

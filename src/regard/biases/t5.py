@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.arguments import check_tensor
+from regard.argument_checks import check_tensor
 from regard.biases.base import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 

@@ -15,11 +15,11 @@ from regard.caches.base import (
 )
 from regard.caches.contiguous import Fixed, Growing
 from regard.caches.cross import Cross
-from regard.caches.files import load, save
 from regard.caches.latent import Latent
 from regard.caches.paged import Paged, Pool
-from regard.caches.quantised import Quantised
+from regard.caches.quantized import Quantised
 from regard.caches.ring import Ring, Streaming, for_reach
+from regard.caches.save_load import load, save
 from regard.caches.state import Memory, State
 from regard.registry import import_all
 

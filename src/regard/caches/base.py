@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.registry import Registry
-from regard.span import Positions, Span, after, as_tensor, count
+from regard.span import Positions, Span, as_tensor, next_positions, slot_count
 
 Parts: TypeAlias = tuple[Tensor, ...]
 """What a projection remembers: parts, each [B, n, T, d]. What they mean, the projection knows, not
@@ -149,7 +149,7 @@ class Cache(ABC):
         positions = self.contents().get("positions")
         if positions is None or isinstance(positions, int):
             return Span(0, length)
-        return after(positions, length)
+        return next_positions(positions, length)
 
     def fork(self) -> Cache:
         """Another cache with the same contents; what is done to one does not change the other."""
@@ -299,7 +299,7 @@ def check_update(memory: Parts, positions: Positions) -> None:
     """New memory is parts [B,n,T,d] of one batch, with one position per slot, in rows B or 1."""
     if not isinstance(positions, Span):
         _check_integers(positions)
-    length = count(positions)
+    length = slot_count(positions)
     batches: dict[int, None] = {}
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:

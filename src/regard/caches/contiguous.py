@@ -22,10 +22,10 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.buffers import put
+from regard.caches.buffer_writes import write_slots
 from regard.errors import ArgumentError
-from regard.pages import empty_like
-from regard.span import Positions, Span, as_tensor, count, follow, part
+from regard.huge_pages import empty_like
+from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
 
 
 class Growing(Cache):
@@ -63,7 +63,7 @@ class Growing(Cache):
             check_fits(self._memory, memory)
             joined = zip(self._memory, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
-            positions = follow(self._positions, positions)
+            positions = concat_positions(self._positions, positions)
         self._memory, self._positions = memory, positions
         return memory, positions
 
@@ -75,7 +75,7 @@ class Growing(Cache):
         positions = kept_until(self._positions, length)
         n = written(positions)
         self._memory = tuple(m[:, :, :n] for m in self._memory)
-        self._positions = part(positions, slice(0, n))
+        self._positions = slice_positions(positions, slice(0, n))
 
     def contents(self) -> Contents:
         """The parts and their positions."""
@@ -90,7 +90,7 @@ class Growing(Cache):
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)
 
 
 def written(positions: Positions) -> int:
@@ -159,7 +159,7 @@ class Fixed(Cache):
         check_update(memory, positions)
         if self._buffers is not None:
             check_fits(self._buffers, memory)
-        held, new = len(self), count(positions)
+        held, new = len(self), slot_count(positions)
         if held + new > self.capacity:
             raise ArgumentError(
                 f"Fixed holds {held} of {self.capacity} slots and {new} more do not fit; "
@@ -168,7 +168,7 @@ class Fixed(Cache):
             )
         if self._buffers is None:
             self._buffers = self._allocate(memory)
-        self._buffers = put(self._buffers, memory, held)
+        self._buffers = write_slots(self._buffers, memory, held)
         self._extend(positions)
         return self._visible(), self._positions
 
@@ -182,7 +182,7 @@ class Fixed(Cache):
             self._table = self._table.clone()
             self._table[:, : positions.shape[1]] = positions
             positions = self._table
-        self._positions = part(positions, slice(0, n))
+        self._positions = slice_positions(positions, slice(0, n))
 
     def contents(self) -> Contents:
         """Views of the slots written so far, and their positions."""
@@ -197,7 +197,7 @@ class Fixed(Cache):
         if positions is None or isinstance(positions, int):
             return
         memory = memory_of(contents)
-        self._buffers = put(self._allocate(memory), memory, 0)
+        self._buffers = write_slots(self._allocate(memory), memory, 0)
         self._extend(positions)
 
     def mark(self) -> Any:
@@ -211,7 +211,7 @@ class Fixed(Cache):
         self._buffers, self._table, self._positions = mark
 
     def __len__(self) -> int:
-        return count(self._positions)
+        return slot_count(self._positions)
 
     def _allocate(self, memory: Parts) -> Parts:
         return tuple(empty_like(m, (*m.shape[:2], self.capacity, m.shape[3])) for m in memory)
@@ -224,8 +224,8 @@ class Fixed(Cache):
         """Positions behind those held: a Span as long as they are one run, else slots of the
         table.
         """
-        held, T = self._positions, count(new)
-        n = count(held)
+        held, T = self._positions, slot_count(new)
+        n = slot_count(held)
         if isinstance(new, Span) and isinstance(held, Span) and (not n or held.stop == new.start):
             self._positions = Span(held.start, n + T) if n else new
             return

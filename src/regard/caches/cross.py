@@ -16,7 +16,7 @@ from regard.caches.base import (
     named,
 )
 from regard.errors import ArgumentError
-from regard.span import Positions, Span, count
+from regard.span import Positions, Span, slot_count
 
 
 class Cross(Cache):
@@ -109,4 +109,4 @@ class Cross(Cache):
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)

@@ -23,9 +23,17 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.buffers import in_place
+from regard.caches.buffer_writes import can_write_in_place
 from regard.errors import ArgumentError
-from regard.span import Positions, Span, after, as_tensor, count, follow, part
+from regard.span import (
+    Positions,
+    Span,
+    as_tensor,
+    concat_positions,
+    next_positions,
+    slice_positions,
+    slot_count,
+)
 
 PAGE = 16
 """Tokens per page of a cache that generation asks for."""
@@ -156,7 +164,7 @@ class Pool:
 
     def _write(self, at: Tensor | tuple[Tensor, ...], new: Parts) -> None:
         where = at if isinstance(at, tuple) else (at,)
-        safe = in_place(self.parts, new)
+        safe = can_write_in_place(self.parts, new)
         self.parts = tuple(
             (x.index_put_ if safe else x.index_put)(tuple(i.to(x.device) for i in where), y)
             for x, y in zip(self.parts, new, strict=True)
@@ -318,7 +326,9 @@ class Paged(Cache):
 
     def next(self, length: int) -> Positions:
         """Where the next `length` tokens stand by default: on from the last token of each row."""
-        return Span(0, length) if self._positions is None else after(self._positions, length)
+        return (
+            Span(0, length) if self._positions is None else next_positions(self._positions, length)
+        )
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Store memory, each [B,n,T,d], at positions; return all that is held, each [B,n,S,d], and
@@ -346,7 +356,7 @@ class Paged(Cache):
             slots = torch.arange(1, positions.shape[1] + 1, device=positions.device)
             last = torch.nn.functional.pad(slots * (positions >= 0), (1, 0)).amax(1)
             self._table.shorten(last.tolist())
-        self._positions = part(positions, slice(0, max(self._table.lengths, default=0)))
+        self._positions = slice_positions(positions, slice(0, max(self._table.lengths, default=0)))
 
     def contents(self) -> Contents:
         """The parts and their positions, gathered from the pages."""
@@ -397,7 +407,7 @@ class Paged(Cache):
         self._hold(self._table if lengths else Table(self.pool, [], []), positions)
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
         """A copy with a pool of its own: the pages of other forks are not copied."""
@@ -433,7 +443,7 @@ class Paged(Cache):
         """
         held, B = self._positions, real.shape[0]
         if isinstance(positions, Span) and positions.start >= 0 and not isinstance(held, Tensor):
-            both = positions if held is None else follow(held, positions)
+            both = positions if held is None else concat_positions(held, positions)
             return both if isinstance(both, Span) else both.expand(B, -1)
         slots = max(slots, len(self))  # a batch without rows may have slots
         joined = torch.full((B, slots), -1, device=real.device)

@@ -21,12 +21,12 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.buffers import Overwritten, put, put_at, spread
+from regard.caches.buffer_writes import OverwrittenSlots, fill_slots, scatter_slots, write_slots
 from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
 from regard.masks import Mask, Reach, Sinks, Window
-from regard.process import is_compiling
-from regard.span import EMPTY, Positions, Span, as_tensor, count, follow
+from regard.process_state import is_compiling
+from regard.span import EMPTY, Positions, Span, as_tensor, concat_positions, slot_count
 
 SINKS = 4
 """First tokens that "streaming" never forgets, as in arXiv 2309.17453, section 3.2."""
@@ -259,7 +259,7 @@ class Rolling(Cache):
         self._slots = Slots(sinks, window + rewind)
         self._memory: Parts | None = None
         self._seen: Seen | Rows = Seen(0, 0)
-        self._overwritten: Overwritten | None = None
+        self._overwritten: OverwrittenSlots | None = None
 
     @property
     def bytes(self) -> int:
@@ -276,9 +276,9 @@ class Rolling(Cache):
         seen = self._before(positions, memory[0].device)
         held = self._memory if self._memory is not None else self._allocate(memory)
         if isinstance(seen, Seen):
-            return self._go_on(held, memory, seen, count(positions))
+            return self._go_on(held, memory, seen, slot_count(positions))
         if self._memory is None:
-            if count(positions):
+            if slot_count(positions):
                 self._chunk(held, memory, seen, as_tensor(positions, memory[0].device).long())
             return memory, positions
         return self._by_rows(held, memory, seen, as_tensor(positions, memory[0].device).long())
@@ -368,7 +368,7 @@ class Rolling(Cache):
         slots, start, device = self._slots, seen.stop, new[0].device
         after = seen.go_on(start + T, slots)
         if after.stop <= slots.size and after.lost < 0:  # position p is in slot p
-            self._memory, self._seen = put(held, new, start), after
+            self._memory, self._seen = write_slots(held, new, start), after
             shown = Span(after.first, after.stop - after.first)
             return tuple(x[:, :, shown.start : shown.stop] for x in self._memory), shown
         p = torch.arange(start, start + T, device=device)[None]
@@ -396,7 +396,7 @@ class Rolling(Cache):
             return new, Span(start, new[0].shape[2])
         where: Positions = spans[0]
         for more in (*spans[1:], Span(start, new[0].shape[2])):
-            where = follow(where, more)
+            where = concat_positions(where, more)
         parts = zip(held, new, strict=True)
         answer = tuple(torch.cat([*(old[:, :, a:b] for a, b in runs), x], 2) for old, x in parts)
         return answer, where if isinstance(where, Span) else where.to(new[0].device)
@@ -408,19 +408,22 @@ class Rolling(Cache):
             self._write(held, new, p, after)
             return self._visible(), after.positions
         parts = zip(held, new, strict=True)
-        answer = tuple(torch.cat([old, x], 2) for old, x in parts), follow(seen.positions, p)
+        answer = (
+            tuple(torch.cat([old, x], 2) for old, x in parts),
+            concat_positions(seen.positions, p),
+        )
         self._chunk(held, new, seen, p)
         return answer
 
     def _write(self, held: Parts, new: Parts, p: Tensor, after: Seen | Rows) -> None:
         """A step into its slots, in place if nobody can notice."""
-        self._memory, self._overwritten = put_at(held, new, self._slots.slot(p), p >= 0)
+        self._memory, self._overwritten = scatter_slots(held, new, self._slots.slot(p), p >= 0)
         self._seen = after
 
     def _chunk(self, held: Parts, new: Parts, seen: Rows, p: Tensor) -> None:
         """The last tokens of a chunk into a copy of the ring: the answer has the old ones."""
         self._seen, source = seen.chunk(p, self._slots)
-        self._memory = spread(held, new, source)
+        self._memory = fill_slots(held, new, source)
 
     def _visible(self) -> Parts:
         return self._memory or ()

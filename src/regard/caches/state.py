@@ -23,8 +23,8 @@ from regard.caches.base import (
     named,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.process import is_compiling
-from regard.span import Positions, Span, as_tensor, count, follow
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, concat_positions, slot_count
 
 
 class State(Cache):
@@ -117,7 +117,7 @@ class State(Cache):
             old = as_tensor(held, new.device)
             rows = max(old.shape[0], new.shape[0])
             new = torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
-        return new.amax(1, keepdim=True) if count(new) else new.new_full((new.shape[0], 1), -1)
+        return new.amax(1, keepdim=True) if slot_count(new) else new.new_full((new.shape[0], 1), -1)
 
 
 HELD = "held.positions"
@@ -173,7 +173,7 @@ class Memory(State):
             check_fits(self._tokens, memory)
             joined = zip(self._tokens, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
-            positions = follow(self._held, positions)
+            positions = concat_positions(self._held, positions)
         self._tokens, self._held = memory, positions
         return memory, positions
 
@@ -244,7 +244,7 @@ class Memory(State):
         return super().bytes - where
 
     def __len__(self) -> int:
-        return 0 if self._held is None else count(self._held)
+        return 0 if self._held is None else slot_count(self._held)
 
     def _open(self) -> int | Tensor:
         """The first position of each row's open segment."""
@@ -255,7 +255,7 @@ class Memory(State):
         return (last + 1).div(self.segment, rounding_mode="floor") * self.segment
 
     def _check_goes_on(self, positions: Positions) -> None:
-        if self._positions is None or not count(positions):
+        if self._positions is None or not slot_count(positions):
             return
         last = _last(self._positions)
         if isinstance(positions, Span) and isinstance(last, int):

@@ -20,7 +20,7 @@ from regard.errors import ArgumentError, RegardError
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.room import Room
-from regard.tap import Trace
+from regard.tracing import Trace
 from regard.train.losses import next_token_loss
 from regard.train.settings import Settings, optimiser
 

@@ -15,7 +15,6 @@ from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.foreign import shown
 from regard.masks.tiling import (
     UNKNOWN,
     Intervals,
@@ -34,9 +33,10 @@ from regard.masks.tiling import (
     unite,
     without_rows,
 )
-from regard.plain_data import Plain
 from regard.registry import Registry
-from regard.span import Positions, Span, as_tensor, count, part, vacant
+from regard.serialization import Serializable
+from regard.span import Positions, Span, as_tensor, find_empty_slots, slice_positions, slot_count
+from regard.untrusted_text import short_repr
 
 
 class Part(NamedTuple):
@@ -51,12 +51,14 @@ class Part(NamedTuple):
     @property
     def q(self) -> Tensor:
         """The positions of the queries, [B or 1, t]."""
-        return as_tensor(part(self.q_positions, self.rows), self.device).to(self.device)
+        return as_tensor(slice_positions(self.q_positions, self.rows), self.device).to(self.device)
 
     @property
     def k(self) -> Tensor:
         """The positions of the keys, [B or 1, s]."""
-        return as_tensor(part(self.k_positions, self.columns), self.device).to(self.device)
+        return as_tensor(slice_positions(self.k_positions, self.columns), self.device).to(
+            self.device
+        )
 
     @property
     def keys(self) -> Positions:
@@ -99,7 +101,9 @@ def whole(name: str, x: object, least: int, advice: str = "") -> int:
     if x < least:
         raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
     if x > LARGEST:
-        raise ArgumentError(f"{name} is {shown(x)}; positions have 64 bits: give at most {LARGEST}")
+        raise ArgumentError(
+            f"{name} is {short_repr(x)}; positions have 64 bits: give at most {LARGEST}"
+        )
     return x
 
 
@@ -182,7 +186,7 @@ MASKS: Registry[Mask] = Registry("mask")
 
 
 @dataclass(frozen=True, eq=False)
-class Mask(Plain, ABC):
+class Mask(Serializable, ABC):
     """A frozen rule on absolute positions: which key may a query see? `&`, `|` and `~` make masks
     of masks.
 
@@ -237,12 +241,12 @@ class Mask(Plain, ABC):
         """
         device = device_of(q_positions, k_positions, device)
         where = Part(q_positions, k_positions, rows, columns, device)
-        out, keys = self._block(where), part(k_positions, columns)
+        out, keys = self._block(where), slice_positions(k_positions, columns)
         if not isinstance(keys, Span) or keys.start < 0:
             out = out & (where.k >= 0)[:, None, None]
-        if (empty := vacant(part(q_positions, rows), device)) is not None:
+        if (empty := find_empty_slots(slice_positions(q_positions, rows), device)) is not None:
             out = out & ~empty[:, None, :, None]
-        return out.expand(-1, -1, count(part(q_positions, rows)), count(keys))
+        return out.expand(-1, -1, slot_count(slice_positions(q_positions, rows)), slot_count(keys))
 
     def _block(self, where: Part) -> Tensor:
         """The rule, 4-D; empty slots are not looked at."""
@@ -264,7 +268,7 @@ class Mask(Plain, ABC):
         """
         positions = as_tensor(q, device)
         found = self._ranges(positions if device is None else positions.to(device))
-        if found is None or (empty := vacant(q, device)) is None:
+        if found is None or (empty := find_empty_slots(q, device)) is None:
             return found
         return none_for(found, empty)
 
@@ -298,14 +302,14 @@ class Mask(Plain, ABC):
         bq, bk = size
         if bq < 1 or bk < 1:
             raise ArgumentError(f"tile size is {size}; both sizes must be 1 or more")
-        T = count(q_positions)
+        T = slot_count(q_positions)
         lines = [
             self.tile_row(q_positions, k_positions, slice(i, min(i + bq, T)), bk, device=device)
             for i in range(0, T, bq)
         ]
         if not lines:
             return torch.zeros(
-                1, 1, 0, -(-count(k_positions) // bk), dtype=torch.int8, device=device
+                1, 1, 0, -(-slot_count(k_positions) // bk), dtype=torch.int8, device=device
             )
         return torch.stack(broadcast(*lines), 2)
 
@@ -321,9 +325,9 @@ class Mask(Plain, ABC):
         """The tiles of one block of queries, [B or 1, H or 1, nK]: what a kernel asks for when it
         comes to the block.
         """
-        S, device = count(k_positions), device_of(q_positions, k_positions, device)
-        queries = part(q_positions, rows)
-        if S == 0 or count(queries) == 0:
+        S, device = slot_count(k_positions), device_of(q_positions, k_positions, device)
+        queries = slice_positions(q_positions, rows)
+        if S == 0 or slot_count(queries) == 0:
             return torch.zeros(1, 1, -(-S // bk), dtype=torch.int8, device=device)
 
         def evaluate(columns: slice) -> Tensor:
@@ -333,7 +337,7 @@ class Mask(Plain, ABC):
         if (found := self.intervals(queries, device=device)) is not None:
             states = from_intervals(found, where.keys, bk)
         else:
-            states = without_rows(self._undecided(where, bk), vacant(queries, device))
+            states = without_rows(self._undecided(where, bk), find_empty_slots(queries, device))
         return settle(states, held(k_positions, bk).to(device), S, bk, evaluate)
 
     def _states(self, where: Part, bk: int) -> Tensor:
@@ -347,7 +351,7 @@ class Mask(Plain, ABC):
 
     def _undecided(self, where: Part, bk: int) -> Tensor:
         """The states where the mask has no intervals."""
-        nK = -(-count(where.k_positions) // bk)
+        nK = -(-slot_count(where.k_positions) // bk)
         return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=where.device)
 
     def visible(
@@ -368,7 +372,7 @@ class Mask(Plain, ABC):
         if found is not None:
             keys = k_positions if isinstance(k_positions, Span) else k_positions.to(device)
             return count_visible(found, keys)
-        T = max(count(q_positions), 1)
+        T = max(slot_count(q_positions), 1)
         lines = [
             self.block(q_positions, k_positions, slice(i, i + ROWS), device=device).sum(-1)
             for i in range(0, T, ROWS)
@@ -401,7 +405,7 @@ class Mask(Plain, ABC):
         """
         device = device_of(q_positions, k_positions, None)
         q_all, k_all = (as_tensor(x, device).to(device) for x in (q_positions, k_positions))
-        empty = vacant(q_positions, device)
+        empty = find_empty_slots(q_positions, device)
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             row = b * (q_all.shape[0] > 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Mask, Part, Reach, Refusal, Slot, four, loosest
 from regard.masks.tiling import Intervals, broadcast, broadcast_shape, stack_heads
-from regard.span import count
+from regard.span import slot_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ class Dense(Mask):
 
     def _block(self, where: Part) -> Tensor:
         x = self.table if self.table.ndim == 4 else self.table[None, None]
-        rows = where.rows if x.shape[2] > 1 or count(where.q_positions) == 1 else slice(None)
+        rows = where.rows if x.shape[2] > 1 or slot_count(where.q_positions) == 1 else slice(None)
         return x[:, :, rows, where.columns].to(where.device)
 
     def select_heads(self, heads: slice) -> Mask:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import re
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, RegardError
-from regard.foreign import inert, told
 from regard.masks.base import MASKS, Mask
-from regard.suggest import suggest
+from regard.untrusted_text import error_text, escape_controls
 
 
 def readable() -> dict[str, type[Mask]]:
@@ -65,7 +65,7 @@ def parse(text: str) -> Mask:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         reason = getattr(problem, "msg", None) or "the expression is too deep"
         raise _error(
-            f"not a mask expression: {told(reason)}", text, _column(problem, text)
+            f"not a mask expression: {error_text(reason)}", text, _column(problem, text)
         ) from None
     return _Reader(text).mask(tree.body, 0)
 
@@ -108,7 +108,7 @@ class _Reader:
         word = name.id.lower()
         if word not in self.known:
             hint = suggest(word, self.known, most=2, cutoff=0.5)
-            raise self.error(f'unknown mask "{told(name.id, 60)}"{hint}', name)
+            raise self.error(f'unknown mask "{error_text(name.id, 60)}"{hint}', name)
         if None in keywords:
             raise self.error("** is not allowed", node)
         given = [self.value(x, depth + 1) for x in arguments]
@@ -121,11 +121,11 @@ class _Reader:
             reason = (
                 str(problem).split(".__init__() ")[-1].replace("positional argument", "argument")
             )
-            raise self.error(f"{word}: {told(reason)}", node) from None
+            raise self.error(f"{word}: {error_text(reason)}", node) from None
         except RegardError as problem:
             raise self.error(str(problem), node) from None
         except ValueError as problem:  # of a class from elsewhere
-            raise self.error(f"{word}: {told(problem)}", node) from None
+            raise self.error(f"{word}: {error_text(problem)}", node) from None
 
     def value(self, node: ast.expr, depth: int) -> object:
         """A number, True, False, None, a tuple of values, or a mask."""
@@ -169,7 +169,10 @@ def _error(what: str, text: str, column: int | None) -> ArgumentError:
     if column is not None:
         line = text.splitlines()[0] if text else ""
         first = max(0, column - _AROUND)
-        before, after = inert(line[first:column]), inert(line[column : column + _AROUND])
+        before, after = (
+            escape_controls(line[first:column]),
+            escape_controls(line[column : column + _AROUND]),
+        )
         place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
         f"{what}{place}\n  known masks: {', '.join(readable())}; joined by & | ~ and parentheses, "

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int, Int8
 from torch import Tensor
 from torch.nn import functional as F
 
-from regard.span import Positions, Span, count
+from regard.span import Positions, Span, slot_count
 
 FAR = 1 << 62
 """Past every key position: the stop of a range without an end."""
@@ -181,7 +181,7 @@ def _count_stored(found: Intervals, keys: Tensor, bk: int) -> Tensor:
 
 def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H t"]:
     """How many keys each query sees."""
-    S = count(k_positions)
+    S = slot_count(k_positions)
     if S == 0 or found.starts.shape[2] == 0:
         B = 1 if isinstance(k_positions, Span) else k_positions.shape[0]
         shape = broadcast_shape((B, 1, 1), found.starts.shape[:-1])

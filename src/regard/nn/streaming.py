@@ -16,7 +16,7 @@ from regard.nn.projections import Separate
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
 from regard.span import Positions, Span, as_tensor
-from regard.tap import needed
+from regard.tracing import requested_taps
 
 
 class StreamingAttention(Attention):
@@ -89,7 +89,7 @@ class StreamingAttention(Attention):
         if evicted is None:
             return super()._attend(q, k, v, positions, seen, backend)
         far = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
-        if not needed().isdisjoint(("scores", "pattern")):
+        if not requested_taps().isdisjoint(("scores", "pattern")):
             q, k = side_by_side(q, far, k, seen, self.sinks)
             return super()._attend(q, k, v, positions, seen, backend)
         over = partial(

@@ -13,7 +13,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
 from regard.ops.jit.records import GEMV
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 
 ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
 """Most vectors, by dtype: beyond, torch's products of matrices are faster."""

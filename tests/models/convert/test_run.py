@@ -19,7 +19,7 @@ import torch
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.files.lock import locked
+from regard.files.folder_lock import folder_locked
 from regard.models.convert import Wanted, convert, measure
 from regard.models.convert import run as subject
 from regard.models.convert import run as writing
@@ -316,7 +316,10 @@ def test_two_conversions_into_one_folder(source: Path, tmp_path: Path) -> None:
     left = tmp_path / ".writing-out"
     left.mkdir()
     (left / "half").write_text("of a killed run")
-    with locked(left), pytest.raises(FileError, match="out is being written by another run; wait"):
+    with (
+        folder_locked(left),
+        pytest.raises(FileError, match="out is being written by another run; wait"),
+    ):
         convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)
     assert (left / "half").exists()
     convert(source, tmp_path / "out", Wanted(kv_heads=2), text=TEXT)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import biases, masks
-from regard.caches import Growing, Quantised, codes
+from regard.caches import Growing, Quantised, quantization
 from regard.nn import Attention, Heads, Separate
 from regard.ops.softmax import cpu
 from regard.ops.softmax.call import Call, make_call
@@ -36,13 +36,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The axes of all parts that are widened while the test runs."""
     axes: list[str] = []
-    right = codes.dequantise
+    right = quantization.dequantise
 
     def count(made: Any, axis: Any, shape: Any, *, bits: int) -> Tensor:
         axes.append(axis)
         return right(made, axis, shape, bits=bits)
 
-    monkeypatch.setattr(codes, "dequantise", count)
+    monkeypatch.setattr(quantization, "dequantise", count)
     return axes
 
 

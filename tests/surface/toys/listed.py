@@ -17,7 +17,7 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.span import Positions, Span, count, follow
+from regard.span import Positions, Span, concat_positions, slot_count
 
 
 class Listed(Cache):
@@ -34,7 +34,7 @@ class Listed(Cache):
         check_update(memory, positions)
         if self._positions is not None:
             check_fits(self._updates[0], memory)
-            positions = follow(self._positions, positions)
+            positions = concat_positions(self._positions, positions)
         self._updates, self._positions = [*self._updates, tuple(memory)], positions
         return self._joined(), positions
 
@@ -44,7 +44,7 @@ class Listed(Cache):
         if self._positions is None:
             return
         positions = kept_until(self._positions, length)
-        self._updates = [tuple(x[:, :, : count(positions)] for x in self._joined())]
+        self._updates = [tuple(x[:, :, : slot_count(positions)] for x in self._joined())]
         self._positions = positions
 
     def contents(self) -> Contents:
@@ -60,7 +60,7 @@ class Listed(Cache):
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)
 
     def _joined(self) -> Parts:
         return tuple(torch.cat(parts, 2) for parts in zip(*self._updates, strict=True))

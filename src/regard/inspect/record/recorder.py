@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from regard.arguments import check_names
+from regard.argument_checks import check_keyword_names
 from regard.biases import Bias
-from regard.caches.codes import Packed
+from regard.caches.quantization import Packed
 from regard.errors import ArgumentError
 from regard.inspect.record.place import Place, Pool, Step
 from regard.inspect.record.recording import Recording
@@ -24,7 +24,7 @@ from regard.inspect.record.rules import copied, speaks_of_slots, written_out
 from regard.masks import Mask
 from regard.ops.softmax.call import Call, Result
 from regard.span import Positions, Span, as_tensor
-from regard.tap import Opening, Trace
+from regard.tracing import ActiveTrace, Trace
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -425,7 +425,7 @@ class Recorder(Trace):
 
     def __init__(self, **select: Unpack[Selection]) -> None:
         super().__init__()
-        check_names(type(self).__name__, select, Selection.__annotations__)
+        check_keyword_names(type(self).__name__, select, Selection.__annotations__)
         self._at, self._heads = select.get("places"), select.get("heads")
         self._rows, self._keep = select.get("rows"), frozenset(select.get("keep", KEEP))
         if self._rows is not None and self._rows < 1:
@@ -473,7 +473,7 @@ class Recorder(Trace):
         gone = sorted(wanted - recorded)
         return f"heads {gone} were not recorded: no selected place has them" if gone else ""
 
-    def _settle(self, opening: Opening) -> None:
+    def _settle(self, opening: ActiveTrace) -> None:
         """Say what was asked for and not recorded."""
         super()._settle(opening)
         if self.missing == "ignore":

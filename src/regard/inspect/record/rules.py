@@ -17,8 +17,8 @@ from regard.errors import ArgumentError
 from regard.inspect.record.place import Step
 from regard.masks import MASKS, Mask
 from regard.ops.softmax.call import Call
-from regard.plain_data import Keep, NotPlain, from_data, to_data
 from regard.registry import is_own
+from regard.serialization import NotSerializable, StoreTensor, from_data, to_data
 from regard.span import as_tensor
 
 _DEEPEST = 50
@@ -53,7 +53,7 @@ def written_out(
     return masks.Dense(taken(mask.block(*where))), made
 
 
-def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
+def mask_data(mask: Mask, step: Step, keep: StoreTensor) -> dict[str, Any]:
     """A mask as data: its text where `masks.parse` reads that back, or the fields of its class.
 
     A mask that is no plain data, such as a function, is written out for the step. So is one of a
@@ -68,7 +68,7 @@ def mask_data(mask: Mask, step: Step, keep: Keep) -> dict[str, Any]:
         return {"text": str(mask)} if _is_ours(mask) else {"text": str(mask), **written_out()}
     try:
         found = to_data(mask, keep, lambda x: mask_data(x, step, keep))
-    except NotPlain:
+    except NotSerializable:
         return written_out()
     return found if is_own(type(mask)) else {**found, **written_out()}
 
@@ -105,7 +105,7 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     return from_data(MASKS, data, tensors, lambda x: mask_from(x, tensors, depth + 1))
 
 
-def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | None:
+def bias_data(bias: Bias | None, step: Step, keep: StoreTensor) -> dict[str, Any] | None:
     """A bias as data; one that is no plain data, such as a function, is written out."""
     if bias is None:
         return None
@@ -116,7 +116,7 @@ def bias_data(bias: Bias | None, step: Step, keep: Keep) -> dict[str, Any] | Non
 
     try:
         found = to_data(bias, keep, lambda x: bias_data(x, step, keep) or {})
-    except NotPlain:
+    except NotSerializable:
         return written_out()
     return found if is_own(type(bias)) else {**found, **written_out()}
 

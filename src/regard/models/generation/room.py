@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from regard.caches import CACHES, Cache, Growing, Latent, LayerSize
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
 from regard.nn import Attention, StreamingAttention
 from regard.nn.dynamic_rotary import RowRotary
-from regard.suggest import suggest
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, float32, float64
 from torch import dtype as Dtype
 
-from regard.arguments import (
+from regard.argument_checks import (
     check_device,
     check_number,
     check_positions,
@@ -16,7 +16,7 @@ from regard.arguments import (
     check_tensor,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.span import Positions, vacant
+from regard.span import Positions, find_empty_slots
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
 """How a recurrence can be computed: token by token, in chunks, as one chunk; all give the same."""
@@ -76,7 +76,7 @@ def chunk_of(form: str, chunk: int, T: int) -> int | None:
 
 def empty_slots(positions: Positions | None, q: Tensor) -> Bool[Tensor, "#B T"] | None:
     """Which slots are no tokens; None where none is, and that is known without reading a tensor."""
-    return None if positions is None else vacant(positions, q.device)
+    return None if positions is None else find_empty_slots(positions, q.device)
 
 
 def emptied(x: Float[Tensor, "B n T d"], empty: Tensor | None) -> Float[Tensor, "B n T d"]:

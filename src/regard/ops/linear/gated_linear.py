@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_finite
+from regard.argument_checks import check_finite
 from regard.ops.linear.call import (
     check_call,
     check_shape,

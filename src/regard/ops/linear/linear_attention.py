@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.arguments import check_finite
+from regard.argument_checks import check_finite
 from regard.errors import ArgumentError
 from regard.ops.linear.call import check_call, emptied, empty_slots, first_state, state_dtype
 from regard.ops.linear.decayed_sum import decayed_sum

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_finite
+from regard.argument_checks import check_finite
 from regard.ops.linear.call import (
     check_call,
     check_shape,

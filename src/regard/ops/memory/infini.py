@@ -11,7 +11,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.arguments import check_device, check_positions, check_query_key_value, check_tensor
+from regard.argument_checks import (
+    check_device,
+    check_positions,
+    check_query_key_value,
+    check_tensor,
+)
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk
 from regard.masks.base import whole
@@ -25,8 +30,8 @@ from regard.ops.memory.compressive import (
     write,
 )
 from regard.ops.softmax import attend
-from regard.process import is_compiling
-from regard.span import Positions, Span, as_tensor, count, part
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, slice_positions, slot_count
 
 
 class Piece(NamedTuple):
@@ -59,7 +64,7 @@ def pieces(
     >>> [(piece.queries, piece.keys, piece.closed) for piece in pieces(Span(4, 6), 3, 4)]
     [(slice(0, 1, None), slice(0, 4, None), True), (slice(1, 3, None), slice(4, 6, None), False)]
     """
-    if count(positions) == 0:
+    if slot_count(positions) == 0:
         return
     compiling = is_compiling()
     if isinstance(positions, Span) and (size <= T or not compiling):
@@ -205,7 +210,7 @@ def infini_attention(
         v,
         mask=Causal() & Chunk(segment),
         k_positions=positions,
-        q_positions=part(positions, slice(k.shape[2] - T, None)),
+        q_positions=slice_positions(positions, slice(k.shape[2] - T, None)),
         backend=backend,
     )
     memory = nothing(k, v) if state is None else Compressed(*state)

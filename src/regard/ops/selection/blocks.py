@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
 ROW_BYTES = 2**27

@@ -24,7 +24,7 @@ from regard.ops.jit.decode import (
 from regard.ops.jit.records import DTYPES
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
-from regard.span import Span, vacant
+from regard.span import Span, find_empty_slots
 
 _NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
 _NO_TABLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
@@ -49,7 +49,7 @@ def decode_args(call: Call) -> DecodeArgs:
         where = k_positions.long().contiguous()
     q = call.q.float()
     tokens = isinstance(q_positions, Span) and q_positions.start >= 0
-    empty = None if tokens else vacant(q_positions)
+    empty = None if tokens else find_empty_slots(q_positions)
     if empty is not None:  # it may hold NaN
         q = q.masked_fill(empty[:, None, :, None], 0)
     q = q.reshape(call.B, call.G, call.H // call.G * call.T, call.D).contiguous()

@@ -11,7 +11,8 @@ from threading import Lock
 
 import torch
 
-from regard import tap
+from regard import tracing
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
 from regard.ops.softmax.call import Call, Kernel, Result
 from regard.ops.softmax.cpu import Cpu
@@ -20,8 +21,7 @@ from regard.ops.softmax.gemm import Gemm
 from regard.ops.softmax.reference import Reference
 from regard.ops.softmax.sdpa import Sdpa
 from regard.ops.softmax.tiled import Tiled
-from regard.span import Span, vacant
-from regard.suggest import suggest
+from regard.span import Span, find_empty_slots
 
 KERNELS: tuple[Kernel, ...] = (Cpu(), Sdpa(), Tiled(), Flex(), Gemm(), Reference())
 """The kernels of this package."""
@@ -130,7 +130,7 @@ def run(call: Call, backend: str = "auto") -> Result:
 
 def run_on(kernel: Kernel, call: Call) -> Result:
     """Run a call on the kernel that `decide` gave for it, and show it to the open traces."""
-    if watching := tap.watchers():
+    if watching := tracing.call_observers():
         return _shown(kernel, call, watching)
     device = call.q.device.type
     if not torch.is_autocast_enabled(device):
@@ -139,7 +139,7 @@ def run_on(kernel: Kernel, call: Call) -> Result:
         return kernel.run(call)
 
 
-def _shown(kernel: Kernel, call: Call, watching: Sequence[tap.Trace]) -> Result:
+def _shown(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace]) -> Result:
     """Run the kernel that was chosen for the call without an observer, with its lse, and show both
     to the observers.
     """
@@ -202,7 +202,7 @@ def without_garbage(call: Call) -> Call:
             not call.compiling and call.finite
         ):
             continue
-        if (empty := vacant(positions, call.q.device)) is not None:
+        if (empty := find_empty_slots(positions, call.q.device)) is not None:
             for name in names:
                 changes[name] = getattr(call, name).masked_fill(empty[:, None, :, None], 0)
     return replace(call, **changes) if changes else call

@@ -24,7 +24,7 @@ from regard.masks import EMPTY, FULL, Mask
 from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
-from regard.span import Positions, Span, as_tensor, part
+from regard.span import Positions, Span, as_tensor, slice_positions
 
 BLOCK = 128
 """The side of a block of the mask, and the shortest length on CUDA; below it the other kernels are
@@ -138,7 +138,7 @@ def _why_not_cuda(call: Call) -> list[str]:
             reasons.append(f"no generated kernel for the bias {term}")
         elif any(x.requires_grad for x in term.tensors()):
             reasons.append("no gradient for a bias")
-    first = part(call.q_positions, slice(0, 1))
+    first = slice_positions(call.q_positions, slice(0, 1))
     table = call.B * call.H * call.T * call.S
     if (
         not isinstance(call.mask, masks.Dense)

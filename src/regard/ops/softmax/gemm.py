@@ -19,7 +19,7 @@ from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, 
 from regard.ops.jit.records import DTYPES
 from regard.ops.softmax.call import Call, Result, Work
 from regard.ops.softmax.merge import with_sink
-from regard.span import as_tensor, part
+from regard.span import as_tensor, slice_positions
 
 LEAST = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
 """From so many products B H T S (D + E) on it is the first choice; below, torch's kernel takes a
@@ -185,7 +185,7 @@ def _suits() -> bool:
 
 def ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
     """Starts and stops [b,h,t,n] of the ranges of positions that queries see, or None."""
-    q, first = part(call.q_positions, rows), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    q, first = slice_positions(call.q_positions, rows), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     if call.sees_everything:
         return first, torch.full((1, 1, 1, 1), FAR)
     if isinstance(call.mask, masks.Causal):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard import units
 from regard.ops.softmax.call import Call, Result, Work
-from regard.tap import edited, tap
+from regard.tracing import is_edited, tap
 
 ALL = slice(None)
 
@@ -202,5 +202,8 @@ def attend_rows(call: Call, rows: slice) -> Result:
     finite = not call.compiling and call.finite
     out = mix(kept, visible, call.v, finite=finite).to(call.q.dtype)
     return Result(
-        out, whole.lse, s if edited("scores") else None, pattern if edited("pattern") else None
+        out,
+        whole.lse,
+        s if is_edited("scores") else None,
+        pattern if is_edited("pattern") else None,
     )

@@ -17,7 +17,7 @@ from regard import masks
 from regard.ops.softmax.call import SMALL_SCORES, Call, Partial, Result, Work
 from regard.ops.softmax.merge import merge, with_sink
 from regard.ops.softmax.pieces import LEAST_KEYS, ROWS, USUAL, Grain, Piece, Rows, lower
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 from regard.span import Span
 
 

@@ -22,13 +22,13 @@ from regard.caches.base import (
     memory_of,
     named,
 )
-from regard.caches.buffers import put
-from regard.caches.codes import Axis, Coded, Codes, Packed, check_codes, cut, quantise
+from regard.caches.buffer_writes import write_slots
 from regard.caches.contiguous import written
+from regard.caches.quantization import Axis, Coded, Codes, Packed, check_codes, cut, quantise
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.pages import empty_like
-from regard.process import is_compiling
-from regard.span import Positions, Span, as_tensor, count, follow, part
+from regard.huge_pages import empty_like
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
 
 
 class Appended:
@@ -78,7 +78,7 @@ class Appended:
             room = stop // 4 if room is None else room
             memory = self._empty(stop + room)
             memory[:, :, :start] = self.view
-        (memory,) = put((memory,), (new,), start)
+        (memory,) = write_slots((memory,), (new,), start)
         return Appended(memory, stop, inner=self._inner)
 
     def cut(self, length: int) -> Appended:
@@ -298,15 +298,18 @@ class Quantised(Cache):
         parts, old = self._parts, self.quantised
         if parts and self._positions is not None:
             parts = tuple(x.appended(new, self.group) for x, new in zip(parts, memory, strict=True))
-            positions = follow(self._positions, positions)
+            positions = concat_positions(self._positions, positions)
         else:
             parts = tuple(
                 Split.of(x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
                 for x, axis in zip(memory, self.axes, strict=True)
             )
-        leave = (max(0, count(positions) - self.residual) // self.group) * self.group - old
+        leave = (max(0, slot_count(positions) - self.residual) // self.group) * self.group - old
         if leave > 0:
-            seen = as_tensor(part(positions, slice(old, old + leave)), memory[0].device) >= 0
+            seen = (
+                as_tensor(slice_positions(positions, slice(old, old + leave)), memory[0].device)
+                >= 0
+            )
             parts = tuple(x.settled(leave, seen, old) for x in parts)
         self._parts, self._positions = parts, positions
         return tuple(x.answer() for x in parts), positions
@@ -320,9 +323,9 @@ class Quantised(Cache):
         n = written(positions)
         if n < old:  # whole groups stay, and what was behind n in the last one is empty
             old = -(-n // self.group) * self.group
-            positions = _padded(part(positions, slice(0, n)), old)
+            positions = _padded(slice_positions(positions, slice(0, n)), old)
         self._parts = tuple(x.cut(old, n) for x in self._parts)
-        self._positions = part(positions, slice(0, max(n, old)))
+        self._positions = slice_positions(positions, slice(0, max(n, old)))
 
     def contents(self) -> Contents:
         """Codes, scales, zeros and exceptions of each part, the recent slots, and the positions."""
@@ -344,7 +347,7 @@ class Quantised(Cache):
             return
         fields = [memory_of(contents, name) for name in Codes._fields]
         codes = tuple(Codes(*x) for x in zip(*fields, strict=False))
-        self._check_held(codes, recent, count(positions))
+        self._check_held(codes, recent, slot_count(positions))
         self._parts = tuple(
             Split.holding(made, x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
             for made, x, axis in zip(codes, recent, self.axes, strict=True)
@@ -360,7 +363,7 @@ class Quantised(Cache):
         self._parts, self._positions = mark
 
     def __len__(self) -> int:
-        return 0 if self._positions is None else count(self._positions)
+        return 0 if self._positions is None else slot_count(self._positions)
 
     def _check_held(self, codes: tuple[Codes, ...], recent: Parts, slots: int) -> None:
         """Codes and recent slots are those of so many slots."""
@@ -415,7 +418,7 @@ class Quantised(Cache):
 
 def _padded(positions: Positions, slots: int) -> Positions:
     """Positions, and -1 up to so many slots."""
-    if count(positions) == slots:
+    if slot_count(positions) == slots:
         return positions
     held = as_tensor(positions)
     return torch.cat([held, held.new_full((held.shape[0], slots - held.shape[1]), -1)], dim=1)

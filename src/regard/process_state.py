@@ -21,13 +21,13 @@ from torch._guards import CompileContext, TracingContext
 _lock = RLock()
 
 
-def _fork() -> None:
+def _new_lock_after_fork() -> None:
     global _lock
     _lock = RLock()  # the thread that held it is not in the child
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_fork)
+    os.register_at_fork(after_in_child=_new_lock_after_fork)
 
 
 def is_compiling() -> bool:
@@ -42,7 +42,7 @@ def is_compiling() -> bool:
     # In a graph dynamo takes the first for True and sees no more; elsewhere it is False. The second
     # is what `torch.compiler.is_compiling()` reads: this line is passed for every layer and token.
     return torch.compiler.is_dynamo_compiling() or (
-        torch.compiler._is_compiling_flag and _of_this_thread()
+        torch.compiler._is_compiling_flag and _this_thread_compiles()
     )
 
 
@@ -50,7 +50,7 @@ _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
 
-def _of_this_thread() -> bool:
+def _this_thread_compiles() -> bool:
     """Whether code that runs eagerly is part of a compilation, or of an export, of its own
     thread.
     """
@@ -60,11 +60,11 @@ def _of_this_thread() -> bool:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def exclusive() -> Iterator[None]:
     """Keep other threads out of every block of this module while the block runs; blocks may be
     nested.
 
-    >>> with alone(), alone():
+    >>> with exclusive(), exclusive():
     ...     pass
     """
     with _lock:
@@ -86,19 +86,19 @@ def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[N
     ...     torch.equal(torch.rand(2), first)
     True
     """
-    with alone(), torch.random.fork_rng(devices=list(devices)):
+    with exclusive(), torch.random.fork_rng(devices=list(devices)):
         if seed is not None:
             torch.manual_seed(seed)
         yield
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def ignore_warnings() -> Iterator[None]:
     """Ignore all warnings in the block, and put the filters back afterwards.
 
-    >>> with quiet():
+    >>> with ignore_warnings():
     ...     warnings.warn("unheard")
     """
-    with alone(), warnings.catch_warnings():
+    with exclusive(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -24,10 +24,10 @@ from torch import Tensor
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.files import strict
-from regard.files.header import DTYPES, instead, read_header
-from regard.foreign import shown
+from regard.files import strict_json
+from regard.files.safetensors_header import DTYPES, identify_format, read_header
 from regard.models.checkpoint.store import Store, without_weights
+from regard.untrusted_text import short_repr
 
 A = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
@@ -353,7 +353,7 @@ SPARSE = """
 import resource, sys
 from pathlib import Path
 from regard.errors import FileError
-from regard.files.header import read_header
+from regard.files.safetensors_header import read_header
 path = Path(sys.argv[1])
 print(read_header(path).tensors[0].bytes)
 resource.setrlimit(resource.RLIMIT_AS, (1 << 37, 1 << 37))
@@ -421,17 +421,17 @@ def test_a_hostile_header_costs_little_memory(tmp_path: Path) -> None:
 
 
 def test_json_says_what_it_is() -> None:
-    assert strict.parse(b'{"a": {"b": [1, -2, 1.5, null, "x"]}}') == {
+    assert strict_json.parse_json(b'{"a": {"b": [1, -2, 1.5, null, "x"]}}') == {
         "a": {"b": [1, -2, 1.5, None, "x"]}
     }
     with pytest.raises(ArgumentError, match="is a JSON list; it must be an object"):
-        strict.parse(b"[1]")
+        strict_json.parse_json(b"[1]")
 
 
 def test_names_and_beginnings() -> None:
-    assert shown("é" * 200) == repr("é" * 100) + "..."
-    assert instead(b"\xef\xbb\xbf<html>").startswith("it is a web page")
-    assert instead(b"anything") == instead(b"") == ""
+    assert short_repr("é" * 200) == repr("é" * 100) + "..."
+    assert identify_format(b"\xef\xbb\xbf<html>").startswith("it is a web page")
+    assert identify_format(b"anything") == identify_format(b"") == ""
     assert str(without_weights(Path("x"), [])).startswith(
         "x/model.safetensors is missing; a model "
     )

@@ -29,11 +29,11 @@ from regard.caches import (
     Ring,
     State,
     Streaming,
-    files,
     load,
     save,
+    save_load,
 )
-from regard.files import write
+from regard.files import atomic_write
 from regard.span import Span, as_tensor
 from tests.caches.contract import Run, Step
 from tests.caches.kinds import KINDS, Kind
@@ -153,7 +153,7 @@ def test_a_failed_write_leaves_the_old_file(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for module, place in ((files, "save_file"), (write, "sync")):
+    for module, place in ((save_load, "save_file"), (atomic_write, "sync")):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, full)
             with pytest.raises(
@@ -172,9 +172,9 @@ def test_a_write_is_synced_before_it_is_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    sync, replace = write.sync, Path.replace
+    sync, replace = atomic_write.sync_to_disk, Path.replace
     monkeypatch.setattr(
-        write,
+        atomic_write,
         "sync",
         lambda p: (order.append("sync " + ("folder" if p.is_dir() else "file")), sync(p)),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
-def table(
+def format_table(
     rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), indent: str = "", gap: int = 2
 ) -> str:
     """Rows as lines; numbers stand on the right, and the columns of names on the left.
@@ -19,13 +19,14 @@ def table(
     Returns:
         The lines, joined, without spaces at their ends.
 
-    >>> print(table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
+    >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
             cache  kernel
     mha  16.0 MiB  cpu
     """
     count = max(map(len, rows), default=0)
     widths = [
-        max((columns_of(row[i]) for row in rows if i < len(row)), default=0) for i in range(count)
+        max((display_width(row[i]) for row in rows if i < len(row)), default=0)
+        for i in range(count)
     ]
     return "\n".join(
         (
@@ -38,10 +39,10 @@ def table(
     )
 
 
-def columns_of(text: str) -> int:
+def display_width(text: str) -> int:
     """How many columns of a terminal a text takes: Chinese characters take two.
 
-    >>> columns_of("key"), columns_of("注意力"), columns_of("e\u0301")
+    >>> display_width("key"), display_width("注意力"), display_width("e\u0301")
     (3, 6, 1)
     """
     if text.isascii():
@@ -55,5 +56,5 @@ def columns_of(text: str) -> int:
 
 
 def _pad(cell: str, width: int, *, on_the_left: bool) -> str:
-    spaces = " " * (width - columns_of(cell))
+    spaces = " " * (width - display_width(cell))
     return cell + spaces if on_the_left else spaces + cell

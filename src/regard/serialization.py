@@ -14,22 +14,22 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.foreign import shown
 from regard.registry import Registry
+from regard.untrusted_text import short_repr
 
 Data = dict[str, object]
-Keep = Callable[[Tensor], str]
+StoreTensor = Callable[[Tensor], str]
 """Keeps a tensor, and says under which name."""
 
-WRITTEN_OUT = ("dense", "was")
+FALLBACK_KEYS = ("dense", "was")
 """Beside the data of an object whose class a reader may lack: its numbers written out, its text."""
 
 
-class NotPlain(TypeError):
+class NotSerializable(TypeError):
     """A field holds what is no plain data, such as a function."""
 
 
-class Plain:
+class Serializable:
     """The base of masks and biases, which are frozen dataclasses: what makes them plain data."""
 
     kind: ClassVar[str]
@@ -41,28 +41,28 @@ class Plain:
         Raises:
             NotPlain: the class is no dataclass of its own, so that its fields may not say all.
         """
-        names = _names(type(self))
+        names = _field_names(type(self))
         if names is None:
-            raise NotPlain(f"{type(self).__name__} is no dataclass")
+            raise NotSerializable(f"{type(self).__name__} is no dataclass")
         return {name: getattr(self, name) for name in names}
 
     @classmethod
     def plain_arguments(cls, first: Any, others: dict[str, Any]) -> dict[str, Any]:
         """What the constructor takes, from the fields, of which the first comes without a name."""
-        names = _names(cls)
+        names = _field_names(cls)
         return {names[0]: first, **others} if names else others
 
 
-def _names(kind: type) -> list[str] | None:
+def _field_names(kind: type) -> list[str] | None:
     if "__dataclass_fields__" not in kind.__dict__:
         return None
     return [x.name for x in fields(kind) if x.init]
 
 
-P = TypeVar("P", bound=Plain)
+P = TypeVar("P", bound=Serializable)
 
 
-def to_data(x: Plain, keep: Keep, inside: Callable[[Any], Data]) -> Data:
+def to_data(x: Serializable, keep: StoreTensor, inside: Callable[[Any], Data]) -> Data:
     """An object as plain data.
 
     Args:
@@ -83,9 +83,9 @@ def to_data(x: Plain, keep: Keep, inside: Callable[[Any], Data]) -> Data:
             return value
         if isinstance(value, tuple | list):
             return [plain(y) for y in value]
-        if isinstance(value, Plain):
+        if isinstance(value, Serializable):
             return inside(value)
-        raise NotPlain(f"{type(value).__name__} is no plain data")
+        raise NotSerializable(f"{type(value).__name__} is no plain data")
 
     values = x.plain_fields() or {"": None}
     names = (x.kind, *list(values)[1:])
@@ -111,7 +111,7 @@ def from_data(
         ArgumentError, KeyError, TypeError: the data describes no object of a known class.
     """
     if not isinstance(data, Mapping):
-        raise ArgumentError(f"a {registry.what} is {shown(data)}; it must be an object")
+        raise ArgumentError(f"a {registry.what} is {short_repr(data)}; it must be an object")
 
     def value(x: object) -> Any:
         if isinstance(x, str):
@@ -127,11 +127,14 @@ def from_data(
         if kind is None:
             continue
         # where it was written out, for want of the class, the other keys are those of the class
-        names = [] if name in WRITTEN_OUT else [x for x in data if x not in (name, *WRITTEN_OUT)]
+        names = (
+            [] if name in FALLBACK_KEYS else [x for x in data if x not in (name, *FALLBACK_KEYS)]
+        )
         others = {str(key): value(data[key]) for key in names}
         make: Callable[..., P] = kind
         return make(**kind.plain_arguments(value(data[name]), others))
     raise ArgumentError(
-        f"a {registry.what} with {shown(sorted(map(str, data)))} is unknown; import the module "
+        f"a {registry.what} with {short_repr(sorted(map(str, data)))} is unknown; import the "
+        "module "
         f"that defines its class. Known: {', '.join(name for name, _ in registry)}"
     )

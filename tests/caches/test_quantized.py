@@ -16,8 +16,16 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing, Quantised
-from regard.caches.codes import Coded, Packed, _pack, _rounded_up, _unpack, dequantise, quantise
-from regard.caches.quantised import Appended
+from regard.caches.quantization import (
+    Coded,
+    Packed,
+    _pack,
+    _rounded_up,
+    _unpack,
+    dequantise,
+    quantise,
+)
+from regard.caches.quantized import Appended
 from regard.span import Positions, Span, as_tensor
 
 GROUP, RESIDUAL = 4, 6

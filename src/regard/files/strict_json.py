@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from regard.errors import ArgumentError, FileError
-from regard.files.regular import whole
-from regard.foreign import shown
+from regard.files.regular_files import read_bytes
+from regard.untrusted_text import short_repr
 
-DEEPEST = 128
+MAX_DEPTH = 128
 """How deep lists and objects may nest."""
-LONGEST = 16 << 20
+MAX_BYTES = 16 << 20
 """Bytes of a JSON file that nothing else bounds: a config.json with the longest label tables has
 some 2 MB.
 """
@@ -30,8 +30,8 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: Path, *, limit: int = LONGEST, kind: type[Any] = dict) -> Any:
-    """What a JSON file holds, read as `parse` does.
+def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[Any] = dict) -> Any:
+    """What a JSON file holds, read as `parse_json` does.
 
     Args:
         path: of a regular file.
@@ -39,19 +39,19 @@ def read_json(path: Path, *, limit: int = LONGEST, kind: type[Any] = dict) -> An
         kind: what it must hold, `dict` or `list`.
 
     Raises:
-        FileError: it is missing, not regular, too long, or `parse` refuses what it holds.
+        FileError: it is missing, not regular, too long, or `parse_json` refuses what it holds.
 
     >>> _ = Path("a.json").write_text('{"a": 1}')
     >>> read_json(Path("a.json"))
     {'a': 1}
     """
     try:
-        return parse(whole(path, limit), kind)
+        return parse_json(read_bytes(path, limit), kind)
     except ArgumentError as e:
         raise FileError(f"{path} {e}") from None
 
 
-def parse(raw: bytes, kind: type[Any] = dict) -> Any:
+def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
     """A JSON object, or a list: UTF-8, no key twice, no NaN, no number without end, not too many
     parts, not too deep.
 
@@ -65,17 +65,17 @@ def parse(raw: bytes, kind: type[Any] = dict) -> Any:
     Raises:
         ArgumentError: it is not; its message begins with a verb: the caller says what it is about.
 
-    >>> parse(b'{"a": {"b": [1, 2]}}')
+    >>> parse_json(b'{"a": {"b": [1, 2]}}')
     {'a': {'b': [1, 2]}}
-    >>> parse(b'{"a": 1, "a": 2}')
+    >>> parse_json(b'{"a": 1, "a": 2}')
     Traceback (most recent call last):
     regard.errors.ArgumentError: has the key 'a' twice
     """
     marks = sum(raw.count(mark) for mark in (b"{", b"[", b","))
     if marks > _MARKS:
         raise ArgumentError(f"has {marks} brackets and commas; at most {_MARKS} are read")
-    if _depth(raw) > DEEPEST:
-        raise ArgumentError(f"is nested too deep; at most {DEEPEST} levels are read")
+    if _depth(raw) > MAX_DEPTH:
+        raise ArgumentError(f"is nested too deep; at most {MAX_DEPTH} levels are read")
     try:
         found = json.loads(
             raw.decode("utf-8"),
@@ -94,7 +94,7 @@ def parse(raw: bytes, kind: type[Any] = dict) -> Any:
     if _SURROGATE.search(raw):
         half = next((text for text in _texts(found) if _is_half(text)), None)
         if half is not None:
-            raise ArgumentError(f"has half a character in {shown(half)}")
+            raise ArgumentError(f"has half a character in {short_repr(half)}")
     return found
 
 
@@ -109,7 +109,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ArgumentError(f"has the key {shown(twice)} twice")
+        raise ArgumentError(f"has the key {short_repr(twice)} twice")
     return found
 
 
@@ -121,7 +121,9 @@ def _int(digits: str) -> int:
 
 def _float(digits: str) -> float:
     if len(digits) > _FLOAT or not math.isfinite(found := float(digits)):
-        raise ArgumentError(f"has the number {shown(digits, 20)}, which no computer's number holds")
+        raise ArgumentError(
+            f"has the number {short_repr(digits, 20)}, which no computer's number holds"
+        )
     return found
 
 

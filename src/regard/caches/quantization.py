@@ -259,7 +259,7 @@ class Packed(Tensor):
     first, once; from then on it is they that are read and written, and `coded` is None. A kernel
     that reads codes asks for `coded` instead.
 
-    >>> from regard.caches.codes import quantise
+    >>> from regard.caches.quantization import quantise
     >>> x = torch.randn(1, 2, 8, 4)
     >>> made = quantise(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
     >>> packed = Packed.of(Coded(made, "channel", 8, x[:, :, :1]))

@@ -2,7 +2,7 @@
 the direction of writing.
 
 Whatever comes from a file, a prompt or a model reaches a terminal, a page or an error message
-through `shown` or `inert`.
+through `short_repr` or `escape_controls`.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from __future__ import annotations
 import re
 import reprlib
 
-LONGEST = 100
+MAX_LENGTH = 100
 """Letters of a foreign value in a message."""
-LINES = "\n\t\u200c\u200d\ufe0e\ufe0f"
+MULTILINE = "\n\t\u200c\u200d\ufe0e\ufe0f"
 """What a text of several lines keeps: ends of lines, tabs, and the marks that join letters and
 choose the form of a sign.
 """
 
-_WHOLE = re.compile("-?[0-9]{1,18}")
-_OBEYED = re.compile(
+_INTEGER = re.compile("-?[0-9]{1,18}")
+_CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufe00-\ufe0f\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e0fff]"
 )
 
 
-def inert(text: str, *, keep: str = "") -> str:
+def escape_controls(text: str, *, keep: str = "") -> str:
     """Text whose controls, and marks that turn the writing direction, are shown by their number,
     not obeyed.
 
     Args:
         text: of any origin.
-        keep: letters that stay as they are; `LINES` for a text of several lines.
+        keep: letters that stay as they are; `MULTILINE` for a text of several lines.
 
-    >>> inert("a\\x1b[31m\\u202e")
+    >>> escape_controls("a\\x1b[31m\\u202e")
     'a‹1B›[31m‹202E›'
-    >>> inert("two\\nlines\\r", keep=LINES)
+    >>> escape_controls("two\\nlines\\r", keep=MULTILINE)
     'two\\nlines‹0D›'
     """
 
     def number(found: re.Match[str]) -> str:
         return found[0] if found[0] in keep else f"‹{ord(found[0]):02X}›"
 
-    return _OBEYED.sub(number, text)
+    return _CONTROLS.sub(number, text)
 
 
-def shown(value: object, longest: int = LONGEST) -> str:
+def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
     """A value out of a file for a message: quoted as Python writes it, its control characters
     escaped, not too long.
 
@@ -52,43 +52,43 @@ def shown(value: object, longest: int = LONGEST) -> str:
         value: a text, a number, or lists and mappings of these.
         longest: the most letters, beside the quotes and the mark of a cut.
 
-    >>> print(shown("a" + chr(27) + "[2J"))
+    >>> print(short_repr("a" + chr(27) + "[2J"))
     'a\\x1b[2J'
-    >>> shown(["b" * 200])
+    >>> short_repr(["b" * 200])
     "['bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb..."
     """
     if isinstance(value, str):
         return repr(value) if len(value) <= longest else f"{value[:longest]!r}..."
     if isinstance(value, int) and value.bit_length() > 4 * longest:
         return f"an integer of {value.bit_length()} bits"
-    text = _Short(longest).repr(value)
+    text = _ShortRepr(longest).repr(value)
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
-def told(message: object, longest: int = 600) -> str:
-    """What another error says of a foreign file, for the error that replaces it: `inert`, of one
-    line, cut in its middle.
+def error_text(message: object, longest: int = 600) -> str:
+    """What another error says of a foreign file, for the error that replaces it: `escape_controls`,
+    of one line, cut in its middle.
 
-    >>> told(ValueError("a" + chr(27) + "b")), len(told("x" * 9999, 100))
+    >>> error_text(ValueError("a" + chr(27) + "b")), len(error_text("x" * 9999, 100))
     ('a‹1B›b', 105)
     """
     said = message.strerror if isinstance(message, OSError) and message.strerror else message
     text = " ".join(str(said).split("\n"))
     if len(text) > longest:
         text = f"{text[: longest * 2 // 3]} ... {text[-(longest // 3) - 1 :]}"
-    return inert(text)
+    return escape_controls(text)
 
 
-def whole(text: str) -> int | None:
+def parse_integer(text: str) -> int | None:
     """The whole number that a text is, or None: plain digits, at most 18, behind a minus or none.
 
-    >>> whole("-12"), whole("\u00b2"), whole("9" * 5000)
+    >>> parse_integer("-12"), parse_integer("\u00b2"), parse_integer("9" * 5000)
     (-12, None, None)
     """
-    return int(text) if _WHOLE.fullmatch(text) else None
+    return int(text) if _INTEGER.fullmatch(text) else None
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """`repr` that looks at no more of a value than is shown, and at its inside no deeper."""
 
     def __init__(self, longest: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import regard
 from regard import ArgumentError, ArgumentTypeError, Span, biases, masks
-from regard.arguments import check_groups, check_number, check_positions
+from regard.argument_checks import check_groups, check_number, check_positions
 from regard.ops.softmax import dispatch
 
 NAN, INF = float("nan"), float("inf")

@@ -7,11 +7,13 @@ read here (measured with version 0.8 on a file of 0.44 GB, on 1 thread):
 - A mapped file that is written later changes the weights of the running model. Here a tensor owns
   its memory, and a file that has changed since its header was checked is refused.
 - A mapped file lies in pages of 4 KiB, from which one core reads weights at 23 GB/s instead of 32
-  (LOG.md, `regard.pages`). A copy into large pages costs the same time as reading does here (0.07 s
-  for both), and its peak is 1.85 times the file, with the mapped pages; here it is 1.02 times.
+  (LOG.md, `regard.huge_pages`). A copy into large pages costs the same time as reading does here
+  (0.07 s for both), and its peak is 1.85 times the file, with the mapped pages; here it is 1.02
+  times.
 - The library takes any byte for a boolean. Here it is 0 or 1.
 
-`load` reads a whole file in the same way; caches, recordings and training checkpoints use it.
+`load_tensors` reads a whole file in the same way; caches, recordings and training checkpoints use
+it.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard import pages
+from regard import huge_pages
 from regard.errors import FileError
-from regard.files.header import Stored, read_header
-from regard.files.regular import Mark, fill, mark_of, opened
-from regard.foreign import shown
+from regard.files.regular_files import FileState, file_state, open_regular, read_into
+from regard.files.safetensors_header import StoredTensor, read_header
+from regard.untrusted_text import short_repr
 
 
-class Buffering(NamedTuple):
+class ReadBuffering(NamedTuple):
     """How much of a file is read at a time.
 
     The time goes into fresh memory, which the kernel clears page by page. On two busy cores a
@@ -54,20 +56,22 @@ class Buffering(NamedTuple):
     threads: int | None = None
 
 
-DEFAULT = Buffering()
+DEFAULT_BUFFERING = ReadBuffering()
 
 
 @dataclass
-class _Coming:
+class _PendingTensor:
     """A tensor whose bytes are being read."""
 
-    stored: Stored
+    stored: StoredTensor
     tensor: Tensor
     pieces: list[tuple[Future[None] | None, Callable[[], None]]]
 
 
-def read(
-    wanted: Sequence[Stored], marks: Mapping[Path, Mark], buffering: Buffering = DEFAULT
+def read_tensors(
+    wanted: Sequence[StoredTensor],
+    marks: Mapping[Path, FileState],
+    buffering: ReadBuffering = DEFAULT_BUFFERING,
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor, in the order wanted. Whoever stops early leaves no thread behind.
 
@@ -80,11 +84,11 @@ def read(
         FileError: a file has changed since, cannot be read, or holds a byte that is no boolean; or
             there is not enough memory.
 
-    >>> from regard.files.header import read_header
+    >>> from regard.files.safetensors_header import read_header
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.arange(3)}, "a.safetensors")
     >>> header = read_header(Path("a.safetensors"))
-    >>> list(read(header.tensors, {header.file: header.mark}))
+    >>> list(read_tensors(header.tensors, {header.file: header.mark}))
     [('a', tensor([0, 1, 2]))]
     """
     threads = buffering.threads
@@ -99,28 +103,28 @@ def read(
             pool.shutdown(cancel_futures=True)
 
 
-def load(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """All tensors of a safetensors file by name, and the texts of its `__metadata__`.
 
     Raises:
-        FileError: as `read_header` and `read`.
+        FileError: as `read_header` and `read_tensors`.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.ones(2)}, "a.safetensors", metadata={"by": "hand"})
-    >>> load(Path("a.safetensors"))
+    >>> load_tensors(Path("a.safetensors"))
     ({'a': tensor([1., 1.])}, {'by': 'hand'})
     """
     header = read_header(path)
-    return dict(read(header.tensors, {header.file: header.mark})), header.metadata
+    return dict(read_tensors(header.tensors, {header.file: header.mark})), header.metadata
 
 
 def _read(
-    wanted: Sequence[Stored],
-    marks: Mapping[Path, Mark],
-    buffering: Buffering,
+    wanted: Sequence[StoredTensor],
+    marks: Mapping[Path, FileState],
+    buffering: ReadBuffering,
     pool: ThreadPoolExecutor | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    coming: deque[_Coming] = deque()
+    coming: deque[_PendingTensor] = deque()
     ahead, rest = 0, deque(wanted)
     while rest or coming:
         while rest and (not coming or (pool and ahead + rest[0].bytes <= buffering.ahead)):
@@ -132,12 +136,15 @@ def _read(
         yield coming[0].stored.name, _finish(coming.popleft())
 
 
-def _start(stored: Stored, mark: Mark, size: int, pool: ThreadPoolExecutor | None) -> _Coming:
+def _start(
+    stored: StoredTensor, mark: FileState, size: int, pool: ThreadPoolExecutor | None
+) -> _PendingTensor:
     try:
-        tensor = pages.empty(stored.shape, dtype=stored.dtype)
+        tensor = huge_pages.empty(stored.shape, dtype=stored.dtype)
     except (RuntimeError, MemoryError) as e:
         raise FileError(
-            f"{stored.file}: {shown(stored.name)} needs {stored.bytes} bytes of memory, which are "
+            f"{stored.file}: {short_repr(stored.name)} needs {stored.bytes} bytes of memory, "
+            "which are "
             "not to be had"
         ) from e
     place = _bytes(tensor).numpy().data if stored.bytes else memoryview(b"")
@@ -145,7 +152,7 @@ def _start(stored: Stored, mark: Mark, size: int, pool: ThreadPoolExecutor | Non
         partial(_read_piece, stored, mark, place[at : at + size], at)
         for at in range(0, stored.bytes, size)
     ]
-    return _Coming(
+    return _PendingTensor(
         stored, tensor, [(pool.submit(piece) if pool else None, piece) for piece in pieces]
     )
 
@@ -154,17 +161,17 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _read_piece(stored: Stored, mark: Mark, place: memoryview, at: int) -> None:
-    with opened(stored.file) as (file, found):
+def _read_piece(stored: StoredTensor, mark: FileState, place: memoryview, at: int) -> None:
+    with open_regular(stored.file) as (file, found):
         if found == mark:
             file.seek(stored.start + at)
-            fill(file, place, stored.file)
-            found = mark_of(file)
+            read_into(file, place, stored.file)
+            found = file_state(file)
     if found != mark:
         raise FileError(f"{stored.file} was changed after its header was read; load it again")
 
 
-def _finish(coming: _Coming) -> Tensor:
+def _finish(coming: _PendingTensor) -> Tensor:
     for future, piece in coming.pieces:
         if (
             future is None or future.cancel()
@@ -176,7 +183,7 @@ def _finish(coming: _Coming) -> Tensor:
         largest = int(_bytes(coming.tensor).max())
         if largest > 1:
             raise FileError(
-                f"{coming.stored.file}: {shown(coming.stored.name)} is BOOL and holds a byte "
+                f"{coming.stored.file}: {short_repr(coming.stored.name)} is BOOL and holds a byte "
                 f"{largest}; "
                 "only 0 and 1 are booleans"
             )

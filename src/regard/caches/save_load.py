@@ -18,12 +18,12 @@ from regard.caches.base import CACHES, Cache, Contents, memory_of
 from regard.caches.ring import Rolling
 from regard.caches.state import HELD
 from regard.errors import ArgumentError, FileError
-from regard.files.reading import load as read_tensors
-from regard.files.strict import parse
-from regard.files.write import written
-from regard.foreign import shown, told
+from regard.files.atomic_write import write_atomically
+from regard.files.safetensors_reader import load_tensors as read_tensors
+from regard.files.strict_json import parse_json
 from regard.registry import is_own
-from regard.span import Span, count
+from regard.span import Span, slot_count
+from regard.untrusted_text import error_text, short_repr
 
 _KEY = "regard.cache"
 _FORMAT = 1
@@ -79,7 +79,7 @@ def save(cache: Cache, path: str | Path) -> None:
         "tensors": {name: list(x.shape) for name, x in tensors.items()},
     }
     try:
-        with written(path) as place:
+        with write_atomically(path) as place:
             save_file(tensors, place, metadata={_KEY: json.dumps(header)})
     except (OSError, SafetensorError) as error:
         raise FileError(
@@ -114,7 +114,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 
     kind = _kinds().get(header.kind)
     if kind is None:
         raise FileError(
-            f"{path}: the class {shown(header.kind)} is unknown; known: "
+            f"{path}: the class {short_repr(header.kind)} is unknown; known: "
             f"{', '.join(sorted(_kinds()))}"
         )
     try:
@@ -127,7 +127,8 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 
         _compare(contents, cache.contents())
     except (ArgumentError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
         raise FileError(
-            f"{path}: its contents do not make a {kind.__name__}: {told(error)}; save it again"
+            f"{path}: its contents do not make a {kind.__name__}: {error_text(error)}; save it "
+            "again"
         ) from error
     return cache
 
@@ -168,9 +169,11 @@ def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
             f"{path} holds no cache: its header has no {_KEY!r}; save(cache, path) writes one"
         )
     try:
-        return _header(parse(raw.encode("utf-8")), tensors), tensors
+        return _header(parse_json(raw.encode("utf-8")), tensors), tensors
     except ArgumentError as error:
-        raise FileError(f"{path}: the header of its cache {told(error)}; save it again") from error
+        raise FileError(
+            f"{path}: the header of its cache {error_text(error)}; save it again"
+        ) from error
 
 
 def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
@@ -182,13 +185,13 @@ def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
     """
     if found.get("format") != _FORMAT:
         raise ArgumentError(
-            f"has format {shown(found.get('format'))}; this version reads {_FORMAT}"
+            f"has format {short_repr(found.get('format'))}; this version reads {_FORMAT}"
         )
     kinds = {"class": str, "settings": dict, "spans": dict, "numbers": dict, "tensors": dict}
     for name, kind in kinds.items():
         if not isinstance(found.get(name), kind):
             raise ArgumentError(
-                f"has {shown(found.get(name))} as {name}; it must be a {kind.__name__}"
+                f"has {short_repr(found.get(name))} as {name}; it must be a {kind.__name__}"
             )
     spans = {name: _span(name, x) for name, x in found["spans"].items()}
     for name, x in (*found["numbers"].items(), *found["settings"].items()):
@@ -200,8 +203,9 @@ def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
         )
         name = wrong[0]
         raise ArgumentError(
-            f"lists {shown(name)} as {shown(found['tensors'].get(name))}, and the file holds "
-            f"{shown(given.get(name))}"
+            f"lists {short_repr(name)} as {short_repr(found['tensors'].get(name))}, and the file "
+            "holds "
+            f"{short_repr(given.get(name))}"
         )
     return _Header(found["class"], found["settings"], spans, found["numbers"])
 
@@ -210,7 +214,8 @@ def _span(name: str, found: Any) -> Span:
     whole = isinstance(found, list) and len(found) == 2 and all(type(i) is int for i in found)
     if not whole or abs(found[0]) > LONGEST or not 0 <= found[1] <= LONGEST:
         raise ArgumentError(
-            f"has the span {shown(found)} of {shown(name)}; it must be a start and a length, at "
+            f"has the span {short_repr(found)} of {short_repr(name)}; it must be a start and a "
+            "length, at "
             f"most {LONGEST} positions"
         )
     return Span(*found)
@@ -226,7 +231,8 @@ def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
             _check_number(name, x, among_settings=True)
     elif not plain and (type(found) is not int or abs(found) > LONGEST):
         raise ArgumentError(
-            f"has {shown(found)} as {shown(name)}; it must be an integer, at most {LONGEST}"
+            f"has {short_repr(found)} as {short_repr(name)}; it must be an integer, at most "
+            f"{LONGEST}"
         )
 
 
@@ -242,7 +248,7 @@ def _check_room(settings: Mapping[str, Any], contents: Contents, most: int) -> N
     needed = slots * sum(x.nbytes // max(1, x.shape[2]) for x in memory_of(contents) if x.ndim == 4)
     if needed > most or of("pages") > most // 64:
         raise ArgumentError(
-            f"its settings {shown(dict(settings))} reserve {max(needed, 64 * of('pages')):,} "
+            f"its settings {short_repr(dict(settings))} reserve {max(needed, 64 * of('pages')):,} "
             f"bytes, more than {most:,}; if that is meant, "
             "load(path, most=...) allows it"
         )
@@ -264,7 +270,9 @@ def _check(contents: Contents, cache: Cache) -> None:
         raise ArgumentError(f"lost is {lost.dtype}; it must be integers")
     # a ring's span says what it saw, not what its slots are
     seen = isinstance(cache, Rolling) and isinstance(positions, Span)
-    slots = None if positions is None or isinstance(positions, int) or seen else count(positions)
+    slots = (
+        None if positions is None or isinstance(positions, int) or seen else slot_count(positions)
+    )
     for i, x in enumerate(memory_of(contents)):
         if x.ndim != 4 or slots not in (None, x.shape[2]):
             raise ArgumentError(

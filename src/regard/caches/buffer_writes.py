@@ -9,15 +9,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.caches.base import Parts
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 
 
-def in_place(held: Parts, new: Parts) -> bool:
+def can_write_in_place(held: Parts, new: Parts) -> bool:
     """Whether writing into what is held is safe: no gradient needs the old values, and torch allows
     it.
 
     >>> x = torch.zeros(1, 1, 2, 1)
-    >>> in_place((x,), (x,)), in_place((x,), (x.clone().requires_grad_(),))
+    >>> can_write_in_place((x,), (x,)), can_write_in_place((x,), (x.clone().requires_grad_(),))
     (True, False)
     """
     if any(x.requires_grad for x in held):
@@ -28,14 +28,14 @@ def in_place(held: Parts, new: Parts) -> bool:
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in new))
 
 
-def put(held: Parts, new: Parts, start: int) -> Parts:
+def write_slots(held: Parts, new: Parts, start: int) -> Parts:
     """New slots [B,n,T,d] at slots start, start + 1, ... of what is held.
 
     >>> held = (torch.zeros(1, 1, 4, 1),)
-    >>> put(held, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
+    >>> write_slots(held, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
     [0.0, 1.0, 1.0, 0.0]
     """
-    if in_place(held, new):
+    if can_write_in_place(held, new):
         for old, x in zip(held, new, strict=True):
             old[:, :, start : start + x.shape[2]] = x
         return held
@@ -45,31 +45,32 @@ def put(held: Parts, new: Parts, start: int) -> Parts:
     )
 
 
-def put_at(
+def scatter_slots(
     held: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
-) -> tuple[Parts, Overwritten | None]:
+) -> tuple[Parts, OverwrittenSlots | None]:
     """New slots at `slots` [B or 1, T], distinct in each row, where `real`; and what they overwrote
     in place, if they did.
 
     >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
-    >>> now, before = put_at(held, new, torch.tensor([[2, 0]]), torch.tensor([[True, False]]))
+    >>> slots, real = torch.tensor([[2, 0]]), torch.tensor([[True, False]])
+    >>> now, before = scatter_slots(held, new, slots, real)
     >>> now[0].flatten().tolist()
     [0.0, 0.0, 5.0]
     >>> before.put_back(now)
     >>> now[0].flatten().tolist()
     [0.0, 0.0, 0.0]
     """
-    safe, results, before = in_place(held, new), [], []
+    safe, results, before = can_write_in_place(held, new), [], []
     for old, x in zip(held, new, strict=True):
         index = slots[:, None, :, None].expand(x.shape)
         was = old.gather(2, index)
         x = torch.where(real[:, None, :, None], x, was)
         results.append(old.scatter_(2, index, x) if safe else old.scatter(2, index, x))
         before.append(was)
-    return tuple(results), Overwritten(slots, tuple(before)) if safe else None
+    return tuple(results), OverwrittenSlots(slots, tuple(before)) if safe else None
 
 
-class Overwritten:
+class OverwrittenSlots:
     """What the last step overwrote: values at slots [B or 1, T]."""
 
     def __init__(self, slots: Tensor, values: Parts) -> None:
@@ -81,11 +82,11 @@ class Overwritten:
             old.scatter_(2, self.slots[:, None, :, None].expand(x.shape), x)
 
 
-def spread(held: Parts, new: Parts, source: Int[Tensor, "b S"]) -> Parts:
+def fill_slots(held: Parts, new: Parts, source: Int[Tensor, "b S"]) -> Parts:
     """A copy of what is held, with new slot source[b, j] at slot j; -1 leaves slot j as it is.
 
     >>> held, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
-    >>> spread(held, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()
+    >>> fill_slots(held, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()
     [6.0, 0.0, 5.0]
     """
     index, taken = source.clamp(min=0)[:, None, :, None], (source >= 0)[:, None, :, None]

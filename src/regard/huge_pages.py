@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from regard.process import is_compiling
+from regard.process_state import is_compiling
 
-LARGE = 4 << 20
+HUGE_PAGE_THRESHOLD = 4 << 20
 """Bytes from which on numpy asks the system for large pages."""
 
-LINE = 64
+CACHE_LINE = 64
 """Bytes of a cache line, at which memory begins."""
 
 
@@ -31,10 +31,10 @@ def empty(
     torch.Size([2, 3])
     """
     size = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or size < LARGE or is_compiling():
+    if torch.device(device).type != "cpu" or size < HUGE_PAGE_THRESHOLD or is_compiling():
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = np.empty(size + LINE, np.uint8)
-    first = -memory.ctypes.data % LINE
+    memory = np.empty(size + CACHE_LINE, np.uint8)
+    first = -memory.ctypes.data % CACHE_LINE
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
@@ -47,25 +47,25 @@ def empty_like(x: Tensor, shape: Sequence[int]) -> Tensor:
     return empty(shape, dtype=x.dtype, device=x.device)
 
 
-def settled(x: Tensor) -> Tensor:
+def to_huge_pages(x: Tensor) -> Tensor:
     """A tensor's numbers in large pages; the tensor itself where it is small, or not on a CPU.
 
     >>> x = torch.randn(2, 3)
-    >>> settled(x) is x
+    >>> to_huge_pages(x) is x
     True
     """
-    return empty_like(x, x.shape).copy_(x) if x.is_cpu and x.nbytes >= LARGE else x
+    return empty_like(x, x.shape).copy_(x) if x.is_cpu and x.nbytes >= HUGE_PAGE_THRESHOLD else x
 
 
-def settle(module: nn.Module) -> None:
+def module_to_huge_pages(module: nn.Module) -> None:
     """Move the large parameters of a module on a CPU into large pages; nothing else about them
     changes. `regard.load` has done so.
 
     >>> layer = nn.Linear(2048, 2048)
     >>> before = layer.weight.detach().clone()
-    >>> settle(layer)
+    >>> module_to_huge_pages(layer)
     >>> torch.equal(layer.weight, before)
     True
     """
     for parameter in module.parameters():  # each once, shared or not
-        parameter.data = settled(parameter.data)
+        parameter.data = to_huge_pages(parameter.data)

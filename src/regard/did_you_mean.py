@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST = 100
+MAX_COMPARED = 100
 """Letters of a mistyped name that are compared: comparing takes quadratic time."""
 
 
@@ -28,25 +28,25 @@ def suggest(
     >>> suggest("x", ["window"], otherwise=".")
     '.'
     """
-    from regard.foreign import shown
+    from regard.untrusted_text import short_repr
 
-    near = nearest(name, known, most=most, cutoff=cutoff)
-    return f"; did you mean {' or '.join(map(shown, near))}?" if near else otherwise
+    near = close_matches(name, known, most=most, cutoff=cutoff)
+    return f"; did you mean {' or '.join(map(short_repr, near))}?" if near else otherwise
 
 
-def nearest(
+def close_matches(
     name: object,
     known: Iterable[str],
     *,
     most: int = 1,
     cutoff: float = 0.6,
-    longest: int = LONGEST,
+    longest: int = MAX_COMPARED,
 ) -> list[str]:
     """The known names that are most like a given one, the nearest first, at most `most`.
 
     Of the given name its first `longest` letters are compared.
 
-    >>> nearest("fourty", ["forty", "four", "two"], most=2)
+    >>> close_matches("fourty", ["forty", "four", "two"], most=2)
     ['forty', 'four']
     """
     import difflib  # only an error needs it

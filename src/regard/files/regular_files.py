@@ -12,9 +12,9 @@ from io import FileIO
 from pathlib import Path
 
 from regard.errors import FileError
-from regard.foreign import shown
+from regard.untrusted_text import short_repr
 
-_LONGEST_NAME = 255
+_MAX_NAME_LENGTH = 255
 _SHARED = re.compile(r"[0-9a-f]{64}")
 """What a file of the store that huggingface_hub 2 shares among repositories is called: its hash."""
 _KINDS = (
@@ -27,7 +27,7 @@ _KINDS = (
 
 
 @dataclass(frozen=True)
-class Mark:
+class FileState:
     """What tells one state of a file from another."""
 
     device: int
@@ -36,7 +36,7 @@ class Mark:
     changed: int
 
 
-def inside(folder: Path, name: str) -> Path:
+def checked_path(folder: Path, name: str) -> Path:
     """The path of a regular file of a model folder, whoever chose its name.
 
     The name is plain: no separator, no "..", no drive, no control character. A link may lead to a
@@ -52,12 +52,12 @@ def inside(folder: Path, name: str) -> Path:
         FileError: the name is not plain; or there is no such file, it is not regular, or a link
             leads out.
 
-    >>> inside(Path("model"), "../secrets")
+    >>> checked_path(Path("model"), "../secrets")
     Traceback (most recent call last):
     regard.errors.FileError: model: '../secrets' is no plain file name; a model's
     files lie in its own folder
     """
-    check_name(folder, name)
+    check_file_name(folder, name)
     path = folder / name
     try:
         if path.is_symlink():
@@ -73,17 +73,18 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def check_name(folder: Path, name: str) -> None:
+def check_file_name(folder: Path, name: str) -> None:
     """Refuse a file's name that could lead out of a folder: one with a separator, a drive or a
     control character, or "..".
 
     Raises:
         FileError: the name is not plain.
     """
-    plain = name not in ("", ".", "..") and len(name) <= _LONGEST_NAME and name.isprintable()
+    plain = name not in ("", ".", "..") and len(name) <= _MAX_NAME_LENGTH and name.isprintable()
     if not plain or any(mark in name for mark in "/\\:"):
         raise FileError(
-            f"{folder}: {shown(name)} is no plain file name; a model's files lie in its own folder"
+            f"{folder}: {short_repr(name)} is no plain file name; a model's files lie in its own "
+            "folder"
         )
 
 
@@ -92,7 +93,7 @@ def _check_link(path: Path, folder: Path) -> None:
         target = path.resolve(strict=True)
     except FileNotFoundError:
         raise FileError(
-            f"{path} is a link to {shown(str(path.readlink()))}, which is missing; is it a "
+            f"{path} is a link to {short_repr(str(path.readlink()))}, which is missing; is it a "
             "partial download?"
         ) from None
     allowed = [folder]
@@ -104,7 +105,8 @@ def _check_link(path: Path, folder: Path) -> None:
                 allowed.append(repository.parent / "blobs" / target.name[:2])
     if target.parent not in allowed:
         raise FileError(
-            f"{path} is a link out of its folder, to {shown(str(target))}, and is not followed; "
+            f"{path} is a link out of its folder, to {short_repr(str(target))}, and is not "
+            "followed; "
             f"if that is meant, copy the files: `cp -rL {folder} COPY`"
         )
 
@@ -120,25 +122,25 @@ def _unreadable(path: Path, error: Exception) -> FileError:
     return FileError(f"{path} cannot be read: {said or error}")
 
 
-def present(folder: Path, name: str) -> Path | None:
+def checked_path_or_none(folder: Path, name: str) -> Path | None:
     """Return the checked path of a file that a folder may lack: None where nothing has the name,
     not even a broken link.
 
     Raises:
-        FileError: as `inside`.
+        FileError: as `checked_path`.
 
-    >>> present(Path(), "no such file") is None
+    >>> checked_path_or_none(Path(), "no such file") is None
     True
     """
     try:
         (folder / name).lstat()
     except (OSError, ValueError):
         return None
-    return inside(folder, name)
+    return checked_path(folder, name)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[FileIO, Mark]]:
+def open_regular(path: Path) -> Iterator[tuple[FileIO, FileState]]:
     """A regular file for reading, unbuffered, and what tells its present state from another.
 
     Nothing that is not regular is waited for: a pipe without a writer is refused at once.
@@ -147,7 +149,7 @@ def opened(path: Path) -> Iterator[tuple[FileIO, Mark]]:
         FileError: it is missing, not regular, or cannot be read.
 
     >>> _ = Path("notes").write_text("abc")
-    >>> with opened(Path("notes")) as (file, mark):
+    >>> with open_regular(Path("notes")) as (file, mark):
     ...     file.read(2), mark.size
     (b'ab', 3)
     """
@@ -157,7 +159,7 @@ def opened(path: Path) -> Iterator[tuple[FileIO, Mark]]:
         with os.fdopen(os.open(path, flags | getattr(os, "O_CLOEXEC", 0)), "rb", 0) as file:
             status = os.fstat(file.fileno())
             _check_regular(path, status)
-            yield file, _mark(status)
+            yield file, _state_from_stat(status)
     except FileNotFoundError:
         raise FileError(f"{path} is missing") from None
     except FileError:
@@ -166,64 +168,64 @@ def opened(path: Path) -> Iterator[tuple[FileIO, Mark]]:
         raise _unreadable(path, e) from e
 
 
-def mark_of(file: FileIO) -> Mark:
+def file_state(file: FileIO) -> FileState:
     """The present state of an open file."""
-    return _mark(os.fstat(file.fileno()))
+    return _state_from_stat(os.fstat(file.fileno()))
 
 
-def _mark(status: os.stat_result) -> Mark:
-    return Mark(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+def _state_from_stat(status: os.stat_result) -> FileState:
+    return FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def whole(path: Path, limit: int) -> bytes:
+def read_bytes(path: Path, limit: int) -> bytes:
     """All bytes of a regular file that is no larger than a limit.
 
     Raises:
         FileError: it is missing, not regular, larger, or cannot be read.
 
     >>> _ = Path("notes").write_text("abc")
-    >>> whole(Path("notes"), 3)
+    >>> read_bytes(Path("notes"), 3)
     b'abc'
     """
-    with opened(path) as (file, mark):
+    with open_regular(path) as (file, mark):
         if mark.size > limit:
             raise FileError(f"{path} has {mark.size} bytes; at most {limit} are read")
-        return exactly(file, mark.size, path)
+        return read_exactly(file, mark.size, path)
 
 
-def text(path: Path, limit: int) -> str:
+def read_text(path: Path, limit: int) -> str:
     """A regular file as UTF-8 text.
 
     Raises:
-        FileError: as `whole`, or it is not UTF-8.
+        FileError: as `read_bytes`, or it is not UTF-8.
 
     >>> _ = Path("notes").write_text("né", "utf-8")
-    >>> text(Path("notes"), 3)
+    >>> read_text(Path("notes"), 3)
     'né'
     """
     try:
-        return whole(path, limit).decode("utf-8")
+        return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as e:
         raise FileError(f"{path} is no text: not UTF-8 at byte {e.start}") from None
 
 
-def exactly(file: FileIO, count: int, path: Path) -> bytes:
+def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
     """The next so many bytes of a file.
 
     Raises:
         FileError: it ends before.
 
     >>> _ = Path("notes").write_text("abc")
-    >>> with opened(Path("notes")) as (file, _):
-    ...     exactly(file, 3, Path("notes"))
+    >>> with open_regular(Path("notes")) as (file, _):
+    ...     read_exactly(file, 3, Path("notes"))
     b'abc'
     """
     found = bytearray(count)
-    fill(file, memoryview(found), path)
+    read_into(file, memoryview(found), path)
     return bytes(found)
 
 
-def fill(file: FileIO, place: memoryview, path: Path) -> None:
+def read_into(file: FileIO, place: memoryview, path: Path) -> None:
     """Read a file into memory until the memory is full; one call of the system may give less.
 
     Raises:
@@ -231,8 +233,8 @@ def fill(file: FileIO, place: memoryview, path: Path) -> None:
 
     >>> _ = Path("notes").write_text("abc")
     >>> place = bytearray(2)
-    >>> with opened(Path("notes")) as (file, _):
-    ...     fill(file, memoryview(place), Path("notes"))
+    >>> with open_regular(Path("notes")) as (file, _):
+    ...     read_into(file, memoryview(place), Path("notes"))
     >>> place
     bytearray(b'ab')
     """

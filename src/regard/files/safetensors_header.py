@@ -34,9 +34,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from regard.errors import ArgumentError, FileError
-from regard.files import strict
-from regard.files.regular import Mark, exactly, opened
-from regard.foreign import shown, told
+from regard.files import strict_json
+from regard.files.regular_files import FileState, open_regular, read_exactly
+from regard.untrusted_text import error_text, short_repr
 
 HEADER_LIMIT = 100_000_000
 """Most bytes of a header: the official reader's bound."""
@@ -71,7 +71,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where a tensor lies: `bytes` bytes of `file`, from `start` on, little-endian and row by
     row.
     """
@@ -91,9 +91,9 @@ class Header:
     """
 
     file: Path
-    tensors: tuple[Stored, ...]
+    tensors: tuple[StoredTensor, ...]
     metadata: Mapping[str, str]
-    mark: Mark
+    mark: FileState
 
 
 def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
@@ -113,21 +113,21 @@ def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
     >>> stored.name, stored.dtype, stored.shape, stored.bytes
     ('a', torch.float32, (2, 3), 24)
     """
-    with opened(path) as (file, mark):
+    with open_regular(path) as (file, mark):
         head = file.read(64)
         length = _length(path, head, mark.size)
         file.seek(8)
-        raw = exactly(file, length, path)
+        raw = read_exactly(file, length, path)
     data = mark.size - 8 - length
     try:
-        table = strict.parse(raw)
+        table = strict_json.parse_json(raw)
         metadata = table.pop("__metadata__", {})
         if len(table) > limit:
             raise ArgumentError(f"names {len(table)} tensors; at most {limit} are read")
         _check_with_library(path, table, data, mark.size)
-        found = [_stored(name, entry, path, 8 + length) for name, entry in table.items()]
+        found = [_stored_tensor(name, entry, path, 8 + length) for name, entry in table.items()]
     except ArgumentError as e:
-        raise refused(path, f"its header {e}") from e
+        raise invalid_file(path, f"its header {e}") from e
     found.sort(key=lambda x: (x.start, x.bytes))  # an empty tensor before the one that begins there
     return Header(path, tuple(found), metadata, mark)
 
@@ -140,15 +140,15 @@ def _length(path: Path, head: bytes, size: int) -> int:
     if len(head) >= 8 and allowed and head[8:9] in (b"{", b""):
         if length <= size - 8:
             return length
-        raise refused(path, f"its header alone needs {8 + length}", _partial(size))
-    kind = instead(head)
+        raise invalid_file(path, f"its header alone needs {8 + length}", _partial(size))
+    kind = identify_format(head)
     if kind:
-        raise refused(path, "its first bytes are no header's length", kind)
+        raise invalid_file(path, "its first bytes are no header's length", kind)
     if len(head) < 8:
-        raise refused(path, "a header's length has 8", _partial(size))
+        raise invalid_file(path, "a header's length has 8", _partial(size))
     if not allowed:
-        raise refused(path, f"its header has {length} bytes; 2 to {HEADER_LIMIT} are allowed")
-    raise refused(path, f"its header does not begin with {{ but with {head[8:16]!r}")
+        raise invalid_file(path, f"its header has {length} bytes; 2 to {HEADER_LIMIT} are allowed")
+    raise invalid_file(path, f"its header does not begin with {{ but with {head[8:16]!r}")
 
 
 def _partial(size: int) -> str:
@@ -167,51 +167,52 @@ def _check_with_library(path: Path, table: Mapping[str, Any], data: int, size: i
     except (SafetensorError, OSError) as e:
         if "ncomplete" in str(e):  # how it says that the data is longer or shorter than described
             _check_length(path, table, data, size)
-        raise refused(path, f"its header is refused by safetensors: {told(e)}") from e
+        raise invalid_file(path, f"its header is refused by safetensors: {error_text(e)}") from e
 
 
 def _check_length(path: Path, table: Mapping[str, Any], data: int, size: int) -> None:
     """The data is as long as the header says: the commonest damage has a message of its own."""
     end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
     if data < end:
-        raise refused(
+        raise invalid_file(
             path,
             f"its data ends after {data} of {end} bytes",
             f"it has {size} of {size - data + end} bytes; is it a partial download?",
         )
     if data > end:
-        raise refused(
+        raise invalid_file(
             path,
             f"{data - end} bytes follow its last tensor",
-            f"it has {size} bytes, {size - data + end} are described; {AGAIN}",
+            f"it has {size} bytes, {size - data + end} are described; {DOWNLOAD_AGAIN}",
         )
 
 
-def _stored(name: str, entry: Any, path: Path, base: int) -> Stored:
+def _stored_tensor(name: str, entry: Any, path: Path, base: int) -> StoredTensor:
     """One entry that the library has accepted, and whether torch can hold it."""
     if len(name) > NAME_LIMIT:
         raise ArgumentError(f"has a name of {len(name)} letters; at most {NAME_LIMIT} are allowed")
     dtype = entry.get("dtype") if isinstance(entry, dict) else None
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ArgumentError(
-            f"gives {shown(name)} the dtype {shown(dtype)}; allowed: {', '.join(DTYPES)}"
+            f"gives {short_repr(name)} the dtype {short_repr(dtype)}; allowed: {', '.join(DTYPES)}"
         )
     shape, (start, end) = entry["shape"], entry["data_offsets"]
     if len(shape) > DIMENSION_LIMIT:
         raise ArgumentError(
-            f"gives {shown(name)} {len(shape)} dimensions; at most {DIMENSION_LIMIT} are allowed"
+            f"gives {short_repr(name)} {len(shape)} dimensions; at most {DIMENSION_LIMIT} are "
+            "allowed"
         )
     if math.prod(max(1, x) for x in shape) * DTYPES[dtype].itemsize >= 1 << 63:
-        raise ArgumentError(f"gives {shown(name)} the shape {shape}, which torch cannot count")
-    return Stored(name, DTYPES[dtype], tuple(shape), path, base + start, end - start)
+        raise ArgumentError(f"gives {short_repr(name)} the shape {shape}, which torch cannot count")
+    return StoredTensor(name, DTYPES[dtype], tuple(shape), path, base + start, end - start)
 
 
-PICKLE = "which is never opened; convert it to safetensors elsewhere"
+PICKLE_ADVICE = "which is never opened; convert it to safetensors elsewhere"
 _BEGINNINGS = {
     b"version https://git-lfs": "a Git LFS pointer; fetch the file itself with `git lfs pull`",
     b"<": "a web page, not the file; download it again",
-    b"PK": f"a zip or a PyTorch pickle, {PICKLE}",
-    b"\x80": f"a pickle, {PICKLE}",
+    b"PK": f"a zip or a PyTorch pickle, {PICKLE_ADVICE}",
+    b"\x80": f"a pickle, {PICKLE_ADVICE}",
     b"\x1f\x8b": "a gzip archive; unpack it with `gunzip`",
     b"BZh": "a bzip2 archive; unpack it with `bunzip2`",
     b"\x28\xb5\x2f\xfd": "a zstandard archive; unpack it with `unzstd`",
@@ -225,14 +226,14 @@ _BEGINNINGS = {
 then {.
 """
 
-AGAIN = "download it again, or write it again with safetensors"
+DOWNLOAD_AGAIN = "download it again, or write it again with safetensors"
 """The next step where a file is damaged."""
 
 
-def instead(head: bytes) -> str:
+def identify_format(head: bytes) -> str:
     """What the first bytes of a file say it is, with the next step; "" where they say nothing.
 
-    >>> instead(b"PK and so on")
+    >>> identify_format(b"PK and so on")
     'it is a zip or a PyTorch pickle, which is never opened; convert it to safetensors elsewhere'
     """
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
@@ -241,10 +242,12 @@ def instead(head: bytes) -> str:
     )
 
 
-def refused(path: Path, reason: str, step: str = f"it is damaged; {AGAIN}") -> FileError:
+def invalid_file(
+    path: Path, reason: str, step: str = f"it is damaged; {DOWNLOAD_AGAIN}"
+) -> FileError:
     """The error of a file that is no safetensors file: what is wrong with it, and what to do.
 
-    >>> print(refused(Path("a"), "its header is no JSON", "write it again"))
+    >>> print(invalid_file(Path("a"), "its header is no JSON", "write it again"))
     a is not a whole safetensors file (its header is no JSON): write it again
     """
     return FileError(f"{path} is not a whole safetensors file ({reason}): {step}")

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, Span
-from regard.suggest import suggest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,14 +49,16 @@ def checks(*, finite: bool = True) -> Iterator[None]:
         _finite.reset(token)
 
 
-def checks_finite() -> bool:
+def finite_checks_enabled() -> bool:
     """Whether `checks(finite=True)` is on."""
     return _finite.get()
 
 
 def check_finite(**tensors: Tensor) -> None:
     """Raise for the first tensor with a NaN or an infinity, if `checks(finite=True)` is on."""
-    from regard.process import is_compiling  # it needs torch, which must not be there at the start
+    from regard.process_state import (
+        is_compiling,  # it needs torch, which must not be there at the start
+    )
 
     if is_compiling() or not _finite.get():
         return
@@ -70,7 +72,7 @@ def check_finite(**tensors: Tensor) -> None:
             )
 
 
-def check_names(function: str, given: Collection[str], allowed: Collection[str]) -> None:
+def check_keyword_names(function: str, given: Collection[str], allowed: Collection[str]) -> None:
     """Raise for a keyword argument that a function does not have: one that is dropped would do
     nothing without a word.
 
@@ -82,7 +84,7 @@ def check_names(function: str, given: Collection[str], allowed: Collection[str])
     Raises:
         ArgumentTypeError: a name is not allowed; the message has the nearest one that is.
 
-    >>> check_names("record", ["head"], ["heads", "rows"])
+    >>> check_keyword_names("record", ["head"], ["heads", "rows"])
     Traceback (most recent call last):
     regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
     """
@@ -135,7 +137,7 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
 
 def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
     """As `check_query_key`, and v [B,G,S,E] goes with k."""
-    if _fit(q, k, v):
+    if _all_fit(q, k, v):
         return
     check_query_key(q, k)
     check_tensor("value", v)
@@ -163,7 +165,7 @@ def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _fit(q: object, k: object, v: object) -> bool:
+def _all_fit(q: object, k: object, v: object) -> bool:
     """All of it at once, for the common case: what is wrong is found out only when something is."""
     import torch
 
@@ -205,13 +207,13 @@ def check_groups(heads: int, groups: int) -> None:
         )
 
 
-def head_size(dim: int, heads: int, head_dim: int | None) -> int:
+def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
     """The given head dim, or dim / heads where that is whole.
 
     Raises:
         ArgumentError: no head dim is given, and dim is not divisible by heads.
 
-    >>> head_size(32, 4, None)
+    >>> resolve_head_dim(32, 4, None)
     8
     """
     if head_dim is not None:

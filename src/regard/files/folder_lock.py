@@ -23,12 +23,12 @@ try:
 except ImportError:  # pragma: no cover  (Windows)
     fcntl = None  # type: ignore[assignment]
 
-WRITING = ".writing-"
+WRITING_PREFIX = ".writing-"
 """What the name of a folder begins with while it is being written."""
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def folder_locked(folder: Path) -> Iterator[None]:
     """Keep every other process, and every other part of this one, from locking a folder while the
     block runs.
 
@@ -38,33 +38,33 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         FileError: it is locked already; or it cannot be opened.
 
-    >>> with locked(Path()):
-    ...     with locked(Path()):
+    >>> with folder_locked(Path()):
+    ...     with folder_locked(Path()):
     ...         pass
     Traceback (most recent call last):
     regard.errors.FileError: . is being written by another run; wait until that
     ends, or give another folder
     """
     try:
-        handle = hold(folder)
+        handle = try_lock(folder)
     except OSError as error:
         raise FileError(f"{folder} cannot be locked: {error.strerror or error}") from error
     if handle is None:
-        raise in_use(folder)
+        raise in_use_error(folder)
     try:
         yield
     finally:
         os.close(handle)
 
 
-def in_use(folder: Path) -> FileError:
+def in_use_error(folder: Path) -> FileError:
     """The error of a folder that another run is writing."""
     return FileError(
         f"{folder} is being written by another run; wait until that ends, or give another folder"
     )
 
 
-def hold(folder: Path) -> int | None:
+def try_lock(folder: Path) -> int | None:
     """Lock a folder and give the descriptor that holds the lock until it is closed; None if
     somebody else has it.
 
@@ -74,7 +74,7 @@ def hold(folder: Path) -> int | None:
     """
     flags = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
     # a folder that the user names may be a link; those that are swept may not
-    folder = folder if folder.name.startswith(WRITING) else folder.resolve()
+    folder = folder if folder.name.startswith(WRITING_PREFIX) else folder.resolve()
     handle = os.open(folder, os.O_RDONLY | flags)
     try:
         if fcntl is not None:
@@ -84,13 +84,13 @@ def hold(folder: Path) -> int | None:
         return None
     except OSError:
         pass  # a file system without locks
-    if not holds(handle, folder):
+    if not is_same_folder(handle, folder):
         os.close(handle)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
     return handle
 
 
-def holds(handle: int, folder: Path) -> bool:
+def is_same_folder(handle: int, folder: Path) -> bool:
     """Whether a path is still the folder that a descriptor has open."""
     try:
         return os.path.samestat(os.fstat(handle), folder.stat(follow_symlinks=False))
@@ -98,7 +98,7 @@ def holds(handle: int, folder: Path) -> bool:
         return False
 
 
-def sweep(folder: Path, name: str | None = None) -> int:
+def delete_abandoned(folder: Path, name: str | None = None) -> int:
     """Delete the folders that killed writers left; those of living ones, which hold their locks,
     stay.
 
@@ -110,12 +110,12 @@ def sweep(folder: Path, name: str | None = None) -> int:
         How many were deleted.
 
     >>> Path(".writing-model-1").mkdir()
-    >>> sweep(Path())
+    >>> delete_abandoned(Path())
     1
-    >>> sweep(Path("no/such/folder"))
+    >>> delete_abandoned(Path("no/such/folder"))
     0
     """
-    start = WRITING if name is None else f"{WRITING}{label(name)}-"
+    start = WRITING_PREFIX if name is None else f"{WRITING_PREFIX}{short_label(name)}-"
     try:
         left = [path for path in folder.iterdir() if f"{path.name}-".startswith(start)]
     except OSError:
@@ -123,7 +123,7 @@ def sweep(folder: Path, name: str | None = None) -> int:
     swept = 0
     for path in left:
         try:
-            handle = hold(path)
+            handle = try_lock(path)
         except OSError:  # gone, or none of ours
             continue
         if handle is not None:
@@ -133,7 +133,7 @@ def sweep(folder: Path, name: str | None = None) -> int:
     return swept
 
 
-def label(name: str) -> str:
+def short_label(name: str) -> str:
     """A name as it stands in the name of a folder that is being written: no longer than a file
     system allows.
     """

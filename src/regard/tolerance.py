@@ -14,11 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+ERROR_FACTOR, GRADIENT_ERROR_FACTOR = 2.0, 3.0
 """How many times the error of plain computation is allowed: for results, and for gradients."""
 
 
-def allowed_error(plains: Sequence[Tensor], reference: Tensor, factor: float = FACTOR) -> float:
+def allowed_error(
+    plains: Sequence[Tensor], reference: Tensor, factor: float = ERROR_FACTOR
+) -> float:
     """The right side of the rule. Only places where the reference is finite count.
 
     Args:

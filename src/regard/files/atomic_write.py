@@ -11,11 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from regard.errors import FileError
-from regard.files.lock import WRITING, hold, holds, in_use, label, sweep
+from regard.files.folder_lock import (
+    WRITING_PREFIX,
+    delete_abandoned,
+    in_use_error,
+    is_same_folder,
+    short_label,
+    try_lock,
+)
 
 
 @contextmanager
-def workplace(target: Path, *, alone: bool = False) -> Iterator[Path]:
+def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
     """A new folder beside a target, which is gone at the end unless it was renamed; what killed
     writers left is swept.
 
@@ -28,41 +35,41 @@ def workplace(target: Path, *, alone: bool = False) -> Iterator[Path]:
         FileError: `alone`, and another run writes the target.
         OSError: the folder cannot be made.
 
-    >>> with workplace(Path("model")) as folder:
+    >>> with temporary_folder(Path("model")) as folder:
     ...     _ = (folder / "config.json").write_text("{}")
     ...     _ = folder.rename("model")
     >>> [path.name for path in Path("model").iterdir()]
     ['config.json']
     """
-    sweep(target.parent, target.name)
-    made, handle = _taken(target, alone=alone)
+    delete_abandoned(target.parent, target.name)
+    made, handle = _locked_new_folder(target, alone=alone)
     try:
         yield made
     finally:
-        if holds(handle, made):
+        if is_same_folder(handle, made):
             shutil.rmtree(made, ignore_errors=True)
         os.close(handle)
 
 
-def _taken(target: Path, *, alone: bool) -> tuple[Path, int]:
+def _locked_new_folder(target: Path, *, alone: bool) -> tuple[Path, int]:
     """A folder that is there, empty, and locked by this process."""
     while True:
         mark = "" if alone else f"-{secrets.token_hex(4)}"
-        made = target.parent / f"{WRITING}{label(target.name)}{mark}"
+        made = target.parent / f"{WRITING_PREFIX}{short_label(target.name)}{mark}"
         made.mkdir(exist_ok=alone)
         try:
-            handle = hold(made)
+            handle = try_lock(made)
         except FileNotFoundError:  # swept, or renamed by its owner, before the lock was had
             continue
         if handle is not None:
             return made, handle
         if alone:
-            raise in_use(target)
+            raise in_use_error(target)
         # another writer looks whether this new folder was left behind: take a new name
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Where to write a file, which is then synced and put in its place; after an error the old one
     is as it was.
 
@@ -74,35 +81,35 @@ def written(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the disk refuses.
 
-    >>> with written(Path("notes")) as place:
+    >>> with write_atomically(Path("notes")) as place:
     ...     _ = place.write_text("whole")
     >>> Path("notes").read_text()
     'whole'
     """
-    with workplace(path) as folder:
+    with temporary_folder(path) as folder:
         made = folder / path.name
         yield made
         if path.exists():
             made.chmod(stat.S_IMODE(path.stat().st_mode))
-        sync(made)
+        sync_to_disk(made)
         made.replace(path)
-        sync(path.parent)
+        sync_to_disk(path.parent)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def write_user_file(path: Path) -> Iterator[Path]:
     """Write a file whose name a user gave, whole or not at all, and raise the package's own error
     if that fails.
 
     Raises:
-        FileError: as `check_target`, or the disk refuses.
+        FileError: as `check_writable`, or the disk refuses.
 
-    >>> with replacing(Path("page.html")) as place:
+    >>> with write_user_file(Path("page.html")) as place:
     ...     _ = place.write_text("<p>")
     """
-    check_target(path)
+    check_writable(path)
     try:
-        with written(path) as place:
+        with write_atomically(path) as place:
             yield place
     except FileError:
         raise
@@ -110,13 +117,13 @@ def replacing(path: Path) -> Iterator[Path]:
         raise FileError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def check_place(path: Path) -> None:
+def check_is_file_name(path: Path) -> None:
     """Refuse a path that does not name a file of a folder that is there.
 
     Raises:
         FileError: it is a folder or a device, or its folder is missing.
 
-    >>> check_place(Path("no such folder/page.html"))
+    >>> check_is_file_name(Path("no such folder/page.html"))
     Traceback (most recent call last):
     regard.errors.FileError: no such folder/page.html: there is no folder
     'no such folder'; make it first
@@ -131,20 +138,20 @@ def check_place(path: Path) -> None:
         raise FileError(f"{path}: there is no folder {str(path.parent)!r}; make it first")
 
 
-def check_target(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Refuse a path that cannot be written, before anything is computed.
 
     Raises:
-        FileError: as `check_place`; or the file or its folder cannot be written.
+        FileError: as `check_is_file_name`; or the file or its folder cannot be written.
 
-    >>> check_target(Path("page.html"))
+    >>> check_writable(Path("page.html"))
     """
-    check_place(path)
+    check_is_file_name(path)
     if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
         raise FileError(f"{path} cannot be written: permission denied; choose another place")
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Have a file or folder reach the disk: a rename must not be there before what it names."""
     handle = os.open(path, os.O_RDONLY)
     try:

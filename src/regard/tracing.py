@@ -1,0 +1,344 @@
+"""Taps: identity calls at named places in the computation, and `Trace`, which captures or edits
+what passes there.
+
+The names are `q k v scores pattern z out`; a model puts each at a place, so that a full name is
+`layers.3.pattern`. `scores` and `pattern` exist only in the reference kernel: a fused kernel
+refuses a call in which somebody asks for them.
+
+Each thread has one stack of open traces, and every tap passes through the whole stack: first all
+edits, the outermost trace's first, then all captures. So a function that measures a model within
+somebody's edit measures the edited model. A tap costs one look at an empty stack when nobody
+listens, and nothing in a compiled graph.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+
+from regard.did_you_mean import close_matches
+from regard.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TAP_NAMES = ("q", "k", "v", "scores", "pattern", "z", "out")
+"""What can be tapped, in the order in which it is computed."""
+
+OnMissing = Literal["warn", "ignore"]
+"""What a trace does about a capture that it was asked for, and that no tap gave."""
+
+_NO_SCOPE: AbstractContextManager[None] = nullcontext()
+
+
+class _ThreadState(threading.local):
+    """What one thread has open: its traces, the outermost first, and the names of the places that
+    it is in.
+    """
+
+    def __init__(
+        self,
+    ) -> None:  # of each thread; a default on the class would escape the compiler's guards
+        self.stack: tuple[ActiveTrace, ...] = ()
+        self.places: tuple[str, ...] = ()
+
+
+_state = _ThreadState()
+
+
+class ActiveTrace:
+    """A trace while one thread has it open. Its names of places begin where it was opened.
+
+    times: how often it was entered within itself. passed: full names of the taps that were met.
+        done: names of its edits and captures that were.
+    """
+
+    def __init__(self, trace: Trace, depth: int) -> None:
+        self.trace, self.depth, self.times = trace, depth, 1
+        self.passed: dict[str, None] = {}
+        self.done: dict[str, None] = {}
+
+    def full(self, *names: str) -> str:
+        """The full name of a tap at the current place, or at a place within it."""
+        return ".".join((*_state.places[self.depth :], *names))
+
+    def edits(self, *names: str) -> list[str]:
+        """The names under which its trace edits a tap at the current place, or at a place within
+        it.
+        """
+        edit = self.trace.edit
+        return [key for key in dict.fromkeys((self.full(*names), names[-1])) if key in edit]
+
+
+class Trace:
+    """Capture, or edit, what passes the taps of this thread while the `with` block runs.
+
+    Traces may be opened within one another. Edits of all of them act, those of the outermost first,
+    and every capture sees what the computation went on with, after all edits.
+
+    Args:
+        *names: what to capture: a bare name (`"pattern"`, at every place) or a full one
+            (`"layers.0.pattern"`).
+        edit: name -> function of the tensor; what it returns replaces the tensor in the
+            computation, and has its shape, dtype and device. Keys and values are given as copies,
+            since a cache may own the originals.
+        missing: what to do when the block ends and a name was never captured: "warn" or "ignore".
+            An edit that never ran is always an error.
+
+    `trace[name]` is what the last call captured: by full name, or by bare name when it passed one
+    place only. `trace.every(name)` has one tensor per call (one per decoded token, say). Captured
+    tensors are detached.
+
+    Raises:
+        ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; what an
+            edit returned has another shape, dtype or device; an edit never ran (raised when the
+            block ends without another exception).
+        ArgumentTypeError: an edit returned something else than a tensor.
+
+    >>> import torch, regard
+    >>> q = k = v = torch.eye(3)[None, None]
+    >>> with regard.Trace("pattern") as trace:
+    ...     _ = regard.attend(q, k, v)
+    >>> trace["pattern"].shape
+    torch.Size([1, 1, 3, 3])
+    """
+
+    watches: ClassVar[bool] = False
+    """Whether it is shown every call of attention with its result: `saw`."""
+
+    def __init__(
+        self,
+        *names: str,
+        edit: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
+        missing: OnMissing = "warn",
+    ) -> None:
+        self.edit = dict(edit or {})
+        self.wants = frozenset(names)
+        for name in (*names, *self.edit):
+            if name.rpartition(".")[2] not in TAP_NAMES:
+                raise ArgumentError(
+                    f"no tap is named {name!r}; the taps are {', '.join(TAP_NAMES)}"
+                )
+        if missing not in get_args(OnMissing):
+            raise ArgumentError(f"missing is {missing!r}; it must be 'warn' or 'ignore'")
+        self.missing = missing
+        self._heard: dict[str, list[Tensor]] = {}
+
+    def __enter__(self) -> Self:
+        opening = self._opening()
+        if opening is None:
+            _state.stack = (*_state.stack, ActiveTrace(self, len(_state.places)))
+        else:
+            opening.times += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
+        opening = self._opening()
+        if opening is None:
+            raise ArgumentError("a Trace is closed in a thread that did not open it; use `with`")
+        opening.times -= 1
+        if opening.times:
+            return
+        _state.stack = tuple(each for each in _state.stack if each is not opening)
+        if kind is None:  # an exception in flight is not masked
+            self._settle(opening)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._heard[self._resolve(name)][-1]
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._matches(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._heard))  # another thread may capture something more meanwhile
+
+    def __len__(self) -> int:
+        return len(self._heard)
+
+    def every(self, name: str) -> list[Tensor]:
+        """All tensors captured under a name, in the order of the calls."""
+        return list(self._heard[self._resolve(name)])
+
+    def saw(self, call: Any, result: Any, kernel: str) -> None:
+        """A kernel has run a call at the current place; a trace that `watches` is told so."""
+
+    @property
+    def where(self) -> str:
+        """The current place: `layers.3`, say; empty outside of any, and where the trace is not
+        open.
+        """
+        opening = self._opening()
+        return "" if opening is None else ".".join(_state.places[opening.depth :])
+
+    def needs(self) -> frozenset[str]:
+        """The bare names that are captured or edited."""
+        return frozenset(name.rpartition(".")[2] for name in (*self.wants, *self.edit))
+
+    def _opening(self) -> ActiveTrace | None:
+        """This trace in the stack of this thread, or None."""
+        for opening in _state.stack:
+            if opening.trace is self:
+                return opening
+        return None
+
+    def _capture(self, opening: ActiveTrace, name: str, x: Tensor) -> None:
+        """Capture what goes on from the tap `name`, if somebody asked for it."""
+        full = opening.full(name)
+        opening.passed[full] = None
+        keys = [key for key in (full, name) if key in self.wants]
+        if keys:
+            # keys and values may be a cache's own memory, which later tokens overwrite
+            heard = x.detach().clone() if name in ("k", "v") else x.detach()
+            self._heard.setdefault(full, []).append(heard)
+            for key in keys:
+                opening.done[key] = None
+
+    def _settle(self, opening: ActiveTrace) -> None:
+        """Say what was asked for and never happened."""
+        idle = [name for name in self.edit if name not in opening.done]
+        if idle:
+            raise ArgumentError(
+                f"the edit of {_quoted(idle)} never ran: no such tap was passed while the trace "
+                "was open; "
+                f"{_passed_taps(opening, idle)}"
+            )
+        deaf = sorted(name for name in self.wants if name not in opening.done)
+        if deaf and self.missing == "warn":
+            warnings.warn(
+                f"{_quoted(deaf)} was never captured: no such tap was passed while the trace was "
+                "open; "
+                f"{_passed_taps(opening, deaf)}",
+                stacklevel=3,
+            )
+
+    def _matches(self, name: str) -> list[str]:
+        if name in self._heard:
+            return [name]
+        return [full for full in list(self._heard) if full.rpartition(".")[2] == name]
+
+    def _resolve(self, name: str) -> str:
+        found = self._matches(name)
+        if len(found) == 1:
+            return found[0]
+        heard = _shortened(self._heard) if self._heard else "nothing"
+        if not found:
+            raise ArgumentError(f"{name!r} was not captured; captured: {heard}")
+        raise ArgumentError(
+            f"{name!r} was captured at {len(found)} places: name one of {_shortened(found)}"
+        )
+
+
+class _NamedScope:
+    """While it is entered, taps of this thread carry this name in front."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        _state.places = (*_state.places, self._name)
+
+    def __exit__(self, *problem: object) -> None:
+        _state.places = _state.places[:-1]
+
+
+def tap(name: str, x: Tensor) -> Tensor:
+    """Return x as the open traces of this thread edit it, after showing it to those that capture
+    it.
+    """
+    stack = _state.stack
+    if not stack:
+        return x
+    for opening in stack:
+        for key in opening.edits(name):
+            x = _apply_edit(opening, key, name, x)
+    for opening in stack:
+        opening.trace._capture(opening, name, x)
+    return x
+
+
+def is_tracing() -> bool:
+    """Whether a trace is open in this thread. A part with several taps asks once, and passes them
+    only then.
+    """
+    return bool(_state.stack)
+
+
+def named_scope(name: str) -> AbstractContextManager[None]:
+    """A context in which taps are named `name.<tap>`; it does nothing when nobody listens."""
+    return _NamedScope(name) if _state.stack else _NO_SCOPE
+
+
+def requested_taps() -> frozenset[str]:
+    """The bare names that open traces of this thread capture or edit; empty without one."""
+    found: frozenset[str] = frozenset()
+    for opening in _state.stack:
+        found = found | opening.trace.needs()
+    return found
+
+
+def is_edited(*names: str) -> bool:
+    """Whether an open trace of this thread edits a tap at the current place, or at places within
+    it: the tap comes last.
+    """
+    return any(opening.edits(*names) for opening in _state.stack)
+
+
+def call_observers() -> list[Trace]:
+    """The open traces of this thread that want to see whole calls; none in a compiled graph."""
+    if not _state.stack:
+        return []
+    from regard.process_state import is_compiling
+
+    if is_compiling():
+        return []
+    return [opening.trace for opening in _state.stack if opening.trace.watches]
+
+
+def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:
+    """What an edit makes of x, which must be as large, of the same dtype, and in the same place."""
+    import torch
+
+    # an edit that works in place must not reach what a cache keeps
+    made = opening.trace.edit[key](x.clone() if name in ("k", "v") else x)
+    if not isinstance(made, torch.Tensor):
+        raise ArgumentTypeError(
+            f"the edit of {key!r} returned {type(made).__name__} at {opening.full(name)}; it must "
+            "return the tensor that "
+            "takes the place of its argument"
+        )
+    if made.shape != x.shape or made.dtype != x.dtype or made.device != x.device:
+        raise ArgumentError(
+            f"the edit of {key!r} returned {_describe(made)} at {opening.full(name)}; it must "
+            "return "
+            "what it was given, "
+            f"{_describe(x)}"
+        )
+    opening.done[key] = None
+    return made
+
+
+def _describe(x: Tensor) -> str:
+    """Shape, dtype and device in words."""
+    return f"{tuple(x.shape)} of {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _passed_taps(opening: ActiveTrace, names: list[str]) -> str:
+    """The taps that were passed, and the nearest to those that were meant."""
+    if not opening.passed:
+        return "no tap was passed at all: run the model within the `with` block, in the same thread"
+    near = [close for name in names for close in close_matches(name, opening.passed)]
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}the taps passed were {_shortened(opening.passed, 16)}"
+
+
+def _shortened(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
