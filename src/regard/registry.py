@@ -49,7 +49,7 @@ class Registry(Generic[T]):
             ArgumentError: the name belongs to a class of this package.
         """
         old = self._classes.get(name)
-        if old is not None and is_own(old) and not is_own(kind):
+        if old is not None and is_builtin(old) and not is_builtin(kind):
             raise ArgumentError(
                 f"{kind.__module__}.{kind.__qualname__} would be the {self.what} {name!r}, which "
                 f"{old.__module__}.{old.__qualname__} is already; give it another name by "
@@ -100,7 +100,7 @@ class Registry(Generic[T]):
         return known[name]
 
 
-def is_own(kind: type) -> bool:
+def is_builtin(kind: type) -> bool:
     """Whether a class belongs to this package."""
     return kind.__module__.split(".")[0] == __name__.split(".")[0]
 

@@ -10,12 +10,12 @@ import typer
 from typer.testing import CliRunner
 
 import regard
-from regard.caches import CACHES, Cache, Fixed, Growing, LayerSize, Paged, that_keeps_all
-from regard.caches.base import check_fits, check_update
-from regard.caches.quantization import Codes, dequantise, shapes
+from regard.caches import CACHES, Cache, Fixed, Growing, LayerSize, Paged, make_full_cache
+from regard.caches.base import check_same_layout, check_update
+from regard.caches.quantization import QuantizedGroups, dequantize, group_shapes
 from regard.cli.generate import generate
 from regard.masks import Sinks, Window, reach
-from regard.registry import is_own
+from regard.registry import is_builtin
 from regard.span import Span
 
 NAMES = {
@@ -33,7 +33,7 @@ NAMES = {
 
 
 def test_the_names() -> None:
-    assert {name for name, kind in CACHES if is_own(kind)} == set(NAMES)
+    assert {name for name, kind in CACHES if is_builtin(kind)} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +46,7 @@ def test_what_a_name_makes(name: str) -> None:
         made = kind.for_layer(size)
         assert type(made) is kind
         assert made.settings == settings
-        again = that_keeps_all(name, size.slots, rows=size.rows, widths=size.widths)
+        again = make_full_cache(name, size.slots, rows=size.rows, widths=size.widths)
         assert (type(again), again.settings) == (kind, settings)
         assert kind.needs_slots == (size.slots is not None)
     else:
@@ -58,7 +58,7 @@ def test_what_a_name_makes(name: str) -> None:
 def test_a_cache_that_is_allocated_once_needs_its_slots(name: str) -> None:
     message = f"a {name} cache needs slots, the most that a row holds"
     with pytest.raises(regard.ArgumentError, match=message):
-        that_keeps_all(name)
+        make_full_cache(name)
 
 
 def test_the_command_names_every_cache() -> None:
@@ -105,12 +105,12 @@ def test_memory_that_does_not_fit() -> None:
     with pytest.raises(regard.ArgumentError, match="memory has parts of batch 1 and 2"):
         check_update((one, two), Span(0, 2))
     with pytest.raises(regard.ArgumentError, match="memory 0 is on meta, and the cache holds it"):
-        check_fits((one,), (one.to("meta"),))
+        check_same_layout((one,), (one.to("meta"),))
 
 
 def test_a_part_that_is_not_quantised_is_its_own_code() -> None:
     x = torch.randn(1, 2, 5, 4)
     none = x.new_zeros(1, 0)
-    made = Codes(x, none, none, torch.zeros(1, 0, dtype=torch.int64), none)
-    assert dequantise(made, "exact", (1, 2, 5, 4), bits=8) is x
-    assert shapes((1, 2, 5, 4), "exact", bits=8, group=4)[0] == x.shape
+    made = QuantizedGroups(x, none, none, torch.zeros(1, 0, dtype=torch.int64), none)
+    assert dequantize(made, "exact", (1, 2, 5, 4), bits=8) is x
+    assert group_shapes((1, 2, 5, 4), "exact", bits=8, group=4)[0] == x.shape

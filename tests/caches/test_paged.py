@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.caches import Paged, Pool, rollback_on_error
-from regard.caches.paged import Table
+from regard.caches import Paged, PagePool, rollback_on_error
+from regard.caches.paged import PageTable
 from regard.span import Span, as_tensor
 
 SIZE = 4
@@ -48,7 +48,7 @@ def rows(cache: Paged) -> list[dict[int, list[float]]]:
     return found
 
 
-def assert_counted(pool: Pool, *caches: Paged) -> None:
+def assert_counted(pool: PagePool, *caches: Paged) -> None:
     """Every count is the number of rows that refer to the page; pages nobody refers to are free,
     once each.
     """
@@ -351,8 +351,8 @@ def test_the_count_would_find_a_leak() -> None:
 
 
 def test_a_table_alone() -> None:
-    pool = Pool(2, 3)
-    table = Table(pool, [[], []], [0, 0])
+    pool = PagePool(2, 3)
+    table = PageTable(pool, [[], []], [0, 0])
     with pytest.raises(regard.ArgumentError, match="4 pages of 2 tokens are needed"):
         table.grow([3, 3])
     assert (table.rows, table.lengths, pool.free) == ([[], []], [0, 0], 3)

@@ -181,7 +181,7 @@ def test_equal_masks_travel_once() -> None:
     [
         (biases.ALiBi(2), "offset"),
         (biases.T5Relative(torch.randn(8, 2), bidirectional=False), "offset"),
-        (biases.ALiBi(2) + biases.Dense(torch.randn(1, 2, 12, 12)), "dense"),
+        (biases.ALiBi(2) + biases.DenseBias(torch.randn(1, 2, 12, 12)), "dense"),
     ],
 )
 def test_a_bias_of_distances_is_a_table_of_distances(bias: biases.Bias, kind: str) -> None:

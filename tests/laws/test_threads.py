@@ -29,8 +29,8 @@ import regard
 from regard import biases, masks, process_state
 from regard.audit import audit
 from regard.caches import Cache, Paged, Quantised
-from regard.caches.paged import Pool
-from regard.caches.quantization import Packed
+from regard.caches.paged import PagePool
+from regard.caches.quantization import LazyDequantizedTensor
 from regard.files import atomic_write
 from regard.inspect import Recorder
 from regard.inspect.explain import capture, layer
@@ -393,7 +393,7 @@ class Counts(list[int]):
 
 @pytest.mark.parametrize("lock", [True, False])
 def test_two_threads_refer_to_a_page_at_once(lock: bool) -> None:
-    held = Pool(2, 4)
+    held = PagePool(2, 4)
     if not lock:
         held.lock = Unlocked()  # type: ignore[assignment]
     (page,) = held.take(1)
@@ -405,15 +405,15 @@ def test_two_threads_refer_to_a_page_at_once(lock: bool) -> None:
     assert (held.counts[page] == 3) is lock
 
 
-def packed(kind: type[Packed] = Packed) -> Packed:
+def packed(kind: type[LazyDequantizedTensor] = LazyDequantizedTensor) -> LazyDequantizedTensor:
     cache = Quantised(8, group=4, residual=2)
     (k, _), _ = filled(cache, ((1, 8), (1, 8)), 0, 16, 0)
-    assert isinstance(k, Packed)
+    assert isinstance(k, LazyDequantizedTensor)
     assert k.coded is not None
     return kind.of(k.coded)
 
 
-class Replaced(Packed):
+class Replaced(LazyDequantizedTensor):
     """Numbers as they were made before: those of whoever comes last."""
 
     def numbers(self) -> Tensor:
@@ -424,22 +424,22 @@ class Replaced(Packed):
         return self._numbers
 
 
-def overtake(x: Packed) -> None:
+def overtake(x: LazyDequantizedTensor) -> None:
     if not x.__dict__.get("overtaken"):
         x.__dict__["overtaken"] = True
         in_another(lambda: x.add_(1))
 
 
-@pytest.mark.parametrize("kind", [Packed, Replaced])
+@pytest.mark.parametrize("kind", [LazyDequantizedTensor, Replaced])
 def test_numbers_that_another_thread_has_written_to_stay(
-    kind: type[Packed], monkeypatch: pytest.MonkeyPatch
+    kind: type[LazyDequantizedTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread makes the numbers and writes to them while another one makes them, too."""
     x, real = packed(kind), packed().numbers().clone()
-    if kind is Packed:
+    if kind is LazyDequantizedTensor:
         from regard.caches import quantization as home
 
-        made = home.dequantise
+        made = home.dequantize
 
         def slow(*given: Any, **more: Any) -> Tensor:
             found = made(*given, **more)
@@ -448,7 +448,7 @@ def test_numbers_that_another_thread_has_written_to_stay(
 
         monkeypatch.setattr(home, "dequantise", slow)
     x.numbers()
-    assert torch.equal(x.numbers(), real + 1) is (kind is Packed)
+    assert torch.equal(x.numbers(), real + 1) is (kind is LazyDequantizedTensor)
 
 
 def test_codes_are_opened_by_all() -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from regard import masks
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Sinks, Window, parse
-from regard.masks.parse import readable
-from regard.registry import is_own
+from regard.masks.parse import parsable_masks
+from regard.registry import is_builtin
 
 KNOWN = (
     "prefix, document, padding, bigbird, heads, full, causal, window, chunk, dilated, sinks, "
@@ -21,7 +21,7 @@ KNOWN = (
 
 def known() -> str:
     """These, and masks that other test files define."""
-    others = [name for name, kind in readable().items() if not is_own(kind)]
+    others = [name for name, kind in parsable_masks().items() if not is_builtin(kind)]
     return ", ".join((KNOWN, *others))
 
 

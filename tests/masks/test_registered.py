@@ -18,8 +18,8 @@ from regard import masks
 from regard.errors import ArgumentError
 from regard.masks import MASKS, Mask, parse
 from regard.masks.base import RefusalKey
-from regard.masks.parse import readable
-from regard.registry import is_own
+from regard.masks.parse import parsable_masks
+from regard.registry import is_builtin
 from regard.serialization import NotSerializable, from_data, to_data
 from regard.span import Span
 from tests.masks.brute import BY_SLOT, CASES, B, Case, H, assert_brute_force, covered, pairs
@@ -30,7 +30,7 @@ CALLS = ((Span(0, 11), Span(0, 11)), (Span(6, 4), Span(0, 10)), (Span(13, 1), Sp
 
 def uncovered(cases: dict[str, Case] = CASES) -> set[str]:
     """Kinds of the package without a case."""
-    own = {name for name, kind in MASKS if is_own(kind)}
+    own = {name for name, kind in MASKS if is_builtin(kind)}
     return own - covered(cases) - set(BY_SLOT)
 
 
@@ -65,7 +65,7 @@ def assert_within_reach(mask: Mask, rule: Callable[[int, int, int, int], bool]) 
 
 def assert_reads_what_it_prints(mask: Mask) -> None:
     """Text is read back as the mask, where text can name it and every mask in it."""
-    named = readable()
+    named = parsable_masks()
     if all(x.kind in named or x.operands() or x.kind == "not" for x in (mask, *inside(mask))):
         again = parse(str(mask))
         assert again == mask

@@ -2,16 +2,17 @@
 
 from regard.biases.alibi import ALiBi, alibi_slopes
 from regard.biases.base import BIASES, Bias, Sum
-from regard.biases.custom import Dense, Fn
+from regard.biases.custom import DenseBias, FnBias
 from regard.biases.t5 import T5Relative, t5_bucket
+from regard.deprecation import renamed
 from regard.registry import import_all
 
 __all__ = [
     "BIASES",
     "ALiBi",
     "Bias",
-    "Dense",
-    "Fn",
+    "DenseBias",
+    "FnBias",
     "Sum",
     "T5Relative",
     "alibi_slopes",
@@ -23,3 +24,5 @@ import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in BIASES if kind.__module__.startswith(f"{__name__}.")
 )
+
+__getattr__ = renamed(__name__, {"Dense": "DenseBias", "Fn": "FnBias"})

@@ -16,7 +16,7 @@ from regard.registry import Registry
 from regard.serialization import Serializable
 from regard.span import Positions, as_tensor, slice_positions
 
-ALL = slice(None)
+ALL_SLOTS = slice(None)
 
 BIASES: Registry[Bias] = Registry("bias")
 """Every class of biases by its `kind`, by which recordings are read back."""
@@ -59,8 +59,8 @@ class Bias(Serializable):
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -130,7 +130,7 @@ class Bias(Serializable):
         return str(self)
 
     def __str__(self) -> str:
-        shown = ", ".join(_shown(getattr(self, x.name)) for x in fields(self))
+        shown = ", ".join(_short_text(getattr(self, x.name)) for x in fields(self))
         return self.kind + f"({shown})" * bool(shown)
 
     def _heads(self) -> int | None:
@@ -180,8 +180,8 @@ class Sum(Bias):
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -226,7 +226,7 @@ def _terms(bias: Bias) -> tuple[Bias, ...]:
     return bias.terms if isinstance(bias, Sum) else (bias,)
 
 
-def _shown(value: object) -> str:
+def _short_text(value: object) -> str:
     return "x".join(map(str, value.shape)) if isinstance(value, Tensor) else repr(value)
 
 

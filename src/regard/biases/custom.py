@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from regard.argument_checks import check_tensor
-from regard.biases.base import ALL, Bias
+from regard.biases.base import ALL_SLOTS, Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, slot_count
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Dense(Bias):
+class DenseBias(Bias):
     """bias_ij = tensor[..., i, j], where i and j are slots (places in q and k), not positions.
 
     Args:
@@ -28,9 +29,11 @@ class Dense(Bias):
         ArgumentTypeError: not a float tensor.
 
     >>> from regard.span import Span
-    >>> Dense(torch.arange(6.0).view(2, 3)).block(Span(0, 2), Span(0, 3), slice(1, 2)).tolist()
+    >>> DenseBias(torch.arange(6.0).view(2, 3)).block(Span(0, 2), Span(0, 3), slice(1, 2)).tolist()
     [[[[3.0, 4.0, 5.0]]]]
     """
+
+    kind: ClassVar[str] = "dense"
 
     tensor: Tensor
 
@@ -48,8 +51,8 @@ class Dense(Bias):
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = ALL,
-        columns: slice = ALL,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
@@ -84,7 +87,7 @@ class Dense(Bias):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Fn(Bias):
+class FnBias(Bias):
     """bias_ij = fn(q, k, *parameters), with q [B or 1,1,t,1] and k [B or 1,1,1,s] the positions of
     queries and keys.
 
@@ -99,10 +102,12 @@ class Fn(Bias):
         ArgumentError: the result has another shape.
 
     >>> from regard.span import Span
-    >>> near = Fn(lambda q, k, w: w * (q - k), (torch.tensor(-0.5),))
+    >>> near = FnBias(lambda q, k, w: w * (q - k), (torch.tensor(-0.5),))
     >>> near.block(Span(2, 1), Span(0, 3)).tolist()
     [[[[-1.0, -0.5, -0.0]]]]
     """
+
+    kind: ClassVar[str] = "fn"
 
     fn: Callable[..., Tensor]
     parameters: tuple[Tensor, ...] = ()
@@ -137,7 +142,7 @@ class Fn(Bias):
         """The parameters."""
         return self.parameters
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Fn:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> FnBias:
         """The same function over other parameters."""
         self._check_count(tensors, len(self.parameters))
         return replace(self, parameters=tuple(tensors))

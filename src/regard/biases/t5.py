@@ -83,9 +83,9 @@ def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     return tuple(starts)
 
 
-MOST_BUCKETS = 1 << 10
+MAX_BUCKETS = 1 << 10
 """No table has more buckets: T5's have 32, and the bounds of n take numbers of n digits each."""
-FARTHEST = 1 << 53
+MAX_DISTANCE = 1 << 53
 """No max_distance is larger: no position is."""
 
 
@@ -160,13 +160,13 @@ def check_buckets(buckets: int, *, bidirectional: bool, max_distance: int) -> No
         )
     if buckets < 2:
         raise ArgumentError(f"buckets is {buckets}; it must be at least 2")
-    if buckets > MOST_BUCKETS:
-        raise ArgumentError(f"buckets is {buckets}; it must be at most {MOST_BUCKETS}")
+    if buckets > MAX_BUCKETS:
+        raise ArgumentError(f"buckets is {buckets}; it must be at most {MAX_BUCKETS}")
     exact = (buckets // 2 if bidirectional else buckets) // 2
     if max_distance <= exact:
         raise ArgumentError(
             f"max_distance is {max_distance}; it must be above {exact}, the distances that have a "
             "bucket of their own"
         )
-    if max_distance > FARTHEST:
-        raise ArgumentError(f"max_distance is {max_distance}; it must be at most {FARTHEST}")
+    if max_distance > MAX_DISTANCE:
+        raise ArgumentError(f"max_distance is {max_distance}; it must be at most {MAX_DISTANCE}")

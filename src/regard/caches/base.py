@@ -178,7 +178,7 @@ class Cache(ABC):
         """
         self._check_rows(rows)
         held = self.contents()
-        self.fill({name: _rows(x, rows, self.batch) for name, x in held.items()})
+        self.fill({name: _select_rows(x, rows, self.batch) for name, x in held.items()})
 
     def reorder(self, rows: Int[Tensor, " B"]) -> None:
         """Row i becomes what row rows[i] was, for beam search; as many rows as before.
@@ -217,7 +217,7 @@ class Cache(ABC):
             raise ArgumentError(f"rows are {rows.tolist()}; the cache holds rows 0 to {batch - 1}")
 
 
-def that_keeps_all(
+def make_full_cache(
     kind: str, slots: int | None = None, *, rows: int = 1, widths: Sequence[int] = ()
 ) -> Cache:
     """An empty cache that keeps every token, of a kind by its name.
@@ -232,7 +232,7 @@ def that_keeps_all(
     Raises:
         ArgumentError: the kind is unknown, or lacks its slots.
 
-    >>> that_keeps_all("paged", 100, rows=2).settings
+    >>> make_full_cache("paged", 100, rows=2).settings
     {'page_size': 16, 'pages': 14}
     """
     found = CACHES.find(kind, [name for name, x in CACHES if not x.forgets])
@@ -274,22 +274,22 @@ class rollback_on_error:  # noqa: N801  (a context manager, used like a function
         marks = self._marks = []
         for cache in self._caches:
             if cache is not None:
-                offered = cache.__dict__.pop(_OFFERED, None)
+                offered = cache.__dict__.pop(_OFFERED_MARK, None)
                 marks.append((cache, cache.mark() if offered is None else offered[0]))
         if self._layers:  # a cache that is named twice has one mark, and offers the first
             for cache, mark in reversed(marks):
-                cache.__dict__[_OFFERED] = (mark,)
+                cache.__dict__[_OFFERED_MARK] = (mark,)
 
     def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
         if self._layers:
             for cache, _ in self._marks:
-                cache.__dict__.pop(_OFFERED, None)
+                cache.__dict__.pop(_OFFERED_MARK, None)
         if kind is not None:
             for cache, mark in self._marks:
                 cache.restore(mark)
 
 
-_OFFERED = "_offered_mark"
+_OFFERED_MARK = "_offered_mark"
 """The attribute of a cache that holds the mark which the next block inside takes: a tuple of
 one.
 """
@@ -336,7 +336,7 @@ def _check_integers(positions: Tensor) -> None:
         )
 
 
-def check_fits(held: Parts, memory: Parts) -> None:
+def check_same_layout(held: Parts, memory: Parts) -> None:
     """New memory has the parts, batch, heads, dims and dtypes of what is held."""
     fits = len(held) == len(memory)
     for old, new in zip(held, memory, strict=False):
@@ -345,7 +345,7 @@ def check_fits(held: Parts, memory: Parts) -> None:
         fits = fits and old.dtype == new.dtype and old.device == new.device
     if fits:  # what is wrong is found out only when something is
         return
-    kept_, given = ([_fixed(m) for m in ms] for ms in (held, memory))
+    kept_, given = ([_layout(m) for m in ms] for ms in (held, memory))
     if kept_ != given:
         raise ArgumentError(
             f"memory {given} does not fit what is held, {kept_}; "
@@ -365,7 +365,7 @@ def check_crop(length: int) -> None:
         raise ArgumentError(f"crop length is {length}; it must be 0 or more")
 
 
-def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Parts:
+def parts_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory") -> Parts:
     """The parts `memory.0`, `memory.1`, ... of contents."""
     parts: list[Tensor] = []
     while isinstance(x := contents.get(f"{name}.{len(parts)}"), Tensor):
@@ -373,12 +373,12 @@ def memory_of(contents: Mapping[str, Tensor | Span | int], name: str = "memory")
     return tuple(parts)
 
 
-def named(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
+def named_parts(memory: Parts, name: str = "memory") -> dict[str, Tensor]:
     """Parts as contents: `memory.0`, `memory.1`, ..."""
     return {f"{name}.{i}": m for i, m in enumerate(memory)}
 
 
-def kept_until(positions: Positions, length: int) -> Positions:
+def positions_before(positions: Positions, length: int) -> Positions:
     """Positions with every slot at `length` or later emptied (-1), or cut off where they are a
     `Span`.
     """
@@ -387,7 +387,7 @@ def kept_until(positions: Positions, length: int) -> Positions:
     return positions.masked_fill(as_tensor(positions) >= length, -1)
 
 
-def _fixed(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
+def _layout(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
     """What no update may change: (batch, heads, dim) and dtype."""
     return (memory.shape[0], memory.shape[1], memory.shape[3]), memory.dtype
 
@@ -400,7 +400,7 @@ def _copy(x: Tensor | Span | int) -> Tensor | Span | int:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def _rows(x: Tensor | Span | int, rows: Tensor, batch: int | None) -> Tensor | Span | int:
+def _select_rows(x: Tensor | Span | int, rows: Tensor, batch: int | None) -> Tensor | Span | int:
     if not isinstance(x, Tensor) or x.shape[0] != batch:
         return x  # the same for every row
     return x.index_select(0, rows.to(x.device))

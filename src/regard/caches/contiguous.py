@@ -16,11 +16,11 @@ from regard.caches.base import (
     LayerSize,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
 from regard.caches.buffer_writes import write_slots
 from regard.errors import ArgumentError
@@ -60,7 +60,7 @@ class Growing(Cache):
         """Append memory, each [B,n,T,d], at positions; return all of it, and all positions."""
         check_update(memory, positions)
         if self._memory is not None and self._positions is not None:
-            check_fits(self._memory, memory)
+            check_same_layout(self._memory, memory)
             joined = zip(self._memory, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
             positions = concat_positions(self._positions, positions)
@@ -72,8 +72,8 @@ class Growing(Cache):
         check_crop(length)
         if self._memory is None or self._positions is None:
             return
-        positions = kept_until(self._positions, length)
-        n = written(positions)
+        positions = positions_before(self._positions, length)
+        n = written_length(positions)
         self._memory = tuple(m[:, :, :n] for m in self._memory)
         self._positions = slice_positions(positions, slice(0, n))
 
@@ -81,19 +81,19 @@ class Growing(Cache):
         """The parts and their positions."""
         if self._memory is None or self._positions is None:
             return {}
-        return {**named(self._memory), "positions": self._positions}
+        return {**named_parts(self._memory), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold these parts and positions."""
         positions = contents.get("positions")
-        self._memory = memory_of(contents) if contents else None
+        self._memory = parts_of(contents) if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
 
 
-def written(positions: Positions) -> int:
+def written_length(positions: Positions) -> int:
     """How many slots there are up to the last one that holds a token in any row."""
     if isinstance(positions, Span):
         return positions.length
@@ -158,7 +158,7 @@ class Fixed(Cache):
         """
         check_update(memory, positions)
         if self._buffers is not None:
-            check_fits(self._buffers, memory)
+            check_same_layout(self._buffers, memory)
         held, new = len(self), slot_count(positions)
         if held + new > self.capacity:
             raise ArgumentError(
@@ -175,8 +175,8 @@ class Fixed(Cache):
     def crop(self, length: int) -> None:
         """Forget every token at position `length` or later."""
         check_crop(length)
-        positions = kept_until(self._positions, length)
-        n = written(positions)
+        positions = positions_before(self._positions, length)
+        n = written_length(positions)
         if not isinstance(positions, Span) and self._table is not None:
             # a copy: the positions that were given out are views of the old table
             self._table = self._table.clone()
@@ -188,7 +188,7 @@ class Fixed(Cache):
         """Views of the slots written so far, and their positions."""
         if self._buffers is None:
             return {}
-        return {**named(self._visible()), "positions": self._positions}
+        return {**named_parts(self._visible()), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold copies of these parts and positions."""
@@ -196,7 +196,7 @@ class Fixed(Cache):
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
             return
-        memory = memory_of(contents)
+        memory = parts_of(contents)
         self._buffers = write_slots(self._allocate(memory), memory, 0)
         self._extend(positions)
 

@@ -12,8 +12,8 @@ from regard.caches.base import (
     Parts,
     check_crop,
     check_update,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
 )
 from regard.errors import ArgumentError
 from regard.span import Positions, Span, slot_count
@@ -100,12 +100,12 @@ class Cross(Cache):
         """The parts and their positions."""
         if self._memory is None or self._positions is None:
             return {}
-        return {**named(self._memory), "positions": self._positions}
+        return {**named_parts(self._memory), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold this source, in place of another."""
         positions = contents.get("positions")
-        self._memory = memory_of(contents) if contents else None
+        self._memory = parts_of(contents) if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, Parts, memory_of
+from regard.caches.base import Cache, Contents, Parts, parts_of
 from regard.caches.contiguous import Fixed, Growing
 from regard.errors import ArgumentError
 from regard.span import Positions, Span
@@ -87,7 +87,7 @@ class Latent(Cache):
             ArgumentError: it is not one part [B,1,S,rank+rotary].
         """
         if contents:
-            self._check(memory_of(contents))
+            self._check(parts_of(contents))
         self._store.fill(contents)
 
     def mark(self) -> Any:

@@ -17,11 +17,11 @@ from regard.caches.base import (
     LayerSize,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
 from regard.caches.buffer_writes import can_write_in_place
 from regard.errors import ArgumentError
@@ -35,11 +35,11 @@ from regard.span import (
     slot_count,
 )
 
-PAGE = 16
+PAGE_SIZE = 16
 """Tokens per page of a cache that generation asks for."""
 
 
-class Pool:
+class PagePool:
     """`pages` pages of `page_size` tokens: the tensors, which pages are free, and how often each is
     referred to.
 
@@ -52,7 +52,7 @@ class Pool:
         ArgumentError: page_size or pages is less than 1; more pages are taken than are free; memory
             does not fit.
 
-    >>> pool = Pool(16, 8)
+    >>> pool = PagePool(16, 8)
     >>> pages = pool.take(3)
     >>> pool.free, pool.used
     (5, 3)
@@ -171,25 +171,25 @@ class Pool:
         )
 
 
-class Table:
+class PageTable:
     """The pages of each row, in order, and how many slots of them are filled.
 
     Args:
         pool: where the pages are.
         rows, lengths: pages and slots of each row; they are referred to once more.
 
-    >>> table = Table(Pool(4, 8), [[], []], [0, 0])
+    >>> table = PageTable(PagePool(4, 8), [[], []], [0, 0])
     >>> table.grow([5, 2])
     >>> table.rows, table.lengths
     ([[0, 1], [2]], [5, 2])
     """
 
-    def __init__(self, pool: Pool, rows: list[list[int]], lengths: list[int]) -> None:
+    def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]
         self.lengths = list(lengths)
         pool.share(page for row in rows for page in row)
 
-    def rows_at(self, rows: list[int]) -> Table:
+    def rows_at(self, rows: list[int]) -> PageTable:
         """A table of some rows, which refers to their pages once more."""
         return type(self)(self.pool, [self.rows[r] for r in rows], [self.lengths[r] for r in rows])
 
@@ -270,7 +270,7 @@ class Paged(Cache):
     Source: Kwon et al. 2023 (arXiv 2309.06180), sections 4.1 to 4.3.
     """
 
-    _table: Table
+    _table: PageTable
     _positions: (
         Positions | None
     )  # of the slots of a row, in the order they came: [B,S], or of all rows
@@ -279,13 +279,13 @@ class Paged(Cache):
     needs_slots: ClassVar[bool] = True
 
     def __init__(self, page_size: int, pages: int) -> None:
-        self._hold(Table(Pool(page_size, pages), [], []), None)
+        self._hold(PageTable(PagePool(page_size, pages), [], []), None)
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Paged:
         """Pages of 16 tokens, enough for all rows."""
         assert size.slots is not None, "needs_slots"
-        return cls(PAGE, size.rows * -(-size.slots // PAGE))
+        return cls(PAGE_SIZE, size.rows * -(-size.slots // PAGE_SIZE))
 
     def repeated(self, rows: int, slots: int | None = None) -> Cache:
         """A cache with pages of its own, which its rows share."""
@@ -298,7 +298,7 @@ class Paged(Cache):
         return other
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> PagePool:
         """Where the pages are."""
         return self._table.pool
 
@@ -336,7 +336,7 @@ class Paged(Cache):
         """
         check_update(memory, positions)
         if self._positions is not None:
-            check_fits(self._like(), memory)
+            check_same_layout(self._like(), memory)
         if isinstance(positions, Span) and positions.start >= 0:
             real = torch.ones(memory[0].shape[0], positions.length, dtype=torch.bool)
         else:
@@ -349,7 +349,7 @@ class Paged(Cache):
         check_crop(length)
         if self._positions is None:
             return
-        positions = kept_until(self._positions, length)
+        positions = positions_before(self._positions, length)
         if isinstance(positions, Span):
             self._table.shorten([positions.length] * len(self._table.rows))
         else:
@@ -363,16 +363,16 @@ class Paged(Cache):
         if self._positions is None:
             return {}
         memory, positions = self._read()
-        return {**named(memory), "positions": positions}
+        return {**named_parts(memory), "positions": positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold these parts and positions, in pages of its own."""
         self._table.release()
-        self._hold(Table(self.pool, [], []), None)
+        self._hold(PageTable(self.pool, [], []), None)
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
             return
-        memory = memory_of(contents)
+        memory = parts_of(contents)
         # slots stay where they are: only those behind the last token of a row are left out
         held = (as_tensor(positions) >= 0).long().expand(memory[0].shape[0], -1)
         self._place(memory, positions, held.flip(1).cummax(1).values.flip(1) > 0)
@@ -404,7 +404,7 @@ class Paged(Cache):
         """Take back the update that came after `mark`."""
         positions, lengths = mark
         self._table.shorten(lengths or [0] * len(self._table.rows))
-        self._hold(self._table if lengths else Table(self.pool, [], []), positions)
+        self._hold(self._table if lengths else PageTable(self.pool, [], []), positions)
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
@@ -419,7 +419,7 @@ class Paged(Cache):
         if hasattr(self, "_table"):  # not if the constructor raised
             self._table.release()
 
-    def _hold(self, table: Table, positions: Positions | None) -> None:
+    def _hold(self, table: PageTable, positions: Positions | None) -> None:
         self._table, self._positions = table, positions
 
     def _place(self, memory: Parts, positions: Positions, real: Tensor) -> None:
@@ -427,7 +427,7 @@ class Paged(Cache):
         if there is no room.
         """
         B, device = real.shape[0], memory[0].device
-        table = self._table if self._table.rows else Table(self.pool, [[]] * B, [0] * B)
+        table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
         before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
         counts, real = real.sum(1).tolist(), real.to(device)
         at = (before + real.cumsum(1) - 1).clamp(min=0)  # slot of a row, where real

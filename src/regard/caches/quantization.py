@@ -21,7 +21,7 @@ kept as they are.
 """
 
 
-class Codes(NamedTuple):
+class QuantizedGroups(NamedTuple):
     """Numbers x [B,n,L,d] as codes: x ~ zero + code * scale.
 
     codes: uint8 [B,n,R,lines,bytes], several codes to a byte; R is L for "token" and L / group for
@@ -39,7 +39,7 @@ class Codes(NamedTuple):
     odd: Tensor
 
 
-def quantise(
+def quantize(
     x: Shaped[Tensor, "B n L d"],
     seen: Bool[Tensor, "b L"],
     axis: Axis,
@@ -47,7 +47,7 @@ def quantise(
     bits: int,
     group: int,
     start: int = 0,
-) -> Codes:
+) -> QuantizedGroups:
     """code = round((x - zero) / scale), zero = min, scale = (max - min) / (2^bits - 1) over each
     group.
 
@@ -64,7 +64,7 @@ def quantise(
         start: the slot at which x begins, for `odd_at`.
 
     >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
-    >>> made = quantise(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
+    >>> made = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
     >>> made.codes.flatten().tolist(), made.scale.item()  # 0 + 1 * 4 + 2 * 16 + 3 * 64
     ([228], 1.0)
 
@@ -72,31 +72,31 @@ def quantise(
     """
     none = x.new_zeros(x.shape[0], 0)
     if axis == "exact":
-        return Codes(x, none, none, none.long(), none)
+        return QuantizedGroups(x, none, none, none.long(), none)
     here = seen[:, None, :, None].expand_as(x)
     fits = x.abs() <= torch.finfo(x.dtype).max / 4  # false for NaN
     strange = here & ~fits
-    usable, lines = _lines(here & fits, axis, group), _lines(x, axis, group)
+    usable, lines = _view_as_groups(here & fits, axis, group), _view_as_groups(x, axis, group)
     low = lines.masked_fill(~usable, float("inf")).amin(-1, keepdim=True)
     high = lines.masked_fill(~usable, float("-inf")).amax(-1, keepdim=True)
     low, high = (y.where(y.isfinite(), 0) for y in (low, high))  # a group without a token
     levels, zero = 2**bits - 1, low.double()
-    scale = _rounded_up((high.double() - zero) / levels, x.dtype)
+    scale = _round_up((high.double() - zero) / levels, x.dtype)
     code = (lines.double() - zero) / scale.double()
     code = code.where(usable & (scale > 0), 0).round().clamp(0, levels)
-    at, odd = _odd(x, strange, start) if bool(strange.any()) else (none.long(), none)
-    return Codes(_pack(code.to(torch.uint8), bits), scale, low, at, odd)
+    at, odd = _find_outliers(x, strange, start) if bool(strange.any()) else (none.long(), none)
+    return QuantizedGroups(_pack(code.to(torch.uint8), bits), scale, low, at, odd)
 
 
-def dequantise(
-    made: Codes, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
+def dequantize(
+    made: QuantizedGroups, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
 ) -> Shaped[Tensor, "B n L d"]:
     """zero + code * scale, in fp32 or better, as [B,n,L,d] of the shape.
 
     >>> x = torch.randn(1, 2, 8, 4)
     >>> seen = torch.ones(1, 8, dtype=torch.bool)
-    >>> made = quantise(x, seen, "channel", bits=8, group=8)
-    >>> bool((dequantise(made, "channel", (1, 2, 8, 4), bits=8) - x).abs().max() < 0.02)
+    >>> made = quantize(x, seen, "channel", bits=8, group=8)
+    >>> bool((dequantize(made, "channel", (1, 2, 8, 4), bits=8) - x).abs().max() < 0.02)
     True
     """
     if axis == "exact":
@@ -115,26 +115,26 @@ def dequantise(
     return x
 
 
-def cut(made: Codes, axis: Axis, rows: int, numbers: int) -> Codes:
+def crop_groups(made: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> QuantizedGroups:
     """The first rows of codes; of the exceptions, those among the first numbers of each row.
 
     >>> seen, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
-    >>> cut(quantise(x, seen, "token", bits=8, group=2), "token", 3, 6).scale.shape
+    >>> crop_groups(quantize(x, seen, "token", bits=8, group=2), "token", 3, 6).scale.shape
     torch.Size([1, 1, 3, 1, 1])
     """
     if axis == "exact":
         return made._replace(codes=made.codes[:, :, :rows])
     at = made.odd_at.masked_fill(made.odd_at >= numbers, -1)
     codes, scale, zero = (x[:, :, :rows] for x in made[:3])
-    return Codes(codes, scale, zero, at, made.odd)
+    return QuantizedGroups(codes, scale, zero, at, made.odd)
 
 
-def shapes(
+def group_shapes(
     shape: tuple[int, int, int, int], axis: Axis, *, bits: int, group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What the codes and the scales of numbers [B,n,L,d] are like.
 
-    >>> shapes((1, 2, 64, 16), "channel", bits=4, group=32)
+    >>> group_shapes((1, 2, 64, 16), "channel", bits=4, group=32)
     ((1, 2, 2, 16, 16), (1, 2, 2, 16, 1))
     """
     B, n, L, d = shape
@@ -144,8 +144,8 @@ def shapes(
     return (*scale, group * bits // 8), (*scale, 1)
 
 
-def check_codes(
-    made: Codes,
+def check_groups(
+    made: QuantizedGroups,
     recent: Tensor,
     axis: Axis,
     older: int,
@@ -162,13 +162,13 @@ def check_codes(
             their slots.
 
     >>> x = torch.randn(1, 2, 8, 4)
-    >>> made = quantise(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
-    >>> check_codes(made, x, "channel", 16, bits=8, group=8)
+    >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
+    >>> check_groups(made, x, "channel", 16, bits=8, group=8)
     Traceback (most recent call last):
     regard.errors.ArgumentError: codes and scales of the memory are ((1, 2, 1, 4, 8), ...
     """
     B, n, _, d = recent.shape
-    wanted = shapes((B, n, older, d), axis, bits=bits, group=group)
+    wanted = group_shapes((B, n, older, d), axis, bits=bits, group=group)
     got = tuple(made.codes.shape), tuple(made.scale.shape)
     if got != wanted or made.zero.shape != made.scale.shape or made.odd.shape != made.odd_at.shape:
         raise ArgumentError(
@@ -193,7 +193,7 @@ def check_codes(
         )
 
 
-def _lines(x: Tensor, axis: Axis, group: int) -> Tensor:
+def _view_as_groups(x: Tensor, axis: Axis, group: int) -> Tensor:
     """x [B,n,L,d] with each group as a last dim: [B,n,L/group,d,group], or
     [B,n,L,d/group,group].
     """
@@ -202,7 +202,7 @@ def _lines(x: Tensor, axis: Axis, group: int) -> Tensor:
     return torch.unflatten(x, 3, (-1, group))
 
 
-def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x >= 0 in another dtype, rounded upwards: the codes must reach the largest number of the
     group.
     """
@@ -212,7 +212,7 @@ def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(y.double() < x, above, y)
 
 
-def _odd(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def _find_outliers(x: Tensor, strange: Tensor, start: int) -> tuple[Tensor, Tensor]:
     """Where the strange numbers of each row stand, and what they are, [B, X]."""
     flat, values = (y.transpose(1, 2).flatten(1) for y in (strange, x))
     most = int(flat.sum(1).max())
@@ -241,35 +241,35 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     return codes
 
 
-class Coded(NamedTuple):
+class QuantizedAndRecent(NamedTuple):
     """What a kernel that reads codes needs: older slots in codes, and behind them the recent ones
     [B,n,l,d] as they came.
     """
 
-    made: Codes
+    made: QuantizedGroups
     axis: Axis
     bits: int
     recent: Tensor
 
 
-class Packed(Tensor):
+class LazyDequantizedTensor(Tensor):
     """A tensor [B,n,S,d] of which the older slots are codes still.
 
     Shape, dtype and device are those of the numbers. Any operation of torch makes the numbers
     first, once; from then on it is they that are read and written, and `coded` is None. A kernel
     that reads codes asks for `coded` instead.
 
-    >>> from regard.caches.quantization import quantise
+    >>> from regard.caches.quantization import quantize
     >>> x = torch.randn(1, 2, 8, 4)
-    >>> made = quantise(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
-    >>> packed = Packed.of(Coded(made, "channel", 8, x[:, :, :1]))
+    >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
+    >>> packed = LazyDequantizedTensor.of(QuantizedAndRecent(made, "channel", 8, x[:, :, :1]))
     >>> packed.shape, packed.coded is None
     (torch.Size([1, 2, 9, 4]), False)
     >>> type(packed * 1).__name__, packed.coded is None
     ('Tensor', True)
     """
 
-    _coded: Coded
+    _coded: QuantizedAndRecent
     _numbers: Tensor | None = None
 
     # operations arrive at __torch_dispatch__, below autograd; properties cost what they cost on any
@@ -277,7 +277,7 @@ class Packed(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def of(cls, coded: Coded) -> Packed:
+    def of(cls, coded: QuantizedAndRecent) -> LazyDequantizedTensor:
         """The tensor that these codes, and the recent slots behind them, are.
 
         Raises:
@@ -288,7 +288,7 @@ class Packed(Tensor):
         B, n, length, d = recent.shape
         codes, group = coded.made.codes, coded.made.codes.shape[-1] * 8 // coded.bits
         older = codes.shape[2] * (group if coded.axis == "channel" else 1)
-        check_codes(coded.made, recent, coded.axis, older, bits=coded.bits, group=group)
+        check_groups(coded.made, recent, coded.axis, older, bits=coded.bits, group=group)
         made = Tensor._make_wrapper_subclass(
             cls, (B, n, older + length, d), dtype=recent.dtype, device=recent.device
         )
@@ -296,7 +296,7 @@ class Packed(Tensor):
         return made
 
     @property
-    def coded(self) -> Coded | None:
+    def coded(self) -> QuantizedAndRecent | None:
         """The codes, unless the numbers have been made, or there are some that codes do not
         hold.
         """
@@ -308,7 +308,7 @@ class Packed(Tensor):
         if self._numbers is None:
             made, axis, bits, recent = self._coded
             older = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
-            held = dequantise(made, axis, older, bits=bits)
+            held = dequantize(made, axis, older, bits=bits)
             # Another thread may have made them meanwhile, and somebody may have written to those or
             # know their address: the first ones stay.
             self.__dict__.setdefault("_numbers", torch.cat([held, recent], dim=2))
@@ -324,7 +324,9 @@ class Packed(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Any operation: on the numbers."""
-        opened = tree_map_only(Packed, Packed.numbers, (tuple(args), dict(kwargs or {})))
+        opened = tree_map_only(
+            LazyDequantizedTensor, LazyDequantizedTensor.numbers, (tuple(args), dict(kwargs or {}))
+        )
         return func(*opened[0], **opened[1])
 
     def numpy(self, *, force: bool = False) -> Any:

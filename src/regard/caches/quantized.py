@@ -16,27 +16,35 @@ from regard.caches.base import (
     LayerSize,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
 from regard.caches.buffer_writes import write_slots
-from regard.caches.contiguous import written
-from regard.caches.quantization import Axis, Coded, Codes, Packed, check_codes, cut, quantise
+from regard.caches.contiguous import written_length
+from regard.caches.quantization import (
+    Axis,
+    LazyDequantizedTensor,
+    QuantizedAndRecent,
+    QuantizedGroups,
+    check_groups,
+    crop_groups,
+    quantize,
+)
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
 
 
-class Appended:
+class GrowingTensor:
     """Slots [B,n,L,...] that were appended one after another, with room behind them.
 
     Appending copies what is new; where the room is used up, all of it once, into memory with more.
-    So a step copies O(1) slots. What was given out keeps its values until an `Appended` that is
-    shorter is appended to.
+    So a step copies O(1) slots. What was given out keeps its values until an `GrowingTensor` that
+    is shorter is appended to.
 
     Args:
         memory: the first slots; they are held, not copied.
@@ -44,7 +52,7 @@ class Appended:
         inner: whether the numbers of one line lie side by side over the slots [B,n,L,lines,1]:
             loops over slots are faster.
 
-    >>> held = Appended(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
+    >>> held = GrowingTensor(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
     >>> held.view.flatten().tolist(), held.append(held.view).view.flatten().tolist()
     ([0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
     """
@@ -60,7 +68,7 @@ class Appended:
         """The slots, without the room behind them."""
         return self._memory[:, :, : self.length]
 
-    def append(self, new: Shaped[Tensor, "B n T ..."], *, room: int | None = None) -> Appended:
+    def append(self, new: Shaped[Tensor, "B n T ..."], *, room: int | None = None) -> GrowingTensor:
         """These slots, and new ones behind them.
 
         Args:
@@ -72,18 +80,18 @@ class Appended:
         if start == stop:
             return self
         if torch.is_grad_enabled() and (new.requires_grad or self._memory.requires_grad):
-            return Appended(torch.cat([self.view, new], dim=2))
+            return GrowingTensor(torch.cat([self.view, new], dim=2))
         memory = self._memory
         if stop > memory.shape[2]:
             room = stop // 4 if room is None else room
             memory = self._empty(stop + room)
             memory[:, :, :start] = self.view
         (memory,) = write_slots((memory,), (new,), start)
-        return Appended(memory, stop, inner=self._inner)
+        return GrowingTensor(memory, stop, inner=self._inner)
 
-    def cut(self, length: int) -> Appended:
+    def cut(self, length: int) -> GrowingTensor:
         """The first slots."""
-        return Appended(self._memory, length, inner=self._inner)
+        return GrowingTensor(self._memory, length, inner=self._inner)
 
     def _empty(self, slots: int) -> Tensor:
         B, n, _, *rest = self._memory.shape
@@ -93,13 +101,13 @@ class Appended:
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class QuantizedPart:
     """Older slots in codes, and the recent ones behind them; each operation answers another one.
 
-    rows: codes, scale and zero, which grow; odd_at, odd: as in `Codes`.
+    rows: codes, scale and zero, which grow; odd_at, odd: as in `QuantizedGroups`.
 
     >>> x = torch.randn(1, 2, 10, 4)
-    >>> held = Split.of(x, "channel", bits=8, group=8)
+    >>> held = QuantizedPart.of(x, "channel", bits=8, group=8)
     >>> held = held.settled(8, torch.ones(1, 8, dtype=torch.bool), 0)
     >>> held.codes.codes.shape, held.recent.view.shape
     (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
@@ -110,80 +118,84 @@ class Split:
     axis: Axis
     bits: int
     group: int
-    rows: tuple[Appended, ...]
+    rows: tuple[GrowingTensor, ...]
     odd_at: Tensor
     odd: Tensor
-    recent: Appended
+    recent: GrowingTensor
 
     @classmethod
-    def of(cls, x: Shaped[Tensor, "B n T d"], axis: Axis, *, bits: int, group: int) -> Split:
+    def of(
+        cls, x: Shaped[Tensor, "B n T d"], axis: Axis, *, bits: int, group: int
+    ) -> QuantizedPart:
         """A part that holds x as it came."""
         none = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
-        made = quantise(x[:, :, :0], none, axis, bits=bits, group=group)
+        made = quantize(x[:, :, :0], none, axis, bits=bits, group=group)
         return cls.holding(made, x, axis, bits=bits, group=group)
 
     @classmethod
-    def holding(cls, made: Codes, recent: Tensor, axis: Axis, *, bits: int, group: int) -> Split:
+    def holding(
+        cls, made: QuantizedGroups, recent: Tensor, axis: Axis, *, bits: int, group: int
+    ) -> QuantizedPart:
         """A part of these codes and recent slots."""
-        rows = _rows(made, axis)
-        return cls(axis, bits, group, rows, made.odd_at, made.odd, Appended(recent))
+        rows = _growing_fields(made, axis)
+        return cls(axis, bits, group, rows, made.odd_at, made.odd, GrowingTensor(recent))
 
     @property
-    def codes(self) -> Codes:
+    def codes(self) -> QuantizedGroups:
         """The older slots."""
         if self.axis == "exact":
-            return Codes(self.rows[0].view, self.odd, self.odd, self.odd_at, self.odd)
+            return QuantizedGroups(self.rows[0].view, self.odd, self.odd, self.odd_at, self.odd)
         codes, scale, zero = (x.view for x in self.rows)
-        return Codes(codes, scale, zero, self.odd_at, self.odd)
+        return QuantizedGroups(codes, scale, zero, self.odd_at, self.odd)
 
-    def appended(self, x: Shaped[Tensor, "B n T d"], room: int) -> Split:
+    def appended(self, x: Shaped[Tensor, "B n T d"], room: int) -> QuantizedPart:
         """With x behind the recent slots, and room for so many more."""
         return replace(self, recent=self.recent.append(x, room=room))
 
-    def settled(self, leave: int, seen: Bool[Tensor, "b L"], start: int) -> Split:
+    def settled(self, leave: int, seen: Bool[Tensor, "b L"], start: int) -> QuantizedPart:
         """With the first of the recent slots in codes, which slots start, start + 1, ... then
         are.
         """
         recent = self.recent.view
         x, rest = recent[:, :, :leave], recent[:, :, leave:]
-        new = quantise(x, seen, self.axis, bits=self.bits, group=self.group, start=start)
-        pairs = zip(self.rows, _rows(new, self.axis), strict=True)
+        new = quantize(x, seen, self.axis, bits=self.bits, group=self.group, start=start)
+        pairs = zip(self.rows, _growing_fields(new, self.axis), strict=True)
         rows = tuple(old.append(x.view, room=None if old.length else 0) for old, x in pairs)
         odd_at, odd = (
             torch.cat(both, 1) for both in ((self.odd_at, new.odd_at), (self.odd, new.odd))
         )
         # a copy: a view would keep the whole of a long prompt alive
-        return replace(self, rows=rows, odd_at=odd_at, odd=odd, recent=Appended(rest.clone()))
+        return replace(self, rows=rows, odd_at=odd_at, odd=odd, recent=GrowingTensor(rest.clone()))
 
-    def cut(self, old: int, length: int) -> Split:
+    def cut(self, old: int, length: int) -> QuantizedPart:
         """The first slots, of which so many are in codes; of the exceptions, those in front of
         `length`.
         """
         _, n, _, d = self.recent.view.shape
         lines = old // self.group if self.axis == "channel" else old
-        made = cut(self.codes, self.axis, lines, length * n * d)
+        made = crop_groups(self.codes, self.axis, lines, length * n * d)
         rows = tuple(x.cut(lines) for x in self.rows)
         recent = self.recent.cut(max(0, length - old))
         return replace(self, rows=rows, odd_at=made.odd_at, recent=recent)
 
     def answer(self) -> Tensor:
         """All slots [B,n,S,d]: plain, or in codes still where nothing but a kernel has to know."""
-        coded = Coded(self.codes, self.axis, self.bits, self.recent.view)
+        coded = QuantizedAndRecent(self.codes, self.axis, self.bits, self.recent.view)
         if not self.rows[0].length:
             return self.recent.view
         if self.axis == "exact":
             return torch.cat([self.rows[0].view, self.recent.view], dim=2)
-        packed = Packed.of(coded)
+        packed = LazyDequantizedTensor.of(coded)
         return packed.numbers() if is_compiling() else packed
 
 
-def _rows(made: Codes, axis: Axis) -> tuple[Appended, ...]:
+def _growing_fields(made: QuantizedGroups, axis: Axis) -> tuple[GrowingTensor, ...]:
     """What of codes grows slot by slot."""
     if axis == "exact":
-        return (Appended(made.codes),)
+        return (GrowingTensor(made.codes),)
     inner = axis == "token"  # where a line of the kernel's is a slot
     codes, scale, zero, *_ = made
-    return Appended(codes), Appended(scale, inner=inner), Appended(zero, inner=inner)
+    return GrowingTensor(codes), GrowingTensor(scale, inner=inner), GrowingTensor(zero, inner=inner)
 
 
 class Quantised(Cache):
@@ -253,7 +265,7 @@ class Quantised(Cache):
             )
         self.bits, self.group, self.residual = bits, group, residual
         self.axes = cast("tuple[Axis, ...]", tuple(axes))
-        self._parts: tuple[Split, ...] = ()
+        self._parts: tuple[QuantizedPart, ...] = ()
         self._positions: Positions | None = None
 
     @classmethod
@@ -293,7 +305,7 @@ class Quantised(Cache):
         """
         check_update(memory, positions)
         if self._parts:
-            check_fits(tuple(x.recent.view for x in self._parts), memory)
+            check_same_layout(tuple(x.recent.view for x in self._parts), memory)
         self._check(memory)
         parts, old = self._parts, self.quantised
         if parts and self._positions is not None:
@@ -301,7 +313,7 @@ class Quantised(Cache):
             positions = concat_positions(self._positions, positions)
         else:
             parts = tuple(
-                Split.of(x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
+                QuantizedPart.of(x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
                 for x, axis in zip(memory, self.axes, strict=True)
             )
         leave = (max(0, slot_count(positions) - self.residual) // self.group) * self.group - old
@@ -319,11 +331,11 @@ class Quantised(Cache):
         check_crop(length)
         if not self._parts or self._positions is None:
             return
-        old, positions = self.quantised, kept_until(self._positions, length)
-        n = written(positions)
+        old, positions = self.quantised, positions_before(self._positions, length)
+        n = written_length(positions)
         if n < old:  # whole groups stay, and what was behind n in the last one is empty
             old = -(-n // self.group) * self.group
-            positions = _padded(slice_positions(positions, slice(0, n)), old)
+            positions = _pad_positions(slice_positions(positions, slice(0, n)), old)
         self._parts = tuple(x.cut(old, n) for x in self._parts)
         self._positions = slice_positions(positions, slice(0, max(n, old)))
 
@@ -331,8 +343,10 @@ class Quantised(Cache):
         """Codes, scales, zeros and exceptions of each part, the recent slots, and the positions."""
         if not self._parts or self._positions is None:
             return {}
-        made = {k: x for i, p in enumerate(self._parts) for k, x in _named(p.codes, i).items()}
-        recent = named(tuple(x.recent.view for x in self._parts), "recent")
+        made = {
+            k: x for i, p in enumerate(self._parts) for k, x in _named_fields(p.codes, i).items()
+        }
+        recent = named_parts(tuple(x.recent.view for x in self._parts), "recent")
         return {**made, **recent, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
@@ -341,15 +355,17 @@ class Quantised(Cache):
         Raises:
             ArgumentError: their shapes are not those of this cache.
         """
-        positions, recent = contents.get("positions"), memory_of(contents, "recent")
+        positions, recent = contents.get("positions"), parts_of(contents, "recent")
         if positions is None or isinstance(positions, int):
             self._parts, self._positions = (), None
             return
-        fields = [memory_of(contents, name) for name in Codes._fields]
-        codes = tuple(Codes(*x) for x in zip(*fields, strict=False))
+        fields = [parts_of(contents, name) for name in QuantizedGroups._fields]
+        codes = tuple(QuantizedGroups(*x) for x in zip(*fields, strict=False))
         self._check_held(codes, recent, slot_count(positions))
         self._parts = tuple(
-            Split.holding(made, x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
+            QuantizedPart.holding(
+                made, x, axis, bits=self.bits, group=self._group(axis, x.shape[3])
+            )
             for made, x, axis in zip(codes, recent, self.axes, strict=True)
         )
         self._positions = positions
@@ -365,7 +381,7 @@ class Quantised(Cache):
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
 
-    def _check_held(self, codes: tuple[Codes, ...], recent: Parts, slots: int) -> None:
+    def _check_held(self, codes: tuple[QuantizedGroups, ...], recent: Parts, slots: int) -> None:
         """Codes and recent slots are those of so many slots."""
         if not len(codes) == len(recent) == len(self.axes):
             raise ArgumentError(
@@ -374,7 +390,7 @@ class Quantised(Cache):
         for i, (made, x, axis) in enumerate(zip(codes, recent, self.axes, strict=True)):
             _, n, length, d = x.shape
             group, older = self._group(axis, d), slots - length
-            check_codes(made, x, axis, older, bits=self.bits, group=group, name=f"part {i}")
+            check_groups(made, x, axis, older, bits=self.bits, group=group, name=f"part {i}")
             at = made.odd_at
             if at.numel() and not -1 <= int(at.min()) <= int(at.max()) < older * n * d:
                 raise ArgumentError(
@@ -416,7 +432,7 @@ class Quantised(Cache):
                 )
 
 
-def _padded(positions: Positions, slots: int) -> Positions:
+def _pad_positions(positions: Positions, slots: int) -> Positions:
     """Positions, and -1 up to so many slots."""
     if slot_count(positions) == slots:
         return positions
@@ -424,5 +440,5 @@ def _padded(positions: Positions, slots: int) -> Positions:
     return torch.cat([held, held.new_full((held.shape[0], slots - held.shape[1]), -1)], dim=1)
 
 
-def _named(codes: Codes, i: int) -> dict[str, Tensor]:
+def _named_fields(codes: QuantizedGroups, i: int) -> dict[str, Tensor]:
     return {f"{name}.{i}": x for name, x in codes._asdict().items()}

@@ -16,10 +16,10 @@ from regard.caches.base import (
     Contents,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
 )
 from regard.caches.buffer_writes import OverwrittenSlots, fill_slots, scatter_slots, write_slots
 from regard.caches.contiguous import Growing
@@ -28,11 +28,11 @@ from regard.masks import Mask, Reach, Sinks, Window
 from regard.process_state import is_compiling
 from regard.span import EMPTY, Positions, Span, as_tensor, concat_positions, slot_count
 
-SINKS = 4
+STREAMING_SINKS = 4
 """First tokens that "streaming" never forgets, as in arXiv 2309.17453, section 3.2."""
 
 
-class Slots(NamedTuple):
+class RingLayout(NamedTuple):
     """`sinks` slots for the first positions, and a ring for all later ones.
 
     slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
@@ -41,10 +41,10 @@ class Slots(NamedTuple):
         sinks: the first positions, which are never overwritten.
         ring: the size of the ring.
 
-    >>> layout = Slots(sinks=2, ring=3)
+    >>> layout = RingLayout(sinks=2, ring=3)
     >>> layout.slot(torch.tensor([0, 1, 2, 3, 4, 5])).tolist()
     [0, 1, 2, 3, 4, 2]
-    >>> layout.held(Seen(first=0, stop=6, lost=2)).tolist()
+    >>> layout.held(ContiguousRun(first=0, stop=6, lost=2)).tolist()
     [[0, 1, 5, 3, 4]]
     """
 
@@ -68,7 +68,7 @@ class Slots(NamedTuple):
         """The slots of positions start to stop - 1, in this order, as ranges; at most `ring` of
         them are behind the sinks.
 
-        >>> Slots(2, 3).runs(3, 6)
+        >>> RingLayout(2, 3).runs(3, 6)
         [(3, 5), (2, 3)]
         """
         found = [(start, min(stop, self.sinks))]
@@ -79,7 +79,9 @@ class Slots(NamedTuple):
             found += [(first, first + direct), (self.sinks, self.sinks + stop - start - direct)]
         return [(a, b) for a, b in found if a < b]
 
-    def held(self, seen: Seen, device: torch.device | str | None = None) -> Int[Tensor, "1 size"]:
+    def held(
+        self, seen: ContiguousRun, device: torch.device | str | None = None
+    ) -> Int[Tensor, "1 size"]:
         """The positions in all slots [1, size] after a run of positions, EMPTY where a slot holds
         none of them.
         """
@@ -91,7 +93,7 @@ class Slots(NamedTuple):
         return torch.where(held & (p >= seen.first) & (p <= last), p, EMPTY)[None]
 
 
-class Seen(NamedTuple):
+class ContiguousRun(NamedTuple):
     """A run of positions first to stop - 1, the same for all rows, of which those up to `lost` were
     overwritten.
 
@@ -99,8 +101,8 @@ class Seen(NamedTuple):
         first, stop: the run.
         lost: the highest position behind the sinks that is no longer held; -1 if none.
 
-    >>> seen = Seen(first=0, stop=6, lost=1)
-    >>> seen.go_on(8, Slots(sinks=0, ring=4))
+    >>> seen = ContiguousRun(first=0, stop=6, lost=1)
+    >>> seen.go_on(8, RingLayout(sinks=0, ring=4))
     Seen(first=0, stop=8, lost=3)
     """
 
@@ -108,36 +110,36 @@ class Seen(NamedTuple):
     stop: int
     lost: int = -1
 
-    def go_on(self, stop: int, slots: Slots) -> Seen:
+    def go_on(self, stop: int, slots: RingLayout) -> ContiguousRun:
         """The run after it went on to `stop`."""
         gone = stop - 1 - slots.ring
         lost = gone if gone >= max(self.first, slots.sinks) else -1
-        return Seen(self.first, stop, max(lost, self.lost))
+        return ContiguousRun(self.first, stop, max(lost, self.lost))
 
-    def least(self, length: int, slots: Slots, window: int) -> int:
+    def least(self, length: int, slots: RingLayout, window: int) -> int:
         """The least length from `length` on that a crop can serve: a window in front of it is
         held.
         """
         nothing_lost = self.lost < 0 or length <= slots.sinks
         return length if nothing_lost else max(length, self.lost + window)
 
-    def crop(self, length: int, slots: Slots) -> Seen:
+    def crop(self, length: int, slots: RingLayout) -> ContiguousRun:
         """The run without the positions from `length` on."""
         stop = max(self.first, min(self.stop, length))
-        return Seen(self.first, stop, -1 if length <= slots.sinks else self.lost)
+        return ContiguousRun(self.first, stop, -1 if length <= slots.sinks else self.lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
         """As contents of a cache: the positions seen, and what was lost."""
         return {"positions": Span(self.first, self.stop - self.first), "lost": self.lost}
 
-    def count(self, slots: Slots) -> int:
+    def count(self, slots: RingLayout) -> int:
         """How many slots hold a token."""
         in_sinks = max(0, min(self.stop, slots.sinks) - self.first)
         start = max(self.first, slots.sinks, self.lost + 1)
         return in_sinks + max(0, self.stop - start)
 
 
-class Rows(NamedTuple):
+class SlotPositions(NamedTuple):
     """The position in each slot of each row, EMPTY where there is none.
 
     Attributes:
@@ -145,8 +147,8 @@ class Rows(NamedTuple):
         lost: int64 [B or 1, 1], the highest position behind the sinks that was overwritten; -1 if
             none.
 
-    >>> slots = Slots(sinks=0, ring=3)
-    >>> rows = Rows.of(Seen(first=0, stop=4, lost=0), slots, torch.device("cpu"))
+    >>> slots = RingLayout(sinks=0, ring=3)
+    >>> rows = SlotPositions.of(ContiguousRun(first=0, stop=4, lost=0), slots, torch.device("cpu"))
     >>> rows.step(torch.tensor([[4], [-1]]), slots).positions.tolist()
     [[3, 4, 2], [3, 1, 2]]
     """
@@ -155,15 +157,15 @@ class Rows(NamedTuple):
     lost: Tensor
 
     @staticmethod
-    def of(seen: Seen, slots: Slots, device: torch.device) -> Rows:
+    def of(seen: ContiguousRun, slots: RingLayout, device: torch.device) -> SlotPositions:
         """A run of positions, slot by slot."""
         positions = slots.held(seen, device)
-        return Rows(positions, positions.new_full((1, 1), seen.lost))
+        return SlotPositions(positions, positions.new_full((1, 1), seen.lost))
 
-    def for_rows(self, rows: int) -> Rows:
+    def for_rows(self, rows: int) -> SlotPositions:
         """The same in so many rows, if it is the same for all."""
         rows = rows if self.positions.shape[0] == 1 else self.positions.shape[0]
-        return Rows(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
+        return SlotPositions(self.positions.expand(rows, -1), self.lost.expand(rows, -1))
 
     def check_behind(self, p: Int[Tensor, "b T"]) -> None:
         """New positions [B or 1, T] lie behind those held, row by row, each once.
@@ -191,19 +193,19 @@ class Rows(NamedTuple):
                     "position of its own"
                 )
 
-    def step(self, p: Int[Tensor, "b T"], slots: Slots) -> Rows:
+    def step(self, p: Int[Tensor, "b T"], slots: RingLayout) -> SlotPositions:
         """After one token for each row, p [B or 1, at most 1]."""
         now = self.for_rows(p.shape[0])
         p = p.expand(now.positions.shape[0], -1)
         where = slots.slot(p)
         was = now.positions.gather(1, where)
         gone = torch.where(p >= 0, was, EMPTY)
-        return Rows(
+        return SlotPositions(
             now.positions.scatter(1, where, torch.where(p >= 0, p, was)),
             torch.cat([now.lost, gone], 1).amax(1, keepdim=True),
         )
 
-    def chunk(self, p: Int[Tensor, "b T"], slots: Slots) -> tuple[Rows, Tensor]:
+    def chunk(self, p: Int[Tensor, "b T"], slots: RingLayout) -> tuple[SlotPositions, Tensor]:
         """After new tokens p [B or 1, T]; and which of them came into each slot, int64 [B or 1,
         size], -1 if none did.
         """
@@ -220,45 +222,45 @@ class Rows(NamedTuple):
         source = new.scatter(1, where, index.to(p.device).expand_as(p))[:, :-1]
         after = new.scatter(1, where, p)[:, :-1]
         gone = [torch.where(after >= 0, now.positions, EMPTY), torch.where(kept, EMPTY, p)]
-        return Rows(
+        return SlotPositions(
             torch.where(after >= 0, after, now.positions),
             torch.cat([now.lost, *gone], 1).amax(1, keepdim=True),
         ), source
 
-    def least(self, length: int, slots: Slots, window: int) -> int:
-        """As `Seen.least`, for every row."""
+    def least(self, length: int, slots: RingLayout, window: int) -> int:
+        """As `ContiguousRun.least`, for every row."""
         if length <= slots.sinks or not self.lost.numel():
             return length
         needed = torch.where(self.lost >= 0, self.lost + window, 0)
         return max(length, int(needed.max()))
 
-    def crop(self, length: int, slots: Slots) -> Rows:
+    def crop(self, length: int, slots: RingLayout) -> SlotPositions:
         """Without the positions from `length` on."""
         positions = self.positions.masked_fill(self.positions >= length, EMPTY)
         lost = torch.full_like(self.lost, EMPTY) if length <= slots.sinks else self.lost
-        return Rows(positions, lost)
+        return SlotPositions(positions, lost)
 
     def contents(self) -> dict[str, Tensor | Span | int]:
         """As contents of a cache."""
         return {"positions": self.positions, "lost": self.lost}
 
-    def count(self, slots: Slots) -> int:
+    def count(self, slots: RingLayout) -> int:
         """How many slots hold a token in any row."""
         return int((self.positions >= 0).any(0).sum())
 
 
-class Rolling(Cache):
+class RingBase(Cache):
     """A number of first positions for ever, and the last ones in a ring.
 
-    As long as all rows hold one run of positions it is known by three numbers (`Seen`), and nothing
-    is read from a tensor; else every slot has its position (`Rows`).
+    As long as all rows hold one run of positions it is known by three numbers (`ContiguousRun`),
+    and nothing is read from a tensor; else every slot has its position (`SlotPositions`).
     """
 
     def __init__(self, sinks: int, window: int, rewind: int) -> None:
         self.window, self.rewind = window, rewind
-        self._slots = Slots(sinks, window + rewind)
+        self._slots = RingLayout(sinks, window + rewind)
         self._memory: Parts | None = None
-        self._seen: Seen | Rows = Seen(0, 0)
+        self._seen: ContiguousRun | SlotPositions = ContiguousRun(0, 0)
         self._overwritten: OverwrittenSlots | None = None
 
     @property
@@ -272,10 +274,10 @@ class Rolling(Cache):
         """
         check_update(memory, positions)
         if self._memory is not None:
-            check_fits(self._memory, memory)
+            check_same_layout(self._memory, memory)
         seen = self._before(positions, memory[0].device)
         held = self._memory if self._memory is not None else self._allocate(memory)
-        if isinstance(seen, Seen):
+        if isinstance(seen, ContiguousRun):
             return self._go_on(held, memory, seen, slot_count(positions))
         if self._memory is None:
             if slot_count(positions):
@@ -301,7 +303,7 @@ class Rolling(Cache):
         """All slots, and which positions they hold."""
         if self._memory is None:
             return {}
-        return {**named(self._memory), **self._seen.contents()}
+        return {**named_parts(self._memory), **self._seen.contents()}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold these slots.
@@ -309,7 +311,7 @@ class Rolling(Cache):
         Raises:
             ArgumentError: there are not as many as the settings say.
         """
-        self._memory = memory_of(contents) if contents else None
+        self._memory = parts_of(contents) if contents else None
         for i, x in enumerate(self._memory or ()):
             if x.shape[2] != self._slots.size:
                 raise ArgumentError(
@@ -318,11 +320,13 @@ class Rolling(Cache):
                 )
         self._overwritten = None
         positions, lost = contents.get("positions"), contents.get("lost")
-        self._seen = Seen(0, 0)
+        self._seen = ContiguousRun(0, 0)
         if isinstance(positions, Tensor) and isinstance(lost, Tensor):
-            self._seen = Rows(positions.long(), lost.long())  # what later steps write into them
+            self._seen = SlotPositions(
+                positions.long(), lost.long()
+            )  # what later steps write into them
         elif isinstance(positions, Span) and isinstance(lost, int):
-            self._seen = Seen(positions.start, positions.stop, lost)
+            self._seen = ContiguousRun(positions.start, positions.stop, lost)
 
     def mark(self) -> Any:
         """What is held, and what was overwritten last: an update that writes in place says so
@@ -345,25 +349,27 @@ class Rolling(Cache):
         size = self._slots.size
         return tuple(m.new_zeros((*m.shape[:2], size, m.shape[3])) for m in memory)
 
-    def _before(self, positions: Positions, device: torch.device) -> Seen | Rows:
+    def _before(self, positions: Positions, device: torch.device) -> ContiguousRun | SlotPositions:
         """What was seen, in the form that the new positions allow; refuse positions that do not lie
         behind.
         """
         seen, compiling = self._seen, is_compiling()
-        if isinstance(seen, Seen):
+        if isinstance(seen, ContiguousRun):
             # a graph would be tied to numbers that change with every step: there, slots have
             # positions
             if isinstance(positions, Span) and positions.start >= 0 and not compiling:
                 if seen.first == seen.stop and seen.lost < 0:
-                    return Seen(positions.start, positions.start)
+                    return ContiguousRun(positions.start, positions.start)
                 if seen.stop == positions.start:
                     return seen
-            seen = Rows.of(seen, self._slots, device)
+            seen = SlotPositions.of(seen, self._slots, device)
         if not compiling:
             seen.check_behind(as_tensor(positions, device))
         return seen
 
-    def _go_on(self, held: Parts, new: Parts, seen: Seen, T: int) -> tuple[Parts, Positions]:
+    def _go_on(
+        self, held: Parts, new: Parts, seen: ContiguousRun, T: int
+    ) -> tuple[Parts, Positions]:
         """One run of positions goes on."""
         slots, start, device = self._slots, seen.stop, new[0].device
         after = seen.go_on(start + T, slots)
@@ -378,11 +384,11 @@ class Rolling(Cache):
             self._write(held, new, p, after)
             return self._visible(), slots.held(after, device)
         answer, where = self._in_order(held, new, seen)
-        self._chunk(held, new, Rows.of(seen, slots, device), p)
+        self._chunk(held, new, SlotPositions.of(seen, slots, device), p)
         self._seen = after
         return answer, where
 
-    def _in_order(self, held: Parts, new: Parts, seen: Seen) -> tuple[Parts, Positions]:
+    def _in_order(self, held: Parts, new: Parts, seen: ContiguousRun) -> tuple[Parts, Positions]:
         """Sinks, the last window - 1 tokens, and the new ones: in order, so that a contiguous
         answer stays a `Span`.
         """
@@ -401,7 +407,9 @@ class Rolling(Cache):
         answer = tuple(torch.cat([*(old[:, :, a:b] for a, b in runs), x], 2) for old, x in parts)
         return answer, where if isinstance(where, Span) else where.to(new[0].device)
 
-    def _by_rows(self, held: Parts, new: Parts, seen: Rows, p: Tensor) -> tuple[Parts, Positions]:
+    def _by_rows(
+        self, held: Parts, new: Parts, seen: SlotPositions, p: Tensor
+    ) -> tuple[Parts, Positions]:
         """Rows at positions of their own go on."""
         if p.shape[1] <= 1:
             after = seen.step(p, self._slots)
@@ -415,12 +423,14 @@ class Rolling(Cache):
         self._chunk(held, new, seen, p)
         return answer
 
-    def _write(self, held: Parts, new: Parts, p: Tensor, after: Seen | Rows) -> None:
+    def _write(
+        self, held: Parts, new: Parts, p: Tensor, after: ContiguousRun | SlotPositions
+    ) -> None:
         """A step into its slots, in place if nobody can notice."""
         self._memory, self._overwritten = scatter_slots(held, new, self._slots.slot(p), p >= 0)
         self._seen = after
 
-    def _chunk(self, held: Parts, new: Parts, seen: Rows, p: Tensor) -> None:
+    def _chunk(self, held: Parts, new: Parts, seen: SlotPositions, p: Tensor) -> None:
         """The last tokens of a chunk into a copy of the ring: the answer has the old ones."""
         self._seen, source = seen.chunk(p, self._slots)
         self._memory = fill_slots(held, new, source)
@@ -429,7 +439,7 @@ class Rolling(Cache):
         return self._memory or ()
 
 
-class Ring(Rolling):
+class Ring(RingBase):
     """Hold the last `window + rewind` positions of each row: slot = position % (window + rewind).
 
     It is exact for masks that let a query see at most `window` keys looking back, its own included,
@@ -484,7 +494,7 @@ class Ring(Rolling):
         return {"window": self.window, "rewind": self.rewind}
 
 
-class Streaming(Rolling):
+class Streaming(RingBase):
     """Hold the first `sinks` positions of each row, and the last `recent + rewind` ones in a ring.
 
     It is exact for `masks.Causal() & (masks.Window(recent) | masks.Sinks(sinks))`. Positions stay
@@ -512,7 +522,7 @@ class Streaming(Rolling):
 
     kind: ClassVar[str | None] = "streaming"
     forgets: ClassVar[bool] = True
-    least: ClassVar[int] = SINKS + 1
+    least: ClassVar[int] = STREAMING_SINKS + 1
 
     def __init__(self, sinks: int, recent: int, *, rewind: int = 0) -> None:
         if sinks < 0 or recent < 1 or rewind < 0:
@@ -525,7 +535,7 @@ class Streaming(Rolling):
     @classmethod
     def narrowing(cls, most: int) -> Mask:
         """The first 4 tokens, and the last ones."""
-        return Window(most - SINKS) | Sinks(SINKS)
+        return Window(most - STREAMING_SINKS) | Sinks(STREAMING_SINKS)
 
     @property
     def settings(self) -> dict[str, Any]:

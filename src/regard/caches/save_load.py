@@ -14,21 +14,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from regard.caches.base import CACHES, Cache, Contents, memory_of
-from regard.caches.ring import Rolling
-from regard.caches.state import HELD
+from regard.caches.base import CACHES, Cache, Contents, parts_of
+from regard.caches.ring import RingBase
+from regard.caches.state import HELD_POSITIONS
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.safetensors_reader import load_tensors as read_tensors
 from regard.files.strict_json import parse_json
-from regard.registry import is_own
+from regard.registry import is_builtin
 from regard.span import Span, slot_count
 from regard.untrusted_text import error_text, short_repr
 
 _KEY = "regard.cache"
 _FORMAT = 1
-_WHOLE = (torch.int32, torch.int64)
-LONGEST = 1 << 26
+_INTEGER_DTYPES = (torch.int32, torch.int64)
+MAX_POSITION = 1 << 26
 """No position, and no number of slots or pages, in a file is larger."""
 
 
@@ -54,7 +54,7 @@ def save(cache: Cache, path: str | Path) -> None:
     >>> load("prompt.safetensors").next(1)
     Span(start=3, length=1)
     """
-    path, known = Path(path), _kinds()
+    path, known = Path(path), _loadable_classes()
     kind = next((name for name, x in known.items() if x is type(cache)), None)
     if kind is None:
         raise ArgumentError(
@@ -111,20 +111,20 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", most: int = 4 
     """
     path = Path(path)
     header, tensors = _read(path)
-    kind = _kinds().get(header.kind)
+    kind = _loadable_classes().get(header.kind)
     if kind is None:
         raise FileError(
             f"{path}: the class {short_repr(header.kind)} is unknown; known: "
-            f"{', '.join(sorted(_kinds()))}"
+            f"{', '.join(sorted(_loadable_classes()))}"
         )
     try:
         contents: Contents = {name: x.to(device) for name, x in tensors.items()}
         contents |= {**header.spans, **header.numbers}
-        _check_room(header.settings, contents, most)
+        _check_reserved_bytes(header.settings, contents, most)
         cache = kind(**header.settings)
-        _check(contents, cache)
+        _check_shapes(contents, cache)
         cache.fill(contents)
-        _compare(contents, cache.contents())
+        _check_same_contents(contents, cache.contents())
     except (ArgumentError, TypeError, ValueError, IndexError, RuntimeError, MemoryError) as error:
         raise FileError(
             f"{path}: its contents do not make a {kind.__name__}: {error_text(error)}; save it "
@@ -142,16 +142,16 @@ class _Header(NamedTuple):
     numbers: dict[str, int]
 
 
-def _kinds() -> dict[str, type[Cache]]:
+def _loadable_classes() -> dict[str, type[Cache]]:
     """The caches that a file may name: those of this package by their class, and those from
     elsewhere by the `kind` under which they were entered.
     """
-    found = {kind: x for kind, x in CACHES if not is_own(x)}
+    found = {kind: x for kind, x in CACHES if not is_builtin(x)}
     left = list(Cache.__subclasses__())
     while left:
         kind = left.pop()
         left += kind.__subclasses__()
-        if is_own(kind):
+        if is_builtin(kind):
             found[kind.__name__] = kind
     return found
 
@@ -212,11 +212,11 @@ def _header(found: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
 
 def _span(name: str, found: Any) -> Span:
     whole = isinstance(found, list) and len(found) == 2 and all(type(i) is int for i in found)
-    if not whole or abs(found[0]) > LONGEST or not 0 <= found[1] <= LONGEST:
+    if not whole or abs(found[0]) > MAX_POSITION or not 0 <= found[1] <= MAX_POSITION:
         raise ArgumentError(
             f"has the span {short_repr(found)} of {short_repr(name)}; it must be a start and a "
             "length, at "
-            f"most {LONGEST} positions"
+            f"most {MAX_POSITION} positions"
         )
     return Span(*found)
 
@@ -229,14 +229,14 @@ def _check_number(name: str, found: Any, *, among_settings: bool) -> None:
     if among_settings and isinstance(found, list):
         for x in found:
             _check_number(name, x, among_settings=True)
-    elif not plain and (type(found) is not int or abs(found) > LONGEST):
+    elif not plain and (type(found) is not int or abs(found) > MAX_POSITION):
         raise ArgumentError(
             f"has {short_repr(found)} as {short_repr(name)}; it must be an integer, at most "
-            f"{LONGEST}"
+            f"{MAX_POSITION}"
         )
 
 
-def _check_room(settings: Mapping[str, Any], contents: Contents, most: int) -> None:
+def _check_reserved_bytes(settings: Mapping[str, Any], contents: Contents, most: int) -> None:
     """What the settings reserve, at so many bytes for a slot as there are in the file, is no more
     than is allowed.
     """
@@ -245,7 +245,7 @@ def _check_room(settings: Mapping[str, Any], contents: Contents, most: int) -> N
         return max((x for name in names if type(x := settings.get(name)) is int), default=0)
 
     slots = max(of("capacity"), of("page_size") * (of("pages") + 1))
-    needed = slots * sum(x.nbytes // max(1, x.shape[2]) for x in memory_of(contents) if x.ndim == 4)
+    needed = slots * sum(x.nbytes // max(1, x.shape[2]) for x in parts_of(contents) if x.ndim == 4)
     if needed > most or of("pages") > most // 64:
         raise ArgumentError(
             f"its settings {short_repr(dict(settings))} reserve {max(needed, 64 * of('pages')):,} "
@@ -254,26 +254,28 @@ def _check_room(settings: Mapping[str, Any], contents: Contents, most: int) -> N
         )
 
 
-def _check(contents: Contents, cache: Cache) -> None:
+def _check_shapes(contents: Contents, cache: Cache) -> None:
     """Tensors have rows of one batch, and memory as many slots as there are positions."""
     rows = {x.shape[0] if x.ndim else 0 for x in contents.values() if isinstance(x, Tensor)} - {1}
     if len(rows) > 1:
         raise ArgumentError(f"its tensors have {sorted(rows)} rows; all must have one batch, or 1")
-    positions = contents.get(HELD, contents.get("positions"))
-    if isinstance(positions, Tensor) and (positions.ndim != 2 or positions.dtype not in _WHOLE):
+    positions = contents.get(HELD_POSITIONS, contents.get("positions"))
+    if isinstance(positions, Tensor) and (
+        positions.ndim != 2 or positions.dtype not in _INTEGER_DTYPES
+    ):
         raise ArgumentError(
             f"positions are {positions.dtype} {tuple(positions.shape)}; they must be integers "
             "[batch, slots]"
         )
     lost = contents.get("lost")
-    if isinstance(lost, Tensor) and lost.dtype not in _WHOLE:
+    if isinstance(lost, Tensor) and lost.dtype not in _INTEGER_DTYPES:
         raise ArgumentError(f"lost is {lost.dtype}; it must be integers")
     # a ring's span says what it saw, not what its slots are
-    seen = isinstance(cache, Rolling) and isinstance(positions, Span)
+    seen = isinstance(cache, RingBase) and isinstance(positions, Span)
     slots = (
         None if positions is None or isinstance(positions, int) or seen else slot_count(positions)
     )
-    for i, x in enumerate(memory_of(contents)):
+    for i, x in enumerate(parts_of(contents)):
         if x.ndim != 4 or slots not in (None, x.shape[2]):
             raise ArgumentError(
                 f"memory.{i} is {tuple(x.shape)} for {slots} positions; it must be [batch, heads, "
@@ -281,7 +283,7 @@ def _check(contents: Contents, cache: Cache) -> None:
             )
 
 
-def _compare(given: Contents, held: Contents) -> None:
+def _check_same_contents(given: Contents, held: Contents) -> None:
     """A cache holds what it was given: a name that it does not know would be dropped in silence."""
     for name in sorted(given.keys() ^ held.keys()):
         raise ArgumentError(f"{name} is {'unexpected' if name in given else 'missing'}")

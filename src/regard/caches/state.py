@@ -16,11 +16,11 @@ from regard.caches.base import (
     Contents,
     Parts,
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import is_compiling
@@ -93,12 +93,12 @@ class State(Cache):
         """The parts of the state, and the last position of each row."""
         if self._state is None or self._positions is None:
             return {}
-        return {**named(self._state, "state"), "positions": self._positions}
+        return {**named_parts(self._state, "state"), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold this state."""
         positions = contents.get("positions")
-        self._state = memory_of(contents, "state") if contents else None
+        self._state = parts_of(contents, "state") if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class State(Cache):
         return new.amax(1, keepdim=True) if slot_count(new) else new.new_full((new.shape[0], 1), -1)
 
 
-HELD = "held.positions"
+HELD_POSITIONS = "held.positions"
 """Where the held tokens stand, in `contents`; "positions" is the last one of each row, as in every
 `State`.
 """
@@ -170,7 +170,7 @@ class Memory(State):
         check_update(memory, positions)
         self._check_goes_on(positions)
         if self._tokens is not None and self._held is not None:
-            check_fits(self._tokens, memory)
+            check_same_layout(self._tokens, memory)
             joined = zip(self._tokens, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
             positions = concat_positions(self._held, positions)
@@ -189,7 +189,7 @@ class Memory(State):
                 self._held = self._held[start:]
             else:
                 where = as_tensor(self._held, self._tokens[0].device)
-                self._tokens, self._held = _pack(
+                self._tokens, self._held = _compact(
                     self._tokens, where, where >= first, self.segment - 1
                 )
 
@@ -198,7 +198,7 @@ class Memory(State):
         check_crop(length)
         if self._positions is None or length == 0:
             return self.reset()
-        first, last = self._open(), _last(self._positions)
+        first, last = self._open(), _last_position(self._positions)
         if isinstance(first, int) and isinstance(last, int):
             need = first if last >= length else 0
         else:
@@ -210,12 +210,12 @@ class Memory(State):
                 "one by one; keep a fork() from before, or run the prompt again"
             )
         if self._tokens is not None and self._held is not None:
-            kept = kept_until(self._held, length)
+            kept = positions_before(self._held, length)
             if isinstance(kept, Span):
                 self._tokens = tuple(m[:, :, : kept.length] for m in self._tokens)
                 self._held = kept
             else:
-                self._tokens, self._held = _pack(self._tokens, kept, kept >= 0, self.segment - 1)
+                self._tokens, self._held = _compact(self._tokens, kept, kept >= 0, self.segment - 1)
         if isinstance(last, int):
             self._positions = Span(min(last, length - 1), 1)
         else:
@@ -226,15 +226,15 @@ class Memory(State):
         """The state, the last position of each row, the tokens of open segments, and theirs."""
         found = super().contents()
         if self._tokens is not None and self._held is not None:
-            found |= {**named(self._tokens), HELD: self._held}
+            found |= {**named_parts(self._tokens), HELD_POSITIONS: self._held}
         return found
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold this state and these tokens."""
         super().fill(contents)
-        held = contents.get(HELD)
+        held = contents.get(HELD_POSITIONS)
         self._held = None if isinstance(held, int) else held
-        self._tokens = None if self._held is None else memory_of(contents)
+        self._tokens = None if self._held is None else parts_of(contents)
 
     @property
     def bytes(self) -> int:
@@ -249,7 +249,7 @@ class Memory(State):
     def _open(self) -> int | Tensor:
         """The first position of each row's open segment."""
         assert self._positions is not None, "asked for behind the first tokens"
-        last = _last(self._positions)
+        last = _last_position(self._positions)
         if isinstance(last, int):
             return (last + 1) // self.segment * self.segment
         return (last + 1).div(self.segment, rounding_mode="floor") * self.segment
@@ -257,7 +257,7 @@ class Memory(State):
     def _check_goes_on(self, positions: Positions) -> None:
         if self._positions is None or not slot_count(positions):
             return
-        last = _last(self._positions)
+        last = _last_position(self._positions)
         if isinstance(positions, Span) and isinstance(last, int):
             back = positions.start <= last
         elif is_compiling():
@@ -273,12 +273,12 @@ class Memory(State):
             )
 
 
-def _last(positions: Positions) -> int | Tensor:
+def _last_position(positions: Positions) -> int | Tensor:
     """The last position of each row, -1 where there is none."""
     return max(positions.stop - 1, -1) if isinstance(positions, Span) else positions
 
 
-def _pack(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
+def _compact(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
     """The slots to keep, at most `most` in a row, in as few slots as the longest row needs; the
     others are empty.
 

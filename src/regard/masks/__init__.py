@@ -3,6 +3,7 @@
 In a dense mask, True = may attend.
 """
 
+from regard.deprecation import renamed
 from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.blocks import BigBird, Blocks, Selected
@@ -18,15 +19,15 @@ from regard.masks.convert import (
 from regard.masks.custom import Dense, Fn, Heads
 from regard.masks.parse import parse
 from regard.masks.patterns import Causal, Chunk, Dilated, Full, Global, Sinks, Strided, Window
-from regard.masks.tiling import EMPTY, FAR, FULL, PARTIAL, Intervals
+from regard.masks.tiling import EMPTY, FULL, PARTIAL, UNBOUNDED, Intervals
 from regard.registry import import_all
 
 __all__ = [
     "EMPTY",
-    "FAR",
     "FULL",
     "MASKS",
     "PARTIAL",
+    "UNBOUNDED",
     "All",
     "Any",
     "BigBird",
@@ -67,3 +68,5 @@ import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in MASKS if kind.__module__.startswith(f"{__name__}.")
 )
+
+__getattr__ = renamed(__name__, {"FAR": "UNBOUNDED"})

@@ -18,20 +18,20 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.tiling import (
     UNKNOWN,
     Intervals,
-    both,
+    and_states,
     broadcast,
+    clear_rows,
+    complement,
+    count_held,
     count_visible,
-    either,
-    from_intervals,
-    gaps,
-    held,
+    evaluate_unknown_blocks,
     intersect,
-    none_for,
-    opposite,
-    settle,
-    tidy,
-    unite,
-    without_rows,
+    normalize_intervals,
+    not_states,
+    or_states,
+    states_from_intervals,
+    states_without_rows,
+    union,
 )
 from regard.registry import Registry
 from regard.serialization import Serializable
@@ -39,7 +39,7 @@ from regard.span import Positions, Span, as_tensor, find_empty_slots, slice_posi
 from regard.untrusted_text import short_repr
 
 
-class Part(NamedTuple):
+class CallSlice(NamedTuple):
     """Some rows and columns of a call, and the device to compute on."""
 
     q_positions: Positions
@@ -67,7 +67,7 @@ class Part(NamedTuple):
         return keys if isinstance(keys, Span) else keys.to(self.device)
 
 
-class Slot(NamedTuple):
+class SlotPair(NamedTuple):
     """One pair of slots of a call, scalars: its batch row, head and places, and the positions
     stored there.
     """
@@ -80,7 +80,9 @@ class Slot(NamedTuple):
     k: Tensor
 
 
-def device_of(q: Positions, k: Positions, device: torch.device | str | None) -> torch.device:
+def device_of_positions(
+    q: Positions, k: Positions, device: torch.device | str | None
+) -> torch.device:
     """The device that was asked for, else that of the stored positions, else the CPU."""
     if device is None:
         device = next((x.device for x in (k, q) if isinstance(x, Tensor)), "cpu")
@@ -89,39 +91,41 @@ def device_of(q: Positions, k: Positions, device: torch.device | str | None) -> 
 
 Lengths: TypeAlias = Sequence[int] | Tensor
 
-LARGEST = (1 << 62) - 1
+MAX_INT = (1 << 62) - 1
 
 
-def whole(name: str, x: object, least: int, advice: str = "") -> int:
+def check_int(name: str, x: object, least: int, advice: str = "") -> int:
     """x as an int of at least `least`, with room for a sum of two in 64 bits; `name` is "Window
     size" or the like.
     """
     if isinstance(x, bool) or not isinstance(x, int):
-        raise ArgumentTypeError(f"{name} is {_say(x)}; it must be an int, {least} or more")
+        raise ArgumentTypeError(
+            f"{name} is {_type_and_value(x)}; it must be an int, {least} or more"
+        )
     if x < least:
         raise ArgumentError(f"{name} is {x}; it must be {least} or more{advice and ': ' + advice}")
-    if x > LARGEST:
+    if x > MAX_INT:
         raise ArgumentError(
-            f"{name} is {short_repr(x)}; positions have 64 bits: give at most {LARGEST}"
+            f"{name} is {short_repr(x)}; positions have 64 bits: give at most {MAX_INT}"
         )
     return x
 
 
-def wholes(name: str, xs: object, least: int) -> tuple[int, ...]:
+def check_ints(name: str, xs: object, least: int) -> tuple[int, ...]:
     """xs, a sequence or 1-D tensor of ints of at least `least`, as a tuple."""
     if isinstance(xs, Tensor):
         xs = xs.tolist()
     if isinstance(xs, (str, bytes)) or not isinstance(xs, Iterable):
-        raise ArgumentTypeError(f"{name} is {_say(xs)}; it must be a sequence of ints")
-    return tuple(whole(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
+        raise ArgumentTypeError(f"{name} is {_type_and_value(xs)}; it must be a sequence of ints")
+    return tuple(check_int(f"{name}[{i}]", x, least) for i, x in enumerate(xs))
 
 
-def four(x: Tensor) -> Tensor:
+def to_4d(x: Tensor) -> Tensor:
     """x with dimensions of size 1 in front, 4 in all."""
     return x if x.ndim == 4 else x[(None,) * (4 - x.ndim)]
 
 
-def check_rows(mask: str, rows: int, B: int) -> None:
+def check_batch_rows(mask: str, rows: int, B: int) -> None:
     """The mask holds something for each of `rows` batch rows; a call has B."""
     if rows not in (1, B):
         raise ArgumentError(
@@ -130,12 +134,12 @@ def check_rows(mask: str, rows: int, B: int) -> None:
         )
 
 
-def _say(x: object) -> str:
+def _type_and_value(x: object) -> str:
     return f"{type(x).__name__} {x!r}"
 
 
-EVERY = slice(None)
-ROWS = 128
+ALL_SLOTS = slice(None)
+ROWS_AT_ONCE = 128
 """Queries that are evaluated together, where a mask has no intervals."""
 
 
@@ -227,8 +231,8 @@ class Mask(Serializable, ABC):
         self,
         q_positions: Positions,
         k_positions: Positions,
-        rows: slice = EVERY,
-        columns: slice = EVERY,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
         *,
         device: torch.device | str | None = None,
     ) -> Bool[Tensor, "B H t s"]:
@@ -239,8 +243,8 @@ class Mask(Serializable, ABC):
         >>> masks.Causal().block(Span(0, 3), Span(0, 3)).int().tolist()
         [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
         """
-        device = device_of(q_positions, k_positions, device)
-        where = Part(q_positions, k_positions, rows, columns, device)
+        device = device_of_positions(q_positions, k_positions, device)
+        where = CallSlice(q_positions, k_positions, rows, columns, device)
         out, keys = self._block(where), slice_positions(k_positions, columns)
         if not isinstance(keys, Span) or keys.start < 0:
             out = out & (where.k >= 0)[:, None, None]
@@ -248,9 +252,9 @@ class Mask(Serializable, ABC):
             out = out & ~empty[:, None, :, None]
         return out.expand(-1, -1, slot_count(slice_positions(q_positions, rows)), slot_count(keys))
 
-    def _block(self, where: Part) -> Tensor:
+    def _block(self, where: CallSlice) -> Tensor:
         """The rule, 4-D; empty slots are not looked at."""
-        return four(self.allows(where.q[:, None, :, None], where.k[:, None, None, :]))
+        return to_4d(self.allows(where.q[:, None, :, None], where.k[:, None, None, :]))
 
     def intervals(
         self, q: Positions, *, device: torch.device | str | None = None
@@ -270,12 +274,12 @@ class Mask(Serializable, ABC):
         found = self._ranges(positions if device is None else positions.to(device))
         if found is None or (empty := find_empty_slots(q, device)) is None:
             return found
-        return none_for(found, empty)
+        return clear_rows(found, empty)
 
     def _ranges(self, q: Tensor) -> Intervals | None:
         """The same by the rule alone, for q [B or 1, t]; empty slots are not looked at."""
         found = self._intervals(q.long()[:, None, :, None])
-        return None if found is None else tidy(Intervals(*broadcast(*found)))
+        return None if found is None else normalize_intervals(Intervals(*broadcast(*found)))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         """For q [B or 1, 1, t, 1]: ranges in any order, overlapping or not, below 0 or not."""
@@ -325,7 +329,7 @@ class Mask(Serializable, ABC):
         """The tiles of one block of queries, [B or 1, H or 1, nK]: what a kernel asks for when it
         comes to the block.
         """
-        S, device = slot_count(k_positions), device_of(q_positions, k_positions, device)
+        S, device = slot_count(k_positions), device_of_positions(q_positions, k_positions, device)
         queries = slice_positions(q_positions, rows)
         if S == 0 or slot_count(queries) == 0:
             return torch.zeros(1, 1, -(-S // bk), dtype=torch.int8, device=device)
@@ -333,23 +337,29 @@ class Mask(Serializable, ABC):
         def evaluate(columns: slice) -> Tensor:
             return self.block(q_positions, k_positions, rows, columns, device=device)
 
-        where = Part(q_positions, k_positions, rows, EVERY, device)
+        where = CallSlice(q_positions, k_positions, rows, ALL_SLOTS, device)
         if (found := self.intervals(queries, device=device)) is not None:
-            states = from_intervals(found, where.keys, bk)
+            states = states_from_intervals(found, where.keys, bk)
         else:
-            states = without_rows(self._undecided(where, bk), find_empty_slots(queries, device))
-        return settle(states, held(k_positions, bk).to(device), S, bk, evaluate)
+            states = states_without_rows(
+                self._undecided(where, bk), find_empty_slots(queries, device)
+            )
+        return evaluate_unknown_blocks(
+            states, count_held(k_positions, bk).to(device), S, bk, evaluate
+        )
 
-    def _states(self, where: Part, bk: int) -> Tensor:
+    def _states(self, where: CallSlice, bk: int) -> Tensor:
         """The states [B,H,nK] by the rule alone, over the keys that blocks hold, UNKNOWN where it
         must be evaluated.
         """
         found = self._ranges(where.q)
         return (
-            self._undecided(where, bk) if found is None else from_intervals(found, where.keys, bk)
+            self._undecided(where, bk)
+            if found is None
+            else states_from_intervals(found, where.keys, bk)
         )
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
+    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
         """The states where the mask has no intervals."""
         nK = -(-slot_count(where.k_positions) // bk)
         return torch.full((1, 1, nK), UNKNOWN, dtype=torch.int8, device=where.device)
@@ -367,15 +377,15 @@ class Mask(Serializable, ABC):
         >>> masks.Window(2).visible(Span(0, 4), Span(0, 4)).tolist()
         [[[4, 4, 3, 2]]]
         """
-        device = device_of(q_positions, k_positions, device)
+        device = device_of_positions(q_positions, k_positions, device)
         found = self.intervals(q_positions, device=device)
         if found is not None:
             keys = k_positions if isinstance(k_positions, Span) else k_positions.to(device)
             return count_visible(found, keys)
         T = max(slot_count(q_positions), 1)
         lines = [
-            self.block(q_positions, k_positions, slice(i, i + ROWS), device=device).sum(-1)
-            for i in range(0, T, ROWS)
+            self.block(q_positions, k_positions, slice(i, i + ROWS_AT_ONCE), device=device).sum(-1)
+            for i in range(0, T, ROWS_AT_ONCE)
         ]
         return torch.cat(lines, -1)
 
@@ -403,21 +413,21 @@ class Mask(Serializable, ABC):
         """The rule as a `mask_mod(b, h, q_idx, kv_idx)` of `torch.nn.attention.flex_attention`, for
         slots of this call.
         """
-        device = device_of(q_positions, k_positions, None)
+        device = device_of_positions(q_positions, k_positions, None)
         q_all, k_all = (as_tensor(x, device).to(device) for x in (q_positions, k_positions))
         empty = find_empty_slots(q_positions, device)
 
         def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             row = b * (q_all.shape[0] > 1)
             q, k = q_all[row, q_idx], k_all[b * (k_all.shape[0] > 1), kv_idx]
-            seen = self._at(Slot(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
+            seen = self._at(SlotPair(b, h, q_idx, kv_idx, q, k)) & (k >= 0)
             return seen if empty is None else seen & ~empty[row, q_idx]
 
         return mask_mod
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _at(self, slot: SlotPair) -> Tensor:
         """The rule for one pair of slots, as a scalar; it runs under vmap."""
-        out = four(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
+        out = to_4d(self.allows(slot.q.view(1, 1, 1, 1), slot.k.view(1, 1, 1, 1)))
         return out[slot.b * (out.shape[0] > 1), slot.h * (out.shape[1] > 1), 0, 0]
 
     def reach(self) -> Reach:
@@ -546,7 +556,7 @@ def _with_tensors(x: object, change: Callable[[Tensor], Tensor]) -> object:
     return x
 
 
-def loosest(bounds: Sequence[Reach]) -> Reach:
+def widest_reach(bounds: Sequence[Reach]) -> Reach:
     """A bound for whatever one of several masks may show."""
     windows = [x.window for x in bounds if x.window is not None]
     if len(windows) < len(bounds):
@@ -555,7 +565,7 @@ def loosest(bounds: Sequence[Reach]) -> Reach:
 
 
 @dataclass(frozen=True, eq=False)
-class _Several(Mask):
+class _Combination(Mask):
     """Masks of one operation, flat: (a & b) & c holds a, b and c."""
 
     has_text: ClassVar[bool] = False  # written with operators
@@ -600,7 +610,7 @@ class _Several(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class All(_Several):
+class All(_Combination):
     """What every member allows: a & b & c.
 
     Raises:
@@ -615,18 +625,18 @@ class All(_Several):
         """Every member's rule."""
         return reduce(torch.logical_and, (mask.allows(q, k) for mask in self.masks))
 
-    def _block(self, where: Part) -> Tensor:
+    def _block(self, where: CallSlice) -> Tensor:
         return reduce(torch.logical_and, (mask._block(where) for mask in self.masks))
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _at(self, slot: SlotPair) -> Tensor:
         return reduce(torch.logical_and, (mask._at(slot) for mask in self.masks))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         found = self._found(q)
         return None if found is None else reduce(intersect, found)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return reduce(both, (mask._states(where, bk) for mask in self.masks))
+    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
+        return reduce(and_states, (mask._states(where, bk) for mask in self.masks))
 
     def terms(self) -> tuple[Mask, ...]:
         """The members."""
@@ -644,7 +654,7 @@ class All(_Several):
 
 
 @dataclass(frozen=True, eq=False)
-class Any(_Several):
+class Any(_Combination):
     """What at least one member allows: a | b | c.
 
     Raises:
@@ -659,22 +669,22 @@ class Any(_Several):
         """Some member's rule."""
         return reduce(torch.logical_or, (mask.allows(q, k) for mask in self.masks))
 
-    def _block(self, where: Part) -> Tensor:
+    def _block(self, where: CallSlice) -> Tensor:
         return reduce(torch.logical_or, (mask._block(where) for mask in self.masks))
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _at(self, slot: SlotPair) -> Tensor:
         return reduce(torch.logical_or, (mask._at(slot) for mask in self.masks))
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         found = self._found(q)
-        return None if found is None else reduce(unite, found)
+        return None if found is None else reduce(union, found)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return reduce(either, (mask._states(where, bk) for mask in self.masks))
+    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
+        return reduce(or_states, (mask._states(where, bk) for mask in self.masks))
 
     def reach(self) -> Reach:
         """A bound for what any of the members shows."""
-        return loosest([mask.reach() for mask in self.masks])
+        return widest_reach([mask.reach() for mask in self.masks])
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.masks))
@@ -706,18 +716,18 @@ class Not(Mask):
         """The opposite of the rule."""
         return ~self.mask.allows(q, k)
 
-    def _block(self, where: Part) -> Tensor:
+    def _block(self, where: CallSlice) -> Tensor:
         return ~self.mask._block(where)
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _at(self, slot: SlotPair) -> Tensor:
         return ~self.mask._at(slot)
 
     def _intervals(self, q: Tensor) -> Intervals | None:
         found = self.mask._ranges(q[:, 0, :, 0])
-        return None if found is None else gaps(found)
+        return None if found is None else complement(found)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return opposite(self.mask._states(where, bk))
+    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
+        return not_states(self.mask._states(where, bk))
 
     def select_heads(self, heads: slice) -> Mask:
         """What the mask of these heads forbids."""
@@ -735,4 +745,4 @@ class Not(Mask):
         return Refusal(f"inside {inner}", "inside", str(self.mask))
 
     def __str__(self) -> str:
-        return f"~({self.mask})" if isinstance(self.mask, _Several) else f"~{self.mask}"
+        return f"~({self.mask})" if isinstance(self.mask, _Combination) else f"~{self.mask}"

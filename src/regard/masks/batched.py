@@ -11,25 +11,25 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Lengths, Mask, Refusal, check_rows, four, whole, wholes
-from regard.masks.tiling import FAR, Intervals
+from regard.masks.base import Lengths, Mask, Refusal, check_batch_rows, check_int, check_ints, to_4d
+from regard.masks.tiling import UNBOUNDED, Intervals
 
 Rows = TypeVar("Rows", bound=tuple[Any, ...])
 
 
-def some(rows: Rows, name: str) -> Rows:
+def check_not_empty(rows: Rows, name: str) -> Rows:
     """Rows, at least one."""
     if not rows:
         raise ArgumentError(f"{name} of no batch rows; give at least one")
     return rows
 
 
-def row(values: tuple[int, ...], like: Tensor) -> Tensor:
+def per_row_tensor(values: tuple[int, ...], like: Tensor) -> Tensor:
     """One number per batch row, [B,1,1,1]."""
     return torch.tensor(values, dtype=torch.int64, device=like.device)[:, None, None, None]
 
 
-def table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
+def padded_table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
     """Lists of different lengths as one tensor [B, n], filled up with `fill` (None: each one's last
     number).
     """
@@ -38,7 +38,7 @@ def table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> 
     return torch.tensor(filled, dtype=torch.int64, device=like.device).reshape(len(rows), n)
 
 
-def locate(bounds: Tensor, x: Tensor) -> Tensor:
+def count_bounds_up_to(bounds: Tensor, x: Tensor) -> Tensor:
     """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch
     first of 4.
     """
@@ -46,7 +46,7 @@ def locate(bounds: Tensor, x: Tensor) -> Tensor:
         return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
     if bounds.shape[0] == 1:
         return torch.searchsorted(bounds[0], x.contiguous(), right=True)
-    x = four(x)
+    x = to_4d(x)
     x = x.expand(bounds.shape[0], *x.shape[1:])
     found = torch.searchsorted(bounds, x.flatten(1).contiguous(), right=True)
     return found.reshape(x.shape)
@@ -73,10 +73,12 @@ class Prefix(Mask):
 
     def __post_init__(self) -> None:
         if isinstance(self.length, int):
-            whole("Prefix length", self.length, 0)
+            check_int("Prefix length", self.length, 0)
         else:
             object.__setattr__(
-                self, "length", some(wholes("Prefix length", self.length, 0), "Prefix")
+                self,
+                "length",
+                check_not_empty(check_ints("Prefix length", self.length, 0), "Prefix"),
             )
 
     @property
@@ -86,15 +88,17 @@ class Prefix(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """K < length."""
-        return k < (self.length if isinstance(self.length, int) else row(self._lengths, k))
+        return k < (
+            self.length if isinstance(self.length, int) else per_row_tensor(self._lengths, k)
+        )
 
     def _intervals(self, q: Tensor) -> Intervals:
-        stops = row(self._lengths, q)
+        stops = per_row_tensor(self._lengths, q)
         return Intervals(torch.zeros_like(q), stops)
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """One length, or one per batch row."""
-        check_rows("Prefix", len(self._lengths), B)
+        check_batch_rows("Prefix", len(self._lengths), B)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +127,7 @@ class Document(Mask):
         many = (
             isinstance(bounds, (tuple, list)) and len(bounds) > 0 and not isinstance(bounds[0], int)
         )
-        rows = tuple(_rising(x) for x in (bounds if many else (bounds,)))
+        rows = tuple(_check_bounds(x) for x in (bounds if many else (bounds,)))
         object.__setattr__(self, "bounds", rows if many else rows[0])
 
     @classmethod
@@ -139,7 +143,7 @@ class Document(Mask):
         rows = []
         for x in found if many else (found,):
             ends = [0]
-            for n in wholes("Document lengths", x, 0):
+            for n in check_ints("Document lengths", x, 0):
                 ends.append(ends[-1] + n)
             rows.append(tuple(ends))
         return cls(tuple(rows) if many else rows[0])
@@ -151,18 +155,18 @@ class Document(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Q and k lie in the same document."""
-        bounds = table(self._rows, None, q)
+        bounds = padded_table(self._rows, None, q)
         doc, inside = self._find(bounds, q)
         other, _ = self._find(bounds, k)
         return (doc == other) & inside
 
     def _find(self, bounds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """The document of each position, counted from 1, and whether there is one."""
-        found = locate(bounds, x)
+        found = count_bounds_up_to(bounds, x)
         return found, (found > 0) & (found < bounds.shape[1])
 
     def _intervals(self, q: Tensor) -> Intervals:
-        bounds = table(self._rows, None, q)
+        bounds = padded_table(self._rows, None, q)
         doc, inside = self._find(bounds, q)
         doc = doc.clamp(1, bounds.shape[1] - 1)
         B, t = doc.shape[0], doc.shape[2]
@@ -176,11 +180,11 @@ class Document(Mask):
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Bounds for all rows, or for each batch row."""
-        check_rows("Document", len(self._rows), B)
+        check_batch_rows("Document", len(self._rows), B)
 
 
-def _rising(bounds: object) -> tuple[int, ...]:
-    found = wholes("Document bounds", bounds, 0)
+def _check_bounds(bounds: object) -> tuple[int, ...]:
+    found = check_ints("Document bounds", bounds, 0)
     if len(found) < 2 or list(found) != sorted(found):
         raise ArgumentError(
             f"Document bounds is {found}; it must be the rising starts of the documents and the "
@@ -219,8 +223,8 @@ class Padding(Mask):
                 "(start, stop) pairs "
                 "per batch row"
             ) from None
-        for i, runs in enumerate(some(rows, "Padding")):
-            ends = wholes(f"Padding runs[{i}]", [end for run in runs for end in run], 0)
+        for i, runs in enumerate(check_not_empty(rows, "Padding")):
+            ends = check_ints(f"Padding runs[{i}]", [end for run in runs for end in run], 0)
             if any(len(run) != 2 for run in runs) or list(ends) != sorted(ends):
                 raise ArgumentError(
                     f"Padding runs[{i}] is {runs}; it must be rising, disjoint (start, stop) pairs"
@@ -234,7 +238,7 @@ class Padding(Mask):
         >>> Padding.right([2, 3])
         Padding(runs=(((0, 2),), ((0, 3),)))
         """
-        return cls(tuple(((0, n),) for n in wholes("Padding lengths", lengths, 0)))
+        return cls(tuple(((0, n),) for n in check_ints("Padding lengths", lengths, 0)))
 
     @classmethod
     def left(cls, lengths: Lengths, total: int) -> Padding:
@@ -244,8 +248,8 @@ class Padding(Mask):
         >>> Padding.left([2, 3], total=3)
         Padding(runs=(((1, 3),), ((0, 3),)))
         """
-        whole("Padding total", total, 0)
-        sizes = wholes("Padding lengths", lengths, 0)
+        check_int("Padding total", total, 0)
+        sizes = check_ints("Padding lengths", lengths, 0)
         if sizes and max(sizes) > total:
             raise ArgumentError(
                 f"Padding lengths has {max(sizes)}; none may exceed total {total}: give the "
@@ -283,10 +287,10 @@ class Padding(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """K lies in a run: an odd number of the runs' ends are behind it."""
-        return locate(self._ends(k), k) % 2 == 1
+        return count_bounds_up_to(self._ends(k), k) % 2 == 1
 
     def _ends(self, like: Tensor) -> Tensor:
-        return table(tuple(sum(runs, ()) for runs in self.runs), FAR, like)
+        return padded_table(tuple(sum(runs, ()) for runs in self.runs), UNBOUNDED, like)
 
     def _intervals(self, q: Tensor) -> Intervals:
         ends = self._ends(q)
@@ -302,4 +306,4 @@ class Padding(Mask):
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Runs for each batch row."""
-        check_rows("Padding", len(self.runs), B)
+        check_batch_rows("Padding", len(self.runs), B)

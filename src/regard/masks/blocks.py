@@ -13,15 +13,23 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask, Part, Refusal, Slot, check_rows, four, whole
-from regard.masks.tiling import FAR, PARTIAL, Intervals, held, intersect, state_of, tidy
+from regard.masks.base import CallSlice, Mask, Refusal, SlotPair, check_batch_rows, check_int, to_4d
+from regard.masks.tiling import (
+    PARTIAL,
+    UNBOUNDED,
+    Intervals,
+    block_states,
+    count_held,
+    intersect,
+    normalize_intervals,
+)
 
 
-def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
+def look_up_blocks(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
     """table[b, h, q // size, k // size], False outside the table; table [B or 1, H or 1, nQ,
     nK].
     """
-    q, k = (four(x) // size for x in (q, k))
+    q, k = (to_4d(x) // size for x in (q, k))
     B, H, nQ, nK = table.shape
     table = table.to(q.device)
     b = torch.arange(B, device=q.device)[:, None, None, None]
@@ -30,7 +38,7 @@ def look_up(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
     return table[b, h, q.clamp(0, nQ - 1), k.clamp(0, nK - 1)] & inside
 
 
-def block_runs(table: Tensor, size: int, q: Tensor) -> Intervals:
+def visible_block_ranges(table: Tensor, size: int, q: Tensor) -> Intervals:
     """The runs of visible blocks in the table's row of each query, as ranges of positions."""
     B, H, nQ, nK = table.shape
     q = q[:, 0, :, 0] // size  # [b,t]
@@ -42,8 +50,8 @@ def block_runs(table: Tensor, size: int, q: Tensor) -> Intervals:
         line.to(torch.int8), (1, 1)
     ).diff()  # 1 opens a run, -1 closes it
     at = torch.arange(nK + 1, device=q.device) * size
-    starts, stops = (torch.where(steps == x, at, FAR).sort(-1).values for x in (1, -1))
-    n = max(int((starts < FAR).sum(-1).max()), 1) if starts.numel() else 1
+    starts, stops = (torch.where(steps == x, at, UNBOUNDED).sort(-1).values for x in (1, -1))
+    n = max(int((starts < UNBOUNDED).sum(-1).max()), 1) if starts.numel() else 1
     return Intervals(starts[..., :n], stops[..., :n])
 
 
@@ -69,7 +77,7 @@ class Blocks(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        whole("Blocks size", self.size, 1)
+        check_int("Blocks size", self.size, 1)
         if not isinstance(self.table, Tensor) or self.table.dtype != torch.bool:
             got = self.table.dtype if isinstance(self.table, Tensor) else type(self.table).__name__
             raise ArgumentTypeError(
@@ -88,10 +96,10 @@ class Blocks(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """The table's entry for the blocks of q and k."""
-        return look_up(self._table, self.size, q, k)
+        return look_up_blocks(self._table, self.size, q, k)
 
     def _intervals(self, q: Tensor) -> Intervals:
-        return block_runs(self._table, self.size, q)
+        return visible_block_ranges(self._table, self.size, q)
 
     def select_heads(self, heads: slice) -> Mask:
         """The table of these heads, where there is one for each."""
@@ -101,13 +109,13 @@ class Blocks(Mask):
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """A table for all or each, that covers as many positions as there are keys."""
         rows, heads, _, nK = self._table.shape
-        check_rows("Blocks", rows, B)
+        check_batch_rows("Blocks", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
                 f"Blocks holds {heads} heads, but the call has {H}; give one table per head, or "
                 "one for all"
             )
-        covers("Blocks", nK, self.size, S)
+        check_coverage("Blocks", nK, self.size, S)
 
     def __str__(self) -> str:
         return f"blocks({'x'.join(map(str, self.table.shape))}, {self.size})"
@@ -141,17 +149,17 @@ class BigBird(Mask):
     causal: bool = False
 
     def __post_init__(self) -> None:
-        whole("BigBird block size", self.block_size, 1)
-        whole("BigBird blocks", self.blocks, 1)
-        whole("BigBird random", self.random, 0)
-        whole("BigBird seed", self.seed, 0)
-        if whole("BigBird window", self.window, 1) % 2 == 0:
+        check_int("BigBird block size", self.block_size, 1)
+        check_int("BigBird blocks", self.blocks, 1)
+        check_int("BigBird random", self.random, 0)
+        check_int("BigBird seed", self.seed, 0)
+        if check_int("BigBird window", self.window, 1) % 2 == 0:
             raise ArgumentError(
                 f"BigBird window is {self.window}; it must be odd, the own block in the middle: "
                 f"{self.window - 1} or {self.window + 1}"
             )
         # drawn here, because a generator cannot be made inside a compiled graph
-        drawn = _bigbird(self.blocks, self.window, self.random, self.seed, self.causal)
+        drawn = _bigbird_table(self.blocks, self.window, self.random, self.seed, self.causal)
         object.__setattr__(self, "_table", drawn.clone())  # its own: other masks share what is kept
 
     @property
@@ -162,20 +170,20 @@ class BigBird(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """The block of k is among those that the block of q sees."""
-        found = look_up(self.table[None, None], self.block_size, q, k)
+        found = look_up_blocks(self.table[None, None], self.block_size, q, k)
         return found & (k <= q) if self.causal else found
 
     def _intervals(self, q: Tensor) -> Intervals:
-        found = block_runs(self.table[None, None], self.block_size, q)
+        found = visible_block_ranges(self.table[None, None], self.block_size, q)
         past = Intervals(torch.zeros_like(q), q + 1)
-        return intersect(tidy(found), past) if self.causal else found
+        return intersect(normalize_intervals(found), past) if self.causal else found
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """As many positions as there are keys."""
-        covers("BigBird", self.blocks, self.block_size, S)
+        check_coverage("BigBird", self.blocks, self.block_size, S)
 
 
-def covers(name: str, blocks: int, size: int, S: int) -> None:
+def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
     """The blocks reach as far as S keys."""
     if blocks * size < S:
         raise ArgumentError(
@@ -186,7 +194,7 @@ def covers(name: str, blocks: int, size: int, S: int) -> None:
 
 
 @lru_cache(maxsize=64)
-def _bigbird(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
+def _bigbird_table(n: int, window: int, random: int, seed: int, causal: bool) -> Tensor:  # noqa: FBT001
     at = torch.arange(n, device="cpu")  # kept for later calls, under any default device
     table = (at[:, None] - at).abs() <= window // 2
     table[[0, -1]] = True
@@ -230,7 +238,7 @@ class Selected(Mask):
     first: Tensor | None = None
 
     def __post_init__(self) -> None:
-        whole("Selected size", self.size, 1)
+        check_int("Selected size", self.size, 1)
         if not isinstance(self.table, Tensor) or self.table.dtype != torch.bool:
             got = self.table.dtype if isinstance(self.table, Tensor) else type(self.table).__name__
             raise ArgumentTypeError(
@@ -260,7 +268,7 @@ class Selected(Mask):
             "or give Blocks for a rule on positions"
         )
 
-    def _block(self, where: Part) -> Tensor:
+    def _block(self, where: CallSlice) -> Tensor:
         return self._spread(self.table[:, :, where.rows].to(where.device), where.k)
 
     def _spread(self, lines: Tensor, k: Tensor) -> Tensor:
@@ -277,16 +285,16 @@ class Selected(Mask):
         first = 0 if self.first is None else self.first.to(k.device)[:, None]
         return k.long() // self.size - first
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
+    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
         # Decided from the rows of the table joined: t x S scores are never looked at.
         lines, k = self.table[:, :, where.rows].to(where.device), where.k
         some, each = (
             self._spread(x[:, :, None], k) for x in (lines.any(2), lines.all(2))
         )  # [B,H,1,s]
         empty = (k < 0)[:, None, None]  # a slot that holds nothing speaks neither for nor against
-        full = state_of(each | empty, bk) == state_of(torch.ones_like(each), bk)
-        states = state_of(some, bk).clamp(max=PARTIAL)
-        n_held = held(where.k_positions, bk).to(where.device)[:, None]
+        full = block_states(each | empty, bk) == block_states(torch.ones_like(each), bk)
+        states = block_states(some, bk).clamp(max=PARTIAL)
+        n_held = count_held(where.k_positions, bk).to(where.device)[:, None]
         return (states + (full & (states > 0)).to(torch.int8)).masked_fill(n_held == 0, 0)
 
     def select_heads(self, heads: slice) -> Mask:
@@ -297,7 +305,7 @@ class Selected(Mask):
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """One table row per query, for all batch rows and heads or for each."""
         rows, heads, queries, _ = self.table.shape
-        check_rows("Selected", rows, B)
+        check_batch_rows("Selected", rows, B)
         if heads not in (1, H):
             raise ArgumentError(
                 f"Selected holds {heads} heads, but the call has {H}; give one table per head, or "
@@ -309,7 +317,7 @@ class Selected(Mask):
                 "call it was made for"
             )
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _at(self, slot: SlotPair) -> Tensor:
         b, h = (i * (n > 1) for i, n in zip((slot.b, slot.h), self.table.shape, strict=False))
         row = 0 if self.first is None else self.first[slot.b * (self.first.shape[0] > 1)]
         column, N = slot.k.long() // self.size - row, self.table.shape[3]

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Lengths, Mask, whole
+from regard.masks.base import Lengths, Mask, check_int
 from regard.masks.batched import Padding
 from regard.masks.custom import Dense
 from regard.masks.patterns import Causal, Window
@@ -117,12 +117,12 @@ def from_window_size(left: int, right: int = 0) -> Mask | None:
     >>> print(from_window_size(3), "|", from_window_size(-1), "|", from_window_size(8, 8))
     causal & window(4) | causal | window(9, ahead=8)
     """
-    whole("left", left, -1, "-1 is no limit")
-    whole("right", right, -1, "-1 is no limit")
+    check_int("left", left, -1, "-1 is no limit")
+    check_int("right", right, -1, "-1 is no limit")
     if right == 0:
         return Causal() if left < 0 else Causal() & Window(left + 1)
     if left < 0:
-        return None if right < 0 else Window(_UNBOUNDED, ahead=right)
+        return None if right < 0 else Window(_UNLIMITED_WINDOW, ahead=right)
     return Window(left + 1, ahead=None if right < 0 else right)
 
 
@@ -139,7 +139,7 @@ def from_sliding_window(size: int | None) -> Mask:
     return Causal() if size is None else Causal() & Window(size)
 
 
-_UNBOUNDED = 1 << 40
+_UNLIMITED_WINDOW = 1 << 40
 """More keys back than any sequence has, and far from where int64 ends."""
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import Mask, Part, Reach, Refusal, Slot, four, loosest
+from regard.masks.base import CallSlice, Mask, Reach, Refusal, SlotPair, to_4d, widest_reach
 from regard.masks.tiling import Intervals, broadcast, broadcast_shape, stack_heads
 from regard.span import slot_count
 
@@ -49,13 +49,13 @@ class Heads(Mask):
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Each head's own rule."""
-        q, k = four(q), four(k)
-        return _per_head([four(mask.allows(q, k)) for mask in self.masks])
+        q, k = to_4d(q), to_4d(k)
+        return _join_heads([to_4d(mask.allows(q, k)) for mask in self.masks])
 
-    def _block(self, where: Part) -> Tensor:
-        return _per_head([mask._block(where) for mask in self.masks])
+    def _block(self, where: CallSlice) -> Tensor:
+        return _join_heads([mask._block(where) for mask in self.masks])
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _at(self, slot: SlotPair) -> Tensor:
         heads = torch.stack([mask._at(slot) for mask in self.masks])
         return heads[slot.h]
 
@@ -65,11 +65,11 @@ class Heads(Mask):
             found = mask._ranges(q[:, 0, :, 0])
             if found is None:
                 return None
-            heads.append(Intervals(*(_head(x, h) for x in found)))
+            heads.append(Intervals(*(_select_head(x, h) for x in found)))
         return stack_heads(heads)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        return _per_head([mask._states(where, bk) for mask in self.masks])
+    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
+        return _join_heads([mask._states(where, bk) for mask in self.masks])
 
     def select_heads(self, heads: slice) -> Mask:
         """The masks of these heads."""
@@ -88,20 +88,20 @@ class Heads(Mask):
 
     def reach(self) -> Reach:
         """A bound for what the mask of any head shows."""
-        return loosest([mask.reach() for mask in self.masks])
+        return widest_reach([mask.reach() for mask in self.masks])
 
     def __str__(self) -> str:
         return f"heads(({', '.join(map(str, self.masks))}{',' * (len(self.masks) == 1)}))"
 
 
-def _head(x: Tensor, h: int) -> Tensor:
+def _select_head(x: Tensor, h: int) -> Tensor:
     """Head h of [B, H or 1, ...]."""
     return x[:, h : h + 1] if x.shape[1] > 1 else x
 
 
-def _per_head(found: list[Tensor]) -> Tensor:
+def _join_heads(found: list[Tensor]) -> Tensor:
     """Head h of the h-th one, side by side."""
-    heads = broadcast(*(_head(x, h) for h, x in enumerate(found)))
+    heads = broadcast(*(_select_head(x, h) for h, x in enumerate(found)))
     return torch.cat(heads, 1)
 
 
@@ -151,7 +151,7 @@ class Dense(Mask):
             "or write the rule as Fn(rule, name)"
         )
 
-    def _block(self, where: Part) -> Tensor:
+    def _block(self, where: CallSlice) -> Tensor:
         x = self.table if self.table.ndim == 4 else self.table[None, None]
         rows = where.rows if x.shape[2] > 1 or slot_count(where.q_positions) == 1 else slice(None)
         return x[:, :, rows, where.columns].to(where.device)
@@ -176,7 +176,7 @@ class Dense(Mask):
                 + padding * (shape == (B, S))
             )
 
-    def _at(self, slot: Slot) -> Tensor:
+    def _at(self, slot: SlotPair) -> Tensor:
         x = self.table if self.table.ndim == 4 else self.table[None, None]
         where = (slot.b, slot.h, slot.q_idx)
         return x[*(i * (n > 1) for i, n in zip(where, x.shape, strict=False)), slot.kv_idx]

@@ -11,11 +11,11 @@ from regard.masks.base import MASKS, Mask
 from regard.untrusted_text import error_text, escape_controls
 
 
-def readable() -> dict[str, type[Mask]]:
+def parsable_masks() -> dict[str, type[Mask]]:
     """The masks that text can name, by name: every dataclass of masks whose fields are numbers,
     tuples or masks. A bare name is a call without arguments.
 
-    >>> sorted(readable())[:3]
+    >>> sorted(parsable_masks())[:3]
     ['bigbird', 'causal', 'chunk']
     """
     return {
@@ -25,14 +25,14 @@ def readable() -> dict[str, type[Mask]]:
     }
 
 
-LARGEST = 1 << 53
+MAX_NUMBER = 1 << 53
 """No number of an expression is larger: no position is."""
-LONGEST = 1 << 16
+MAX_TEXT_LENGTH = 1 << 16
 """Letters of an expression, at most."""
-MOST = 1 << 9
+MAX_MASKS = 1 << 9
 """Masks of an expression, at most: each is as much work as one alone."""
-_AROUND = 80  # letters of a line in front of an error, and behind it, that are shown
-DEEPEST = 50
+_CONTEXT_CHARACTERS = 80  # letters of a line in front of an error, and behind it, that are shown
+MAX_DEPTH = 50
 """How deep an expression may nest: text from anywhere must not exhaust the stack."""
 
 
@@ -56,9 +56,9 @@ def parse(text: str) -> Mask:
     if not text.strip():
         raise _error("an empty expression", text, None)
     text = text.strip()
-    if len(text) > LONGEST:
+    if len(text) > MAX_TEXT_LENGTH:
         raise _error(
-            f"an expression of {len(text)} letters; at most {LONGEST} are read", text, None
+            f"an expression of {len(text)} letters; at most {MAX_TEXT_LENGTH} are read", text, None
         )
     try:  # `global` is a word of Python's own: a capital keeps its place
         tree = ast.parse(re.sub(r"\bglobal\b", "Global", text), mode="eval")
@@ -67,19 +67,19 @@ def parse(text: str) -> Mask:
         raise _error(
             f"not a mask expression: {error_text(reason)}", text, _column(problem, text)
         ) from None
-    return _Reader(text).mask(tree.body, 0)
+    return _ExpressionReader(text).mask(tree.body, 0)
 
 
-class _Reader:
+class _ExpressionReader:
     """Walks the syntax tree; everything that is not listed is an error that shows its place."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.masks, self.known = text, 0, readable()
+        self.text, self.masks, self.known = text, 0, parsable_masks()
 
     def mask(self, node: ast.expr, depth: int) -> Mask:
         """A node that must be a mask."""
-        if depth > DEEPEST:
-            raise self.error(f"an expression nested deeper than {DEEPEST}", node)
+        if depth > MAX_DEPTH:
+            raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
             left, right = self.mask(node.left, depth + 1), self.mask(node.right, depth + 1)
             return left & right if isinstance(node.op, ast.BitAnd) else left | right
@@ -103,8 +103,8 @@ class _Reader:
     ) -> Mask:
         """A call of a known mask."""
         self.masks += 1
-        if self.masks > MOST:
-            raise self.error(f"more than {MOST} masks", node)
+        if self.masks > MAX_MASKS:
+            raise self.error(f"more than {MAX_MASKS} masks", node)
         word = name.id.lower()
         if word not in self.known:
             hint = suggest(word, self.known, most=2, cutoff=0.5)
@@ -129,13 +129,13 @@ class _Reader:
 
     def value(self, node: ast.expr, depth: int) -> object:
         """A number, True, False, None, a tuple of values, or a mask."""
-        if depth > DEEPEST:
-            raise self.error(f"an expression nested deeper than {DEEPEST}", node)
+        if depth > MAX_DEPTH:
+            raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
         if isinstance(node, ast.Constant) and (
             node.value is None or type(node.value) in (int, bool)
         ):
-            if isinstance(node.value, int) and node.value > LARGEST:
-                raise self.error(f"a number above {LARGEST}", node)
+            if isinstance(node.value, int) and node.value > MAX_NUMBER:
+                raise self.error(f"a number above {MAX_NUMBER}", node)
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.value(node.operand, depth + 1)
@@ -168,13 +168,14 @@ def _error(what: str, text: str, column: int | None) -> ArgumentError:
     place = ""
     if column is not None:
         line = text.splitlines()[0] if text else ""
-        first = max(0, column - _AROUND)
+        first = max(0, column - _CONTEXT_CHARACTERS)
         before, after = (
             escape_controls(line[first:column]),
-            escape_controls(line[column : column + _AROUND]),
+            escape_controls(line[column : column + _CONTEXT_CHARACTERS]),
         )
         place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
-        f"{what}{place}\n  known masks: {', '.join(readable())}; joined by & | ~ and parentheses, "
+        f"{what}{place}\n  known masks: {', '.join(parsable_masks())}; joined by & | ~ and "
+        "parentheses, "
         "for example: causal & window(4) | sinks(1)"
     )

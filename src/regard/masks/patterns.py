@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from regard.masks.base import LARGEST, Mask, Part, Reach, Refusal, whole, wholes
-from regard.masks.tiling import EMPTY, FAR, Intervals
+from regard.masks.base import MAX_INT, CallSlice, Mask, Reach, Refusal, check_int, check_ints
+from regard.masks.tiling import EMPTY, UNBOUNDED, Intervals
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Full(Mask):
         return torch.ones((1,) * max(q.ndim, k.ndim), dtype=torch.bool, device=q.device)
 
     def _intervals(self, q: Tensor) -> Intervals:
-        return Intervals(torch.zeros_like(q), torch.full_like(q, FAR))
+        return Intervals(torch.zeros_like(q), torch.full_like(q, UNBOUNDED))
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,14 +77,14 @@ class Window(Mask):
     ahead: int | None = None
 
     def __post_init__(self) -> None:
-        whole(
+        check_int(
             "Window size",
             self.size,
             1,
             "a query always sees itself; leave the window out to see all",
         )
         if self.ahead is not None:
-            whole("Window ahead", self.ahead, 0, "0 is causal, None is no limit")
+            check_int("Window ahead", self.ahead, 0, "0 is causal, None is no limit")
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Q - k < size, and k - q <= ahead."""
@@ -92,7 +92,7 @@ class Window(Mask):
         return near if self.ahead is None else near & (k - q <= self.ahead)
 
     def _intervals(self, q: Tensor) -> Intervals:
-        stops = torch.full_like(q, FAR) if self.ahead is None else q + (self.ahead + 1)
+        stops = torch.full_like(q, UNBOUNDED) if self.ahead is None else q + (self.ahead + 1)
         return Intervals(q - (self.size - 1), stops)
 
     def reach(self) -> Reach:
@@ -126,7 +126,7 @@ class Chunk(Mask):
     size: int
 
     def __post_init__(self) -> None:
-        whole("Chunk size", self.size, 1)
+        check_int("Chunk size", self.size, 1)
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Q // size == k // size."""
@@ -165,8 +165,8 @@ class Dilated(Mask):
     step: int
 
     def __post_init__(self) -> None:
-        whole("Dilated size", self.size, 1)
-        whole("Dilated step", self.step, 1, "1 is a plain window")
+        check_int("Dilated size", self.size, 1)
+        check_int("Dilated step", self.step, 1, "1 is a plain window")
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Q - k < size * step, and (q - k) % step == 0."""
@@ -174,8 +174,8 @@ class Dilated(Mask):
         # a quotient, not size * step, which may be beyond 64 bits
         return (back // self.step < self.size) & (back % self.step == 0)
 
-    def _undecided(self, where: Part, bk: int) -> Tensor:
-        hull = Window(min(self.size * self.step, LARGEST))._states(where, bk)
+    def _undecided(self, where: CallSlice, bk: int) -> Tensor:
+        hull = Window(min(self.size * self.step, MAX_INT))._states(where, bk)
         return torch.where(hull == EMPTY, hull, super()._undecided(where, bk))
 
     def reach(self) -> Reach:
@@ -206,7 +206,7 @@ class Sinks(Mask):
     n: int
 
     def __post_init__(self) -> None:
-        whole("Sinks n", self.n, 0)
+        check_int("Sinks n", self.n, 0)
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """K < n."""
@@ -241,7 +241,7 @@ class Global(Mask):
     positions: Sequence[int]
 
     def __post_init__(self) -> None:
-        found = wholes("Global positions", self.positions, 0)
+        found = check_ints("Global positions", self.positions, 0)
         object.__setattr__(self, "positions", tuple(sorted(set(found))))
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
@@ -262,7 +262,7 @@ class Global(Mask):
                 runs.append([p, p + 1])
         ends = torch.tensor(runs or [[0, 0]], device=q.device)  # [n, 2]
         all_of_them = torch.zeros_like(ends)
-        all_of_them[0, 1] = FAR
+        all_of_them[0, 1] = UNBOUNDED
         mine = torch.where(self.has(q)[..., None], all_of_them, ends)  # [B,1,t,n,2]
         return Intervals(mine[..., 0], mine[..., 1])
 
@@ -295,9 +295,9 @@ class Strided(Mask):
     fixed: int | None = None
 
     def __post_init__(self) -> None:
-        whole("Strided stride", self.stride, 1)
-        if self.fixed is not None and whole("Strided fixed", self.fixed, 1) > self.stride:
-            whole(
+        check_int("Strided stride", self.stride, 1)
+        if self.fixed is not None and check_int("Strided fixed", self.fixed, 1) > self.stride:
+            check_int(
                 "Strided stride",
                 self.stride,
                 self.fixed,

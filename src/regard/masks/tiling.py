@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from regard.span import Positions, Span, slot_count
 
-FAR = 1 << 62
+UNBOUNDED = 1 << 62
 """Past every key position: the stop of a range without an end."""
 
 
@@ -28,14 +28,15 @@ class Intervals(NamedTuple):
     stops: Int[Tensor, "#B #H t n"]
 
 
-def tidy(raw: Intervals) -> Intervals:
+def normalize_intervals(raw: Intervals) -> Intervals:
     """The same sets of positions >= 0 as disjoint sorted ranges; columns that are empty for every
     query are dropped.
 
     With ranges sorted by start, start_i = max(start_i, stop_0, ..., stop_{i-1}) removes what
     earlier ranges cover.
 
-    >>> tidy(Intervals(torch.tensor([[[[2, -3, 7]]]]), torch.tensor([[[[6, 3, 7]]]])))[:2]
+    >>> ranges = Intervals(torch.tensor([[[[2, -3, 7]]]]), torch.tensor([[[[6, 3, 7]]]]))
+    >>> normalize_intervals(ranges)[:2]
     (tensor([[[[0, 3]]]]), tensor([[[[3, 6]]]]))
     """
     starts, stops = _sort(raw.starts.clamp(min=0), raw.stops)
@@ -53,15 +54,15 @@ def tidy(raw: Intervals) -> Intervals:
 def _sort(starts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted by start, empty ranges last as (FAR, FAR)."""
     empty = starts >= stops
-    starts, order = starts.masked_fill(empty, FAR).sort(-1)
-    return starts, stops.masked_fill(empty, FAR).gather(-1, order)
+    starts, order = starts.masked_fill(empty, UNBOUNDED).sort(-1)
+    return starts, stops.masked_fill(empty, UNBOUNDED).gather(-1, order)
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
     """The positions in both: every range of a against every range of b."""
     starts = torch.maximum(a.starts[..., :, None], b.starts[..., None, :])
     stops = torch.minimum(a.stops[..., :, None], b.stops[..., None, :])
-    return tidy(Intervals(starts.flatten(-2), stops.flatten(-2)))
+    return normalize_intervals(Intervals(starts.flatten(-2), stops.flatten(-2)))
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
@@ -84,31 +85,33 @@ def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return found
 
 
-def unite(a: Intervals, b: Intervals) -> Intervals:
+def union(a: Intervals, b: Intervals) -> Intervals:
     """The positions in either."""
     shape = broadcast_shape(a.starts.shape[:-1], b.starts.shape[:-1])
     starts, stops = (
         torch.cat([x.expand(*shape, -1), y.expand(*shape, -1)], -1)
         for x, y in zip(a, b, strict=True)
     )
-    return tidy(Intervals(starts, stops))
+    return normalize_intervals(Intervals(starts, stops))
 
 
-def gaps(a: Intervals) -> Intervals:
+def complement(a: Intervals) -> Intervals:
     """The positions >= 0 in none of the ranges of a tidy list."""
-    zero, far = torch.zeros_like(a.starts[..., :1]), torch.full_like(a.starts[..., :1], FAR)
-    return tidy(Intervals(torch.cat([zero, a.stops], -1), torch.cat([a.starts, far], -1)))
+    zero, far = torch.zeros_like(a.starts[..., :1]), torch.full_like(a.starts[..., :1], UNBOUNDED)
+    return normalize_intervals(
+        Intervals(torch.cat([zero, a.stops], -1), torch.cat([a.starts, far], -1))
+    )
 
 
-def none_for(found: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
+def clear_rows(found: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
     """The same without any position for some of the queries.
 
     >>> two = Intervals(torch.tensor([[[[0], [0]]]]), torch.tensor([[[[2], [3]]]]))
-    >>> (none_for(two, torch.tensor([[True, False]])).starts == FAR).tolist()
+    >>> (clear_rows(two, torch.tensor([[True, False]])).starts == UNBOUNDED).tolist()
     [[[[True], [False]]]]
     """
     at = rows[:, None, :, None]
-    return Intervals(*(x.masked_fill(at, FAR) for x in found))
+    return Intervals(*(x.masked_fill(at, UNBOUNDED) for x in found))
 
 
 def stack_heads(heads: Sequence[Intervals]) -> Intervals:
@@ -117,7 +120,7 @@ def stack_heads(heads: Sequence[Intervals]) -> Intervals:
     B = max(head.starts.shape[0] for head in heads)
 
     def join(parts: list[Tensor]) -> Tensor:
-        padded = [torch.nn.functional.pad(x, (0, n - x.shape[-1]), value=FAR) for x in parts]
+        padded = [torch.nn.functional.pad(x, (0, n - x.shape[-1]), value=UNBOUNDED) for x in parts]
         return torch.cat([x.expand(B, -1, -1, -1) for x in padded], 1)
 
     return Intervals(join([x.starts for x in heads]), join([x.stops for x in heads]))
@@ -126,19 +129,21 @@ def stack_heads(heads: Sequence[Intervals]) -> Intervals:
 EMPTY, PARTIAL, FULL = 0, 1, 2
 UNKNOWN = -1
 
-GROUP = 32
+MAX_BLOCKS_AT_ONCE = 32
 """Undecided key blocks that are evaluated together, at most."""
 
 
-def held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
+def count_held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
     """How many slots of each block hold a key, [B or 1, nK]."""
     if isinstance(k_positions, Span):
-        lo, hi = _edges(k_positions, bk)
+        lo, hi = _block_bounds(k_positions, bk)
         return (hi - lo).clamp(min=0)[None]
-    return _blocks((k_positions >= 0).long(), bk, 0).sum(-1)
+    return _split_into_blocks((k_positions >= 0).long(), bk, 0).sum(-1)
 
 
-def from_intervals(found: Intervals, k_positions: Positions, bk: int) -> Int8[Tensor, "B H nK"]:
+def states_from_intervals(
+    found: Intervals, k_positions: Positions, bk: int
+) -> Int8[Tensor, "B H nK"]:
     """The states of key blocks for queries with these tidy intervals: count what each query sees of
     each block.
 
@@ -148,14 +153,14 @@ def from_intervals(found: Intervals, k_positions: Positions, bk: int) -> Int8[Te
         seen = _count_span(found, k_positions, bk)  # [B,H,t,nK]
     else:
         seen = _count_stored(found, k_positions, bk)
-    n_held = held(k_positions, bk).to(seen.device)[:, None]
+    n_held = count_held(k_positions, bk).to(seen.device)[:, None]
     states = torch.full_like(seen[:, :, 0], PARTIAL, dtype=torch.int8)
     states = states.masked_fill((seen == n_held[:, :, None]).all(2), FULL)
     return states.masked_fill((seen == 0).all(2), EMPTY)
 
 
 def _count_span(found: Intervals, keys: Span, bk: int) -> Tensor:
-    lo, hi = _edges(keys, bk, found.starts.device)
+    lo, hi = _block_bounds(keys, bk, found.starts.device)
     seen = torch.zeros((), dtype=torch.int64, device=lo.device)
     for start, stop in zip(found.starts.unbind(-1), found.stops.unbind(-1), strict=True):
         seen = seen + (
@@ -165,7 +170,11 @@ def _count_span(found: Intervals, keys: Span, bk: int) -> Tensor:
 
 
 def _count_stored(found: Intervals, keys: Tensor, bk: int) -> Tensor:
-    inside = _blocks(torch.where(keys >= 0, keys.long(), FAR), bk, FAR).sort(-1).values  # [B,nK,bk]
+    inside = (
+        _split_into_blocks(torch.where(keys >= 0, keys.long(), UNBOUNDED), bk, UNBOUNDED)
+        .sort(-1)
+        .values
+    )  # [B,nK,bk]
     B = max(inside.shape[0], found.starts.shape[0])
     _, H, t, n = found.starts.shape
     nK = inside.shape[1]
@@ -191,7 +200,7 @@ def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H 
     return _count_stored(found, k_positions, S)[..., 0]
 
 
-def both(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
+def and_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
     """The state of `x & y`: empty wins, full gives way, two partial ones must be looked at."""
     a, b = broadcast(a, b)
     out = torch.full_like(a, UNKNOWN)
@@ -199,17 +208,17 @@ def both(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
     return out.masked_fill((a == EMPTY) | (b == EMPTY), EMPTY)
 
 
-def opposite(a: Tensor) -> Int8[Tensor, "..."]:
+def not_states(a: Tensor) -> Int8[Tensor, "..."]:
     """The state of `~x`."""
     return torch.where(a == UNKNOWN, a, FULL - a)
 
 
-def either(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
+def or_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
     """The state of `x | y`, by De Morgan."""
-    return opposite(both(opposite(a), opposite(b)))
+    return not_states(and_states(not_states(a), not_states(b)))
 
 
-def without_rows(
+def states_without_rows(
     states: Int8[Tensor, "b h nK"], rows: Bool[Tensor, "b_rows t"] | None
 ) -> Int8[Tensor, "B h nK"]:
     """The states where some of the queries see nothing, whatever the rule says of them."""
@@ -221,7 +230,7 @@ def without_rows(
     return torch.where(some, less, states).masked_fill(every, EMPTY)
 
 
-def settle(
+def evaluate_unknown_blocks(
     states: Int8[Tensor, "b h nK"],
     n_held: Int[Tensor, "b_held nK"],
     S: int,
@@ -237,16 +246,16 @@ def settle(
     states = states.expand(max(states.shape[0], n_held.shape[0]), -1, -1)
     states = states.masked_fill((n_held < slots)[:, None] & (states == FULL), PARTIAL)
     states = states.masked_fill((n_held == 0)[:, None], EMPTY)
-    for first, last in _groups(unknown):
+    for first, last in _unknown_runs(unknown):
         block = evaluate(slice(first * bk, min(last * bk, S)))
-        exact = state_of(block, bk)
+        exact = block_states(block, bk)
         B, H = (max(x, y) for x, y in zip(states.shape[:2], exact.shape[:2], strict=True))
         states = states.expand(B, H, -1).clone()
         states[:, :, first:last] = exact
     return states
 
 
-def state_of(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
+def block_states(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
     """The states of the key blocks of an evaluated block."""
     some, each = block.any(2), block.all(2)  # [B,H,s]
     missing = -block.shape[3] % bk
@@ -255,25 +264,25 @@ def state_of(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
     return some.to(torch.int8) + each.to(torch.int8) * some
 
 
-def _groups(unknown: list[bool]) -> list[tuple[int, int]]:
+def _unknown_runs(unknown: list[bool]) -> list[tuple[int, int]]:
     """Runs of undecided blocks, at most GROUP long."""
     runs: list[tuple[int, int]] = []
     for j, is_unknown in enumerate(unknown):
         if not is_unknown:
             continue
-        if runs and runs[-1][1] == j and j - runs[-1][0] < GROUP:
+        if runs and runs[-1][1] == j and j - runs[-1][0] < MAX_BLOCKS_AT_ONCE:
             runs[-1] = (runs[-1][0], j + 1)
         else:
             runs.append((j, j + 1))
     return runs
 
 
-def _edges(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def _block_bounds(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """The first and one past the last position >= 0 of each block."""
     lo = torch.arange(keys.start, keys.stop, bk, device=device)
     return lo.clamp(min=0), (lo + bk).clamp(max=keys.stop)
 
 
-def _blocks(x: Tensor, bk: int, value: int) -> Tensor:
+def _split_into_blocks(x: Tensor, bk: int, value: int) -> Tensor:
     """[B,S] -> [B,nK,bk], the last block filled up with `value`."""
     return torch.unflatten(F.pad(x, (0, -x.shape[1] % bk), value=value), -1, (-1, bk))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
-from regard.masks.base import whole
+from regard.masks.base import check_int
 from regard.nn.attention import Attention
 from regard.nn.explain import InputSteps, Link, ProjectionQuery
 from regard.nn.projections import Separate
@@ -68,8 +68,8 @@ class StreamingAttention(Attention):
         softcap: float | None = None,
         sink: nn.Parameter | None = None,
     ) -> None:
-        whole("sinks", sinks, 0)
-        whole("recent", recent, 1, "a query always sees itself")
+        check_int("sinks", sinks, 0)
+        check_int("recent", recent, 1, "a query always sees itself")
         mask = Causal() & (Window(recent) | Sinks(sinks))
         check_rotary(project)
         super().__init__(project, output, mask=mask, scale=scale, softcap=softcap, sink=sink)

@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The axes of all parts that are widened while the test runs."""
     axes: list[str] = []
-    right = quantization.dequantise
+    right = quantization.dequantize
 
     def count(made: Any, axis: Any, shape: Any, *, bits: int) -> Tensor:
         axes.append(axis)

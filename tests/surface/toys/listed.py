@@ -11,11 +11,11 @@ from torch import Tensor
 from regard.caches import Cache, Contents, Parts
 from regard.caches.base import (
     check_crop,
-    check_fits,
+    check_same_layout,
     check_update,
-    kept_until,
-    memory_of,
-    named,
+    named_parts,
+    parts_of,
+    positions_before,
 )
 from regard.span import Positions, Span, concat_positions, slot_count
 
@@ -33,7 +33,7 @@ class Listed(Cache):
         """Keep one more update; return all of them, joined."""
         check_update(memory, positions)
         if self._positions is not None:
-            check_fits(self._updates[0], memory)
+            check_same_layout(self._updates[0], memory)
             positions = concat_positions(self._positions, positions)
         self._updates, self._positions = [*self._updates, tuple(memory)], positions
         return self._joined(), positions
@@ -43,7 +43,7 @@ class Listed(Cache):
         check_crop(length)
         if self._positions is None:
             return
-        positions = kept_until(self._positions, length)
+        positions = positions_before(self._positions, length)
         self._updates = [tuple(x[:, :, : slot_count(positions)] for x in self._joined())]
         self._positions = positions
 
@@ -51,12 +51,12 @@ class Listed(Cache):
         """The joined memory and its positions."""
         if self._positions is None:
             return {}
-        return {**named(self._joined()), "positions": self._positions}
+        return {**named_parts(self._joined()), "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Hold these."""
         positions = contents.get("positions")
-        self._updates = [memory_of(contents)] if contents else []
+        self._updates = [parts_of(contents)] if contents else []
         self._positions = None if isinstance(positions, int) else positions
 
     def __len__(self) -> int:

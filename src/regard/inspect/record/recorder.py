@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_keyword_names
 from regard.biases import Bias
-from regard.caches.quantization import Packed
+from regard.caches.quantization import LazyDequantizedTensor
 from regard.errors import ArgumentError
 from regard.inspect.record.place import Place, Pool, Step
 from regard.inspect.record.recording import Recording
@@ -256,7 +256,7 @@ class Track:
         """The store of keys of this form: a projection may answer a prompt in one, and a token in
         another.
         """
-        coded = isinstance(call.k, Packed)
+        coded = isinstance(call.k, LazyDequantizedTensor)
         form = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
         if form not in self._stores:
             latents = call.E < call.D and call.k.data_ptr() == call.v.data_ptr()

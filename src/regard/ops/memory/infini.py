@@ -19,7 +19,7 @@ from regard.argument_checks import (
 )
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk
-from regard.masks.base import whole
+from regard.masks.base import check_int
 from regard.ops.memory.compressive import (
     Compressed,
     Read,
@@ -280,7 +280,7 @@ def _rotated(
 
 def check_options(segment: int, update: str, empty: str) -> None:
     """A segment has at least one position, and the two words are known."""
-    whole("segment", segment, 1)
+    check_int("segment", segment, 1)
     for name, given, allowed in (
         ("update", update, ("linear", "delta")),
         ("empty", empty, ("zero", "skip")),

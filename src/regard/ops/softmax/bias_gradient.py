@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.biases import Bias, Dense, Sum
+from regard.biases import Bias, DenseBias, Sum
 from regard.ops.softmax.call import Call
 
 ALL = slice(None)
@@ -51,7 +51,7 @@ class BiasGradient:
         d_s = d_s.view(call.B, call.H, -1, d_s.shape[-1])
         for learner in self.learners:
             if isinstance(
-                learner.term, Dense
+                learner.term, DenseBias
             ):  # autograd would fill the whole tensor for each block
                 total = self.sums[learner.first]
                 total = total[None, None] if total.ndim == 2 else total

@@ -112,7 +112,9 @@ def _foreign(rule: Mask | Bias) -> bool:
     """Whether a function or class of the caller is in it."""
     if _FAMILIAR in rule.__dict__:
         return False
-    if isinstance(rule, (masks.Fn, biases.Fn)) or not type(rule).__module__.startswith("regard."):
+    if isinstance(rule, (masks.Fn, biases.FnBias)) or not type(rule).__module__.startswith(
+        "regard."
+    ):
         return True
     values = [getattr(rule, x.name) for x in fields(rule)]
     inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
@@ -127,7 +129,7 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
     if bias is None or isinstance(bias, Bias):
         return bias
     if isinstance(bias, Tensor):
-        return biases.Dense(bias)
+        return biases.DenseBias(bias)
     raise ArgumentTypeError(
         f"bias is {type(bias).__name__}; it must be a regard.biases bias, a float tensor or None"
     )

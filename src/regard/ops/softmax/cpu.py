@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard import masks
 from regard.biases import ALiBi, Bias
-from regard.masks.tiling import FAR
+from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba
 from regard.ops.jit.decode import (
     TILE,
@@ -31,7 +31,7 @@ _NO_TABLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
 _NO_RANGES = torch.empty(1, 1, 1, 0, dtype=torch.int64)
 _NO_BIAS = torch.empty(1, 1, 1, 0)
 _NO_SLOPES = torch.empty(0)
-_FIRST, _EVERY = torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1, 1), FAR)
+_FIRST, _EVERY = torch.zeros(1, 1, 1, 1, dtype=torch.int64), torch.full((1, 1, 1, 1), UNBOUNDED)
 
 
 def decode_args(call: Call) -> DecodeArgs:
@@ -98,7 +98,7 @@ def _seen(call: Call, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     tokens.
     """
     if isinstance(call.mask, masks.Full):
-        stops = _EVERY if empty is None else torch.where(empty, 0, FAR)[:, None, :, None]
+        stops = _EVERY if empty is None else torch.where(empty, 0, UNBOUNDED)[:, None, :, None]
         return _FIRST, stops.contiguous(), _NO_TABLE
     if isinstance(call.q_positions, Span) and call.mask.is_static:
         found = _ranges(call.mask, call.q_positions)

@@ -134,7 +134,7 @@ def _why_not_cuda(call: Call) -> list[str]:
             f"head dimensions are not multiples of 16 from {low} to {high} (D {call.D}, E {call.E})"
         )
     for term in bias_terms(call.bias):
-        if not isinstance(term, (biases.ALiBi, biases.Dense)):
+        if not isinstance(term, (biases.ALiBi, biases.DenseBias)):
             reasons.append(f"no generated kernel for the bias {term}")
         elif any(x.requires_grad for x in term.tensors()):
             reasons.append("no gradient for a bias")

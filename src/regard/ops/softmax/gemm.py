@@ -13,7 +13,7 @@ from torch import Tensor
 from regard import masks
 from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
-from regard.masks.tiling import FAR
+from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba
 from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, up
 from regard.ops.jit.records import DTYPES
@@ -187,7 +187,7 @@ def ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
     """Starts and stops [b,h,t,n] of the ranges of positions that queries see, or None."""
     q, first = slice_positions(call.q_positions, rows), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
     if call.sees_everything:
-        return first, torch.full((1, 1, 1, 1), FAR)
+        return first, torch.full((1, 1, 1, 1), UNBOUNDED)
     if isinstance(call.mask, masks.Causal):
         return first, as_tensor(q).long()[:, None, :, None] + 1
     return call.mask.intervals(q)
