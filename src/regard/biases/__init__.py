@@ -1,4 +1,4 @@
-"""Biases: numbers added to scores before the softmax."""
+"""Biases: numbers that are added to the attention scores before the softmax."""
 
 from regard.biases.alibi import ALiBi, alibi_slopes
 from regard.biases.base import BIASES, Bias, Sum

@@ -1,4 +1,4 @@
-"""Biases that the caller supplies: a tensor, or a function of positions."""
+"""Biases supplied by the caller: `DenseBias` (a tensor) and `FnBias` (a function of positions)."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from regard.span import Positions, slot_count
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseBias(Bias):
-    """bias_ij = tensor[..., i, j], where i and j are slots (places in q and k), not positions.
+    """A bias given by a tensor: bias_ij = tensor[..., i, j].
+
+    i and j are indices of the query and the key in the call, not positions.
 
     Args:
-        tensor: a float tensor [T, S] or [B or 1, H or 1, T or 1, S]. Three dimensions are refused:
-            [B, T, S] and [H, T, S] cannot be told apart.
+        tensor: a float tensor `[T, S]` or `[B or 1, H or 1, T or 1, S]`. Three dimensions are
+            refused, since `[B, T, S]` and `[H, T, S]` cannot be distinguished.
 
     Raises:
-        ArgumentError: another number of dimensions; in a call, a shape that does not fit it.
-        ArgumentTypeError: not a float tensor.
+        ArgumentError: the number of dimensions is not 2 or 4; in a call, the shape does not fit.
+        ArgumentTypeError: `tensor` is not a float tensor.
 
     >>> from regard.span import Span
     >>> DenseBias(torch.arange(6.0).view(2, 3)).block(Span(0, 2), Span(0, 3), slice(1, 2)).tolist()
@@ -57,7 +59,7 @@ class DenseBias(Bias):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Float[Tensor, "b h t s"]:
-        """Rows and columns of the tensor."""
+        """Return the rows and columns of the tensor."""
         x = self.tensor if self.tensor.ndim == 4 else self.tensor[None, None]
         if x.shape[2] == 1:
             x = x.expand(-1, -1, slot_count(q_positions), -1)
@@ -65,11 +67,11 @@ class DenseBias(Bias):
 
     @property
     def by_slot(self) -> bool:
-        """True: a column is a place in the call."""
+        """True, because a column is an index of a key in the call."""
         return True
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Check that the shape fits the call."""
+        """Check that the shape of the tensor fits the call."""
         shape = tuple(self.tensor.shape)
         if self.tensor.ndim == 2:
             fits = shape == (T, S)
@@ -88,17 +90,18 @@ class DenseBias(Bias):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FnBias(Bias):
-    """bias_ij = fn(q, k, *parameters), with q [B or 1,1,t,1] and k [B or 1,1,1,s] the positions of
-    queries and keys.
+    """A bias given by a function of positions: bias_ij = fn(q, k, *parameters).
 
     Args:
-        fn: gives a float tensor that broadcasts to [B, H, t, s], of 4 dimensions. It is called for
-            any block of a call, so its result for a pair must not depend on the other pairs.
-        parameters: tensors that fn is given, and that get a gradient.
+        fn: a function of the positions q `[B or 1, 1, t, 1]` and k `[B or 1, 1, 1, s]` and of the
+            parameters. It returns a 4-D float tensor that broadcasts to `[B, H, t, s]`. It is
+            called for any block of a call, so its result for one pair must not depend on the other
+            pairs.
+        parameters: tensors that are passed to `fn` and that receive gradients.
 
     Raises:
-        ArgumentTypeError: fn cannot be called, a parameter is no tensor, or the result no float
-            tensor.
+        ArgumentTypeError: `fn` is not callable, a parameter is not a tensor, or the result is not a
+            float tensor.
         ArgumentError: the result has another shape.
 
     >>> from regard.span import Span
@@ -125,7 +128,7 @@ class FnBias(Bias):
         object.__setattr__(self, "parameters", tuple(self.parameters))
 
     def values(self, q: Tensor, k: Tensor, dtype: torch.dtype) -> Tensor:
-        """What the function says."""
+        """Call the function and check its result."""
         x = self.fn(q, k, *self.parameters)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -139,11 +142,11 @@ class FnBias(Bias):
         return x.to(dtype)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The parameters."""
+        """Return the parameters of the function."""
         return self.parameters
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> FnBias:
-        """The same function over other parameters."""
+        """Return the same function with other parameters."""
         self._check_count(tensors, len(self.parameters))
         return replace(self, parameters=tuple(tensors))
 

@@ -1,6 +1,7 @@
-"""Masks: rules on positions, joined by `&`, `|` and `~`, that say which key a query may see.
+"""Masks: rules on token positions that say which keys each query may attend to.
 
-In a dense mask, True = may attend.
+Masks are combined with `&`, `|` and `~`. In a dense mask, True means that the query may attend to
+the key.
 """
 
 from regard.deprecation import renamed

@@ -1,4 +1,4 @@
-"""Masks that may differ between the rows of a batch: prefixes, documents and padding."""
+"""Masks that may differ between the rows of a batch: `Prefix`, `Document` and `Padding`."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ Rows = TypeVar("Rows", bound=tuple[Any, ...])
 
 
 def check_not_empty(rows: Rows, name: str) -> Rows:
-    """Rows, at least one."""
+    """Return the rows, and raise if there are none."""
     if not rows:
         raise ArgumentError(f"{name} of no batch rows; give at least one")
     return rows
 
 
 def per_row_tensor(values: tuple[int, ...], like: Tensor) -> Tensor:
-    """One number per batch row, [B,1,1,1]."""
+    """Return one integer per batch row as a tensor `[B, 1, 1, 1]`."""
     return torch.tensor(values, dtype=torch.int64, device=like.device)[:, None, None, None]
 
 
 def padded_table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tensor) -> Tensor:
-    """Lists of different lengths as one tensor [B, n], filled up with `fill` (None: each one's last
-    number).
+    """Return lists of different lengths as one tensor `[B, n]`.
+
+    Short lists are padded with `fill`, or with their own last number if `fill` is None.
     """
     n = max(map(len, rows))
     filled = [[*x, *[x[-1] if fill is None else fill] * (n - len(x))] for x in rows]
@@ -39,8 +40,9 @@ def padded_table(rows: tuple[tuple[int, ...], ...], fill: int | None, like: Tens
 
 
 def count_bounds_up_to(bounds: Tensor, x: Tensor) -> Tensor:
-    """How many of the sorted bounds [B, n] are <= x, for x of up to 4 dimensions with the batch
-    first of 4.
+    """Return how many of the sorted bounds `[B, n]` are <= x, elementwise.
+
+    `x` has up to 4 dimensions; if it has 4, the first is the batch.
     """
     if x.numel() == 1:  # also what a mask_mod sees, under vmap, which searchsorted does not like
         return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
@@ -54,14 +56,16 @@ def count_bounds_up_to(bounds: Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Prefix(Mask):
-    """Everybody sees the first `length` positions: k < length. `causal | prefix(n)` is a prefix
-    language model.
+    """Every query sees the first `length` positions: k < length.
 
-    length: an int, or one per batch row.
+    `causal | prefix(n)` is the mask of a prefix language model.
+
+    Args:
+        length: the number of positions, an int, or one per batch row.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a length below 0 or not an int; at a call, another number
-            of batch rows.
+        ArgumentError, ArgumentTypeError: a length is below 0 or not an int; in a call, the number
+            of batch rows differs.
 
     >>> from regard.masks import Causal
     >>> from regard.span import Span
@@ -87,7 +91,7 @@ class Prefix(Mask):
         return (length,) if isinstance(length, int) else length
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """K < length."""
+        """Return k < length for each pair."""
         return k < (
             self.length if isinstance(self.length, int) else per_row_tensor(self._lengths, k)
         )
@@ -97,21 +101,24 @@ class Prefix(Mask):
         return Intervals(torch.zeros_like(q), stops)
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """One length, or one per batch row."""
+        """Check that there is one length for all batch rows, or one for each."""
         check_batch_rows("Prefix", len(self._lengths), B)
 
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
-    """A query sees the keys of its own document; documents are packed one behind the other.
+    """A query sees the keys of its own document, where documents are packed one after another.
 
-    bounds: where each document starts, and the end of the last: document i is bounds[i] <= position
-        < bounds[i + 1]. One tuple, or one per batch row. Outside the bounds nothing sees and
-        nothing is seen.
+    Document i has the positions bounds[i] <= position < bounds[i + 1]. A query outside the bounds
+    sees nothing, and a key outside the bounds is not visible.
+
+    Args:
+        bounds: the start of each document, and the end of the last: one sequence, or one per batch
+            row.
 
     Raises:
-        ArgumentError, ArgumentTypeError: fewer than two bounds, or bounds that fall; at a call,
-            another number of rows.
+        ArgumentError, ArgumentTypeError: there are fewer than two bounds, or they decrease; in a
+            call, the number of batch rows differs.
 
     >>> from regard.masks import Causal
     >>> from regard.span import Span
@@ -132,8 +139,14 @@ class Document(Mask):
 
     @classmethod
     def from_lengths(cls, lengths: Lengths | Sequence[Lengths]) -> Document:
-        """Documents of these lengths, the first at position 0; or one list of lengths per batch
-        row.
+        """Build the mask from the lengths of the documents, of which the first starts at position
+        0.
+
+        Args:
+            lengths: one length per document, or one such sequence per batch row.
+
+        Returns:
+            The mask.
 
         >>> Document.from_lengths([3, 2])
         Document(bounds=(0, 3, 5))
@@ -154,14 +167,16 @@ class Document(Mask):
         return bounds if isinstance(bounds[0], tuple) else (bounds,)
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Q and k lie in the same document."""
+        """Return whether q and k lie in the same document."""
         bounds = padded_table(self._rows, None, q)
         doc, inside = self._find(bounds, q)
         other, _ = self._find(bounds, k)
         return (doc == other) & inside
 
     def _find(self, bounds: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The document of each position, counted from 1, and whether there is one."""
+        """Return the document number of each position, from 1, and whether the position is in a
+        document.
+        """
         found = count_bounds_up_to(bounds, x)
         return found, (found > 0) & (found < bounds.shape[1])
 
@@ -175,11 +190,11 @@ class Document(Mask):
         return Intervals(starts, torch.where(inside, stops, starts))
 
     def refusal(self) -> Refusal:
-        """The key is in another document."""
+        """Explain that the key is in another document."""
         return Refusal("other document", "document", str(self))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Bounds for all rows, or for each batch row."""
+        """Check that there is one list of bounds for all batch rows, or one for each."""
         check_batch_rows("Document", len(self._rows), B)
 
 
@@ -196,15 +211,17 @@ def _check_bounds(bounds: object) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Padding(Mask):
-    """Only real keys are seen: per batch row, the runs of positions (start, stop) that hold tokens.
+    """Only real tokens are visible: each batch row lists the ranges of positions that hold tokens.
 
-    runs: one tuple of (start, stop) per batch row, rising and disjoint. Keys outside the runs are
-        padding, also later ones; give padded slots position -1 instead where a sequence goes on
-        growing.
+    Keys outside the ranges are padding, including later keys. If a padded sequence will grow, give
+    the padded slots position -1 instead of using this mask.
+
+    Args:
+        runs: for each batch row a tuple of half-open ranges (start, stop), increasing and disjoint.
 
     Raises:
-        ArgumentError, ArgumentTypeError: runs that fall or overlap; at a call, another number of
-            batch rows.
+        ArgumentError, ArgumentTypeError: ranges decrease or overlap; in a call, the number of batch
+            rows differs.
 
     >>> from regard.span import Span
     >>> Padding.left([2, 3], total=3).block(Span(0, 1), Span(0, 3)).int().tolist()
@@ -233,7 +250,13 @@ class Padding(Mask):
 
     @classmethod
     def right(cls, lengths: Lengths) -> Padding:
-        """Rows of these lengths, padded on the right: positions 0 to length - 1 are real.
+        """Build the mask of rows that are padded on the right: positions 0 to length - 1 are real.
+
+        Args:
+            lengths: the number of real tokens of each row.
+
+        Returns:
+            The mask.
 
         >>> Padding.right([2, 3])
         Padding(runs=(((0, 2),), ((0, 3),)))
@@ -242,8 +265,16 @@ class Padding(Mask):
 
     @classmethod
     def left(cls, lengths: Lengths, total: int) -> Padding:
-        """Rows of these lengths, padded on the left to `total`: positions total - length to total -
-        1 are real.
+        """Build the mask of rows that are padded on the left.
+
+        Positions total - length to total - 1 are real.
+
+        Args:
+            lengths: the number of real tokens of each row.
+            total: the padded length.
+
+        Returns:
+            The mask.
 
         >>> Padding.left([2, 3], total=3)
         Padding(runs=(((1, 3),), ((0, 3),)))
@@ -259,7 +290,13 @@ class Padding(Mask):
 
     @classmethod
     def from_keep(cls, keep: Tensor) -> Padding:
-        """From a bool tensor [B, S], True = a real key, at positions 0 to S - 1; holes are allowed.
+        """Build the mask from a bool tensor; real tokens need not be contiguous.
+
+        Args:
+            keep: bool `[B, S]`, True for a real key, for positions 0 to S - 1.
+
+        Returns:
+            The mask.
 
         >>> Padding.from_keep(torch.tensor([[True, False, True]]))
         Padding(runs=(((0, 1), (2, 3)),))
@@ -286,7 +323,7 @@ class Padding(Mask):
         )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """K lies in a run: an odd number of the runs' ends are behind it."""
+        """Return whether k lies in a range, that is, whether an odd number of bounds are <= k."""
         return count_bounds_up_to(self._ends(k), k) % 2 == 1
 
     def _ends(self, like: Tensor) -> Tensor:
@@ -301,9 +338,9 @@ class Padding(Mask):
         return Intervals(starts, stops)
 
     def refusal(self) -> Refusal:
-        """The key is padding."""
+        """Explain that the key is padding."""
         return Refusal("padding", "padding", str(self))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """Runs for each batch row."""
+        """Check that there are ranges for each batch row of the call."""
         check_batch_rows("Padding", len(self.runs), B)

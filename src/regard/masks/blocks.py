@@ -1,5 +1,5 @@
-"""Masks that are a table of blocks of positions: any table, BigBird's, and one that a selection
-makes for a call.
+"""Masks given by a table of blocks of positions: `Blocks`, `BigBird`, and `Selected`, which block
+selection creates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from regard.masks.tiling import (
 
 
 def look_up_blocks(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
-    """table[b, h, q // size, k // size], False outside the table; table [B or 1, H or 1, nQ,
-    nK].
+    """Return table[b, h, q // size, k // size], and False outside the table.
+
+    The table is bool `[B or 1, H or 1, nQ, nK]`.
     """
     q, k = (to_4d(x) // size for x in (q, k))
     B, H, nQ, nK = table.shape
@@ -39,7 +40,7 @@ def look_up_blocks(table: Tensor, size: int, q: Tensor, k: Tensor) -> Tensor:
 
 
 def visible_block_ranges(table: Tensor, size: int, q: Tensor) -> Intervals:
-    """The runs of visible blocks in the table's row of each query, as ranges of positions."""
+    """Return the runs of visible blocks of each query as ranges of positions."""
     B, H, nQ, nK = table.shape
     q = q[:, 0, :, 0] // size  # [b,t]
     b = torch.arange(B, device=q.device)[:, None, None]
@@ -57,13 +58,19 @@ def visible_block_ranges(table: Tensor, size: int, q: Tensor) -> Intervals:
 
 @dataclass(frozen=True, eq=False)
 class Blocks(Mask):
-    """A table says which block of positions sees which: table[b, h, q // size, k // size].
+    """A table says which block of queries sees which block of keys: table[b, h, q // size, k //
+    size].
 
-    table: bool [B or 1, H or 1, nQ, nK], or [nQ, nK]. Outside the table nothing is seen.
+    Keys outside the table are not visible.
+
+    Args:
+        table: bool `[B or 1, H or 1, nQ, nK]`, or `[nQ, nK]`.
+        size: positions per block.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a table of another shape or dtype, or a size below 1; at a
-            call, a table for other batch rows or heads, or for fewer positions than there are keys.
+        ArgumentError, ArgumentTypeError: the table has another shape or dtype, or the size is below
+            1; in a call, the table is for another number of batch rows or heads, or covers fewer
+            positions than there are keys.
 
     >>> from regard.span import Span
     >>> mask = Blocks(torch.tensor([[True, False], [True, True]]), 2)
@@ -95,19 +102,19 @@ class Blocks(Mask):
         return self.table if self.table.ndim == 4 else self.table[None, None]
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The table's entry for the blocks of q and k."""
+        """Return the entry of the table for the blocks of q and k."""
         return look_up_blocks(self._table, self.size, q, k)
 
     def _intervals(self, q: Tensor) -> Intervals:
         return visible_block_ranges(self._table, self.size, q)
 
     def select_heads(self, heads: slice) -> Mask:
-        """The table of these heads, where there is one for each."""
+        """Return the table of these heads if there is one per head."""
         one = self.table.ndim == 2 or self.table.shape[1] == 1
         return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """A table for all or each, that covers as many positions as there are keys."""
+        """Check the number of batch rows and heads, and that the table covers all keys."""
         rows, heads, _, nK = self._table.shape
         check_batch_rows("Blocks", rows, B)
         if heads not in (1, H):
@@ -123,22 +130,30 @@ class Blocks(Mask):
 
 @dataclass(frozen=True, eq=False)
 class BigBird(Mask):
-    """Blocks that see a window of blocks, the first and the last block, and a few random ones
-    (arXiv 2007.14062).
+    """The BigBird mask: blocks see neighbouring blocks, the first and the last block, and random
+    blocks.
 
-    block: positions per block. blocks: how many there are. window: blocks seen around the own one,
-        an odd number.
-    random: random blocks per block, outside window and globals (all that are left, where fewer
-        are); drawn from `seed` alone. The first and the last block see everything. causal=True: k
-        <= q as well, and blocks are drawn from the past.
+    The first and the last block see everything.
+
+    Args:
+        block_size: positions per block.
+        blocks: the number of blocks.
+        window: how many neighbouring blocks are visible, the block itself included; an odd number.
+        random: how many random blocks are visible besides these, or all that are left if there are
+            fewer.
+        seed: the seed from which the random blocks are drawn; nothing else influences them.
+        causal: whether k <= q is required too; random blocks are then drawn from the past.
 
     Raises:
-        ArgumentError, ArgumentTypeError: block or blocks below 1, an even window, random below 0,
-            or not ints; at a call, more keys than block * blocks.
+        ArgumentError, ArgumentTypeError: block_size or blocks is below 1, window is even, random is
+            below 0, or an argument is not an int; in a call, there are more keys than block_size *
+            blocks.
 
     >>> from regard.span import Span
     >>> int(BigBird(64, 32).visible(Span(64 * 16, 1), Span(0, 64 * 32)))
     512
+
+    Source: Zaheer et al. 2020 (arXiv 2007.14062).
     """
 
     block_size: int
@@ -164,12 +179,12 @@ class BigBird(Mask):
 
     @property
     def table(self) -> Tensor:
-        """Which block sees which, bool [blocks, blocks]."""
+        """Which block sees which, bool `[blocks, blocks]`."""
         table: Tensor = self.__dict__["_table"]
         return table
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """The block of k is among those that the block of q sees."""
+        """Return whether the block of q sees the block of k."""
         found = look_up_blocks(self.table[None, None], self.block_size, q, k)
         return found & (k <= q) if self.causal else found
 
@@ -179,12 +194,12 @@ class BigBird(Mask):
         return intersect(normalize_intervals(found), past) if self.causal else found
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """As many positions as there are keys."""
+        """Check that the blocks cover all keys of the call."""
         check_coverage("BigBird", self.blocks, self.block_size, S)
 
 
 def check_coverage(name: str, blocks: int, size: int, S: int) -> None:
-    """The blocks reach as far as S keys."""
+    """Raise unless the blocks cover S keys."""
     if blocks * size < S:
         raise ArgumentError(
             f"{name} covers {blocks} blocks of {size} = {blocks * size} positions, but there are "
@@ -210,20 +225,21 @@ def _bigbird_table(n: int, window: int, random: int, seed: int, causal: bool) ->
 
 @dataclass(frozen=True, eq=False)
 class Selected(Mask):
-    """Query row i of the call sees key position p if table[b, h, i, p // size - first[b]]; outside
-    the table nothing.
+    """Each query of the call sees a selection of key blocks: table[b, h, i, p // size - first[b]].
 
-    A row of the table belongs to a query slot, as in `Dense`; a column to a block of key positions,
-    as in `Blocks`.
+    Here i is the index of the query in the call, and p the position of the key. Rows of the table
+    are query indices, as in `Dense`; columns are blocks of key positions, as in `Blocks`. Keys
+    outside the table are not visible.
 
-    table: bool [B or 1, H or 1, T, N].
-    size: positions per block.
-    first: the number of the block that column 0 stands for, int64 [B or 1]; None is 0.
+    Args:
+        table: bool `[B or 1, H or 1, T, N]`.
+        size: positions per block.
+        first: the number of the block that column 0 stands for, int64 `[B]` or `[1]`; None is 0.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a table or first of another shape or dtype, or a size
-            below 1; at a call, another number of rows, heads or queries; from `allows`, which knows
-            no query slots.
+        ArgumentError, ArgumentTypeError: table or first has another shape or dtype, or the size is
+            below 1; in a call, the number of batch rows, heads or queries differs; `allows` is
+            called, which has no query indices.
 
     >>> from regard.span import Span
     >>> table = torch.tensor([[True, False], [False, True]])[None, None]
@@ -261,7 +277,7 @@ class Selected(Mask):
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Refused: its rows are slots of one call, not positions."""
+        """Raise, because the rows of the table are query indices of one call, not positions."""
         raise ArgumentError(
             "a Selected mask has a row for each query slot of one call: ask "
             "mask.block(q_positions, k_positions), "
@@ -272,7 +288,9 @@ class Selected(Mask):
         return self._spread(self.table[:, :, where.rows].to(where.device), where.k)
 
     def _spread(self, lines: Tensor, k: Tensor) -> Tensor:
-        """Rows [B,H,t,N] of the table at the keys' positions k [B or 1, s]: [B,H,t,s]."""
+        """Expand table rows `[B, H, t, N]` to the key positions k `[B or 1, s]`, giving `[B, H, t,
+        s]`.
+        """
         column = self._column(k)
         N = lines.shape[3]
         inside = (k >= 0) & (column >= 0) & (column < N)
@@ -281,7 +299,9 @@ class Selected(Mask):
         return lines.expand(B, -1, -1, -1).gather(3, at) & inside[:, None, None]
 
     def _column(self, k: Tensor) -> Tensor:
-        """The column of key positions [b, s]; also for one of -1."""
+        """Return the table column of each key position `[b, s]`; for position -1 it may be any
+        number.
+        """
         first = 0 if self.first is None else self.first.to(k.device)[:, None]
         return k.long() // self.size - first
 
@@ -298,12 +318,12 @@ class Selected(Mask):
         return (states + (full & (states > 0)).to(torch.int8)).masked_fill(n_held == 0, 0)
 
     def select_heads(self, heads: slice) -> Mask:
-        """The table of these heads, where there is one for each."""
+        """Return the table of these heads if there is one per head."""
         one = self.table.shape[1] == 1
         return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """One table row per query, for all batch rows and heads or for each."""
+        """Check that there is one table row per query, for all batch rows and heads or for each."""
         rows, heads, queries, _ = self.table.shape
         check_batch_rows("Selected", rows, B)
         if heads not in (1, H):
@@ -325,7 +345,7 @@ class Selected(Mask):
         return self.table[b, h, slot.q_idx, column.clamp(0, N - 1)] & inside
 
     def refusal(self) -> Refusal:
-        """The selection left the key's block out."""
+        """Explain that the block of the key was not selected."""
         return Refusal("not selected", "selected", str(self))
 
     def __str__(self) -> str:

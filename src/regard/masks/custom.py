@@ -1,4 +1,6 @@
-"""Masks that the caller supplies: one per head, a dense tensor, or a function of positions."""
+"""Masks that the caller supplies: `Heads` (one mask per head), `Dense` (a tensor) and `Fn` (a
+function).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from regard.span import slot_count
 
 @dataclass(frozen=True, eq=False)
 class Heads(Mask):
-    """One mask per query head.
+    """A separate mask for each query head.
+
+    Args:
+        masks: one mask per query head.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no masks, or something else than masks; at a call, another
-            number of heads.
+        ArgumentError, ArgumentTypeError: there are no masks, or an element is not a mask; in a
+            call, the number of query heads differs.
 
     >>> from regard.masks import Causal, Window
     >>> from regard.span import Span
@@ -48,7 +53,7 @@ class Heads(Mask):
         object.__setattr__(self, "masks", tuple(masks))
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Each head's own rule."""
+        """Return the rule of each head's mask, joined along the head dimension."""
         q, k = to_4d(q), to_4d(k)
         return _join_heads([to_4d(mask.allows(q, k)) for mask in self.masks])
 
@@ -72,12 +77,12 @@ class Heads(Mask):
         return _join_heads([mask._states(where, bk) for mask in self.masks])
 
     def select_heads(self, heads: slice) -> Mask:
-        """The masks of these heads."""
+        """Return the masks of these heads."""
         chosen = range(*heads.indices(len(self.masks)))
         return Heads(tuple(self.masks[h].select_heads(slice(h, h + 1)) for h in chosen))
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """One mask per query head."""
+        """Check that there is one mask per query head."""
         if len(self.masks) != H:
             raise ArgumentError(
                 f"Heads holds {len(self.masks)} masks, but the call has {H} query heads; give one "
@@ -87,7 +92,7 @@ class Heads(Mask):
             mask.require(B, H, T, S)
 
     def reach(self) -> Reach:
-        """A bound for what the mask of any head shows."""
+        """Return a reach that covers the mask of every head."""
         return widest_reach([mask.reach() for mask in self.masks])
 
     def __str__(self) -> str:
@@ -95,25 +100,28 @@ class Heads(Mask):
 
 
 def _select_head(x: Tensor, h: int) -> Tensor:
-    """Head h of [B, H or 1, ...]."""
+    """Return head h of a tensor `[B, H or 1, ...]`."""
     return x[:, h : h + 1] if x.shape[1] > 1 else x
 
 
 def _join_heads(found: list[Tensor]) -> Tensor:
-    """Head h of the h-th one, side by side."""
+    """Join head h of the h-th tensor along the head dimension."""
     heads = broadcast(*(_select_head(x, h) for h, x in enumerate(found)))
     return torch.cat(heads, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Dense(Mask):
-    """A bool tensor over the *slots* of one call, True = may attend: it knows nothing of positions.
+    """A bool tensor over the queries and keys of one call; True means that the query may attend.
 
-    table: [T, S], or [B or 1, H or 1, T or 1, S].
+    Rows and columns are indices in the call, not positions.
+
+    Args:
+        table: bool `[T, S]`, or `[B or 1, H or 1, T or 1, S]`.
 
     Raises:
-        ArgumentError, ArgumentTypeError: another dtype or number of dimensions; at a call, another
-            shape; from `allows`, which asks about positions.
+        ArgumentError, ArgumentTypeError: the tensor has another dtype or number of dimensions; in a
+            call, its shape does not fit; `allows` is called, which takes positions.
 
     >>> from regard.span import Span
     >>> Dense(torch.ones(3, 3).tril().bool()).visible(Span(0, 3), Span(0, 3)).tolist()
@@ -144,7 +152,7 @@ class Dense(Mask):
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Refused: slots are not positions."""
+        """Raise, because the tensor is indexed by slots of one call, not by positions."""
         raise ArgumentError(
             "a Dense mask speaks of the slots of one call, not of positions: ask "
             "mask.block(q_positions, k_positions), "
@@ -157,12 +165,12 @@ class Dense(Mask):
         return x[:, :, rows, where.columns].to(where.device)
 
     def select_heads(self, heads: slice) -> Mask:
-        """The table of these heads, where there is one for each."""
+        """Return the table of these heads if there is one per head."""
         one = self.table.ndim == 2 or self.table.shape[1] == 1
         return self if one else replace(self, table=self.table[:, heads])
 
     def require(self, B: int, H: int, T: int, S: int) -> None:
-        """The shape fits the call."""
+        """Check that the shape of the table fits the call."""
         shape = tuple(self.table.shape)
         fits = shape == (T, S)
         if len(shape) == 4:
@@ -183,11 +191,11 @@ class Dense(Mask):
 
     @property
     def by_slot(self) -> bool:
-        """True: a column is a place in the call."""
+        """True, because a column is an index of a key in the call."""
         return True
 
     def refusal(self) -> Refusal:
-        """The matrix that the caller gave says no."""
+        """Explain that the tensor of the caller forbids the key."""
         return Refusal("the given matrix says no", "given", str(self))
 
     def __str__(self) -> str:
@@ -199,11 +207,16 @@ class Dense(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Fn(Mask):
-    """Any rule: a function of positions q [B or 1, 1, T, 1] and k [B or 1, 1, 1, S] that gives a
-    bool tensor.
+    """A mask given by a function of positions.
+
+    Args:
+        rule: a function of q `[B or 1, 1, T, 1]` and k `[B or 1, 1, 1, S]` that returns a bool
+            tensor, True where the query may attend.
+        name: the text of the mask in messages.
 
     Raises:
-        ArgumentTypeError: the rule is not a function, or what it gives is not a bool tensor.
+        ArgumentTypeError: the rule is not a function, or its result is not a bool tensor.
+        ArgumentError: the shape of the result does not broadcast to `[B, H, T, S]`.
 
     >>> from regard.span import Span
     >>> even = Fn(lambda q, k: k % 2 == 0, "even keys")
@@ -223,7 +236,7 @@ class Fn(Mask):
             )
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """What the function says."""
+        """Call the function and check its result."""
         out = self.rule(q, k)
         if not isinstance(out, Tensor) or out.dtype != torch.bool:
             got = out.dtype if isinstance(out, Tensor) else type(out).__name__
@@ -242,7 +255,7 @@ class Fn(Mask):
         return out
 
     def refusal(self) -> Refusal:
-        """The function that the caller gave says no."""
+        """Explain that the function of the caller forbids the key."""
         return Refusal("the given function says no", "given", str(self))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Masks from text: what `print(mask)` says, read back."""
+"""Parsing of mask expressions such as `causal & window(4)`, the text that `print(mask)` writes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from regard.untrusted_text import error_text, escape_controls
 
 
 def parsable_masks() -> dict[str, type[Mask]]:
-    """The masks that text can name, by name: every dataclass of masks whose fields are numbers,
-    tuples or masks. A bare name is a call without arguments.
+    """Return the masks that text can name, by name.
+
+    These are the dataclasses of masks whose fields are numbers, tuples or masks. A name without
+    parentheses is a call without arguments.
 
     >>> sorted(parsable_masks())[:3]
     ['bigbird', 'causal', 'chunk']
@@ -26,26 +28,31 @@ def parsable_masks() -> dict[str, type[Mask]]:
 
 
 MAX_NUMBER = 1 << 53
-"""No number of an expression is larger: no position is."""
+"""The largest number that an expression may contain; positions are smaller."""
 MAX_TEXT_LENGTH = 1 << 16
-"""Letters of an expression, at most."""
+"""The largest number of characters of an expression."""
 MAX_MASKS = 1 << 9
-"""Masks of an expression, at most: each is as much work as one alone."""
+"""The largest number of masks in an expression; each of them costs as much work as a mask alone."""
 _CONTEXT_CHARACTERS = 80  # letters of a line in front of an error, and behind it, that are shown
 MAX_DEPTH = 50
-"""How deep an expression may nest: text from anywhere must not exhaust the stack."""
+"""The deepest nesting of an expression, so that untrusted text cannot exhaust the stack."""
 
 
 def parse(text: str) -> Mask:
-    """A mask from an expression of known masks, numbers, tuples, `&`, `|`, `~` and parentheses;
-    nothing is executed.
+    """Parse an expression of masks, numbers, tuples, `&`, `|`, `~` and parentheses.
 
-    `~` binds most tightly, then `&`, then `|`, as in Python; small and capital letters are the
-    same.
+    Nothing is executed. `~` binds most tightly, then `&`, then `|`, as in Python. Names are not
+    case sensitive.
+
+    Args:
+        text: the expression.
+
+    Returns:
+        The mask.
 
     Raises:
-        ArgumentError: the text is not such an expression; the message shows the place and lists the
-            known names.
+        ArgumentError: the text is not such an expression; the message marks the column and lists
+            the known names.
 
     >>> parse("causal & window(4) | sinks(1)")
     Any(masks=(All(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
@@ -71,13 +78,15 @@ def parse(text: str) -> Mask:
 
 
 class _ExpressionReader:
-    """Walks the syntax tree; everything that is not listed is an error that shows its place."""
+    """Builds a mask from a syntax tree; any node that is not supported raises an error with its
+    column.
+    """
 
     def __init__(self, text: str) -> None:
         self.text, self.masks, self.known = text, 0, parsable_masks()
 
     def mask(self, node: ast.expr, depth: int) -> Mask:
-        """A node that must be a mask."""
+        """Build a mask from a node."""
         if depth > MAX_DEPTH:
             raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
@@ -101,7 +110,7 @@ class _ExpressionReader:
         keywords: dict[str | None, ast.expr],
         depth: int,
     ) -> Mask:
-        """A call of a known mask."""
+        """Build a mask from a call of a known class."""
         self.masks += 1
         if self.masks > MAX_MASKS:
             raise self.error(f"more than {MAX_MASKS} masks", node)
@@ -128,7 +137,7 @@ class _ExpressionReader:
             raise self.error(f"{word}: {error_text(problem)}", node) from None
 
     def value(self, node: ast.expr, depth: int) -> object:
-        """A number, True, False, None, a tuple of values, or a mask."""
+        """Return the number, True, False, None, tuple of values, or mask of a node."""
         if depth > MAX_DEPTH:
             raise self.error(f"an expression nested deeper than {MAX_DEPTH}", node)
         if isinstance(node, ast.Constant) and (
@@ -150,15 +159,16 @@ class _ExpressionReader:
         raise self.error("only whole numbers, tuples and masks may stand here", node)
 
     def error(self, what: str, node: ast.expr) -> ArgumentError:
-        """The error, with the place of the node."""
+        """Return the error for a node, with its column."""
         # ast counts columns in bytes of UTF-8
         column = len(self.text.encode()[: node.col_offset].decode(errors="ignore"))
         return _error(what, self.text, column if node.lineno == 1 else None)
 
 
 def _column(problem: Exception, text: str) -> int | None:
-    """Where Python stumbled, if it says so; an expression that stops too early is wrong at its
-    end.
+    """Return the column of a syntax error, or None if it is unknown.
+
+    An expression that ends too early has its error at its end.
     """
     at, line = getattr(problem, "offset", None), getattr(problem, "lineno", 1)
     return None if at is None or line != 1 or "\n" in text else len(text) if at < 1 else at - 1

@@ -1,6 +1,4 @@
-"""The structure of a mask: key intervals of each query, and which tiles are empty, partial or
-full.
-"""
+"""Key intervals of each query, and the classification of tiles as empty, partial or full."""
 
 from __future__ import annotations
 
@@ -15,13 +13,15 @@ from torch.nn import functional as F
 from regard.span import Positions, Span, slot_count
 
 UNBOUNDED = 1 << 62
-"""Past every key position: the stop of a range without an end."""
+"""A number larger than any key position: the stop of a range without an end."""
 
 
 class Intervals(NamedTuple):
-    """n half-open ranges of key positions per query; a range is empty where start >= stop.
+    """n half-open ranges of key positions for each query; a range with start >= stop is empty.
 
-    starts, stops: int64 [B or 1, H or 1, t, n].
+    Attributes:
+        starts: the first position of each range, int64 `[B or 1, H or 1, t, n]`.
+        stops: the first position after each range, of the same shape.
     """
 
     starts: Int[Tensor, "#B #H t n"]
@@ -29,11 +29,10 @@ class Intervals(NamedTuple):
 
 
 def normalize_intervals(raw: Intervals) -> Intervals:
-    """The same sets of positions >= 0 as disjoint sorted ranges; columns that are empty for every
-    query are dropped.
+    """Return the same sets of positions >= 0 as disjoint, sorted ranges.
 
-    With ranges sorted by start, start_i = max(start_i, stop_0, ..., stop_{i-1}) removes what
-    earlier ranges cover.
+    Columns that are empty for every query are dropped. With ranges sorted by start, start_i =
+    max(start_i, stop_0, ..., stop_{i-1}) removes what earlier ranges cover.
 
     >>> ranges = Intervals(torch.tensor([[[[2, -3, 7]]]]), torch.tensor([[[[6, 3, 7]]]]))
     >>> normalize_intervals(ranges)[:2]
@@ -52,23 +51,23 @@ def normalize_intervals(raw: Intervals) -> Intervals:
 
 
 def _sort(starts: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted by start, empty ranges last as (FAR, FAR)."""
+    """Sort the ranges by start, with empty ranges last as (UNBOUNDED, UNBOUNDED)."""
     empty = starts >= stops
     starts, order = starts.masked_fill(empty, UNBOUNDED).sort(-1)
     return starts, stops.masked_fill(empty, UNBOUNDED).gather(-1, order)
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The positions in both: every range of a against every range of b."""
+    """Return the positions in both lists: every range of a is intersected with every range of b."""
     starts = torch.maximum(a.starts[..., :, None], b.starts[..., None, :])
     stops = torch.minimum(a.stops[..., :, None], b.stops[..., None, :])
     return normalize_intervals(Intervals(starts.flatten(-2), stops.flatten(-2)))
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
-    """The shape that tensors of these shapes broadcast to.
+    """Return the shape that tensors of these shapes broadcast to.
 
-    `torch.broadcast_shapes` takes 60 Python calls for it, and kernels ask for each block of
+    `torch.broadcast_shapes` makes 60 Python calls for this, and kernels need it for each block of
     queries.
 
     >>> broadcast_shape((2, 1, 5), (3, 1))
@@ -80,13 +79,13 @@ def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
 
 
 def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors, expanded to the shape that they broadcast to."""
+    """Return the tensors, expanded to their common broadcast shape."""
     found: tuple[Tensor, ...] = tuple(torch.broadcast_tensors(*tensors))
     return found
 
 
 def union(a: Intervals, b: Intervals) -> Intervals:
-    """The positions in either."""
+    """Return the positions that are in at least one of the two lists."""
     shape = broadcast_shape(a.starts.shape[:-1], b.starts.shape[:-1])
     starts, stops = (
         torch.cat([x.expand(*shape, -1), y.expand(*shape, -1)], -1)
@@ -96,7 +95,7 @@ def union(a: Intervals, b: Intervals) -> Intervals:
 
 
 def complement(a: Intervals) -> Intervals:
-    """The positions >= 0 in none of the ranges of a tidy list."""
+    """Return the positions >= 0 that are in none of the ranges of a normalized list."""
     zero, far = torch.zeros_like(a.starts[..., :1]), torch.full_like(a.starts[..., :1], UNBOUNDED)
     return normalize_intervals(
         Intervals(torch.cat([zero, a.stops], -1), torch.cat([a.starts, far], -1))
@@ -104,7 +103,7 @@ def complement(a: Intervals) -> Intervals:
 
 
 def clear_rows(found: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
-    """The same without any position for some of the queries.
+    """Return the intervals with all ranges of some queries made empty.
 
     >>> two = Intervals(torch.tensor([[[[0], [0]]]]), torch.tensor([[[[2], [3]]]]))
     >>> (clear_rows(two, torch.tensor([[True, False]])).starts == UNBOUNDED).tolist()
@@ -115,7 +114,7 @@ def clear_rows(found: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
 
 
 def stack_heads(heads: Sequence[Intervals]) -> Intervals:
-    """Lists of one head each, [B or 1, 1, t, n_h], as one list [B or 1, H, t, max n_h]."""
+    """Join intervals of one head each, `[B or 1, 1, t, n_h]`, to `[B or 1, H, t, max n_h]`."""
     n = max(head.starts.shape[-1] for head in heads)
     B = max(head.starts.shape[0] for head in heads)
 
@@ -130,11 +129,11 @@ EMPTY, PARTIAL, FULL = 0, 1, 2
 UNKNOWN = -1
 
 MAX_BLOCKS_AT_ONCE = 32
-"""Undecided key blocks that are evaluated together, at most."""
+"""The largest number of neighbouring key blocks that are evaluated together."""
 
 
 def count_held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
-    """How many slots of each block hold a key, [B or 1, nK]."""
+    """Return how many slots of each key block hold a token, `[B or 1, nK]`."""
     if isinstance(k_positions, Span):
         lo, hi = _block_bounds(k_positions, bk)
         return (hi - lo).clamp(min=0)[None]
@@ -144,10 +143,11 @@ def count_held(k_positions: Positions, bk: int) -> Int[Tensor, "B nK"]:
 def states_from_intervals(
     found: Intervals, k_positions: Positions, bk: int
 ) -> Int8[Tensor, "B H nK"]:
-    """The states of key blocks for queries with these tidy intervals: count what each query sees of
-    each block.
+    """Return the states of key blocks for queries with these normalized intervals.
 
-    O(t n nK) for a `Span`; for stored positions each block is sorted, and ends are looked up in it.
+    The number of visible keys of each block is counted for each query. This is O(t n nK) for a
+    `Span`; for stored positions, each block is sorted and the ends of the ranges are looked up in
+    it.
     """
     if isinstance(k_positions, Span):
         seen = _count_span(found, k_positions, bk)  # [B,H,t,nK]
@@ -189,7 +189,7 @@ def _count_stored(found: Intervals, keys: Tensor, bk: int) -> Tensor:
 
 
 def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H t"]:
-    """How many keys each query sees."""
+    """Count the keys that each query sees."""
     S = slot_count(k_positions)
     if S == 0 or found.starts.shape[2] == 0:
         B = 1 if isinstance(k_positions, Span) else k_positions.shape[0]
@@ -201,7 +201,10 @@ def count_visible(found: Intervals, k_positions: Positions) -> Int[Tensor, "B H 
 
 
 def and_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
-    """The state of `x & y`: empty wins, full gives way, two partial ones must be looked at."""
+    """Return the states of `x & y` from the states of x and y.
+
+    Empty stays empty, and full leaves the other state; two partial tiles give UNKNOWN.
+    """
     a, b = broadcast(a, b)
     out = torch.full_like(a, UNKNOWN)
     out = torch.where(a == FULL, b, torch.where(b == FULL, a, out))
@@ -209,19 +212,23 @@ def and_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
 
 
 def not_states(a: Tensor) -> Int8[Tensor, "..."]:
-    """The state of `~x`."""
+    """Return the states of `~x` from those of x."""
     return torch.where(a == UNKNOWN, a, FULL - a)
 
 
 def or_states(a: Tensor, b: Tensor) -> Int8[Tensor, "..."]:
-    """The state of `x | y`, by De Morgan."""
+    """Return the states of `x | y`, by De Morgan's law."""
     return not_states(and_states(not_states(a), not_states(b)))
 
 
 def states_without_rows(
     states: Int8[Tensor, "b h nK"], rows: Bool[Tensor, "b_rows t"] | None
 ) -> Int8[Tensor, "B h nK"]:
-    """The states where some of the queries see nothing, whatever the rule says of them."""
+    """Return the states for the case that some of the queries see nothing.
+
+    A full tile becomes partial, since it stays full for the other queries only. A partial tile
+    becomes UNKNOWN, since the visible keys may have been those of the removed queries.
+    """
     if rows is None:
         return states
     some, every = (x[:, None, None] for x in (rows.any(1), rows.all(1)))
@@ -237,8 +244,9 @@ def evaluate_unknown_blocks(
     bk: int,
     evaluate: Callable[[slice], Tensor],
 ) -> Int8[Tensor, "B H nK"]:
-    """Decide what is undecided by evaluating it, and let holes count: a block with a hole is never
-    full.
+    """Evaluate the tiles whose state is UNKNOWN, and account for empty slots.
+
+    A tile with an empty slot is never full.
     """
     unknown = (states == UNKNOWN).flatten(0, 1).any(0).tolist()
     slots = torch.full((len(unknown),), bk, device=n_held.device)
@@ -256,7 +264,7 @@ def evaluate_unknown_blocks(
 
 
 def block_states(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H nK"]:
-    """The states of the key blocks of an evaluated block."""
+    """Return the states of the key blocks of a dense mask `[B, H, t, s]`."""
     some, each = block.any(2), block.all(2)  # [B,H,s]
     missing = -block.shape[3] % bk
     some = torch.unflatten(F.pad(some, (0, missing)), -1, (-1, bk)).any(-1)
@@ -265,7 +273,7 @@ def block_states(block: Bool[Tensor, "B H t s"], bk: int) -> Int8[Tensor, "B H n
 
 
 def _unknown_runs(unknown: list[bool]) -> list[tuple[int, int]]:
-    """Runs of undecided blocks, at most GROUP long."""
+    """Return the ranges of neighbouring UNKNOWN blocks, at most MAX_BLOCKS_AT_ONCE long."""
     runs: list[tuple[int, int]] = []
     for j, is_unknown in enumerate(unknown):
         if not is_unknown:
@@ -278,11 +286,11 @@ def _unknown_runs(unknown: list[bool]) -> list[tuple[int, int]]:
 
 
 def _block_bounds(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """The first and one past the last position >= 0 of each block."""
+    """Return the first position >= 0 of each block, and the first position after it."""
     lo = torch.arange(keys.start, keys.stop, bk, device=device)
     return lo.clamp(min=0), (lo + bk).clamp(max=keys.stop)
 
 
 def _split_into_blocks(x: Tensor, bk: int, value: int) -> Tensor:
-    """[B,S] -> [B,nK,bk], the last block filled up with `value`."""
+    """Reshape `[B, S]` to `[B, nK, bk]`; the last block is padded with `value`."""
     return torch.unflatten(F.pad(x, (0, -x.shape[1] % bk), value=value), -1, (-1, bk))
